@@ -1,0 +1,270 @@
+//! What can go wrong, in one type.
+//!
+//! Whoever handles an error asks one question first: *what may I still do?* [`Error::class`] answers it, and it is
+//! the one place in the crate where errors are told apart. Every message names the cause and what to do about it.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What an error means for what comes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorClass {
+    /// This call was wrong; nothing was lost and nothing else is affected. Calling again unchanged fails again.
+    Argument,
+    /// The stream is being captured into a graph and the call cannot be part of it. Only this call is affected.
+    Capture,
+    /// A matter of the moment: out of memory, not ready, timed out. The same call may succeed later.
+    Moment,
+    /// The device is gone for good. Everything in flight there is quarantined, and later calls fail at once.
+    Sticky,
+    /// The driver is shutting down under us. Memory is leaked rather than touched.
+    DriverEnd,
+}
+
+/// What a device's driver said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceError {
+    /// The device, as [`Device::open`](crate::Device::open) names it.
+    pub device: Arc<str>,
+    /// The driver call that failed.
+    pub call: &'static str,
+    /// The driver's number for the error (an `errno` for the host device).
+    pub code: i64,
+    /// What the driver or the system calls it.
+    pub text: Arc<str>,
+    /// What it means.
+    pub class: ErrorClass,
+}
+
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { device, call, code, text, class } = self;
+        write!(f, "{device}: {call} failed with {code} ({text})")?;
+        match class {
+            ErrorClass::Argument => Ok(()),
+            ErrorClass::Capture => write!(f, "; the stream is being captured, submit outside the capture"),
+            ErrorClass::Moment => write!(f, "; the call may succeed later"),
+            ErrorClass::Sticky => write!(f, "; the device is lost until the process ends, open another one"),
+            ErrorClass::DriverEnd => write!(f, "; the driver is shutting down"),
+        }
+    }
+}
+
+/// What went wrong. See [`Error::class`] for what it means.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A length of zero was asked for.
+    #[error("a segment of 0 bytes was asked for; ask for at least 1")]
+    ZeroLength,
+    /// The length is beyond what any segment can have.
+    #[error("{len} bytes are more than one segment can hold ({largest}); configure larger extents or split the request")]
+    TooLong {
+        /// Bytes asked for.
+        len: usize,
+        /// The largest length that the pool's extents can ever serve.
+        largest: usize,
+    },
+    /// The alignment is not a power of two, or beyond what regions guarantee.
+    #[error("{align} is no alignment: it must be a power of two of at most {largest}")]
+    BadAlignment {
+        /// Alignment asked for, in bytes.
+        align: usize,
+        /// The largest alignment served, in bytes.
+        largest: usize,
+    },
+    /// A setting makes no sense; the text names it and says which values do.
+    #[error("{0}")]
+    Config(String),
+    /// No device has this name.
+    #[error("unknown device {name:?}; {known}")]
+    UnknownDevice {
+        /// What was asked for.
+        name: String,
+        /// Which names there are.
+        known: String,
+    },
+    /// The device exists by name, but cannot be used here.
+    #[error("device {device} is not available: {why}")]
+    Unavailable {
+        /// The device.
+        device: String,
+        /// The cause and the remedy.
+        why: String,
+    },
+    /// This platform or device cannot do it.
+    #[error("unsupported: {0}")]
+    Unsupported(String),
+    /// The memlock limit refuses to lock the pages.
+    #[error(
+        "locking {wanted} bytes was refused: the memlock limit is {limit}; raise it (ulimit -l, LimitMEMLOCK=infinity, \
+         --ulimit memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration"
+    )]
+    MemLock {
+        /// Bytes that were to be locked.
+        wanted: usize,
+        /// The limit, as text (bytes, or "unlimited").
+        limit: String,
+    },
+    /// The system has no memory for a region.
+    #[error("the system refused {wanted} bytes: {text}")]
+    OutOfMemory {
+        /// Bytes asked for.
+        wanted: usize,
+        /// What the system said.
+        text: String,
+    },
+    /// The pool has no free segment for this request now, and was not to wait.
+    #[error("the pool has no room for {len} bytes now ({capacity} bytes of capacity); wait, return buffers, or raise the capacity")]
+    Exhausted {
+        /// Bytes asked for.
+        len: usize,
+        /// The pool's cap on pinned bytes.
+        capacity: usize,
+    },
+    /// The deadline passed first.
+    #[error("timed out after {0:?}")]
+    Timeout(Duration),
+    /// Waiting cannot help: what the request needs is quarantined, or larger than all that the pool may hold.
+    #[error("no amount of waiting frees {len} bytes: {quarantined} bytes are quarantined of {capacity}")]
+    Impossible {
+        /// Bytes asked for.
+        len: usize,
+        /// Bytes that are never to be reused.
+        quarantined: usize,
+        /// The pool's cap on pinned bytes.
+        capacity: usize,
+    },
+    /// The pool was shut down.
+    #[error("the pool is shut down")]
+    Closed,
+    /// The process was forked: the child has none of the parent's pinned memory. Open a pool of its own there.
+    #[error("this pool belongs to the parent process; a forked child opens its own")]
+    Forked,
+    /// The buffer belongs to a pool that does not serve this device.
+    #[error("the buffer's pool does not serve {device}; name the device to Pool::builder")]
+    WrongDevice {
+        /// The device that was to use the buffer.
+        device: String,
+    },
+    /// A stream-ready buffer was used on another stream than the one it is ready on.
+    #[error("a stream-ready buffer can be used only on the stream it was checked out on; wait for it to use it elsewhere")]
+    WrongStream,
+    /// A token that names no segment checked out of this pool.
+    #[error("the token names no segment that is checked out of this pool: it is stale, foreign or was redeemed before")]
+    StaleToken,
+    /// Nothing has been written to the buffer that was to be sent.
+    #[error("nothing to copy: the range is empty")]
+    Empty,
+    /// A range that leaves what it is a range of.
+    #[error("range {start}..{end} is outside of {len} bytes")]
+    OutOfRange {
+        /// First byte.
+        start: usize,
+        /// One past the last byte.
+        end: usize,
+        /// Length of the whole.
+        len: usize,
+    },
+    /// The target is smaller than what was to be copied or written.
+    #[error("{need} bytes do not fit into {have}")]
+    TooSmall {
+        /// Bytes needed.
+        need: usize,
+        /// Bytes there.
+        have: usize,
+    },
+    /// The bytes cannot be viewed as that type.
+    #[error("the bytes cannot be viewed as this type: {0}")]
+    View(String),
+    /// A driver call failed.
+    #[error("{0}")]
+    Device(DeviceError),
+}
+
+impl Error {
+    /// What the error means for what comes next. The one place where errors are told apart.
+    #[must_use]
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            Self::Device(e) => e.class,
+            Self::Exhausted { .. } | Self::Timeout(_) | Self::OutOfMemory { .. } | Self::MemLock { .. } => {
+                ErrorClass::Moment
+            }
+            _ => ErrorClass::Argument,
+        }
+    }
+
+    /// Whether the same call may succeed later.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        self.class() == ErrorClass::Moment
+    }
+
+    /// Whether the device is gone for good.
+    #[must_use]
+    pub fn is_sticky(&self) -> bool {
+        matches!(self.class(), ErrorClass::Sticky | ErrorClass::DriverEnd)
+    }
+}
+
+impl From<Error> for std::io::Error {
+    fn from(error: Error) -> Self {
+        let kind = match error {
+            Error::Timeout(_) => std::io::ErrorKind::TimedOut,
+            Error::OutOfMemory { .. } | Error::MemLock { .. } | Error::Exhausted { .. } => {
+                std::io::ErrorKind::OutOfMemory
+            }
+            Error::Unsupported(_) => std::io::ErrorKind::Unsupported,
+            Error::TooSmall { .. } => std::io::ErrorKind::WriteZero,
+            _ => std::io::ErrorKind::Other,
+        };
+        Self::new(kind, error)
+    }
+}
+
+/// A refused submit: the error, and the buffer when nothing had been handed to the driver yet.
+///
+/// With `buffer: None` the driver was called and its answer leaves open whether the device still uses the buffer:
+/// the segment goes back to the pool by itself once a later mark on that stream is seen complete.
+pub struct SubmitError<B> {
+    /// What went wrong.
+    pub error: Error,
+    /// The buffer, if the device cannot be using it.
+    pub buffer: Option<B>,
+}
+
+impl<B> SubmitError<B> {
+    pub(crate) fn refused(error: Error, buffer: B) -> Self {
+        Self { error, buffer: Some(buffer) }
+    }
+}
+
+impl<B> fmt::Debug for SubmitError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SubmitError").field("error", &self.error).field("buffer", &self.buffer.is_some()).finish()
+    }
+}
+
+impl<B> fmt::Display for SubmitError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<B> std::error::Error for SubmitError<B> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.error)
+    }
+}
+
+impl<B> From<SubmitError<B>> for Error {
+    fn from(e: SubmitError<B>) -> Self {
+        e.error
+    }
+}
