@@ -1,0 +1,7 @@
+//! pinpool
+#![allow(dead_code)]
+mod error;
+mod os;
+mod sync;
+mod device;
+pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};

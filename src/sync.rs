@@ -1,0 +1,91 @@
+//! The primitives that the lock-free parts are built from: std's, or loom's under `--cfg loom`.
+//!
+//! # The asymmetric fence
+//!
+//! A checkout and a return must not pay for a full fence (20 cycles and more), yet they need one against the rare
+//! thread that takes a shard back: the owner stores *busy* and then loads *mode*, the other side stores *mode* and then
+//! loads *busy*, and at least one of them must see the other (Dekker's pattern, which needs store-load order on both
+//! sides). So the price is moved: [`light`] on the frequent side is a compiler fence, and [`heavy`] on the rare side is
+//! `membarrier(PRIVATE_EXPEDITED)`, which runs a full fence on every core that runs a thread of this process.
+//!
+//! There are three modes, because not every environment has, or understands, that call:
+//!
+//! | mode | when | `light` | `heavy` |
+//! | --- | --- | --- | --- |
+//! | membarrier | the kernel registered it | compiler fence | the call |
+//! | fences | loom (which models only fences as sequentially consistent), and kernels without the call | `fence(SeqCst)` | `fence(SeqCst)` |
+//! | read-modify-write | `--cfg pinpool_rmw`: sanitizers, which do not model fences | see `freelist::shard` | see there |
+//!
+//! What only the first mode exercises is the pairing of `light` with the system call; `tests/stress.rs` runs it on
+//! threads.
+
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
+
+/// An `UnsafeCell` whose accesses loom can check.
+#[cfg(loom)]
+pub(crate) use loom::cell::UnsafeCell;
+
+/// An `UnsafeCell` with loom's interface.
+#[cfg(not(loom))]
+#[derive(Debug)]
+pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+#[cfg(not(loom))]
+impl<T> UnsafeCell<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self(std::cell::UnsafeCell::new(value))
+    }
+
+    /// Gives out the pointer for reading.
+    #[inline(always)]
+    pub(crate) fn with<R>(&self, f: impl FnOnce(*const T) -> R) -> R {
+        f(self.0.get())
+    }
+
+    /// Gives out the pointer for writing.
+    #[inline(always)]
+    pub(crate) fn with_mut<R>(&self, f: impl FnOnce(*mut T) -> R) -> R {
+        f(self.0.get())
+    }
+}
+
+/// Lets another thread run while this one waits for it.
+pub(crate) fn yield_now() {
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    #[cfg(not(loom))]
+    std::thread::yield_now();
+}
+
+/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. Asked once, when a pool
+/// is built; a pool that was told `false` keeps `FENCED` set for good.
+pub(crate) fn asymmetric() -> bool {
+    #[cfg(any(loom, pinpool_rmw))]
+    {
+        false
+    }
+    #[cfg(not(any(loom, pinpool_rmw)))]
+    {
+        static REGISTERED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+        *REGISTERED.get_or_init(crate::os::membarrier_register)
+    }
+}
+
+/// The frequent side's fence where [`asymmetric`] holds: orders the compiler only.
+#[inline(always)]
+pub(crate) fn light() {
+    #[cfg(not(loom))]
+    std::sync::atomic::compiler_fence(Ordering::SeqCst);
+}
+
+/// The rare side's fence. Pairs with [`light`] (through the system call) or with a full fence.
+pub(crate) fn heavy() {
+    fence(Ordering::SeqCst);
+    #[cfg(not(any(loom, pinpool_rmw)))]
+    if asymmetric() {
+        crate::os::membarrier();
+    }
+}
