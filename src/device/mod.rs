@@ -22,6 +22,8 @@
 //! 8. *Sticky.* After an error of class [`Sticky`](crate::ErrorClass::Sticky) every later call on that device fails
 //!    with that class, and no copy of that device touches host memory any more.
 
+#![allow(unsafe_code)]
+
 pub(crate) mod host;
 pub(crate) mod memory;
 pub(crate) mod worker;
