@@ -5,3 +5,6 @@ mod os;
 mod sync;
 mod device;
 pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};
+mod segment;
+mod freelist;
+mod arena;

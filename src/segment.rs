@@ -1,0 +1,355 @@
+//! The segment rule and the size classes: integer arithmetic only.
+//!
+//! # The rule
+//!
+//! A segment for `len` bytes spans at least `align_up(len, 32) + 32` bytes and starts on a multiple of 64. That is what
+//! the vendor asks of everyone who divides memory from `aclrtMallocHost` (CANN application development guide, API
+//! reference of `aclrtMallocHost`, 7.0 and later), and pinpool keeps it on every device, so that a pool behaves alike
+//! wherever it runs.
+//!
+//! # The classes
+//!
+//! A class is a *stride*: the distance between two segments of a run. Strides are multiples of 64, so every segment of
+//! a run starts on a multiple of 64 when the run does.
+//!
+//! ```text
+//! class      0    1    2  ..   16 |   17    18  ..    24 |   25    26  ..     32 | ...          112
+//! stride    64  128  192  .. 1088 | 1216  1344  ..  2112 | 2368  2624  ..   4160 | ...  4 MiB + 64
+//!           multiples of 64       | 1024*(9..=16)/8 + 64 | 2048*(9..=16)/8 + 64  | ...
+//! ```
+//!
+//! Up to 1088 the strides are all multiples of 64; above, each doubling has eight steps. Both parts are shifted by 64 so
+//! that a power-of-two length, the most common request by far, has a stride of its length + 64: the rule itself takes 32
+//! of these, the alignment to 64 the rest. Eight steps bound the loss ((stride - length) / stride) by 12.5% for any
+//! length from 4 KiB; four would lose up to 20%, sixteen would halve the loss and double the number of half-used runs.
+//!
+//! Lengths beyond the largest class, and alignments beyond 64, get a run of pages of their own.
+//!
+//! # Runs
+//!
+//! A run of a class is as many pages of [`PAGE`] bytes as make the tail that no segment fits into small (at most 1/64),
+//! and large enough to amortise its table entries; see [`Shape`]. Where no such run is free, a shorter one does.
+
+use crate::error::{Error, Result};
+
+/// Segments start on a multiple of this.
+pub const SEGMENT_ALIGN: usize = 64;
+
+/// Unit in which extents are given to runs, in bytes. A constant of ours: it need not be the system's page size.
+pub const PAGE: usize = 4096;
+
+/// The largest alignment that a checkout can ask for, in bytes (a huge page of most systems).
+pub const MAX_ALIGN: usize = 2 << 20;
+
+/// Strides up to here are the multiples of 64.
+const LINEAR_MAX: usize = 1024 + SEGMENT_ALIGN;
+const LINEAR_CLASSES: usize = LINEAR_MAX / SEGMENT_ALIGN;
+/// log2 of the first length of the geometric part, and of the largest.
+const FIRST_DOUBLING: u32 = 10;
+const LAST_DOUBLING: u32 = 22;
+
+/// Number of size classes.
+pub const CLASSES: usize = LINEAR_CLASSES + (LAST_DOUBLING - FIRST_DOUBLING) as usize * 8;
+
+/// The largest length that has a size class; longer requests get a run of their own.
+pub const LARGEST_CLASS_LEN: usize = stride_at(CLASSES - 1) - 32;
+
+/// A size class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Class(u8);
+
+/// What one run of a class looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Pages of [`PAGE`] bytes in a run.
+    pub pages: u32,
+    /// Segments in a run.
+    pub segments: u32,
+}
+
+const fn stride_at(index: usize) -> usize {
+    if index < LINEAR_CLASSES {
+        (index + 1) * SEGMENT_ALIGN
+    } else {
+        let step = index - LINEAR_CLASSES;
+        let doubling = FIRST_DOUBLING + (step / 8) as u32;
+        ((9 + step % 8) << (doubling - 3)) + SEGMENT_ALIGN
+    }
+}
+
+const STRIDES: [u32; CLASSES] = {
+    let mut table = [0; CLASSES];
+    let mut i = 0;
+    while i < CLASSES {
+        table[i] = stride_at(i) as u32;
+        i += 1;
+    }
+    table
+};
+
+const SHAPES: [Shape; CLASSES] = {
+    let mut table = [Shape { pages: 0, segments: 0 }; CLASSES];
+    let mut i = 0;
+    while i < CLASSES {
+        table[i] = shape_at(stride_at(i));
+        i += 1;
+    }
+    table
+};
+
+/// The smallest run that is large enough for its tables and loses at most 1/64 at its end. One segment of 256 KiB or
+/// more always qualifies, since less than a page is lost behind it.
+const fn shape_at(stride: usize) -> Shape {
+    let least = if stride < 4096 {
+        64 << 10
+    } else if stride <= 64 << 10 {
+        256 << 10
+    } else {
+        0
+    };
+    let mut segments = if least > stride { least / stride } else { 1 };
+    loop {
+        let pages = (segments * stride).div_ceil(PAGE);
+        let lost = pages * PAGE - segments * stride;
+        if lost * 64 <= pages * PAGE {
+            return Shape { pages: pages as u32, segments: segments as u32 };
+        }
+        segments += 1;
+    }
+}
+
+impl Class {
+    /// The class at `index`, if there are that many.
+    #[must_use]
+    pub fn new(index: usize) -> Option<Self> {
+        (index < CLASSES).then_some(Self(index as u8))
+    }
+
+    /// All classes, smallest first.
+    pub fn all() -> impl DoubleEndedIterator<Item = Self> + ExactSizeIterator {
+        (0..CLASSES).map(|i| Self(i as u8))
+    }
+
+    /// The smallest class whose segments hold `len` bytes. `None` for 0 and beyond [`LARGEST_CLASS_LEN`].
+    #[inline]
+    #[must_use]
+    pub fn of(len: usize) -> Option<Self> {
+        if len.wrapping_sub(1) >= LARGEST_CLASS_LEN {
+            return None;
+        }
+        let span = ((len + 31) & !31) + 32;
+        let index = if span <= LINEAR_MAX {
+            (span - 1) / SEGMENT_ALIGN
+        } else {
+            // The largest number below the class's power-of-two part; its leading bits name doubling and step.
+            let below = span - SEGMENT_ALIGN - 1;
+            let doubling = below.ilog2();
+            let step = (below >> (doubling - 3)) & 7;
+            LINEAR_CLASSES + (doubling - FIRST_DOUBLING) as usize * 8 + step
+        };
+        Some(Self(index as u8))
+    }
+
+    /// The largest class whose stride is at most `bytes`, if any.
+    #[must_use]
+    pub fn fitting(bytes: usize) -> Option<Self> {
+        let above = STRIDES.partition_point(|&s| s as usize <= bytes);
+        above.checked_sub(1).map(|i| Self(i as u8))
+    }
+
+    /// Position among the classes.
+    #[inline]
+    #[must_use]
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+
+    /// Bytes from one segment of this class to the next.
+    #[inline]
+    #[must_use]
+    pub fn stride(self) -> usize {
+        STRIDES[self.0 as usize] as usize
+    }
+
+    /// The longest request that this class serves, in bytes.
+    #[must_use]
+    pub fn capacity(self) -> usize {
+        self.stride() - 32
+    }
+
+    /// What one run of this class looks like.
+    #[must_use]
+    pub fn shape(self) -> Shape {
+        SHAPES[self.0 as usize]
+    }
+}
+
+/// Bytes that a segment for `len` bytes spans at least: `align_up(len, 32) + 32`.
+///
+/// # Errors
+/// [`Error::ZeroLength`], and [`Error::TooLong`] where the arithmetic would overflow.
+pub fn span(len: usize) -> Result<usize> {
+    if len == 0 {
+        return Err(Error::ZeroLength);
+    }
+    // Leaves room for every rounding that follows.
+    let largest = isize::MAX as usize - 2 * MAX_ALIGN;
+    if len > largest {
+        return Err(Error::TooLong { len, largest });
+    }
+    Ok(((len + 31) & !31) + 32)
+}
+
+/// Where a request is served from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// A segment of this class.
+    Class(Class),
+    /// A run of its own: as many pages as `span` bytes need, the first on a multiple of `align` pages.
+    Pages {
+        /// Bytes that the segment spans by the rule.
+        span: usize,
+        /// Alignment of the first, in pages.
+        align: usize,
+    },
+}
+
+impl Placement {
+    /// Where `len` bytes at `align` are served from.
+    ///
+    /// # Errors
+    /// [`Error::ZeroLength`], [`Error::TooLong`] on overflow, [`Error::BadAlignment`] for an alignment that is no power
+    /// of two or above [`MAX_ALIGN`].
+    pub fn of(len: usize, align: usize) -> Result<Self> {
+        if !align.is_power_of_two() || align > MAX_ALIGN {
+            return Err(Error::BadAlignment { align, largest: MAX_ALIGN });
+        }
+        let span = span(len)?;
+        if align <= SEGMENT_ALIGN {
+            if let Some(class) = Class::of(len) {
+                return Ok(Self::Class(class));
+            }
+        }
+        Ok(Self::Pages { span, align: align.div_ceil(PAGE) })
+    }
+
+    /// Bytes that the placement takes at least.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Class(class) => class.stride(),
+            Self::Pages { span, .. } => span.next_multiple_of(PAGE),
+        }
+    }
+
+    /// Pages that must be free next to each other at least, and their alignment in pages, where nothing is cut yet.
+    #[must_use]
+    pub fn fresh_pages(self) -> (usize, usize) {
+        match self {
+            Self::Class(class) => (class.stride().div_ceil(PAGE), 1),
+            Self::Pages { span, align } => (span.div_ceil(PAGE), align),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_table_in_the_essay_is_the_table() {
+        let stride = |i| Class::new(i).unwrap().stride();
+        assert_eq!([stride(0), stride(1), stride(16), stride(17), stride(24), stride(25), stride(32)], [
+            64, 128, 1088, 1216, 2112, 2368, 4160
+        ]);
+        assert_eq!(CLASSES, 113);
+        assert_eq!(stride(CLASSES - 1), (4 << 20) + 64);
+        assert_eq!(Class::new(CLASSES), None);
+    }
+
+    #[test]
+    fn every_length_gets_the_smallest_class_that_fits() {
+        let mut class = 0;
+        for len in 1..=300_000 {
+            while STRIDES[class] as usize - 32 < (len + 31) & !31 {
+                class += 1;
+            }
+            assert_eq!(Class::of(len).map(Class::index), Some(class), "length {len}");
+        }
+        for class in Class::all() {
+            assert_eq!(Class::of(class.capacity()), Some(class));
+            assert_eq!(Class::of(class.capacity() + 1), Class::new(class.index() + 1));
+            assert_eq!(Class::fitting(class.stride()), Some(class));
+            assert_eq!(Class::fitting(class.stride() - 1).map_or(0, |c| c.index() + 1), class.index());
+        }
+    }
+
+    #[test]
+    fn a_power_of_two_costs_64_bytes_more() {
+        let mut len = 1;
+        while len <= LARGEST_CLASS_LEN {
+            assert!(Class::of(len).unwrap().stride() <= len + 64, "length {len}");
+            len *= 2;
+        }
+    }
+
+    /// (stride - length) / stride of what a request is given.
+    fn loss(len: usize) -> f64 {
+        let given = Placement::of(len, 64).unwrap().bytes();
+        (given - len) as f64 / given as f64
+    }
+
+    #[test]
+    fn rounding_loses_little() {
+        let worst = (4096..=8 << 20).step_by(1).map(loss).fold(0.0, f64::max);
+        assert!(worst <= 0.125, "worst loss from 4 KiB: {worst:.4}");
+        // Log-uniform from 1 KiB to 64 MiB, at a million points.
+        let n = 1_000_000;
+        let mean = (0..n).map(|i| loss(1024.0f64.mul_add(2f64.powf(16.0 * f64::from(i) / f64::from(n)), 0.0) as usize));
+        let mean = mean.sum::<f64>() / f64::from(n);
+        println!("rounding: worst from 4 KiB {:.2}%, mean 1 KiB to 64 MiB {:.2}%", worst * 100.0, mean * 100.0);
+        assert!(mean <= 0.06, "mean loss: {mean:.4}");
+    }
+
+    #[test]
+    fn runs_lose_little_at_their_end() {
+        for class in Class::all() {
+            let Shape { pages, segments } = class.shape();
+            let (run, used) = (pages as usize * PAGE, segments as usize * class.stride());
+            assert!(segments > 0 && used <= run && (run - used) * 64 <= run, "{class:?}: {used} of {run}");
+            assert!(run <= 6 << 20);
+        }
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        assert_eq!(Placement::of(0, 64), Err(Error::ZeroLength));
+        assert!(matches!(Placement::of(usize::MAX, 64), Err(Error::TooLong { .. })));
+        assert!(matches!(Placement::of(isize::MAX as usize, 64), Err(Error::TooLong { .. })));
+        for align in [0, 3, 96, MAX_ALIGN * 2, usize::MAX] {
+            assert_eq!(Placement::of(1, align), Err(Error::BadAlignment { align, largest: MAX_ALIGN }));
+        }
+        assert_eq!(Class::of(0), None);
+        assert_eq!(Class::of(LARGEST_CLASS_LEN + 1), None);
+        assert_eq!(Class::of(usize::MAX), None);
+    }
+
+    proptest! {
+        #[test]
+        fn the_rule_holds_for_any_request(len in 1usize..(1 << 36), shift in 0u32..22) {
+            let align = 1usize << shift;
+            let need = len.next_multiple_of(32) + 32;
+            match Placement::of(len, align).unwrap() {
+                Placement::Class(class) => {
+                    prop_assert!(align <= SEGMENT_ALIGN);
+                    prop_assert!(class.stride() >= need && class.stride() % SEGMENT_ALIGN == 0);
+                }
+                Placement::Pages { span, align: a } => {
+                    prop_assert_eq!(span, need);
+                    prop_assert!(a * PAGE >= align && a.is_power_of_two());
+                }
+            }
+        }
+    }
+}
