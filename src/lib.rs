@@ -8,3 +8,4 @@ pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};
 mod segment;
 mod freelist;
 mod arena;
+mod depot;

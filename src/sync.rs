@@ -52,6 +52,54 @@ impl<T> UnsafeCell<T> {
     }
 }
 
+/// A mutex whose lock is just `lock()`: parking_lot's, or loom's in its clothes.
+#[cfg(not(loom))]
+pub(crate) use parking_lot::{Mutex, MutexGuard};
+
+/// Loom's mutex with parking_lot's interface.
+#[cfg(loom)]
+#[derive(Debug, Default)]
+pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+
+/// Loom's guard.
+#[cfg(loom)]
+pub(crate) type MutexGuard<'a, T> = loom::sync::MutexGuard<'a, T>;
+
+#[cfg(loom)]
+impl<T> Mutex<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(loom::sync::Mutex::new(value))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+/// Parking threads.
+pub(crate) mod thread {
+    #[cfg(loom)]
+    pub(crate) use loom::thread::{Thread, current};
+    #[cfg(not(loom))]
+    pub(crate) use std::thread::{Thread, current};
+
+    use std::time::Instant;
+
+    /// Parks this thread until it is unparked, the deadline passes, or for no reason at all.
+    pub(crate) fn park_until(deadline: Option<Instant>) {
+        #[cfg(loom)]
+        {
+            let _ = deadline;
+            loom::thread::park();
+        }
+        #[cfg(not(loom))]
+        match deadline {
+            Some(deadline) => std::thread::park_timeout(deadline.saturating_duration_since(Instant::now())),
+            None => std::thread::park(),
+        }
+    }
+}
+
 /// Lets another thread run while this one waits for it.
 pub(crate) fn yield_now() {
     #[cfg(loom)]

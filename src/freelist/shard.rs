@@ -157,23 +157,25 @@ impl Held<'_> {
         self.shard.number
     }
 
-    /// Takes a segment, counted as checked out.
+    /// Takes a segment, marked and counted as checked out.
     #[inline(always)]
     pub(crate) fn take(&mut self, class: Class, requested: usize) -> Option<NonNull<Slot>> {
         let cell = self.shard.cells.get(class.index())?;
         let slot = NonNull::new(cell.head.load(Ordering::Relaxed))?;
         // SAFETY: slots in a shard's list are alive: their runs count them as given out.
-        cell.head.store(unsafe { slot.as_ref() }.next(), Ordering::Relaxed);
+        let s = unsafe { slot.as_ref() };
+        cell.head.store(s.next(), Ordering::Relaxed);
+        s.mark_taken();
         cell.count.store(cell.count.load(Ordering::Relaxed).wrapping_sub(1), Ordering::Relaxed);
         Cell::add(&cell.takes, 1);
         Cell::add(&self.shard.requested, requested as u64);
         Some(slot)
     }
 
-    /// Returns a segment, unless the list is full.
+    /// Returns a segment, marked free, unless the list is full.
     ///
     /// # Safety
-    /// The slot is alive, of this class, and in no list; it is the caller's to give.
+    /// The slot is alive, of this class, out, and in no list; it is the caller's to give.
     #[inline(always)]
     pub(crate) unsafe fn put(&mut self, class: Class, slot: NonNull<Slot>, requested: usize) -> Put {
         let Some(cell) = self.shard.cells.get(class.index()) else { return Put::Full };
@@ -182,7 +184,9 @@ impl Held<'_> {
             return Put::Full;
         }
         // SAFETY: alive by the caller's word.
-        unsafe { slot.as_ref() }.set_next(cell.head.load(Ordering::Relaxed));
+        let s = unsafe { slot.as_ref() };
+        s.set(super::slot::state::FREE);
+        s.set_next(cell.head.load(Ordering::Relaxed));
         cell.head.store(slot.as_ptr(), Ordering::Relaxed);
         cell.count.store(count + 1, Ordering::Relaxed);
         Cell::add(&cell.puts, 1);

@@ -1,0 +1,989 @@
+//! The depot: what buffers drop into.
+//!
+//! It joins the free lists, the arena and the queue of those who wait into one store of segments, and decides how a
+//! request is served, cheapest first:
+//!
+//! 1. *hit*: this thread's shard has a segment ([`crate::freelist::shard`]: plain loads and stores);
+//! 2. *exchange*: the shard takes over a chain that another thread left on a rack (one atomic swap);
+//! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the shard;
+//! 4. *collect*: everything that shards and racks cache is taken back to its runs, idle runs are dissolved, and the
+//!    request is tried again;
+//! 5. what is left (growing, waiting) is the pool's decision, made with [`Depot::join`] and [`Depot::add_extent`].
+//!
+//! Returns go the same way down: the shard, a rack, the runs. While anybody waits the mode word sends all returns to
+//! the lock, so that each segment that comes back meets the queue.
+//!
+//! # How long a depot lives
+//!
+//! Buffers hold a bare pointer to their depot, since a reference count would cost more than everything else on a hit
+//! together. All buffers together hold one strong count, *the crowd's*. When the pool closes, the mode word makes every
+//! return slow from then on, so those still out can be counted exactly, and the last one to come back gives up the
+//! crowd's count. A buffer that never comes back (leaked, or quarantined) keeps the depot and its memory for good,
+//! which is what it must do.
+//!
+//! # Counting
+//!
+//! Takes and returns are counted where they happen, in shards and, for the slow path, under the lock. Bytes out are
+//! takes less returns times stride; free bytes are what is left. So the parts always sum to the whole.
+
+#![allow(unsafe_code)]
+
+mod fork;
+mod lease;
+mod queue;
+
+use std::collections::HashSet;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
+use std::sync::{Arc, Weak};
+use std::task::Waker;
+use std::time::Instant;
+
+use crate::arena::{Arena, RegionId};
+use crate::error::{Error, Result};
+use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, mode, shard::Put, state};
+use crate::segment::{CLASSES, Class, Placement};
+use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
+
+pub(crate) use fork::generation as fork_generation;
+pub(crate) use queue::{Grant, Outcome, Wake, Want};
+
+/// How a depot is set up.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DepotConfig {
+    /// Bytes that the depot may hold at most; for messages and for [`Error::Impossible`].
+    pub(crate) capacity: usize,
+    /// Bytes that one thread's shard may cache at most.
+    pub(crate) thread_cache: usize,
+    /// Bytes that may hang in racks, between threads, at most.
+    pub(crate) shared_cache: usize,
+    /// The longest request that an extent could ever serve.
+    pub(crate) largest: usize,
+    /// Ignore the clock where it would decide something.
+    pub(crate) timeless: bool,
+}
+
+/// See the module's page.
+#[derive(Debug)]
+pub(crate) struct Depot {
+    // Read on each hit, written hardly ever: together, and away from what is written.
+    gate: Gate,
+    number: u64,
+    config: DepotConfig,
+    racks: Vec<Rack>,
+    /// Bytes that hang in racks.
+    racked: AtomicU64,
+    me: Weak<Self>,
+    core: crossbeam::utils::CachePadded<Mutex<Core>>,
+}
+
+#[derive(Debug)]
+struct Core {
+    arena: Arena,
+    roster: Roster,
+    queue: Queue,
+    /// Counted on the slow path, over all classes.
+    takes: u64,
+    puts: u64,
+    /// Granted and requested bytes taken less returned on the slow path (wrapping, since a hit may return them).
+    granted: u64,
+    requested: u64,
+    quarantined: usize,
+    quarantined_segments: u64,
+    /// After closing: segments that are not back yet.
+    outstanding: Option<u64>,
+    /// Bytes of regions that are being pinned.
+    growing: usize,
+    stats: Stats,
+}
+
+use queue::Queue;
+
+/// What happened on the slow path since the depot was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Stats {
+    pub(crate) misses: u64,
+    pub(crate) collects: u64,
+    pub(crate) waits: u64,
+    pub(crate) timeouts: u64,
+}
+
+/// A depot's bytes and counts at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DepotSnapshot {
+    pub(crate) total: usize,
+    pub(crate) unpinned: usize,
+    pub(crate) free: usize,
+    /// Of the free bytes, those in shards and racks.
+    pub(crate) cached: usize,
+    /// Checked out or in flight: all that was taken and is neither back nor quarantined.
+    pub(crate) out: usize,
+    pub(crate) requested: usize,
+    pub(crate) quarantined: usize,
+    pub(crate) cut: usize,
+    pub(crate) largest_free: usize,
+    pub(crate) takes: u64,
+    pub(crate) puts: u64,
+    pub(crate) waiting: usize,
+    pub(crate) growing: usize,
+    pub(crate) stats: Stats,
+}
+
+/// What [`Depot::try_take`] found.
+#[derive(Debug)]
+pub(crate) enum Take {
+    Got(Grant),
+    /// Nothing free; everything cached has been collected already.
+    Empty,
+}
+
+impl Depot {
+    pub(crate) fn new(config: DepotConfig) -> Arc<Self> {
+        static NUMBERS: StdAtomicU64 = StdAtomicU64::new(1);
+        let depot = Arc::new_cyclic(|me| Self {
+            gate: Gate::new(sync::asymmetric()),
+            number: NUMBERS.fetch_add(1, StdOrdering::Relaxed),
+            config,
+            racks: (0..CLASSES).map(|_| Rack::new()).collect(),
+            racked: AtomicU64::new(0),
+            me: me.clone(),
+            core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
+                arena: Arena::new(),
+                roster: Roster::default(),
+                queue: Queue::new(config.timeless),
+                takes: 0,
+                puts: 0,
+                granted: 0,
+                requested: 0,
+                quarantined: 0,
+                quarantined_segments: 0,
+                outstanding: None,
+                growing: 0,
+                stats: Stats::default(),
+            })),
+        });
+        fork::register(&depot);
+        // The crowd's count: see "How long a depot lives".
+        std::mem::forget(depot.clone());
+        depot
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
+    fn weak(&self) -> Weak<Self> {
+        self.me.clone()
+    }
+
+    fn gate(&self) -> &Gate {
+        &self.gate
+    }
+
+    /// Whether the process was forked since: then nothing here may be touched.
+    pub(crate) fn forked(&self) -> bool {
+        self.gate.mode() & mode::FORKED != 0
+    }
+
+    /// Whether the pool was closed.
+    pub(crate) fn closed(&self) -> bool {
+        self.gate.mode() & mode::CLOSED != 0
+    }
+
+    pub(crate) fn capacity(&self) -> usize {
+        self.config.capacity
+    }
+
+    // --- taking ------------------------------------------------------------------------------------------------------
+
+    /// A hit: this thread's shard has a segment. Everything else is [`Depot::try_take`]'s.
+    #[inline(always)]
+    pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
+        #[cfg(loom)]
+        let shard: &Shard = None?;
+        #[cfg(not(loom))]
+        let shard = lease::hot(self.number)?;
+        self.gate.enter(shard)?.take(class, len)
+    }
+
+    /// Checks what can be refused without looking at the memory.
+    pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
+        let placement = Placement::of(len, align)?;
+        if len > self.config.largest {
+            return Err(Error::TooLong { len, largest: self.config.largest });
+        }
+        Ok(Want { len, placement })
+    }
+
+    fn refuse_if_shut(&self) -> Result<()> {
+        match self.gate.mode() {
+            m if m & mode::FORKED != 0 => Err(Error::Forked),
+            m if m & mode::CLOSED != 0 => Err(Error::Closed),
+            _ => Ok(()),
+        }
+    }
+
+    /// A segment, if one is free anywhere and nobody has to wait for it first.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Forked`].
+    #[cold]
+    pub(crate) fn try_take(&self, want: Want) -> Result<Take> {
+        self.refuse_if_shut()?;
+        if let Placement::Class(class) = want.placement {
+            if let Some(slot) = self.exchange(class, want.len) {
+                return Ok(Take::Got(Grant { slot, len: want.len }));
+            }
+        }
+        // Obtained before the lock is taken: leasing takes it too.
+        let shard = self.shard();
+        let mut core = self.core.lock();
+        self.refuse_if_shut()?;
+        core.stats.misses += 1;
+        if !core.queue.is_empty() {
+            // First come, first served, but for what the head cannot use.
+            let Core { arena, queue, .. } = &mut *core;
+            let passed = queue.pass(arena, &[want]);
+            return Ok(passed.map_or(Take::Empty, |g| Take::Got(core.took(g.slot, g.len))));
+        }
+        if let (Placement::Class(class), Some(shard)) = (want.placement, shard) {
+            if let Some(slot) = self.batch(&mut core, shard, class) {
+                return Ok(Take::Got(core.took(slot, want.len)));
+            }
+        }
+        if let Some(slot) = queue::take_one(&mut core.arena, want.placement) {
+            return Ok(Take::Got(core.took(slot, want.len)));
+        }
+        if !self.collect(&mut core) {
+            return Ok(Take::Empty);
+        }
+        Ok(match queue::take_one(&mut core.arena, want.placement) {
+            Some(slot) => Take::Got(core.took(slot, want.len)),
+            None => Take::Empty,
+        })
+    }
+
+    /// All of several, or none.
+    pub(crate) fn try_take_all(&self, wants: &[Want]) -> Result<Option<Vec<Grant>>> {
+        self.refuse_if_shut()?;
+        let mut core = self.core.lock();
+        self.refuse_if_shut()?;
+        core.stats.misses += 1;
+        if !core.queue.is_empty() {
+            return Ok(None);
+        }
+        let mut grants = queue::take_all(&mut core.arena, wants);
+        if grants.is_none() && self.collect(&mut core) {
+            grants = queue::take_all(&mut core.arena, wants);
+        }
+        for grant in grants.iter().flatten() {
+            core.took(grant.slot, grant.len);
+        }
+        Ok(grants)
+    }
+
+    fn shard(&self) -> Option<&Shard> {
+        #[cfg(loom)]
+        return None;
+        #[cfg(not(loom))]
+        lease::hot(self.number).or_else(|| lease::obtain(self))
+    }
+
+    /// Fills this thread's shard from a rack and takes one of it.
+    fn exchange(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
+        let shard = self.shard()?;
+        let mut held = self.gate.enter(shard)?;
+        if held.limit(class) == 0 {
+            return None;
+        }
+        let chain = self.racks[class.index()].take(held.number())?;
+        self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
+        held.fill(class, chain);
+        held.take(class, len)
+    }
+
+    /// A batch from a run: one to be used, the others into this thread's shard.
+    fn batch(&self, core: &mut Core, shard: &Shard, class: Class) -> Option<NonNull<Slot>> {
+        let limit = self.limit(core, shard, class);
+        let mut chain = core.arena.take_batch(class, (limit / 2).max(1));
+        let slot = chain.pop()?;
+        if !chain.is_empty() {
+            match self.gate.enter(shard) {
+                Some(mut held) => held.fill(class, chain),
+                // SAFETY: just taken from their run, still free.
+                None => unsafe { core.arena.give_chain(chain) },
+            }
+        }
+        Some(slot)
+    }
+
+    /// How many segments of a class this shard may hold; grants room for a class used for the first time, at the cost
+    /// of the other classes where the shard's bytes are all granted.
+    fn limit(&self, core: &mut Core, shard: &Shard, class: Class) -> u32 {
+        let Some(mut held) = self.gate.enter(shard) else { return 0 };
+        let limit = held.limit(class);
+        if limit > 0 || !held.has(class) {
+            return limit;
+        }
+        let (budget, stride) = (self.config.thread_cache, class.stride());
+        let limit = match budget / 8 / stride {
+            0 | 1 if stride * 4 <= budget => 2,
+            0 | 1 => return 0,
+            n => n.min(64) as u32,
+        };
+        let granted: usize = Class::all().map(|c| held.limit(c) as usize * c.stride()).sum();
+        if granted + limit as usize * stride > budget {
+            let arena = &mut core.arena;
+            // SAFETY: what a shard caches is free and alive.
+            held.drain_all(|_, chain| unsafe { arena.give_chain(chain) });
+            Class::all().for_each(|c| held.set_limit(c, 0));
+        }
+        held.set_limit(class, limit);
+        limit
+    }
+
+    /// Takes back everything that shards and racks cache. `false` if that was nothing.
+    fn collect(&self, core: &mut Core) -> bool {
+        self.gate.quiesce(mode::INSPECT, core.roster.shards());
+        let any = self.sweep(core);
+        self.gate.open(mode::INSPECT);
+        core.stats.collects += u64::from(any);
+        any
+    }
+
+    /// The same, where the owners are kept out already.
+    fn sweep(&self, core: &mut Core) -> bool {
+        let mut any = false;
+        let Core { arena, roster, .. } = core;
+        for mut held in roster.quiet() {
+            held.drain_all(|_, chain| {
+                any = true;
+                // SAFETY: what a shard caches is free and alive.
+                unsafe { arena.give_chain(chain) };
+            });
+        }
+        for (class, rack) in Class::all().zip(&self.racks) {
+            while let Some(chain) = rack.take(0) {
+                any = true;
+                self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
+                // SAFETY: what hangs in a rack is free and alive.
+                unsafe { arena.give_chain(chain) };
+            }
+        }
+        any
+    }
+
+    // --- returning ---------------------------------------------------------------------------------------------------
+
+    /// Returns a segment. This may be the last anyone does with the depot: it can be gone when this returns.
+    ///
+    /// # Safety
+    /// `this` is the slot's depot; the slot is out and the caller's to give, `len` what it was taken for; the caller
+    /// touches neither afterwards.
+    #[inline(always)]
+    pub(crate) unsafe fn put(this: NonNull<Self>, slot: NonNull<Slot>, len: usize) {
+        // SAFETY: a slot that is out keeps its depot alive (the crowd's count) until it is counted as returned.
+        let depot = unsafe { this.as_ref() };
+        #[cfg(not(loom))]
+        // SAFETY: as above; slots that are out are alive.
+        if let (Some(shard), Some(class)) = (lease::hot(depot.number), unsafe { slot.as_ref() }.class()) {
+            if let Some(mut held) = depot.gate.enter(shard) {
+                // SAFETY: alive, of this class, in no list, and the caller's.
+                if let Put::Kept = unsafe { held.put(class, slot, len) } {
+                    return;
+                }
+            }
+        }
+        // SAFETY: the caller's word, passed on.
+        unsafe { Self::put_slow(this, slot, len) }
+    }
+
+    #[cold]
+    unsafe fn put_slow(this: NonNull<Self>, slot: NonNull<Slot>, len: usize) {
+        // SAFETY: as in `put`.
+        let depot = unsafe { this.as_ref() };
+        if depot.forked() {
+            return;
+        }
+        // SAFETY: alive, and the caller's.
+        if let Some(class) = unsafe { slot.as_ref() }.class() {
+            // SAFETY: as above.
+            if unsafe { depot.make_room(class, slot, len) } {
+                return;
+            }
+        }
+        let mut wakes = Vec::new();
+        let mut core = depot.core.lock();
+        // SAFETY: the slot is alive until it is given.
+        core.granted = core.granted.wrapping_sub(unsafe { core.arena.granted(slot) } as u64);
+        core.requested = core.requested.wrapping_sub(len as u64);
+        core.puts += 1;
+        // SAFETY: alive, the caller's, in no list.
+        unsafe {
+            slot.as_ref().set(state::FREE);
+            core.arena.give(slot);
+        }
+        core.serve(&mut wakes);
+        depot.stop_waiting(&core);
+        let last = core.came_back(1);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+        if last {
+            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards.
+            unsafe { Arc::decrement_strong_count(this.as_ptr()) };
+        }
+    }
+
+    /// Returns into this thread's shard after making room in it: half of the list goes to a rack, or to its runs.
+    /// `false`: nothing was done.
+    ///
+    /// # Safety
+    /// The slot is alive, out, of this class, in no list, and the caller's.
+    unsafe fn make_room(&self, class: Class, slot: NonNull<Slot>, len: usize) -> bool {
+        let Some(shard) = self.shard() else { return false };
+        let Some(mut held) = self.gate.enter(shard) else { return false };
+        let limit = held.limit(class);
+        if limit == 0 {
+            drop(held);
+            // A thread that only returns has been granted no room yet.
+            let mut core = self.core.lock();
+            if self.limit(&mut core, shard, class) == 0 {
+                return false;
+            }
+            let Some(mut held) = self.gate.enter(shard) else { return false };
+            // SAFETY: the caller's word.
+            return matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
+        }
+        let half = held.drain(class, limit.div_ceil(2));
+        let rest = self.hang_up(class, held.number(), half);
+        // SAFETY: the caller's word. There is room now.
+        let kept = matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
+        drop(held);
+        if let Err(chain) = rest {
+            let mut core = self.core.lock();
+            // SAFETY: drained from our shard, so free and alive.
+            unsafe { core.arena.give_chain(chain) };
+            let mut wakes = Vec::new();
+            core.serve(&mut wakes);
+            self.stop_waiting(&core);
+            drop(core);
+            wakes.into_iter().for_each(Wake::wake);
+        }
+        kept
+    }
+
+    /// Leaves a chain on a rack, as long as racks hold no more than their share.
+    fn hang_up(&self, class: Class, hint: usize, chain: Chain) -> std::result::Result<(), Chain> {
+        let bytes = (chain.len() as usize * class.stride()) as u64;
+        // Relaxed: a sum, not a signal.
+        if self.racked.fetch_add(bytes, Ordering::Relaxed) + bytes <= self.config.shared_cache as u64 {
+            return self.racks[class.index()].put(hint, chain).inspect_err(|_| {
+                self.racked.fetch_sub(bytes, Ordering::Relaxed);
+            });
+        }
+        self.racked.fetch_sub(bytes, Ordering::Relaxed);
+        Err(chain)
+    }
+
+    /// Marks a segment as never to be reused. It stays taken for good.
+    ///
+    /// # Safety
+    /// `this` is the slot's depot, and the slot is in a state that only the caller leaves.
+    pub(crate) unsafe fn quarantine(this: NonNull<Self>, slot: NonNull<Slot>) {
+        // SAFETY: a slot that is not back keeps its depot alive.
+        let depot = unsafe { this.as_ref() };
+        if depot.forked() {
+            return;
+        }
+        let mut wakes = Vec::new();
+        {
+            let mut core = depot.core.lock();
+            // SAFETY: alive, as above.
+            core.quarantined += unsafe { core.arena.granted(slot) };
+            core.quarantined_segments += 1;
+            depot.fail_hopeless(&mut core, &mut wakes);
+            depot.stop_waiting(&core);
+        }
+        wakes.into_iter().for_each(Wake::wake);
+    }
+
+    // --- waiting -----------------------------------------------------------------------------------------------------
+
+    /// Joins the queue, served at once if that is possible. With `covered`, memory for it is on its way from the
+    /// system, so nobody else needs to hurry: other threads keep their shards.
+    pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
+        self.refuse_if_shut()?;
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        self.refuse_if_shut()?;
+        if let Some(error) = self.hopeless(&core, &wants) {
+            return Err(error);
+        }
+        core.stats.waits += 1;
+        let key = core.queue.join(wants, wake);
+        if !(covered && core.growing > 0) {
+            self.start_waiting(&mut core);
+        }
+        core.serve(&mut wakes);
+        self.stop_waiting(&core);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+        Ok(key)
+    }
+
+    /// Sends everyone to the queue, and brings all that is cached to the runs.
+    fn start_waiting(&self, core: &mut Core) {
+        if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
+            return;
+        }
+        self.gate.quiesce(mode::WAITING, core.roster.shards());
+        self.sweep(core);
+    }
+
+    fn stop_waiting(&self, core: &Core) {
+        if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
+            self.gate.open(mode::WAITING);
+        }
+    }
+
+    /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
+    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome {
+        let wake = waker.map(|w| Wake::Task(w.clone()));
+        self.core.lock().queue.look(key, wake)
+    }
+
+    /// Ends a wait early; what was granted meanwhile goes back.
+    pub(crate) fn leave(&self, key: usize, timed_out: bool) {
+        if self.forked() {
+            return;
+        }
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        core.stats.timeouts += u64::from(timed_out);
+        let mut last = false;
+        if let Outcome::Granted(grants) = core.queue.leave(key) {
+            for Grant { slot, len } in grants {
+                // SAFETY: granted, so out and alive, and the waiter never saw it.
+                unsafe {
+                    slot.as_ref().set(state::FREE);
+                    core.granted = core.granted.wrapping_sub(core.arena.granted(slot) as u64);
+                    core.arena.give(slot);
+                }
+                core.requested = core.requested.wrapping_sub(len as u64);
+                core.puts += 1;
+                last |= core.came_back(1);
+            }
+        }
+        // Its place may have been what held up the next.
+        core.serve(&mut wakes);
+        self.stop_waiting(&core);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+        if last {
+            // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.
+            unsafe { Arc::decrement_strong_count(std::ptr::from_ref(self)) };
+        }
+    }
+
+    /// Waits for a place in the queue to be served.
+    ///
+    /// # Errors
+    /// What ended the wait; [`Error::Timeout`] when the deadline passed.
+    pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Grant>> {
+        loop {
+            match self.look(key, None) {
+                Outcome::Granted(grants) => return Ok(grants),
+                Outcome::Failed(error) => return Err(error),
+                Outcome::Waiting => {}
+            }
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                self.leave(key, true);
+                return Err(Error::Timeout(since.elapsed()));
+            }
+            sync::thread::park_until(deadline);
+        }
+    }
+
+    fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
+        let total: usize = wants.iter().map(|w| w.placement.bytes()).sum();
+        let error = |len| {
+            Some(Error::Impossible { len, quarantined: core.quarantined, capacity: self.config.capacity })
+        };
+        if total > self.config.capacity.saturating_sub(core.quarantined) {
+            return error(wants.iter().map(|w| w.len).sum());
+        }
+        if core.quarantined == 0 || core.arena.bytes().total + core.growing < self.config.capacity {
+            return None;
+        }
+        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+        wants.iter().find(|w| !core.arena.could_serve(w.placement, stuck)).and_then(|w| error(w.len))
+    }
+
+    fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
+        if core.queue.is_empty() {
+            return;
+        }
+        let mut queue = std::mem::take(&mut core.queue);
+        queue.fail(wakes, |wants| self.hopeless(core, wants));
+        core.queue = queue;
+        core.serve(wakes);
+    }
+
+    /// Whether anyone waits, or has just been served by what came back.
+    pub(crate) fn anyone_waits(&self) -> bool {
+        !self.forked() && !self.core.lock().queue.is_empty()
+    }
+
+    // --- regions -----------------------------------------------------------------------------------------------------
+
+    /// How many bytes a new region for these wants may and should have; 0 if the capacity is used up. They count as
+    /// growing until [`Depot::grown`].
+    pub(crate) fn plan_growth(&self, wants: &[Want], step: usize) -> usize {
+        let mut core = self.core.lock();
+        let page = crate::os::page_size().max(crate::segment::PAGE);
+        let left = self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page * page;
+        let need: usize = wants
+            .iter()
+            .map(|w| {
+                let (pages, align) = w.placement.fresh_pages();
+                (pages + align - 1) * crate::segment::PAGE
+            })
+            .sum();
+        let need = need.next_multiple_of(page);
+        // What alignment adds is an upper bound: a region starts well aligned.
+        let bytes = step.max(need).min(left);
+        let least = wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page);
+        if bytes < least.max(page) {
+            return 0;
+        }
+        core.growing += bytes;
+        bytes
+    }
+
+    /// Adds memory and serves those who wait for it.
+    ///
+    /// # Safety
+    /// As for [`Arena::add_extent`]; the memory stays until the depot is gone or [`Depot::retire`] gave it back.
+    pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        core.growing = core.growing.saturating_sub(len);
+        // SAFETY: the caller's word.
+        unsafe { core.arena.add_extent(region, base, len, pinned) };
+        core.serve(&mut wakes);
+        self.stop_waiting(&core);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+    }
+
+    /// Growing is over; `missing` of the planned bytes never came, because of `error`. Those who wait and cannot be
+    /// served by anything that will ever come back get it.
+    pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        core.growing = core.growing.saturating_sub(missing);
+        if core.growing == 0 {
+            if let Some(error) = error {
+                // Whoever could be served by what is there goes on waiting for it.
+                let mut queue = std::mem::take(&mut core.queue);
+                let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+                queue.fail(&mut wakes, |wants| {
+                    let never = |w: &Want| !core.arena.could_serve(w.placement, stuck);
+                    wants.iter().any(never).then(|| error.clone())
+                });
+                core.queue = queue;
+            }
+            self.start_waiting(&mut core);
+        }
+        core.serve(&mut wakes);
+        self.stop_waiting(&core);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+    }
+
+    /// Takes a region out, if nothing of it is used.
+    pub(crate) fn retire(&self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
+        let mut core = self.core.lock();
+        // While someone waits, memory is short: nothing goes.
+        if !core.queue.is_empty() { None } else { core.arena.retire(region) }
+    }
+
+    /// Regions, their bytes and how many of these are free. Collects what is cached first.
+    pub(crate) fn regions(&self) -> Vec<(RegionId, usize, usize)> {
+        let mut core = self.core.lock();
+        self.collect(&mut core);
+        core.arena.release_idle();
+        core.arena.regions()
+    }
+
+    // --- threads -----------------------------------------------------------------------------------------------------
+
+    fn begin_lease(&self) -> Option<Arc<Shard>> {
+        if self.gate.mode() & (mode::CLOSED | mode::FORKED) != 0 {
+            return None;
+        }
+        Some(self.core.lock().roster.lease())
+    }
+
+    /// A thread ends: what it cached goes back to the runs.
+    fn end_lease(&self, shard: &Arc<Shard>) {
+        if self.forked() {
+            return;
+        }
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        let Core { arena, roster, .. } = &mut *core;
+        // SAFETY: what a shard caches is free and alive.
+        roster.give_up(shard, |_, chain| unsafe { arena.give_chain(chain) });
+        core.serve(&mut wakes);
+        self.stop_waiting(&core);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+    }
+
+    // --- the end -----------------------------------------------------------------------------------------------------
+
+    /// Closes the depot: no checkout succeeds any more, waits end, and the last return frees it.
+    pub(crate) fn close(self: &Arc<Self>) {
+        if self.forked() {
+            return;
+        }
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        if core.outstanding.is_some() {
+            return;
+        }
+        self.gate.quiesce(mode::CLOSED, core.roster.shards());
+        self.sweep(&mut core);
+        core.queue.fail(&mut wakes, |_| Some(Error::Closed));
+        let (takes, puts) = core.counted();
+        core.outstanding = Some(takes - puts);
+        let last = core.came_back(0);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+        if last {
+            // SAFETY: the crowd's count; the crowd is empty, and the caller holds a count of its own.
+            unsafe { Arc::decrement_strong_count(Arc::as_ptr(self)) };
+        }
+    }
+
+    /// Segments that are not back yet.
+    pub(crate) fn outstanding(&self) -> u64 {
+        let core = self.core.lock();
+        core.outstanding.unwrap_or_else(|| {
+            let (takes, puts) = core.counted();
+            takes.wrapping_sub(puts)
+        })
+    }
+
+    // --- looking -----------------------------------------------------------------------------------------------------
+
+    /// Bytes that a segment was given.
+    ///
+    /// # Safety
+    /// `this` is the slot's depot, and the slot is not back yet.
+    pub(crate) unsafe fn granted(this: NonNull<Self>, slot: NonNull<Slot>) -> usize {
+        // SAFETY: by the caller's word both are alive.
+        let (depot, class) = unsafe { (this.as_ref(), slot.as_ref().class()) };
+        match class {
+            Some(class) => class.stride(),
+            // SAFETY: as above.
+            None => unsafe { depot.core.lock().arena.granted(slot) },
+        }
+    }
+
+    /// Whether a segment's memory is really locked.
+    ///
+    /// # Safety
+    /// As for [`Depot::granted`].
+    pub(crate) unsafe fn pinned(this: NonNull<Self>, slot: NonNull<Slot>) -> bool {
+        // SAFETY: by the caller's word both are alive.
+        unsafe { this.as_ref().core.lock().arena.pinned(slot) }
+    }
+
+    /// Where a slot stands: its run, its place in it, and its generation.
+    ///
+    /// # Safety
+    /// The slot is this depot's and is not back yet.
+    pub(crate) unsafe fn locate(&self, slot: NonNull<Slot>) -> (u32, u32, u64) {
+        let core = self.core.lock();
+        // SAFETY: the caller's word.
+        unsafe { (slot.as_ref().run(), core.arena.index(slot), slot.as_ref().word().generation()) }
+    }
+
+    /// The slot that was at this place in this generation, if it is in the state `from`, moved on to `to`.
+    pub(crate) fn redeem(&self, (run, index, generation): (u32, u32, u64), from: u16, to: u16) -> Option<NonNull<Slot>> {
+        let core = self.core.lock();
+        let slot = core.arena.find(run, index)?;
+        // SAFETY: the run exists while we hold the lock, and so does its slot.
+        let s = unsafe { slot.as_ref() };
+        let word = s.word();
+        let fits = word.generation() == generation && word.state() == from;
+        (fits && s.exchange(word, to).is_ok()).then_some(slot)
+    }
+
+    /// Bytes and counts. Exact when nobody moves; otherwise the parts still sum to the whole.
+    pub(crate) fn snapshot(&self) -> DepotSnapshot {
+        let core = self.core.lock();
+        let bytes = core.arena.bytes();
+        let (mut takes, mut puts, mut out, mut requested) = (core.takes, core.puts, core.granted, core.requested);
+        for shard in core.roster.shards() {
+            requested = requested.wrapping_add(shard.requested());
+            for class in Class::all() {
+                let count = shard.count(class);
+                takes = takes.wrapping_add(count.takes);
+                puts = puts.wrapping_add(count.puts);
+                let net = count.takes.wrapping_sub(count.puts);
+                out = out.wrapping_add(net.wrapping_mul(class.stride() as u64));
+            }
+        }
+        // A call under way may be counted on one side only: never below nothing, never more than there is.
+        let taken = (out as i64).max(0) as usize;
+        let taken = taken.min(bytes.total - bytes.cut).max(core.quarantined);
+        let free = bytes.total - bytes.cut - taken;
+        DepotSnapshot {
+            total: bytes.total,
+            unpinned: bytes.unpinned,
+            free,
+            cached: free.saturating_sub(bytes.free),
+            out: taken - core.quarantined,
+            requested: (requested as i64).max(0) as usize,
+            quarantined: core.quarantined,
+            cut: bytes.cut,
+            largest_free: bytes.largest_free,
+            takes,
+            puts,
+            waiting: core.queue.len(),
+            growing: core.growing,
+            stats: core.stats,
+        }
+    }
+
+    /// Walks every invariant while everyone is kept out; `visit` sees each segment and its bytes.
+    ///
+    /// # Errors
+    /// The first violation, in words.
+    pub(crate) fn check(&self, mut visit: impl FnMut(u16, usize)) -> std::result::Result<(), String> {
+        if self.forked() {
+            return Err("forked".into());
+        }
+        let core = self.core.lock();
+        self.gate.quiesce(mode::INSPECT, core.roster.shards());
+        let result = self.check_quiet(&core, &mut visit);
+        self.gate.open(mode::INSPECT);
+        drop(core);
+        result
+    }
+
+    fn check_quiet(&self, core: &MutexGuard<'_, Core>, visit: &mut dyn FnMut(u16, usize)) -> std::result::Result<(), String> {
+        let mut outside = HashSet::new();
+        let mut twice = None;
+        let mut note = |class: Class, slot: &Slot| {
+            if slot.class() != Some(class) || !outside.insert(std::ptr::from_ref(slot).addr()) {
+                twice = Some(format!("a segment of {class:?} is cached twice or under a wrong class"));
+            }
+        };
+        for held in core.roster.quiet() {
+            let mut bytes = 0;
+            for class in Class::all() {
+                held.for_each(class, |slot| {
+                    note(class, slot);
+                    bytes += class.stride();
+                });
+            }
+            if bytes > self.config.thread_cache {
+                return Err(format!("a shard caches {bytes} bytes of at most {}", self.config.thread_cache));
+            }
+        }
+        for (class, rack) in Class::all().zip(&self.racks) {
+            rack.for_each(|slot| note(class, slot));
+        }
+        if let Some(error) = twice {
+            return Err(error);
+        }
+        let mut out = 0u64;
+        core.arena.check(&outside, |slot, bytes| {
+            let state = slot.word().state();
+            if state != state::FREE {
+                out += 1;
+            }
+            visit(state, bytes);
+        })?;
+        let (takes, puts) = core.counted();
+        if takes.wrapping_sub(puts) != out {
+            return Err(format!("{takes} takes less {puts} returns are not the {out} segments that are out"));
+        }
+        if core.outstanding.is_some_and(|n| n != out) {
+            return Err(format!("{:?} are said to be outstanding, {out} are", core.outstanding));
+        }
+        if self.gate.mode() & mode::WAITING != 0 && (core.queue.is_empty() || !outside.is_empty()) {
+            return Err(format!(
+                "the depot is in waiting mode with {} waiting and {} segments cached",
+                core.queue.len(),
+                outside.len()
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Core {
+    /// Counts a segment that the slow path gives out.
+    fn took(&mut self, slot: NonNull<Slot>, len: usize) -> Grant {
+        // SAFETY: just taken from its run: alive, and ours alone.
+        unsafe { slot.as_ref() }.mark_taken();
+        self.takes += 1;
+        // SAFETY: as above.
+        self.granted = self.granted.wrapping_add(unsafe { self.arena.granted(slot) } as u64);
+        self.requested = self.requested.wrapping_add(len as u64);
+        Grant { slot, len }
+    }
+
+    /// Grants what can be granted to those who wait.
+    fn serve(&mut self, wakes: &mut Vec<Wake>) {
+        if self.queue.is_empty() {
+            return;
+        }
+        let Self { arena, queue, takes, granted, requested, .. } = self;
+        queue.serve(arena, wakes, |arena, grant| {
+            // SAFETY: just taken from its run: alive, and ours alone.
+            unsafe { grant.slot.as_ref() }.mark_taken();
+            *takes += 1;
+            // SAFETY: as above.
+            *granted = granted.wrapping_add(unsafe { arena.granted(grant.slot) } as u64);
+            *requested = requested.wrapping_add(grant.len as u64);
+        });
+    }
+
+    /// Takes and returns over all threads.
+    fn counted(&self) -> (u64, u64) {
+        let mut sum = (self.takes, self.puts);
+        for shard in self.roster.shards() {
+            for class in Class::all() {
+                let count = shard.count(class);
+                sum = (sum.0.wrapping_add(count.takes), sum.1.wrapping_add(count.puts));
+            }
+        }
+        sum
+    }
+
+    /// After closing: so many are back. Whether those were the last.
+    fn came_back(&mut self, n: u64) -> bool {
+        match &mut self.outstanding {
+            Some(left) => {
+                *left -= n;
+                *left == 0
+            }
+            None => false,
+        }
+    }
+}
+
+impl Drop for Depot {
+    fn drop(&mut self) {
+        if !self.forked() {
+            fork::unregister(self.number);
+        }
+    }
+}
+

@@ -1,0 +1,216 @@
+//! Who waits for memory, and who is next.
+//!
+//! First come, first served. The one exception: while the head waits for something large, a later request may take a
+//! segment of a run that is in use anyway and that the head could not use as it is; this costs the head nothing now,
+//! but keeps that run in use, so nothing overtakes a head that was passed [`PASSES`] times or has waited [`PATIENCE`].
+//! Several buffers of one request are granted together or not at all, and only at the head.
+//!
+//! The queue only decides. It is a part of the depot's core, under its lock, and hands out whom to wake; the waking is
+//! done after the lock is released.
+
+use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use slab::Slab;
+
+use crate::arena::Arena;
+use crate::error::Error;
+use crate::freelist::Slot;
+use crate::segment::Placement;
+use crate::sync::thread::Thread;
+
+/// A head that was passed so often is passed no more.
+pub(crate) const PASSES: u32 = 64;
+/// Nor one that has waited so long.
+pub(crate) const PATIENCE: Duration = Duration::from_millis(10);
+
+/// One segment asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Want {
+    pub(crate) len: usize,
+    pub(crate) placement: Placement,
+}
+
+/// A segment given.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grant {
+    pub(crate) slot: NonNull<Slot>,
+    pub(crate) len: usize,
+}
+
+// SAFETY: a grant is the ownership of a segment, whose slot is Sync.
+unsafe impl Send for Grant {}
+
+/// How to wake a waiter.
+#[derive(Debug)]
+pub(crate) enum Wake {
+    Thread(Thread),
+    Task(Waker),
+}
+
+impl Wake {
+    pub(crate) fn wake(self) {
+        match self {
+            Self::Thread(thread) => thread.unpark(),
+            Self::Task(waker) => waker.wake(),
+        }
+    }
+}
+
+/// What became of a waiter.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    Waiting,
+    Granted(Vec<Grant>),
+    Failed(Error),
+}
+
+#[derive(Debug)]
+struct Waiter {
+    wants: Vec<Want>,
+    outcome: Outcome,
+    wake: Option<Wake>,
+    passed: u32,
+    since: Instant,
+}
+
+/// See the module's page.
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    waiters: Slab<Waiter>,
+    /// Keys of those still waiting, in order of arrival.
+    order: VecDeque<usize>,
+    /// Pools on a stepped device ignore the clock, so that a seed reproduces.
+    timeless: bool,
+}
+
+impl Queue {
+    pub(crate) fn new(timeless: bool) -> Self {
+        Self { timeless, ..Self::default() }
+    }
+
+    /// Whether nobody waits.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.order.is_empty()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    /// What those who wait have asked for.
+    pub(crate) fn wants(&self) -> impl Iterator<Item = &Want> {
+        self.order.iter().flat_map(|&key| &self.waiters[key].wants)
+    }
+
+    /// Joins at the end.
+    pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> usize {
+        let since = Instant::now();
+        let key =
+            self.waiters.insert(Waiter { wants, outcome: Outcome::Waiting, wake: Some(wake), passed: 0, since });
+        self.order.push_back(key);
+        key
+    }
+
+    /// Replaces how a waiter is woken; if it waits no more, takes its outcome and removes it.
+    pub(crate) fn look(&mut self, key: usize, wake: Option<Wake>) -> Outcome {
+        let waiter = &mut self.waiters[key];
+        if matches!(waiter.outcome, Outcome::Waiting) {
+            if wake.is_some() {
+                waiter.wake = wake;
+            }
+            return Outcome::Waiting;
+        }
+        self.waiters.remove(key).outcome
+    }
+
+    /// Leaves the queue. What was granted meanwhile comes out with it.
+    pub(crate) fn leave(&mut self, key: usize) -> Outcome {
+        self.order.retain(|&k| k != key);
+        self.waiters.remove(key).outcome
+    }
+
+    fn finish(&mut self, key: usize, outcome: Outcome, wakes: &mut Vec<Wake>) {
+        self.order.retain(|&k| k != key);
+        let waiter = &mut self.waiters[key];
+        waiter.outcome = outcome;
+        wakes.extend(waiter.wake.take());
+    }
+
+    /// Grants whatever can be granted now. `taken` sees each segment that is given out.
+    pub(crate) fn serve(&mut self, arena: &mut Arena, wakes: &mut Vec<Wake>, mut taken: impl FnMut(&mut Arena, Grant)) {
+        while let Some(&head) = self.order.front() {
+            let Some(grants) = take_all(arena, &self.waiters[head].wants) else { break };
+            for grant in &grants {
+                taken(arena, *grant);
+            }
+            self.finish(head, Outcome::Granted(grants), wakes);
+        }
+        // The head cannot be served as things are. Who may pass it?
+        let mut at = 1;
+        while at < self.order.len() {
+            let key = self.order[at];
+            let wants = std::mem::take(&mut self.waiters[key].wants);
+            let granted = self.pass(arena, &wants);
+            self.waiters[key].wants = wants;
+            match granted {
+                Some(grant) => {
+                    taken(arena, grant);
+                    self.finish(key, Outcome::Granted(vec![grant]), wakes);
+                }
+                None => at += 1,
+            }
+        }
+    }
+
+    /// What a request that is not at the head may have all the same: one segment of a run that is in use anyway, of a
+    /// class that the head has not asked for.
+    pub(crate) fn pass(&mut self, arena: &mut Arena, wants: &[Want]) -> Option<Grant> {
+        let head = &mut self.waiters[*self.order.front()?];
+        let tired = head.passed >= PASSES || (!self.timeless && head.since.elapsed() >= PATIENCE);
+        if tired && !cfg!(pinpool_planted = "queue_overtake") {
+            return None;
+        }
+        let &[Want { len, placement: Placement::Class(class) }] = wants else { return None };
+        if head.wants.iter().any(|w| w.placement == Placement::Class(class)) {
+            return None;
+        }
+        let slot = arena.take_from_partly_used(class)?;
+        head.passed += 1;
+        Some(Grant { slot, len })
+    }
+
+    /// Ends every wait for which `verdict` has an error.
+    pub(crate) fn fail(&mut self, wakes: &mut Vec<Wake>, verdict: impl Fn(&[Want]) -> Option<Error>) {
+        for key in self.order.clone() {
+            if let Some(error) = verdict(&self.waiters[key].wants) {
+                self.finish(key, Outcome::Failed(error), wakes);
+            }
+        }
+    }
+}
+
+/// A segment for a placement, giving up idle runs where that is what it takes.
+pub(crate) fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Slot>> {
+    arena.take(placement).or_else(|| if arena.release_idle() { arena.take(placement) } else { None })
+}
+
+/// All of them or none.
+pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
+    let mut grants = Vec::with_capacity(wants.len());
+    for want in wants {
+        match take_one(arena, want.placement) {
+            Some(slot) => grants.push(Grant { slot, len: want.len }),
+            None => {
+                for grant in grants {
+                    // SAFETY: just taken, never shown to anyone, still marked free.
+                    unsafe { arena.give(grant.slot) };
+                }
+                return None;
+            }
+        }
+    }
+    Some(grants)
+}
