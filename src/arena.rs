@@ -32,6 +32,7 @@ use std::ptr::NonNull;
 use slab::Slab;
 
 use crate::freelist::{Chain, Slot, state};
+use crate::region::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement, SEGMENT_ALIGN};
 
 /// Marks a page-map entry as the edge of a free run; the rest is its length in pages.
@@ -42,10 +43,6 @@ pub(crate) const MAX_EXTENT: usize = (FREE as usize - 1) * PAGE;
 
 /// Aligned segments of up to this many pages give the rest of their last page away.
 const TAIL_PAGES: usize = 16;
-
-/// A region's number, given by the depot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct RegionId(pub u64);
 
 #[derive(Debug)]
 struct Extent {
@@ -528,22 +525,6 @@ impl Arena {
             self.dissolve(*number);
         }
         !idle.is_empty()
-    }
-
-    /// The slot that a token names, if such a run exists: its run's number and its place in it.
-    pub(crate) fn find(&self, run: u32, index: u32) -> Option<NonNull<Slot>> {
-        let run = self.runs.get(run as usize)?;
-        (index < run.count).then(|| self.slot(run, index))
-    }
-
-    /// A slot's place in its run.
-    ///
-    /// # Safety
-    /// The slot is of this arena and alive.
-    pub(crate) unsafe fn index(&self, slot: NonNull<Slot>) -> u32 {
-        // SAFETY: alive by the caller's word.
-        let run = &self.runs[unsafe { slot.as_ref() }.run() as usize];
-        ((slot.as_ptr().addr() - run.slots.as_ptr().addr()) / size_of::<Slot>()) as u32
     }
 
     /// Whether the placement could be served if everything that is not quarantined came back.

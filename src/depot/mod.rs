@@ -31,6 +31,7 @@
 mod fork;
 mod lease;
 mod queue;
+mod raw;
 
 use std::collections::HashSet;
 use std::ptr::NonNull;
@@ -39,17 +40,22 @@ use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::Instant;
 
-use crate::arena::{Arena, RegionId};
+use slab::Slab;
+
+use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, mode, shard::Put, state};
+use crate::region::{RegionId, Regions};
 use crate::segment::{CLASSES, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
 pub(crate) use fork::generation as fork_generation;
 pub(crate) use queue::{Grant, Outcome, Wake, Want};
+pub(crate) use raw::Segment;
+use queue::Queue;
 
 /// How a depot is set up.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct DepotConfig {
     /// Bytes that the depot may hold at most; for messages and for [`Error::Impossible`].
     pub(crate) capacity: usize,
@@ -61,6 +67,8 @@ pub(crate) struct DepotConfig {
     pub(crate) largest: usize,
     /// Ignore the clock where it would decide something.
     pub(crate) timeless: bool,
+    /// The devices served, by [`crate::device::context::Context::id`].
+    pub(crate) serves: Vec<u64>,
 }
 
 /// See the module's page.
@@ -73,8 +81,12 @@ pub(crate) struct Depot {
     racks: Vec<Rack>,
     /// Bytes that hang in racks.
     racked: AtomicU64,
+    /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
+    joint: StdAtomicU64,
     me: Weak<Self>,
     core: crossbeam::utils::CachePadded<Mutex<Core>>,
+    /// Kept until nobody can reach the memory any more.
+    regions: Option<Arc<Regions>>,
 }
 
 #[derive(Debug)]
@@ -95,9 +107,10 @@ struct Core {
     /// Bytes of regions that are being pinned.
     growing: usize,
     stats: Stats,
+    /// Segments that went out as tokens: the token's nonce, and the bytes written.
+    tokens: Slab<(u64, Segment, usize)>,
+    nonce: u64,
 }
-
-use queue::Queue;
 
 /// What happened on the slow path since the depot was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,6 +133,7 @@ pub(crate) struct DepotSnapshot {
     pub(crate) out: usize,
     pub(crate) requested: usize,
     pub(crate) quarantined: usize,
+    pub(crate) quarantined_segments: u64,
     pub(crate) cut: usize,
     pub(crate) largest_free: usize,
     pub(crate) takes: u64,
@@ -138,19 +152,22 @@ pub(crate) enum Take {
 }
 
 impl Depot {
-    pub(crate) fn new(config: DepotConfig) -> Arc<Self> {
+    pub(crate) fn new(config: DepotConfig, regions: Option<Arc<Regions>>) -> Arc<Self> {
         static NUMBERS: StdAtomicU64 = StdAtomicU64::new(1);
         let depot = Arc::new_cyclic(|me| Self {
             gate: Gate::new(sync::asymmetric()),
             number: NUMBERS.fetch_add(1, StdOrdering::Relaxed),
-            config,
+            regions,
             racks: (0..CLASSES).map(|_| Rack::new()).collect(),
             racked: AtomicU64::new(0),
+            joint: StdAtomicU64::new(0),
             me: me.clone(),
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
                 arena: Arena::new(),
                 roster: Roster::default(),
                 queue: Queue::new(config.timeless),
+                tokens: Slab::new(),
+                nonce: 0,
                 takes: 0,
                 puts: 0,
                 granted: 0,
@@ -161,6 +178,7 @@ impl Depot {
                 growing: 0,
                 stats: Stats::default(),
             })),
+            config,
         });
         fork::register(&depot);
         // The crowd's count: see "How long a depot lives".
@@ -190,8 +208,12 @@ impl Depot {
         self.gate.mode() & mode::CLOSED != 0
     }
 
-    pub(crate) fn capacity(&self) -> usize {
-        self.config.capacity
+    pub(crate) fn config(&self) -> &DepotConfig {
+        &self.config
+    }
+
+    pub(crate) fn regions(&self) -> Option<&Arc<Regions>> {
+        self.regions.as_ref()
     }
 
     // --- taking ------------------------------------------------------------------------------------------------------
@@ -261,6 +283,22 @@ impl Depot {
             Some(slot) => Take::Got(core.took(slot, want.len)),
             None => Take::Empty,
         })
+    }
+
+    /// Whether all of these are free just now.
+    pub(crate) fn can_take(&self, wants: &[Want]) -> Result<bool> {
+        let grants = self.try_take_all(wants)?;
+        let any = grants.is_some();
+        for Grant { slot, len } in grants.into_iter().flatten() {
+            // SAFETY: granted just now, and given back unseen.
+            unsafe { Self::put(NonNull::from(self), slot, len) };
+        }
+        Ok(any)
+    }
+
+    /// Counts bytes that are about to be pinned, whatever the capacity.
+    pub(crate) fn plan_bytes(&self, bytes: usize) {
+        self.core.lock().growing += bytes;
     }
 
     /// All of several, or none.
@@ -709,7 +747,7 @@ impl Depot {
     }
 
     /// Regions, their bytes and how many of these are free. Collects what is cached first.
-    pub(crate) fn regions(&self) -> Vec<(RegionId, usize, usize)> {
+    pub(crate) fn region_use(&self) -> Vec<(RegionId, usize, usize)> {
         let mut core = self.core.lock();
         self.collect(&mut core);
         core.arena.release_idle();
@@ -801,25 +839,39 @@ impl Depot {
         unsafe { this.as_ref().core.lock().arena.pinned(slot) }
     }
 
-    /// Where a slot stands: its run, its place in it, and its generation.
-    ///
-    /// # Safety
-    /// The slot is this depot's and is not back yet.
-    pub(crate) unsafe fn locate(&self, slot: NonNull<Slot>) -> (u32, u32, u64) {
-        let core = self.core.lock();
-        // SAFETY: the caller's word.
-        unsafe { (slot.as_ref().run(), core.arena.index(slot), slot.as_ref().word().generation()) }
+    /// Books bytes that several timelines hold together.
+    pub(crate) fn joint_in_flight(&self, change: isize) {
+        // Relaxed: a sum, not a signal.
+        self.joint.fetch_add(change as u64, StdOrdering::Relaxed);
     }
 
-    /// The slot that was at this place in this generation, if it is in the state `from`, moved on to `to`.
-    pub(crate) fn redeem(&self, (run, index, generation): (u32, u32, u64), from: u16, to: u16) -> Option<NonNull<Slot>> {
-        let core = self.core.lock();
-        let slot = core.arena.find(run, index)?;
-        // SAFETY: the run exists while we hold the lock, and so does its slot.
-        let s = unsafe { slot.as_ref() };
-        let word = s.word();
-        let fits = word.generation() == generation && word.state() == from;
-        (fits && s.exchange(word, to).is_ok()).then_some(slot)
+    /// What is booked there.
+    pub(crate) fn joint_bytes(&self) -> usize {
+        self.joint.load(StdOrdering::Relaxed) as usize
+    }
+
+    /// Books another requested length for a segment that stays out.
+    fn rebook(&self, from: usize, to: usize) {
+        let mut core = self.core.lock();
+        core.requested = core.requested.wrapping_add(to as u64).wrapping_sub(from as u64);
+    }
+
+    /// Puts a segment behind a token: its place here, and a number that is never used twice.
+    pub(crate) fn deposit(&self, segment: Segment, written: usize) -> (usize, u64) {
+        let mut core = self.core.lock();
+        core.nonce += 1;
+        let nonce = core.nonce;
+        (core.tokens.insert((nonce, segment, written)), nonce)
+    }
+
+    /// Takes it out again, once.
+    pub(crate) fn redeem(&self, key: usize, nonce: u64) -> Option<(Segment, usize)> {
+        let mut core = self.core.lock();
+        if core.tokens.get(key)?.0 != nonce {
+            return None;
+        }
+        let (_, segment, written) = core.tokens.remove(key);
+        Some((segment, written))
     }
 
     /// Bytes and counts. Exact when nobody moves; otherwise the parts still sum to the whole.
@@ -849,6 +901,7 @@ impl Depot {
             out: taken - core.quarantined,
             requested: (requested as i64).max(0) as usize,
             quarantined: core.quarantined,
+            quarantined_segments: core.quarantined_segments,
             cut: bytes.cut,
             largest_free: bytes.largest_free,
             takes,

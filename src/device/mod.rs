@@ -24,6 +24,7 @@
 
 #![allow(unsafe_code)]
 
+pub(crate) mod context;
 pub(crate) mod host;
 pub(crate) mod memory;
 pub(crate) mod worker;

@@ -1,1 +1,63 @@
-//! The worker.
+//! The one thread of a device on which calls are made that may block or synchronise the whole device: pinning,
+//! unpinning, allocating and freeing device memory, destroying streams.
+//!
+//! Everything that is dropped anywhere in the crate and owns such a resource sends a job here, so drop never blocks and
+//! no driver call is made from a callback or under somebody's lock. A stepped device has no threads: there the job runs
+//! at once, on the caller's thread.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc;
+
+use crossbeam::channel::{Sender, unbounded};
+
+use crate::error::{Error, Result};
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// See the module's page. Jobs run in the order in which they were sent; the thread ends when the worker is dropped and
+/// its jobs are done.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    jobs: Option<Sender<Job>>,
+}
+
+impl Worker {
+    /// Starts the thread, or, with `inline`, does without.
+    pub(crate) fn start(device: &str, inline: bool) -> Result<Self> {
+        if inline {
+            return Ok(Self { jobs: None });
+        }
+        let (jobs, queue) = unbounded::<Job>();
+        std::thread::Builder::new()
+            .name(format!("pinpool-{device}"))
+            .spawn(move || {
+                for job in queue {
+                    run(job);
+                }
+            })
+            .map_err(|e| Error::Unavailable { device: device.into(), why: format!("no thread could be started: {e}") })?;
+        Ok(Self { jobs: Some(jobs) })
+    }
+
+    /// Runs a job later (or now, on a stepped device).
+    pub(crate) fn send(&self, job: impl FnOnce() + Send + 'static) {
+        match &self.jobs {
+            // The receiver lives as long as this sender, so this cannot fail but in a forked child, where nothing runs.
+            Some(jobs) => drop(jobs.send(Box::new(job))),
+            None => run(Box::new(job)),
+        }
+    }
+
+    /// Runs a job and waits for its result.
+    pub(crate) fn call<R: Send + 'static>(&self, job: impl FnOnce() -> Result<R> + Send + 'static) -> Result<R> {
+        let (tell, told) = mpsc::sync_channel(1);
+        self.send(move || drop(tell.send(job())));
+        told.recv().unwrap_or_else(|_| Err(Error::Unsupported("a job of the device's worker thread panicked".into())))
+    }
+}
+
+fn run(job: Job) {
+    if catch_unwind(AssertUnwindSafe(job)).is_err() {
+        tracing::error!(target: "pinpool::device", "a job of the worker thread panicked");
+    }
+}

@@ -1,0 +1,184 @@
+//! How a pool is set up, checked once when it is built.
+
+use crate::arena::MAX_EXTENT;
+use crate::error::{Error, Result};
+use crate::region::{BeforeUnpin, RegionInfo, RegionOptions, Unpinned};
+use crate::runtime::Device;
+use crate::segment::PAGE;
+
+/// Sets up a [`Pool`](crate::Pool). Sizes are bytes.
+#[must_use = "nothing happens until `build`"]
+pub struct PoolBuilder {
+    pub(crate) devices: Vec<Device>,
+    pub(crate) capacity: usize,
+    pub(crate) initial: Option<usize>,
+    pub(crate) region: Option<usize>,
+    pub(crate) extent: Option<usize>,
+    pub(crate) thread_cache: Option<usize>,
+    pub(crate) unpinned: Unpinned,
+    pub(crate) huge_pages: bool,
+    pub(crate) pin_threads: Option<usize>,
+    pub(crate) reserves: Vec<(String, usize)>,
+    pub(crate) before_unpin: Option<BeforeUnpin>,
+}
+
+/// Everything decided.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plan {
+    /// For the pool proper, reserves taken off.
+    pub(crate) capacity: usize,
+    pub(crate) initial: usize,
+    pub(crate) region: usize,
+    pub(crate) thread_cache: usize,
+    pub(crate) shared_cache: usize,
+    pub(crate) options: RegionOptions,
+}
+
+impl PoolBuilder {
+    pub(crate) fn new(device: &Device) -> Self {
+        Self {
+            devices: vec![device.clone()],
+            capacity: 256 << 20,
+            initial: None,
+            region: None,
+            extent: None,
+            thread_cache: None,
+            unpinned: Unpinned::default(),
+            huge_pages: false,
+            pin_threads: None,
+            reserves: Vec::new(),
+            before_unpin: None,
+        }
+    }
+
+    /// One more device that the pool serves. All must be of one family; regions are pinned once, near the first.
+    pub fn device(mut self, device: &Device) -> Self {
+        self.devices.push(device.clone());
+        self
+    }
+
+    /// Bytes that the pool may hold at most, reserves included. Default: 256 MiB.
+    pub fn capacity(mut self, bytes: usize) -> Self {
+        self.capacity = bytes;
+        self
+    }
+
+    /// Bytes to start with: [`build`](Self::build) returns when the first extent of them is pinned, the rest follows in
+    /// the background. Default: one region.
+    pub fn initial(mut self, bytes: usize) -> Self {
+        self.initial = Some(bytes);
+        self
+    }
+
+    /// Bytes to grow by. Default: an eighth of the capacity, at least 2 MiB and at most 1 GiB.
+    pub fn region(mut self, bytes: usize) -> Self {
+        self.region = Some(bytes);
+        self
+    }
+
+    /// Bytes pinned by one call at most, and so the largest segment that there can be. Default: 1 GiB.
+    pub fn extent(mut self, bytes: usize) -> Self {
+        self.extent = Some(bytes);
+        self
+    }
+
+    /// Bytes that one thread may keep for itself at most, so that its next checkouts cost nothing; four times as much
+    /// may lie between threads. They are taken back when memory is short, and left to the pool when the thread ends.
+    /// Default: a 32nd of the capacity, at least 256 KiB and at most 64 MiB.
+    pub fn thread_cache(mut self, bytes: usize) -> Self {
+        self.thread_cache = Some(bytes);
+        self
+    }
+
+    /// What to do when the system refuses to lock pages. Default: an error.
+    pub fn unpinned(mut self, policy: Unpinned) -> Self {
+        self.unpinned = policy;
+        self
+    }
+
+    /// Ask the system for huge pages. They make pinning several times faster where the system has them at hand, and
+    /// slower where it has to make room first. Default: no.
+    pub fn huge_pages(mut self, on: bool) -> Self {
+        self.huge_pages = on;
+        self
+    }
+
+    /// Threads that touch pages while a region is made. Default: as many as there are cores, at most 8.
+    pub fn pin_threads(mut self, threads: usize) -> Self {
+        self.pin_threads = Some(threads);
+        self
+    }
+
+    /// Bytes, of the capacity, that only requests which name `name` may take. Pinned when the pool is built.
+    pub fn reserve(mut self, name: impl Into<String>, bytes: usize) -> Self {
+        self.reserves.push((name.into(), bytes));
+        self
+    }
+
+    /// Called before a region is unpinned, on the device's worker thread, for those who registered it elsewhere too. It
+    /// must not call the pool.
+    pub fn before_unpin(mut self, call: impl Fn(&RegionInfo) + Send + Sync + 'static) -> Self {
+        self.before_unpin = Some(Box::new(call));
+        self
+    }
+
+    pub(crate) fn plan(&self) -> Result<Plan> {
+        let page = crate::os::page_size().max(PAGE);
+        let down = |bytes: usize| bytes / page * page;
+        let wrong = |text: String| Err(Error::Config(text));
+        let capacity = down(self.capacity);
+        if capacity == 0 {
+            return wrong(format!("a capacity of {} bytes is less than one page ({page})", self.capacity));
+        }
+        let mut left = capacity;
+        for (i, (name, bytes)) in self.reserves.iter().enumerate() {
+            if down(*bytes) == 0 {
+                return wrong(format!("reserve {name:?} of {bytes} bytes is less than one page ({page})"));
+            }
+            if self.reserves[..i].iter().any(|r| r.0 == *name) {
+                return wrong(format!("reserve {name:?} is set twice"));
+            }
+            left = match left.checked_sub(down(*bytes)) {
+                Some(left) if left > 0 => left,
+                _ => return wrong(format!("the reserves leave nothing of the capacity of {capacity} bytes")),
+            };
+        }
+        let region = down(self.region.unwrap_or((left / 8).clamp(2 << 20, 1 << 30))).min(left);
+        let extent = down(self.extent.unwrap_or(1 << 30)).min(MAX_EXTENT);
+        if region == 0 || extent == 0 {
+            return wrong(format!("regions and extents need at least one page ({page})"));
+        }
+        let initial = down(self.initial.unwrap_or(region));
+        if initial > left {
+            return wrong(format!("{initial} bytes to start with are more than the capacity of {left}"));
+        }
+        let threads = self.pin_threads.unwrap_or_else(|| {
+            std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8)
+        });
+        if threads == 0 {
+            return wrong("pinning needs at least one thread".into());
+        }
+        let family = self.devices[0].context().driver().family();
+        if let Some(other) = self.devices.iter().find(|d| d.context().driver().family() != family) {
+            return wrong(format!("{} and {} cannot share pinned memory", self.devices[0].name(), other.name()));
+        }
+        let thread_cache = self.thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
+        Ok(Plan {
+            capacity: left,
+            initial,
+            region,
+            thread_cache,
+            shared_cache: thread_cache.saturating_mul(4),
+            options: RegionOptions { extent, threads, unpinned: self.unpinned, huge: self.huge_pages },
+        })
+    }
+}
+
+impl std::fmt::Debug for PoolBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PoolBuilder")
+            .field("devices", &self.devices)
+            .field("capacity", &self.capacity)
+            .finish_non_exhaustive()
+    }
+}

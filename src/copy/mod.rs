@@ -1,0 +1,356 @@
+//! Copies: how buffers are handed to a stream and what comes back.
+//!
+//! Every asynchronous call takes what it touches: the host buffer by value (or as an `Arc`), the device memory as a
+//! counted handle. What can be refused is refused before the timeline or the driver hears of it, and the error carries
+//! the buffer back. See [`crate::stream::timeline`] for what happens in between.
+
+#![allow(unsafe_code)]
+
+use std::ops::RangeBounds;
+
+use crate::buffer::{InFlight, Lend, PinnedBuf, StreamBuf, joint};
+use crate::device::Transfer;
+use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
+use crate::error::{Error, Result, SubmitError};
+use crate::stream::Stream;
+use crate::stream::timeline::{Lent, Ticket};
+
+/// The tick of a submission whose driver call has not returned.
+const NOT_YET: u64 = u64::MAX;
+
+/// What names device memory in a copy: a [`DeviceSlice`], a [`DeviceBuffer`], a reference to one, or the result of
+/// slicing one, so that `stream.upload(buf, weights.slice(..))` reports a bad range as its own error. Sealed.
+pub trait DeviceRange: range::Sealed {}
+
+mod range {
+    use super::{DeviceBuffer, DeviceSlice, Result};
+
+    pub trait Sealed {
+        #[doc(hidden)]
+        fn resolve(self) -> Result<DeviceSlice>;
+    }
+    impl Sealed for DeviceSlice {
+        fn resolve(self) -> Result<DeviceSlice> {
+            Ok(self)
+        }
+    }
+    impl Sealed for &DeviceSlice {
+        fn resolve(self) -> Result<DeviceSlice> {
+            Ok(self.clone())
+        }
+    }
+    impl Sealed for DeviceBuffer {
+        fn resolve(self) -> Result<DeviceSlice> {
+            Ok(self.into())
+        }
+    }
+    impl Sealed for &DeviceBuffer {
+        fn resolve(self) -> Result<DeviceSlice> {
+            Ok(self.into())
+        }
+    }
+    impl Sealed for Result<DeviceSlice> {
+        fn resolve(self) -> Result<DeviceSlice> {
+            self
+        }
+    }
+}
+
+impl<T: range::Sealed> DeviceRange for T {}
+
+/// What a download can land in: a [`PinnedBuf`], or a [`StreamBuf`] of the same stream. Sealed.
+pub trait Landing: landing::Sealed {}
+
+impl Landing for PinnedBuf {}
+impl Landing for StreamBuf {}
+
+mod landing {
+    use super::{Error, InFlight, Lend, Lent, PinnedBuf, Result, Stream, StreamBuf, Ticket};
+    use crate::buffer::sealed::Lend as _;
+    use std::sync::Arc;
+
+    pub trait Sealed: Sized {
+        /// Start and capacity, if this stream may write there.
+        #[doc(hidden)]
+        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)>;
+        #[doc(hidden)]
+        #[allow(private_interfaces)]
+        fn lend(self) -> (Lent, Pending);
+    }
+
+    /// The half that stays with the caller.
+    pub struct Pending(pub(super) PinnedBuf);
+
+    impl Pending {
+        pub(super) fn in_flight(self, ticket: Ticket, written: usize) -> InFlight<PinnedBuf> {
+            InFlight::new(ticket, self.0, Some(written))
+        }
+    }
+
+    impl Sealed for PinnedBuf {
+        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)> {
+            if !self.serves(stream.timeline().context().id()) {
+                return Err(Error::WrongDevice { device: stream.device().name().into() });
+            }
+            <Self as crate::buffer::sealed::Lend>::target(self)
+        }
+        #[allow(private_interfaces)]
+        fn lend(self) -> (Lent, Pending) {
+            (<Self as crate::buffer::sealed::Lend>::lend(&self), Pending(self))
+        }
+    }
+
+    impl Sealed for StreamBuf {
+        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)> {
+            if !Arc::ptr_eq(self.timeline(), stream.timeline()) {
+                return Err(Error::WrongStream);
+            }
+            Ok((self.segment().base().as_ptr(), self.segment().len()))
+        }
+        #[allow(private_interfaces)]
+        fn lend(self) -> (Lent, Pending) {
+            let (lent, segment) = self.into_lent();
+            // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched only when it has
+            // landed, and nothing of it counts as written until then.
+            (lent, Pending(unsafe { PinnedBuf::new(segment, 0) }))
+        }
+    }
+
+    const _: fn() = || {
+        fn lend<T: Lend>() {}
+        lend::<PinnedBuf>();
+    };
+}
+
+impl Stream {
+    /// Copies all that was written to `src` into `dst`, which must be at least as long.
+    ///
+    /// Returns when the copy was submitted: work submitted to this stream afterwards comes after it.
+    ///
+    /// # Errors
+    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, a lost device. With
+    /// `buffer: None` what the driver said; the buffer then returns to its pool when the device is known to be done.
+    pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
+        self.upload_part(src, .., dst)
+    }
+
+    /// Copies a part of what was written to `src`.
+    ///
+    /// # Errors
+    /// As for [`upload`](Self::upload), and [`Error::OutOfRange`].
+    pub fn upload_part<B: Lend>(
+        &self,
+        src: B,
+        part: impl RangeBounds<usize>,
+        dst: impl DeviceRange,
+    ) -> Result<InFlight<B>, SubmitError<B>> {
+        let checked = (|| {
+            let dst = self.own(dst)?;
+            if !src.serves(self.timeline().context().id()) {
+                return Err(Error::WrongDevice { device: self.device().name().into() });
+            }
+            let (start, end) = bounds(part, src.bytes().len())?;
+            if end - start > dst.len() {
+                return Err(Error::TooSmall { need: end - start, have: dst.len() });
+            }
+            Ok((dst, &src.bytes()[start..end]))
+        })();
+        let (dst, bytes) = match checked {
+            Ok(checked) => checked,
+            Err(error) => return Err(SubmitError::refused(error, src)),
+        };
+        let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
+        let submission = match self.timeline().begin(src.lend(), Some(dst.allocation())) {
+            Ok(submission) => submission,
+            Err((error, _)) => return Err(SubmitError::refused(error, src)),
+        };
+        // The handle takes the buffer before the driver is called: should the call panic, unwinding drops the handle,
+        // and then the submission, which leaves the segment in flight.
+        let mut flight = InFlight::new(self.ticket(NOT_YET), src, None);
+        // SAFETY: the entry keeps the source and the device memory until a mark after this call is seen complete.
+        let result = unsafe { self.driver_copy(transfer) };
+        flight.submitted(submission.commit());
+        // On an error it is dropped: the segment stays in flight until a later mark is seen complete.
+        result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
+    }
+
+    /// Copies `src` into `landing`, which must be at least as long. When it has landed, the buffer's length is the
+    /// slice's.
+    ///
+    /// # Errors
+    /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`] of another stream.
+    pub fn download<L: Landing>(
+        &self,
+        src: impl DeviceRange,
+        landing: L,
+    ) -> Result<InFlight<PinnedBuf>, SubmitError<L>> {
+        let checked = self.own(src).and_then(|src| {
+            let (target, capacity) = landing.target(self)?;
+            if src.len() > capacity {
+                return Err(Error::TooSmall { need: src.len(), have: capacity });
+            }
+            self.timeline().usable()?;
+            Ok((src, target))
+        });
+        let (src, target) = match checked {
+            Ok(checked) => checked,
+            Err(error) => return Err(SubmitError::refused(error, landing)),
+        };
+        let transfer = Transfer::Download { src: src.ptr(), dst: target, len: src.len() };
+        let (lent, pending) = landing.lend();
+        let submission = match self.timeline().begin(lent, Some(src.allocation())) {
+            Ok(submission) => submission,
+            // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
+            // timeline, which has quarantined it.
+            Err((error, lent)) => {
+                if let Lent::Claimed(key) = lent {
+                    std::mem::forget(pending);
+                    self.timeline().unclaim(key);
+                }
+                return Err(SubmitError { error, buffer: None });
+            }
+        };
+        let mut flight = pending.in_flight(self.ticket(NOT_YET), src.len());
+        // SAFETY: the entry keeps the target and the device memory until a mark after this call is seen complete.
+        let result = unsafe { self.driver_copy(transfer) };
+        flight.submitted(submission.commit());
+        result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
+    }
+
+    /// Copies within the device, `src` to the front of `dst`.
+    ///
+    /// # Errors
+    /// As for [`upload`](Self::upload).
+    pub fn copy(&self, src: impl DeviceRange, dst: impl DeviceRange) -> Result<InFlight<()>> {
+        let (src, dst) = (self.own(src)?, self.own(dst)?);
+        if src.len() > dst.len() {
+            return Err(Error::TooSmall { need: src.len(), have: dst.len() });
+        }
+        let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
+        // Two entries under one tick or two: both are covered by a mark after the copy.
+        let source = self.timeline().begin(Lent::Object(Box::new(())), Some(src.allocation())).map_err(|e| e.0)?;
+        let target = self.timeline().begin(Lent::Object(Box::new(())), Some(dst.allocation())).map_err(|e| e.0)?;
+        // SAFETY: no host memory; the entries keep the device memory.
+        let result = unsafe { self.driver_copy(transfer) };
+        source.commit();
+        let ticket = self.ticket(target.commit());
+        result.map(|()| InFlight::new(ticket, (), None))
+    }
+
+    /// Keeps `buf` until everything submitted to this stream so far is done, for servers whose own kernels use it.
+    ///
+    /// # Errors
+    /// With the buffer: [`Error::WrongDevice`], a lost device.
+    pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
+        if !buf.serves(self.timeline().context().id()) {
+            let error = Error::WrongDevice { device: self.device().name().into() };
+            return Err(SubmitError::refused(error, buf));
+        }
+        match self.timeline().begin(buf.lend(), None) {
+            Ok(submission) => {
+                let mut flight = InFlight::new(self.ticket(NOT_YET), buf, None);
+                flight.submitted(submission.commit());
+                Ok(flight)
+            }
+            Err((error, _)) => Err(SubmitError::refused(error, buf)),
+        }
+    }
+
+    /// Keeps `buf` until everything submitted so far to each of several streams is done.
+    ///
+    /// # Errors
+    /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], a lost device. If a device is lost in
+    /// the middle of the call, the buffer is quarantined.
+    pub fn hold_on_all(streams: &[&Self], buf: PinnedBuf) -> Result<InFlight<PinnedBuf>, SubmitError<PinnedBuf>> {
+        use crate::buffer::sealed::Lend as _;
+        let refusal = if streams.is_empty() {
+            Some(Error::Empty)
+        } else {
+            streams.iter().find_map(|stream| {
+                if !buf.serves(stream.timeline().context().id()) {
+                    return Some(Error::WrongDevice { device: stream.device().name().into() });
+                }
+                stream.timeline().usable().err()
+            })
+        };
+        if let Some(error) = refusal {
+            return Err(SubmitError::refused(error, buf));
+        }
+        let joint = joint(&buf, streams.len());
+        let mut flight = InFlight::joint(buf, streams.len());
+        for stream in streams {
+            match stream.timeline().begin(Lent::Joint(joint.clone()), None) {
+                Ok(submission) => flight.add(stream.ticket(submission.commit())),
+                Err((error, _)) => {
+                    joint.give_up();
+                    return Err(SubmitError { error, buffer: None });
+                }
+            }
+        }
+        Ok(flight)
+    }
+
+    /// Copies borrowed memory, pinned or not, to the device in stream order, and returns when the device has let go of
+    /// it, on an error too.
+    ///
+    /// # Errors
+    /// [`Error::Empty`], [`Error::TooSmall`], a bad range; what the driver says.
+    pub fn upload_blocking(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
+        let dst = self.own(dst)?;
+        if src.is_empty() {
+            return Err(Error::Empty);
+        }
+        if src.len() > dst.len() {
+            return Err(Error::TooSmall { need: src.len(), have: dst.len() });
+        }
+        let transfer = Transfer::Upload { src: src.as_ptr(), dst: dst.ptr(), len: src.len() };
+        // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
+        unsafe { self.driver_copy_blocking(transfer) }
+    }
+
+    /// Copies device memory into borrowed memory in stream order, and returns when it has landed. `dst` must be as long
+    /// as `src` at least. After an error its contents are undefined.
+    ///
+    /// # Errors
+    /// As for [`upload_blocking`](Self::upload_blocking).
+    pub fn download_blocking(&self, src: impl DeviceRange, dst: &mut [u8]) -> Result<()> {
+        let src = self.own(src)?;
+        if src.len() > dst.len() {
+            return Err(Error::TooSmall { need: src.len(), have: dst.len() });
+        }
+        let transfer = Transfer::Download { src: src.ptr(), dst: dst.as_mut_ptr(), len: src.len() };
+        // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
+        unsafe { self.driver_copy_blocking(transfer) }
+    }
+
+    fn ticket(&self, tick: u64) -> Ticket {
+        Ticket { timeline: self.timeline().clone(), tick }
+    }
+
+    /// Device memory of this stream's device.
+    fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
+        let slice = range.resolve()?;
+        if !slice.is_of(self.timeline().context()) {
+            return Err(Error::WrongDevice { device: self.device().name().into() });
+        }
+        Ok(slice)
+    }
+
+    /// # Safety
+    /// As for [`crate::device::Driver::copy`].
+    unsafe fn driver_copy(&self, transfer: Transfer) -> Result<()> {
+        let context = self.timeline().context();
+        // SAFETY: the caller's word.
+        context.noting(unsafe { context.driver().copy(self.timeline().stream(), transfer) })
+    }
+
+    /// # Safety
+    /// As for [`crate::device::Driver::copy_blocking`].
+    unsafe fn driver_copy_blocking(&self, transfer: Transfer) -> Result<()> {
+        let context = self.timeline().context();
+        self.timeline().usable()?;
+        // SAFETY: the caller's word.
+        context.noting(unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) })
+    }
+}
+

@@ -1,0 +1,115 @@
+//! An opened device: its driver, its worker, its events, and whether it is still alive.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+
+use super::worker::Worker;
+use super::{Driver, EventHandle};
+use crate::error::{Error, Result};
+
+/// Events that are kept for reuse. More than this were in use at once only in a burst.
+const KEPT: usize = 1024;
+
+/// See the module's page.
+#[derive(Debug)]
+pub(crate) struct Context {
+    id: u64,
+    driver: Arc<dyn Driver>,
+    worker: Worker,
+    /// Events that were seen complete or never recorded, so that they may be recorded.
+    events: Mutex<Vec<EventHandle>>,
+    poison: OnceLock<Error>,
+    forks: u32,
+}
+
+impl Context {
+    pub(crate) fn new(driver: Arc<dyn Driver>, forks: u32) -> Result<Arc<Self>> {
+        let worker = Worker::start(driver.name(), driver.stepped().is_some())?;
+        static IDS: AtomicU64 = AtomicU64::new(1);
+        let id = IDS.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(Self { id, driver, worker, events: Mutex::new(Vec::new()), poison: OnceLock::new(), forks }))
+    }
+
+    /// A number that no other context has or had.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(crate) fn driver(&self) -> &Arc<dyn Driver> {
+        &self.driver
+    }
+
+    pub(crate) fn worker(&self) -> &Worker {
+        &self.worker
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        self.driver.name()
+    }
+
+    /// The number of forks when the device was opened: a child of a fork must leave it alone.
+    pub(crate) fn forks(&self) -> u32 {
+        self.forks
+    }
+
+    /// The error that the device was lost with, if it was.
+    pub(crate) fn poisoned(&self) -> Option<&Error> {
+        self.poison.get()
+    }
+
+    /// An error at once where the device is lost.
+    pub(crate) fn alive(&self) -> Result<()> {
+        self.poisoned().map_or(Ok(()), |e| Err(e.clone()))
+    }
+
+    /// Looks at the outcome of a driver call: a sticky error means that the device is lost from here on.
+    pub(crate) fn noting<R>(&self, result: Result<R>) -> Result<R> {
+        if let Err(error) = &result {
+            if error.is_sticky() && self.poison.set(error.clone()).is_ok() {
+                tracing::error!(target: "pinpool::device", device = self.name(), %error, "the device is lost");
+            }
+        }
+        result
+    }
+
+    /// An event that may be recorded.
+    pub(crate) fn event(&self) -> Result<EventHandle> {
+        // Popped in a statement of its own: no driver call is made under the lock.
+        let kept = self.events.lock().pop();
+        match kept {
+            Some(event) => Ok(event),
+            None => self.noting(self.driver.create_event()),
+        }
+    }
+
+    /// Takes back an event that was seen complete, or never recorded.
+    pub(crate) fn recycle(&self, event: EventHandle) {
+        let mut events = self.events.lock();
+        if events.len() < KEPT {
+            events.push(event);
+            return;
+        }
+        drop(events);
+        let driver = self.driver.clone();
+        self.worker.send(move || drop(driver.destroy_event(event)));
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        let events = std::mem::take(self.events.get_mut());
+        if self.poison.get().is_some() || events.is_empty() {
+            return;
+        }
+        let driver = self.driver.clone();
+        self.worker.send(move || {
+            for event in events {
+                if let Err(error) = driver.destroy_event(event) {
+                    tracing::warn!(target: "pinpool::device", device = driver.name(), %error, "an event is leaked");
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,867 @@
+//! The public face: building a pool, checking out, trimming, shutting down.
+//!
+//! The pool owns no mechanism. It puts those of the other modules in order, so that none of them calls upward:
+//!
+//! 1. try: a hit, or what the depot can find ([`crate::depot`]);
+//! 2. ask: let the streams say what is done, since buffers may be ready to come back;
+//! 3. claim, for a stream-ready request: take over a segment in flight on that very stream;
+//! 4. grow: have the worker pin another region, up to the capacity;
+//! 5. wait: join the queue, as a thread or as a task.
+
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::future::Future;
+use std::ops::Deref;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
+use crate::config::{Plan, PoolBuilder};
+use crate::depot::{Depot, DepotConfig, Grant, Outcome, Segment, Take, Wake, Want};
+use crate::error::{Error, Result};
+use crate::freelist::state;
+use crate::region::{Pinning, RegionInfo, Regions};
+use crate::runtime::Device;
+use crate::segment::{Class, Placement, SEGMENT_ALIGN};
+use crate::stream::Stream;
+
+/// What is asked for. A plain length is a request too: `pool.checkout(4096)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request<'a> {
+    len: usize,
+    align: usize,
+    reserve: Option<&'a str>,
+}
+
+impl<'a> Request<'a> {
+    /// A buffer of `len` bytes.
+    #[must_use]
+    pub fn new(len: usize) -> Self {
+        Self { len, align: SEGMENT_ALIGN, reserve: None }
+    }
+
+    /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.)
+    #[must_use]
+    pub fn align(mut self, align: usize) -> Self {
+        self.align = align;
+        self
+    }
+
+    /// From the reserve of this name, if the pool proper has nothing free.
+    #[must_use]
+    pub fn reserve(mut self, name: &'a str) -> Self {
+        self.reserve = Some(name);
+        self
+    }
+}
+
+impl From<usize> for Request<'_> {
+    #[inline(always)]
+    fn from(len: usize) -> Self {
+        Self { len, align: SEGMENT_ALIGN, reserve: None }
+    }
+}
+
+/// A pool of page-locked memory. Cloning gives another handle to the same pool.
+///
+/// When the last handle is dropped the pool closes without waiting: buffers that are out stay usable, and the memory
+/// goes when the last of them is back.
+#[derive(Clone)]
+pub struct Pool(Arc<Inner>);
+
+struct Inner {
+    /// What a hit needs, first.
+    main: Store,
+    reserves: Vec<(String, Store)>,
+    devices: Vec<Device>,
+    fallbacks: AtomicU64,
+    fallback_bytes: AtomicU64,
+}
+
+/// A depot and the regions that feed it. The reserves have one each, since bytes that only some may take must not be in
+/// anybody's cache.
+struct Store {
+    depot: Arc<Depot>,
+    regions: Arc<Regions>,
+    /// Bytes to grow by; 0 for a reserve, which has all it gets.
+    step: usize,
+}
+
+/// A pool's bytes and counts at one moment.
+///
+/// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
+/// always; each part is exact when nobody moves, and otherwise off by no more than the calls under way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// Locked bytes.
+    pub pinned_bytes: usize,
+    /// Bytes that the pool serves though the system refused to lock them.
+    pub unpinned_bytes: usize,
+    /// Bytes that can be checked out.
+    pub free_bytes: usize,
+    /// Of the free bytes, those that threads keep for their next checkouts.
+    pub cached_bytes: usize,
+    /// Bytes of buffers in somebody's hands, rounding included.
+    pub checked_out_bytes: usize,
+    /// Bytes that a device may still use.
+    pub in_flight_bytes: usize,
+    /// Of the bytes in flight, those claimed for stream-ready reuse.
+    pub claimed_bytes: usize,
+    /// Bytes never to be reused.
+    pub quarantined_bytes: usize,
+    /// Bytes between segments that no segment covers.
+    pub cut_bytes: usize,
+    /// Bytes asked for by all that is checked out, in flight or quarantined.
+    pub requested_bytes: usize,
+    /// The longest free range in one piece, not counting what threads keep.
+    pub largest_free_bytes: usize,
+    /// The cap on pinned and unpinned bytes.
+    pub capacity_bytes: usize,
+    /// Segments given out since the pool was built.
+    pub checkouts: u64,
+    /// Segments that came back.
+    pub returns: u64,
+    /// Checkouts that took the slow path.
+    pub misses: u64,
+    /// Times that what threads keep was taken back.
+    pub collects: u64,
+    /// Requests that had to wait.
+    pub waits: u64,
+    /// Waits given up.
+    pub timeouts: u64,
+    /// Requests waiting now.
+    pub waiting: usize,
+    /// Plain buffers given out because the pool was short.
+    pub unpinned_fallbacks: u64,
+    /// Their bytes.
+    pub unpinned_fallback_bytes: u64,
+}
+
+/// How [`Pool::shutdown`] ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Shutdown {
+    /// Whether everything came back.
+    pub drained: bool,
+    /// Segments that are still out or in flight. Their memory stays for as long as they do.
+    pub outstanding: u64,
+    /// Bytes never to be reused; their memory stays for good.
+    pub quarantined_bytes: usize,
+}
+
+/// What [`Pool::check`] found, by state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Census {
+    /// Bytes of free segments in runs, shards and racks (free runs are not cut into segments).
+    pub free: usize,
+    /// Bytes checked out, or landed and waiting for their handle.
+    pub checked_out: usize,
+    /// Bytes in flight.
+    pub in_flight: usize,
+    /// Of these, claimed.
+    pub claimed: usize,
+    /// Bytes quarantined.
+    pub quarantined: usize,
+}
+
+impl Pool {
+    /// Starts setting up a pool that serves `device`.
+    pub fn builder(device: &Device) -> PoolBuilder {
+        PoolBuilder::new(device)
+    }
+
+    // --- checking out ------------------------------------------------------------------------------------------------
+
+    /// A host-ready buffer. Waits, if need be for ever, until the pool has one: see
+    /// [`try_checkout`](Self::try_checkout), [`checkout_timeout`](Self::checkout_timeout) and
+    /// [`checkout_async`](Self::checkout_async) for the other ways.
+    ///
+    /// # Errors
+    /// [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`], [`Error::Config`] for an unknown reserve;
+    /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`], and what made growing fail, when no wait can help.
+    #[inline]
+    pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
+        let request = request.into();
+        match self.hit(request) {
+            Some(buf) => Ok(buf),
+            None => self.checkout_slow(request, Patience::Forever),
+        }
+    }
+
+    /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed.
+    ///
+    /// # Errors
+    /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
+    #[inline]
+    pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
+        let request = request.into();
+        match self.hit(request) {
+            Some(buf) => Ok(buf),
+            None => self.checkout_slow(request, Patience::None),
+        }
+    }
+
+    /// A host-ready buffer, waiting for at most so long.
+    ///
+    /// # Errors
+    /// As for [`checkout`](Self::checkout), and [`Error::Timeout`].
+    #[inline]
+    pub fn checkout_timeout<'a>(&self, request: impl Into<Request<'a>>, timeout: Duration) -> Result<PinnedBuf> {
+        let request = request.into();
+        match self.hit(request) {
+            Some(buf) => Ok(buf),
+            None => self.checkout_slow(request, Patience::until(timeout)),
+        }
+    }
+
+    /// A host-ready buffer, for a task. Any runtime will do. Dropping the future leaves no trace.
+    #[must_use = "nothing happens until it is awaited"]
+    pub fn checkout_async<'a>(&self, request: impl Into<Request<'a>>) -> Checkout {
+        Checkout(self.checkout_many_async([request.into()]))
+    }
+
+    /// Several buffers together, or none: nobody holds half of what it needs while it waits for the other half.
+    ///
+    /// # Errors
+    /// As for [`checkout_timeout`](Self::checkout_timeout); all requests must name the same reserve or none.
+    pub fn checkout_many(&self, requests: &[Request<'_>], timeout: Option<Duration>) -> Result<Vec<PinnedBuf>> {
+        let patience = timeout.map_or(Patience::Forever, Patience::until);
+        let (store, wants) = self.wants(requests)?;
+        let grants = self.acquire_all(store, &wants, patience)?;
+        // SAFETY: granted to us just now.
+        Ok(grants.into_iter().map(|grant| unsafe { buffer(&store.depot, grant) }).collect())
+    }
+
+    /// The same for a task.
+    #[must_use = "nothing happens until it is awaited"]
+    pub fn checkout_many_async<'a>(&self, requests: impl AsRef<[Request<'a>]>) -> CheckoutMany {
+        let wants = self.wants(requests.as_ref()).map(|(store, wants)| (store.depot.clone(), wants));
+        CheckoutMany { pool: self.clone(), wants: Some(wants), waiting: None }
+    }
+
+    /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted.
+    ///
+    /// # Errors
+    /// As for [`try_checkout`](Self::try_checkout) but [`Error::Exhausted`]; [`Error::OutOfMemory`].
+    pub fn checkout_or_unpinned<'a>(&self, request: impl Into<Request<'a>>) -> Result<HostBuf> {
+        let request = request.into();
+        match self.try_checkout(request) {
+            Ok(buf) => Ok(HostBuf::Pinned(buf)),
+            Err(error @ (Error::Exhausted { .. } | Error::Impossible { .. })) => {
+                let buf = UnpinnedBuf::new(request.len)?;
+                self.0.fallback_bytes.fetch_add(request.len as u64, Ordering::Relaxed);
+                if self.0.fallbacks.fetch_add(1, Ordering::Relaxed) == 0 {
+                    tracing::warn!(
+                        target: "pinpool::pool", bytes = request.len, %error,
+                        "the pool is short: plain memory is given out; further ones are counted, and logged as debug"
+                    );
+                } else {
+                    tracing::debug!(target: "pinpool::pool", bytes = request.len, "plain memory is given out");
+                }
+                Ok(HostBuf::Unpinned(buf))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A stream-ready buffer for `stream`: free, or in flight on that very stream alone. Waits like
+    /// [`checkout`](Self::checkout), but for less, since what is in flight on that stream can be had at once.
+    ///
+    /// # Errors
+    /// As for [`checkout`](Self::checkout), and [`Error::WrongDevice`] for a stream of a device that the pool does not
+    /// serve.
+    pub fn checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
+        self.checkout_on_with(stream, request.into(), Patience::Forever)
+    }
+
+    /// The same without waiting.
+    ///
+    /// # Errors
+    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`].
+    pub fn try_checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
+        self.checkout_on_with(stream, request.into(), Patience::None)
+    }
+
+    fn checkout_on_with(&self, stream: &Stream, request: Request<'_>, patience: Patience) -> Result<StreamBuf> {
+        let timeline = stream.timeline();
+        if !self.0.main.depot.config().serves.contains(&timeline.context().id()) {
+            return Err(Error::WrongDevice { device: stream.device().name().into() });
+        }
+        let fresh = |buf: PinnedBuf| {
+            let buf = std::mem::ManuallyDrop::new(buf);
+            // SAFETY: the buffer's segment changes hands.
+            unsafe { StreamBuf::fresh(timeline.clone(), buf.segment().alias()) }
+        };
+        if let Some(buf) = self.hit(request) {
+            return Ok(fresh(buf));
+        }
+        let (store, wants) = self.wants(&[request])?;
+        if let Take::Got(grant) = store.depot.try_take(wants[0])? {
+            // SAFETY: granted to us just now.
+            return Ok(fresh(unsafe { buffer(&store.depot, grant) }));
+        }
+        if let Placement::Class(class) = wants[0].placement {
+            for depot in [&store.depot, &self.0.main.depot] {
+                if let Some((key, mut segment)) = timeline.claim(depot, class) {
+                    // Both names of the segment, ours and the claim's, are to carry the new length.
+                    timeline.rebook_claim(key, request.len);
+                    segment.relabel(request.len);
+                    return Ok(StreamBuf::claimed(timeline.clone(), key, segment));
+                }
+            }
+        }
+        self.checkout_slow(request, patience).map(fresh)
+    }
+
+    /// Takes back a buffer that went out as a token.
+    ///
+    /// # Errors
+    /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up.
+    pub fn redeem(&self, token: Token) -> Result<PinnedBuf> {
+        let stores = self.stores().find(|s| s.depot.number() == token.pool);
+        let found = stores.filter(|s| !s.depot.forked()).and_then(|s| {
+            s.depot.redeem(usize::try_from(token.key).ok()?, token.nonce)
+        });
+        let (segment, len) = found.ok_or(Error::StaleToken)?;
+        // SAFETY: it went in as a buffer with so many bytes written, and came out once.
+        Ok(unsafe { PinnedBuf::new(segment, len) })
+    }
+
+    /// A hit in this thread's shard, and nothing else.
+    #[inline(always)]
+    fn hit(&self, request: Request<'_>) -> Option<PinnedBuf> {
+        if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
+            return None;
+        }
+        let class = Class::of(request.len)?;
+        let depot = &self.0.main.depot;
+        let slot = depot.hit(class, request.len)?;
+        // SAFETY: taken just now; a class's segments hold its lengths.
+        Some(unsafe { buffer(depot, Grant { slot, len: request.len }) })
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn checkout_slow(&self, request: Request<'_>, patience: Patience) -> Result<PinnedBuf> {
+        let (store, wants) = self.wants(&[request])?;
+        let mut grants = self.acquire_all(store, &wants, patience)?;
+        match grants.pop() {
+            // SAFETY: granted to us just now.
+            Some(grant) => Ok(unsafe { buffer(&store.depot, grant) }),
+            None => Err(Error::ZeroLength),
+        }
+    }
+
+    /// Checks requests, and finds the store that they wait at. A request that names a reserve is served by the pool
+    /// proper as long as that has something free.
+    fn wants(&self, requests: &[Request<'_>]) -> Result<(&Store, Vec<Want>)> {
+        let reserve = requests.first().and_then(|r| r.reserve);
+        if requests.iter().any(|r| r.reserve != reserve) {
+            return Err(Error::Config("buffers that are asked for together must name the same reserve".into()));
+        }
+        let store = match reserve {
+            None => &self.0.main,
+            Some(name) => {
+                let reserve = self.0.reserves.iter().find(|r| r.0 == name);
+                let (_, reserve) = reserve.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
+                let main = &self.0.main;
+                let place = |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
+                // Ordinary bytes first: the reserve is for when there are none.
+                if let Ok(wants) = place(main) {
+                    if main.depot.can_take(&wants)? {
+                        return Ok((main, wants));
+                    }
+                }
+                return Ok((reserve, place(reserve)?));
+            }
+        };
+        let wants = requests.iter().map(|r| store.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>()?;
+        Ok((store, wants))
+    }
+
+    fn try_all(&self, store: &Store, wants: &[Want]) -> Result<Option<Vec<Grant>>> {
+        match wants {
+            [want] => Ok(match store.depot.try_take(*want)? {
+                Take::Got(grant) => Some(vec![grant]),
+                Take::Empty => None,
+            }),
+            _ => store.depot.try_take_all(wants),
+        }
+    }
+
+    fn acquire_all(&self, store: &Store, wants: &[Want], patience: Patience) -> Result<Vec<Grant>> {
+        if wants.is_empty() {
+            return Ok(Vec::new());
+        }
+        let since = Instant::now();
+        if let Some(grants) = self.try_all(store, wants)? {
+            return Ok(grants);
+        }
+        // Memory is short: whatever is done must come back now.
+        if self.reap() {
+            if let Some(grants) = self.try_all(store, wants)? {
+                return Ok(grants);
+            }
+        }
+        let growing = self.grow(store, wants);
+        let len = wants.iter().map(|w| w.len).sum();
+        let deadline = match patience {
+            Patience::None => {
+                // On a stepped device growing is over already.
+                let late = if growing { self.try_all(store, wants)? } else { None };
+                let capacity = store.depot.config().capacity;
+                return late.ok_or(Error::Exhausted { len, capacity });
+            }
+            Patience::Until(deadline) => Some(deadline),
+            Patience::Forever => None,
+        };
+        let span = tracing::debug_span!(target: "pinpool::pool", "wait", bytes = len);
+        let _entered = span.enter();
+        let key = store.depot.join(wants.to_vec(), Wake::Thread(crate::sync::thread::current()), growing)?;
+        if self.0.devices[0].context().driver().stepped().is_some() {
+            return self.wait_stepped(store, key, since);
+        }
+        self.reap();
+        store.depot.wait(key, deadline, since)
+    }
+
+    /// Waiting where nothing moves by itself: this thread moves the devices.
+    fn wait_stepped(&self, store: &Store, key: usize, since: Instant) -> Result<Vec<Grant>> {
+        loop {
+            match store.depot.look(key, None) {
+                Outcome::Granted(grants) => return Ok(grants),
+                Outcome::Failed(error) => return Err(error),
+                Outcome::Waiting => {}
+            }
+            let moved = self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
+            if !self.reap() && !moved {
+                store.depot.leave(key, true);
+                return Err(Error::Timeout(since.elapsed()));
+            }
+        }
+    }
+
+    /// Closes what is open on the devices' streams and asks what is done. Whether anything came back.
+    pub(crate) fn reap(&self) -> bool {
+        self.0.devices.iter().fold(false, |any, d| d.listing().pass() | any)
+    }
+
+    /// Has another region pinned, if the capacity allows. Whether one is on its way (or, without threads, there).
+    fn grow(&self, store: &Store, wants: &[Want]) -> bool {
+        if store.step == 0 {
+            return false;
+        }
+        match store.depot.plan_growth(wants, store.step) {
+            0 => false,
+            bytes => {
+                store.pin(bytes);
+                true
+            }
+        }
+    }
+
+    // --- the memory --------------------------------------------------------------------------------------------------
+
+    /// How far pinning has come.
+    #[must_use]
+    pub fn pinning(&self) -> Pinning {
+        self.0.main.regions.pinning()
+    }
+
+    /// Waits until nothing is being pinned any more.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]. That pinning ended early is in the result, not an error.
+    pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
+        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
+        self.0.main.regions.wait(deadline, |_| false)
+    }
+
+    /// The same for a task.
+    pub async fn pinned(&self) -> Pinning {
+        std::future::poll_fn(|cx| self.0.main.regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready)).await
+    }
+
+    /// The regions there are, reserves included, for those who register them elsewhere too.
+    /// [`PoolBuilder::before_unpin`] says when one goes.
+    #[must_use]
+    pub fn regions(&self) -> Vec<RegionInfo> {
+        self.stores().flat_map(|s| s.regions.list()).collect()
+    }
+
+    /// Gives idle regions back to the system, the last to come first, until the pool would hold less than `keep` bytes.
+    /// Returns how many bytes went. Regions with anything in use stay, and so do reserves.
+    pub fn trim(&self, keep: usize) -> usize {
+        let store = &self.0.main;
+        if store.depot.forked() {
+            return 0;
+        }
+        let mut regions = store.depot.region_use();
+        regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
+        let mut total: usize = regions.iter().map(|r| r.1).sum();
+        let mut gone = 0;
+        for (id, len, free) in regions {
+            // Two stores never share a region, so what is retired is ours to remove.
+            if free == len && total - len >= keep && store.depot.retire(id).is_some() {
+                store.regions.remove(id);
+                total -= len;
+                gone += len;
+            }
+        }
+        gone
+    }
+
+    // --- the end -----------------------------------------------------------------------------------------------------
+
+    /// Closes the pool and waits until everything has come back, but not longer than `timeout`. What is still out then
+    /// keeps its memory; it is logged, and counted in the result. Checkouts fail from the start with [`Error::Closed`].
+    pub fn shutdown(&self, timeout: Duration) -> Shutdown {
+        let span = tracing::info_span!(target: "pinpool::pool", "shutdown");
+        let _entered = span.enter();
+        let deadline = Instant::now().checked_add(timeout);
+        self.stores().for_each(|s| s.depot.close());
+        let outstanding = || self.stores().map(|s| s.depot.outstanding()).sum::<u64>();
+        let quarantined = || self.stores().map(|s| s.depot.snapshot()).fold((0, 0), |(n, b), s| (n + s.quarantined_segments, b + s.quarantined));
+        loop {
+            let moved = self.reap() | self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
+            let (left, (stuck, quarantined_bytes)) = (outstanding(), quarantined());
+            let late = deadline.is_some_and(|d| Instant::now() >= d);
+            let stepped = self.0.devices.iter().all(|d| d.context().driver().stepped().is_some());
+            if left <= stuck || late || (stepped && !moved) {
+                if left > 0 {
+                    tracing::error!(
+                        target: "pinpool::pool", outstanding = left, quarantined_bytes,
+                        "the pool was shut down with buffers still out: their memory is kept"
+                    );
+                }
+                return Shutdown { drained: left == 0, outstanding: left, quarantined_bytes };
+            }
+            if !moved {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+    }
+
+    // --- looking -----------------------------------------------------------------------------------------------------
+
+    fn stores(&self) -> impl Iterator<Item = &Store> {
+        std::iter::once(&self.0.main).chain(self.0.reserves.iter().map(|r| &r.1))
+    }
+
+    /// The devices that the pool serves.
+    #[must_use]
+    pub fn devices(&self) -> &[Device] {
+        &self.0.devices
+    }
+
+    /// Bytes and counts, reserves included. Costs a few microseconds, and nothing to those who check out.
+    #[must_use]
+    pub fn stats(&self) -> PoolStats {
+        let mut stats = PoolStats {
+            unpinned_fallbacks: self.0.fallbacks.load(Ordering::Relaxed),
+            unpinned_fallback_bytes: self.0.fallback_bytes.load(Ordering::Relaxed),
+            ..PoolStats::default()
+        };
+        for store in self.stores().filter(|s| !s.depot.forked()) {
+            let (in_flight, claimed) = self.flight(store);
+            let s = store.depot.snapshot();
+            let in_flight = in_flight.min(s.out);
+            stats.pinned_bytes += s.total - s.unpinned;
+            stats.unpinned_bytes += s.unpinned;
+            stats.free_bytes += s.free;
+            stats.cached_bytes += s.cached;
+            stats.checked_out_bytes += s.out - in_flight;
+            stats.in_flight_bytes += in_flight;
+            stats.claimed_bytes += claimed.min(in_flight);
+            stats.quarantined_bytes += s.quarantined;
+            stats.cut_bytes += s.cut;
+            stats.requested_bytes += s.requested;
+            stats.largest_free_bytes = stats.largest_free_bytes.max(s.largest_free);
+            stats.capacity_bytes += store.depot.config().capacity;
+            stats.checkouts += s.takes;
+            stats.returns += s.puts;
+            stats.misses += s.stats.misses;
+            stats.collects += s.stats.collects;
+            stats.waits += s.stats.waits;
+            stats.timeouts += s.stats.timeouts;
+            stats.waiting += s.waiting;
+        }
+        stats
+    }
+
+    /// Bytes in flight, and how many of these are claimed.
+    fn flight(&self, store: &Store) -> (usize, usize) {
+        let mut sum = (store.depot.joint_bytes(), 0);
+        for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
+            let flight = timeline.flight(store.depot.number());
+            sum = (sum.0 + flight.bytes, sum.1 + flight.claimed);
+        }
+        sum
+    }
+
+    /// Walks every invariant of the pool: segments inside their extents, aligned, spanning what the rule asks, none
+    /// overlapping, each in one state and in as many lists as that state allows, and the accounting. For tests, fuzzing
+    /// and trouble: takes milliseconds, and keeps everyone out of their shards meanwhile. The sums are compared only if
+    /// nobody moves.
+    ///
+    /// # Errors
+    /// The first violation, in words.
+    pub fn check(&self) -> Result<Census, String> {
+        let mut all = Census::default();
+        for store in self.stores() {
+            let before = store.depot.snapshot();
+            let (in_flight, claimed) = self.flight(store);
+            let mut census = Census::default();
+            store.depot.check(|state, bytes| match state {
+                state::FREE => census.free += bytes,
+                state::OUT | state::LANDED => census.checked_out += bytes,
+                state::FLIGHT | state::DETACHED => census.in_flight += bytes,
+                state::CLAIMED => {
+                    census.in_flight += bytes;
+                    census.claimed += bytes;
+                }
+                _ => census.quarantined += bytes,
+            })?;
+            let s = store.depot.snapshot();
+            if s == before && (in_flight, claimed) == self.flight(store) {
+                let sum = s.free + s.out + s.quarantined + s.cut;
+                if sum != s.total {
+                    return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));
+                }
+                let counted = (s.out, s.quarantined, in_flight, claimed);
+                let found = (census.checked_out + census.in_flight, census.quarantined, census.in_flight, census.claimed);
+                if counted != found {
+                    return Err(format!("(out, quarantined, in flight, claimed) are {found:?}, counted as {counted:?}"));
+                }
+                if s.total > store.depot.config().capacity {
+                    return Err(format!("{} bytes are held of at most {}", s.total, store.depot.config().capacity));
+                }
+            }
+            all.free += census.free;
+            all.checked_out += census.checked_out;
+            all.in_flight += census.in_flight;
+            all.claimed += census.claimed;
+            all.quarantined += census.quarantined;
+        }
+        Ok(all)
+    }
+}
+
+/// # Safety
+/// The grant is of this depot, made to the caller, and not used otherwise.
+#[inline(always)]
+unsafe fn buffer(depot: &Depot, grant: Grant) -> PinnedBuf {
+    // SAFETY: the caller's word; nothing is written yet.
+    unsafe { PinnedBuf::new(Segment::new(depot, grant), 0) }
+}
+
+/// How long to wait.
+#[derive(Clone, Copy, Debug)]
+enum Patience {
+    None,
+    Until(Instant),
+    Forever,
+}
+
+impl Patience {
+    fn until(timeout: Duration) -> Self {
+        Instant::now().checked_add(timeout).map_or(Self::Forever, Self::Until)
+    }
+}
+
+impl Store {
+    fn new(devices: &[Device], plan: &Plan, capacity: usize, step: usize, regions: Arc<Regions>) -> Self {
+        let config = DepotConfig {
+            capacity,
+            thread_cache: plan.thread_cache.min(capacity),
+            shared_cache: plan.shared_cache,
+            largest: plan.options.extent.min(capacity) - 32,
+            timeless: devices[0].context().driver().stepped().is_some(),
+            serves: devices.iter().map(|d| d.context().id()).collect(),
+        };
+        Self { depot: Depot::new(config, Some(regions.clone())), regions, step }
+    }
+
+    /// Has the worker pin bytes that were planned.
+    fn pin(&self, bytes: usize) {
+        let (depot, regions) = (self.depot.clone(), self.regions.clone());
+        regions.announce(bytes);
+        let worker = regions.context().clone();
+        worker.worker().send(move || {
+            let (came, error) = regions.pin(bytes, |id, base, len, pinned| {
+                // SAFETY: pinned for this depot, which keeps the regions until it is gone.
+                unsafe { depot.add_extent(id, base, len, pinned) };
+            });
+            depot.grown(bytes - came, error.as_ref());
+        });
+    }
+
+    /// Starts with so many bytes and waits for the first of them.
+    fn start(&self, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.depot.plan_bytes(bytes);
+        self.pin(bytes);
+        let pinning = self.regions.wait(None, |p| p.ready > 0)?;
+        match pinning.error {
+            Some(error) if pinning.ready == 0 => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl PoolBuilder {
+    /// Builds the pool. Returns when its first extent is usable; the rest of what it starts with follows.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for settings that make no sense; what made pinning fail, [`Error::MemLock`] above all.
+    pub fn build(mut self) -> Result<Pool> {
+        let plan = self.plan()?;
+        self.devices[0].context().alive()?;
+        let span = tracing::info_span!(target: "pinpool::pool", "build", capacity = self.capacity);
+        let _entered = span.enter();
+        // One call for all stores: whoever registered a region elsewhere does not care whose it is.
+        let before = self.before_unpin.take().map(Arc::new);
+        let regions = || {
+            let before = before.clone();
+            let call = before.map(|b| Box::new(move |info: &RegionInfo| b(info)) as crate::region::BeforeUnpin);
+            Regions::new(self.devices[0].context().clone(), plan.options, call)
+        };
+        let main = Store::new(&self.devices, &plan, plan.capacity, plan.region, regions());
+        let page = crate::os::page_size().max(crate::segment::PAGE);
+        let reserves = self.reserves.iter().map(|(name, bytes)| {
+            let bytes = bytes / page * page;
+            (name.clone(), Store::new(&self.devices, &plan, bytes, 0, regions()), bytes)
+        });
+        let reserves: Vec<(String, Store, usize)> = reserves.collect();
+        let sizes: Vec<usize> = reserves.iter().map(|r| r.2).collect();
+        // From here on dropping the pool cleans up.
+        let pool = Pool(Arc::new(Inner {
+            main,
+            reserves: reserves.into_iter().map(|(name, store, _)| (name, store)).collect(),
+            devices: std::mem::take(&mut self.devices),
+            fallbacks: AtomicU64::new(0),
+            fallback_bytes: AtomicU64::new(0),
+        }));
+        pool.0.main.start(plan.initial)?;
+        for ((_, store), bytes) in pool.0.reserves.iter().zip(sizes) {
+            store.start(bytes)?;
+            // A reserve that is not there when it is needed is none.
+            if let Some(error) = store.regions.wait(None, |_| false)?.error {
+                return Err(error);
+            }
+        }
+        Ok(pool)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.main.depot.close();
+        self.reserves.iter().for_each(|r| r.1.depot.close());
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("devices", &self.0.devices).field("stats", &self.stats()).finish()
+    }
+}
+
+impl Deref for Checkout {
+    type Target = CheckoutMany;
+    fn deref(&self) -> &CheckoutMany {
+        &self.0
+    }
+}
+
+/// The future of [`Pool::checkout_async`].
+#[derive(Debug)]
+#[must_use = "nothing happens until it is awaited"]
+pub struct Checkout(CheckoutMany);
+
+impl Future for Checkout {
+    type Output = Result<PinnedBuf>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let bufs = std::task::ready!(Pin::new(&mut self.0).poll(cx));
+        Poll::Ready(bufs.and_then(|mut bufs| bufs.pop().ok_or(Error::ZeroLength)))
+    }
+}
+
+/// The future of [`Pool::checkout_many_async`]. Dropped before it is ready, it leaves the queue, and what it was granted
+/// meanwhile goes back.
+#[must_use = "nothing happens until it is awaited"]
+pub struct CheckoutMany {
+    pool: Pool,
+    wants: Option<Result<(Arc<Depot>, Vec<Want>)>>,
+    waiting: Option<(Arc<Depot>, usize)>,
+}
+
+impl CheckoutMany {
+    fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<PinnedBuf>>> {
+        let Some(wants) = self.wants.take() else { return Ok(None) };
+        let (depot, wants) = wants?;
+        let pool = self.pool.clone();
+        let Some(store) = pool.stores().find(|s| Arc::ptr_eq(&s.depot, &depot)) else { return Err(Error::Closed) };
+        let ready = |grants: Vec<Grant>| {
+            // SAFETY: granted to us just now.
+            grants.into_iter().map(|grant| unsafe { buffer(&depot, grant) }).collect()
+        };
+        if let Some(grants) = pool.try_all(store, &wants)? {
+            return Ok(Some(ready(grants)));
+        }
+        if pool.reap() {
+            if let Some(grants) = pool.try_all(store, &wants)? {
+                return Ok(Some(ready(grants)));
+            }
+        }
+        let growing = pool.grow(store, &wants);
+        let key = depot.join(wants, Wake::Task(cx.waker().clone()), growing)?;
+        self.waiting = Some((depot, key));
+        Ok(None)
+    }
+}
+
+impl Future for CheckoutMany {
+    type Output = Result<Vec<PinnedBuf>>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Some(bufs) = self.start(cx).transpose() {
+            return Poll::Ready(bufs);
+        }
+        let Some((depot, key)) = self.waiting.take() else {
+            return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
+        };
+        match depot.look(key, Some(cx.waker())) {
+            Outcome::Waiting => {
+                self.waiting = Some((depot, key));
+                Poll::Pending
+            }
+            // SAFETY: granted to us just now.
+            Outcome::Granted(grants) => Poll::Ready(Ok(grants.into_iter().map(|g| unsafe { buffer(&depot, g) }).collect())),
+            Outcome::Failed(error) => Poll::Ready(Err(error)),
+        }
+    }
+}
+
+impl Drop for CheckoutMany {
+    fn drop(&mut self) {
+        if let Some((depot, key)) = self.waiting.take() {
+            depot.leave(key, false);
+        }
+    }
+}
+
+impl fmt::Debug for CheckoutMany {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CheckoutMany").field("waiting", &self.waiting.is_some()).finish_non_exhaustive()
+    }
+}

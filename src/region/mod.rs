@@ -1,0 +1,385 @@
+//! Where pinned ranges come from.
+//!
+//! A region is mapped as a whole, starting on a multiple of 2 MiB, and pinned extent by extent: each extent's pages are
+//! touched by several threads (that is what takes the time, since the system zeroes them) and then pinned by one call of
+//! the device's driver. The pool serves from an extent as soon as it is pinned. An extent that fails is rolled back,
+//! together with what would have followed it, and never handed out as if it were pinned; whether it is handed out as
+//! what it is, is the configuration's choice ([`Unpinned`]).
+//!
+//! Pinning and unpinning happen on the device's worker thread only. A region goes when nobody can reach it any more; if
+//! its driver cannot unpin it, its mapping stays for good, since the device may still reach it.
+
+#![allow(unsafe_code)]
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::device::context::Context;
+use crate::error::{Error, ErrorClass, Result};
+use crate::os;
+
+/// A region's number in its pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub(crate) u64);
+
+/// What to do when the system refuses to lock pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Unpinned {
+    /// An error.
+    #[default]
+    Refuse,
+    /// Go on with memory that is not locked, and say so: in the statistics (`unpinned_bytes`) and in a warning.
+    Allow,
+}
+
+/// One region, as others may want to register it too (RDMA, io_uring).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionInfo {
+    /// Its number in the pool.
+    pub id: RegionId,
+    /// First byte, a multiple of 2 MiB.
+    pub base: NonNull<u8>,
+    /// Bytes that the pool serves from, a multiple of the page size.
+    pub len: usize,
+    /// Of these, bytes that are locked.
+    pub pinned: usize,
+}
+
+// SAFETY: the address is information; whoever dereferences it has to know more.
+unsafe impl Send for RegionInfo {}
+
+/// How regions are made.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RegionOptions {
+    /// Bytes pinned by one call at most.
+    pub(crate) extent: usize,
+    /// Threads that touch pages.
+    pub(crate) threads: usize,
+    pub(crate) unpinned: Unpinned,
+    /// Ask for huge pages.
+    pub(crate) huge: bool,
+}
+
+/// Called before a region is unpinned.
+pub(crate) type BeforeUnpin = Box<dyn Fn(&RegionInfo) + Send + Sync>;
+
+/// How far pinning has come.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pinning {
+    /// Bytes that were asked of the system so far, in regions that exist or are being made.
+    pub wanted: usize,
+    /// Bytes that the pool can serve from.
+    pub ready: usize,
+    /// Time spent in pinning, touching included.
+    pub busy: Duration,
+    /// The longest single pinning call: what other users of the driver may have had to wait for.
+    pub longest_call: Duration,
+    /// Why the last attempt ended early, if it did.
+    pub error: Option<Error>,
+}
+
+#[derive(Debug)]
+struct Extent {
+    offset: usize,
+    len: usize,
+    pinned: bool,
+}
+
+#[derive(Debug)]
+struct Region {
+    id: RegionId,
+    base: NonNull<u8>,
+    len: usize,
+    extents: Vec<Extent>,
+}
+
+// SAFETY: a region owns its mapping.
+unsafe impl Send for Region {}
+
+impl Region {
+    fn info(&self) -> RegionInfo {
+        let pinned = self.extents.iter().filter(|e| e.pinned).map(|e| e.len).sum();
+        RegionInfo { id: self.id, base: self.base, len: self.extents.iter().map(|e| e.len).sum(), pinned }
+    }
+}
+
+#[derive(Default)]
+struct Progress {
+    regions: Vec<Region>,
+    next: u64,
+    pinning: Pinning,
+    /// Attempts under way.
+    busy: usize,
+    wakers: Vec<Waker>,
+}
+
+/// The regions of a pool.
+pub(crate) struct Regions {
+    context: Arc<Context>,
+    options: RegionOptions,
+    before_unpin: Option<Arc<BeforeUnpin>>,
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+impl std::fmt::Debug for Regions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Regions").field("device", &self.context.name()).field("options", &self.options).finish()
+    }
+}
+
+impl Regions {
+    pub(crate) fn new(context: Arc<Context>, options: RegionOptions, before_unpin: Option<BeforeUnpin>) -> Arc<Self> {
+        Arc::new(Self {
+            context,
+            options,
+            before_unpin: before_unpin.map(Arc::new),
+            progress: Mutex::new(Progress::default()),
+            changed: Condvar::new(),
+        })
+    }
+
+    /// The device whose worker pins.
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    /// Announces bytes that [`Regions::pin`] will be called for.
+    pub(crate) fn announce(&self, len: usize) {
+        let mut progress = self.progress.lock();
+        progress.busy += 1;
+        progress.pinning.wanted += len;
+        progress.pinning.error = None;
+    }
+
+    /// Maps and pins `len` bytes, announced before, and hands each extent to `serve` as soon as it is usable. Returns
+    /// how many bytes came, and why it ended where that is less. On the worker thread.
+    pub(crate) fn pin(&self, len: usize, mut serve: impl FnMut(RegionId, NonNull<u8>, usize, bool)) -> (usize, Option<Error>) {
+        let span = tracing::info_span!(target: "pinpool::region", "pin", device = self.context.name(), bytes = len);
+        let _entered = span.enter();
+        let result = os::map(len, 2 << 20);
+        let base = match result {
+            Ok(base) => base,
+            Err(error) => {
+                self.ended(len, Some(&error));
+                return (0, Some(error));
+            }
+        };
+        // SAFETY: just mapped, and ours.
+        unsafe {
+            os::dont_fork(base, len);
+            if self.options.huge {
+                os::advise_huge(base, len);
+            }
+        }
+        let id = {
+            let mut progress = self.progress.lock();
+            progress.next += 1;
+            let id = RegionId(progress.next);
+            progress.regions.push(Region { id, base, len, extents: Vec::new() });
+            id
+        };
+        let (mut offset, mut error) = (0, None);
+        while offset < len {
+            let extent = self.options.extent.min(len - offset);
+            // SAFETY: within the mapping.
+            let start = unsafe { base.add(offset) };
+            let before = Instant::now();
+            touch(start, extent, self.options.threads);
+            let call = Instant::now();
+            // SAFETY: the extent is mapped, and stays so until it was unpinned: `Drop` and `remove` see to it.
+            let pinned = unsafe { self.context.driver().pin(start, extent) };
+            let (took, longest) = (before.elapsed(), call.elapsed());
+            let pinned = match self.context.noting(pinned) {
+                Ok(()) => true,
+                Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
+                    tracing::warn!(
+                        target: "pinpool::region", device = self.context.name(), bytes = extent, error = %e,
+                        "memory is not pinned: copies from it are slower and may block"
+                    );
+                    false
+                }
+                Err(e) => {
+                    error = Some(e);
+                    break;
+                }
+            };
+            {
+                let mut progress = self.progress.lock();
+                if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
+                    region.extents.push(Extent { offset, len: extent, pinned });
+                }
+                let pinning = &mut progress.pinning;
+                pinning.ready += extent;
+                pinning.busy += took;
+                pinning.longest_call = pinning.longest_call.max(longest);
+            }
+            serve(id, start, extent, pinned);
+            offset += extent;
+            self.wake();
+        }
+        if offset < len {
+            let mut progress = self.progress.lock();
+            let at = progress.regions.iter().position(|r| r.id == id);
+            if let Some(region) = at.map(|at| &mut progress.regions[at]) {
+                region.len = offset;
+            }
+            if offset == 0 {
+                progress.regions.retain(|r| r.id != id);
+            }
+            drop(progress);
+            // SAFETY: the failed extent and what would have followed it: mapped, not pinned, never handed out.
+            unsafe { os::unmap(base.add(offset), len - offset) };
+        }
+        self.ended(len - offset, error.as_ref());
+        (offset, error)
+    }
+
+    fn ended(&self, missing: usize, error: Option<&Error>) {
+        let mut progress = self.progress.lock();
+        progress.busy -= 1;
+        progress.pinning.wanted -= missing;
+        if let Some(error) = error {
+            tracing::warn!(target: "pinpool::region", device = self.context.name(), missing, %error, "pinning ended early");
+            progress.pinning.error = Some(error.clone());
+        }
+        drop(progress);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        let wakers = std::mem::take(&mut self.progress.lock().wakers);
+        self.changed.notify_all();
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// How far pinning has come.
+    pub(crate) fn pinning(&self) -> Pinning {
+        self.progress.lock().pinning.clone()
+    }
+
+    /// Waits until nothing is being pinned, or until `enough` of what is ready.
+    pub(crate) fn wait(&self, deadline: Option<Instant>, enough: impl Fn(&Pinning) -> bool) -> Result<Pinning> {
+        let since = Instant::now();
+        let mut progress = self.progress.lock();
+        while progress.busy > 0 && !enough(&progress.pinning) {
+            match deadline {
+                Some(deadline) => {
+                    if self.changed.wait_until(&mut progress, deadline).timed_out() {
+                        return Err(Error::Timeout(since.elapsed()));
+                    }
+                }
+                None => self.changed.wait(&mut progress),
+            }
+        }
+        Ok(progress.pinning.clone())
+    }
+
+    /// The same for a task. `None`: the waker was left.
+    pub(crate) fn poll(&self, waker: &Waker) -> Option<Pinning> {
+        let mut progress = self.progress.lock();
+        if progress.busy == 0 {
+            return Some(progress.pinning.clone());
+        }
+        if !progress.wakers.iter().any(|w| w.will_wake(waker)) {
+            progress.wakers.push(waker.clone());
+        }
+        None
+    }
+
+    /// The regions there are.
+    pub(crate) fn list(&self) -> Vec<RegionInfo> {
+        self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
+    }
+
+    /// Unpins and unmaps a region that nobody can reach any more.
+    pub(crate) fn remove(&self, id: RegionId) {
+        let mut progress = self.progress.lock();
+        if let Some(at) = progress.regions.iter().position(|r| r.id == id) {
+            let region = progress.regions.remove(at);
+            let len = region.info().len;
+            progress.pinning.wanted -= len;
+            progress.pinning.ready -= len;
+            drop(progress);
+            self.let_go(region);
+        }
+    }
+
+    fn let_go(&self, region: Region) {
+        let (context, before) = (self.context.clone(), self.before_unpin.clone());
+        self.context.worker().send(move || {
+            if let Some(before) = before {
+                before(&region.info());
+            }
+            for extent in region.extents.iter().filter(|e| e.pinned) {
+                // SAFETY: within the mapping.
+                let start = unsafe { region.base.add(extent.offset) };
+                // SAFETY: pinned once, unpinned once, and nobody can reach it any more.
+                if let Err(error) = unsafe { context.driver().unpin(start, extent.len) } {
+                    tracing::error!(
+                        target: "pinpool::region", device = context.name(), bytes = region.len, %error,
+                        "a region cannot be unpinned: its mapping is leaked"
+                    );
+                    return;
+                }
+            }
+            // SAFETY: ours, and nobody can reach it any more.
+            unsafe { os::unmap(region.base, region.len) };
+        });
+    }
+}
+
+impl Drop for Regions {
+    fn drop(&mut self) {
+        let regions = std::mem::take(&mut self.progress.get_mut().regions);
+        if self.context.forks() != crate::depot::fork_generation() {
+            return;
+        }
+        for region in regions {
+            self.let_go(region);
+        }
+    }
+}
+
+/// Writes to each page, so that the system provides it now, on several threads at once.
+fn touch(base: NonNull<u8>, len: usize, threads: usize) {
+    struct Range(NonNull<u8>, usize);
+    // SAFETY: each range is touched by one thread.
+    unsafe impl Send for Range {}
+
+    fn touch_one(range: Range) {
+        let mut at = 0;
+        let page = os::page_size();
+        while at < range.1 {
+            // SAFETY: a page of the mapping, which nobody else uses yet; fresh pages hold zeros anyway.
+            unsafe { range.0.add(at).write_volatile(0) };
+            at += page;
+        }
+    }
+
+    const LEAST: usize = 4 << 20;
+    let threads = threads.min(len / LEAST).max(1);
+    if threads == 1 {
+        return touch_one(Range(base, len));
+    }
+    let share = (len / threads).next_multiple_of(2 << 20);
+    std::thread::scope(|scope| {
+        let mut at = 0;
+        while at < len {
+            let part = share.min(len - at);
+            // SAFETY: within the mapping.
+            let range = Range(unsafe { base.add(at) }, part);
+            // No thread to be had: this one does it.
+            let spawned = std::thread::Builder::new().spawn_scoped(scope, move || touch_one(range));
+            if spawned.is_err() {
+                // SAFETY: as above; the thread that was to touch it does not exist.
+                touch_one(Range(unsafe { base.add(at) }, part));
+            }
+            at += part;
+        }
+    });
+}

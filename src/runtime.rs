@@ -1,0 +1,134 @@
+//! An opened device as its users have it: its driver's context, and the reaper of its streams.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
+use crate::depot::fork_generation;
+use crate::device::context::Context;
+use crate::device::host::HostNode;
+use crate::device::memory::DeviceBuffer;
+use crate::error::{Error, Result};
+use crate::stream::Stream;
+use crate::stream::reaper::{Listing, Reaper};
+
+/// A device: the thing on the other side of a copy.
+///
+/// Opened by name: `host` or `host:N` (a device without any accelerator, see [`crate::host`]), `auto` (the best there is).
+/// Cloning gives another handle to the same device, and so does opening it again while it is open.
+#[derive(Clone)]
+pub struct Device(Arc<Inner>);
+
+struct Inner {
+    context: Arc<Context>,
+    reaper: Reaper,
+}
+
+impl Device {
+    /// Opens a device by name.
+    ///
+    /// # Errors
+    /// [`Error::UnknownDevice`] for a name that no device has, [`Error::Unavailable`] for one that cannot be used here.
+    pub fn open(name: &str) -> Result<Self> {
+        static OPEN: Mutex<Option<HashMap<String, Weak<Inner>>>> = Mutex::new(None);
+        if !cfg!(target_os = "linux") {
+            return Err(Error::Unsupported("pinpool needs Linux".into()));
+        }
+        let (node, ordinal) = match name {
+            "auto" => {
+                tracing::info!(target: "pinpool::device", "auto: no accelerator is built in, taking host:0");
+                (HostNode::system()?, 0)
+            }
+            "host" => (HostNode::system()?, 0),
+            _ => match name.split_once(':') {
+                Some(("host", n)) if n.parse::<u32>().is_ok() => (HostNode::system()?, n.parse().unwrap_or(0)),
+                Some((family @ ("cuda" | "acl"), _)) => {
+                    return Err(Error::Unavailable {
+                        device: name.into(),
+                        why: format!("this build of pinpool has no support for {family}; use `host` or `auto`"),
+                    });
+                }
+                _ => {
+                    return Err(Error::UnknownDevice {
+                        name: name.into(),
+                        known: "a device is named auto, host, host:N, cuda:N or acl:N".into(),
+                    });
+                }
+            },
+        };
+        let driver = node.driver(ordinal)?;
+        let mut open = OPEN.lock();
+        let open = open.get_or_insert_with(HashMap::new);
+        let known = open.get(driver.name()).and_then(Weak::upgrade);
+        if let Some(inner) = known.filter(|inner| inner.context.forks() == fork_generation()) {
+            return Ok(Self(inner));
+        }
+        let device = Self::start(Context::new(driver, fork_generation())?)?;
+        open.insert(device.name().to_owned(), Arc::downgrade(&device.0));
+        Ok(device)
+    }
+
+    /// A device of a host node made by hand, for tests.
+    ///
+    /// # Errors
+    /// [`Error::UnknownDevice`] for an ordinal that the node does not have.
+    pub fn on(node: &HostNode, ordinal: u32) -> Result<Self> {
+        Self::start(Context::new(node.driver(ordinal)?, fork_generation())?)
+    }
+
+    fn start(context: Arc<Context>) -> Result<Self> {
+        let reaper = Reaper::start(context.name(), context.driver().stepped().is_some())?;
+        Ok(Self(Arc::new(Inner { context, reaper })))
+    }
+
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.0.context
+    }
+
+    pub(crate) fn listing(&self) -> &Listing {
+        self.0.reaper.listing()
+    }
+
+    /// Its name, such as `host:0`.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.0.context.name()
+    }
+
+    /// A new stream of our own. Costly on some devices: make streams at start-up.
+    ///
+    /// # Errors
+    /// What the driver says; the device's loss.
+    pub fn stream(&self) -> Result<Stream> {
+        Stream::create(self)
+    }
+
+    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
+    ///
+    /// # Errors
+    /// [`Error::ZeroLength`]; what the driver says, out of memory among it; the device's loss.
+    pub fn alloc(&self, len: usize) -> Result<DeviceBuffer> {
+        DeviceBuffer::new(&self.0.context, len)
+    }
+
+    /// Looks at every stream of the device on this thread: closes what is open, asks what is done, returns what landed.
+    /// The reaper does that by itself; a stepped device has no reaper, there this is how buffers come back. Whether
+    /// anything landed.
+    pub fn reap(&self) -> bool {
+        self.listing().pass()
+    }
+
+    /// The error that the device was lost with, if it was.
+    #[must_use]
+    pub fn lost(&self) -> Option<Error> {
+        self.0.context.poisoned().cloned()
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Device").field(&self.name()).finish()
+    }
+}

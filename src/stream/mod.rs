@@ -1,0 +1,60 @@
+//! Streams: ordered queues of a device, and what is in flight on them.
+//!
+//! [`timeline`] says how it is known that a copy is done, [`reaper`] who finds out.
+
+pub(crate) mod reaper;
+pub(crate) mod timeline;
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::error::Result;
+use crate::runtime::Device;
+use timeline::Timeline;
+
+/// An ordered queue of a device. What is submitted to one stream happens in that order; streams are independent of each
+/// other. Cloning gives another handle to the same stream.
+///
+/// Dropping the last handle does not wait: what is in flight stays in flight and returns as always.
+#[derive(Clone)]
+pub struct Stream {
+    timeline: Arc<Timeline>,
+    /// Keeps the reaper awake for this stream.
+    device: Device,
+}
+
+impl Stream {
+    pub(crate) fn create(device: &Device) -> Result<Self> {
+        let context = device.context().clone();
+        context.alive()?;
+        let maker = context.clone();
+        let handle = context.worker().call(move || maker.noting(maker.driver().create_stream()))?;
+        let timeline = Timeline::new(context, handle, true, device.listing().clone());
+        Ok(Self { timeline, device: device.clone() })
+    }
+
+    pub(crate) fn timeline(&self) -> &Arc<Timeline> {
+        &self.timeline
+    }
+
+    /// The device that the stream belongs to.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Waits until everything submitted so far is done.
+    ///
+    /// # Errors
+    /// What the stream was lost with.
+    pub fn synchronize(&self) -> Result<()> {
+        let tick = self.timeline.checkpoint()?;
+        self.timeline.wait(tick, None)
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stream").field("device", &self.device.name()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,153 @@
+//! The reaper: one thread of a device that closes idle ticks, asks, completes, and wakes.
+//!
+//! It makes no call that can block. While nothing is in flight it sleeps; a timeline that becomes busy puts itself on
+//! the list and, only if the reaper sleeps, wakes it. While something is in flight it looks at every listed timeline,
+//! at once after progress and ever more rarely without (50 us to 1 ms), so that a long kernel costs next to nothing.
+//! A timeline stays listed for a moment after its last work, so that one which is busy by fits and starts does not wake
+//! the thread each time.
+//!
+//! A stepped device has no reaper thread; there [`Listing::pass`] is called by whoever drives the device.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::timeline::Timeline;
+use crate::error::{Error, Result};
+
+const SHORTEST: Duration = Duration::from_micros(50);
+const LONGEST: Duration = Duration::from_millis(1);
+/// Looks without anything in flight before a timeline is taken off the list.
+const LINGER: u32 = 16;
+
+#[derive(Debug, Default)]
+struct Inbox {
+    arrived: Vec<Arc<Timeline>>,
+    /// Every timeline of the device, for statistics and for whoever drives a stepped device.
+    known: Vec<Weak<Timeline>>,
+    asleep: bool,
+    /// Somebody parked who waits for a tick.
+    hurry: bool,
+    closing: bool,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    inbox: Mutex<Inbox>,
+    bell: Condvar,
+}
+
+/// How timelines reach their reaper.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Listing(Arc<Shared>);
+
+/// The reaper of a device. Dropping it lets the thread end once nothing is in flight any more.
+#[derive(Debug)]
+pub(crate) struct Reaper {
+    listing: Listing,
+}
+
+impl Listing {
+    /// Makes a timeline known for as long as it lives.
+    pub(crate) fn know(&self, timeline: &Arc<Timeline>) {
+        let mut inbox = self.0.inbox.lock();
+        inbox.known.retain(|t| t.strong_count() > 0);
+        inbox.known.push(Arc::downgrade(timeline));
+    }
+
+    /// All timelines of the device that are alive.
+    pub(crate) fn known(&self) -> Vec<Arc<Timeline>> {
+        self.0.inbox.lock().known.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// A timeline has become busy.
+    pub(crate) fn list(&self, timeline: &Arc<Timeline>) {
+        let mut inbox = self.0.inbox.lock();
+        inbox.arrived.push(timeline.clone());
+        if inbox.asleep {
+            self.0.bell.notify_one();
+        }
+    }
+
+    /// Somebody parks until a tick is complete: look again soon.
+    pub(crate) fn hurry(&self, _timeline: &Arc<Timeline>) {
+        let mut inbox = self.0.inbox.lock();
+        if !inbox.hurry {
+            inbox.hurry = true;
+            self.0.bell.notify_one();
+        }
+    }
+
+    /// One look at every timeline, on this thread. For stepped devices, and for pools that run short. Whether anything
+    /// landed.
+    pub(crate) fn pass(&self) -> bool {
+        let mut progress = false;
+        for timeline in self.known() {
+            progress |= timeline.pass(true);
+        }
+        // Without a thread nobody else empties the list.
+        self.0.inbox.lock().arrived.retain(|t| !t.unlist());
+        progress
+    }
+}
+
+impl Reaper {
+    /// Starts the thread, or, with `inline`, does without.
+    pub(crate) fn start(device: &str, inline: bool) -> Result<Self> {
+        let listing = Listing::default();
+        if !inline {
+            let shared = listing.0.clone();
+            std::thread::Builder::new()
+                .name(format!("pinpool-reap-{device}"))
+                .spawn(move || run(&shared))
+                .map_err(|e| Error::Unavailable { device: device.into(), why: format!("no thread could be started: {e}") })?;
+        }
+        Ok(Self { listing })
+    }
+
+    pub(crate) fn listing(&self) -> &Listing {
+        &self.listing
+    }
+}
+
+impl Drop for Reaper {
+    fn drop(&mut self) {
+        self.listing.0.inbox.lock().closing = true;
+        self.listing.0.bell.notify_one();
+    }
+}
+
+fn run(shared: &Shared) {
+    let mut busy: Vec<(Arc<Timeline>, u32)> = Vec::new();
+    let mut pause = SHORTEST;
+    loop {
+        {
+            let mut inbox = shared.inbox.lock();
+            while busy.is_empty() && inbox.arrived.is_empty() {
+                if inbox.closing {
+                    return;
+                }
+                inbox.asleep = true;
+                inbox.hurry = false;
+                shared.bell.wait(&mut inbox);
+                inbox.asleep = false;
+            }
+            if !inbox.arrived.is_empty() || std::mem::take(&mut inbox.hurry) {
+                pause = SHORTEST;
+            }
+            busy.extend(inbox.arrived.drain(..).map(|t| (t, 0)));
+        }
+        let mut progress = false;
+        for (timeline, idle) in &mut busy {
+            progress |= timeline.pass(false);
+            *idle = if timeline.is_idle() { *idle + 1 } else { 0 };
+        }
+        busy.retain(|(timeline, idle)| *idle < LINGER || !timeline.unlist());
+        pause = if progress { SHORTEST } else { (pause * 2).min(LONGEST) };
+        let mut inbox = shared.inbox.lock();
+        if !inbox.hurry && inbox.arrived.is_empty() {
+            shared.bell.wait_for(&mut inbox, pause);
+        }
+    }
+}
