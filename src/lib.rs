@@ -4,4 +4,5 @@ mod error;
 mod os;
 mod sync;
 mod device;
+pub use device::host;
 pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};
