@@ -1,6 +1,6 @@
 //! The device with threads: the same rules, under true concurrency.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use super::*;
@@ -292,31 +292,30 @@ fn all_calls_may_come_from_all_threads() {
 fn dying_amid_calls_loses_nobody() {
     for round in 0..10 {
         let rig = Rig::new(HostConfig::new().memory(64 << 20).late(Duration::ZERO, round));
-        let (stop, lost) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let lost = AtomicUsize::new(0);
         thread::scope(|scope| {
-            for _ in 0..3 {
-                scope.spawn(|| {
-                    let (target, mut last) = (Host::new(2 << 20, 1), Ok(()));
-                    while last.is_ok() && !stop.load(Ordering::Relaxed) {
-                        last = rig.driver.create_stream().and_then(|stream| {
-                            let memory = rig.driver.allocate(target.len())?;
-                            let result = rig.download_blocking(stream, memory, &target);
-                            rig.driver.free(memory)?;
-                            result.and(rig.driver.destroy_stream(stream))
-                        });
-                    }
-                    if class(last) == ErrorClass::Sticky {
-                        lost.fetch_add(1, Ordering::Relaxed);
-                        target.set(5);
-                        thread::yield_now();
-                        assert!(target.all(5));
-                    }
-                });
-            }
+            let work = || {
+                let (target, mut last) = (Host::new(2 << 20, 1), Ok(()));
+                while last.is_ok() {
+                    last = rig.driver.create_stream().and_then(|stream| {
+                        let memory = rig.driver.allocate(target.len())?;
+                        let result = rig.download_blocking(stream, memory, &target);
+                        rig.driver.free(memory)?;
+                        result.and(rig.driver.destroy_stream(stream))
+                    });
+                }
+                if class(last) == ErrorClass::Sticky {
+                    lost.fetch_add(1, Ordering::Relaxed);
+                    target.set(5);
+                    thread::yield_now();
+                    assert!(target.all(5));
+                }
+            };
+            let workers = [(); 3].map(|()| scope.spawn(work));
             thread::sleep(Duration::from_millis(round));
             rig.node.kill(0);
-            eventually(|| lost.load(Ordering::Relaxed) == 3);
-            stop.store(true, Ordering::Relaxed);
+            workers.into_iter().for_each(|worker| worker.join().unwrap());
+            assert_eq!(lost.load(Ordering::Relaxed), 3);
         });
         let live = rig.node.live(0);
         assert_eq!((live.allocations, live.queued, live.events), (0, 0, 0));
