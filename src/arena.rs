@@ -129,7 +129,13 @@ impl Arena {
     /// # Safety
     /// The memory stays mapped until the extent was taken out by [`Arena::retire`] or the arena is gone, and nobody
     /// else uses it.
-    pub(crate) unsafe fn add_extent(&mut self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
+    pub(crate) unsafe fn add_extent(
+        &mut self,
+        region: RegionId,
+        base: NonNull<u8>,
+        len: usize,
+        pinned: bool,
+    ) {
         debug_assert!(base.as_ptr().addr() % PAGE == 0 && len % PAGE == 0 && len > 0 && len <= MAX_EXTENT);
         let pages = (len / PAGE) as u32;
         let extent =
@@ -148,7 +154,8 @@ impl Arena {
         if self.extents.iter().any(|(_, e)| e.region == region && !whole(e)) {
             return None;
         }
-        let mine: Vec<usize> = self.extents.iter().filter(|(_, e)| e.region == region).map(|(i, _)| i).collect();
+        let mine: Vec<usize> =
+            self.extents.iter().filter(|(_, e)| e.region == region).map(|(i, _)| i).collect();
         let out = mine.into_iter().map(|i| {
             let e = self.extents.remove(i);
             let len = e.pages as usize * PAGE;
@@ -167,7 +174,8 @@ impl Arena {
     pub(crate) fn regions(&self) -> Vec<(RegionId, usize, usize)> {
         let mut list: Vec<(RegionId, usize, usize)> = Vec::new();
         for (i, e) in &self.extents {
-            let free = self.free.iter().filter(|f| f.1 == i as u32).map(|f| f.0 as usize * PAGE).sum::<usize>();
+            let free =
+                self.free.iter().filter(|f| f.1 == i as u32).map(|f| f.0 as usize * PAGE).sum::<usize>();
             let len = e.pages as usize * PAGE;
             match list.iter_mut().find(|r| r.0 == e.region) {
                 Some(r) => {
@@ -256,7 +264,13 @@ impl Arena {
     // --- runs --------------------------------------------------------------------------------------------------------
 
     /// Makes a run of `pages` at `first`, with slots at the given offsets. They start out of every list.
-    fn make_run(&mut self, extent: u32, first: u32, pages: u32, slots: &mut dyn ExactSizeIterator<Item = (usize, Option<Class>)>) -> u32 {
+    fn make_run(
+        &mut self,
+        extent: u32,
+        first: u32,
+        pages: u32,
+        slots: &mut dyn ExactSizeIterator<Item = (usize, Option<Class>)>,
+    ) -> u32 {
         let base = self.extents[extent as usize].base;
         // SAFETY: `first` is a page of the extent, whose mapping is as long as its map.
         let start = unsafe { base.add(first as usize * PAGE) };
@@ -270,7 +284,17 @@ impl Arena {
         let count = table.len() as u32;
         // The table is reached by raw pointers from now on, until `drop_table` makes it a box again.
         let slots = NonNull::from(Box::leak(table)).cast();
-        entry.insert(Run { extent, first, pages, class: None, alone: 0, slots, count, list: Chain::new(), cut: 0 });
+        entry.insert(Run {
+            extent,
+            first,
+            pages,
+            class: None,
+            alone: 0,
+            slots,
+            count,
+            list: Chain::new(),
+            cut: 0,
+        });
         let map = &mut self.extents[extent as usize].map;
         map[first as usize] = number;
         map[(first + pages - 1) as usize] = number;
@@ -399,7 +423,8 @@ impl Arena {
             run.alone = pages * PAGE;
             return Some(run.slots);
         };
-        let number = self.make_run(extent, first, pages as u32, &mut [(0, None), (own, Some(class))].into_iter());
+        let number =
+            self.make_run(extent, first, pages as u32, &mut [(0, None), (own, Some(class))].into_iter());
         let tail = self.slot(&self.runs[number as usize], 1);
         let run = &mut self.runs[number as usize];
         run.alone = own;
@@ -448,7 +473,8 @@ impl Arena {
         // SAFETY: free and in no list by the caller's word.
         unsafe { run.list.push(slot) };
         self.free_slot_bytes += class.stride();
-        let (key, first, single) = ((run.extent, run.first, number), run.list.len() == 1, Self::is_single(run));
+        let (key, first, single) =
+            ((run.extent, run.first, number), run.list.len() == 1, Self::is_single(run));
         if first {
             self.partial[class.index()].insert(key);
         }
@@ -602,8 +628,12 @@ impl Arena {
                     (at, was_free) = (at + pages, true);
                     continue;
                 }
-                let run = self.runs.get(entry as usize).ok_or(format!("extent {i}: no run {entry} at page {at}"))?;
-                if (run.extent, run.first) != (i as u32, at) || e.map[(at + run.pages - 1) as usize] != entry {
+                let run = self
+                    .runs
+                    .get(entry as usize)
+                    .ok_or(format!("extent {i}: no run {entry} at page {at}"))?;
+                if (run.extent, run.first) != (i as u32, at) || e.map[(at + run.pages - 1) as usize] != entry
+                {
                     return Err(format!("run {entry} is not where the page map says"));
                 }
                 runs += 1;
@@ -614,7 +644,11 @@ impl Arena {
                 let listed: std::collections::HashSet<usize> =
                     run.list.iter().map(|s| std::ptr::from_ref(s).addr()).collect();
                 if listed.len() != run.list.len() as usize {
-                    return Err(format!("run {entry}: its list counts {} but holds {}", run.list.len(), listed.len()));
+                    return Err(format!(
+                        "run {entry}: its list counts {} but holds {}",
+                        run.list.len(),
+                        listed.len()
+                    ));
                 }
                 let mut seen = 0;
                 for n in 0..run.count {
@@ -631,7 +665,9 @@ impl Arena {
                         continue; // A single segment that is back, its tail out.
                     }
                     if base % SEGMENT_ALIGN != 0 || base < below || base + bytes > end {
-                        return Err(format!("run {entry}: segment {n} overlaps, leaves its run, or is misaligned"));
+                        return Err(format!(
+                            "run {entry}: segment {n} overlaps, leaves its run, or is misaligned"
+                        ));
                     }
                     below = base + bytes;
                     covered += bytes;
@@ -640,7 +676,9 @@ impl Arena {
                     found_outside += usize::from(outside.contains(&here));
                     if places != usize::from(free) {
                         let state = state::name(slot.word().state());
-                        return Err(format!("run {entry}: segment {n} is {state} and stands in {places} lists"));
+                        return Err(format!(
+                            "run {entry}: segment {n} is {state} and stands in {places} lists"
+                        ));
                     }
                     visit(slot, bytes);
                 }
@@ -648,12 +686,19 @@ impl Arena {
                     return Err(format!("run {entry}: its list holds slots that are not its own"));
                 }
                 if covered + run.cut != end - start {
-                    return Err(format!("run {entry}: {covered} covered + {} cut != {}", run.cut, end - start));
+                    return Err(format!(
+                        "run {entry}: {covered} covered + {} cut != {}",
+                        run.cut,
+                        end - start
+                    ));
                 }
                 if let Some(class) = run.class {
                     let known = self.partial[class.index()].contains(&(run.extent, run.first, entry));
                     if known == run.list.is_empty() {
-                        return Err(format!("run {entry} has {} free segments, findable: {known}", run.list.len()));
+                        return Err(format!(
+                            "run {entry} has {} free segments, findable: {known}",
+                            run.list.len()
+                        ));
                     }
                     free_slots += run.list.len() as usize * class.stride();
                 }
@@ -666,13 +711,18 @@ impl Arena {
         let sums = (total, cut, free_slots, free_pages, idle, runs);
         let kept = (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle, self.runs.len());
         if sums != kept {
-            return Err(format!("(total, cut, free slots, free pages, idle, runs) are {sums:?}, kept as {kept:?}"));
+            return Err(format!(
+                "(total, cut, free slots, free pages, idle, runs) are {sums:?}, kept as {kept:?}"
+            ));
         }
         if self.free.iter().map(|f| f.0 as usize).sum::<usize>() != free_pages {
             return Err("the free runs that can be found are not those that exist".into());
         }
         if found_outside != outside.len() {
-            return Err(format!("{} segments are cached, {found_outside} of them are the arena's", outside.len()));
+            return Err(format!(
+                "{} segments are cached, {found_outside} of them are the arena's",
+                outside.len()
+            ));
         }
         Ok(())
     }
@@ -741,7 +791,10 @@ mod tests {
             }
             arena.check(&HashSet::new(), |_, _| {}).unwrap();
             arena.release_idle();
-            assert_eq!(arena.bytes(), ArenaBytes { total: all, free: all, largest_free: all, ..Default::default() });
+            assert_eq!(
+                arena.bytes(),
+                ArenaBytes { total: all, free: all, largest_free: all, ..Default::default() }
+            );
         }
     }
 

@@ -299,7 +299,10 @@ impl AsMut<[u8]> for PinnedBuf {
 
 impl std::fmt::Debug for PinnedBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PinnedBuf").field("len", &self.len).field("capacity", &self.capacity()).finish_non_exhaustive()
+        f.debug_struct("PinnedBuf")
+            .field("len", &self.len)
+            .field("capacity", &self.capacity())
+            .finish_non_exhaustive()
     }
 }
 
@@ -464,7 +467,9 @@ impl sealed::Lend for PinnedBuf {
         }
         // Quarantined: it is nobody's any more.
         std::mem::forget(self);
-        Err(Error::Unsupported("the buffer was quarantined: nobody can prove that the device is done with it".into()))
+        Err(Error::Unsupported(
+            "the buffer was quarantined: nobody can prove that the device is done with it".into(),
+        ))
     }
 
     fn abandon(self) {
@@ -787,7 +792,10 @@ impl Drop for StreamBuf {
 
 impl std::fmt::Debug for StreamBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StreamBuf").field("capacity", &self.capacity()).field("claimed", &self.was_claimed()).finish()
+        f.debug_struct("StreamBuf")
+            .field("capacity", &self.capacity())
+            .field("claimed", &self.was_claimed())
+            .finish()
     }
 }
 

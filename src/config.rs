@@ -152,15 +152,19 @@ impl PoolBuilder {
         if initial > left {
             return wrong(format!("{initial} bytes to start with are more than the capacity of {left}"));
         }
-        let threads = self.pin_threads.unwrap_or_else(|| {
-            std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8)
-        });
+        let threads = self
+            .pin_threads
+            .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8));
         if threads == 0 {
             return wrong("pinning needs at least one thread".into());
         }
         let family = self.devices[0].context().driver().family();
         if let Some(other) = self.devices.iter().find(|d| d.context().driver().family() != family) {
-            return wrong(format!("{} and {} cannot share pinned memory", self.devices[0].name(), other.name()));
+            return wrong(format!(
+                "{} and {} cannot share pinned memory",
+                self.devices[0].name(),
+                other.name()
+            ));
         }
         let thread_cache = self.thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
         Ok(Plan {

@@ -63,7 +63,9 @@ pub enum Error {
     #[error("a segment of 0 bytes was asked for; ask for at least 1")]
     ZeroLength,
     /// The length is beyond what any segment can have.
-    #[error("{len} bytes are more than one segment can hold ({largest}); configure larger extents or split the request")]
+    #[error(
+        "{len} bytes are more than one segment can hold ({largest}); configure larger extents or split the request"
+    )]
     TooLong {
         /// Bytes asked for.
         len: usize,
@@ -120,7 +122,9 @@ pub enum Error {
         text: String,
     },
     /// The pool has no free segment for this request now, and was not to wait.
-    #[error("the pool has no room for {len} bytes now ({capacity} bytes of capacity); wait, return buffers, or raise the capacity")]
+    #[error(
+        "the pool has no room for {len} bytes now ({capacity} bytes of capacity); wait, return buffers, or raise the capacity"
+    )]
     Exhausted {
         /// Bytes asked for.
         len: usize,
@@ -153,10 +157,14 @@ pub enum Error {
         device: String,
     },
     /// A stream-ready buffer was used on another stream than the one it is ready on.
-    #[error("a stream-ready buffer can be used only on the stream it was checked out on; wait for it to use it elsewhere")]
+    #[error(
+        "a stream-ready buffer can be used only on the stream it was checked out on; wait for it to use it elsewhere"
+    )]
     WrongStream,
     /// A token that names no segment checked out of this pool.
-    #[error("the token names no segment that is checked out of this pool: it is stale, foreign or was redeemed before")]
+    #[error(
+        "the token names no segment that is checked out of this pool: it is stale, foreign or was redeemed before"
+    )]
     StaleToken,
     /// Nothing has been written to the buffer that was to be sent.
     #[error("nothing to copy: the range is empty")]
@@ -247,7 +255,10 @@ impl<B> SubmitError<B> {
 
 impl<B> fmt::Debug for SubmitError<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SubmitError").field("error", &self.error).field("buffer", &self.buffer.is_some()).finish()
+        f.debug_struct("SubmitError")
+            .field("error", &self.error)
+            .field("buffer", &self.buffer.is_some())
+            .finish()
     }
 }
 

@@ -1,11 +1,413 @@
-//! placeholder
+//! The system calls: every one that the crate makes is in this file, each behind a safe or plainly `unsafe` function
+//! that speaks the crate's own errors.
+//!
+//! Three things here are less obvious than a call and its error code.
+//!
+//! *Alignment.* `mmap` promises a page, a region wants 2 MiB so that huge pages can back it. [`map`] therefore asks for
+//! the alignment on top of the length and gives the two loose ends back, so the range it returns can be unmapped in one
+//! piece.
+//!
+//! *Locking.* The kernel refuses `mlock` with three codes (ENOMEM, EPERM, EAGAIN) that an administrator cures in one
+//! way, by raising the memlock limit, so they become one error that shows the limit. The limit is only shown, never
+//! used to predict: a process with CAP_IPC_LOCK is not bound by it.
+//!
+//! *The barrier.* [`membarrier`] with the private expedited command interrupts every core that runs a thread of this
+//! process and makes it execute a full fence. It must be registered first; the kernel documents no failure after that.
+//!
+//! The crate runs on Linux. On other systems everything here exists and says that it is unsupported.
+
 #![allow(unsafe_code)]
-use std::ptr::NonNull;
-pub(crate) fn membarrier_register() -> bool { false }
-pub(crate) fn membarrier() {}
-pub(crate) fn page_size() -> usize { 4096 }
-pub(crate) fn at_fork(_: fn(), _: fn(), _: fn()) -> bool { true }
-pub(crate) fn map(_len: usize, _a: usize) -> crate::Result<NonNull<u8>> { Err(crate::Error::Closed) }
-pub(crate) unsafe fn unmap(_b: NonNull<u8>, _len: usize) { }
-pub(crate) unsafe fn dont_fork(_b: NonNull<u8>, _len: usize) -> bool { true}
-pub(crate) unsafe fn advise_huge(_b: NonNull<u8>, _len: usize) -> bool { true}
+
+#[cfg(target_os = "linux")]
+pub(crate) use linux::*;
+#[cfg(not(target_os = "linux"))]
+pub(crate) use other::*;
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use std::fs;
+    use std::io;
+    use std::path::{Path, PathBuf};
+    use std::ptr::NonNull;
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use libc::{c_long, c_void};
+
+    use crate::error::{Error, Result};
+
+    /// The size of a page in bytes; a power of two.
+    pub(crate) fn page_size() -> usize {
+        static SIZE: AtomicUsize = AtomicUsize::new(0);
+        match SIZE.load(Ordering::Relaxed) {
+            0 => {
+                // SAFETY: sysconf only reads a value.
+                let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+                // POSIX has no failure for this name; should there be one, the smallest page is a safe multiple.
+                let size = usize::try_from(size).ok().filter(|s| s.is_power_of_two()).unwrap_or(4096);
+                SIZE.store(size, Ordering::Relaxed);
+                size
+            }
+            size => size,
+        }
+    }
+
+    /// Maps `len` bytes (rounded up to whole pages) of zeroed private memory, starting at a multiple of `align`.
+    pub(crate) fn map(len: usize, align: usize) -> Result<NonNull<u8>> {
+        if !align.is_power_of_two() {
+            return Err(Error::BadAlignment { align, largest: 1 << (usize::BITS - 2) });
+        }
+        if len == 0 {
+            return Err(Error::ZeroLength);
+        }
+        let page = page_size();
+        // mmap aligns to a page by itself; beyond that, one page less than the alignment can be lost in front.
+        let slack = align.saturating_sub(page);
+        let too_much = || Error::OutOfMemory { wanted: len, text: "more than the address space".to_owned() };
+        let len = len.checked_next_multiple_of(page).ok_or_else(too_much)?;
+        let total = len.checked_add(slack).ok_or_else(too_much)?;
+
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                total,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        let start = match NonNull::new(start.cast::<u8>()) {
+            Some(start) if start.as_ptr().cast() != libc::MAP_FAILED => start,
+            _ => return Err(refused(len)),
+        };
+
+        let front = start.as_ptr().align_offset(align);
+        // align_offset may give up (usize::MAX) by its documentation; it does not for bytes, and the slack bounds it.
+        if front > slack {
+            // SAFETY: the mapping made above, in full; nobody else knows it.
+            unsafe { libc::munmap(start.as_ptr().cast(), total) };
+            return Err(Error::OutOfMemory { wanted: len, text: "no aligned address".to_owned() });
+        }
+        // SAFETY: front <= slack, so all offsets lie within the mapping, and both ends are whole pages of it that
+        // nobody uses. Should the kernel refuse to split it (too many mappings), the ends stay mapped, unused.
+        unsafe {
+            let base = start.add(front);
+            if front > 0 {
+                libc::munmap(start.as_ptr().cast(), front);
+            }
+            if slack > front {
+                libc::munmap(base.add(len).as_ptr().cast(), slack - front);
+            }
+            Ok(base)
+        }
+    }
+
+    /// Undoes [`map`].
+    ///
+    /// # Safety
+    /// `base..base + len` is one whole range that `map` gave out, and nothing uses it any more.
+    pub(crate) unsafe fn unmap(base: NonNull<u8>, len: usize) -> Result<()> {
+        // SAFETY: the caller's promise.
+        if unsafe { libc::munmap(base.as_ptr().cast(), len) } == 0 { Ok(()) } else { Err(refused(len)) }
+    }
+
+    /// Asks for huge pages under the range. `false`: the kernel will not, which costs speed only.
+    pub(crate) fn advise_huge(base: NonNull<u8>, len: usize) -> bool {
+        advise(base, len, libc::MADV_HUGEPAGE)
+    }
+
+    /// Keeps the range out of forked children. `false`: children will see a copy of it.
+    pub(crate) fn dont_fork(base: NonNull<u8>, len: usize) -> bool {
+        advise(base, len, libc::MADV_DONTFORK)
+    }
+
+    /// Only for advice that leaves contents as they are, in this process.
+    fn advise(base: NonNull<u8>, len: usize, advice: libc::c_int) -> bool {
+        // SAFETY: the two kinds of advice given above change neither contents nor validity in this process, and for a
+        // range that is not mapped the kernel answers with an error.
+        unsafe { libc::madvise(base.as_ptr().cast::<c_void>(), len, advice) == 0 }
+    }
+
+    /// Locks the pages of the range in memory, faulting them in. On an error none stays locked.
+    pub(crate) fn lock(base: NonNull<u8>, len: usize) -> Result<()> {
+        // SAFETY: mlock changes no contents, and for a range that is not mapped the kernel answers with an error.
+        if unsafe { libc::mlock(base.as_ptr().cast(), len) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        // The kernel may have locked a part before it met the page that it could not lock.
+        // SAFETY: as for mlock.
+        unsafe { libc::munlock(base.as_ptr().cast(), len) };
+        Err(match error.raw_os_error() {
+            Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN) => {
+                let limit =
+                    memlock_limit().map_or_else(|| "unlimited".to_owned(), |limit| format!("{limit} bytes"));
+                Error::MemLock { wanted: len, limit }
+            }
+            _ => Error::OutOfMemory { wanted: len, text: error.to_string() },
+        })
+    }
+
+    /// Unlocks the pages of the range.
+    pub(crate) fn unlock(base: NonNull<u8>, len: usize) -> Result<()> {
+        // SAFETY: munlock changes no contents, and for a range that is not mapped the kernel answers with an error.
+        if unsafe { libc::munlock(base.as_ptr().cast(), len) } == 0 { Ok(()) } else { Err(refused(len)) }
+    }
+
+    /// How many bytes this process may lock without privileges. `None`: any number.
+    pub(crate) fn memlock_limit() -> Option<u64> {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the pointer is to a live rlimit that the call fills.
+        let asked = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit) };
+        if asked != 0 || limit.rlim_cur == libc::RLIM_INFINITY {
+            return None;
+        }
+        Some(limit.rlim_cur)
+    }
+
+    /// Bytes of memory that this process could still take: what the system has available, or what its control group
+    /// leaves, whichever is less. An estimate: the group's count includes page cache that would give way.
+    pub(crate) fn available_memory() -> Option<u64> {
+        let system = fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_available(&text));
+        let group = fs::read_to_string("/proc/self/cgroup")
+            .ok()
+            .and_then(|text| cgroup_path(&text))
+            .and_then(|path| {
+                // A limit anywhere between the group and the root binds.
+                path.ancestors().take_while(|dir| dir.starts_with(CGROUP_ROOT)).filter_map(cgroup_left).min()
+            });
+        match (system, group) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    const CGROUP_ROOT: &str = "/sys/fs/cgroup";
+
+    pub(super) fn meminfo_available(text: &str) -> Option<u64> {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+        kib.checked_mul(1024)
+    }
+
+    /// The directory of the process's group in the unified hierarchy.
+    pub(super) fn cgroup_path(text: &str) -> Option<PathBuf> {
+        let path = text.lines().find_map(|line| line.strip_prefix("0::"))?;
+        Some(Path::new(CGROUP_ROOT).join(path.trim_start_matches('/')))
+    }
+
+    /// What the group in `dir` has left of its limit; `None` if it has none.
+    fn cgroup_left(dir: &Path) -> Option<u64> {
+        let read = |name: &str| fs::read_to_string(dir.join(name)).ok()?.trim().parse::<u64>().ok();
+        // "max" is no number, and means no limit.
+        Some(read("memory.max")?.saturating_sub(read("memory.current")?))
+    }
+
+    fn command(command: c_long) -> c_long {
+        // SAFETY: membarrier takes numbers only and changes no memory.
+        unsafe { libc::syscall(libc::SYS_membarrier, command, 0 as c_long, 0 as c_long) }
+    }
+
+    /// Prepares this process for [`membarrier`]. `false`: the kernel does not have it or a sandbox forbids it.
+    pub(crate) fn membarrier_register() -> bool {
+        const REGISTER: c_long = libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED as c_long;
+        const USE: c_long = libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED as c_long;
+        let known = command(libc::MEMBARRIER_CMD_QUERY as c_long);
+        if known < 0 || known & (REGISTER | USE) != (REGISTER | USE) || command(REGISTER) != 0 {
+            return false;
+        }
+        // One call now, so that a sandbox that lets the registration through and not the barrier is found out here.
+        command(USE) == 0
+    }
+
+    /// Executes a full fence on every core that runs a thread of this process. Call only after
+    /// [`membarrier_register`] returned `true`.
+    ///
+    /// `true` when done. The kernel documents no failure after registration. What could still make one is a sandbox
+    /// that is put up later and forbids the call; such a process must be sandboxed before it opens a pool.
+    pub(crate) fn membarrier() -> bool {
+        let done = command(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED as c_long) == 0;
+        debug_assert!(done, "membarrier failed after it was registered: {}", io::Error::last_os_error());
+        done
+    }
+
+    static FORK_HANDLERS: OnceLock<[fn(); 3]> = OnceLock::new();
+
+    extern "C" fn before_fork() {
+        fork_handler(0);
+    }
+    extern "C" fn after_fork_in_parent() {
+        fork_handler(1);
+    }
+    extern "C" fn after_fork_in_child() {
+        fork_handler(2);
+    }
+    fn fork_handler(which: usize) {
+        // Reading a set OnceLock is one atomic load, which a forked child may do.
+        if let Some(handlers) = FORK_HANDLERS.get() {
+            handlers[which]();
+        }
+    }
+
+    /// Has `prepare` called before each fork of this process, and `parent` and `child` after it, on the forking
+    /// thread. Works once; `false` the second time, or when the system has no memory for the handler.
+    ///
+    /// The handlers must not panic (that aborts), and `child` may do only what a signal handler may.
+    pub(crate) fn at_fork(prepare: fn(), parent: fn(), child: fn()) -> bool {
+        if FORK_HANDLERS.set([prepare, parent, child]).is_err() {
+            return false;
+        }
+        // SAFETY: the three functions live as long as the process and read nothing but an initialised static.
+        unsafe {
+            libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child))
+                == 0
+        }
+    }
+
+    /// The error of the call that has just failed for `len` bytes.
+    fn refused(len: usize) -> Error {
+        Error::OutOfMemory { wanted: len, text: io::Error::last_os_error().to_string() }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod other {
+    use std::ptr::NonNull;
+
+    use crate::error::{Error, Result};
+
+    fn unsupported<T>() -> Result<T> {
+        Err(Error::Unsupported("pinned memory needs Linux".to_owned()))
+    }
+
+    pub(crate) fn page_size() -> usize {
+        4096
+    }
+
+    pub(crate) fn map(_len: usize, _align: usize) -> Result<NonNull<u8>> {
+        unsupported()
+    }
+
+    /// # Safety
+    /// None is needed: nothing is ever mapped.
+    pub(crate) unsafe fn unmap(_base: NonNull<u8>, _len: usize) -> Result<()> {
+        unsupported()
+    }
+
+    pub(crate) fn advise_huge(_base: NonNull<u8>, _len: usize) -> bool {
+        false
+    }
+
+    pub(crate) fn dont_fork(_base: NonNull<u8>, _len: usize) -> bool {
+        false
+    }
+
+    pub(crate) fn lock(_base: NonNull<u8>, _len: usize) -> Result<()> {
+        unsupported()
+    }
+
+    pub(crate) fn unlock(_base: NonNull<u8>, _len: usize) -> Result<()> {
+        unsupported()
+    }
+
+    pub(crate) fn memlock_limit() -> Option<u64> {
+        Some(0)
+    }
+
+    pub(crate) fn available_memory() -> Option<u64> {
+        None
+    }
+
+    pub(crate) fn membarrier_register() -> bool {
+        false
+    }
+
+    pub(crate) fn membarrier() -> bool {
+        false
+    }
+
+    pub(crate) fn at_fork(_prepare: fn(), _parent: fn(), _child: fn()) -> bool {
+        false
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::ptr::NonNull;
+
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn maps_at_the_alignment_and_gives_all_of_it_back() {
+        let page = page_size();
+        for align in [1, page, 16 * page, 2 << 20, 1 << 30] {
+            for len in [1, page, 3 * page, (2 << 20) + page] {
+                let base = map(len, align).unwrap();
+                assert_eq!(base.as_ptr() as usize % align.max(page), 0);
+                let whole = len.next_multiple_of(page);
+                // SAFETY: within the mapping just made, which only this test knows.
+                unsafe {
+                    assert_eq!(base.as_ptr().read(), 0);
+                    base.as_ptr().add(whole - 1).write(7);
+                    unmap(base, whole).unwrap();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn refuses_what_cannot_be_mapped() {
+        assert!(matches!(map(0, 4096), Err(Error::ZeroLength)));
+        assert!(matches!(map(4096, 3), Err(Error::BadAlignment { align: 3, .. })));
+        assert!(matches!(map(usize::MAX, 4096), Err(Error::OutOfMemory { .. })));
+        assert!(matches!(map(usize::MAX - (1 << 20), 2 << 20), Err(Error::OutOfMemory { .. })));
+        assert!(matches!(map(1 << 60, 4096), Err(Error::OutOfMemory { .. })));
+    }
+
+    #[test]
+    fn locks_and_unlocks() {
+        let len = 4 * page_size();
+        let base = map(len, 1).unwrap();
+        match lock(base, len) {
+            Ok(()) => unlock(base, len).unwrap(),
+            // A machine whose limit is nearly used up says so in the way that users will see.
+            Err(error) => assert!(matches!(error, Error::MemLock { wanted, .. } if wanted == len), "{error}"),
+        }
+        assert!(dont_fork(base, len));
+        let _ = advise_huge(base, len);
+        // SAFETY: mapped above and used by nobody.
+        unsafe { unmap(base, len).unwrap() };
+    }
+
+    #[test]
+    fn locking_what_is_not_mapped_shows_the_limit() {
+        // The second page of the address space, where the system maps nothing.
+        let (len, base) = (page_size(), NonNull::new(std::ptr::without_provenance_mut(page_size())).unwrap());
+        assert!(!dont_fork(base, len));
+        // Sanitizers make mlock do nothing.
+        let Err(error) = lock(base, len) else { return };
+        assert!(matches!(&error, Error::MemLock { limit, .. } if !limit.is_empty()), "{error}");
+    }
+
+    #[test]
+    fn reads_what_the_system_says_about_memory() {
+        assert!(available_memory().unwrap() > 0);
+        assert_eq!(linux::meminfo_available("MemTotal: 9 kB\nMemAvailable:    12 kB\n"), Some(12 * 1024));
+        assert_eq!(linux::meminfo_available("MemTotal: 9 kB\n"), None);
+        assert_eq!(linux::meminfo_available("MemAvailable: many kB\n"), None);
+        let path = linux::cgroup_path("4:memory:/x\n0::/a/b\n").unwrap();
+        assert_eq!(path, std::path::Path::new("/sys/fs/cgroup/a/b"));
+        assert_eq!(linux::cgroup_path("4:memory:/x\n"), None);
+    }
+
+    #[test]
+    fn the_barrier_works_once_registered() {
+        if membarrier_register() {
+            assert!(membarrier());
+            assert!(membarrier_register(), "registering twice is harmless");
+        }
+    }
+}

@@ -212,7 +212,11 @@ impl Pool {
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Timeout`].
     #[inline]
-    pub fn checkout_timeout<'a>(&self, request: impl Into<Request<'a>>, timeout: Duration) -> Result<PinnedBuf> {
+    pub fn checkout_timeout<'a>(
+        &self,
+        request: impl Into<Request<'a>>,
+        timeout: Duration,
+    ) -> Result<PinnedBuf> {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
@@ -230,7 +234,11 @@ impl Pool {
     ///
     /// # Errors
     /// As for [`checkout_timeout`](Self::checkout_timeout); all requests must name the same reserve or none.
-    pub fn checkout_many(&self, requests: &[Request<'_>], timeout: Option<Duration>) -> Result<Vec<PinnedBuf>> {
+    pub fn checkout_many(
+        &self,
+        requests: &[Request<'_>],
+        timeout: Option<Duration>,
+    ) -> Result<Vec<PinnedBuf>> {
         let patience = timeout.map_or(Patience::Forever, Patience::until);
         let (store, wants) = self.wants(requests)?;
         let grants = self.acquire_all(store, &wants, patience)?;
@@ -288,7 +296,12 @@ impl Pool {
         self.checkout_on_with(stream, request.into(), Patience::None)
     }
 
-    fn checkout_on_with(&self, stream: &Stream, request: Request<'_>, patience: Patience) -> Result<StreamBuf> {
+    fn checkout_on_with(
+        &self,
+        stream: &Stream,
+        request: Request<'_>,
+        patience: Patience,
+    ) -> Result<StreamBuf> {
         let timeline = stream.timeline();
         if !self.0.main.depot.config().serves.contains(&timeline.context().id()) {
             return Err(Error::WrongDevice { device: stream.device().name().into() });
@@ -325,9 +338,9 @@ impl Pool {
     /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up.
     pub fn redeem(&self, token: Token) -> Result<PinnedBuf> {
         let stores = self.stores().find(|s| s.depot.number() == token.pool);
-        let found = stores.filter(|s| !s.depot.forked()).and_then(|s| {
-            s.depot.redeem(usize::try_from(token.key).ok()?, token.nonce)
-        });
+        let found = stores
+            .filter(|s| !s.depot.forked())
+            .and_then(|s| s.depot.redeem(usize::try_from(token.key).ok()?, token.nonce));
         let (segment, len) = found.ok_or(Error::StaleToken)?;
         // SAFETY: it went in as a buffer with so many bytes written, and came out once.
         Ok(unsafe { PinnedBuf::new(segment, len) })
@@ -363,15 +376,20 @@ impl Pool {
     fn wants(&self, requests: &[Request<'_>]) -> Result<(&Store, Vec<Want>)> {
         let reserve = requests.first().and_then(|r| r.reserve);
         if requests.iter().any(|r| r.reserve != reserve) {
-            return Err(Error::Config("buffers that are asked for together must name the same reserve".into()));
+            return Err(Error::Config(
+                "buffers that are asked for together must name the same reserve".into(),
+            ));
         }
         let store = match reserve {
             None => &self.0.main,
             Some(name) => {
                 let reserve = self.0.reserves.iter().find(|r| r.0 == name);
-                let (_, reserve) = reserve.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
+                let (_, reserve) =
+                    reserve.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
                 let main = &self.0.main;
-                let place = |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
+                let place = |s: &Store| {
+                    requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>()
+                };
                 // Ordinary bytes first: the reserve is for when there are none.
                 if let Ok(wants) = place(main) {
                     if main.depot.can_take(&wants)? {
@@ -439,7 +457,8 @@ impl Pool {
                 Outcome::Failed(error) => return Err(error),
                 Outcome::Waiting => {}
             }
-            let moved = self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
+            let moved =
+                self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
             if !self.reap() && !moved {
                 store.depot.leave(key, true);
                 return Err(Error::Timeout(since.elapsed()));
@@ -485,7 +504,8 @@ impl Pool {
 
     /// The same for a task.
     pub async fn pinned(&self) -> Pinning {
-        std::future::poll_fn(|cx| self.0.main.regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready)).await
+        std::future::poll_fn(|cx| self.0.main.regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready))
+            .await
     }
 
     /// The regions there are, reserves included, for those who register them elsewhere too.
@@ -527,9 +547,14 @@ impl Pool {
         let deadline = Instant::now().checked_add(timeout);
         self.stores().for_each(|s| s.depot.close());
         let outstanding = || self.stores().map(|s| s.depot.outstanding()).sum::<u64>();
-        let quarantined = || self.stores().map(|s| s.depot.snapshot()).fold((0, 0), |(n, b), s| (n + s.quarantined_segments, b + s.quarantined));
+        let quarantined = || {
+            self.stores()
+                .map(|s| s.depot.snapshot())
+                .fold((0, 0), |(n, b), s| (n + s.quarantined_segments, b + s.quarantined))
+        };
         loop {
-            let moved = self.reap() | self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
+            let moved = self.reap()
+                | self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
             let (left, (stuck, quarantined_bytes)) = (outstanding(), quarantined());
             let late = deadline.is_some_and(|d| Instant::now() >= d);
             let stepped = self.0.devices.iter().all(|d| d.context().driver().stepped().is_some());
@@ -635,12 +660,23 @@ impl Pool {
                     return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));
                 }
                 let counted = (s.out, s.quarantined, in_flight, claimed);
-                let found = (census.checked_out + census.in_flight, census.quarantined, census.in_flight, census.claimed);
+                let found = (
+                    census.checked_out + census.in_flight,
+                    census.quarantined,
+                    census.in_flight,
+                    census.claimed,
+                );
                 if counted != found {
-                    return Err(format!("(out, quarantined, in flight, claimed) are {found:?}, counted as {counted:?}"));
+                    return Err(format!(
+                        "(out, quarantined, in flight, claimed) are {found:?}, counted as {counted:?}"
+                    ));
                 }
                 if s.total > store.depot.config().capacity {
-                    return Err(format!("{} bytes are held of at most {}", s.total, store.depot.config().capacity));
+                    return Err(format!(
+                        "{} bytes are held of at most {}",
+                        s.total,
+                        store.depot.config().capacity
+                    ));
                 }
             }
             all.free += census.free;
@@ -731,7 +767,8 @@ impl PoolBuilder {
         let before = self.before_unpin.take().map(Arc::new);
         let regions = || {
             let before = before.clone();
-            let call = before.map(|b| Box::new(move |info: &RegionInfo| b(info)) as crate::region::BeforeUnpin);
+            let call =
+                before.map(|b| Box::new(move |info: &RegionInfo| b(info)) as crate::region::BeforeUnpin);
             Regions::new(self.devices[0].context().clone(), plan.options, call)
         };
         let main = Store::new(&self.devices, &plan, plan.capacity, plan.region, regions());
@@ -810,7 +847,9 @@ impl CheckoutMany {
         let Some(wants) = self.wants.take() else { return Ok(None) };
         let (depot, wants) = wants?;
         let pool = self.pool.clone();
-        let Some(store) = pool.stores().find(|s| Arc::ptr_eq(&s.depot, &depot)) else { return Err(Error::Closed) };
+        let Some(store) = pool.stores().find(|s| Arc::ptr_eq(&s.depot, &depot)) else {
+            return Err(Error::Closed);
+        };
         let ready = |grants: Vec<Grant>| {
             // SAFETY: granted to us just now.
             grants.into_iter().map(|grant| unsafe { buffer(&depot, grant) }).collect()
@@ -846,7 +885,9 @@ impl Future for CheckoutMany {
                 Poll::Pending
             }
             // SAFETY: granted to us just now.
-            Outcome::Granted(grants) => Poll::Ready(Ok(grants.into_iter().map(|g| unsafe { buffer(&depot, g) }).collect())),
+            Outcome::Granted(grants) => {
+                Poll::Ready(Ok(grants.into_iter().map(|g| unsafe { buffer(&depot, g) }).collect()))
+            }
             Outcome::Failed(error) => Poll::Ready(Err(error)),
         }
     }

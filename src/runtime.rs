@@ -39,15 +39,17 @@ impl Device {
         let (node, ordinal) = match name {
             "auto" => {
                 tracing::info!(target: "pinpool::device", "auto: no accelerator is built in, taking host:0");
-                (HostNode::system()?, 0)
+                (HostNode::system(), 0)
             }
-            "host" => (HostNode::system()?, 0),
+            "host" => (HostNode::system(), 0),
             _ => match name.split_once(':') {
-                Some(("host", n)) if n.parse::<u32>().is_ok() => (HostNode::system()?, n.parse().unwrap_or(0)),
+                Some(("host", n)) if n.parse::<u32>().is_ok() => (HostNode::system(), n.parse().unwrap_or(0)),
                 Some((family @ ("cuda" | "acl"), _)) => {
                     return Err(Error::Unavailable {
                         device: name.into(),
-                        why: format!("this build of pinpool has no support for {family}; use `host` or `auto`"),
+                        why: format!(
+                            "this build of pinpool has no support for {family}; use `host` or `auto`"
+                        ),
                     });
                 }
                 _ => {

@@ -260,9 +260,10 @@ mod tests {
     #[test]
     fn the_table_in_the_essay_is_the_table() {
         let stride = |i| Class::new(i).unwrap().stride();
-        assert_eq!([stride(0), stride(1), stride(16), stride(17), stride(24), stride(25), stride(32)], [
-            64, 128, 1088, 1216, 2112, 2368, 4160
-        ]);
+        assert_eq!(
+            [stride(0), stride(1), stride(16), stride(17), stride(24), stride(25), stride(32)],
+            [64, 128, 1088, 1216, 2112, 2368, 4160]
+        );
         assert_eq!(CLASSES, 113);
         assert_eq!(stride(CLASSES - 1), (4 << 20) + 64);
         assert_eq!(Class::new(CLASSES), None);
@@ -306,9 +307,14 @@ mod tests {
         assert!(worst <= 0.125, "worst loss from 4 KiB: {worst:.4}");
         // Log-uniform from 1 KiB to 64 MiB, at a million points.
         let n = 1_000_000;
-        let mean = (0..n).map(|i| loss(1024.0f64.mul_add(2f64.powf(16.0 * f64::from(i) / f64::from(n)), 0.0) as usize));
+        let mean = (0..n)
+            .map(|i| loss(1024.0f64.mul_add(2f64.powf(16.0 * f64::from(i) / f64::from(n)), 0.0) as usize));
         let mean = mean.sum::<f64>() / f64::from(n);
-        println!("rounding: worst from 4 KiB {:.2}%, mean 1 KiB to 64 MiB {:.2}%", worst * 100.0, mean * 100.0);
+        println!(
+            "rounding: worst from 4 KiB {:.2}%, mean 1 KiB to 64 MiB {:.2}%",
+            worst * 100.0,
+            mean * 100.0
+        );
         assert!(mean <= 0.06, "mean loss: {mean:.4}");
     }
 

@@ -133,7 +133,12 @@ pub(crate) fn light() {
 pub(crate) fn heavy() {
     fence(Ordering::SeqCst);
     #[cfg(not(any(loom, pinpool_rmw)))]
-    if asymmetric() {
-        crate::os::membarrier();
+    if asymmetric() && !crate::os::membarrier() {
+        // Registered, and refused all the same: a sandbox was put up in between. Owners keep out only of what they see,
+        // and without the call there is no way to make them see it.
+        tracing::error!(
+            target: "pinpool::pool",
+            "membarrier was refused after it had been granted: put up sandboxes before the first pool is built"
+        );
     }
 }

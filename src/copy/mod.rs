@@ -228,8 +228,10 @@ impl Stream {
         }
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
         // Two entries under one tick or two: both are covered by a mark after the copy.
-        let source = self.timeline().begin(Lent::Object(Box::new(())), Some(src.allocation())).map_err(|e| e.0)?;
-        let target = self.timeline().begin(Lent::Object(Box::new(())), Some(dst.allocation())).map_err(|e| e.0)?;
+        let source =
+            self.timeline().begin(Lent::Object(Box::new(())), Some(src.allocation())).map_err(|e| e.0)?;
+        let target =
+            self.timeline().begin(Lent::Object(Box::new(())), Some(dst.allocation())).map_err(|e| e.0)?;
         // SAFETY: no host memory; the entries keep the device memory.
         let result = unsafe { self.driver_copy(transfer) };
         source.commit();
@@ -261,7 +263,10 @@ impl Stream {
     /// # Errors
     /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], a lost device. If a device is lost in
     /// the middle of the call, the buffer is quarantined.
-    pub fn hold_on_all(streams: &[&Self], buf: PinnedBuf) -> Result<InFlight<PinnedBuf>, SubmitError<PinnedBuf>> {
+    pub fn hold_on_all(
+        streams: &[&Self],
+        buf: PinnedBuf,
+    ) -> Result<InFlight<PinnedBuf>, SubmitError<PinnedBuf>> {
         use crate::buffer::sealed::Lend as _;
         let refusal = if streams.is_empty() {
             Some(Error::Empty)
@@ -353,4 +358,3 @@ impl Stream {
         context.noting(unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) })
     }
 }
-

@@ -50,9 +50,9 @@ use crate::segment::{CLASSES, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
 pub(crate) use fork::generation as fork_generation;
+use queue::Queue;
 pub(crate) use queue::{Grant, Outcome, Wake, Want};
 pub(crate) use raw::Segment;
-use queue::Queue;
 
 /// How a depot is set up.
 #[derive(Clone, Debug)]
@@ -878,7 +878,8 @@ impl Depot {
     pub(crate) fn snapshot(&self) -> DepotSnapshot {
         let core = self.core.lock();
         let bytes = core.arena.bytes();
-        let (mut takes, mut puts, mut out, mut requested) = (core.takes, core.puts, core.granted, core.requested);
+        let (mut takes, mut puts, mut out, mut requested) =
+            (core.takes, core.puts, core.granted, core.requested);
         for shard in core.roster.shards() {
             requested = requested.wrapping_add(shard.requested());
             for class in Class::all() {
@@ -928,7 +929,11 @@ impl Depot {
         result
     }
 
-    fn check_quiet(&self, core: &MutexGuard<'_, Core>, visit: &mut dyn FnMut(u16, usize)) -> std::result::Result<(), String> {
+    fn check_quiet(
+        &self,
+        core: &MutexGuard<'_, Core>,
+        visit: &mut dyn FnMut(u16, usize),
+    ) -> std::result::Result<(), String> {
         let mut outside = HashSet::new();
         let mut twice = None;
         let mut note = |class: Class, slot: &Slot| {
@@ -1039,4 +1044,3 @@ impl Drop for Depot {
         }
     }
 }
-

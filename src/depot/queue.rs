@@ -108,8 +108,13 @@ impl Queue {
     /// Joins at the end.
     pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> usize {
         let since = Instant::now();
-        let key =
-            self.waiters.insert(Waiter { wants, outcome: Outcome::Waiting, wake: Some(wake), passed: 0, since });
+        let key = self.waiters.insert(Waiter {
+            wants,
+            outcome: Outcome::Waiting,
+            wake: Some(wake),
+            passed: 0,
+            since,
+        });
         self.order.push_back(key);
         key
     }
@@ -140,7 +145,12 @@ impl Queue {
     }
 
     /// Grants whatever can be granted now. `taken` sees each segment that is given out.
-    pub(crate) fn serve(&mut self, arena: &mut Arena, wakes: &mut Vec<Wake>, mut taken: impl FnMut(&mut Arena, Grant)) {
+    pub(crate) fn serve(
+        &mut self,
+        arena: &mut Arena,
+        wakes: &mut Vec<Wake>,
+        mut taken: impl FnMut(&mut Arena, Grant),
+    ) {
         while let Some(&head) = self.order.front() {
             let Some(grants) = take_all(arena, &self.waiters[head].wants) else { break };
             for grant in &grants {

@@ -29,7 +29,14 @@ impl Context {
         let worker = Worker::start(driver.name(), driver.stepped().is_some())?;
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(Self { id, driver, worker, events: Mutex::new(Vec::new()), poison: OnceLock::new(), forks }))
+        Ok(Arc::new(Self {
+            id,
+            driver,
+            worker,
+            events: Mutex::new(Vec::new()),
+            poison: OnceLock::new(),
+            forks,
+        }))
     }
 
     /// A number that no other context has or had.

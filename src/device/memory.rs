@@ -160,7 +160,11 @@ impl fmt::Debug for DeviceBuffer {
 impl fmt::Debug for DeviceSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { offset, len, .. } = self;
-        f.debug_struct("DeviceSlice").field("device", &self.device()).field("offset", offset).field("len", len).finish()
+        f.debug_struct("DeviceSlice")
+            .field("device", &self.device())
+            .field("offset", offset)
+            .field("len", len)
+            .finish()
     }
 }
 

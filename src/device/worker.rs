@@ -35,7 +35,10 @@ impl Worker {
                     run(job);
                 }
             })
-            .map_err(|e| Error::Unavailable { device: device.into(), why: format!("no thread could be started: {e}") })?;
+            .map_err(|e| Error::Unavailable {
+                device: device.into(),
+                why: format!("no thread could be started: {e}"),
+            })?;
         Ok(Self { jobs: Some(jobs) })
     }
 
@@ -49,10 +52,15 @@ impl Worker {
     }
 
     /// Runs a job and waits for its result.
-    pub(crate) fn call<R: Send + 'static>(&self, job: impl FnOnce() -> Result<R> + Send + 'static) -> Result<R> {
+    pub(crate) fn call<R: Send + 'static>(
+        &self,
+        job: impl FnOnce() -> Result<R> + Send + 'static,
+    ) -> Result<R> {
         let (tell, told) = mpsc::sync_channel(1);
         self.send(move || drop(tell.send(job())));
-        told.recv().unwrap_or_else(|_| Err(Error::Unsupported("a job of the device's worker thread panicked".into())))
+        told.recv().unwrap_or_else(|_| {
+            Err(Error::Unsupported("a job of the device's worker thread panicked".into()))
+        })
     }
 }
 

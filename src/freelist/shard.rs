@@ -228,7 +228,8 @@ impl Held<'_> {
     /// Takes up to `count` segments off the list without counting them as checked out.
     pub(crate) fn drain(&mut self, class: Class, count: u32) -> Chain {
         let Some(cell) = self.shard.cells.get(class.index()) else { return Chain::new() };
-        let mut list = Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count.load(Ordering::Relaxed) };
+        let mut list =
+            Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count.load(Ordering::Relaxed) };
         let front = list.split(count);
         cell.head.store(list.head, Ordering::Relaxed);
         cell.count.store(list.count, Ordering::Relaxed);
@@ -248,7 +249,8 @@ impl Held<'_> {
     /// Visits the slots of one list. For `check()`.
     pub(crate) fn for_each(&self, class: Class, visit: impl FnMut(&Slot)) {
         let Some(cell) = self.shard.cells.get(class.index()) else { return };
-        let list = Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count.load(Ordering::Relaxed) };
+        let list =
+            Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count.load(Ordering::Relaxed) };
         list.iter().for_each(visit);
         // Only looked at: the list stays the shard's.
         let _ = std::mem::ManuallyDrop::new(list);

@@ -128,12 +128,19 @@ pub(crate) struct Regions {
 
 impl std::fmt::Debug for Regions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Regions").field("device", &self.context.name()).field("options", &self.options).finish()
+        f.debug_struct("Regions")
+            .field("device", &self.context.name())
+            .field("options", &self.options)
+            .finish()
     }
 }
 
 impl Regions {
-    pub(crate) fn new(context: Arc<Context>, options: RegionOptions, before_unpin: Option<BeforeUnpin>) -> Arc<Self> {
+    pub(crate) fn new(
+        context: Arc<Context>,
+        options: RegionOptions,
+        before_unpin: Option<BeforeUnpin>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             context,
             options,
@@ -158,8 +165,13 @@ impl Regions {
 
     /// Maps and pins `len` bytes, announced before, and hands each extent to `serve` as soon as it is usable. Returns
     /// how many bytes came, and why it ended where that is less. On the worker thread.
-    pub(crate) fn pin(&self, len: usize, mut serve: impl FnMut(RegionId, NonNull<u8>, usize, bool)) -> (usize, Option<Error>) {
-        let span = tracing::info_span!(target: "pinpool::region", "pin", device = self.context.name(), bytes = len);
+    pub(crate) fn pin(
+        &self,
+        len: usize,
+        mut serve: impl FnMut(RegionId, NonNull<u8>, usize, bool),
+    ) -> (usize, Option<Error>) {
+        let span =
+            tracing::info_span!(target: "pinpool::region", "pin", device = self.context.name(), bytes = len);
         let _entered = span.enter();
         let result = os::map(len, 2 << 20);
         let base = match result {
@@ -169,12 +181,10 @@ impl Regions {
                 return (0, Some(error));
             }
         };
-        // SAFETY: just mapped, and ours.
-        unsafe {
-            os::dont_fork(base, len);
-            if self.options.huge {
-                os::advise_huge(base, len);
-            }
+        // Where the system does not agree the pool works all the same.
+        os::dont_fork(base, len);
+        if self.options.huge {
+            os::advise_huge(base, len);
         }
         let id = {
             let mut progress = self.progress.lock();
@@ -233,7 +243,8 @@ impl Regions {
             }
             drop(progress);
             // SAFETY: the failed extent and what would have followed it: mapped, not pinned, never handed out.
-            unsafe { os::unmap(base.add(offset), len - offset) };
+            let unmapped = unsafe { os::unmap(base.add(offset), len - offset) };
+            leaked(&self.context, unmapped);
         }
         self.ended(len - offset, error.as_ref());
         (offset, error)
@@ -263,7 +274,11 @@ impl Regions {
     }
 
     /// Waits until nothing is being pinned, or until `enough` of what is ready.
-    pub(crate) fn wait(&self, deadline: Option<Instant>, enough: impl Fn(&Pinning) -> bool) -> Result<Pinning> {
+    pub(crate) fn wait(
+        &self,
+        deadline: Option<Instant>,
+        enough: impl Fn(&Pinning) -> bool,
+    ) -> Result<Pinning> {
         let since = Instant::now();
         let mut progress = self.progress.lock();
         while progress.busy > 0 && !enough(&progress.pinning) {
@@ -328,7 +343,7 @@ impl Regions {
                 }
             }
             // SAFETY: ours, and nobody can reach it any more.
-            unsafe { os::unmap(region.base, region.len) };
+            leaked(&context, unsafe { os::unmap(region.base, region.len) });
         });
     }
 }
@@ -342,6 +357,12 @@ impl Drop for Regions {
         for region in regions {
             self.let_go(region);
         }
+    }
+}
+
+fn leaked(context: &Context, unmapped: Result<()>) {
+    if let Err(error) = unmapped {
+        tracing::error!(target: "pinpool::region", device = context.name(), %error, "a mapping is leaked");
     }
 }
 

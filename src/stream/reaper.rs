@@ -101,7 +101,10 @@ impl Reaper {
             std::thread::Builder::new()
                 .name(format!("pinpool-reap-{device}"))
                 .spawn(move || run(&shared))
-                .map_err(|e| Error::Unavailable { device: device.into(), why: format!("no thread could be started: {e}") })?;
+                .map_err(|e| Error::Unavailable {
+                    device: device.into(),
+                    why: format!("no thread could be started: {e}"),
+                })?;
         }
         Ok(Self { listing })
     }

@@ -340,7 +340,10 @@ impl Timeline {
                     state.flight_of(depot).claimed -= claim.bytes;
                     if claim.memory.is_some() {
                         // The copy that the claim stands behind still uses its device memory.
-                        state.insert(claim.tick, Entry { held: Held::Nothing, memory: claim.memory, bytes: 0 });
+                        state.insert(
+                            claim.tick,
+                            Entry { held: Held::Nothing, memory: claim.memory, bytes: 0 },
+                        );
                     }
                 }
                 (Held::Segment { segment: claim.segment, word }, claim.bytes)
@@ -643,7 +646,12 @@ impl Timeline {
     }
 
     /// Leaves a waker, in place of the one left before under `key`. `true`: complete already, nothing was left.
-    pub(crate) fn wake_later(self: &Arc<Self>, tick: u64, key: &mut Option<WaitKey>, waker: &Waker) -> Result<bool> {
+    pub(crate) fn wake_later(
+        self: &Arc<Self>,
+        tick: u64,
+        key: &mut Option<WaitKey>,
+        waker: &Waker,
+    ) -> Result<bool> {
         self.forget_waker(key);
         self.flush(tick);
         if self.poll_complete(tick)? {

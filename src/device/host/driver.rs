@@ -1,0 +1,299 @@
+//! The contract's calls: each passes the fault book and the check for a dead device, and checks its arguments.
+
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::Refusal;
+use super::fault::{Call, Failure};
+use super::memory::Place;
+use super::node::Node;
+use super::stream::{Job, Promise, Ticket, Work};
+use super::unit::Unit;
+use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
+use crate::error::{Error, ErrorClass, Result};
+use crate::os;
+
+/// Numbers driver objects, which own streams.
+static DRIVERS: AtomicU64 = AtomicU64::new(1);
+
+/// One device, as the rest of the crate sees it. When the last reference goes, streams that were left end without
+/// running what they have queued.
+pub(super) struct HostDriver {
+    node: Arc<Node>,
+    unit: Arc<Unit>,
+    id: u64,
+}
+
+/// What an armed fault does to a call that goes ahead.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Twist {
+    None,
+    /// What it queues stalls.
+    Stall,
+    /// It fails afterwards.
+    FailAfter,
+}
+
+impl HostDriver {
+    pub(super) fn new(node: &Arc<Node>, unit: &Arc<Unit>) -> Self {
+        let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
+        Self { node: Arc::clone(node), unit: Arc::clone(unit), id }
+    }
+
+    fn error(&self, call: Call, refusal: Refusal) -> Error {
+        self.unit.error(call, refusal)
+    }
+
+    /// What every call begins with.
+    #[inline]
+    fn enter(&self, call: Call) -> Result<Twist> {
+        let failure = self.node.faults.on_call(self.unit.ordinal, call);
+        // A dead device still gives back what it was given.
+        if !matches!(call, Call::Unpin | Call::Free) {
+            self.unit.check(call)?;
+        }
+        match failure {
+            None => Ok(Twist::None),
+            Some(failure) => self.strike(call, failure),
+        }
+    }
+
+    #[cold]
+    fn strike(&self, call: Call, failure: Failure) -> Result<Twist> {
+        let refuse = |class, code| {
+            let text = "a fault was armed for this call".to_owned();
+            Err(self.error(call, Refusal { class, code, text }))
+        };
+        match failure {
+            Failure::Argument => refuse(ErrorClass::Argument, libc::EINVAL),
+            Failure::Capture => refuse(ErrorClass::Capture, libc::EPERM),
+            Failure::Stall => Ok(Twist::Stall),
+            Failure::RunsAnyway if call.queues() => Ok(Twist::FailAfter),
+            Failure::Moment | Failure::RunsAnyway => refuse(ErrorClass::Moment, libc::EAGAIN),
+            Failure::Sticky => {
+                self.unit.kill("a fault was armed for a call, and killed the device");
+                Err(self.unit.lost(call))
+            }
+        }
+    }
+
+    /// What a call ends with that has queued something.
+    fn leave(&self, call: Call, twist: Twist) -> Result<()> {
+        if twist == Twist::FailAfter {
+            let text = "a fault was armed for this call, whose operation was queued all the same";
+            return Err(self.error(call, Refusal::moment(text)));
+        }
+        Ok(())
+    }
+
+    fn place(&self, call: Call, ptr: DevicePtr, len: usize) -> Result<Place> {
+        self.unit.memory.find(ptr.0, len).map_err(|refusal| self.error(call, refusal))
+    }
+
+    fn host_address(&self, call: Call, address: usize, len: usize) -> Result<()> {
+        // No object is larger than half of the address space, which also keeps the end from wrapping around.
+        let fits = isize::try_from(len).is_ok() && address.checked_add(len).is_some();
+        if (address == 0 && len > 0) || !fits {
+            let text = format!("{len} bytes at host address {address:#x} are no memory");
+            return Err(self.error(call, Refusal::fault(text)));
+        }
+        Ok(())
+    }
+
+    /// Checks a transfer.
+    fn job(&self, call: Call, transfer: Transfer) -> Result<Job> {
+        match transfer {
+            Transfer::Upload { src, dst, len } => {
+                self.host_address(call, src.addr(), len)?;
+                Ok(Job::Upload { src, to: self.place(call, dst, len)?, len })
+            }
+            Transfer::Download { src, dst, len } => {
+                self.host_address(call, dst.addr(), len)?;
+                Ok(Job::Download { from: self.place(call, src, len)?, dst, len })
+            }
+            Transfer::OnDevice { src, dst, len } => {
+                let (from, to) = (self.place(call, src, len)?, self.place(call, dst, len)?);
+                Ok(Job::OnDevice { from, to, len })
+            }
+        }
+    }
+
+    /// Whole pages, as a range of addresses.
+    fn pages(&self, call: Call, base: NonNull<u8>, len: usize) -> Result<Range<usize>> {
+        let (start, page) = (base.as_ptr().addr(), os::page_size());
+        match start.checked_add(len) {
+            Some(end) if len > 0 && start % page == 0 && len % page == 0 => Ok(start..end),
+            _ => {
+                let text = format!("{len} bytes at {start:#x} are not whole pages of {page} bytes");
+                Err(self.error(call, Refusal::argument(text)))
+            }
+        }
+    }
+
+    fn unknown_event<T>(&self, call: Call, event: EventHandle) -> Result<T> {
+        Err(self.error(call, Refusal::unknown("event", event.0)))
+    }
+}
+
+impl Driver for HostDriver {
+    fn name(&self) -> &str {
+        &self.unit.name
+    }
+
+    fn family(&self) -> &'static str {
+        "host"
+    }
+
+    fn stepped(&self) -> Option<&dyn Stepped> {
+        if self.node.is_stepped() { Some(self) } else { None }
+    }
+
+    unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+        let call = Call::Pin;
+        self.enter(call)?;
+        let range = self.pages(call, base, len)?;
+        self.node.enter_pin(self.unit.ordinal, &range).map_err(|refusal| self.error(call, refusal))?;
+        // Outside of the lock: this can take seconds.
+        os::lock(base, len).inspect_err(|_| {
+            // Entered above by us, so it is there.
+            let _ = self.node.leave_pin(self.unit.ordinal, &range);
+        })
+    }
+
+    unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+        let call = Call::Unpin;
+        self.enter(call)?;
+        let range = self.pages(call, base, len)?;
+        if self.node.uses(&range) {
+            let text = format!("{range:#x?} is used by a copy that is queued or running");
+            return Err(self.error(call, Refusal::argument(text)));
+        }
+        self.node.leave_pin(self.unit.ordinal, &range).map_err(|refusal| self.error(call, refusal))?;
+        os::unlock(base, len).map_err(|error| self.error(call, Refusal::argument(error.to_string())))
+    }
+
+    fn allocate(&self, len: usize) -> Result<DevicePtr> {
+        self.enter(Call::Allocate)?;
+        let address = self.unit.memory.allocate(len);
+        address.map(DevicePtr).map_err(|refusal| self.error(Call::Allocate, refusal))
+    }
+
+    fn free(&self, ptr: DevicePtr) -> Result<()> {
+        self.enter(Call::Free)?;
+        self.unit.memory.free(ptr.0).map_err(|refusal| self.error(Call::Free, refusal))
+    }
+
+    fn create_stream(&self) -> Result<StreamHandle> {
+        self.enter(Call::CreateStream)?;
+        self.unit.create_stream(self.id).map(StreamHandle)
+    }
+
+    fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
+        if let Err(error) = self.enter(Call::DestroyStream) {
+            if error.is_sticky() {
+                let _ = self.unit.destroy_stream(stream.0);
+            }
+            return Err(error);
+        }
+        self.unit.destroy_stream(stream.0)
+    }
+
+    unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()> {
+        let call = Call::Copy;
+        let twist = self.enter(call)?;
+        let stream = self.unit.find(call, stream.0)?;
+        let work = Work::Copy { job: self.job(call, transfer)?, promise: None };
+        self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
+        self.leave(call, twist)
+    }
+
+    unsafe fn copy_blocking(&self, stream: StreamHandle, transfer: Transfer) -> Result<()> {
+        let call = Call::CopyBlocking;
+        let twist = self.enter(call)?;
+        let stream = self.unit.find(call, stream.0)?;
+        let ticket = Arc::new(Ticket::default());
+        let promise = Some(Promise(Arc::clone(&ticket)));
+        let work = Work::Copy { job: self.job(call, transfer)?, promise };
+        let position = self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
+        self.node.finish(&self.unit, &stream, position, &ticket)?;
+        self.leave(call, twist)
+    }
+
+    fn create_event(&self) -> Result<EventHandle> {
+        self.enter(Call::CreateEvent)?;
+        let event = self.unit.events.create();
+        event.map(EventHandle).ok_or_else(|| {
+            self.error(Call::CreateEvent, Refusal::out_of_memory("the device is out of events"))
+        })
+    }
+
+    fn destroy_event(&self, event: EventHandle) -> Result<()> {
+        if let Err(error) = self.enter(Call::DestroyEvent) {
+            if error.is_sticky() {
+                let _ = self.unit.events.destroy(event.0);
+            }
+            return Err(error);
+        }
+        if self.unit.events.destroy(event.0) { Ok(()) } else { self.unknown_event(Call::DestroyEvent, event) }
+    }
+
+    fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()> {
+        let call = Call::Record;
+        let twist = self.enter(call)?;
+        let stream = self.unit.find(call, stream.0)?;
+        let recorded = self.unit.events.record(event.0, |slot, number| {
+            let work = Work::Record { slot, number };
+            let position = self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
+            Ok((Arc::clone(&stream), position))
+        });
+        match recorded {
+            Some(recorded) => recorded.and_then(|()| self.leave(call, twist)),
+            None => self.unknown_event(call, event),
+        }
+    }
+
+    #[inline]
+    fn query(&self, event: EventHandle) -> Result<bool> {
+        self.enter(Call::Query)?;
+        match self.unit.events.query(event.0) {
+            Some(complete) => Ok(complete),
+            None => self.unknown_event(Call::Query, event),
+        }
+    }
+
+    fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()> {
+        let call = Call::WaitEvent;
+        let twist = self.enter(call)?;
+        let stream = self.unit.find(call, stream.0)?;
+        match self.unit.events.last(event.0) {
+            None => return self.unknown_event(call, event),
+            // Never recorded, which is as good as complete.
+            Some(None) => {}
+            Some(Some((on, position))) => {
+                self.unit.submit(call, &stream, Work::Wait { on, position }, twist == Twist::Stall)?;
+            }
+        }
+        self.leave(call, twist)
+    }
+}
+
+impl Stepped for HostDriver {
+    fn step(&self) -> bool {
+        self.node.step()
+    }
+}
+
+impl Drop for HostDriver {
+    fn drop(&mut self) {
+        self.unit.abandon(self.id);
+    }
+}
+
+impl fmt::Debug for HostDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("HostDriver").field(&self.unit.name).finish()
+    }
+}

@@ -1,0 +1,345 @@
+//! Device memory: heap memory behind addresses that mean nothing to the CPU.
+//!
+//! *Addresses.* Each device has an address space of its own, told by the top 16 bits. Allocations are laid out one
+//! after the other with a gap between them, and the space is used up before any of it is used again, so an address that
+//! is stale, foreign or past an end is found out when the copy is submitted, instead of hitting a neighbour.
+//!
+//! *Races.* Two streams may be told to write the same bytes at once. On a real device that gives garbage; here it must
+//! not become a data race in the process that hosts the device. So all access goes through a lock per stripe of 1 MiB.
+//! Never are two of these locks held at once, which leaves nothing to deadlock; what a copy within the device has read
+//! waits in a buffer of its own until it is written.
+//!
+//! *Life.* An operation in a queue keeps its allocation's memory alive. Running it after the memory was freed is an
+//! error that can be told, since a flag says so, and never an access to memory that somebody else has by now.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::RwLock;
+
+use super::Refusal;
+
+/// Bytes under one lock.
+pub(super) const STRIPE: usize = 1 << 20;
+/// Alignment of allocations' addresses.
+const ALIGN: u64 = 4096;
+/// Alignment of the heap memory behind them. Not more than `calloc` gives by itself: beyond it, std zeroes by hand, and
+/// all of a large allocation would be paged in at once.
+const HEAP_ALIGN: usize = 16;
+/// Addresses between two allocations that belong to neither.
+const GAP: u64 = 1 << 20;
+/// Bits of an address below the device's number.
+const SPACE_BITS: u32 = 48;
+
+/// One allocation.
+pub(super) struct Allocation {
+    address: u64,
+    layout: Layout,
+    data: NonNull<u8>,
+    stripes: Box<[RwLock<()>]>,
+    freed: AtomicBool,
+}
+
+// SAFETY: the heap memory belongs to the allocation and is accessed under the stripes' locks only.
+unsafe impl Send for Allocation {}
+// SAFETY: as above.
+unsafe impl Sync for Allocation {}
+
+impl Allocation {
+    fn new(address: u64, len: usize) -> Option<Self> {
+        let layout = Layout::from_size_align(len, HEAP_ALIGN).ok().filter(|layout| layout.size() > 0)?;
+        // SAFETY: the layout has a size above zero.
+        let data = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        let stripes = (0..len.div_ceil(STRIPE)).map(|_| RwLock::new(())).collect();
+        Some(Self { address, layout, data, stripes, freed: AtomicBool::new(false) })
+    }
+
+    /// Whether the memory was given back, so that nothing should use it any more.
+    pub(super) fn is_freed(&self) -> bool {
+        self.freed.load(Ordering::Acquire)
+    }
+
+    fn len(&self) -> usize {
+        self.layout.size()
+    }
+
+    /// Calls `f` for each part of the range that lies in one stripe: stripe, offset, length.
+    fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&RwLock<()>, usize, usize)) {
+        // Unreachable, since every range was checked when it was submitted; here it protects what is unsafe below.
+        assert!(offset <= self.len() && len <= self.len() - offset, "range outside of its allocation");
+        let (mut at, end) = (offset, offset + len);
+        while at < end {
+            let stripe = at / STRIPE;
+            let stop = end.min((stripe + 1) * STRIPE);
+            f(&self.stripes[stripe], at, stop - at);
+            at = stop;
+        }
+    }
+
+    /// Copies out of the allocation.
+    ///
+    /// # Safety
+    /// `to..to + len` is writable, nobody else uses it during the call, and it is not part of device memory.
+    unsafe fn read(&self, offset: usize, to: *mut u8, len: usize) {
+        self.pieces(offset, len, |stripe, at, n| {
+            let _shared = stripe.read();
+            // SAFETY: `pieces` keeps `at..at + n` within the allocation, whose writers the lock keeps out; the target
+            // is the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(self.data.as_ptr().add(at), to.add(at - offset), n) }
+        });
+    }
+
+    /// Copies into the allocation.
+    ///
+    /// # Safety
+    /// `from..from + len` is initialised, nobody writes it during the call, and it is not part of device memory.
+    unsafe fn write(&self, offset: usize, from: *const u8, len: usize) {
+        self.pieces(offset, len, |stripe, at, n| {
+            let _alone = stripe.write();
+            // SAFETY: `pieces` keeps `at..at + n` within the allocation, which the lock makes ours; the source is the
+            // caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(from.add(at - offset), self.data.as_ptr().add(at), n) }
+        });
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        // SAFETY: made by `alloc_zeroed` with this layout, and nobody else has it any more.
+        unsafe { dealloc(self.data.as_ptr(), self.layout) }
+    }
+}
+
+impl fmt::Debug for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}+{:#x}", self.address, self.len())
+    }
+}
+
+/// A checked range of device memory, which keeps the memory alive.
+#[derive(Clone, Debug)]
+pub(super) struct Place {
+    allocation: Arc<Allocation>,
+    offset: usize,
+    len: usize,
+}
+
+impl Place {
+    pub(super) fn is_freed(&self) -> bool {
+        self.allocation.is_freed()
+    }
+
+    /// Whether copying front to back from here to `to` would overwrite bytes before they are read.
+    pub(super) fn runs_into(&self, to: &Self) -> bool {
+        Arc::ptr_eq(&self.allocation, &to.allocation)
+            && self.offset < to.offset
+            && to.offset - self.offset < self.len
+    }
+
+    /// Copies `len` bytes at `at` within the range to `to`.
+    ///
+    /// # Safety
+    /// As for [`Allocation::read`].
+    pub(super) unsafe fn read(&self, at: usize, to: *mut u8, len: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.allocation.read(self.offset + at, to, len) }
+    }
+
+    /// Copies `len` bytes from `from` to `at` within the range.
+    ///
+    /// # Safety
+    /// As for [`Allocation::write`].
+    pub(super) unsafe fn write(&self, at: usize, from: *const u8, len: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { self.allocation.write(self.offset + at, from, len) }
+    }
+}
+
+#[derive(Debug)]
+struct Table {
+    by_address: BTreeMap<u64, Arc<Allocation>>,
+    /// Bytes allocated.
+    used: usize,
+    /// Where the next allocation goes.
+    next: u64,
+}
+
+/// One device's memory.
+#[derive(Debug)]
+pub(super) struct Memory {
+    ordinal: u32,
+    capacity: usize,
+    table: RwLock<Table>,
+}
+
+impl Memory {
+    pub(super) fn new(ordinal: u32, capacity: usize) -> Self {
+        let table = Table { by_address: BTreeMap::new(), used: 0, next: space(ordinal).0 };
+        Self { ordinal, capacity, table: RwLock::new(table) }
+    }
+
+    /// Number of allocations and their bytes.
+    pub(super) fn usage(&self) -> (usize, usize) {
+        let table = self.table.read();
+        (table.by_address.len(), table.used)
+    }
+
+    pub(super) fn allocate(&self, len: usize) -> Result<u64, Refusal> {
+        if len == 0 {
+            return Err(Refusal::argument("0 bytes of device memory were asked for"));
+        }
+        let mut table = self.table.write();
+        let left = self.capacity - table.used;
+        if len > left {
+            let text = format!("out of device memory: {len} bytes wanted, {left} of {} left", self.capacity);
+            return Err(Refusal::out_of_memory(text));
+        }
+        let Some(address) = table.place(self.ordinal, len as u64) else {
+            return Err(Refusal::out_of_memory(format!(
+                "no gap of {len} bytes among the device's addresses"
+            )));
+        };
+        // Under the lock, for the gap to stay ours. Large memory is only mapped here; the first use pages it in.
+        let Some(allocation) = Allocation::new(address, len) else {
+            return Err(Refusal::out_of_memory(format!("the system has no {len} bytes for device memory")));
+        };
+        table.used += len;
+        table.by_address.insert(address, Arc::new(allocation));
+        Ok(address)
+    }
+
+    pub(super) fn free(&self, address: u64) -> Result<(), Refusal> {
+        let freed = {
+            let mut table = self.table.write();
+            let freed = table.by_address.remove(&address);
+            if let Some(allocation) = &freed {
+                allocation.freed.store(true, Ordering::Release);
+                table.used -= allocation.len();
+            }
+            freed
+        };
+        match freed {
+            // The memory itself goes here, outside of the lock, or with the last operation that names it.
+            Some(_) => Ok(()),
+            None => Err(self.no_such(address, "is not the start of an allocation")),
+        }
+    }
+
+    /// Checks a range and finds the allocation that it lies in.
+    pub(super) fn find(&self, address: u64, len: usize) -> Result<Place, Refusal> {
+        let table = self.table.read();
+        let Some((_, allocation)) = table.by_address.range(..=address).next_back() else {
+            return Err(self.no_such(address, "is outside of any allocation"));
+        };
+        let (start, size) = (allocation.address, allocation.len());
+        let offset = address - start;
+        if offset > size as u64 || (offset == size as u64 && len > 0) {
+            return Err(self.no_such(address, "is outside of any allocation"));
+        }
+        let offset = offset as usize;
+        if len > size - offset {
+            let over = len - (size - offset);
+            return Err(Refusal::fault(format!(
+                "{len} bytes at device address {address:#x} run {over} bytes past the end of the allocation at \
+                 {start:#x} of {size} bytes"
+            )));
+        }
+        Ok(Place { allocation: Arc::clone(allocation), offset, len })
+    }
+
+    fn no_such(&self, address: u64, what: &str) -> Refusal {
+        let owner = (address >> SPACE_BITS).checked_sub(1);
+        Refusal::fault(match owner {
+            Some(owner) if owner != u64::from(self.ordinal) && owner < u64::from(super::MAX_DEVICES) => {
+                format!("device address {address:#x} belongs to host:{owner}, not to host:{}", self.ordinal)
+            }
+            _ => format!("device address {address:#x} {what}"),
+        })
+    }
+}
+
+/// First address of a device, and the first one past its last.
+fn space(ordinal: u32) -> (u64, u64) {
+    // Not from 0, so that a null address is never good.
+    let start = (u64::from(ordinal) + 1) << SPACE_BITS;
+    (start, start + (1 << SPACE_BITS))
+}
+
+impl Table {
+    /// Chooses addresses for `len` bytes.
+    fn place(&mut self, ordinal: u32, len: u64) -> Option<u64> {
+        let (first, last) = space(ordinal);
+        let need = len.checked_next_multiple_of(ALIGN)?.checked_add(GAP)?;
+        if need > last - self.next {
+            // Once around. From here on addresses are used again, the lowest gap first.
+            let mut at = first;
+            for allocation in self.by_address.values() {
+                if allocation.address - at >= need {
+                    break;
+                }
+                at = allocation.address + (allocation.len() as u64).next_multiple_of(ALIGN) + GAP;
+            }
+            return (need <= last - at).then_some(at);
+        }
+        let at = self.next;
+        self.next += need;
+        Some(at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_used_again_only_when_all_were_used() {
+        let memory = Memory::new(0, 1 << 30);
+        let a = memory.allocate(10).unwrap();
+        let b = memory.allocate(10).unwrap();
+        memory.free(a).unwrap();
+        let c = memory.allocate(10).unwrap();
+        assert!(a < b && b < c);
+        memory.table.write().next = space(0).1 - 8192;
+        assert_eq!(memory.allocate(10).unwrap(), a, "the lowest gap");
+        let d = memory.allocate(10).unwrap();
+        assert!(d > c);
+        assert_eq!(memory.usage(), (4, 40));
+    }
+
+    #[test]
+    fn addresses_say_whose_they_are() {
+        let (here, there) = (Memory::new(0, 1 << 20), Memory::new(1, 1 << 20));
+        let (a, b) = (here.allocate(100).unwrap(), there.allocate(100).unwrap());
+        assert!(here.find(b, 1).unwrap_err().text.contains("belongs to host:1"));
+        assert!(there.find(a, 1).unwrap_err().text.contains("belongs to host:0"));
+        assert!(here.find(0, 1).unwrap_err().text.contains("outside of any"));
+        assert!(here.find(a + 100, 1).unwrap_err().text.contains("outside of any"));
+        assert!(here.find(a - 1, 1).unwrap_err().text.contains("outside of any"));
+        assert!(here.find(u64::MAX, 1).unwrap_err().text.contains("outside of any"));
+        assert!(here.find(a + 1, 100).unwrap_err().text.contains("1 bytes past the end"));
+        assert!(here.find(a + 1, usize::MAX).is_err());
+        here.find(a, 100).unwrap();
+        here.find(a + 99, 1).unwrap();
+        here.find(a + 100, 0).unwrap();
+    }
+
+    #[test]
+    fn ranges_cross_stripes() {
+        let memory = Memory::new(0, 1 << 30);
+        let len = 3 * STRIPE + 5;
+        let address = memory.allocate(len).unwrap();
+        let place = memory.find(address, len).unwrap();
+        let bytes: Vec<u8> = (0..2 * STRIPE + 3).map(|i| (i % 251) as u8).collect();
+        let mut back = vec![0; bytes.len()];
+        // SAFETY: both vectors are ours alone and as long as the range.
+        unsafe {
+            place.write(STRIPE - 1, bytes.as_ptr(), bytes.len());
+            place.read(STRIPE - 1, back.as_mut_ptr(), back.len());
+        }
+        assert!(bytes == back);
+    }
+}

@@ -1,0 +1,358 @@
+//! Nodes: several devices, what they share, and the handle by which tests move them.
+
+#![deny(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
+
+use super::driver::HostDriver;
+use super::fault::{Call, Failure, Fault, FaultBook};
+use super::stream::{Next, Outcome, Random, Scratch, Stream, Ticket};
+use super::unit::Unit;
+use super::{HostConfig, Refusal};
+use crate::device::Driver;
+use crate::error::{Error, Result};
+
+/// What moves a node without threads.
+#[derive(Debug)]
+struct Stepper {
+    random: Random,
+    scratch: Scratch,
+}
+
+/// What the devices of a node share.
+#[derive(Debug)]
+pub(super) struct Node {
+    units: Vec<(Arc<Unit>, Mutex<Weak<HostDriver>>)>,
+    pub(super) faults: FaultBook,
+    /// Pinned ranges by their start: end, and the device that pinned them.
+    pins: Mutex<BTreeMap<usize, (usize, u32)>>,
+    /// Held while an operation runs, so that operations run one at a time. `None`: the node has threads.
+    stepper: Option<Mutex<Stepper>>,
+}
+
+impl Node {
+    fn new(config: &HostConfig) -> Arc<Self> {
+        let capacity = config.capacity();
+        let units =
+            (0..config.devices).map(|ordinal| (Unit::new(ordinal, capacity, config), Mutex::default()));
+        let stepper = config
+            .stepped
+            .map(|seed| Mutex::new(Stepper { random: Random::new(seed), scratch: Scratch::default() }));
+        Arc::new(Self {
+            units: units.collect(),
+            faults: FaultBook::default(),
+            pins: Mutex::default(),
+            stepper,
+        })
+    }
+
+    fn unit(&self, ordinal: u32) -> Option<&Arc<Unit>> {
+        self.units.get(ordinal as usize).map(|(unit, _)| unit)
+    }
+
+    fn units(&self) -> impl Iterator<Item = &Arc<Unit>> {
+        self.units.iter().map(|(unit, _)| unit)
+    }
+
+    pub(super) fn is_stepped(&self) -> bool {
+        self.stepper.is_some()
+    }
+
+    /// Runs one operation of a device and stream of the seed's choice.
+    pub(super) fn step(&self) -> bool {
+        let Some(stepper) = &self.stepper else { return false };
+        let mut stepper = stepper.lock();
+        let Stepper { random, scratch } = &mut *stepper;
+        let mut ready: Vec<_> = self.units().map(|unit| (unit, unit.runnable())).collect();
+        ready.retain(|(_, streams)| !streams.is_empty());
+        if ready.is_empty() {
+            return false;
+        }
+        let (unit, streams) = &ready[random.below(ready.len() as u64) as usize];
+        let stream = &streams[random.below(streams.len() as u64) as usize];
+        matches!(stream.step(unit, scratch), Next::Ready)
+    }
+
+    fn step_stream(&self, ordinal: u32, nth: usize) -> bool {
+        let (Some(stepper), Some(unit)) = (&self.stepper, self.unit(ordinal)) else { return false };
+        let mut stepper = stepper.lock();
+        let runnable = unit.runnable();
+        runnable.get(nth).is_some_and(|stream| matches!(stream.step(unit, &mut stepper.scratch), Next::Ready))
+    }
+
+    /// Waits for an operation of the stream; on a stepped node, by running what must come before it.
+    pub(super) fn finish(
+        &self,
+        unit: &Unit,
+        stream: &Arc<Stream>,
+        position: u64,
+        ticket: &Ticket,
+    ) -> Result<()> {
+        let outcome = match &self.stepper {
+            None => ticket.wait(),
+            Some(stepper) => {
+                let scratch = &mut stepper.lock().scratch;
+                let mut turn = Arc::clone(stream);
+                loop {
+                    if let Some(outcome) = ticket.outcome() {
+                        break outcome;
+                    }
+                    turn = match turn.step(unit, scratch) {
+                        Next::Ready => Arc::clone(stream),
+                        // Round and round is impossible: waits lead back in time.
+                        Next::Behind(other, _) => other,
+                        Next::Empty | Next::Held | Next::Over => {
+                            stream.withdraw(position);
+                            // Settled by that, if it was not in the meantime.
+                            break ticket.wait();
+                        }
+                    };
+                }
+            }
+        };
+        match outcome {
+            Outcome::Done => Ok(()),
+            Outcome::Lost if !unit.is_alive() => Err(unit.lost(Call::CopyBlocking)),
+            Outcome::Lost => {
+                let text = "the stream is hung, stalled or waits for one that is; the copy was taken back";
+                Err(unit.error(Call::CopyBlocking, Refusal::moment(text)))
+            }
+        }
+    }
+
+    /// Enters a pinned range, or says why it cannot be one.
+    pub(super) fn enter_pin(&self, ordinal: u32, range: &Range<usize>) -> Result<(), Refusal> {
+        let mut pins = self.pins.lock();
+        if let Some((start, (end, owner))) = pins.range(..range.end).next_back() {
+            if *end > range.start {
+                let text =
+                    format!("{range:#x?} overlaps {start:#x}..{end:#x}, which host:{owner} has pinned");
+                return Err(Refusal::argument(text));
+            }
+        }
+        pins.insert(range.start, (range.end, ordinal));
+        Ok(())
+    }
+
+    /// Takes a pinned range out again.
+    pub(super) fn leave_pin(&self, ordinal: u32, range: &Range<usize>) -> Result<(), Refusal> {
+        let mut pins = self.pins.lock();
+        if pins.get(&range.start) != Some(&(range.end, ordinal)) {
+            return Err(Refusal::argument(format!("{range:#x?} is not what host:{ordinal} has pinned")));
+        }
+        pins.remove(&range.start);
+        Ok(())
+    }
+
+    /// Whether any queued copy of the node uses these host addresses.
+    pub(super) fn uses(&self, range: &Range<usize>) -> bool {
+        self.units().any(|unit| unit.uses(range))
+    }
+
+    fn pinned(&self, ordinal: u32) -> usize {
+        self.pins.lock().iter().filter(|(_, pin)| pin.1 == ordinal).map(|(start, pin)| pin.0 - start).sum()
+    }
+}
+
+/// What a host device has that was not given back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HostUsage {
+    /// Streams created and not destroyed.
+    pub streams: usize,
+    /// Events created and not destroyed.
+    pub events: usize,
+    /// Allocations of device memory.
+    pub allocations: usize,
+    /// Their bytes.
+    pub allocated_bytes: usize,
+    /// Bytes of host memory that the device has pinned.
+    pub pinned_bytes: usize,
+    /// Operations queued or running.
+    pub queued: usize,
+}
+
+/// A machine with host devices. Clones are the same machine.
+///
+/// The [module's page](super) says what its devices do. All methods may be called from any thread.
+#[derive(Clone)]
+pub struct HostNode(Arc<Node>);
+
+impl HostNode {
+    /// A new node.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration makes no sense.
+    pub fn new(config: HostConfig) -> Result<Self> {
+        config.check()?;
+        Ok(Self(Node::new(&config)))
+    }
+
+    /// The node behind `Device::open("host")`: one device, with threads. Made when it is first asked for.
+    #[must_use]
+    pub fn system() -> Self {
+        static SYSTEM: OnceLock<HostNode> = OnceLock::new();
+        SYSTEM.get_or_init(|| Self(Node::new(&HostConfig::new()))).clone()
+    }
+
+    /// The number of devices.
+    #[must_use]
+    pub fn devices(&self) -> u32 {
+        self.0.units.len() as u32
+    }
+
+    /// The driver of one device; the same one as long as anybody has it.
+    pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
+        let Some((unit, driver)) = self.0.units.get(ordinal as usize) else {
+            let known = match self.0.units.len() {
+                1 => "this node has host:0 only".to_owned(),
+                n => format!("this node has host:0 to host:{}", n - 1),
+            };
+            return Err(Error::UnknownDevice { name: format!("host:{ordinal}"), known });
+        };
+        let mut current = driver.lock();
+        let driver = current.upgrade().unwrap_or_else(|| Arc::new(HostDriver::new(&self.0, unit)));
+        *current = Arc::downgrade(&driver);
+        Ok(driver)
+    }
+
+    /// Runs one operation, of a device and stream chosen by the seed. `false`: none can run, or the node has threads.
+    pub fn step(&self) -> bool {
+        self.0.step()
+    }
+
+    /// Runs the next operation of the `nth` of the device's streams that have one that can run, counted from 0 in the
+    /// order in which they were created. `false`: there is no such stream, or the node has threads.
+    ///
+    /// This is for tests that choose the order themselves. With `nth` below [`runnable`](Self::runnable), something
+    /// runs.
+    pub fn step_stream(&self, device: u32, nth: usize) -> bool {
+        self.0.step_stream(device, nth)
+    }
+
+    /// The device's operations that are queued or running.
+    #[must_use]
+    pub fn queued(&self, device: u32) -> usize {
+        self.0.unit(device).map_or(0, |unit| unit.queued())
+    }
+
+    /// The device's streams whose next operation can run.
+    #[must_use]
+    pub fn runnable(&self, device: u32) -> usize {
+        self.0.unit(device).map_or(0, |unit| unit.runnable().len())
+    }
+
+    /// Arms a fault. It strikes once. Of several that are due for one call, the first armed strikes, and the others
+    /// strike later calls.
+    pub fn fail(&self, fault: Fault) {
+        self.0.faults.arm(Some(fault.device), Some(fault.call), fault.nth, fault.failure);
+    }
+
+    /// Makes the `nth` call from now fail, of whatever kind and to whichever device of the node; 0 is the next one.
+    pub fn fail_any(&self, nth: u64, failure: Failure) {
+        self.0.faults.arm(None, None, nth, failure);
+    }
+
+    /// Disarms all faults that have not struck, and says how many there were.
+    pub fn clear_faults(&self) -> usize {
+        self.0.faults.disarm()
+    }
+
+    /// Begins to record calls to the node's devices, and forgets those recorded before. The record grows until
+    /// [`stop_trace`](Self::stop_trace).
+    pub fn start_trace(&self) {
+        self.0.faults.start_trace();
+    }
+
+    /// The calls recorded so far, in order, those that failed included.
+    #[must_use]
+    pub fn trace(&self) -> Vec<Call> {
+        self.0.faults.trace()
+    }
+
+    /// Ends recording and returns what was recorded.
+    pub fn stop_trace(&self) -> Vec<Call> {
+        self.0.faults.stop_trace()
+    }
+
+    /// The number of calls recorded since [`start_trace`](Self::start_trace).
+    #[must_use]
+    pub fn calls(&self) -> u64 {
+        self.0.faults.calls()
+    }
+
+    /// Kills the device for good. When this returns, its copies do not touch host memory any more. Waits for the part
+    /// of a copy that is under way, 1 MiB at most per stream.
+    pub fn kill(&self, device: u32) {
+        if let Some(unit) = self.0.unit(device) {
+            unit.kill("the device was killed");
+        }
+    }
+
+    /// Keeps the device's queued operations from running, on all its streams and those made later. Operations that are
+    /// running come to their end.
+    pub fn hang(&self, device: u32) {
+        if let Some(unit) = self.0.unit(device) {
+            unit.hang();
+        }
+    }
+
+    /// Lets everything on the device run again that [`hang`](Self::hang), [`hang_stream`](Self::hang_stream) or
+    /// [`Failure::Stall`] holds.
+    pub fn resume(&self, device: u32) {
+        if let Some(unit) = self.0.unit(device) {
+            unit.resume();
+        }
+    }
+
+    /// Keeps one stream's operations from running. Streams that were not destroyed are counted from 0 in the order in
+    /// which they were created. `false`: there is no such stream.
+    pub fn hang_stream(&self, device: u32, nth: usize) -> bool {
+        self.hold_stream(device, nth, true)
+    }
+
+    /// Undoes [`hang_stream`](Self::hang_stream) and [`Failure::Stall`] for one stream, counted in the same way.
+    pub fn resume_stream(&self, device: u32, nth: usize) -> bool {
+        self.hold_stream(device, nth, false)
+    }
+
+    fn hold_stream(&self, device: u32, nth: usize, hung: bool) -> bool {
+        let stream = self.0.unit(device).and_then(|unit| unit.nth_stream(nth));
+        stream.inspect(|stream| stream.hold(hung)).is_some()
+    }
+
+    /// What the device has that was not given back, for tests that look for leaks.
+    #[must_use]
+    pub fn live(&self, device: u32) -> HostUsage {
+        let Some(unit) = self.0.unit(device) else { return HostUsage::default() };
+        let (allocations, allocated_bytes) = unit.memory.usage();
+        HostUsage {
+            streams: unit.open_streams(),
+            events: unit.events.live(),
+            allocations,
+            allocated_bytes,
+            pinned_bytes: self.0.pinned(device),
+            queued: unit.queued(),
+        }
+    }
+}
+
+#[cfg(test)]
+impl HostNode {
+    /// The device's streams, without keeping them alive as their threads do.
+    pub(super) fn watch_streams(&self, device: u32) -> Vec<Weak<Stream>> {
+        self.0.unit(device).map_or_else(Vec::new, |unit| unit.streams().iter().map(Arc::downgrade).collect())
+    }
+}
+
+impl fmt::Debug for HostNode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names = self.0.units().map(|unit| &unit.name);
+        f.debug_tuple("HostNode").field(&names.collect::<Vec<_>>()).finish()
+    }
+}

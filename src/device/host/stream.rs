@@ -1,0 +1,552 @@
+//! Streams: queues of operations, and what runs them.
+//!
+//! A stream is a queue under a lock and a count of the operations that are over. Whoever runs a stream (its own thread,
+//! or [`step`](super::node::Node::step) on a node without threads) takes the first operation out, runs it with the
+//! queue unlocked, and then counts it. Each operation has a position in its stream; an event that was recorded is the
+//! position of its recording, so *waiting for an event* is waiting until another stream's count has reached a position.
+//! A stream that must wait leaves its address with the other one and is woken from there. Waits cannot form a circle,
+//! since one can wait only for what was submitted before.
+//!
+//! *Stopping.* A copy is cut into parts of at most 1 MiB, and each part runs under the stream's `running` lock, after a
+//! look at whether the device is alive. To kill a device is to say so first, then to take each stream's `running` lock
+//! once: after that no stream touches memory any more, and it took at most as long as one part takes.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::memory::{Place, STRIPE};
+use super::unit::Unit;
+
+/// Bytes that a copy moves between two looks at whether its device is alive.
+const PART: usize = STRIPE;
+/// Bytes of the buffer through which a copy within the device goes: large enough for full speed, small enough for L2.
+const BOUNCE: usize = 256 << 10;
+
+/// A copy, its device ranges checked.
+#[derive(Debug)]
+pub(super) enum Job {
+    Upload { src: *const u8, to: Place, len: usize },
+    Download { from: Place, dst: *mut u8, len: usize },
+    OnDevice { from: Place, to: Place, len: usize },
+}
+
+// SAFETY: the host memory is the submitter's promise, made for whichever thread runs the job (`Driver::copy`).
+unsafe impl Send for Job {}
+
+/// Why a copy stopped before its end.
+enum Stopped {
+    /// The device died.
+    Dead,
+    /// It was to use device memory that had been freed.
+    Freed,
+}
+
+impl Job {
+    /// The host addresses that the copy uses.
+    fn host_range(&self) -> Range<usize> {
+        match *self {
+            Self::Upload { src, len, .. } => src.addr()..src.addr() + len,
+            Self::Download { dst, len, .. } => dst.addr()..dst.addr() + len,
+            Self::OnDevice { .. } => 0..0,
+        }
+    }
+
+    fn uses_freed_memory(&self) -> bool {
+        match self {
+            Self::Upload { to: place, .. } | Self::Download { from: place, .. } => place.is_freed(),
+            Self::OnDevice { from, to, .. } => from.is_freed() || to.is_freed(),
+        }
+    }
+
+    fn run(&self, stream: &Stream, unit: &Unit, scratch: &mut Scratch) -> Result<(), Stopped> {
+        if self.uses_freed_memory() {
+            return Err(Stopped::Freed);
+        }
+        match *self {
+            Self::Upload { src, ref to, len } => parts(len, PART, false, stream, unit, |at, n| {
+                // SAFETY: `at + n <= len`. The submitter promised (`Driver::copy`) that the source is valid and
+                // unwritten until an event after this operation is complete, and none completes before it is over. A
+                // device that dies says so only when it has let go (see the module's page).
+                unsafe { to.write(at, src.add(at), n) }
+            }),
+            Self::Download { ref from, dst, len } => parts(len, PART, false, stream, unit, |at, n| {
+                // SAFETY: as above, for a target that nobody else touches.
+                unsafe { from.read(at, dst.add(at), n) }
+            }),
+            Self::OnDevice { ref from, ref to, len } => {
+                let bounce = scratch.bounce();
+                // Back to front where the front of the target is the end of the source, as memmove does.
+                parts(len, bounce.len(), from.runs_into(to), stream, unit, |at, n| {
+                    // SAFETY: the buffer is ours alone and has at least n bytes.
+                    unsafe { from.read(at, bounce.as_mut_ptr(), n) };
+                    // SAFETY: as above, and they were just written.
+                    unsafe { to.write(at, bounce.as_ptr(), n) };
+                })
+            }
+        }
+    }
+}
+
+/// Calls `copy(offset, length)` for the parts of `len` bytes, while the device lives.
+fn parts(
+    len: usize,
+    most: usize,
+    backward: bool,
+    stream: &Stream,
+    unit: &Unit,
+    mut copy: impl FnMut(usize, usize),
+) -> Result<(), Stopped> {
+    let mut done = 0;
+    while done < len {
+        let n = most.min(len - done);
+        let at = if backward { len - done - n } else { done };
+        let _running = stream.running.lock();
+        if !unit.is_alive() {
+            return Err(Stopped::Dead);
+        }
+        copy(at, n);
+        done += n;
+    }
+    Ok(())
+}
+
+/// What the runner of a stream keeps between operations.
+#[derive(Debug, Default)]
+pub(super) struct Scratch(Vec<u8>);
+
+impl Scratch {
+    fn bounce(&mut self) -> &mut [u8] {
+        if self.0.is_empty() {
+            self.0 = vec![0; BOUNCE];
+        }
+        &mut self.0
+    }
+}
+
+/// How a copy ended that somebody waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// It has run.
+    Done,
+    /// It will not run, or has stopped midway.
+    Lost,
+}
+
+/// What a caller of `copy_blocking` waits at.
+#[derive(Debug, Default)]
+pub(super) struct Ticket {
+    outcome: Mutex<Option<Outcome>>,
+    landed: Condvar,
+}
+
+impl Ticket {
+    pub(super) fn outcome(&self) -> Option<Outcome> {
+        *self.outcome.lock()
+    }
+
+    pub(super) fn wait(&self) -> Outcome {
+        let mut outcome = self.outcome.lock();
+        loop {
+            match *outcome {
+                Some(outcome) => return outcome,
+                None => self.landed.wait(&mut outcome),
+            }
+        }
+    }
+
+    fn settle(&self, how: Outcome) {
+        self.outcome.lock().get_or_insert(how);
+        self.landed.notify_all();
+    }
+}
+
+/// The operation's end of a [`Ticket`]: an operation that goes without having run releases the waiter too.
+#[derive(Debug)]
+pub(super) struct Promise(pub(super) Arc<Ticket>);
+
+impl Drop for Promise {
+    fn drop(&mut self) {
+        self.0.settle(Outcome::Lost);
+    }
+}
+
+/// What an operation does.
+#[derive(Debug)]
+pub(super) enum Work {
+    Copy { job: Job, promise: Option<Promise> },
+    Record { slot: u32, number: u64 },
+    Wait { on: Arc<Stream>, position: u64 },
+}
+
+#[derive(Debug)]
+pub(super) struct Operation {
+    position: u64,
+    /// Does not run until resumed, nor does what follows it.
+    stalled: bool,
+    work: Work,
+}
+
+/// Whether a stream takes operations, and what becomes of those it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// It takes and runs them.
+    Open,
+    /// Destroyed: it takes none, runs those it has, and goes.
+    Destroyed,
+    /// Its driver is gone: nothing runs any more.
+    Abandoned,
+    /// Its device died: nothing runs any more.
+    Dead,
+}
+
+/// What a stream can do next.
+#[derive(Debug)]
+pub(super) enum Next {
+    /// Run its first operation.
+    Ready,
+    /// Nothing: the queue is empty.
+    Empty,
+    /// Nothing until it is resumed.
+    Held,
+    /// Nothing until that stream has come to that position.
+    Behind(Arc<Stream>, u64),
+    /// Nothing ever.
+    Over,
+}
+
+#[derive(Debug)]
+pub(super) struct Queue {
+    operations: VecDeque<Operation>,
+    submitted: u64,
+    /// The host addresses that the operation being run uses.
+    busy: Option<Range<usize>>,
+    hung: bool,
+    destroyed: bool,
+    end: End,
+    /// Streams to wake when a position is reached.
+    followers: Vec<(u64, Weak<Stream>)>,
+}
+
+/// One stream.
+#[derive(Debug)]
+pub(super) struct Stream {
+    /// Its handle.
+    pub(super) id: u64,
+    /// Which driver object made it.
+    pub(super) owner: u64,
+    queue: Mutex<Queue>,
+    /// The stream's thread sleeps here.
+    wake: Condvar,
+    /// Position of the last operation that is over; all before it are over too.
+    over: AtomicU64,
+    running: Mutex<()>,
+}
+
+impl Stream {
+    pub(super) fn new(id: u64, owner: u64) -> Arc<Self> {
+        let queue = Queue {
+            operations: VecDeque::new(),
+            submitted: 0,
+            busy: None,
+            hung: false,
+            destroyed: false,
+            end: End::Open,
+            followers: Vec::new(),
+        };
+        Arc::new(Self {
+            id,
+            owner,
+            queue: Mutex::new(queue),
+            wake: Condvar::new(),
+            over: AtomicU64::new(0),
+            running: Mutex::new(()),
+        })
+    }
+
+    /// Whether all up to `position` is over; what it did is then visible to the caller.
+    fn has_reached(&self, position: u64) -> bool {
+        self.over.load(Ordering::Acquire) >= position
+    }
+
+    /// Queues an operation and returns its position, or why the stream takes none.
+    pub(super) fn submit(&self, work: Work, stalled: bool) -> Result<u64, End> {
+        let mut queue = self.queue.lock();
+        if queue.end != End::Open {
+            let end = queue.end;
+            // First the lock, then the operation: dropping it may wake somebody.
+            drop(queue);
+            return Err(end);
+        }
+        queue.submitted += 1;
+        let position = queue.submitted;
+        queue.operations.push_back(Operation { position, stalled, work });
+        drop(queue);
+        self.wake.notify_one();
+        Ok(position)
+    }
+
+    /// Takes an operation back that has not begun. The caller sees to it that nobody runs the stream meanwhile.
+    pub(super) fn withdraw(&self, position: u64) {
+        let mut queue = self.queue.lock();
+        let found = queue.operations.iter().position(|operation| operation.position == position);
+        let withdrawn = found.and_then(|index| queue.operations.remove(index));
+        drop(queue);
+        drop(withdrawn);
+    }
+
+    /// Takes no further operations; those queued still run. `None`: that was so before. Otherwise, whether nothing is
+    /// left to run.
+    pub(super) fn destroy(&self) -> Option<bool> {
+        let mut queue = self.queue.lock();
+        if std::mem::replace(&mut queue.destroyed, true) {
+            return None;
+        }
+        if queue.end == End::Open {
+            queue.end = End::Destroyed;
+        }
+        let idle = queue.operations.is_empty() && queue.busy.is_none();
+        let gone = idle || queue.end != End::Destroyed;
+        drop(queue);
+        self.wake.notify_one();
+        Some(gone)
+    }
+
+    pub(super) fn is_destroyed(&self) -> bool {
+        self.queue.lock().destroyed
+    }
+
+    /// Ends the stream at once and drops what is queued.
+    pub(super) fn end(&self, end: End) {
+        let mut queue = self.queue.lock();
+        queue.end = end;
+        let dropped = std::mem::take(&mut queue.operations);
+        drop(queue);
+        // Outside of the lock, since this wakes those who wait for the operations.
+        drop(dropped);
+        self.wake.notify_one();
+    }
+
+    /// Waits until the part of a copy that is under way is over. No other begins if the device has died before.
+    pub(super) fn settle(&self) {
+        drop(self.running.lock());
+    }
+
+    /// Holds the stream, or lets it and its stalled operations go on.
+    pub(super) fn hold(&self, hung: bool) {
+        let mut queue = self.queue.lock();
+        queue.hung = hung;
+        if !hung {
+            for operation in &mut queue.operations {
+                operation.stalled = false;
+            }
+        }
+        drop(queue);
+        self.wake.notify_one();
+    }
+
+    /// Operations that are not over.
+    pub(super) fn queued(&self) -> usize {
+        let queue = self.queue.lock();
+        queue.operations.len() + usize::from(queue.busy.is_some())
+    }
+
+    /// Whether an operation that is not over uses any of these host addresses.
+    pub(super) fn uses(&self, range: &Range<usize>) -> bool {
+        let overlaps =
+            |used: &Range<usize>| !used.is_empty() && used.start < range.end && range.start < used.end;
+        let queue = self.queue.lock();
+        queue.busy.as_ref().is_some_and(overlaps)
+            || queue.operations.iter().any(|operation| match &operation.work {
+                Work::Copy { job, .. } => overlaps(&job.host_range()),
+                _ => false,
+            })
+    }
+
+    fn next(&self, queue: &Queue, unit: &Unit) -> Next {
+        match queue.end {
+            End::Abandoned | End::Dead => return Next::Over,
+            End::Open | End::Destroyed => {}
+        }
+        let Some(first) = queue.operations.front() else {
+            return if queue.end == End::Open { Next::Empty } else { Next::Over };
+        };
+        if unit.is_hung() || queue.hung || first.stalled {
+            return Next::Held;
+        }
+        match &first.work {
+            Work::Wait { on, position } if !on.has_reached(*position) => {
+                Next::Behind(Arc::clone(on), *position)
+            }
+            _ => Next::Ready,
+        }
+    }
+
+    /// Whether the stream's next operation could run.
+    pub(super) fn is_runnable(&self, unit: &Unit) -> bool {
+        matches!(self.next(&self.queue.lock(), unit), Next::Ready)
+    }
+
+    /// Runs the next operation if it may run. For nodes without threads; the caller sees to it that only one runs a
+    /// stream at a time.
+    pub(super) fn step(&self, unit: &Unit, scratch: &mut Scratch) -> Next {
+        let mut queue = self.queue.lock();
+        let next = self.next(&queue, unit);
+        if matches!(next, Next::Ready) {
+            self.run_first(&mut queue, unit, scratch);
+        }
+        next
+    }
+
+    /// Runs the first operation, with the queue unlocked meanwhile.
+    fn run_first(&self, queue: &mut MutexGuard<'_, Queue>, unit: &Unit, scratch: &mut Scratch) {
+        let Some(Operation { position, work, .. }) = queue.operations.pop_front() else { return };
+        let job = match work {
+            Work::Copy { job, promise } => {
+                queue.busy = Some(job.host_range());
+                let ran = MutexGuard::unlocked(queue, || job.run(self, unit, scratch));
+                queue.busy = None;
+                if let Err(stopped) = ran {
+                    // The operation is not over: nothing behind it may look complete.
+                    MutexGuard::unlocked(queue, || {
+                        if matches!(stopped, Stopped::Freed) {
+                            unit.kill("a queued copy was to use device memory that had been freed");
+                        }
+                        drop((job, promise));
+                    });
+                    return;
+                }
+                Some((job, promise))
+            }
+            Work::Record { slot, number } => {
+                unit.events.complete(slot, number);
+                None
+            }
+            Work::Wait { .. } => None,
+        };
+        // Release: who sees the position sees what was done up to it.
+        self.over.store(position, Ordering::Release);
+        let mut woken = Vec::new();
+        queue.followers.retain(|(awaited, follower)| {
+            let reached = *awaited <= position;
+            if reached {
+                woken.push(Weak::clone(follower));
+            }
+            !reached
+        });
+        let gone = queue.end == End::Destroyed && queue.operations.is_empty();
+        if woken.is_empty() && job.is_none() && !gone {
+            return;
+        }
+        MutexGuard::unlocked(queue, || {
+            if let Some((job, promise)) = job {
+                // The device memory may go with the job; let it go before anybody is told.
+                drop(job);
+                if let Some(promise) = promise {
+                    promise.0.settle(Outcome::Done);
+                }
+            }
+            for follower in woken.iter().filter_map(Weak::upgrade) {
+                // With its lock taken once, it either has not looked yet or is asleep already.
+                drop(follower.queue.lock());
+                follower.wake.notify_one();
+            }
+            if gone {
+                unit.forget(self.id);
+            }
+        });
+    }
+
+    /// Has `follower` woken when this stream comes to `position`.
+    fn follow(&self, position: u64, follower: &Arc<Self>) {
+        let mut queue = self.queue.lock();
+        // Under the lock, since the position is counted under it.
+        if !self.has_reached(position) {
+            queue.followers.push((position, Arc::downgrade(follower)));
+        }
+    }
+}
+
+/// Random delays before copies.
+#[derive(Debug)]
+pub(super) struct Delays {
+    pub(super) max: Duration,
+    pub(super) random: Random,
+}
+
+/// A stream's thread: runs what is queued, and sleeps when nothing can run.
+pub(super) fn serve(unit: &Unit, stream: &Arc<Stream>, mut delays: Option<Delays>) {
+    let mut scratch = Scratch::default();
+    // Positions of the operation that was delayed, and of the wait that was told to the other stream.
+    let (mut delayed, mut following) = (0, 0);
+    let mut queue = stream.queue.lock();
+    loop {
+        let position = queue.operations.front().map_or(0, |first| first.position);
+        match stream.next(&queue, unit) {
+            Next::Over => return,
+            Next::Empty | Next::Held => stream.wake.wait(&mut queue),
+            Next::Behind(on, awaited) => {
+                if following == position {
+                    stream.wake.wait(&mut queue);
+                } else {
+                    following = position;
+                    MutexGuard::unlocked(&mut queue, || on.follow(awaited, stream));
+                }
+            }
+            Next::Ready => {
+                let is_copy =
+                    queue.operations.front().is_some_and(|first| matches!(first.work, Work::Copy { .. }));
+                match &mut delays {
+                    Some(delays) if is_copy && delayed != position => {
+                        delayed = position;
+                        // And then all is looked at again: it may have been hung or killed meanwhile.
+                        delay(stream, &mut queue, delays);
+                    }
+                    _ => stream.run_first(&mut queue, unit, &mut scratch),
+                }
+            }
+        }
+    }
+}
+
+fn delay(stream: &Stream, queue: &mut MutexGuard<'_, Queue>, delays: &mut Delays) {
+    let max = u64::try_from(delays.max.as_nanos()).unwrap_or(u64::MAX);
+    if max == 0 {
+        return MutexGuard::unlocked(queue, std::thread::yield_now);
+    }
+    let until = Instant::now() + Duration::from_nanos(delays.random.below(max.saturating_add(1)));
+    while matches!(queue.end, End::Open | End::Destroyed) {
+        if stream.wake.wait_until(queue, until).timed_out() {
+            return;
+        }
+    }
+}
+
+/// A small generator of random numbers (xorshift), for which equal seeds give equal numbers.
+#[derive(Clone, Debug)]
+pub(super) struct Random(u64);
+
+impl Random {
+    pub(super) fn new(seed: u64) -> Self {
+        // Spread, so that neighbouring seeds do not begin alike; never 0, which xorshift does not leave.
+        let spread = (seed ^ (seed >> 31)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Self((spread ^ (spread >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) | 1)
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// A number below `bound`, or 0 if that is 0.
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
+        // The high bits are the better ones, and multiplying spreads them over the bound.
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
+    }
+}
