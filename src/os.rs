@@ -23,6 +23,21 @@ pub(crate) use linux::*;
 #[cfg(not(target_os = "linux"))]
 pub(crate) use other::*;
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Forks that led to this process, as far as the handler was installed in the parents.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+/// A number that differs between a process and its forks.
+pub(crate) fn forks() -> u32 {
+    FORKS.load(Ordering::Relaxed)
+}
+
+/// For the handler in the child, which is alone.
+pub(crate) fn note_fork() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
+}
+
 #[cfg(target_os = "linux")]
 mod linux {
     use std::fs;

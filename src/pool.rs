@@ -12,7 +12,6 @@
 
 use std::fmt;
 use std::future::Future;
-use std::ops::Deref;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -240,17 +239,16 @@ impl Pool {
         timeout: Option<Duration>,
     ) -> Result<Vec<PinnedBuf>> {
         let patience = timeout.map_or(Patience::Forever, Patience::until);
-        let (store, wants) = self.wants(requests)?;
-        let grants = self.acquire_all(store, &wants, patience)?;
-        // SAFETY: granted to us just now.
-        Ok(grants.into_iter().map(|grant| unsafe { buffer(&store.depot, grant) }).collect())
+        self.acquire(requests, patience)
     }
 
     /// The same for a task.
     #[must_use = "nothing happens until it is awaited"]
     pub fn checkout_many_async<'a>(&self, requests: impl AsRef<[Request<'a>]>) -> CheckoutMany {
-        let wants = self.wants(requests.as_ref()).map(|(store, wants)| (store.depot.clone(), wants));
-        CheckoutMany { pool: self.clone(), wants: Some(wants), waiting: None }
+        let requests = requests.as_ref();
+        // What borrows the caller's string is looked up now; the future owns the rest.
+        let errand = self.errand(requests).map(|e| (e.first, e.store.depot.number(), e.wants));
+        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None }
     }
 
     /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted.
@@ -314,13 +312,14 @@ impl Pool {
         if let Some(buf) = self.hit(request) {
             return Ok(fresh(buf));
         }
-        let (store, wants) = self.wants(&[request])?;
-        if let Take::Got(grant) = store.depot.try_take(wants[0])? {
+        let errand = self.errand(&[request])?;
+        if let Some((depot, mut grants)) = self.try_errand(&errand)? {
             // SAFETY: granted to us just now.
-            return Ok(fresh(unsafe { buffer(&store.depot, grant) }));
+            let buf = grants.pop().map(|grant| unsafe { buffer(&depot, grant) });
+            return buf.map(fresh).ok_or(Error::ZeroLength);
         }
-        if let Placement::Class(class) = wants[0].placement {
-            for depot in [&store.depot, &self.0.main.depot] {
+        if let Placement::Class(class) = errand.wants[0].placement {
+            for depot in [&self.0.main.depot, &errand.store.depot] {
                 if let Some((key, mut segment)) = timeline.claim(depot, class) {
                     // Both names of the segment, ours and the claim's, are to carry the new length.
                     timeline.rebook_claim(key, request.len);
@@ -362,45 +361,65 @@ impl Pool {
     #[cold]
     #[inline(never)]
     fn checkout_slow(&self, request: Request<'_>, patience: Patience) -> Result<PinnedBuf> {
-        let (store, wants) = self.wants(&[request])?;
-        let mut grants = self.acquire_all(store, &wants, patience)?;
-        match grants.pop() {
-            // SAFETY: granted to us just now.
-            Some(grant) => Ok(unsafe { buffer(&store.depot, grant) }),
-            None => Err(Error::ZeroLength),
+        self.acquire(&[request], patience)?.pop().ok_or(Error::ZeroLength)
+    }
+
+    /// Checks requests, and finds where they may be served from.
+    fn errand(&self, requests: &[Request<'_>]) -> Result<Errand<'_>> {
+        let reserve = requests.first().and_then(|r| r.reserve);
+        if requests.iter().any(|r| r.reserve != reserve) {
+            return Err(Error::Config("buffers that are asked for together must name the same reserve".into()));
+        }
+        let place = |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
+        let main = &self.0.main;
+        let Some(name) = reserve else { return Ok(Errand { first: None, store: main, wants: place(main)? }) };
+        let known = self.0.reserves.iter().find(|r| r.0 == name);
+        let (_, store) = known.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
+        match (place(main), place(store)) {
+            (first, Ok(wants)) => Ok(Errand { first: first.ok(), store, wants }),
+            // Larger than the reserve: then it is like any other request.
+            (Ok(wants), Err(_)) => Ok(Errand { first: None, store: main, wants }),
+            (Err(error), Err(_)) => Err(error),
         }
     }
 
-    /// Checks requests, and finds the store that they wait at. A request that names a reserve is served by the pool
-    /// proper as long as that has something free.
-    fn wants(&self, requests: &[Request<'_>]) -> Result<(&Store, Vec<Want>)> {
-        let reserve = requests.first().and_then(|r| r.reserve);
-        if requests.iter().any(|r| r.reserve != reserve) {
-            return Err(Error::Config(
-                "buffers that are asked for together must name the same reserve".into(),
-            ));
-        }
-        let store = match reserve {
-            None => &self.0.main,
-            Some(name) => {
-                let reserve = self.0.reserves.iter().find(|r| r.0 == name);
-                let (_, reserve) =
-                    reserve.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
-                let main = &self.0.main;
-                let place = |s: &Store| {
-                    requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>()
-                };
-                // Ordinary bytes first: the reserve is for when there are none.
-                if let Ok(wants) = place(main) {
-                    if main.depot.can_take(&wants)? {
-                        return Ok((main, wants));
-                    }
-                }
-                return Ok((reserve, place(reserve)?));
+    /// Everything that can be had without waiting for anybody: from the pool proper, then from the reserve.
+    fn try_errand(&self, errand: &Errand<'_>) -> Result<Option<(Arc<Depot>, Vec<Grant>)>> {
+        let both = errand.first.iter().map(|wants| (&self.0.main, wants)).chain([(errand.store, &errand.wants)]);
+        for (store, wants) in both {
+            if let Some(grants) = self.try_all(store, wants)? {
+                return Ok(Some((store.depot.clone(), grants)));
             }
-        };
-        let wants = requests.iter().map(|r| store.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>()?;
-        Ok((store, wants))
+        }
+        Ok(None)
+    }
+
+    /// The same, and if there is nothing: asks the streams what is done, and has the memory grow. Whether it grows.
+    fn try_hard(&self, errand: &Errand<'_>) -> Result<std::result::Result<(Arc<Depot>, Vec<Grant>), bool>> {
+        if let Some(got) = self.try_errand(errand)? {
+            return Ok(Ok(got));
+        }
+        // Memory is short: whatever is done must come back now.
+        if self.reap() {
+            if let Some(got) = self.try_errand(errand)? {
+                return Ok(Ok(got));
+            }
+        }
+        if let Some(wants) = &errand.first {
+            self.grow(&self.0.main, wants);
+        }
+        let growing = self.grow(errand.store, &errand.wants);
+        // On a stepped device growing is over already.
+        if self.stepped() {
+            if let Some(got) = self.try_errand(errand)? {
+                return Ok(Ok(got));
+            }
+        }
+        Ok(Err(growing))
+    }
+
+    fn stepped(&self) -> bool {
+        self.0.devices[0].context().driver().stepped().is_some()
     }
 
     fn try_all(&self, store: &Store, wants: &[Want]) -> Result<Option<Vec<Grant>>> {
@@ -413,40 +432,33 @@ impl Pool {
         }
     }
 
-    fn acquire_all(&self, store: &Store, wants: &[Want], patience: Patience) -> Result<Vec<Grant>> {
-        if wants.is_empty() {
+    fn acquire(&self, requests: &[Request<'_>], patience: Patience) -> Result<Vec<PinnedBuf>> {
+        if requests.is_empty() {
             return Ok(Vec::new());
         }
         let since = Instant::now();
-        if let Some(grants) = self.try_all(store, wants)? {
-            return Ok(grants);
-        }
-        // Memory is short: whatever is done must come back now.
-        if self.reap() {
-            if let Some(grants) = self.try_all(store, wants)? {
-                return Ok(grants);
-            }
-        }
-        let growing = self.grow(store, wants);
-        let len = wants.iter().map(|w| w.len).sum();
+        let errand = self.errand(requests)?;
+        let growing = match self.try_hard(&errand)? {
+            Ok((depot, grants)) => return Ok(buffers(&depot, grants)),
+            Err(growing) => growing,
+        };
+        let depot = &errand.store.depot;
+        let len = errand.wants.iter().map(|w| w.len).sum();
         let deadline = match patience {
-            Patience::None => {
-                // On a stepped device growing is over already.
-                let late = if growing { self.try_all(store, wants)? } else { None };
-                let capacity = store.depot.config().capacity;
-                return late.ok_or(Error::Exhausted { len, capacity });
-            }
+            Patience::None => return Err(Error::Exhausted { len, capacity: depot.config().capacity }),
             Patience::Until(deadline) => Some(deadline),
             Patience::Forever => None,
         };
         let span = tracing::debug_span!(target: "pinpool::pool", "wait", bytes = len);
         let _entered = span.enter();
-        let key = store.depot.join(wants.to_vec(), Wake::Thread(crate::sync::thread::current()), growing)?;
-        if self.0.devices[0].context().driver().stepped().is_some() {
-            return self.wait_stepped(store, key, since);
-        }
-        self.reap();
-        store.depot.wait(key, deadline, since)
+        let key = depot.join(errand.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
+        let grants = if self.stepped() {
+            self.wait_stepped(errand.store, key, since)
+        } else {
+            self.reap();
+            depot.wait(key, deadline, since)
+        };
+        grants.map(|grants| buffers(depot, grants))
     }
 
     /// Waiting where nothing moves by itself: this thread moves the devices.
@@ -697,6 +709,21 @@ unsafe fn buffer(depot: &Depot, grant: Grant) -> PinnedBuf {
     unsafe { PinnedBuf::new(Segment::new(depot, grant), 0) }
 }
 
+/// Grants made to the caller just now, as buffers.
+fn buffers(depot: &Depot, grants: Vec<Grant>) -> Vec<PinnedBuf> {
+    // SAFETY: the callers have their grants from this depot and use them nowhere else.
+    grants.into_iter().map(|grant| unsafe { buffer(depot, grant) }).collect()
+}
+
+/// What is asked for, and of whom.
+struct Errand<'a> {
+    /// For a request that names a reserve: the pool proper is asked first, since the reserve is for when it has nothing.
+    first: Option<Vec<Want>>,
+    /// Where the request waits.
+    store: &'a Store,
+    wants: Vec<Want>,
+}
+
 /// How long to wait.
 #[derive(Clone, Copy, Debug)]
 enum Patience {
@@ -812,13 +839,6 @@ impl fmt::Debug for Pool {
     }
 }
 
-impl Deref for Checkout {
-    type Target = CheckoutMany;
-    fn deref(&self) -> &CheckoutMany {
-        &self.0
-    }
-}
-
 /// The future of [`Pool::checkout_async`].
 #[derive(Debug)]
 #[must_use = "nothing happens until it is awaited"]
@@ -838,32 +858,26 @@ impl Future for Checkout {
 #[must_use = "nothing happens until it is awaited"]
 pub struct CheckoutMany {
     pool: Pool,
-    wants: Option<Result<(Arc<Depot>, Vec<Want>)>>,
+    errand: Option<Result<(Option<Vec<Want>>, u64, Vec<Want>)>>,
     waiting: Option<(Arc<Depot>, usize)>,
 }
 
 impl CheckoutMany {
     fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<PinnedBuf>>> {
-        let Some(wants) = self.wants.take() else { return Ok(None) };
-        let (depot, wants) = wants?;
+        let Some(errand) = self.errand.take() else { return Ok(None) };
+        let (first, number, wants) = errand?;
+        if wants.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
         let pool = self.pool.clone();
-        let Some(store) = pool.stores().find(|s| Arc::ptr_eq(&s.depot, &depot)) else {
-            return Err(Error::Closed);
+        let Some(store) = pool.stores().find(|s| s.depot.number() == number) else { return Err(Error::Closed) };
+        let errand = Errand { first, store, wants };
+        let growing = match pool.try_hard(&errand)? {
+            Ok((depot, grants)) => return Ok(Some(buffers(&depot, grants))),
+            Err(growing) => growing,
         };
-        let ready = |grants: Vec<Grant>| {
-            // SAFETY: granted to us just now.
-            grants.into_iter().map(|grant| unsafe { buffer(&depot, grant) }).collect()
-        };
-        if let Some(grants) = pool.try_all(store, &wants)? {
-            return Ok(Some(ready(grants)));
-        }
-        if pool.reap() {
-            if let Some(grants) = pool.try_all(store, &wants)? {
-                return Ok(Some(ready(grants)));
-            }
-        }
-        let growing = pool.grow(store, &wants);
-        let key = depot.join(wants, Wake::Task(cx.waker().clone()), growing)?;
+        let depot = store.depot.clone();
+        let key = depot.join(errand.wants, Wake::Task(cx.waker().clone()), growing)?;
         self.waiting = Some((depot, key));
         Ok(None)
     }

@@ -6,7 +6,6 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::depot::fork_generation;
 use crate::device::context::Context;
 use crate::device::host::HostNode;
 use crate::device::memory::DeviceBuffer;
@@ -64,10 +63,10 @@ impl Device {
         let mut open = OPEN.lock();
         let open = open.get_or_insert_with(HashMap::new);
         let known = open.get(driver.name()).and_then(Weak::upgrade);
-        if let Some(inner) = known.filter(|inner| inner.context.forks() == fork_generation()) {
+        if let Some(inner) = known.filter(|inner| !inner.context.forked()) {
             return Ok(Self(inner));
         }
-        let device = Self::start(Context::new(driver, fork_generation())?)?;
+        let device = Self::start(Context::new(driver)?)?;
         open.insert(device.name().to_owned(), Arc::downgrade(&device.0));
         Ok(device)
     }
@@ -77,11 +76,11 @@ impl Device {
     /// # Errors
     /// [`Error::UnknownDevice`] for an ordinal that the node does not have.
     pub fn on(node: &HostNode, ordinal: u32) -> Result<Self> {
-        Self::start(Context::new(node.driver(ordinal)?, fork_generation())?)
+        Self::start(Context::new(node.driver(ordinal)?)?)
     }
 
     fn start(context: Arc<Context>) -> Result<Self> {
-        let reaper = Reaper::start(context.name(), context.driver().stepped().is_some())?;
+        let reaper = Reaper::start(&context)?;
         Ok(Self(Arc::new(Inner { context, reaper })))
     }
 

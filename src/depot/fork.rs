@@ -6,7 +6,7 @@
 //! `Command::spawn` is not affected: its child runs no code of ours before it becomes another program.
 
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Depot;
 use crate::freelist::mode;
@@ -14,8 +14,6 @@ use crate::freelist::mode;
 /// Guards [`DEPOTS`]. A bare flag: the child of a fork must be able to reset it, which a mutex that parks does not allow.
 static LOCKED: AtomicBool = AtomicBool::new(false);
 static DEPOTS: Depots = Depots(std::cell::UnsafeCell::new(Vec::new()));
-/// Forks that led to this process, as far as this crate was loaded in the parents.
-static FORKS: AtomicU32 = AtomicU32::new(0);
 
 struct Depots(std::cell::UnsafeCell<Vec<(u64, *const Depot)>>);
 
@@ -34,18 +32,13 @@ fn unlock() {
 }
 
 fn in_child() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
+    crate::os::note_fork();
     // SAFETY: the parent's side of the fork took the lock before forking, and this thread is the only one.
     for (_, depot) in unsafe { &*DEPOTS.0.get() } {
         // SAFETY: depots leave the list before they are freed.
         unsafe { &**depot }.gate().force(mode::FORKED);
     }
     unlock();
-}
-
-/// A number that differs between this process and its forks.
-pub(crate) fn generation() -> u32 {
-    FORKS.load(Ordering::Relaxed)
 }
 
 /// Adds a depot to those that a fork shuts.

@@ -49,7 +49,6 @@ use crate::region::{RegionId, Regions};
 use crate::segment::{CLASSES, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
-pub(crate) use fork::generation as fork_generation;
 use queue::Queue;
 pub(crate) use queue::{Grant, Outcome, Wake, Want};
 pub(crate) use raw::Segment;
@@ -285,17 +284,6 @@ impl Depot {
         })
     }
 
-    /// Whether all of these are free just now.
-    pub(crate) fn can_take(&self, wants: &[Want]) -> Result<bool> {
-        let grants = self.try_take_all(wants)?;
-        let any = grants.is_some();
-        for Grant { slot, len } in grants.into_iter().flatten() {
-            // SAFETY: granted just now, and given back unseen.
-            unsafe { Self::put(NonNull::from(self), slot, len) };
-        }
-        Ok(any)
-    }
-
     /// Counts bytes that are about to be pinned, whatever the capacity.
     pub(crate) fn plan_bytes(&self, bytes: usize) {
         self.core.lock().growing += bytes;
@@ -382,6 +370,10 @@ impl Depot {
 
     /// Takes back everything that shards and racks cache. `false` if that was nothing.
     fn collect(&self, core: &mut Core) -> bool {
+        let cached = |shard: &Arc<Shard>| Class::all().any(|class| shard.count(class).cached > 0);
+        if self.racked.load(Ordering::Relaxed) == 0 && !core.roster.shards().any(cached) {
+            return false;
+        }
         self.gate.quiesce(mode::INSPECT, core.roster.shards());
         let any = self.sweep(core);
         self.gate.open(mode::INSPECT);
@@ -488,15 +480,15 @@ impl Depot {
             if self.limit(&mut core, shard, class) == 0 {
                 return false;
             }
+            // The lock is released last, and who frees the depot has to take it first.
             let Some(mut held) = self.gate.enter(shard) else { return false };
             // SAFETY: the caller's word.
             return matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
         }
         let half = held.drain(class, limit.div_ceil(2));
         let rest = self.hang_up(class, held.number(), half);
-        // SAFETY: the caller's word. There is room now.
-        let kept = matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
         drop(held);
+        // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
         if let Err(chain) = rest {
             let mut core = self.core.lock();
             // SAFETY: drained from our shard, so free and alive.
@@ -507,7 +499,9 @@ impl Depot {
             drop(core);
             wakes.into_iter().for_each(Wake::wake);
         }
-        kept
+        let Some(mut held) = self.gate.enter(shard) else { return false };
+        // SAFETY: the caller's word.
+        matches!(unsafe { held.put(class, slot, len) }, Put::Kept)
     }
 
     /// Leaves a chain on a rack, as long as racks hold no more than their share.

@@ -25,7 +25,7 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    pub(crate) fn new(driver: Arc<dyn Driver>, forks: u32) -> Result<Arc<Self>> {
+    pub(crate) fn new(driver: Arc<dyn Driver>) -> Result<Arc<Self>> {
         let worker = Worker::start(driver.name(), driver.stepped().is_some())?;
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
@@ -35,7 +35,7 @@ impl Context {
             worker,
             events: Mutex::new(Vec::new()),
             poison: OnceLock::new(),
-            forks,
+            forks: crate::os::forks(),
         }))
     }
 
@@ -56,9 +56,9 @@ impl Context {
         self.driver.name()
     }
 
-    /// The number of forks when the device was opened: a child of a fork must leave it alone.
-    pub(crate) fn forks(&self) -> u32 {
-        self.forks
+    /// Whether this is a child of the process that opened the device: the driver, and our threads, are not here.
+    pub(crate) fn forked(&self) -> bool {
+        self.forks != crate::os::forks()
     }
 
     /// The error that the device was lost with, if it was.
@@ -107,7 +107,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         let events = std::mem::take(self.events.get_mut());
-        if self.poison.get().is_some() || events.is_empty() {
+        if self.poison.get().is_some() || events.is_empty() || self.forked() {
             return;
         }
         let driver = self.driver.clone();

@@ -30,6 +30,9 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
+        if self.context.forked() {
+            return;
+        }
         let (driver, ptr) = (self.context.driver().clone(), self.ptr);
         self.context.worker().send(move || {
             if let Err(error) = driver.free(ptr) {

@@ -14,6 +14,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 
 use super::timeline::Timeline;
+use crate::device::context::Context;
 use crate::error::{Error, Result};
 
 const SHORTEST: Duration = Duration::from_micros(50);
@@ -46,6 +47,7 @@ pub(crate) struct Listing(Arc<Shared>);
 #[derive(Debug)]
 pub(crate) struct Reaper {
     listing: Listing,
+    context: Arc<Context>,
 }
 
 impl Listing {
@@ -93,20 +95,17 @@ impl Listing {
 }
 
 impl Reaper {
-    /// Starts the thread, or, with `inline`, does without.
-    pub(crate) fn start(device: &str, inline: bool) -> Result<Self> {
+    /// Starts the thread; a stepped device does without.
+    pub(crate) fn start(context: &Arc<Context>) -> Result<Self> {
         let listing = Listing::default();
-        if !inline {
+        if context.driver().stepped().is_none() {
             let shared = listing.0.clone();
-            std::thread::Builder::new()
-                .name(format!("pinpool-reap-{device}"))
-                .spawn(move || run(&shared))
-                .map_err(|e| Error::Unavailable {
-                    device: device.into(),
-                    why: format!("no thread could be started: {e}"),
-                })?;
+            let device = context.name();
+            std::thread::Builder::new().name(format!("pinpool-reap-{device}")).spawn(move || run(&shared)).map_err(
+                |e| Error::Unavailable { device: device.into(), why: format!("no thread could be started: {e}") },
+            )?;
         }
-        Ok(Self { listing })
+        Ok(Self { listing, context: context.clone() })
     }
 
     pub(crate) fn listing(&self) -> &Listing {
@@ -116,6 +115,10 @@ impl Reaper {
 
 impl Drop for Reaper {
     fn drop(&mut self) {
+        // In the child of a fork there is no thread to tell, and the lock may have been anyone's.
+        if self.context.forked() {
+            return;
+        }
         self.listing.0.inbox.lock().closing = true;
         self.listing.0.bell.notify_one();
     }

@@ -42,7 +42,7 @@ use crossbeam::utils::CachePadded;
 use slab::Slab;
 
 use super::reaper::Listing;
-use crate::depot::{Depot, Segment, Wake, fork_generation};
+use crate::depot::{Depot, Segment, Wake};
 use crate::device::context::Context;
 use crate::device::memory::Allocation;
 use crate::device::{EventHandle, StreamHandle};
@@ -293,7 +293,7 @@ impl Timeline {
     }
 
     fn forked(&self) -> bool {
-        self.context.forks() != fork_generation()
+        self.context.forked()
     }
 
     /// Whether anything can be submitted.
@@ -522,6 +522,9 @@ impl Timeline {
 
     /// The reaper's look: closes what has been open since the last look (or at once, with `now`), and asks.
     pub(crate) fn pass(&self, now: bool) -> bool {
+        if self.forked() {
+            return false;
+        }
         if let Some(error) = self.context.poisoned() {
             self.lose(error);
         }
