@@ -53,3 +53,22 @@ fn nothing_comes_back_before_the_device_is_done() {
     assert!(device.reap());
     assert_eq!(pool.check().unwrap().in_flight, 0);
 }
+
+#[test]
+fn a_stream_waits_for_another() {
+    let node = HostNode::new(HostConfig::new().memory(1 << 20).stepped(2)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(1 << 20).build().unwrap();
+    let (first, second) = (device.stream().unwrap(), device.stream().unwrap());
+    let memory = device.alloc(4096).unwrap();
+    let mut buf = pool.checkout(4096).unwrap();
+    buf.extend_from_slice(&[9; 4096]);
+    drop(first.upload(buf, &memory).unwrap());
+    second.wait_for(&first).unwrap();
+    let landing = pool.checkout(4096).unwrap();
+    let back = second.download(&memory, landing).unwrap();
+    // The second stream has nothing to run until the first has.
+    assert!(!node.step_stream(0, 1));
+    assert_eq!(*back.wait().unwrap(), [9; 4096]);
+    pool.check().unwrap();
+}

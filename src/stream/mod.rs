@@ -8,7 +8,7 @@ pub(crate) mod timeline;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::runtime::Device;
 use timeline::Timeline;
 
@@ -41,6 +41,19 @@ impl Stream {
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// What is submitted to this stream from now on starts only after everything submitted to `other` so far. The
+    /// caller does not wait. Both must be streams of one device.
+    ///
+    /// # Errors
+    /// [`Error::WrongDevice`]; what the driver says; what either stream was lost with.
+    pub fn wait_for(&self, other: &Self) -> Result<()> {
+        if !Arc::ptr_eq(self.timeline.context(), other.timeline.context()) {
+            return Err(Error::WrongDevice { device: self.device.name().into() });
+        }
+        self.timeline.usable()?;
+        other.timeline.wait_here(self.timeline.stream())
     }
 
     /// Waits until everything submitted so far is done.

@@ -55,7 +55,7 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering,
 const TICK_ENTRIES: usize = 16;
 const TICK_BYTES: usize = 4 << 20;
 /// How often recording may fail for reasons of the moment before what waits for a mark is given up.
-const RECORD_TRIES: u32 = 64;
+const RECORD_TRIES: u32 = 1000;
 /// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
 const SPIN: Duration = Duration::from_micros(50);
 
@@ -393,22 +393,38 @@ impl Timeline {
 
     // --- marking -----------------------------------------------------------------------------------------------------
 
-    /// Closes the open tick and records its mark. Failing is no error of the caller's: the entries wait for a later
-    /// mark.
+    /// Closes the open tick, if anything is in it, and records its mark. Failing is no error of the caller's: the entries
+    /// wait for a later mark.
     pub(crate) fn close(&self) {
+        let _ = self.close_with(false, |_| Ok(()));
+    }
+
+    /// Makes `waiter`, a stream of the same device, start its later work only after everything submitted here so far.
+    pub(crate) fn wait_here(self: &Arc<Self>, waiter: StreamHandle) -> Result<()> {
+        self.usable()?;
+        // The mark is new even where nothing is in flight: work that we do not see may be on the stream.
+        self.close_with(true, |event| self.context.noting(self.context.driver().wait_event(waiter, event)))?;
+        if !std::mem::replace(&mut self.state.lock().listed, true) {
+            self.reaper.list(self);
+        }
+        Ok(())
+    }
+
+    /// Closes the open tick and records its mark; `recorded` sees the event before anyone may recycle it.
+    fn close_with(&self, always: bool, recorded: impl FnOnce(EventHandle) -> Result<()>) -> Result<()> {
         if self.forked() {
-            return;
+            return Err(Error::Forked);
         }
         // The event first: without one nothing is closed.
-        let event = match self.context.event() {
-            Ok(event) => event,
-            Err(error) => return self.not_marked(&error),
-        };
+        let event = self.context.event().inspect_err(|error| self.not_marked(error))?;
         let tick = {
             let mut state = self.state.lock();
-            if state.lost.is_some() || (state.open_entries == 0 && state.unmarked == 0) {
+            let nothing = state.open_entries == 0 && state.unmarked == 0 && !always;
+            if nothing || state.lost.is_some() {
+                let lost = state.lost.clone();
                 drop(state);
-                return self.context.recycle(event);
+                self.context.recycle(event);
+                return lost.map_or(Ok(()), Err);
             }
             let tick = state.open;
             state.open += 1;
@@ -418,33 +434,35 @@ impl Timeline {
         };
         #[cfg(pinpool_planted = "mark_before_record")]
         self.state.lock().marks.push_back((tick, event));
-        match self.context.noting(self.context.driver().record(event, self.stream)) {
-            Ok(()) => {
-                let mut state = self.state.lock();
-                #[cfg(not(pinpool_planted = "mark_before_record"))]
-                state.marks.push_back((tick, event));
-                if state.unmarked <= tick {
-                    state.unmarked = 0;
-                }
-                state.failures = 0;
-            }
-            // The event may have been recorded all the same, so nobody may record it again: it is not recycled.
-            Err(error) => self.not_marked(&error),
+        // Where recording fails the event may have been recorded all the same, so nobody may record it again: it is not
+        // recycled.
+        let result = self.context.noting(self.context.driver().record(event, self.stream));
+        result.inspect_err(|error| self.not_marked(error))?;
+        let used = recorded(event);
+        let mut state = self.state.lock();
+        #[cfg(not(pinpool_planted = "mark_before_record"))]
+        state.marks.push_back((tick, event));
+        if state.unmarked <= tick {
+            state.unmarked = 0;
         }
+        state.failures = 0;
+        used
     }
 
     /// Recording failed. What can be tried again is tried again by the reaper.
     fn not_marked(&self, error: &Error) {
         let give_up = {
             let mut state = self.state.lock();
-            state.failures += 1;
+            // While a stream is captured nothing can be recorded on it; that ends, and says nothing of the device.
+            state.failures += u32::from(error.class() != ErrorClass::Capture);
             if state.open_entries > 0 && state.unmarked == 0 {
                 // Not even an event: closing is due all the same.
                 state.seen = state.open;
             }
-            error.class() != ErrorClass::Moment || state.failures >= RECORD_TRIES
+            let passes = matches!(error.class(), ErrorClass::Moment | ErrorClass::Capture);
+            !passes || state.failures >= RECORD_TRIES
         };
-        tracing::warn!(target: "pinpool::stream", device = self.context.name(), %error, give_up, "a mark could not be recorded");
+        tracing::debug!(target: "pinpool::stream", device = self.context.name(), %error, give_up, "a mark could not be recorded");
         if give_up {
             self.lose(error);
         }
