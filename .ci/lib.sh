@@ -1,0 +1,66 @@
+# Sourced by .ci/run and .ci/full, and by the helpers beside them: what they share.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export CARGO_INCREMENTAL=0 CARGO_TERM_COLOR="${CARGO_TERM_COLOR:-never}" RUST_BACKTRACE="${RUST_BACKTRACE:-1}"
+PATH="$PATH:${CARGO_HOME:-$HOME/.cargo}/bin" # where `cargo install` puts things
+# Each step sets its own flags; flags from outside would make them test something else.
+unset RUSTFLAGS RUSTDOCFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR
+
+# One line a step: NAME <tab> RESULT <tab> SECONDS. .ci/full gives the file, so that both scripts write into one.
+CI_ROWS="${CI_ROWS:-$PWD/target/ci-rows.$$}"
+# 1: go on after a failed step and fail at the end; 0: stop there.
+CI_KEEP_GOING="${CI_KEEP_GOING:-0}"
+export CI_ROWS CI_KEEP_GOING
+
+say() { printf '%s\n' "$*"; }
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# step NAME COMMAND...: prints a heading, runs the command, prints and notes how it went and for how long.
+step() {
+    local name="$1" start="$SECONDS" rc=0 took result
+    shift
+    printf '\n======== %s\n+ %s\n' "$name" "$*"
+    # A program or a script, never a function: inside `||` a function would lose its `set -e`.
+    "$@" </dev/null || rc=$?
+    took=$((SECONDS - start))
+    if ((rc == 0)); then result=ok; else result="FAILED ($rc)"; fi
+    printf -- '-------- %s: %s, %d s\n' "$name" "$result" "$took"
+    printf '%s\t%s\t%d\n' "$name" "$result" "$took" >>"$CI_ROWS"
+    if ((rc != 0)) && [ "$CI_KEEP_GOING" != 1 ]; then
+        table
+        die "step '$name' failed with status $rc"
+    fi
+}
+
+# skip NAME WHY: notes a step that is not run.
+skip() {
+    printf '\n======== %s\n-------- %s: skipped (%s)\n' "$1" "$1" "$2"
+    printf '%s\tskipped: %s\t0\n' "$1" "$2" >>"$CI_ROWS"
+}
+
+# Prints the steps so far.
+table() {
+    printf '\n%-44s %-28s %8s\n' step result seconds
+    awk -F '\t' '{ printf "%-44s %-28s %8d\n", $1, $2, $3; s += $3 } END { printf "%-44s %-28s %8d\n", "in all", "", s }' "$CI_ROWS"
+}
+
+failed() { grep -c "$(printf '\t')FAILED" "$CI_ROWS" || true; }
+
+# The first version that Cargo.toml promises, such as 1.85.
+msrv() { sed -n 's/^rust-version *= *"\([0-9.]*\)"/\1/p' Cargo.toml; }
+
+# The test targets that run code. Those that use trybuild run the compiler, and gain nothing from a sanitizer or mutants.
+run_tests() {
+    local file
+    printf -- '--lib'
+    for file in tests/*.rs; do
+        [ -e "$file" ] || continue
+        grep -q trybuild "$file" || printf -- ' --test %s' "$(basename "$file" .rs)"
+    done
+    printf '\n'
+}
