@@ -89,8 +89,13 @@ impl Listing {
         for timeline in self.known() {
             progress |= timeline.pass(true);
         }
-        // Without a thread nobody else empties the list.
-        self.0.inbox.lock().arrived.retain(|t| !t.unlist());
+        // Without a thread nobody else empties the list. What leaves it is dropped after the lock is released.
+        let mut inbox = self.0.inbox.lock();
+        let (idle, busy) = std::mem::take(&mut inbox.arrived).into_iter().partition(|t| t.unlist());
+        inbox.arrived = busy;
+        drop(inbox);
+        let idle: Vec<Arc<Timeline>> = idle;
+        drop(idle);
         progress
     }
 }
@@ -123,6 +128,10 @@ impl Drop for Reaper {
         // In the child of a fork there is no thread to tell, and the lock may have been anyone's.
         if self.context.forked() {
             return;
+        }
+        if self.context.driver().stepped().is_some() {
+            // The last look: what is still in flight after it stays, with its memory, for good.
+            self.listing.pass();
         }
         self.listing.0.inbox.lock().closing = true;
         self.listing.0.bell.notify_one();
