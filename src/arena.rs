@@ -553,6 +553,15 @@ impl Arena {
         !idle.is_empty()
     }
 
+    /// Whether any extent, all of it free, has room for the placement.
+    pub(crate) fn has_extent_for(&self, placement: Placement) -> bool {
+        let (need, align) = placement.fresh_pages();
+        self.extents.iter().any(|(_, e)| {
+            let page = e.base.as_ptr().addr() / PAGE;
+            page.next_multiple_of(align) - page + need <= e.pages as usize
+        })
+    }
+
     /// Whether the placement could be served if everything that is not quarantined came back.
     pub(crate) fn could_serve(&self, placement: Placement, stuck: impl Fn(&Slot) -> bool) -> bool {
         let slots = |run: &Run| (0..run.count).map(|i| self.slot(run, i)).collect::<Vec<_>>();

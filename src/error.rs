@@ -134,8 +134,12 @@ pub enum Error {
     /// The deadline passed first.
     #[error("timed out after {0:?}")]
     Timeout(Duration),
-    /// Waiting cannot help: what the request needs is quarantined, or larger than all that the pool may hold.
-    #[error("no amount of waiting frees {len} bytes: {quarantined} bytes are quarantined of {capacity}")]
+    /// Waiting cannot help: what the request needs is quarantined, or larger than any region that the pool has or may
+    /// still get.
+    #[error(
+        "no amount of waiting frees {len} bytes in one piece: the pool is at its capacity of {capacity} bytes, \
+         {quarantined} of them are quarantined, and no region has room; configure larger regions, or trim idle ones"
+    )]
     Impossible {
         /// Bytes asked for.
         len: usize,

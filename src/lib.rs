@@ -1,4 +1,108 @@
-//! pinpool
+//! A pool of page-locked ("pinned") host memory for inference servers.
+//!
+//! Pinned memory is what accelerators copy from and to at full speed, and it is slow to get. So it is taken from the
+//! system in large *regions*, once; regions are cut into *segments* by size class; a segment is checked out, filled,
+//! copied to or from a device on a stream, and comes back by itself when the copy is done.
+//!
+//! # The one rule
+//!
+//! **A host-ready buffer never has device work outstanding, and getting one never waits for a stream unless the caller
+//! chose to wait.** Stream order alone does not protect host memory: the CPU writes at once, while an earlier copy may
+//! still read. So what may be done with a buffer is its type:
+//!
+//! | type | the CPU may | the device may |
+//! | --- | --- | --- |
+//! | [`PinnedBuf`], host-ready | read what was written, and write | do nothing |
+//! | [`StreamBuf`], stream-ready | do nothing | use it on one stream, in order |
+//! | [`InFlight`] | do nothing | read or write it at any time, until it is done |
+//!
+//! Submitting a copy takes the buffer; waiting for it, or awaiting it, gives it back; dropping the handle lets the
+//! segment return to the pool by itself.
+//!
+//! # Example
+//!
+//! ```
+//! use pinpool::{Device, Pool, Unpinned};
+//!
+//! let device = Device::open("auto")?; // or "host"
+//! // Refusing to go on without page locks is the default; this runs under any memlock limit.
+//! let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+//! let stream = device.stream()?;
+//! let weights = device.alloc(5)?;
+//!
+//! let mut buf = pool.checkout(5)?; // host-ready, and ours alone
+//! buf.extend_from_slice(b"hello");
+//! let sent = stream.upload(buf, weights.slice(..))?; // takes buf: nobody can write under the copy
+//! let buf = sent.wait()?; // have it back, to fill again
+//! drop(stream.upload(buf, weights.slice(..))?); // or let it return when the copy is done
+//!
+//! let landing = pool.checkout_on(&stream, 5)?; // stream-ready: may still be in flight on this very stream
+//! let back = stream.download(weights.slice(..), landing)?.wait()?;
+//! assert_eq!(*back, *b"hello");
+//! # Ok::<(), pinpool::Error>(())
+//! ```
+//!
+//! # Where to look
+//!
+//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`].
+//! - Checking out: [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms;
+//!   [`Pool::checkout_or_unpinned`] where plain memory is better than none. [`Request`] names alignment and reserve.
+//! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
+//!   that others submit.
+//! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`].
+//! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
+//! - Errors: [`Error::class`] says what an error means for what comes next.
+//! - Testing: [`host`], a device that can be told to be late, to fail, to hang and to die.
+//!
+//! # The layer rule
+//!
+//! Each module knows only those above it in this table, so nothing calls upward; [`Pool`] puts them in order. Unsafe
+//! code is denied everywhere but in the modules that are marked, and there each block says why it is sound.
+//!
+//! | module | what it knows | unsafe |
+//! | --- | --- | --- |
+//! | `error` | what can go wrong, and what that means | |
+//! | `os` | the system calls, all of them | yes |
+//! | `sync` | atomics, locks and fences: the standard library's or loom's | |
+//! | `segment` | the segment rule and the size classes: integer arithmetic only | |
+//! | `freelist` | the lock-free parts; no device and no policy | yes |
+//! | `arena` | extents, runs and segments, and a check of every invariant | yes |
+//! | `device` | the contract: what a device must do; below it, the devices | yes |
+//! | `region` | where pinned ranges come from, written against the contract | yes |
+//! | `depot` | what buffers drop into: shards, waiters, returns | yes |
+//! | `stream` | timelines and holds, and who finds out what is done | yes |
+//! | `runtime` | an opened device: its context and its reaper | |
+//! | `buffer` | the types of buffers and of what is in flight | yes |
+//! | `config` | how a pool is set up | |
+//! | `pool` | the public face: trying, growing, waiting, ending | yes |
+//! | `copy` | copies between buffers and device memory | yes |
+//!
+//! # Features
+//!
+//! | feature | default | what it adds |
+//! | --- | --- | --- |
+//! | `cli` | no | the `pinpool` command, with which files can be moved to a device and back |
+//!
+//! The host device is always there. Features are additive. Support for CUDA and Ascend is planned behind the same
+//! contract and is not in yet.
+//!
+//! # Events
+//!
+//! The crate logs through [`tracing`], and never for a hit or a copy:
+//!
+//! | target | what |
+//! | --- | --- |
+//! | `pinpool::device` | opening; a device that is lost; device memory or events that cannot be freed |
+//! | `pinpool::region` | pinning (a span), memory that is not pinned, pinning that ended early, mappings that leak |
+//! | `pinpool::pool` | building, waiting and shutdown (spans), plain memory given out instead |
+//! | `pinpool::stream` | marks that cannot be made, what is quarantined |
+//!
+//! # Platforms
+//!
+//! Linux on x86_64 and aarch64, Rust 1.85 or later. Elsewhere the crate compiles and [`Device::open`] says that it is
+//! unsupported.
+
+// Parts of the contract and of the checks have no caller outside of tests yet.
 #![allow(dead_code)]
 
 // In the order of the layers: each knows only those above it.
@@ -28,3 +132,8 @@ pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdow
 pub use region::{Pinning, RegionId, RegionInfo, Unpinned};
 pub use runtime::Device;
 pub use stream::Stream;
+
+/// The README's example is compiled and run with the other examples.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -50,6 +50,14 @@ impl<'a> Request<'a> {
         self
     }
 
+    /// Bytes that this request takes of a pool's capacity, rounding included: what to multiply when a pool is sized.
+    ///
+    /// # Errors
+    /// [`Error::ZeroLength`], [`Error::TooLong`] on overflow, [`Error::BadAlignment`].
+    pub fn segment_bytes(&self) -> Result<usize> {
+        Placement::of(self.len, self.align).map(Placement::bytes)
+    }
+
     /// From the reserve of this name, if the pool proper has nothing free.
     #[must_use]
     pub fn reserve(mut self, name: &'a str) -> Self {

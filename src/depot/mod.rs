@@ -644,11 +644,21 @@ impl Depot {
         if total > self.config.capacity.saturating_sub(core.quarantined) {
             return error(wants.iter().map(|w| w.len).sum());
         }
-        if core.quarantined == 0 || core.arena.bytes().total + core.growing < self.config.capacity {
+        if core.growing > 0 {
+            // What is on its way may have room for it; asked again when it is there.
             return None;
         }
+        let left = self.config.capacity.saturating_sub(core.arena.bytes().total);
         let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-        wants.iter().find(|w| !core.arena.could_serve(w.placement, stuck)).and_then(|w| error(w.len))
+        let never = |w: &&Want| {
+            // Neither a new region nor any that is there, were all of it free.
+            w.placement.bytes() > left
+                && match core.quarantined {
+                    0 => !core.arena.has_extent_for(w.placement),
+                    _ => !core.arena.could_serve(w.placement, stuck),
+                }
+        };
+        wants.iter().find(never).and_then(|w| error(w.len))
     }
 
     fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
@@ -725,6 +735,7 @@ impl Depot {
                 });
                 core.queue = queue;
             }
+            self.fail_hopeless(&mut core, &mut wakes);
             self.start_waiting(&mut core);
         }
         core.serve(&mut wakes);

@@ -1,0 +1,153 @@
+//! The command line.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+const EXIT_STATUS: &str = "Exit status: 0 when everything was moved (and verified, if asked), 1 for a mismatch or a \
+                           device that fails, 2 for a command line that cannot be obeyed.";
+
+/// A pool of page-locked host memory for inference servers
+#[derive(Debug, Parser)]
+#[command(name = "pinpool", version, propagate_version = true, after_help = EXIT_STATUS)]
+pub struct Args {
+    /// Print the library's log to stderr; twice for more of it
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Move files to a device through the pool, in overlapped chunks
+    ///
+    /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
+    /// memory that holds all of it. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, the
+    /// download's includes the checksums of what came back.
+    #[command(after_help = EXIT_STATUS)]
+    Load(Load),
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Load {
+    /// Files to move; without any, a sample is made for the time of the run
+    #[arg(value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// The device: auto, host, host:N, cuda:N or acl:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: String,
+    /// The most memory that the pool may pin, such as 64MiB
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
+    pub capacity: usize,
+    /// Bytes copied at a time
+    #[arg(long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
+    pub chunk: usize,
+    /// Threads that read, each with a stream of its own [default: one per core, at most 8]
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub threads: Option<NonZeroUsize>,
+    /// What to do when the system refuses to pin memory
+    #[arg(long, value_enum, default_value_t = Unpinned::Allow)]
+    pub unpinned: Unpinned,
+    /// Bring everything back and compare its checksums with the file's
+    #[arg(long)]
+    pub verify: bool,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+    /// The sample's size, where no file is given
+    #[arg(long, value_name = "SIZE", default_value = "1GiB", value_parser = size, conflicts_with = "files")]
+    pub sample: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Unpinned {
+    /// Fail
+    Refuse,
+    /// Go on with memory that is not pinned, with a warning
+    Allow,
+}
+
+/// The most reader threads: a typing error should not exhaust the system's threads.
+const MAX_THREADS: usize = 1024;
+
+fn threads(text: &str) -> Result<NonZeroUsize, String> {
+    match text.parse::<NonZeroUsize>() {
+        Ok(n) if n.get() <= MAX_THREADS => Ok(n),
+        _ => Err(format!("not a number from 1 to {MAX_THREADS}")),
+    }
+}
+
+/// Reads a size: whole bytes, or a number with a unit.
+fn size(text: &str) -> Result<usize, String> {
+    const UNITS: [(&str, u64); 10] = [
+        ("", 1),
+        ("b", 1),
+        ("kib", 1 << 10),
+        ("mib", 1 << 20),
+        ("gib", 1 << 30),
+        ("tib", 1 << 40),
+        ("kb", 1_000),
+        ("mb", 1_000_000),
+        ("gb", 1_000_000_000),
+        ("tb", 1_000_000_000_000),
+    ];
+    let wrong =
+        || "not a size: write bytes, or a whole number with KiB, MiB, GiB or TiB, such as 64MiB".to_owned();
+    let digits = text.trim().find(|c: char| !c.is_ascii_digit()).unwrap_or(text.trim().len());
+    let (number, unit) = text.trim().split_at(digits);
+    if number.is_empty() {
+        return Err(wrong());
+    }
+    let unit = unit.trim_start().to_ascii_lowercase();
+    let (_, factor) = UNITS.iter().find(|(name, _)| *name == unit).ok_or_else(wrong)?;
+    let bytes = number.parse::<u64>().ok().and_then(|n| n.checked_mul(*factor));
+    match bytes.and_then(|b| usize::try_from(b).ok()).filter(|&b| b <= isize::MAX as usize) {
+        Some(0) => Err("a size of 0 is too small".into()),
+        Some(bytes) => Ok(bytes),
+        None => Err("a size beyond all memory".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read() {
+        let good = [
+            ("1", 1),
+            ("4096", 4096),
+            ("64MiB", 64 << 20),
+            ("2 GiB", 2 << 30),
+            ("3kb", 3000),
+            ("7B", 7),
+            ("1tib", 1 << 40),
+        ];
+        for (text, bytes) in good {
+            assert_eq!(size(text), Ok(bytes), "{text:?}");
+        }
+        for text in [
+            "",
+            "MiB",
+            "-1",
+            "1.5GiB",
+            "64M",
+            "64MiBs",
+            "12 34",
+            "0",
+            "0MiB",
+            "99999999TiB",
+            "99999999999999999999",
+        ] {
+            assert!(size(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Args::command().debug_assert();
+    }
+}

@@ -1,0 +1,96 @@
+//! The parts of the `pinpool` command that are not its `main`.
+
+pub mod args;
+pub mod load;
+mod read;
+mod sample;
+mod sweep;
+
+use std::fmt;
+use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+
+/// A mismatch, or a device that fails.
+pub const EXIT_FAILED: u8 = 1;
+/// A command line that cannot be obeyed.
+pub const EXIT_USAGE: u8 = 2;
+
+/// Why the command ends early.
+#[derive(Debug)]
+pub enum Failure {
+    /// The command line cannot be obeyed.
+    Usage(String),
+    /// The work could not be done.
+    Failed(String),
+    /// What came back is not what went out.
+    Mismatch(String),
+}
+
+impl Failure {
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Usage(_) => EXIT_USAGE,
+            Self::Failed(_) | Self::Mismatch(_) => EXIT_FAILED,
+        }
+    }
+}
+
+/// In one line, whatever the cause had to say.
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Usage(text) | Self::Failed(text) | Self::Mismatch(text)) = self;
+        let words: Vec<&str> = text.split_whitespace().collect();
+        f.write_str(&words.join(" "))
+    }
+}
+
+/// Does what the command line says.
+pub fn run(args: &args::Args) -> ExitCode {
+    log_to_stderr(args.verbose);
+    match &args.command {
+        args::Command::Load(load) => load::run(load),
+    }
+}
+
+/// Help and version go where they belong; what is wrong with the command line is said in one line.
+pub fn refuse(error: &clap::Error) -> ExitCode {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            // A closed pipe has seen enough of the help.
+            let _ = error.print();
+            return ExitCode::SUCCESS;
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+        }
+        _ => {
+            let text = error.render().to_string();
+            // The first paragraph has the cause; usage and hints follow after an empty line.
+            let cause: Vec<&str> = text.lines().take_while(|l| !l.trim().is_empty()).map(str::trim).collect();
+            say(&format!("{} (see --help)", cause.join(" ")));
+        }
+    }
+    ExitCode::from(EXIT_USAGE)
+}
+
+/// A line on stderr, if anybody still listens.
+fn say(line: &str) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// Has the library's log printed: its errors always, more on demand. Its warning about memory that is not pinned comes
+/// once per extent, so at first sight the command says that itself, in one line.
+fn log_to_stderr(verbose: u8) {
+    let level = match verbose {
+        0 => tracing::Level::ERROR,
+        1 => tracing::Level::INFO,
+        _ => tracing::Level::DEBUG,
+    };
+    tracing_subscriber::fmt()
+        .with_max_level(level)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .init();
+}

@@ -1,0 +1,34 @@
+//! Something to move where no file is given.
+//!
+//! The sample has no name: the system removes it when the command ends, however it ends.
+
+use std::fs::File;
+use std::io::{self, Write};
+
+/// Bytes written at a time.
+const BLOCK: usize = 1 << 20;
+
+/// A file of `len` bytes that do not repeat, so that a chunk in the wrong place is found out.
+pub fn make(len: u64) -> io::Result<File> {
+    let mut file = tempfile::tempfile()?;
+    let mut block = vec![0; BLOCK];
+    let (mut left, mut count) = (len, 0u64);
+    while left > 0 {
+        for word in block.chunks_exact_mut(8) {
+            count += 1;
+            word.copy_from_slice(&mix(count).to_le_bytes());
+        }
+        let part = left.min(BLOCK as u64);
+        file.write_all(&block[..part as usize])?;
+        left -= part;
+    }
+    Ok(file)
+}
+
+/// Scatters a number over all 64 bits (the finisher of SplitMix64).
+fn mix(count: u64) -> u64 {
+    let mut z = count.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

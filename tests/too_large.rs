@@ -1,0 +1,43 @@
+//! A request that no region of a grown pool has room for ends with an error, and does not wait for ever.
+
+use std::time::Duration;
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::{Device, Error, Pool, Unpinned};
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// A pool that has grown to `regions` regions of 1 MiB.
+fn grown(capacity: usize, regions: usize) -> Pool {
+    let node = HostNode::new(HostConfig::new().memory(1 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let builder = Pool::builder(&device).capacity(capacity).region(1 << 20).unpinned(Unpinned::Allow);
+    let pool = builder.build().unwrap();
+    let bufs: Vec<_> = (0..regions).map(|_| pool.checkout(900 << 10).unwrap()).collect();
+    drop(bufs);
+    assert_eq!(pool.regions().len(), regions);
+    pool
+}
+
+#[test]
+fn where_regions_use_up_the_capacity() {
+    let pool = grown(4 << 20, 4);
+    let error = pool.checkout_timeout(3 << 20, LONG).unwrap_err();
+    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+    assert_eq!(
+        pool.checkout_many(&[4096.into(), (2 << 20).into()], Some(LONG)).unwrap_err(),
+        Error::Impossible { len: 2 << 20, quarantined: 0, capacity: 4 << 20 }
+    );
+    // With idle regions gone there is room for a larger one.
+    pool.trim(0);
+    assert!(pool.checkout_timeout(3 << 20, LONG).is_ok());
+}
+
+#[test]
+fn where_what_is_left_is_too_little() {
+    let pool = grown(4 << 20, 2);
+    let error = pool.checkout_timeout(3 << 20, LONG).unwrap_err();
+    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+    // A region of its own for what still fits.
+    assert!(pool.checkout_timeout(1_900_000, LONG).is_ok());
+}
