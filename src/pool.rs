@@ -376,9 +376,12 @@ impl Pool {
     fn errand(&self, requests: &[Request<'_>]) -> Result<Errand<'_>> {
         let reserve = requests.first().and_then(|r| r.reserve);
         if requests.iter().any(|r| r.reserve != reserve) {
-            return Err(Error::Config("buffers that are asked for together must name the same reserve".into()));
+            return Err(Error::Config(
+                "buffers that are asked for together must name the same reserve".into(),
+            ));
         }
-        let place = |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
+        let place =
+            |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
         let main = &self.0.main;
         let Some(name) = reserve else { return Ok(Errand { first: None, store: main, wants: place(main)? }) };
         let known = self.0.reserves.iter().find(|r| r.0 == name);
@@ -392,8 +395,9 @@ impl Pool {
     }
 
     /// Everything that can be had without waiting for anybody: from the pool proper, then from the reserve.
-    fn try_errand(&self, errand: &Errand<'_>) -> Result<Option<(Arc<Depot>, Vec<Grant>)>> {
-        let both = errand.first.iter().map(|wants| (&self.0.main, wants)).chain([(errand.store, &errand.wants)]);
+    fn try_errand(&self, errand: &Errand<'_>) -> Result<Option<Granted>> {
+        let both =
+            errand.first.iter().map(|wants| (&self.0.main, wants)).chain([(errand.store, &errand.wants)]);
         for (store, wants) in both {
             if let Some(grants) = self.try_all(store, wants)? {
                 return Ok(Some((store.depot.clone(), grants)));
@@ -402,15 +406,15 @@ impl Pool {
         Ok(None)
     }
 
-    /// The same, and if there is nothing: asks the streams what is done, and has the memory grow. Whether it grows.
-    fn try_hard(&self, errand: &Errand<'_>) -> Result<std::result::Result<(Arc<Depot>, Vec<Grant>), bool>> {
+    /// The same, and if there is nothing: asks the streams what is done, and has the memory grow.
+    fn try_hard(&self, errand: &Errand<'_>) -> Result<Found> {
         if let Some(got) = self.try_errand(errand)? {
-            return Ok(Ok(got));
+            return Ok(Found::Granted(got));
         }
         // Memory is short: whatever is done must come back now.
         if self.reap() {
             if let Some(got) = self.try_errand(errand)? {
-                return Ok(Ok(got));
+                return Ok(Found::Granted(got));
             }
         }
         if let Some(wants) = &errand.first {
@@ -420,10 +424,10 @@ impl Pool {
         // On a stepped device growing is over already.
         if self.stepped() {
             if let Some(got) = self.try_errand(errand)? {
-                return Ok(Ok(got));
+                return Ok(Found::Granted(got));
             }
         }
-        Ok(Err(growing))
+        Ok(Found::Nothing { growing })
     }
 
     fn stepped(&self) -> bool {
@@ -447,8 +451,8 @@ impl Pool {
         let since = Instant::now();
         let errand = self.errand(requests)?;
         let growing = match self.try_hard(&errand)? {
-            Ok((depot, grants)) => return Ok(buffers(&depot, grants)),
-            Err(growing) => growing,
+            Found::Granted((depot, grants)) => return Ok(buffers(&depot, grants)),
+            Found::Nothing { growing } => growing,
         };
         let depot = &errand.store.depot;
         let len = errand.wants.iter().map(|w| w.len).sum();
@@ -723,6 +727,21 @@ fn buffers(depot: &Depot, grants: Vec<Grant>) -> Vec<PinnedBuf> {
     grants.into_iter().map(|grant| unsafe { buffer(depot, grant) }).collect()
 }
 
+/// Segments, and the depot that granted them.
+type Granted = (Arc<Depot>, Vec<Grant>);
+
+/// What was found without waiting.
+enum Found {
+    Granted(Granted),
+    Nothing {
+        /// Whether memory for the request is on its way.
+        growing: bool,
+    },
+}
+
+/// An errand that a future keeps: wants for the pool proper, the number of the depot to wait at, wants for that.
+type KeptErrand = (Option<Vec<Want>>, u64, Vec<Want>);
+
 /// What is asked for, and of whom.
 struct Errand<'a> {
     /// For a request that names a reserve: the pool proper is asked first, since the reserve is for when it has nothing.
@@ -866,7 +885,7 @@ impl Future for Checkout {
 #[must_use = "nothing happens until it is awaited"]
 pub struct CheckoutMany {
     pool: Pool,
-    errand: Option<Result<(Option<Vec<Want>>, u64, Vec<Want>)>>,
+    errand: Option<Result<KeptErrand>>,
     waiting: Option<(Arc<Depot>, usize)>,
 }
 
@@ -878,11 +897,13 @@ impl CheckoutMany {
             return Ok(Some(Vec::new()));
         }
         let pool = self.pool.clone();
-        let Some(store) = pool.stores().find(|s| s.depot.number() == number) else { return Err(Error::Closed) };
+        let Some(store) = pool.stores().find(|s| s.depot.number() == number) else {
+            return Err(Error::Closed);
+        };
         let errand = Errand { first, store, wants };
         let growing = match pool.try_hard(&errand)? {
-            Ok((depot, grants)) => return Ok(Some(buffers(&depot, grants))),
-            Err(growing) => growing,
+            Found::Granted((depot, grants)) => return Ok(Some(buffers(&depot, grants))),
+            Found::Nothing { growing } => growing,
         };
         let depot = store.depot.clone();
         let key = depot.join(errand.wants, Wake::Task(cx.waker().clone()), growing)?;
@@ -906,10 +927,7 @@ impl Future for CheckoutMany {
                 self.waiting = Some((depot, key));
                 Poll::Pending
             }
-            // SAFETY: granted to us just now.
-            Outcome::Granted(grants) => {
-                Poll::Ready(Ok(grants.into_iter().map(|g| unsafe { buffer(&depot, g) }).collect()))
-            }
+            Outcome::Granted(grants) => Poll::Ready(Ok(buffers(&depot, grants))),
             Outcome::Failed(error) => Poll::Ready(Err(error)),
         }
     }
