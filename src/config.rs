@@ -76,7 +76,7 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes pinned by one call at most, and so the largest segment that there can be. Default: 1 GiB.
+    /// Bytes pinned by one call at most, and so the largest segment that there can be. Default: 256 MiB.
     pub fn extent(mut self, bytes: usize) -> Self {
         self.extent = Some(bytes);
         self
@@ -144,7 +144,7 @@ impl PoolBuilder {
             };
         }
         let region = down(self.region.unwrap_or((left / 8).clamp(2 << 20, 1 << 30))).min(left);
-        let extent = down(self.extent.unwrap_or(1 << 30)).min(MAX_EXTENT);
+        let extent = down(self.extent.unwrap_or(256 << 20)).min(MAX_EXTENT);
         if region == 0 || extent == 0 {
             return wrong(format!("regions and extents need at least one page ({page})"));
         }

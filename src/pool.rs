@@ -551,8 +551,8 @@ impl Pool {
         let mut total: usize = regions.iter().map(|r| r.1).sum();
         let mut gone = 0;
         for (id, len, free) in regions {
-            // Two stores never share a region, so what is retired is ours to remove.
-            if free == len && total - len >= keep && store.depot.retire(id).is_some() {
+            let idle = free == len && store.regions.is_whole(id);
+            if idle && total - len >= keep && store.depot.retire(id).is_some() {
                 store.regions.remove(id);
                 total -= len;
                 gone += len;
@@ -780,16 +780,14 @@ impl Store {
 
     /// Has the worker pin bytes that were planned.
     fn pin(&self, bytes: usize) {
-        let (depot, regions) = (self.depot.clone(), self.regions.clone());
-        regions.announce(bytes);
-        let worker = regions.context().clone();
-        worker.worker().send(move || {
-            let (came, error) = regions.pin(bytes, |id, base, len, pinned| {
-                // SAFETY: pinned for this depot, which keeps the regions until it is gone.
-                unsafe { depot.add_extent(id, base, len, pinned) };
-            });
-            depot.grown(bytes - came, error.as_ref());
-        });
+        let (depot, also) = (self.depot.clone(), self.depot.clone());
+        let serve = move |id, base, len, pinned| {
+            // SAFETY: pinned for this depot, which keeps the regions until it is gone.
+            unsafe { depot.add_extent(id, base, len, pinned) };
+            // Nobody needs the rest of a pool that was closed meanwhile.
+            !depot.closed()
+        };
+        self.regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
     }
 
     /// Starts with so many bytes and waits for the first of them.

@@ -42,6 +42,11 @@ impl Worker {
         Ok(Self { jobs: Some(jobs) })
     }
 
+    /// Whether jobs run on the caller's thread.
+    pub(crate) fn is_inline(&self) -> bool {
+        self.jobs.is_none()
+    }
+
     /// Runs a job later (or now, on a stepped device).
     pub(crate) fn send(&self, job: impl FnOnce() + Send + 'static) {
         match &self.jobs {

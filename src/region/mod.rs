@@ -95,10 +95,26 @@ struct Region {
     base: NonNull<u8>,
     len: usize,
     extents: Vec<Extent>,
+    /// Nothing is added to it any more.
+    whole: bool,
 }
 
 // SAFETY: a region owns its mapping.
 unsafe impl Send for Region {}
+
+/// A region that is being made.
+struct Making {
+    id: RegionId,
+    base: NonNull<u8>,
+    len: usize,
+    /// Bytes that have come so far.
+    offset: usize,
+    serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
+    done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
+}
+
+// SAFETY: only the address keeps it from being Send, and the mapping is the region's.
+unsafe impl Send for Making {}
 
 impl Region {
     fn info(&self) -> RegionInfo {
@@ -155,99 +171,134 @@ impl Regions {
         &self.context
     }
 
-    /// Announces bytes that [`Regions::pin`] will be called for.
-    pub(crate) fn announce(&self, len: usize) {
-        let mut progress = self.progress.lock();
-        progress.busy += 1;
-        progress.pinning.wanted += len;
-        progress.pinning.error = None;
+    /// Maps and pins `len` bytes on the device's worker thread, and hands each extent to `serve` as soon as it is
+    /// usable, for as long as that says go on. `done` hears how many bytes came, and why it ended where that is less.
+    ///
+    /// Each extent is a job of its own, so that others who need the worker wait for one extent at most.
+    pub(crate) fn pin(
+        self: &Arc<Self>,
+        len: usize,
+        serve: impl FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send + 'static,
+        done: impl FnOnce(usize, Option<Error>) + Send + 'static,
+    ) {
+        {
+            let mut progress = self.progress.lock();
+            progress.busy += 1;
+            progress.pinning.wanted += len;
+            progress.pinning.error = None;
+        }
+        let regions = self.clone();
+        self.context.worker().send(move || match regions.map(len) {
+            Ok((id, base)) => {
+                let (serve, done) = (Box::new(serve), Box::new(done));
+                regions.go_on(Making { id, base, len, offset: 0, serve, done });
+            }
+            Err(error) => {
+                regions.ended(len, Some(&error));
+                done(0, Some(error));
+            }
+        });
     }
 
-    /// Maps and pins `len` bytes, announced before, and hands each extent to `serve` as soon as it is usable. Returns
-    /// how many bytes came, and why it ended where that is less. On the worker thread.
-    pub(crate) fn pin(
-        &self,
-        len: usize,
-        mut serve: impl FnMut(RegionId, NonNull<u8>, usize, bool),
-    ) -> (usize, Option<Error>) {
-        let span =
-            tracing::info_span!(target: "pinpool::region", "pin", device = self.context.name(), bytes = len);
-        let _entered = span.enter();
-        let result = os::map(len, 2 << 20);
-        let base = match result {
-            Ok(base) => base,
-            Err(error) => {
-                self.ended(len, Some(&error));
-                return (0, Some(error));
-            }
-        };
+    /// A mapping for a region that is being made.
+    fn map(&self, len: usize) -> Result<(RegionId, NonNull<u8>)> {
+        let base = os::map(len, 2 << 20)?;
         // Where the system does not agree the pool works all the same.
         os::dont_fork(base, len);
         if self.options.huge {
             os::advise_huge(base, len);
         }
-        let id = {
-            let mut progress = self.progress.lock();
-            progress.next += 1;
-            let id = RegionId(progress.next);
-            progress.regions.push(Region { id, base, len, extents: Vec::new() });
-            id
-        };
-        let (mut offset, mut error) = (0, None);
-        while offset < len {
-            let extent = self.options.extent.min(len - offset);
-            // SAFETY: within the mapping.
-            let start = unsafe { base.add(offset) };
-            let before = Instant::now();
-            touch(start, extent, self.options.threads);
-            let call = Instant::now();
-            // SAFETY: the extent is mapped, and stays so until it was unpinned: `Drop` and `remove` see to it.
-            let pinned = unsafe { self.context.driver().pin(start, extent) };
-            let (took, longest) = (before.elapsed(), call.elapsed());
-            let pinned = match self.context.noting(pinned) {
-                Ok(()) => true,
-                Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
-                    tracing::warn!(
-                        target: "pinpool::region", device = self.context.name(), bytes = extent, error = %e,
-                        "memory is not pinned: copies from it are slower and may block"
-                    );
-                    false
-                }
-                Err(e) => {
-                    error = Some(e);
-                    break;
-                }
-            };
-            {
-                let mut progress = self.progress.lock();
-                if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
-                    region.extents.push(Extent { offset, len: extent, pinned });
-                }
-                let pinning = &mut progress.pinning;
-                pinning.ready += extent;
-                pinning.busy += took;
-                pinning.longest_call = pinning.longest_call.max(longest);
+        let mut progress = self.progress.lock();
+        progress.next += 1;
+        let id = RegionId(progress.next);
+        progress.regions.push(Region { id, base, len, extents: Vec::new(), whole: false });
+        Ok((id, base))
+    }
+
+    /// Pins the next extents of a region, each in a job of its own.
+    fn go_on(self: &Arc<Self>, mut making: Making) {
+        loop {
+            let verdict = self.pin_next(&mut making);
+            if !matches!(verdict, Ok(true)) {
+                return self.finish(making, verdict.err());
             }
-            serve(id, start, extent, pinned);
-            offset += extent;
-            self.wake();
+            if !self.context.worker().is_inline() {
+                break;
+            }
         }
-        if offset < len {
+        let regions = self.clone();
+        self.context.worker().send(move || regions.go_on(making));
+    }
+
+    /// Pins one extent and hands it over. Whether there is more to do.
+    fn pin_next(&self, making: &mut Making) -> Result<bool> {
+        let extent = self.options.extent.min(making.len - making.offset);
+        let span = tracing::info_span!(
+            target: "pinpool::region", "pin", device = self.context.name(), bytes = extent
+        );
+        let _entered = span.enter();
+        // SAFETY: within the mapping.
+        let start = unsafe { making.base.add(making.offset) };
+        let before = Instant::now();
+        touch(start, extent, self.options.threads);
+        let call = Instant::now();
+        // SAFETY: the extent is mapped, and stays so until it was unpinned: `let_go` sees to it.
+        let pinned = unsafe { self.context.driver().pin(start, extent) };
+        let (took, longest) = (before.elapsed(), call.elapsed());
+        let pinned = match self.context.noting(pinned) {
+            Ok(()) => true,
+            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
+                tracing::warn!(
+                    target: "pinpool::region", device = self.context.name(), bytes = extent, error = %e,
+                    "memory is not pinned: copies from it are slower and may block"
+                );
+                false
+            }
+            Err(e) => return Err(e),
+        };
+        {
             let mut progress = self.progress.lock();
-            let at = progress.regions.iter().position(|r| r.id == id);
-            if let Some(region) = at.map(|at| &mut progress.regions[at]) {
+            if let Some(region) = progress.regions.iter_mut().find(|r| r.id == making.id) {
+                region.extents.push(Extent { offset: making.offset, len: extent, pinned });
+                // Before the last extent is served: from then on the region may go.
+                region.whole = making.offset + extent == making.len;
+            }
+            let pinning = &mut progress.pinning;
+            pinning.ready += extent;
+            pinning.busy += took;
+            pinning.longest_call = pinning.longest_call.max(longest);
+        }
+        making.offset += extent;
+        let go_on = (making.serve)(making.id, start, extent, pinned);
+        self.wake();
+        Ok(go_on && making.offset < making.len)
+    }
+
+    /// No more extents: what is left of the mapping goes, what came stays.
+    fn finish(&self, making: Making, error: Option<Error>) {
+        let Making { id, base, len, offset, done, .. } = making;
+        {
+            let mut progress = self.progress.lock();
+            if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
                 region.len = offset;
+                region.whole = true;
             }
             if offset == 0 {
                 progress.regions.retain(|r| r.id != id);
             }
-            drop(progress);
+        }
+        if offset < len {
             // SAFETY: the failed extent and what would have followed it: mapped, not pinned, never handed out.
             let unmapped = unsafe { os::unmap(base.add(offset), len - offset) };
             leaked(&self.context, unmapped);
         }
         self.ended(len - offset, error.as_ref());
-        (offset, error)
+        done(offset, error);
+    }
+
+    /// Whether nothing is added to a region any more, so that it may go.
+    pub(crate) fn is_whole(&self, id: RegionId) -> bool {
+        self.progress.lock().regions.iter().any(|r| r.id == id && r.whole)
     }
 
     fn ended(&self, missing: usize, error: Option<&Error>) {
