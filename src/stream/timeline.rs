@@ -433,16 +433,18 @@ impl Timeline {
         }
     }
 
-    /// Recording failed. What can be tried again is tried again by the reaper.
+    /// Recording failed. What can be tried again is tried again by the reaper. A capture in the way is neither
+    /// completion nor loss: it ends some day, however often that has been tried.
     fn not_marked(&self, error: &Error) {
         let give_up = {
             let mut state = self.state.lock();
-            state.failures += 1;
+            let capture = error.class() == ErrorClass::Capture;
+            state.failures += u32::from(!capture);
             if state.open_entries > 0 && state.unmarked == 0 {
                 // Not even an event: closing is due all the same.
                 state.seen = state.open;
             }
-            error.class() != ErrorClass::Moment || state.failures >= RECORD_TRIES
+            !capture && (error.class() != ErrorClass::Moment || state.failures >= RECORD_TRIES)
         };
         tracing::warn!(target: "pinpool::stream", device = self.context.name(), %error, give_up, "a mark could not be recorded");
         if give_up {
