@@ -127,7 +127,7 @@ fn a_waker_may_look_at_the_pool() {
     let waker = Waker::from(looks.clone());
     assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(&waker)).is_pending());
     // The shared buffer is quarantined with its stream, which makes the request impossible.
-    fail(&node, Call::Record, Failure::Argument);
+    fail(&node, Call::Query, Failure::Argument);
     device.reap();
     assert_eq!(looks.1.lock().unwrap().len(), 1);
     let ended = Pin::new(&mut waiting).poll(&mut Context::from_waker(&waker));
