@@ -331,6 +331,11 @@ impl Depot {
     fn exchange(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
         let shard = self.shard()?;
         let mut held = self.gate.enter(shard)?;
+        // Not everyone has tried for a hit: requests for a reserve have not, nor has this thread since it reaped. A list
+        // is filled only when it is empty, or it would grow beyond its limit.
+        if let Some(slot) = held.take(class, len) {
+            return Some(slot);
+        }
         if held.limit(class) == 0 {
             return None;
         }
