@@ -106,6 +106,8 @@ struct Core {
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
+    /// Why growing failed last, until it is tried again.
+    stunted: Option<Error>,
     stats: Stats,
     /// Segments that went out as tokens: the token's nonce, and the bytes written.
     tokens: Slab<(u64, Segment, usize)>,
@@ -176,6 +178,7 @@ impl Depot {
                 quarantined_segments: 0,
                 outstanding: None,
                 growing: 0,
+                stunted: None,
                 stats: Stats::default(),
             })),
             config,
@@ -559,7 +562,7 @@ impl Depot {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        if let Some(error) = self.hopeless(&core, &wants) {
+        if let Some(error) = self.hopeless(&core, &wants).or_else(|| stunted(&core, &wants)) {
             return Err(error);
         }
         core.stats.waits += 1;
@@ -700,6 +703,7 @@ impl Depot {
             return 0;
         }
         core.growing += bytes;
+        core.stunted = None;
         bytes
     }
 
@@ -725,17 +729,14 @@ impl Depot {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         core.growing = core.growing.saturating_sub(missing);
+        if let Some(error) = error {
+            // Kept for those who have asked for this growth and have not joined the queue yet.
+            core.stunted = Some(error.clone());
+        }
         if core.growing == 0 {
-            if let Some(error) = error {
-                // Whoever could be served by what is there goes on waiting for it.
-                let mut queue = std::mem::take(&mut core.queue);
-                let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-                queue.fail(&mut wakes, |wants| {
-                    let never = |w: &Want| !core.arena.could_serve(w.placement, stuck);
-                    wants.iter().any(never).then(|| error.clone())
-                });
-                core.queue = queue;
-            }
+            let mut queue = std::mem::take(&mut core.queue);
+            queue.fail(&mut wakes, |wants| stunted(&core, wants));
+            core.queue = queue;
             self.start_waiting(&mut core);
         }
         core.serve(&mut wakes);
@@ -988,6 +989,14 @@ impl Depot {
         }
         Ok(())
     }
+}
+
+/// What growing failed with, for wants that nothing there is can ever serve. Whoever could be served by what will come
+/// back waits for that.
+fn stunted(core: &Core, wants: &[Want]) -> Option<Error> {
+    let error = core.stunted.as_ref().filter(|_| core.growing == 0)?;
+    let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+    wants.iter().any(|w| !core.arena.could_serve(w.placement, stuck)).then(|| error.clone())
 }
 
 impl Core {
