@@ -134,8 +134,12 @@ pub enum Error {
     /// The deadline passed first.
     #[error("timed out after {0:?}")]
     Timeout(Duration),
-    /// Waiting cannot help: what the request needs is quarantined, or larger than all that the pool may hold.
-    #[error("no amount of waiting frees {len} bytes: {quarantined} bytes are quarantined of {capacity}")]
+    /// Waiting cannot help: what the request needs is quarantined, or longer than any piece of what the pool has and
+    /// may have.
+    #[error(
+        "no amount of waiting frees {len} bytes: {quarantined} of {capacity} bytes are quarantined, and no region has \
+         such a piece; trim idle regions, or configure larger ones"
+    )]
     Impossible {
         /// Bytes asked for.
         len: usize,

@@ -134,3 +134,17 @@ fn a_waker_may_look_at_the_pool() {
     assert!(matches!(ended, Poll::Ready(Err(Error::Impossible { .. }))), "{ended:?}");
     drop(shared);
 }
+
+/// When all regions are there and none is long enough for a request, no wait can help.
+#[test]
+fn a_request_longer_than_any_region_does_not_wait() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(128 << 10).region(64 << 10).build().unwrap();
+    let held = [pool.checkout(60 << 10).unwrap(), pool.checkout(60 << 10).unwrap()];
+    drop(held);
+    let refused = pool.checkout(100 << 10).unwrap_err();
+    assert!(matches!(refused, Error::Impossible { .. }), "{refused}");
+    // What waiting cannot bring, trimming can.
+    pool.trim(0);
+    pool.checkout(100 << 10).unwrap();
+}

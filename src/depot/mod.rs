@@ -658,8 +658,9 @@ impl Depot {
         if total > self.config.capacity.saturating_sub(core.quarantined) {
             return error(wants.iter().map(|w| w.len).sum());
         }
-        if core.quarantined == 0 || core.arena.bytes().total + core.growing < self.config.capacity {
-            return None;
+        let left = self.config.capacity.saturating_sub(core.arena.bytes().total);
+        if core.growing > 0 || left >= total {
+            return None; // Memory may come that there is not yet.
         }
         let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
         wants.iter().find(|w| !core.arena.could_serve(w.placement, stuck)).and_then(|w| error(w.len))
@@ -735,7 +736,7 @@ impl Depot {
         }
         if core.growing == 0 {
             let mut queue = std::mem::take(&mut core.queue);
-            queue.fail(&mut wakes, |wants| stunted(&core, wants));
+            queue.fail(&mut wakes, |wants| stunted(&core, wants).or_else(|| self.hopeless(&core, wants)));
             core.queue = queue;
             self.start_waiting(&mut core);
         }

@@ -492,7 +492,12 @@ impl<'t> World<'t> {
             Error::Exhausted { .. } => self.tally.note("checkout refused: exhausted"),
             Error::Timeout(_) => {}
             Error::Impossible { .. } => {
-                assert!(self.may_lose || sizes.len() > 1, "impossible without a reason: {error}");
+                // No region of the pool need be longer than this.
+                let piece = self.setup.region.min(self.setup.extent) * KIB;
+                let long = sizes.iter().any(|s| span(s.len) > piece);
+                let aligned = sizes.iter().any(|s| s.align > 4096);
+                let reason = self.trouble || sizes.len() > 1 || long || aligned;
+                assert!(reason, "impossible without a reason: {error}");
                 self.tally.note("checkout refused: impossible");
             }
             Error::Closed => assert!(self.closed),
