@@ -148,3 +148,16 @@ fn a_request_longer_than_any_region_does_not_wait() {
     pool.trim(0);
     pool.checkout(100 << 10).unwrap();
 }
+
+/// Whatever is shorter than an extent can be had, also where the segments of its size class are longer than that.
+#[test]
+fn a_request_as_long_as_an_extent_is_served() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).extent(64 << 10).region(64 << 10).initial(0).build().unwrap();
+    for len in [(64 << 10) - 32, (64 << 10) - 33, (64 << 10) - 4096, (64 << 10) - 8192] {
+        let buf = pool.try_checkout(len).unwrap_or_else(|e| panic!("{len}: {e}"));
+        assert_eq!(pool.stats().pinned_bytes + pool.stats().unpinned_bytes, 64 << 10, "{len}");
+        drop(buf);
+        pool.check().unwrap();
+    }
+}

@@ -46,7 +46,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, mode, shard::Put, state};
 use crate::region::{RegionId, Regions};
-use crate::segment::{CLASSES, Class, Placement};
+use crate::segment::{self, CLASSES, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
 pub(crate) use fork::generation as fork_generation;
@@ -234,9 +234,17 @@ impl Depot {
     /// Checks what can be refused without looking at the memory.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
         let placement = Placement::of(len, align)?;
-        if len > self.config.largest {
-            return Err(Error::TooLong { len, largest: self.config.largest });
+        let largest = self.config.largest;
+        if len > largest {
+            return Err(Error::TooLong { len, largest });
         }
+        let placement = match placement {
+            // The length fits into an extent and the class's stride does not: it gets a run of its own.
+            Placement::Class(class) if class.stride() > largest + 32 => {
+                Placement::Pages { span: segment::span(len)?, align: 1 }
+            }
+            placement => placement,
+        };
         Ok(Want { len, placement })
     }
 
