@@ -46,7 +46,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, mode, shard::Put, state};
 use crate::region::{RegionId, Regions};
-use crate::segment::{CLASSES, Class, Placement};
+use crate::segment::{self, CLASSES, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
 use queue::Queue;
@@ -105,6 +105,8 @@ struct Core {
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
+    /// Why growing failed last, until it is tried again.
+    stunted: Option<Error>,
     stats: Stats,
     /// Segments that went out as tokens: the token's nonce, and the bytes written.
     tokens: Slab<(u64, Segment, usize)>,
@@ -175,6 +177,7 @@ impl Depot {
                 quarantined_segments: 0,
                 outstanding: None,
                 growing: 0,
+                stunted: None,
                 stats: Stats::default(),
             })),
             config,
@@ -230,9 +233,17 @@ impl Depot {
     /// Checks what can be refused without looking at the memory.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
         let placement = Placement::of(len, align)?;
-        if len > self.config.largest {
-            return Err(Error::TooLong { len, largest: self.config.largest });
+        let largest = self.config.largest;
+        if len > largest {
+            return Err(Error::TooLong { len, largest });
         }
+        let placement = match placement {
+            // The length fits into an extent and the class's stride does not: it gets a run of its own.
+            Placement::Class(class) if class.stride() > largest + 32 => {
+                Placement::Pages { span: segment::span(len)?, align: 1 }
+            }
+            placement => placement,
+        };
         Ok(Want { len, placement })
     }
 
@@ -319,6 +330,11 @@ impl Depot {
     fn exchange(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
         let shard = self.shard()?;
         let mut held = self.gate.enter(shard)?;
+        // Not everyone has tried for a hit: requests for a reserve have not, nor has this thread since it reaped. A list
+        // is filled only when it is empty, or it would grow beyond its limit.
+        if let Some(slot) = held.take(class, len) {
+            return Some(slot);
+        }
         if held.limit(class) == 0 {
             return None;
         }
@@ -548,7 +564,7 @@ impl Depot {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        if let Some(error) = self.hopeless(&core, &wants) {
+        if let Some(error) = self.hopeless(&core, &wants).or_else(|| stunted(&core, &wants)) {
             return Err(error);
         }
         core.stats.waits += 1;
@@ -699,6 +715,7 @@ impl Depot {
             return 0;
         }
         core.growing += bytes;
+        core.stunted = None;
         bytes
     }
 
@@ -724,18 +741,14 @@ impl Depot {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         core.growing = core.growing.saturating_sub(missing);
+        if let Some(error) = error {
+            // Kept for those who have asked for this growth and have not joined the queue yet.
+            core.stunted = Some(error.clone());
+        }
         if core.growing == 0 {
-            if let Some(error) = error {
-                // Whoever could be served by what is there goes on waiting for it.
-                let mut queue = std::mem::take(&mut core.queue);
-                let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-                queue.fail(&mut wakes, |wants| {
-                    let never = |w: &Want| !core.arena.could_serve(w.placement, stuck);
-                    wants.iter().any(never).then(|| error.clone())
-                });
-                core.queue = queue;
-            }
-            self.fail_hopeless(&mut core, &mut wakes);
+            let mut queue = std::mem::take(&mut core.queue);
+            queue.fail(&mut wakes, |wants| stunted(&core, wants).or_else(|| self.hopeless(&core, wants)));
+            core.queue = queue;
             self.start_waiting(&mut core);
         }
         core.serve(&mut wakes);
@@ -988,6 +1001,14 @@ impl Depot {
         }
         Ok(())
     }
+}
+
+/// What growing failed with, for wants that nothing there is can ever serve. Whoever could be served by what will come
+/// back waits for that.
+fn stunted(core: &Core, wants: &[Want]) -> Option<Error> {
+    let error = core.stunted.as_ref().filter(|_| core.growing == 0)?;
+    let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+    wants.iter().any(|w| !core.arena.could_serve(w.placement, stuck)).then(|| error.clone())
 }
 
 impl Core {

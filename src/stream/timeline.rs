@@ -228,6 +228,8 @@ pub(crate) struct Timeline {
 struct After {
     returned: Vec<Segment>,
     quarantined: Vec<Segment>,
+    /// Objects that the device may use for good. They book what they leak, which can wake somebody.
+    condemned: Vec<Box<dyn Keep>>,
     dropped: Vec<(Held, Option<Arc<Allocation>>)>,
     wakes: Vec<Wake>,
 }
@@ -241,6 +243,7 @@ impl After {
         for segment in self.quarantined {
             segment.quarantine();
         }
+        self.condemned.into_iter().for_each(|object| object.quarantine());
         for (held, memory) in self.dropped {
             // Objects are the caller's own types: their drop may panic, and must not take the reaper along.
             if catch_unwind(AssertUnwindSafe(|| drop((held, memory)))).is_err() {
@@ -365,7 +368,7 @@ impl Timeline {
         state.open_bytes += entry.bytes;
         state.insert(tick, entry);
         if state.lost.is_some() {
-            state.quarantine(&mut after);
+            state.quarantine(self.context.poisoned().is_some(), &mut after);
         }
         let close = !self.own || state.open_entries >= TICK_ENTRIES || state.open_bytes >= TICK_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
@@ -449,7 +452,8 @@ impl Timeline {
         used
     }
 
-    /// Recording failed. What can be tried again is tried again by the reaper.
+    /// Recording failed. What can be tried again is tried again by the reaper. A capture in the way is neither
+    /// completion nor loss: it ends some day, however often that has been tried.
     fn not_marked(&self, error: &Error) {
         let give_up = {
             let mut state = self.state.lock();
@@ -532,7 +536,7 @@ impl Timeline {
             state.lost = Some(error.clone());
         }
         state.marks.clear();
-        state.quarantine(&mut after);
+        state.quarantine(self.context.poisoned().is_some(), &mut after);
         state.take_wakes(&mut after, |_| true);
         drop(state);
         after.run();
@@ -875,7 +879,18 @@ impl State {
     }
 
     /// Everything that has joined is never to be reused. What is pending follows when it joins.
-    fn quarantine(&mut self, after: &mut After) {
+    ///
+    /// With `dead`, the whole device is gone and uses nothing any more. Otherwise the copies may still be queued, and
+    /// their device memory is leaked: a device that finds it freed may die of that.
+    fn quarantine(&mut self, dead: bool, after: &mut After) {
+        let dropped = &mut after.dropped;
+        let mut let_go = |memory: Option<Arc<Allocation>>| {
+            if dead {
+                dropped.push((Held::Nothing, memory));
+            } else {
+                std::mem::forget(memory);
+            }
+        };
         for (_, Entry { held, memory, bytes }) in std::mem::take(&mut self.entries) {
             match held {
                 Held::Segment { segment, word } => {
@@ -883,17 +898,17 @@ impl State {
                     after.quarantined.extend(condemn(&segment, word));
                 }
                 Held::Joint(joint) => after.quarantined.extend(joint.quarantine()),
-                Held::Object(object) => object.quarantine(),
+                Held::Object(object) => after.condemned.push(object),
                 Held::Nothing => {}
             }
-            after.dropped.push((Held::Nothing, memory));
+            let_go(memory);
         }
         let mut lost = Vec::new();
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| !c.landed) {
             claim.landed = true;
             after.quarantined.extend(condemn(&claim.segment, claim.word));
             lost.push((claim.segment.depot().number(), claim.bytes));
-            after.dropped.push((Held::Nothing, claim.memory.take()));
+            let_go(claim.memory.take());
         }
         for (depot, bytes) in lost {
             let flight = self.flight_of(depot);

@@ -1,0 +1,63 @@
+//! The pool against a plain model of it, on the stepped host device.
+//!
+//! Random sequences of operations (`ops`), with faults, hung streams and dying devices, run against the pool and the
+//! model (`world`); after every step everything that must hold is asserted. The run is deterministic: a stepped device
+//! has no threads, and the sequences follow from a seed. What random sequences take only by luck is scripted
+//! (`scripted`): every call of the device failing in every way, among others. At the end the run prints how often each
+//! transition was taken, and fails if one never was.
+//!
+//! `PINPOOL_CASES=N` runs N times as many cases, `PINPOOL_SEED=N` others.
+
+#![allow(unsafe_code, reason = "the model looks at memory in flight; PinnedBuf::set_len is unsafe")]
+
+mod ops;
+mod scripted;
+mod tally;
+mod world;
+
+use std::cell::RefCell;
+
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use ops::{Op, Setup};
+use tally::Tally;
+use world::World;
+
+/// Cases in an ordinary run.
+const CASES: u32 = 160;
+
+fn run(setup: &Setup, ops: &[Op], tally: &mut Tally) {
+    let mut world = World::new(setup, tally);
+    for op in ops {
+        world.apply(op);
+        world.check();
+    }
+    world.end();
+}
+
+fn variable(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |v| v.parse().unwrap_or_else(|e| panic!("{name}={v}: {e}")))
+}
+
+#[test]
+fn the_pool_behaves_like_its_model() {
+    let tally = RefCell::new(Tally::default());
+    for (name, setup, ops) in scripted::all() {
+        println!("scripted: {name}");
+        run(&setup, &ops, &mut tally.borrow_mut());
+    }
+    let cases = CASES * variable("PINPOOL_CASES", 1) as u32;
+    let config = Config { cases, failure_persistence: None, max_shrink_iters: 1000, ..Config::default() };
+    let mut seed = [0x50; 32];
+    seed[..8].copy_from_slice(&variable("PINPOOL_SEED", 2).to_le_bytes());
+    let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);
+    let result = TestRunner::new_with_rng(config, rng).run(&ops::case(), |(setup, ops)| {
+        run(&setup, &ops, &mut tally.borrow_mut());
+        Ok(())
+    });
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+    let missing = tally.borrow().report(scripted::faults());
+    assert!(missing.is_empty(), "never taken: {missing:#?}");
+}

@@ -1,0 +1,283 @@
+//! What a case is made of: how the pool is set up, and what is done to it. Plain data, so that a failing case can be
+//! shrunk, printed and read.
+//!
+//! Operations that name a buffer, a stream or a copy in flight carry an index that is taken modulo what there is, so
+//! every sequence of operations makes sense and removing some of them still gives a case.
+
+use pinpool::host::{Call, Failure};
+use proptest::prelude::*;
+
+/// Devices of the node.
+pub const DEVICES: usize = 2;
+
+/// How a case begins and ends.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub seed: u64,
+    /// In KiB.
+    pub capacity: usize,
+    pub region: usize,
+    pub extent: usize,
+    pub initial: usize,
+    pub cache: usize,
+    pub reserve: usize,
+    /// Streams of each device.
+    pub lanes: [usize; DEVICES],
+    pub end: End,
+}
+
+/// How a case ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Everything is drained and dropped, then trimmed.
+    Quiet,
+    /// The pool is dropped first, while buffers are out and in flight, and the buffers are used on.
+    DropPool,
+    /// The pool is shut down while buffers are out and in flight.
+    Shutdown,
+}
+
+/// A request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size {
+    pub len: usize,
+    pub align: usize,
+    pub reserve: bool,
+}
+
+/// Which thread does it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Who {
+    Main,
+    /// A thread that lives as long as the case, idle between its turns, and keeps what it caches.
+    Helper,
+    /// A thread that ends at once.
+    Fresh,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patience {
+    Try,
+    Forever,
+    Timeout,
+}
+
+/// What becomes of a handle to something in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    Keep,
+    Drop,
+    Forget,
+}
+
+/// What becomes of a stream-ready buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    Land(Keep),
+    OtherStream,
+    Drop,
+    Wait,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Misuse {
+    /// Sent without anything written.
+    Empty,
+    /// A part that leaves the buffer.
+    Range,
+    /// A target that is too small.
+    Small,
+    /// Memory of the other device.
+    Memory,
+    /// A buffer of a pool that does not serve the device.
+    Pool,
+    /// A stream-ready buffer asked for on a stream that the pool does not serve.
+    Claim,
+    /// A token of another pool, a made-up one, and one redeemed before.
+    Token,
+}
+
+#[derive(Clone, Debug)]
+pub enum Op {
+    Checkout(Size, Patience, Who),
+    Many(Vec<Size>, Patience),
+    OrUnpinned(Size),
+    Join(Vec<Size>),
+    PollWaiting,
+    Cancel(usize),
+    Write(usize, u8),
+    Drop(usize, Who),
+    ForgetBuf(usize),
+    /// Buffer, lane, part in 256ths, what becomes of the handle, whether the device memory is dropped at once.
+    Upload(usize, usize, Option<(u8, u8)>, Keep, bool),
+    /// Buffer, lane, region.
+    Download(usize, usize, usize, Keep),
+    Share(usize, usize, usize, Keep),
+    DropShared(usize),
+    Hold(usize, usize, Keep),
+    HoldAll(usize, u8, Keep),
+    Claim(usize, Size, Use),
+    OnDevice(usize, usize),
+    Wait(usize),
+    IsDone(usize),
+    Await(usize),
+    DropFlight(usize),
+    Step(usize, usize, u8),
+    StepAny(u8),
+    Reap(usize),
+    Drain,
+    Trim(usize),
+    Token(usize),
+    Redeem(usize),
+    Hang(usize),
+    Resume(usize),
+    Sync(usize),
+    Blocking(usize),
+    NewStream(usize),
+    DropRegion(usize),
+    Misuse(Misuse, usize),
+    Kill(usize),
+    /// The `nth` such call of that device fails while these are done. They do not step the device.
+    Fault(usize, Call, u64, Failure, Vec<Op>),
+}
+
+fn size() -> impl Strategy<Value = Size> {
+    let len = prop_oneof![
+        40 => (0u32..19, 0usize..1 << 19).prop_map(|(e, f)| (1 << e) + f % (1 << e)),
+        1 => Just(0),
+        1 => Just(usize::MAX),
+        1 => (19u32..26).prop_map(|e| 1 << e),
+    ];
+    let align = prop_oneof![
+        12 => Just(64usize),
+        4 => (0u32..22).prop_map(|e| 1 << e),
+        1 => prop_oneof![Just(0usize), Just(3), Just(1 << 22)],
+    ];
+    (len, align, prop::bool::weighted(0.1)).prop_map(|(len, align, reserve)| Size { len, align, reserve })
+}
+
+fn who() -> impl Strategy<Value = Who> {
+    prop_oneof![4 => Just(Who::Main), 1 => Just(Who::Helper), 1 => Just(Who::Fresh)]
+}
+
+fn patience() -> impl Strategy<Value = Patience> {
+    prop_oneof![3 => Just(Patience::Try), 1 => Just(Patience::Forever), 1 => Just(Patience::Timeout)]
+}
+
+fn keep() -> impl Strategy<Value = Keep> {
+    prop_oneof![6 => Just(Keep::Keep), 12 => Just(Keep::Drop), 1 => Just(Keep::Forget)]
+}
+
+fn plain() -> impl Strategy<Value = Op> {
+    let at = || 0usize..64;
+    let part = prop::option::weighted(0.3, any::<(u8, u8)>());
+    let usage = prop_oneof![
+        5 => keep().prop_map(Use::Land), 1 => Just(Use::OtherStream), 2 => Just(Use::Drop), 2 => Just(Use::Wait)
+    ];
+    let misuse = prop::sample::select(vec![
+        Misuse::Empty,
+        Misuse::Range,
+        Misuse::Small,
+        Misuse::Memory,
+        Misuse::Pool,
+        Misuse::Claim,
+        Misuse::Token,
+    ]);
+    prop_oneof![
+        20 => (size(), patience(), who()).prop_map(|(s, p, w)| Op::Checkout(s, p, w)),
+        3 => (prop::collection::vec(size(), 0..4), patience()).prop_map(|(s, p)| Op::Many(s, p)),
+        2 => size().prop_map(Op::OrUnpinned),
+        5 => prop::collection::vec(size(), 1..3).prop_map(Op::Join),
+        4 => Just(Op::PollWaiting),
+        2 => at().prop_map(Op::Cancel),
+        3 => (at(), any::<u8>()).prop_map(|(b, k)| Op::Write(b, k)),
+        8 => (at(), who()).prop_map(|(b, w)| Op::Drop(b, w)),
+        1 => at().prop_map(Op::ForgetBuf),
+        20 => (at(), at(), part, keep(), prop::bool::weighted(0.2))
+            .prop_map(|(b, l, p, k, o)| Op::Upload(b, l, p, k, o)),
+        8 => (at(), at(), at(), keep()).prop_map(|(b, l, r, k)| Op::Download(b, l, r, k)),
+        4 => (at(), at(), at(), keep()).prop_map(|(b, l, m, k)| Op::Share(b, l, m, k)),
+        3 => at().prop_map(Op::DropShared),
+        4 => (at(), at(), keep()).prop_map(|(b, l, k)| Op::Hold(b, l, k)),
+        3 => (at(), any::<u8>(), keep()).prop_map(|(b, m, k)| Op::HoldAll(b, m, k)),
+        8 => (at(), size(), usage).prop_map(|(l, s, u)| Op::Claim(l, s, u)),
+        1 => (at(), at()).prop_map(|(l, r)| Op::OnDevice(l, r)),
+        5 => at().prop_map(Op::Wait),
+        4 => at().prop_map(Op::IsDone),
+        4 => at().prop_map(Op::Await),
+        5 => at().prop_map(Op::DropFlight),
+        10 => (0..DEVICES, at(), 1u8..5).prop_map(|(d, n, k)| Op::Step(d, n, k)),
+        6 => (1u8..12).prop_map(Op::StepAny),
+        8 => (0..DEVICES).prop_map(Op::Reap),
+        2 => Just(Op::Drain),
+        2 => (0usize..2048).prop_map(Op::Trim),
+        2 => at().prop_map(Op::Token),
+        3 => at().prop_map(Op::Redeem),
+        2 => at().prop_map(Op::Hang),
+        3 => at().prop_map(Op::Resume),
+        2 => at().prop_map(Op::Sync),
+        2 => at().prop_map(Op::Blocking),
+        1 => (0..DEVICES).prop_map(Op::NewStream),
+        1 => at().prop_map(Op::DropRegion),
+        2 => (misuse, at()).prop_map(|(m, b)| Op::Misuse(m, b)),
+    ]
+}
+
+/// Everything, trouble included.
+fn op(calm: bool) -> BoxedStrategy<Op> {
+    if calm {
+        return plain().boxed();
+    }
+    let call = prop::sample::select(Call::ALL.to_vec());
+    let failure = prop_oneof![
+        4 => Just(Failure::Moment), 2 => Just(Failure::RunsAnyway), 2 => Just(Failure::Stall),
+        2 => Just(Failure::Capture), 1 => Just(Failure::Argument), 1 => Just(Failure::Sticky),
+    ];
+    let under = plain().prop_filter("does not step the device", Op::stays_put);
+    let fault = (0..DEVICES, call, 0u64..2, failure, prop::collection::vec(under, 1..4), any::<bool>())
+        .prop_map(|(d, c, n, f, mut ops, reap)| {
+            if reap {
+                ops.push(Op::Reap(d));
+            }
+            Op::Fault(d, c, n, f, ops)
+        });
+    prop_oneof![150 => plain(), 10 => fault, 1 => (0..DEVICES).prop_map(Op::Kill)].boxed()
+}
+
+impl Op {
+    /// Whether it leaves the device's queued work where it is.
+    fn stays_put(&self) -> bool {
+        match self {
+            Self::Checkout(_, p, _) | Self::Many(_, p) => *p == Patience::Try,
+            Self::Wait(_) | Self::Step(..) | Self::StepAny(_) | Self::Drain | Self::Sync(_) => false,
+            Self::Blocking(_) | Self::Claim(..) => false,
+            _ => true,
+        }
+    }
+}
+
+fn setup() -> impl Strategy<Value = Setup> {
+    let end = prop_oneof![Just(End::Quiet), Just(End::DropPool), Just(End::Shutdown)];
+    let lanes = (2usize..=3, 2usize..=3).prop_map(|(a, b)| [a, b]);
+    (
+        any::<u64>(),
+        prop::sample::select(vec![128usize, 320, 1024, 2048]),
+        prop::sample::select(vec![64usize, 128, 512, 2048]),
+        prop::sample::select(vec![64usize, 256, 2048]),
+        0usize..3,
+        prop::sample::select(vec![0usize, 8, 64, 256]),
+        prop::sample::select(vec![16usize, 64]),
+        lanes,
+        end,
+    )
+        .prop_map(|(seed, capacity, region, extent, initial, cache, reserve, lanes, end)| {
+            let most = capacity - reserve;
+            let initial = (initial * region).min(most);
+            Setup { seed, capacity, region, extent, initial, cache, reserve, lanes, end }
+        })
+}
+
+/// A case: half of them without faults, since a fault makes it impossible to demand that everything comes back.
+pub fn case() -> impl Strategy<Value = (Setup, Vec<Op>)> {
+    (setup(), any::<bool>()).prop_flat_map(|(setup, calm)| (Just(setup), prop::collection::vec(op(calm), 0..90)))
+}

@@ -1,0 +1,124 @@
+//! Cases written by hand, for transitions that random ones take only by luck.
+
+use pinpool::host::{Call, Failure};
+
+use crate::ops::{End, Keep, Op, Patience, Setup, Size, Use, Who};
+
+const FAILURES: [Failure; 6] = [
+    Failure::Argument,
+    Failure::Moment,
+    Failure::Sticky,
+    Failure::RunsAnyway,
+    Failure::Capture,
+    Failure::Stall,
+];
+
+/// Every call that the pool makes, with every failure. It makes no stream wait for an event yet.
+pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
+    Call::ALL
+        .into_iter()
+        .filter(|call| !matches!(call, Call::WaitEvent | Call::DestroyEvent))
+        .flat_map(|call| FAILURES.map(|failure| (call, failure)))
+}
+
+fn setup(end: End) -> Setup {
+    Setup {
+        seed: 1,
+        capacity: 320,
+        region: 64,
+        extent: 64,
+        initial: 64,
+        cache: 8,
+        reserve: 64,
+        lanes: [2, 2],
+        end,
+    }
+}
+
+fn size(len: usize) -> Size {
+    Size { len, align: 64, reserve: false }
+}
+
+fn out(len: usize) -> Op {
+    Op::Checkout(size(len), Patience::Try, Who::Main)
+}
+
+fn up(lane: usize, keep: Keep) -> Op {
+    Op::Upload(0, lane, None, keep, false)
+}
+
+/// One call fails in one way, while there is work in flight before and after it.
+fn failing(call: Call, failure: Failure) -> Vec<Op> {
+    let target = match call {
+        Call::Pin => vec![out(50 << 10), out(50 << 10)],
+        Call::Unpin => vec![Op::Trim(0)],
+        Call::Allocate | Call::CopyBlocking => vec![Op::Blocking(0)],
+        Call::Free => vec![Op::DropRegion(0)],
+        Call::CreateStream | Call::DestroyStream => vec![Op::NewStream(0)],
+        Call::Copy => vec![up(0, Keep::Keep)],
+        Call::CreateEvent | Call::Record | Call::Query => vec![up(0, Keep::Keep), Op::Reap(0)],
+        Call::WaitEvent | Call::DestroyEvent => vec![],
+    };
+    let mut ops: Vec<Op> = Vec::new();
+    if call == Call::Unpin {
+        ops.extend([out(50 << 10), out(50 << 10), Op::Drop(0, Who::Main), Op::Drop(0, Who::Main)]);
+    }
+    if call == Call::CreateEvent {
+        // So that no event is left to use again.
+        ops.extend([out(600), up(1, Keep::Drop), Op::Reap(0)]);
+    }
+    if call == Call::Free {
+        ops.extend([out(600), up(0, Keep::Drop), Op::Drain, out(600), up(1, Keep::Drop)]);
+    }
+    ops.extend([out(1000), out(2000), out(3000), up(0, Keep::Keep), up(2, Keep::Drop)]);
+    ops.push(Op::Fault(0, call, 0, failure, target));
+    ops.extend([out(700), up(0, Keep::Keep), Op::Reap(0), Op::IsDone(0), out(2000), Op::Wait(0), Op::Wait(0)]);
+    ops
+}
+
+/// All cases, with their names.
+pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
+    let mut cases: Vec<(String, Setup, Vec<Op>)> = Vec::new();
+    for (call, failure) in faults() {
+        for end in [End::Quiet, End::DropPool, End::Shutdown] {
+            cases.push((format!("{} fails: {failure:?}", call.name()), setup(end), failing(call, failure)));
+        }
+    }
+    let mut case = |name: &str, end, ops| cases.push((name.into(), setup(end), ops));
+    let full = |ops: &mut Vec<Op>| ops.extend((0..5).map(|_| out(60 << 10)));
+
+    let mut ops = Vec::new();
+    full(&mut ops);
+    let urgent = Size { reserve: true, ..size(30 << 10) };
+    ops.push(Op::Checkout(urgent, Patience::Try, Who::Main));
+    ops.push(Op::OrUnpinned(size(60 << 10)));
+    ops.push(Op::Many(vec![size(60 << 10), size(100)], Patience::Timeout));
+    ops.push(Op::Many(vec![size(60 << 10); 6], Patience::Forever));
+    case("full", End::Quiet, ops);
+
+    let mut ops = Vec::new();
+    full(&mut ops);
+    ops.extend([Op::Join(vec![size(50 << 10)]), Op::Join(vec![size(50 << 10)]), Op::Join(vec![size(50 << 10)])]);
+    ops.extend([Op::Drop(0, Who::Main), Op::Drop(0, Who::Fresh), Op::Cancel(0), Op::Cancel(1), Op::PollWaiting]);
+    ops.push(Op::Join(vec![size(60 << 10), size(60 << 10)]));
+    ops.push(Op::Join(vec![size(60 << 10), size(60 << 10)]));
+    case("waiting, cancelled, then shut down", End::Shutdown, ops);
+
+    let mut ops = Vec::new();
+    ops.push(out(1000));
+    ops.push(up(0, Keep::Drop));
+    // Everything else of that class.
+    ops.extend((0..4).map(|_| out(60 << 10)));
+    for usage in [Use::Drop, Use::OtherStream, Use::Land(Keep::Keep), Use::Land(Keep::Drop), Use::Wait] {
+        ops.extend([out(60 << 10), Op::Claim(0, size(990), usage)]);
+    }
+    case("claims", End::Quiet, ops);
+
+    let mut ops = Vec::new();
+    ops.extend([out(1000), out(1000), up(0, Keep::Keep), Op::Hang(0), Op::Wait(0), Op::Resume(0), Op::Drain]);
+    ops.extend([up(0, Keep::Keep), Op::Kill(0), Op::Wait(0)]);
+    case("hung, then killed", End::DropPool, ops);
+
+    case("shut down and drained", End::Shutdown, vec![out(1000), up(0, Keep::Drop)]);
+    cases
+}

@@ -1,0 +1,163 @@
+//! Mistakes that were made once. Each test failed when it was written.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::{Checkout, Device, Error, Pool, PoolBuilder, Request, Stream, Unpinned};
+
+fn stepped(memory: usize) -> (HostNode, Device) {
+    let node = HostNode::new(HostConfig::new().memory(memory).stepped(1)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    (node, device)
+}
+
+fn small(device: &Device) -> PoolBuilder {
+    Pool::builder(device).capacity(256 << 10).unpinned(Unpinned::Allow)
+}
+
+fn fail(node: &HostNode, call: Call, failure: Failure) {
+    node.fail(Fault { device: 0, call, nth: 0, failure });
+}
+
+/// Sends 4096 bytes and gives the handle up.
+fn send(pool: &Pool, stream: &Stream, device: &Device) {
+    let mut buf = pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 7).unwrap();
+    drop(stream.upload(buf, device.alloc(4096).unwrap()).unwrap());
+}
+
+/// A capture elsewhere that makes a mark fail is neither completion nor loss: the mark is made later.
+#[test]
+fn a_capture_does_not_lose_a_stream() {
+    for call in [Call::Record, Call::CreateEvent, Call::Query] {
+        let (node, device) = stepped(1 << 20);
+        let pool = small(&device).build().unwrap();
+        let stream = device.stream().unwrap();
+        send(&pool, &stream, &device);
+        for _ in 0..100 {
+            fail(&node, call, Failure::Capture);
+            device.reap();
+        }
+        node.clear_faults();
+        device.reap();
+        while node.step() {}
+        device.reap();
+        let stats = pool.stats();
+        assert_eq!((stats.in_flight_bytes, stats.quarantined_bytes), (0, 0), "{call:?}: {stats:?}");
+        send(&pool, &stream, &device);
+    }
+}
+
+/// The cache of a thread stays within its bound for a reserve too.
+#[test]
+fn a_reserve_is_not_hoarded_by_one_thread() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).reserve("urgent", 128 << 10).thread_cache(8 << 10).build().unwrap();
+    let mut held = Vec::new();
+    while let Ok(buf) = pool.try_checkout(Request::new(32).reserve("urgent")) {
+        held.push(buf);
+        if held.len() % 16 == 0 {
+            pool.check().unwrap();
+        }
+    }
+    pool.check().unwrap();
+}
+
+/// A stream that is lost while its device lives may still use device memory: that stays too.
+#[test]
+fn what_a_lost_stream_may_use_is_not_freed() {
+    let (node, device) = stepped(1 << 20);
+    let pool = small(&device).build().unwrap();
+    let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
+    send(&pool, &stream, &device);
+    fail(&node, Call::Record, Failure::Argument);
+    device.reap();
+    assert_eq!(pool.stats().quarantined_bytes, 4160, "the stream is lost");
+    while node.step() {}
+    // A copy to memory that was freed would have killed the device.
+    other.upload_blocking(&[1], device.alloc(1).unwrap()).unwrap();
+}
+
+/// When growing fails and nothing that is out could help, the wait ends with the reason.
+#[test]
+fn a_failed_growth_ends_the_wait() {
+    let (node, device) = stepped(1 << 20);
+    let pool = small(&device).initial(0).build().unwrap();
+    fail(&node, Call::Pin, Failure::Argument);
+    let refused = pool.checkout(4096).unwrap_err();
+    assert!(matches!(&refused, Error::Device(e) if e.call == "pin"), "{refused}");
+    // It was a matter of that call.
+    pool.checkout(4096).unwrap();
+}
+
+/// The same where the device has threads: there nobody would ever have come to wake the waiter.
+#[test]
+fn a_failed_growth_ends_the_wait_on_threads() {
+    for _ in 0..100 {
+        let node = HostNode::new(HostConfig::new().memory(1 << 20)).unwrap();
+        let device = Device::on(&node, 0).unwrap();
+        let pool = small(&device).initial(0).build().unwrap();
+        fail(&node, Call::Pin, Failure::Argument);
+        let refused = pool.checkout_timeout(4096, std::time::Duration::from_secs(10)).unwrap_err();
+        assert!(matches!(&refused, Error::Device(e) if e.call == "pin"), "{refused}");
+    }
+}
+
+/// A waker may do anything, looking at the pool included: none is called under a lock.
+#[test]
+fn a_waker_may_look_at_the_pool() {
+    struct Looks(Pool, Mutex<Vec<usize>>);
+    impl Wake for Looks {
+        fn wake(self: Arc<Self>) {
+            self.1.lock().unwrap().push(self.0.stats().quarantined_bytes);
+        }
+    }
+    let (node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(64 << 10).thread_cache(0).build().unwrap();
+    let stream = device.stream().unwrap();
+    let mut buf = pool.checkout(40 << 10).unwrap();
+    buf.try_resize(1, 1).unwrap();
+    let shared = Arc::new(buf);
+    drop(stream.upload(shared.clone(), device.alloc(1).unwrap()).unwrap());
+    let mut waiting: Checkout = pool.checkout_async(50 << 10);
+    let looks = Arc::new(Looks(pool.clone(), Mutex::default()));
+    let waker = Waker::from(looks.clone());
+    assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(&waker)).is_pending());
+    // The shared buffer is quarantined with its stream, which makes the request impossible.
+    fail(&node, Call::Query, Failure::Argument);
+    device.reap();
+    assert_eq!(looks.1.lock().unwrap().len(), 1);
+    let ended = Pin::new(&mut waiting).poll(&mut Context::from_waker(&waker));
+    assert!(matches!(ended, Poll::Ready(Err(Error::Impossible { .. }))), "{ended:?}");
+    drop(shared);
+}
+
+/// When all regions are there and none is long enough for a request, no wait can help.
+#[test]
+fn a_request_longer_than_any_region_does_not_wait() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(128 << 10).region(64 << 10).build().unwrap();
+    let held = [pool.checkout(60 << 10).unwrap(), pool.checkout(60 << 10).unwrap()];
+    drop(held);
+    let refused = pool.checkout(100 << 10).unwrap_err();
+    assert!(matches!(refused, Error::Impossible { .. }), "{refused}");
+    // What waiting cannot bring, trimming can.
+    pool.trim(0);
+    pool.checkout(100 << 10).unwrap();
+}
+
+/// Whatever is shorter than an extent can be had, also where the segments of its size class are longer than that.
+#[test]
+fn a_request_as_long_as_an_extent_is_served() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).extent(64 << 10).region(64 << 10).initial(0).build().unwrap();
+    for len in [(64 << 10) - 32, (64 << 10) - 33, (64 << 10) - 4096, (64 << 10) - 8192] {
+        let buf = pool.try_checkout(len).unwrap_or_else(|e| panic!("{len}: {e}"));
+        assert_eq!(pool.stats().pinned_bytes + pool.stats().unpinned_bytes, 64 << 10, "{len}");
+        drop(buf);
+        pool.check().unwrap();
+    }
+}
