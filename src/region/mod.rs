@@ -223,12 +223,15 @@ impl Regions {
                 if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
                     region.extents.push(Extent { offset, len: extent, pinned });
                 }
-                let pinning = &mut progress.pinning;
+            }
+            // Ready is what can be checked out, so it is counted after it can.
+            serve(id, start, extent, pinned);
+            {
+                let pinning = &mut self.progress.lock().pinning;
                 pinning.ready += extent;
                 pinning.busy += took;
                 pinning.longest_call = pinning.longest_call.max(longest);
             }
-            serve(id, start, extent, pinned);
             offset += extent;
             self.wake();
         }
