@@ -333,6 +333,7 @@ impl Regions {
             if let Some(before) = before {
                 before(&region.info());
             }
+            let mut stuck = false;
             for extent in region.extents.iter().filter(|e| e.pinned) {
                 // SAFETY: within the mapping.
                 let start = unsafe { region.base.add(extent.offset) };
@@ -342,8 +343,11 @@ impl Regions {
                         target: "pinpool::region", device = context.name(), bytes = region.len, %error,
                         "a region cannot be unpinned: its mapping is leaked"
                     );
-                    return;
+                    stuck = true;
                 }
+            }
+            if stuck {
+                return;
             }
             // SAFETY: ours, and nobody can reach it any more.
             leaked(&context, unsafe { os::unmap(region.base, region.len) });
