@@ -106,6 +106,8 @@ struct Core {
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
+    /// Why growing failed, if the last attempt did.
+    not_grown: Option<Error>,
     stats: Stats,
     /// Segments that went out as tokens: the token's nonce, and the bytes written.
     tokens: Slab<(u64, Segment, usize)>,
@@ -176,6 +178,7 @@ impl Depot {
                 quarantined_segments: 0,
                 outstanding: None,
                 growing: 0,
+                not_grown: None,
                 stats: Stats::default(),
             })),
             config,
@@ -557,6 +560,12 @@ impl Depot {
         if let Some(error) = self.hopeless(&core, &wants) {
             return Err(error);
         }
+        if let (0, Some(error)) = (core.growing, &core.not_grown) {
+            // Growing failed before we came here.
+            if core.never(&wants).is_some() {
+                return Err(error.clone());
+            }
+        }
         core.stats.waits += 1;
         let key = core.queue.join(wants, wake);
         if !(covered && core.growing > 0) {
@@ -653,8 +662,7 @@ impl Depot {
         if core.quarantined == 0 || core.arena.bytes().total + core.growing < self.config.capacity {
             return None;
         }
-        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-        wants.iter().find(|w| !core.arena.could_serve(w.placement, stuck)).and_then(|w| error(w.len))
+        core.never(wants).and_then(|w| error(w.len))
     }
 
     fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
@@ -695,6 +703,7 @@ impl Depot {
             return 0;
         }
         core.growing += bytes;
+        core.not_grown = None;
         bytes
     }
 
@@ -720,15 +729,12 @@ impl Depot {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         core.growing = core.growing.saturating_sub(missing);
+        core.not_grown = error.cloned();
         if core.growing == 0 {
             if let Some(error) = error {
                 // Whoever could be served by what is there goes on waiting for it.
                 let mut queue = std::mem::take(&mut core.queue);
-                let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-                queue.fail(&mut wakes, |wants| {
-                    let never = |w: &Want| !core.arena.could_serve(w.placement, stuck);
-                    wants.iter().any(never).then(|| error.clone())
-                });
+                queue.fail(&mut wakes, |wants| core.never(wants).map(|_| error.clone()));
                 core.queue = queue;
             }
             self.start_waiting(&mut core);
@@ -995,6 +1001,16 @@ impl Core {
         self.granted = self.granted.wrapping_add(unsafe { self.arena.granted(slot) } as u64);
         self.requested = self.requested.wrapping_add(len as u64);
         Grant { slot, len }
+    }
+
+    /// The first of these that cannot be had together with its like, whatever comes back: what is quarantined is in the
+    /// way.
+    fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
+        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+        wants.iter().find(|want| {
+            let alike = wants.iter().filter(|w| w.placement == want.placement).count();
+            !self.arena.could_serve(want.placement, alike, stuck)
+        })
     }
 
     /// Grants what can be granted to those who wait.
