@@ -553,33 +553,28 @@ impl Arena {
         !idle.is_empty()
     }
 
-    /// Whether any extent, all of it free, has room for the placement.
-    pub(crate) fn has_extent_for(&self, placement: Placement) -> bool {
-        let (need, align) = placement.fresh_pages();
-        self.extents.iter().any(|(_, e)| {
-            let page = e.base.as_ptr().addr() / PAGE;
-            page.next_multiple_of(align) - page + need <= e.pages as usize
-        })
-    }
-
-    /// Whether the placement could be served if everything that is not quarantined came back.
-    pub(crate) fn could_serve(&self, placement: Placement, stuck: impl Fn(&Slot) -> bool) -> bool {
+    /// Whether so many of a placement could be served if everything that is not quarantined came back. `false` is
+    /// certain; `true` is not, for more than one, since what is aligned or of other classes may be in the way.
+    pub(crate) fn could_serve(
+        &self,
+        placement: Placement,
+        count: usize,
+        stuck: impl Fn(&Slot) -> bool,
+    ) -> bool {
         let slots = |run: &Run| (0..run.count).map(|i| self.slot(run, i)).collect::<Vec<_>>();
         // SAFETY: slots of a run are alive as long as it is.
         let is_stuck = |slot: &NonNull<Slot>| stuck(unsafe { slot.as_ref() });
-        if let Placement::Class(class) = placement {
-            let of_class = self.runs.iter().filter(|(_, r)| r.class == Some(class) && !Self::is_single(r));
-            if of_class.into_iter().any(|(_, r)| slots(r).iter().any(|s| !is_stuck(s))) {
-                return true;
-            }
-        }
         let (need, align) = placement.fresh_pages();
-        self.extents.iter().any(|(_, e)| {
-            let page = e.base.as_ptr().addr() / PAGE;
-            let fits = |first: usize, end: usize| {
+        let fitting = |page: usize, first: usize, end: usize| match placement {
+            Placement::Class(class) => (end - first) * PAGE / class.stride(),
+            Placement::Pages { .. } => {
                 let start = (page + first).next_multiple_of(align) - page;
-                start + need <= end
-            };
+                end.checked_sub(start + need).map_or(0, |rest| 1 + rest / need.next_multiple_of(align))
+            }
+        };
+        let mut found = 0;
+        for (_, e) in &self.extents {
+            let page = e.base.as_ptr().addr() / PAGE;
             let (mut at, mut free_from) = (0, 0);
             while at < e.pages as usize {
                 let entry = e.map[at];
@@ -588,16 +583,21 @@ impl Arena {
                     continue;
                 }
                 let run = &self.runs[entry as usize];
-                if slots(run).iter().any(is_stuck) {
-                    if fits(free_from, at) {
-                        return true;
-                    }
+                let slots = slots(run);
+                if slots.iter().any(is_stuck) {
+                    found += fitting(page, free_from, at);
                     free_from = at + run.pages as usize;
+                    if let Placement::Class(class) = placement {
+                        // SAFETY: as above.
+                        let fits = |s: &&NonNull<Slot>| unsafe { s.as_ref() }.class() == Some(class);
+                        found += slots.iter().filter(fits).filter(|s| !is_stuck(s)).count();
+                    }
                 }
                 at += run.pages as usize;
             }
-            fits(free_from, at)
-        })
+            found += fitting(page, free_from, e.pages as usize);
+        }
+        found >= count
     }
 
     /// Bytes of the tables beside the memory.
@@ -861,12 +861,12 @@ mod tests {
         let stuck = take(&mut arena, 4 * PAGE, 4096).unwrap();
         let quarantined = |s: &Slot| s.word().state() == state::QUARANTINED;
         let whole = Placement::of(64 * PAGE - 32, 4096).unwrap();
-        assert!(arena.could_serve(whole, quarantined));
+        assert!(arena.could_serve(whole, 1, quarantined));
         // SAFETY: out, and ours.
         unsafe { stuck.as_ref() }.set(state::QUARANTINED);
-        assert!(!arena.could_serve(whole, quarantined));
-        assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), quarantined));
-        assert!(!arena.could_serve(Placement::of(60 * PAGE - 32, 4096).unwrap(), quarantined));
+        assert!(!arena.could_serve(whole, 1, quarantined));
+        assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), 1, quarantined));
+        assert!(!arena.could_serve(Placement::of(60 * PAGE - 32, 4096).unwrap(), 1, quarantined));
     }
 
     proptest! {

@@ -665,16 +665,10 @@ impl Depot {
             return None;
         }
         let left = self.config.capacity.saturating_sub(core.arena.bytes().total);
-        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-        let never = |w: &&Want| {
-            // Neither a new region nor any that is there, were all of it free.
-            w.placement.bytes() > left
-                && match core.quarantined {
-                    0 => !core.arena.has_extent_for(w.placement),
-                    _ => !core.arena.could_serve(w.placement, stuck),
-                }
-        };
-        wants.iter().find(never).and_then(|w| error(w.len))
+        if left >= total {
+            return None; // A new region may have room for it.
+        }
+        core.never(wants).and_then(|w| error(w.len))
     }
 
     fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
@@ -1007,8 +1001,7 @@ impl Depot {
 /// back waits for that.
 fn stunted(core: &Core, wants: &[Want]) -> Option<Error> {
     let error = core.stunted.as_ref().filter(|_| core.growing == 0)?;
-    let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-    wants.iter().any(|w| !core.arena.could_serve(w.placement, stuck)).then(|| error.clone())
+    core.never(wants).map(|_| error.clone())
 }
 
 impl Core {
@@ -1021,6 +1014,16 @@ impl Core {
         self.granted = self.granted.wrapping_add(unsafe { self.arena.granted(slot) } as u64);
         self.requested = self.requested.wrapping_add(len as u64);
         Grant { slot, len }
+    }
+
+    /// The first of these that cannot be had together with its like, whatever comes back: what is quarantined is in the
+    /// way.
+    fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
+        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+        wants.iter().find(|want| {
+            let alike = wants.iter().filter(|w| w.placement == want.placement).count();
+            !self.arena.could_serve(want.placement, alike, stuck)
+        })
     }
 
     /// Grants what can be granted to those who wait.

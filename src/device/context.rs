@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::worker::Worker;
 use super::{Driver, EventHandle};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorClass, Result};
 
 /// Events that are kept for reuse. More than this were in use at once only in a burst.
 const KEPT: usize = 1024;
@@ -107,7 +107,9 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         let events = std::mem::take(self.events.get_mut());
-        if self.poison.get().is_some() || events.is_empty() || self.forked() {
+        // A lost device lets go of them, whatever it answers; a driver that has ended is not to be called.
+        let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::DriverEnd);
+        if ended || events.is_empty() || self.forked() {
             return;
         }
         let driver = self.driver.clone();

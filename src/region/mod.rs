@@ -95,6 +95,8 @@ struct Region {
     base: NonNull<u8>,
     len: usize,
     extents: Vec<Extent>,
+    /// Bytes counted as ready.
+    ready: usize,
     /// Nothing is added to it any more.
     whole: bool,
 }
@@ -211,7 +213,7 @@ impl Regions {
         let mut progress = self.progress.lock();
         progress.next += 1;
         let id = RegionId(progress.next);
-        progress.regions.push(Region { id, base, len, extents: Vec::new(), whole: false });
+        progress.regions.push(Region { id, base, len, extents: Vec::new(), ready: 0, whole: false });
         Ok((id, base))
     }
 
@@ -263,13 +265,20 @@ impl Regions {
                 // Before the last extent is served: from then on the region may go.
                 region.whole = making.offset + extent == making.len;
             }
-            let pinning = &mut progress.pinning;
-            pinning.ready += extent;
-            pinning.busy += took;
-            pinning.longest_call = pinning.longest_call.max(longest);
         }
         making.offset += extent;
         let go_on = (making.serve)(making.id, start, extent, pinned);
+        {
+            // Ready is what can be checked out, so it is counted after it can; the region may be gone again already.
+            let mut progress = self.progress.lock();
+            let Progress { regions, pinning, .. } = &mut *progress;
+            if let Some(region) = regions.iter_mut().find(|r| r.id == making.id) {
+                region.ready += extent;
+                pinning.ready += extent;
+            }
+            pinning.busy += took;
+            pinning.longest_call = pinning.longest_call.max(longest);
+        }
         self.wake();
         Ok(go_on && making.offset < making.len)
     }
@@ -369,7 +378,7 @@ impl Regions {
             let region = progress.regions.remove(at);
             let len = region.info().len;
             progress.pinning.wanted -= len;
-            progress.pinning.ready -= len;
+            progress.pinning.ready -= region.ready;
             drop(progress);
             self.let_go(region);
         }
@@ -381,6 +390,7 @@ impl Regions {
             if let Some(before) = before {
                 before(&region.info());
             }
+            let mut stuck = false;
             for extent in region.extents.iter().filter(|e| e.pinned) {
                 // SAFETY: within the mapping.
                 let start = unsafe { region.base.add(extent.offset) };
@@ -390,8 +400,11 @@ impl Regions {
                         target: "pinpool::region", device = context.name(), bytes = region.len, %error,
                         "a region cannot be unpinned: its mapping is leaked"
                     );
-                    return;
+                    stuck = true;
                 }
+            }
+            if stuck {
+                return;
             }
             // SAFETY: ours, and nobody can reach it any more.
             leaked(&context, unsafe { os::unmap(region.base, region.len) });

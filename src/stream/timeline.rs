@@ -54,8 +54,8 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering,
 /// On streams of ours a tick is closed after so many entries or bytes, whichever comes first.
 const TICK_ENTRIES: usize = 16;
 const TICK_BYTES: usize = 4 << 20;
-/// How often recording may fail for reasons of the moment before what waits for a mark is given up.
-const RECORD_TRIES: u32 = 1000;
+/// How often in a row recording or asking may fail before what waits for a mark is given up.
+const TRIES: u32 = 1000;
 /// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
 const SPIN: Duration = Duration::from_micros(50);
 
@@ -189,7 +189,12 @@ struct State {
     open_bytes: usize,
     /// The highest closed tick for which no mark was published, or 0.
     unmarked: u64,
-    failures: u32,
+    /// Attempts at recording, and at asking about the oldest mark, that failed in a row.
+    unrecorded: u32,
+    unasked: u32,
+    /// Events whose recording failed, so that nobody knows whether they were recorded, each with the tick whose mark
+    /// comes after that attempt for certain.
+    doubtful: Vec<(u64, EventHandle)>,
     /// Entries whose driver call is under way.
     pending: Slab<Entry>,
     /// By tick, oldest first.
@@ -270,7 +275,9 @@ impl Timeline {
                 open_entries: 0,
                 open_bytes: 0,
                 unmarked: 0,
-                failures: 0,
+                unrecorded: 0,
+                unasked: 0,
+                doubtful: Vec::new(),
                 pending: Slab::new(),
                 entries: VecDeque::new(),
                 claims: Slab::new(),
@@ -293,6 +300,11 @@ impl Timeline {
 
     pub(crate) fn stream(&self) -> StreamHandle {
         self.stream
+    }
+
+    /// Whether the device is lost, and not only this stream.
+    fn is_dead(&self) -> bool {
+        self.context.poisoned().is_some()
     }
 
     fn forked(&self) -> bool {
@@ -368,7 +380,7 @@ impl Timeline {
         state.open_bytes += entry.bytes;
         state.insert(tick, entry);
         if state.lost.is_some() {
-            state.quarantine(self.context.poisoned().is_some(), &mut after);
+            state.quarantine(self.is_dead(), &mut after);
         }
         let close = !self.own || state.open_entries >= TICK_ENTRIES || state.open_bytes >= TICK_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
@@ -437,10 +449,18 @@ impl Timeline {
         };
         #[cfg(pinpool_planted = "mark_before_record")]
         self.state.lock().marks.push_back((tick, event));
-        // Where recording fails the event may have been recorded all the same, so nobody may record it again: it is not
-        // recycled.
+        // Where recording fails the event may have been recorded all the same, so nobody may record it again before a
+        // later mark is complete. That mark is due in any case.
         let result = self.context.noting(self.context.driver().record(event, self.stream));
-        result.inspect_err(|error| self.not_marked(error))?;
+        result.inspect_err(|error| {
+            {
+                let mut state = self.state.lock();
+                state.unmarked = state.unmarked.max(tick);
+                let later = state.open;
+                state.doubtful.push((later, event));
+            }
+            self.not_marked(error);
+        })?;
         let used = recorded(event);
         let mut state = self.state.lock();
         #[cfg(not(pinpool_planted = "mark_before_record"))]
@@ -448,23 +468,19 @@ impl Timeline {
         if state.unmarked <= tick {
             state.unmarked = 0;
         }
-        state.failures = 0;
+        state.unrecorded = 0;
         used
     }
 
-    /// Recording failed. What can be tried again is tried again by the reaper. A capture in the way is neither
-    /// completion nor loss: it ends some day, however often that has been tried.
+    /// Recording failed. The reaper tries again, since a later mark covers the same entries.
     fn not_marked(&self, error: &Error) {
         let give_up = {
             let mut state = self.state.lock();
-            // While a stream is captured nothing can be recorded on it; that ends, and says nothing of the device.
-            state.failures += u32::from(error.class() != ErrorClass::Capture);
             if state.open_entries > 0 && state.unmarked == 0 {
                 // Not even an event: closing is due all the same.
                 state.seen = state.open;
             }
-            let passes = matches!(error.class(), ErrorClass::Moment | ErrorClass::Capture);
-            !passes || state.failures >= RECORD_TRIES
+            gives_up(&mut state.unrecorded, error)
         };
         tracing::debug!(target: "pinpool::stream", device = self.context.name(), %error, give_up, "a mark could not be recorded");
         if give_up {
@@ -490,9 +506,12 @@ impl Timeline {
                     progress = true;
                 }
                 Ok(false) => break,
-                // Not ready to be asked, or a capture in the way: neither completion nor loss.
-                Err(error) if matches!(error.class(), ErrorClass::Moment | ErrorClass::Capture) => break,
+                // Not ready to be asked: neither completion nor loss.
+                Err(error) if error.class() == ErrorClass::Moment => break,
                 Err(error) => {
+                    if !gives_up(&mut self.state.lock().unasked, &error) {
+                        break;
+                    }
                     self.asking.store(false, Ordering::Release);
                     self.lose(&error);
                     return true;
@@ -511,13 +530,23 @@ impl Timeline {
             return;
         }
         state.marks.pop_front();
+        state.unasked = 0;
         if tick > self.completed.load(Ordering::Relaxed) {
             state.land(tick, &mut after);
             // Release: pairs with the acquire in `is_complete`. Raised under the lock, after the entries were settled.
             self.completed.store(tick, Ordering::Release);
             state.take_wakes(&mut after, |t| t <= tick);
         }
+        let mut certain = Vec::new();
+        state.doubtful.retain(|&(later, event)| {
+            let is_certain = later <= tick;
+            if is_certain {
+                certain.push(event);
+            }
+            !is_certain
+        });
         drop(state);
+        certain.into_iter().for_each(|event| self.context.recycle(event));
         after.run();
     }
 
@@ -535,10 +564,15 @@ impl Timeline {
             );
             state.lost = Some(error.clone());
         }
-        state.marks.clear();
-        state.quarantine(self.context.poisoned().is_some(), &mut after);
+        let marks = std::mem::take(&mut state.marks).into_iter().chain(std::mem::take(&mut state.doubtful));
+        state.quarantine(self.is_dead(), &mut after);
         state.take_wakes(&mut after, |_| true);
         drop(state);
+        // A dead device lets go of its events. Those of one that is alive may still be recorded, for all we know: nobody
+        // may use or destroy them.
+        if self.is_dead() {
+            marks.for_each(|(_, event)| self.context.recycle(event));
+        }
         after.run();
     }
 
@@ -809,6 +843,16 @@ impl Keep for () {
     fn quarantine(self: Box<Self>) {}
 }
 
+/// Counts a failed attempt. Whether there is to be no other.
+fn gives_up(failures: &mut u32, error: &Error) -> bool {
+    // A capture says nothing about the stream's work, and ends sooner or later.
+    if error.class() == ErrorClass::Capture {
+        return false;
+    }
+    *failures += 1;
+    error.is_sticky() || *failures >= TRIES
+}
+
 fn thread_yield() {
     crate::sync::yield_now();
 }
@@ -883,7 +927,7 @@ impl State {
     /// With `dead`, the whole device is gone and uses nothing any more. Otherwise the copies may still be queued, and
     /// their device memory is leaked: a device that finds it freed may die of that.
     fn quarantine(&mut self, dead: bool, after: &mut After) {
-        let dropped = &mut after.dropped;
+        let After { quarantined, dropped, condemned, .. } = after;
         let mut let_go = |memory: Option<Arc<Allocation>>| {
             if dead {
                 dropped.push((Held::Nothing, memory));
@@ -895,10 +939,10 @@ impl State {
             match held {
                 Held::Segment { segment, word } => {
                     self.flight(segment.depot()).bytes -= bytes;
-                    after.quarantined.extend(condemn(&segment, word));
+                    quarantined.extend(condemn(&segment, word));
                 }
-                Held::Joint(joint) => after.quarantined.extend(joint.quarantine()),
-                Held::Object(object) => after.condemned.push(object),
+                Held::Joint(joint) => quarantined.extend(joint.quarantine()),
+                Held::Object(object) => condemned.push(object),
                 Held::Nothing => {}
             }
             let_go(memory);
@@ -906,7 +950,7 @@ impl State {
         let mut lost = Vec::new();
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| !c.landed) {
             claim.landed = true;
-            after.quarantined.extend(condemn(&claim.segment, claim.word));
+            quarantined.extend(condemn(&claim.segment, claim.word));
             lost.push((claim.segment.depot().number(), claim.bytes));
             let_go(claim.memory.take());
         }

@@ -279,5 +279,6 @@ fn setup() -> impl Strategy<Value = Setup> {
 
 /// A case: half of them without faults, since a fault makes it impossible to demand that everything comes back.
 pub fn case() -> impl Strategy<Value = (Setup, Vec<Op>)> {
-    (setup(), any::<bool>()).prop_flat_map(|(setup, calm)| (Just(setup), prop::collection::vec(op(calm), 0..90)))
+    (setup(), any::<bool>())
+        .prop_flat_map(|(setup, calm)| (Just(setup), prop::collection::vec(op(calm), 0..90)))
 }

@@ -72,7 +72,15 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
     }
     ops.extend([out(1000), out(2000), out(3000), up(0, Keep::Keep), up(2, Keep::Drop)]);
     ops.push(Op::Fault(0, call, 0, failure, target));
-    ops.extend([out(700), up(0, Keep::Keep), Op::Reap(0), Op::IsDone(0), out(2000), Op::Wait(0), Op::Wait(0)]);
+    ops.extend([
+        out(700),
+        up(0, Keep::Keep),
+        Op::Reap(0),
+        Op::IsDone(0),
+        out(2000),
+        Op::Wait(0),
+        Op::Wait(0),
+    ]);
     ops
 }
 
@@ -98,8 +106,18 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
 
     let mut ops = Vec::new();
     full(&mut ops);
-    ops.extend([Op::Join(vec![size(50 << 10)]), Op::Join(vec![size(50 << 10)]), Op::Join(vec![size(50 << 10)])]);
-    ops.extend([Op::Drop(0, Who::Main), Op::Drop(0, Who::Fresh), Op::Cancel(0), Op::Cancel(1), Op::PollWaiting]);
+    ops.extend([
+        Op::Join(vec![size(50 << 10)]),
+        Op::Join(vec![size(50 << 10)]),
+        Op::Join(vec![size(50 << 10)]),
+    ]);
+    ops.extend([
+        Op::Drop(0, Who::Main),
+        Op::Drop(0, Who::Fresh),
+        Op::Cancel(0),
+        Op::Cancel(1),
+        Op::PollWaiting,
+    ]);
     ops.push(Op::Join(vec![size(60 << 10), size(60 << 10)]));
     ops.push(Op::Join(vec![size(60 << 10), size(60 << 10)]));
     case("waiting, cancelled, then shut down", End::Shutdown, ops);
