@@ -788,6 +788,7 @@ impl Depot {
         self.gate.quiesce(mode::CLOSED, core.roster.shards());
         self.sweep(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
+        self.stop_waiting(&core);
         let (takes, puts) = core.counted();
         core.outstanding = Some(takes - puts);
         let last = core.came_back(0);
