@@ -46,7 +46,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, mode, shard::Put, state};
 use crate::region::{RegionId, Regions};
-use crate::segment::{CLASSES, Class, Placement};
+use crate::segment::{self, CLASSES, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
 use queue::Queue;
@@ -229,9 +229,13 @@ impl Depot {
 
     /// Checks what can be refused without looking at the memory.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
-        let placement = Placement::of(len, align)?;
+        let mut placement = Placement::of(len, align)?;
         if len > self.config.largest {
             return Err(Error::TooLong { len, largest: self.config.largest });
+        }
+        if placement.bytes() > self.config.largest + 32 {
+            // The class's rounding leads past the longest extent that there can be; the length itself does not.
+            placement = Placement::Pages { span: segment::span(len)?, align: 1 };
         }
         Ok(Want { len, placement })
     }
