@@ -368,9 +368,12 @@ impl Pool {
     fn errand(&self, requests: &[Request<'_>]) -> Result<Errand<'_>> {
         let reserve = requests.first().and_then(|r| r.reserve);
         if requests.iter().any(|r| r.reserve != reserve) {
-            return Err(Error::Config("buffers that are asked for together must name the same reserve".into()));
+            return Err(Error::Config(
+                "buffers that are asked for together must name the same reserve".into(),
+            ));
         }
-        let place = |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
+        let place =
+            |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
         let main = &self.0.main;
         let Some(name) = reserve else { return Ok(Errand { first: None, store: main, wants: place(main)? }) };
         let known = self.0.reserves.iter().find(|r| r.0 == name);
@@ -385,7 +388,8 @@ impl Pool {
 
     /// Everything that can be had without waiting for anybody: from the pool proper, then from the reserve.
     fn try_errand(&self, errand: &Errand<'_>) -> Result<Option<(Arc<Depot>, Vec<Grant>)>> {
-        let both = errand.first.iter().map(|wants| (&self.0.main, wants)).chain([(errand.store, &errand.wants)]);
+        let both =
+            errand.first.iter().map(|wants| (&self.0.main, wants)).chain([(errand.store, &errand.wants)]);
         for (store, wants) in both {
             if let Some(grants) = self.try_all(store, wants)? {
                 return Ok(Some((store.depot.clone(), grants)));
@@ -488,13 +492,16 @@ impl Pool {
         if store.step == 0 {
             return false;
         }
-        match store.depot.plan_growth(wants, store.step) {
-            0 => false,
-            bytes => {
-                store.pin(bytes);
-                true
-            }
+        let mut bytes = store.depot.plan_growth(wants, store.step);
+        if bytes == 0 {
+            // The worker unpins these before it pins what is planned next.
+            store.depot.make_way(wants).into_iter().for_each(|id| store.regions.remove(id));
+            bytes = store.depot.plan_growth(wants, store.step);
         }
+        if bytes > 0 {
+            store.pin(bytes);
+        }
+        bytes > 0
     }
 
     // --- the memory --------------------------------------------------------------------------------------------------
@@ -870,7 +877,9 @@ impl CheckoutMany {
             return Ok(Some(Vec::new()));
         }
         let pool = self.pool.clone();
-        let Some(store) = pool.stores().find(|s| s.depot.number() == number) else { return Err(Error::Closed) };
+        let Some(store) = pool.stores().find(|s| s.depot.number() == number) else {
+            return Err(Error::Closed);
+        };
         let errand = Errand { first, store, wants };
         let growing = match pool.try_hard(&errand)? {
             Ok((depot, grants)) => return Ok(Some(buffers(&depot, grants))),
