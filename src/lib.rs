@@ -118,7 +118,7 @@ mod os;
 mod pool;
 mod region;
 mod runtime;
-mod segment;
+pub mod segment;
 mod stream;
 mod sync;
 

@@ -500,13 +500,16 @@ impl Pool {
         if store.step == 0 {
             return false;
         }
-        match store.depot.plan_growth(wants, store.step) {
-            0 => false,
-            bytes => {
-                store.pin(bytes);
-                true
-            }
+        let mut bytes = store.depot.plan_growth(wants, store.step);
+        if bytes == 0 {
+            // The worker unpins these before it pins what is planned next.
+            store.depot.make_way(wants).into_iter().for_each(|id| store.regions.remove(id));
+            bytes = store.depot.plan_growth(wants, store.step);
         }
+        if bytes > 0 {
+            store.pin(bytes);
+        }
+        bytes > 0
     }
 
     // --- the memory --------------------------------------------------------------------------------------------------

@@ -844,10 +844,10 @@ fn a_lost_stream_does_not_take_the_device_along() {
     // The only handle to the target goes with the copy.
     drop(lost.upload(buf, device.alloc(SLOT).unwrap()).unwrap());
     // No mark can ever be made: recording fails until the pool gives up.
-    for _ in 0..200 {
+    for _ in 0..1200 {
         node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Moment });
     }
-    for _ in 0..200 {
+    for _ in 0..1200 {
         device.reap();
     }
     let error = lost.synchronize().unwrap_err();

@@ -4,6 +4,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Checkout, Device, Error, Pool, PoolBuilder, Request, Stream, Unpinned};
@@ -20,6 +21,15 @@ fn small(device: &Device) -> PoolBuilder {
 
 fn fail(node: &HostNode, call: Call, failure: Failure) {
     node.fail(Fault { device: 0, call, nth: 0, failure });
+}
+
+/// Lets a call fail until the pool gives up on the stream.
+fn lose(node: &HostNode, device: &Device, call: Call) {
+    for _ in 0..2000 {
+        fail(node, call, Failure::Argument);
+        device.reap();
+    }
+    node.clear_faults();
 }
 
 /// Sends 4096 bytes and gives the handle up.
@@ -73,8 +83,7 @@ fn what_a_lost_stream_may_use_is_not_freed() {
     let pool = small(&device).build().unwrap();
     let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
     send(&pool, &stream, &device);
-    fail(&node, Call::Record, Failure::Argument);
-    device.reap();
+    lose(&node, &device, Call::Record);
     assert_eq!(pool.stats().quarantined_bytes, 4160, "the stream is lost");
     while node.step() {}
     // A copy to memory that was freed would have killed the device.
@@ -101,7 +110,7 @@ fn a_failed_growth_ends_the_wait_on_threads() {
         let device = Device::on(&node, 0).unwrap();
         let pool = small(&device).initial(0).build().unwrap();
         fail(&node, Call::Pin, Failure::Argument);
-        let refused = pool.checkout_timeout(4096, std::time::Duration::from_secs(10)).unwrap_err();
+        let refused = pool.checkout_timeout(4096, Duration::from_secs(10)).unwrap_err();
         assert!(matches!(&refused, Error::Device(e) if e.call == "pin"), "{refused}");
     }
 }
@@ -127,25 +136,23 @@ fn a_waker_may_look_at_the_pool() {
     let waker = Waker::from(looks.clone());
     assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(&waker)).is_pending());
     // The shared buffer is quarantined with its stream, which makes the request impossible.
-    fail(&node, Call::Query, Failure::Argument);
-    device.reap();
+    lose(&node, &device, Call::Query);
     assert_eq!(looks.1.lock().unwrap().len(), 1);
     let ended = Pin::new(&mut waiting).poll(&mut Context::from_waker(&waker));
     assert!(matches!(ended, Poll::Ready(Err(Error::Impossible { .. }))), "{ended:?}");
     drop(shared);
 }
 
-/// When all regions are there and none is long enough for a request, no wait can help.
+/// When all regions are in use and none is long enough for a request, no wait can help.
 #[test]
 fn a_request_longer_than_any_region_does_not_wait() {
     let (_node, device) = stepped(1 << 20);
     let pool = small(&device).capacity(128 << 10).region(64 << 10).build().unwrap();
     let held = [pool.checkout(60 << 10).unwrap(), pool.checkout(60 << 10).unwrap()];
-    drop(held);
     let refused = pool.checkout(100 << 10).unwrap_err();
     assert!(matches!(refused, Error::Impossible { .. }), "{refused}");
-    // What waiting cannot bring, trimming can.
-    pool.trim(0);
+    // Regions that nobody uses make way.
+    drop(held);
     pool.checkout(100 << 10).unwrap();
 }
 
@@ -160,4 +167,61 @@ fn a_request_as_long_as_an_extent_is_served() {
         drop(buf);
         pool.check().unwrap();
     }
+}
+
+/// A pool on a device that only moves when it is stepped.
+fn pool_with(setup: impl Fn(PoolBuilder) -> PoolBuilder) -> (HostNode, Device, Pool) {
+    let node = HostNode::new(HostConfig::new().memory(1 << 20).stepped(1)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = setup(Pool::builder(&device).unpinned(Unpinned::Allow)).build().unwrap();
+    (node, device, pool)
+}
+
+#[test]
+fn closing_while_somebody_waits_ends_the_waiting_mode() {
+    let (_node, _device, pool) = pool_with(|b| b.capacity(1 << 20));
+    let all = pool.try_checkout(Request::new((1 << 20) - 32).align(4096)).unwrap();
+    let mut waiter = pool.checkout_many_async([Request::new(4096)]);
+    let mut cx = Context::from_waker(Waker::noop());
+    assert!(Pin::new(&mut waiter).poll(&mut cx).is_pending());
+    pool.check().unwrap();
+    pool.shutdown(Duration::ZERO);
+    pool.check().unwrap();
+    assert!(matches!(Pin::new(&mut waiter).poll(&mut cx), Poll::Ready(Err(Error::Closed))));
+    drop(all);
+    pool.check().unwrap();
+}
+
+#[test]
+fn the_longest_request_is_served_where_its_class_fits_no_extent() {
+    // 278 pages: a request for 1,095,520 bytes has a class of 1,179,712, longer than any extent can be.
+    let extent = 278 * 4096;
+    let (_node, _device, pool) = pool_with(|b| b.capacity(2 * extent).extent(extent));
+    for len in [1_095_520, extent - 32] {
+        let buf = pool.try_checkout(len).unwrap();
+        assert_eq!(buf.capacity(), len);
+        pool.check().unwrap();
+    }
+    assert!(matches!(pool.try_checkout(extent - 31), Err(Error::TooLong { .. })));
+}
+
+#[test]
+fn idle_regions_make_way_for_a_request_that_fits_none_of_them() {
+    let (_node, _device, pool) = pool_with(|b| b.capacity(1 << 20).region(64 << 10).initial(64 << 10));
+    // Sixteen regions, which use the capacity up.
+    let small: Vec<_> = (0..16).map(|_| pool.try_checkout(60_000).unwrap()).collect();
+    assert_eq!(pool.regions().len(), 16);
+    assert!(matches!(pool.try_checkout(200_000), Err(Error::Exhausted { .. })));
+    let mut small = small.into_iter();
+    let kept = small.next().unwrap();
+    drop(small);
+    let large = pool.try_checkout(200_000).unwrap();
+    assert_eq!(large.capacity(), 200_000);
+    let stats = pool.stats();
+    assert!(stats.pinned_bytes + stats.unpinned_bytes <= 1 << 20, "{stats:?}");
+    pool.check().unwrap();
+    drop((kept, large));
+    let most = pool.try_checkout((1 << 20) - 32).unwrap();
+    assert_eq!((pool.regions().len(), most.capacity()), (1, (1 << 20) - 32));
+    pool.check().unwrap();
 }

@@ -692,25 +692,65 @@ impl Depot {
     /// growing until [`Depot::grown`].
     pub(crate) fn plan_growth(&self, wants: &[Want], step: usize) -> usize {
         let mut core = self.core.lock();
-        let page = crate::os::page_size().max(crate::segment::PAGE);
-        let left = self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page * page;
+        let page = crate::os::page_size().max(segment::PAGE);
+        let left = self.room_to_grow(&core);
         let need: usize = wants
             .iter()
             .map(|w| {
                 let (pages, align) = w.placement.fresh_pages();
-                (pages + align - 1) * crate::segment::PAGE
+                (pages + align - 1) * segment::PAGE
             })
             .sum();
         let need = need.next_multiple_of(page);
         // What alignment adds is an upper bound: a region starts well aligned.
         let bytes = step.max(need).min(left);
-        let least = wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page);
-        if bytes < least.max(page) {
+        if bytes < Self::least_growth(wants) {
             return 0;
         }
         core.growing += bytes;
         core.stunted = None;
         bytes
+    }
+
+    fn room_to_grow(&self, core: &Core) -> usize {
+        let page = crate::os::page_size().max(segment::PAGE);
+        self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page * page
+    }
+
+    /// Bytes that a region for these wants has at least.
+    fn least_growth(wants: &[Want]) -> usize {
+        let page = crate::os::page_size().max(segment::PAGE);
+        wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page).max(page)
+    }
+
+    /// Takes out regions of which nothing is used, the last to come first, so that a region for these wants fits under
+    /// the capacity; none, if that would not do. For requests that fit no region that there is.
+    pub(crate) fn make_way(&self, wants: &[Want]) -> Vec<RegionId> {
+        let mut core = self.core.lock();
+        let need = Self::least_growth(wants);
+        let mut left = self.room_to_grow(&core);
+        // While someone waits, or a region is being made, nothing goes; and what is free in all tells most requests apart
+        // at once.
+        if core.growing > 0 || !core.queue.is_empty() || core.arena.bytes().free + left < need {
+            return Vec::new();
+        }
+        core.arena.release_idle();
+        let mut idle = core.arena.regions();
+        idle.retain(|(_, len, free)| len == free);
+        idle.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
+        let mut going = Vec::new();
+        for (id, len, _) in idle {
+            if left >= need {
+                break;
+            }
+            left += len;
+            going.push(id);
+        }
+        if left < need {
+            return Vec::new();
+        }
+        going.retain(|id| core.arena.retire(*id).is_some());
+        going
     }
 
     /// Adds memory and serves those who wait for it.
@@ -806,6 +846,7 @@ impl Depot {
         self.gate.quiesce(mode::CLOSED, core.roster.shards());
         self.sweep(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
+        self.stop_waiting(&core);
         let (takes, puts) = core.counted();
         core.outstanding = Some(takes - puts);
         let last = core.came_back(0);

@@ -1,0 +1,789 @@
+//! Any sequence of operations, on a device that the input steps, stalls, fails and kills.
+//!
+//! There are no threads, so an input is a whole run: the order in which copies are executed, which driver call fails
+//! and when, what is dropped, forgotten or waited for, all comes from its bytes.
+//!
+//! # What is checked
+//!
+//! A plain model knows who owns what. After each operation:
+//!
+//! - [`Pool::check`] finds no violated invariant, and what the model holds is counted as checked out or in flight;
+//! - no new buffer overlaps one that the model holds, nor one whose copy was submitted after the device last moved;
+//! - it starts where it must, has the length asked for, and is empty.
+//!
+//! Each buffer is filled with bytes of its own, and the model knows what each stream's piece of device memory holds, in
+//! stream order. So when a segment is reused too early, a late copy reads the next owner's bytes, or writes over them,
+//! and one of the comparisons fails: of a buffer before it is returned, of a download that landed, of the device's
+//! memory at the end. At the end everything that is not quarantined or forgotten is free again.
+#![no_main]
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use arbitrary::Arbitrary;
+use libfuzzer_sys::fuzz_target;
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::{
+    CheckoutMany, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, Request, Stream,
+    StreamBuf, SubmitError, Token, Unpinned,
+};
+
+/// Operations of one input at most, so that it takes a few milliseconds.
+const OPS: usize = 80;
+/// Bytes of device memory that each stream has to itself.
+const LANE: usize = 2048;
+/// Bytes of a buffer that are written and copied at most.
+const WRITTEN: usize = 192;
+const PAGE: usize = 4096;
+
+#[derive(Arbitrary, Debug, Clone, Copy)]
+struct Size {
+    mantissa: u8,
+    shift: u8,
+    less: u8,
+}
+
+impl Size {
+    /// From 1 byte to 1 MiB, often next to a power of two.
+    fn len(self) -> usize {
+        let len = (usize::from(self.mantissa) + 1) << (self.shift % 13);
+        len.saturating_sub(usize::from(self.less % 3)).max(1)
+    }
+
+    fn align(self) -> usize {
+        match self.less / 3 % 16 {
+            0 => 4096,
+            1 => 65_536,
+            2 => 1,
+            3 => 2 << 20,
+            _ => 64,
+        }
+    }
+
+    fn request(self, reserve: bool) -> (Request<'static>, usize, usize) {
+        let request = Request::new(self.len()).align(self.align());
+        (if reserve { request.reserve("urgent") } else { request }, self.len(), self.align())
+    }
+}
+
+#[derive(Arbitrary, Debug, Clone, Copy)]
+struct Setup {
+    seed: u8,
+    pages: u8,
+    extent: u8,
+    region: u8,
+    initial: u8,
+    cache: u8,
+    reserve: bool,
+    lanes: bool,
+}
+
+#[derive(Arbitrary, Debug, Clone, Copy)]
+enum Op {
+    Checkout { size: Size, reserve: bool },
+    CheckoutWaiting { size: Size },
+    CheckoutOrUnpinned { size: Size },
+    CheckoutMany { sizes: [Size; 3] },
+    CheckoutOn { lane: bool, size: Size },
+    Ask { sizes: [Size; 2], two: bool },
+    PollAsked { at: u8 },
+    DropAsked { at: u8 },
+    Return { at: u8 },
+    Write { at: u8 },
+    Share { at: u8 },
+    DropShared { at: u8 },
+    Tokenize { at: u8 },
+    Redeem { at: u8, bent: u8 },
+    Forget { at: u8, what: u8 },
+    Upload { at: u8, lane: bool, offset: u8, keep: bool },
+    UploadShared { at: u8, lane: bool, offset: u8, keep: bool },
+    UploadBlocking { lane: bool, offset: u8, len: u8 },
+    Download { at: u8, lane: bool, offset: u8, len: u8, keep: bool },
+    DownloadReady { at: u8, lane: bool, offset: u8, len: u8, keep: bool },
+    WaitReady { at: u8 },
+    DropReady { at: u8 },
+    OnDevice { lane: bool, from: u8, to: u8, len: u8 },
+    Hold { at: u8, lane: bool, both: bool, keep: bool },
+    Wait { at: u8 },
+    PollFlight { at: u8 },
+    IsDone { at: u8 },
+    DropFlight { at: u8 },
+    Synchronize { lane: bool },
+    WaitFor { lane: bool },
+    Step { count: u8 },
+    StepStream { nth: u8 },
+    Reap,
+    Stall { nth: u8 },
+    Resume,
+    Fail { call: u8, nth: u8, failure: u8 },
+    FailAny { nth: u8, failure: u8 },
+    Kill { sure: u8 },
+    Trim { keep: u8 },
+    Close { sure: u8 },
+}
+
+/// A buffer in the model's hands, and what is written in it.
+struct Owned {
+    buf: PinnedBuf,
+    bytes: Vec<u8>,
+    range: (usize, usize),
+}
+
+enum Flying {
+    /// The buffer's bytes when it is back: those that were sent, or those that the device held.
+    Pinned(InFlight<PinnedBuf>, Vec<Option<u8>>, (usize, usize)),
+    Shared(InFlight<Arc<PinnedBuf>>, Vec<u8>),
+    Unit(InFlight<()>),
+}
+
+struct Lane {
+    stream: Stream,
+    memory: DeviceBuffer,
+    /// What the memory holds once all that was submitted has run. `None`: nobody knows.
+    holds: Vec<Option<u8>>,
+}
+
+struct World {
+    node: HostNode,
+    device: Device,
+    pool: Pool,
+    lanes: Vec<Lane>,
+    owned: Vec<Owned>,
+    shared: Vec<(Arc<PinnedBuf>, Vec<u8>, (usize, usize))>,
+    ready: Vec<(StreamBuf, usize, bool)>,
+    flying: Vec<Flying>,
+    asked: Vec<(CheckoutMany, Vec<(usize, usize)>)>,
+    tokens: VecDeque<(Token, Vec<u8>, (usize, usize))>,
+    /// Buffers that were dropped or lost sight of in flight since the device last moved.
+    detached: Vec<(usize, usize)>,
+    forgotten: usize,
+    faults: bool,
+    next: u32,
+}
+
+fn span(len: usize) -> usize {
+    len.next_multiple_of(32) + 32
+}
+
+fn range(buf: &PinnedBuf) -> (usize, usize) {
+    let start = buf.as_ptr().addr();
+    (start, start + span(buf.capacity()))
+}
+
+fn pick<T>(list: &mut Vec<T>, at: u8) -> Option<T> {
+    if list.is_empty() { None } else { Some(list.swap_remove(usize::from(at) % list.len())) }
+}
+
+fn compare(bytes: &[u8], expected: &[Option<u8>], what: &str) {
+    assert_eq!(bytes.len(), expected.len(), "{what}: length");
+    for (i, (byte, expected)) in bytes.iter().zip(expected).enumerate() {
+        assert!(expected.is_none_or(|e| e == *byte), "{what}: byte {i} is {byte}, not {expected:?}");
+    }
+}
+
+fn known(bytes: &[u8]) -> Vec<Option<u8>> {
+    bytes.iter().copied().map(Some).collect()
+}
+
+impl World {
+    fn new(setup: Setup) -> Option<Self> {
+        let node = HostNode::new(HostConfig::new().memory(1 << 20).stepped(setup.seed.into())).ok()?;
+        let device = Device::on(&node, 0).ok()?;
+        let capacity = (usize::from(setup.pages) + 1) * PAGE;
+        let part = |n: u8| (capacity * (usize::from(n) + 1) / 256).max(PAGE);
+        let mut builder = Pool::builder(&device)
+            .capacity(capacity)
+            .extent(part(setup.extent))
+            .region(part(setup.region))
+            .thread_cache(part(setup.cache))
+            .pin_threads(1)
+            .unpinned(Unpinned::Allow);
+        let mut left = capacity;
+        if setup.reserve && capacity >= 4 * PAGE {
+            builder = builder.reserve("urgent", capacity / 4);
+            left -= capacity / 4;
+        }
+        let pool = builder.initial(part(setup.initial).min(left) / 2).build();
+        let pool = pool.expect("a sane configuration");
+        let count = if setup.lanes { 2 } else { 1 };
+        let lanes = (0..count).map(|_| Lane {
+            stream: device.stream().expect("nothing fails yet"),
+            memory: device.alloc(LANE).expect("nothing fails yet"),
+            holds: vec![None; LANE],
+        });
+        let lanes = lanes.collect();
+        Some(Self {
+            node,
+            device,
+            pool,
+            lanes,
+            owned: Vec::new(),
+            shared: Vec::new(),
+            ready: Vec::new(),
+            flying: Vec::new(),
+            asked: Vec::new(),
+            tokens: VecDeque::new(),
+            detached: Vec::new(),
+            forgotten: 0,
+            faults: false,
+            next: 0,
+        })
+    }
+
+    fn lane(&self, lane: bool) -> usize {
+        usize::from(lane) % self.lanes.len()
+    }
+
+    /// The device may move from here on: copies that nobody watches may be done.
+    fn moves(&mut self) {
+        self.detached.clear();
+    }
+
+    fn held(&self) -> impl Iterator<Item = (usize, usize)> {
+        let flying = self.flying.iter().filter_map(|f| match f {
+            Flying::Pinned(_, _, range) => Some(*range),
+            _ => None,
+        });
+        let owned = self.owned.iter().map(|o| o.range);
+        let shared = self.shared.iter().map(|s| s.2);
+        owned.chain(shared).chain(flying).chain(self.tokens.iter().map(|t| t.2))
+    }
+
+    /// A new buffer: looked at, and filled with bytes that no other has.
+    fn welcome(&mut self, mut buf: PinnedBuf, len: usize, align: usize) {
+        let range = range(&buf);
+        assert_eq!((buf.capacity(), buf.len()), (len, 0));
+        assert_eq!(range.0 % align.max(64), 0, "{len} bytes at {align}");
+        for other in self.held().chain(self.detached.iter().copied()) {
+            assert!(range.1 <= other.0 || other.1 <= range.0, "{range:x?} overlaps {other:x?}");
+        }
+        let bytes = self.fresh(len);
+        buf.try_extend_from_slice(&bytes).expect("it fits");
+        self.owned.push(Owned { buf, bytes, range });
+    }
+
+    /// Bytes that no other buffer has.
+    fn fresh(&mut self, len: usize) -> Vec<u8> {
+        self.next += 1;
+        let mut x = self.next.wrapping_mul(0x9E37_79B9);
+        let mut byte = || {
+            x = x.wrapping_mul(0x0019_660D).wrapping_add(0x3C6E_F35F);
+            (x >> 24) as u8
+        };
+        (0..len.min(WRITTEN)).map(|_| byte()).collect()
+    }
+
+    /// A buffer that comes back from the device.
+    fn landed(&mut self, buf: PinnedBuf, expected: &[Option<u8>], at: (usize, usize)) {
+        compare(&buf, expected, "a buffer that came back");
+        assert_eq!(range(&buf), at);
+        let bytes = buf.to_vec();
+        self.owned.push(Owned { buf, bytes, range: at });
+    }
+
+    fn refused(error: &Error) {
+        let known = matches!(
+            error,
+            Error::Exhausted { .. }
+                | Error::TooLong { .. }
+                | Error::Timeout(_)
+                | Error::Impossible { .. }
+                | Error::Closed
+                | Error::OutOfMemory { .. }
+                | Error::MemLock { .. }
+                | Error::Config(_)
+                | Error::Device(_)
+        );
+        assert!(known, "{error:?}");
+    }
+
+    fn submitted(
+        &mut self,
+        result: Result<InFlight<PinnedBuf>, SubmitError<PinnedBuf>>,
+        sent: Vec<u8>,
+        expected: Vec<Option<u8>>,
+        range: (usize, usize),
+        keep: bool,
+    ) -> bool {
+        match result {
+            Ok(flight) if keep => self.flying.push(Flying::Pinned(flight, expected, range)),
+            Ok(flight) => {
+                drop(flight);
+                self.detached.push(range);
+            }
+            Err(SubmitError { buffer: Some(buf), .. }) => {
+                compare(&buf, &known(&sent), "a refused buffer");
+                self.owned.push(Owned { buf, bytes: sent, range });
+                return false;
+            }
+            Err(SubmitError { .. }) => return false,
+        }
+        true
+    }
+
+    /// Enters what a copy leaves behind: known bytes, or nobody knows what.
+    fn written(&mut self, lane: usize, offset: usize, bytes: &[u8], sure: bool) {
+        for (to, byte) in self.lanes[lane].holds[offset..].iter_mut().zip(bytes) {
+            *to = sure.then_some(*byte);
+        }
+    }
+
+    fn finish(&mut self, flying: Flying) {
+        self.moves();
+        match flying {
+            Flying::Pinned(flight, expected, range) => {
+                if let Ok(buf) = flight.wait() {
+                    self.landed(buf, &expected, range);
+                }
+            }
+            Flying::Shared(flight, bytes) => {
+                if let Ok(buf) = flight.wait() {
+                    assert_eq!(**buf, *bytes);
+                }
+            }
+            Flying::Unit(flight) => drop(flight.wait()),
+        }
+    }
+
+    fn poll_asked(&mut self, at: usize) {
+        let (future, wants) = &mut self.asked[at];
+        let mut cx = Context::from_waker(Waker::noop());
+        if let Poll::Ready(result) = Pin::new(future).poll(&mut cx) {
+            let wants = std::mem::take(wants);
+            drop(self.asked.swap_remove(at));
+            match result {
+                Ok(bufs) => {
+                    assert_eq!(bufs.len(), wants.len());
+                    bufs.into_iter().zip(wants).for_each(|(b, (len, align))| self.welcome(b, len, align));
+                }
+                Err(error) => Self::refused(&error),
+            }
+        }
+    }
+
+    fn failure(n: u8) -> Failure {
+        [
+            Failure::Moment,
+            Failure::RunsAnyway,
+            Failure::Argument,
+            Failure::Capture,
+            Failure::Stall,
+            Failure::Sticky,
+        ][usize::from(n) % 6]
+    }
+
+    fn apply(&mut self, op: Op) {
+        match op {
+            Op::Checkout { size, reserve } => {
+                let (request, len, align) = size.request(reserve);
+                match self.pool.try_checkout(request) {
+                    Ok(buf) => self.welcome(buf, len, align),
+                    Err(error) => Self::refused(&error),
+                }
+            }
+            Op::CheckoutWaiting { size } => {
+                let (request, len, align) = size.request(false);
+                self.moves();
+                match self.pool.checkout(request) {
+                    Ok(buf) => self.welcome(buf, len, align),
+                    Err(error) => Self::refused(&error),
+                }
+            }
+            Op::CheckoutOrUnpinned { size } => {
+                let (request, len, align) = size.request(false);
+                match self.pool.checkout_or_unpinned(request) {
+                    Ok(HostBuf::Pinned(buf)) => self.welcome(buf, len, align),
+                    Ok(HostBuf::Unpinned(buf)) => assert_eq!(buf.capacity(), len),
+                    Err(error) => Self::refused(&error),
+                }
+            }
+            Op::CheckoutMany { sizes } => {
+                let wants = sizes.map(|s| s.request(false));
+                self.moves();
+                match self.pool.checkout_many(&wants.map(|w| w.0), Some(Duration::ZERO)) {
+                    Ok(bufs) => {
+                        assert_eq!(bufs.len(), wants.len());
+                        bufs.into_iter()
+                            .zip(wants)
+                            .for_each(|(b, (_, len, align))| self.welcome(b, len, align));
+                    }
+                    Err(error) => Self::refused(&error),
+                }
+            }
+            Op::CheckoutOn { lane, size } => {
+                let (request, len, _) = size.request(false);
+                let lane = self.lane(lane);
+                match self.pool.try_checkout_on(&self.lanes[lane].stream, request) {
+                    Ok(buf) => {
+                        assert_eq!(buf.capacity(), len);
+                        self.ready.push((buf, len, lane == 1));
+                    }
+                    Err(error) => Self::refused(&error),
+                }
+            }
+            Op::Ask { sizes, two } => {
+                let wants = sizes.map(|s| s.request(false));
+                let wants = if two { &wants[..] } else { &wants[..1] };
+                let requests: Vec<_> = wants.iter().map(|w| w.0).collect();
+                let future = self.pool.checkout_many_async(&requests);
+                self.asked.push((future, wants.iter().map(|w| (w.1, w.2)).collect()));
+                self.poll_asked(self.asked.len() - 1);
+            }
+            Op::PollAsked { at } => {
+                if !self.asked.is_empty() {
+                    self.poll_asked(usize::from(at) % self.asked.len());
+                }
+            }
+            Op::DropAsked { at } => drop(pick(&mut self.asked, at)),
+            Op::Return { at } => {
+                if let Some(Owned { buf, bytes, .. }) = pick(&mut self.owned, at) {
+                    assert_eq!(*buf, *bytes, "a buffer in our hands has changed");
+                }
+            }
+            Op::Write { at } => {
+                if let Some(mut owned) = pick(&mut self.owned, at) {
+                    assert_eq!(*owned.buf, *owned.bytes, "a buffer in our hands has changed");
+                    owned.buf.clear();
+                    owned.bytes = self.fresh(owned.buf.capacity());
+                    owned.buf.try_extend_from_slice(&owned.bytes).expect("it fits");
+                    self.owned.push(owned);
+                }
+            }
+            Op::Share { at } => {
+                if let Some(Owned { buf, bytes, range }) = pick(&mut self.owned, at) {
+                    self.shared.push((Arc::new(buf), bytes, range));
+                }
+            }
+            Op::DropShared { at } => {
+                if let Some((buf, bytes, range)) = pick(&mut self.shared, at) {
+                    assert_eq!(**buf, *bytes, "a shared buffer has changed");
+                    if Arc::into_inner(buf).is_none() {
+                        self.detached.push(range);
+                    }
+                }
+            }
+            Op::Tokenize { at } => {
+                if let Some(Owned { buf, bytes, range }) = pick(&mut self.owned, at) {
+                    self.tokens.push_back((buf.into_token(), bytes, range));
+                }
+            }
+            Op::Redeem { at, bent } => {
+                if let Some((token, bytes, range)) = self.tokens.pop_front() {
+                    if bent % 4 == 1 {
+                        let mut raw = token.to_raw();
+                        raw[usize::from(at) % 3] ^= 1 << (bent / 4);
+                        let made_up = Token::from_raw(raw);
+                        if !self.tokens.iter().any(|t| t.0 == made_up) {
+                            assert!(matches!(self.pool.redeem(made_up), Err(Error::StaleToken)));
+                        }
+                    }
+                    let buf = self.pool.redeem(token).expect("a token is good once");
+                    assert!(matches!(self.pool.redeem(token), Err(Error::StaleToken)));
+                    self.landed(buf, &known(&bytes), range);
+                }
+            }
+            Op::Forget { at, what } => {
+                let before = self.forgotten;
+                self.forgotten += 1;
+                match what % 16 {
+                    0 => pick(&mut self.owned, at).map(|o| std::mem::forget(o.buf)),
+                    1 => pick(&mut self.ready, at).map(std::mem::forget),
+                    2 => pick(&mut self.flying, at).map(std::mem::forget),
+                    _ => None,
+                }
+                .unwrap_or_else(|| self.forgotten = before);
+            }
+            Op::Upload { at, lane, offset, keep } => {
+                if let Some(Owned { buf, bytes, range }) = pick(&mut self.owned, at) {
+                    let lane = self.lane(lane);
+                    let offset = usize::from(offset) * 7;
+                    let target = self.lanes[lane].memory.slice(offset..);
+                    let result = self.lanes[lane].stream.upload(buf, target);
+                    let given_back = matches!(&result, Err(SubmitError { buffer: Some(_), .. }));
+                    let sure = self.submitted(result, bytes.clone(), known(&bytes), range, keep);
+                    if !given_back {
+                        self.written(lane, offset, &bytes, sure);
+                    }
+                }
+            }
+            Op::UploadShared { at, lane, offset, keep } => {
+                if self.shared.is_empty() {
+                    return;
+                }
+                let (buf, bytes, _) = &self.shared[usize::from(at) % self.shared.len()];
+                let (buf, bytes) = (buf.clone(), bytes.clone());
+                let lane = self.lane(lane);
+                let offset = usize::from(offset) * 7;
+                let target = self.lanes[lane].memory.slice(offset..);
+                let sure = match self.lanes[lane].stream.upload(buf, target) {
+                    Ok(flight) => {
+                        if keep {
+                            self.flying.push(Flying::Shared(flight, bytes.clone()));
+                        }
+                        true
+                    }
+                    Err(SubmitError { buffer: Some(_), .. }) => return,
+                    Err(_) => false,
+                };
+                self.written(lane, offset, &bytes, sure);
+            }
+            Op::UploadBlocking { lane, offset, len } => {
+                self.moves();
+                let lane = self.lane(lane);
+                let offset = usize::from(offset) * 7;
+                let bytes = self.fresh(usize::from(len));
+                let target = self.lanes[lane].memory.slice(offset..);
+                let sure = self.lanes[lane].stream.upload_blocking(&bytes, target).is_ok();
+                self.written(lane, offset, &bytes, sure);
+            }
+            Op::Download { at, lane, offset, len, keep } => {
+                if let Some(Owned { buf, bytes, range }) = pick(&mut self.owned, at) {
+                    let lane = self.lane(lane);
+                    let start = usize::from(offset) * 7;
+                    let len = (usize::from(len) % WRITTEN).clamp(1, buf.capacity());
+                    let expected = self.lanes[lane].holds[start..start + len].to_vec();
+                    let source = self.lanes[lane].memory.slice(start..start + len);
+                    let result = self.lanes[lane].stream.download(source, buf);
+                    self.submitted(result, bytes, expected, range, keep);
+                }
+            }
+            Op::DownloadReady { at, lane, offset, len, keep } => {
+                if let Some((buf, capacity, on)) = pick(&mut self.ready, at) {
+                    let lane = self.lane(lane);
+                    let start = usize::from(offset) * 7;
+                    let len = (usize::from(len) % WRITTEN).clamp(1, capacity);
+                    let expected = self.lanes[lane].holds[start..start + len].to_vec();
+                    let source = self.lanes[lane].memory.slice(start..start + len);
+                    match self.lanes[lane].stream.download(source, buf) {
+                        // Where it is shows only when it has landed, so it is waited for or left alone.
+                        Ok(flight) if keep => {
+                            self.moves();
+                            if let Ok(buf) = flight.wait() {
+                                assert!(on == (lane == 1), "used on another stream");
+                                let range = range(&buf);
+                                self.landed(buf, &expected, range);
+                            }
+                        }
+                        Ok(flight) => drop(flight),
+                        Err(SubmitError { buffer: Some(buf), .. }) => self.ready.push((buf, capacity, on)),
+                        Err(_) => {}
+                    }
+                }
+            }
+            Op::WaitReady { at } => {
+                if let Some((buf, len, _)) = pick(&mut self.ready, at) {
+                    self.moves();
+                    if let Ok(buf) = buf.wait() {
+                        self.welcome(buf, len, 64);
+                    }
+                }
+            }
+            Op::DropReady { at } => drop(pick(&mut self.ready, at)),
+            Op::OnDevice { lane, from, to, len } => {
+                let lane = self.lane(lane);
+                let len = usize::from(len).max(1);
+                let (from, to) = (usize::from(from) * 3, LANE / 2 + usize::from(to) * 3);
+                let Lane { stream, memory, holds } = &mut self.lanes[lane];
+                let result = stream.copy(memory.slice(from..from + len), memory.slice(to..to + len));
+                for i in 0..len {
+                    holds[to + i] = if result.is_ok() { holds[from + i] } else { None };
+                }
+                self.flying.extend(result.ok().map(Flying::Unit));
+            }
+            Op::Hold { at, lane, both, keep } => {
+                if let Some(Owned { buf, bytes, range }) = pick(&mut self.owned, at) {
+                    let lane = self.lane(lane);
+                    let result = if both {
+                        let streams: Vec<&Stream> = self.lanes.iter().map(|l| &l.stream).collect();
+                        Stream::hold_on_all(&streams, buf)
+                    } else {
+                        self.lanes[lane].stream.hold(buf)
+                    };
+                    self.submitted(result, bytes.clone(), known(&bytes), range, keep);
+                }
+            }
+            Op::Wait { at } => {
+                if let Some(flying) = pick(&mut self.flying, at) {
+                    self.finish(flying);
+                }
+            }
+            Op::PollFlight { at } => {
+                let mut cx = Context::from_waker(Waker::noop());
+                match pick(&mut self.flying, at) {
+                    Some(Flying::Pinned(mut flight, expected, range)) => {
+                        match Pin::new(&mut flight).poll(&mut cx) {
+                            Poll::Ready(Ok(buf)) => self.landed(buf, &expected, range),
+                            Poll::Ready(Err(_)) => {}
+                            Poll::Pending => self.flying.push(Flying::Pinned(flight, expected, range)),
+                        }
+                    }
+                    other => self.flying.extend(other),
+                }
+            }
+            Op::IsDone { at } => {
+                if !self.flying.is_empty() {
+                    let at = usize::from(at) % self.flying.len();
+                    let _ = match &self.flying[at] {
+                        Flying::Pinned(flight, ..) => flight.is_done(),
+                        Flying::Shared(flight, _) => flight.is_done(),
+                        Flying::Unit(flight) => flight.is_done(),
+                    };
+                }
+            }
+            // Whether its copy is done already nobody has asked, so it is not among the detached.
+            Op::DropFlight { at } => drop(pick(&mut self.flying, at)),
+            Op::Synchronize { lane } => {
+                self.moves();
+                let lane = self.lane(lane);
+                let _ = self.lanes[lane].stream.synchronize();
+            }
+            Op::WaitFor { lane } => {
+                let (one, other) = (self.lane(lane), self.lane(!lane));
+                let _ = self.lanes[one].stream.wait_for(&self.lanes[other].stream);
+            }
+            Op::Step { count } => {
+                self.moves();
+                for _ in 0..count % 32 {
+                    self.node.step();
+                }
+            }
+            Op::StepStream { nth } => {
+                self.moves();
+                self.node.step_stream(0, usize::from(nth % 2));
+            }
+            Op::Reap => {
+                self.device.reap();
+            }
+            Op::Stall { nth } => {
+                self.node.hang_stream(0, usize::from(nth % 2));
+            }
+            Op::Resume => self.node.resume(0),
+            Op::Fail { call, nth, failure } => {
+                self.faults = true;
+                let call = Call::ALL[usize::from(call) % Call::ALL.len()];
+                let failure = Self::failure(failure);
+                self.node.fail(Fault { device: 0, call, nth: u64::from(nth % 16), failure });
+            }
+            Op::FailAny { nth, failure } => {
+                self.faults = true;
+                self.node.fail_any(u64::from(nth % 32), Self::failure(failure));
+            }
+            Op::Kill { sure } => {
+                if sure == 99 {
+                    self.faults = true;
+                    self.moves();
+                    self.node.kill(0);
+                }
+            }
+            Op::Trim { keep } => {
+                let before = self.pool.stats();
+                let gone = self.pool.trim(usize::from(keep) * PAGE);
+                let after = self.pool.stats();
+                let held = |s: pinpool::PoolStats| s.pinned_bytes + s.unpinned_bytes;
+                assert_eq!(held(before) - gone, held(after));
+            }
+            Op::Close { sure } => {
+                if sure == 99 {
+                    self.moves();
+                    self.pool.shutdown(Duration::ZERO);
+                }
+            }
+        }
+    }
+
+    fn check(&self) {
+        let census = self.pool.check().unwrap_or_else(|e| panic!("{e}"));
+        let stats = self.pool.stats();
+        let parts = stats.free_bytes
+            + stats.checked_out_bytes
+            + stats.in_flight_bytes
+            + stats.quarantined_bytes
+            + stats.cut_bytes;
+        assert_eq!(parts, stats.pinned_bytes + stats.unpinned_bytes, "{stats:?}");
+        let owned = self.owned.iter().map(|o| o.range.1 - o.range.0).sum::<usize>();
+        assert!(census.checked_out >= owned, "{census:?}, and we hold {owned} bytes");
+        let held: usize = self.held().map(|r| r.1 - r.0).sum();
+        assert!(
+            census.checked_out + census.in_flight + census.quarantined >= held,
+            "{census:?}, held {held}"
+        );
+    }
+
+    fn settle(&self) {
+        for _ in 0..200 {
+            while self.node.step() {}
+            if !self.device.reap() && self.node.queued(0) == 0 && self.pool.stats().in_flight_bytes == 0 {
+                return;
+            }
+        }
+    }
+
+    fn end(mut self) {
+        self.node.clear_faults();
+        self.node.resume(0);
+        self.moves();
+        for (mut future, _) in self.asked.drain(..) {
+            let mut cx = Context::from_waker(Waker::noop());
+            let _ = Pin::new(&mut future).poll(&mut cx);
+        }
+        for flying in std::mem::take(&mut self.flying) {
+            self.finish(flying);
+        }
+        self.settle();
+        for Lane { stream, memory, holds } in &self.lanes {
+            let mut bytes = vec![0; LANE];
+            if stream.download_blocking(memory, &mut bytes).is_ok() {
+                compare(&bytes, holds, "device memory");
+            }
+        }
+        for Owned { buf, bytes, .. } in self.owned.drain(..) {
+            assert_eq!(*buf, *bytes, "a buffer in our hands has changed");
+        }
+        for (buf, bytes, _) in self.shared.drain(..) {
+            assert_eq!(**buf, *bytes, "a shared buffer has changed");
+        }
+        self.ready.clear();
+        for (token, ..) in self.tokens.drain(..) {
+            drop(self.pool.redeem(token).expect("a token is good once"));
+        }
+        self.settle();
+        self.check();
+        let stats = self.pool.stats();
+        if self.forgotten == 0 {
+            let left = (stats.checked_out_bytes, stats.in_flight_bytes, stats.requested_bytes);
+            let quarantined = if stats.quarantined_bytes == 0 { 0 } else { stats.requested_bytes };
+            assert_eq!(left, (0, 0, quarantined), "{stats:?}");
+        }
+        assert_eq!(stats.waiting, 0);
+        if !self.faults {
+            assert_eq!(stats.quarantined_bytes, 0, "{stats:?}");
+        }
+        let down = self.pool.shutdown(Duration::ZERO);
+        assert!(
+            down.drained || self.forgotten > 0 || stats.quarantined_bytes > 0,
+            "{down:?} after {stats:?}"
+        );
+        let Self { node, device, pool, lanes, forgotten, faults, .. } = self;
+        drop((pool, lanes, device));
+        if forgotten == 0 && !faults {
+            let live = node.live(0);
+            let left = (live.streams, live.events, live.allocations, live.pinned_bytes, live.queued);
+            assert_eq!(left, (0, 0, 0, 0, 0), "the device was not given everything back");
+        }
+    }
+}
+
+fuzz_target!(|input: (Setup, Vec<Op>)| {
+    let (setup, mut ops) = input;
+    ops.truncate(OPS);
+    let Some(mut world) = World::new(setup) else { return };
+    for op in ops {
+        world.apply(op);
+        world.check();
+    }
+    world.end();
+});
