@@ -22,6 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::RwLock;
 
 use super::Refusal;
+use crate::os;
 
 /// Bytes under one lock.
 pub(super) const STRIPE: usize = 1 << 20;
@@ -34,6 +35,9 @@ const HEAP_ALIGN: usize = 16;
 const GAP: u64 = 1 << 20;
 /// Bits of an address below the device's number.
 const SPACE_BITS: u32 = 48;
+
+/// Allocations from here on are mappings of their own, on huge pages where the system has them.
+const MAPPED: usize = 2 << 20;
 
 /// One allocation.
 pub(super) struct Allocation {
@@ -52,8 +56,15 @@ unsafe impl Sync for Allocation {}
 impl Allocation {
     fn new(address: u64, len: usize) -> Option<Self> {
         let layout = Layout::from_size_align(len, HEAP_ALIGN).ok().filter(|layout| layout.size() > 0)?;
-        // SAFETY: the layout has a size above zero.
-        let data = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        let data = if len >= MAPPED {
+            let data = os::map(len, MAPPED).ok()?;
+            // Zeroing page by page is what most of a first copy's time would go into.
+            os::advise_huge(data, len);
+            data
+        } else {
+            // SAFETY: the layout has a size above zero.
+            NonNull::new(unsafe { alloc_zeroed(layout) })?
+        };
         let stripes = (0..len.div_ceil(STRIPE)).map(|_| RwLock::new(())).collect();
         Some(Self { address, layout, data, stripes, freed: AtomicBool::new(false) })
     }
@@ -109,6 +120,13 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
+        if self.len() >= MAPPED {
+            // SAFETY: mapped with this length, and nobody else has it any more.
+            if let Err(error) = unsafe { os::unmap(self.data, self.len()) } {
+                tracing::warn!(target: "pinpool::device", %error, "device memory is leaked");
+            }
+            return;
+        }
         // SAFETY: made by `alloc_zeroed` with this layout, and nobody else has it any more.
         unsafe { dealloc(self.data.as_ptr(), self.layout) }
     }
