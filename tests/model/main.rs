@@ -47,7 +47,7 @@ fn the_pool_behaves_like_its_model() {
         run(&setup, &ops, &mut tally.borrow_mut());
     }
     let cases = CASES * variable("PINPOOL_CASES", 1) as u32;
-    let config = Config { cases, failure_persistence: None, max_shrink_iters: 1000, ..Config::default() };
+    let config = Config { cases, failure_persistence: None, max_shrink_iters: 400, ..Config::default() };
     let mut seed = [0x50; 32];
     seed[..8].copy_from_slice(&variable("PINPOOL_SEED", 2).to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);

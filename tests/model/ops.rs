@@ -143,7 +143,9 @@ pub enum Op {
 
 fn size() -> impl Strategy<Value = Size> {
     let len = prop_oneof![
-        40 => (0u32..19, 0usize..1 << 19).prop_map(|(e, f)| (1 << e) + f % (1 << e)),
+        // Often the same, so that segments meet their like.
+        30 => prop::sample::select(vec![1usize, 100, 1000, 4096, 5000, 20_000, 61_000, 65_536, 200_000]),
+        30 => (0u32..19, 0usize..1 << 19).prop_map(|(e, f)| (1 << e) + f % (1 << e)),
         1 => Just(0),
         1 => Just(usize::MAX),
         1 => (19u32..26).prop_map(|e| 1 << e),
@@ -279,5 +281,6 @@ fn setup() -> impl Strategy<Value = Setup> {
 
 /// A case: half of them without faults, since a fault makes it impossible to demand that everything comes back.
 pub fn case() -> impl Strategy<Value = (Setup, Vec<Op>)> {
-    (setup(), any::<bool>()).prop_flat_map(|(setup, calm)| (Just(setup), prop::collection::vec(op(calm), 0..90)))
+    (setup(), any::<bool>())
+        .prop_flat_map(|(setup, calm)| (Just(setup), prop::collection::vec(op(calm), 0..90)))
 }

@@ -2,7 +2,7 @@
 
 use pinpool::host::{Call, Failure};
 
-use crate::ops::{End, Keep, Op, Patience, Setup, Size, Use, Who};
+use crate::ops::{End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
 
 const FAILURES: [Failure; 6] = [
     Failure::Argument,
@@ -60,9 +60,6 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
         Call::WaitEvent | Call::DestroyEvent => vec![],
     };
     let mut ops: Vec<Op> = Vec::new();
-    if call == Call::Unpin {
-        ops.extend([out(50 << 10), out(50 << 10), Op::Drop(0, Who::Main), Op::Drop(0, Who::Main)]);
-    }
     if call == Call::CreateEvent {
         // So that no event is left to use again.
         ops.extend([out(600), up(1, Keep::Drop), Op::Reap(0)]);
@@ -71,8 +68,20 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
         ops.extend([out(600), up(0, Keep::Drop), Op::Drain, out(600), up(1, Keep::Drop)]);
     }
     ops.extend([out(1000), out(2000), out(3000), up(0, Keep::Keep), up(2, Keep::Drop)]);
+    if call == Call::Unpin {
+        // A region of its own, idle again.
+        ops.extend([out(50 << 10), Op::Drop(1, Who::Main)]);
+    }
     ops.push(Op::Fault(0, call, 0, failure, target));
-    ops.extend([out(700), up(0, Keep::Keep), Op::Reap(0), Op::IsDone(0), out(2000), Op::Wait(0), Op::Wait(0)]);
+    ops.extend([
+        out(700),
+        up(0, Keep::Keep),
+        Op::Reap(0),
+        Op::IsDone(0),
+        out(2000),
+        Op::Wait(0),
+        Op::Wait(0),
+    ]);
     ops
 }
 
@@ -98,27 +107,56 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
 
     let mut ops = Vec::new();
     full(&mut ops);
-    ops.extend([Op::Join(vec![size(50 << 10)]), Op::Join(vec![size(50 << 10)]), Op::Join(vec![size(50 << 10)])]);
-    ops.extend([Op::Drop(0, Who::Main), Op::Drop(0, Who::Fresh), Op::Cancel(0), Op::Cancel(1), Op::PollWaiting]);
+    ops.extend([
+        Op::Join(vec![size(50 << 10)]),
+        Op::Join(vec![size(50 << 10)]),
+        Op::Join(vec![size(50 << 10)]),
+    ]);
+    ops.extend([
+        Op::Drop(0, Who::Main),
+        Op::Drop(0, Who::Fresh),
+        Op::Cancel(0),
+        Op::Cancel(1),
+        Op::PollWaiting,
+    ]);
     ops.push(Op::Join(vec![size(60 << 10), size(60 << 10)]));
     ops.push(Op::Join(vec![size(60 << 10), size(60 << 10)]));
     case("waiting, cancelled, then shut down", End::Shutdown, ops);
 
     let mut ops = Vec::new();
-    ops.push(out(1000));
-    ops.push(up(0, Keep::Drop));
-    // Everything else of that class.
-    ops.extend((0..4).map(|_| out(60 << 10)));
     for usage in [Use::Drop, Use::OtherStream, Use::Land(Keep::Keep), Use::Land(Keep::Drop), Use::Wait] {
-        ops.extend([out(60 << 10), Op::Claim(0, size(990), usage)]);
+        // All there is of that class is in flight on two streams, with something to download.
+        full(&mut ops);
+        ops.extend((0..5).map(|i| up(i % 2, Keep::Drop)));
+        ops.extend([Op::Claim(0, size(60 << 10), usage), Op::Claim(1, size(61_430), usage), Op::Reap(0)]);
+        ops.extend([Op::Claim(0, size(61_435), usage), Op::StepAny(3), Op::Drain, Op::Wait(0), Op::Wait(0)]);
+        ops.extend((0..3).map(|_| Op::Drop(0, Who::Main)));
     }
     case("claims", End::Quiet, ops);
+
+    let starved = Op::Fault(
+        0,
+        Call::Pin,
+        0,
+        Failure::Argument,
+        vec![Op::Checkout(size(9), Patience::Forever, Who::Main)],
+    );
+    cases.push(("growing fails".into(), Setup { initial: 0, ..setup(End::Quiet) }, vec![starved, out(9)]));
+    let mut case = |name: &str, end, ops| cases.push((name.into(), setup(end), ops));
 
     let mut ops = Vec::new();
     ops.extend([out(1000), out(1000), up(0, Keep::Keep), Op::Hang(0), Op::Wait(0), Op::Resume(0), Op::Drain]);
     ops.extend([up(0, Keep::Keep), Op::Kill(0), Op::Wait(0)]);
     case("hung, then killed", End::DropPool, ops);
 
+    let misuse = |misuse| Op::Misuse(misuse, 0);
+    let mut ops =
+        vec![out(1000), out(1000), Op::Token(0), Op::Redeem(0), Op::Token(0), misuse(Misuse::Token)];
+    ops.extend(
+        [Misuse::Range, Misuse::Small, Misuse::Memory, Misuse::Pool, Misuse::Claim, Misuse::Empty]
+            .map(misuse),
+    );
+    case("misuse", End::Quiet, ops);
     case("shut down and drained", End::Shutdown, vec![out(1000), up(0, Keep::Drop)]);
     cases
 }

@@ -24,8 +24,8 @@ use std::time::Duration;
 use bytes::BufMut;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{
-    Checkout, CheckoutMany, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool, Request,
-    Result, Stream, StreamBuf, SubmitError, Token, Unpinned,
+    Checkout, CheckoutMany, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
+    Request, Result, Stream, StreamBuf, SubmitError, Token, Unpinned,
 };
 
 use crate::ops::{DEVICES, End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
@@ -387,9 +387,7 @@ impl<'t> World<'t> {
     fn sweep(&mut self) {
         let mut at = 0;
         while at < self.copies.len() {
-            // After the pool the host memory may be gone: then only what arrives in device memory can be seen.
-            let visible = self.pool.is_some() || matches!(self.copies[at].seen, Seen::Device(_));
-            if visible && self.has_run(at) {
+            if self.has_run(at) {
                 let gone = self.copies.remove(at);
                 self.tally.note("copy arrived and was verified");
                 let overtaken = self.copies.iter().any(|c| c.id < gone.id && c.lane != gone.lane && !c.dead);
@@ -426,10 +424,16 @@ impl<'t> World<'t> {
     fn assert_free(&mut self, range: Range) {
         self.sweep();
         for other in self.owned() {
-            assert!(!overlap(range, other), "{range:x?} was handed out while {other:x?} is in somebody's hands");
+            assert!(
+                !overlap(range, other),
+                "{range:x?} was handed out while {other:x?} is in somebody's hands"
+            );
         }
         for grave in &self.graves {
-            assert!(!overlap(range, *grave), "{range:x?} was handed out though {grave:x?} was lost with its device");
+            assert!(
+                !overlap(range, *grave),
+                "{range:x?} was handed out though {grave:x?} was lost with its device"
+            );
         }
         for copy in &self.copies {
             assert!(
@@ -731,7 +735,9 @@ impl<'t> World<'t> {
         if start >= end {
             return self.bufs.push(Live { buf, bytes });
         }
-        let Some(memory) = self.memory(device, end - start) else { return self.bufs.push(Live { buf, bytes }) };
+        let Some(memory) = self.memory(device, end - start) else {
+            return self.bufs.push(Live { buf, bytes });
+        };
         let range = (buf.as_ptr() as usize, span(buf.capacity()));
         let (capacity, id) = (buf.capacity(), self.id());
         let sent = bytes[start..end].to_vec();
@@ -1085,7 +1091,10 @@ impl<'t> World<'t> {
     fn back(&mut self, buf: PinnedBuf, flight: (Option<Range>, usize, Expect, Vec<u64>)) {
         let (range, capacity, expect, after) = flight;
         self.sweep();
-        assert!(self.pool.is_none() || self.have_run(&after), "a buffer came back before its copies have run");
+        assert!(
+            self.pool.is_none() || self.have_run(&after),
+            "a buffer came back before its copies have run"
+        );
         let found = (buf.as_ptr() as usize, span(buf.capacity()));
         assert_eq!(buf.capacity(), capacity);
         match range {
@@ -1116,7 +1125,9 @@ impl<'t> World<'t> {
     }
 
     fn wait(&mut self, at: usize) {
-        let Some(Flight { handle, range, capacity, expect, after, .. }) = self.take_flight(at) else { return };
+        let Some(Flight { handle, range, capacity, expect, after, .. }) = self.take_flight(at) else {
+            return;
+        };
         // A wait that fails gives the buffer up, so it stands for a drop.
         let hold = range.map(|range| Hold { range, after: after.clone(), lanes: Vec::new() });
         match handle {
@@ -1289,7 +1300,9 @@ impl<'t> World<'t> {
                     return self.bufs.push(Live { buf, bytes });
                 }
                 let on = if misuse == Misuse::Memory { far } else { device };
-                let Some(memory) = self.memory(on, buf.len()) else { return self.bufs.push(Live { buf, bytes }) };
+                let Some(memory) = self.memory(on, buf.len()) else {
+                    return self.bufs.push(Live { buf, bytes });
+                };
                 let len = buf.len();
                 let (error, buf) = match misuse {
                     Misuse::Empty => {
@@ -1314,7 +1327,8 @@ impl<'t> World<'t> {
                 let Some(other) = self.other.clone() else { return };
                 let Ok(mut buf) = other.try_checkout(64) else { return };
                 buf.extend_from_slice(&[1; 64]);
-                let Some(stranger) = self.lanes.iter().find(|l| l.device == 1).map(|l| l.stream.clone()) else {
+                let Some(stranger) = self.lanes.iter().find(|l| l.device == 1).map(|l| l.stream.clone())
+                else {
                     return;
                 };
                 let Some(memory) = self.memory(1, 64) else { return };
@@ -1325,7 +1339,8 @@ impl<'t> World<'t> {
                 self.tally.note("refused: wrong device");
             }
             Misuse::Claim => {
-                let (Some(other), Some(lane)) = (&self.other, self.lanes.iter().find(|l| l.device == 1)) else {
+                let (Some(other), Some(lane)) = (&self.other, self.lanes.iter().find(|l| l.device == 1))
+                else {
                     return;
                 };
                 let result = other.try_checkout_on(&lane.stream, 64);
@@ -1563,8 +1578,9 @@ impl<'t> World<'t> {
         let Ok(memory) = self.devices[device].alloc(4096) else { return assert!(self.tolerant()) };
         let id = self.id();
         let (sent, mut back) = (pattern(id, 4096), vec![0; 4096]);
-        let result =
-            stream.upload_blocking(&sent, &memory).and_then(|()| stream.download_blocking(&memory, &mut back));
+        let result = stream
+            .upload_blocking(&sent, &memory)
+            .and_then(|()| stream.download_blocking(&memory, &mut back));
         match result {
             Ok(()) => {
                 assert!(sent == back, "a blocking copy brought wrong bytes");
@@ -1591,12 +1607,17 @@ impl<'t> World<'t> {
             assert!(!overlap(pair[0], pair[1]), "{:x?} overlap", pair);
         }
         for (device, handle) in self.devices.iter().enumerate() {
-            assert!(handle.lost().is_none() || self.dead[device], "lost without a reason: {:?}", handle.lost());
+            assert!(
+                handle.lost().is_none() || self.dead[device],
+                "lost without a reason: {:?}",
+                handle.lost()
+            );
         }
         let Some(pool) = self.pool.clone() else { return };
         let census = pool.check().unwrap();
         let s = pool.stats();
-        let parts = s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
+        let parts =
+            s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
         assert_eq!(parts, s.pinned_bytes + s.unpinned_bytes, "{s:?}");
         assert!(s.pinned_bytes + s.unpinned_bytes <= s.capacity_bytes, "{s:?}");
         assert_eq!(s.capacity_bytes, self.setup.capacity * KIB);
@@ -1701,6 +1722,8 @@ impl<'t> World<'t> {
         self.sweep();
         let out = !self.bufs.is_empty() || !self.flights.is_empty();
         self.pool = None;
+        // From here on host memory goes with the last buffer in it: only what arrives in device memory can be seen.
+        self.copies.retain(|c| matches!(c.seen, Seen::Device(_)));
         if out {
             self.tally.note("pool dropped while buffers were out");
         }
@@ -1725,7 +1748,11 @@ impl<'t> World<'t> {
         let ours = !self.bufs.is_empty() || !self.shared.is_empty() || !self.tokens.is_empty();
         assert!(!(down.drained && ours), "drained, and yet something is out");
         assert_eq!(down.drained, down.outstanding == 0);
-        self.tally.note(if down.drained { "shut down and drained" } else { "shut down while buffers were out" });
+        self.tally.note(if down.drained {
+            "shut down and drained"
+        } else {
+            "shut down while buffers were out"
+        });
         let size = Size { len: 64, align: 64, reserve: false };
         self.checkout(size, Patience::Try, Who::Main);
         self.checkout(size, Patience::Forever, Who::Fresh);
