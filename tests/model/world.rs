@@ -395,7 +395,13 @@ impl<'t> World<'t> {
                     self.tally.note("streams overtook each other");
                 }
                 let behind = self.copies.iter().find(|c| c.id < gone.id && c.lane == gone.lane && !c.dead);
-                assert!(behind.is_none(), "a copy ran before an earlier one of its stream");
+                let behind = behind.map(|c| (c.id, c.host, matches!(c.seen, Seen::Host(..))));
+                assert!(
+                    behind.is_none(),
+                    "copy {} of {:x?} ran before an earlier one of its stream: {behind:x?}",
+                    gone.id,
+                    gone.host
+                );
             } else {
                 at += 1;
             }
@@ -839,8 +845,8 @@ impl<'t> World<'t> {
         let fit = (0..self.bufs.len()).map(|i| (i + at) % self.bufs.len());
         let at = { fit }.find(|&i| self.bufs[i].buf.capacity() >= slice.len()).unwrap_or(fits);
         let Live { mut buf, mut bytes } = self.bufs.swap_remove(at);
-        if buf.len() < slice.len() {
-            // So that what is there before the copy is known.
+        while buf.len() < slice.len() || allowed.contains(&buf[..slice.len()].to_vec()) {
+            // So that what is there before the copy is known, and not by chance what the copy brings.
             let id = self.id();
             bytes = pattern(id, slice.len());
             buf.clear();
