@@ -6,7 +6,7 @@
 //! `Command::spawn` is not affected: its child runs no code of ours before it becomes another program.
 
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Depot;
 use crate::freelist::mode;
@@ -14,8 +14,6 @@ use crate::freelist::mode;
 /// Guards [`DEPOTS`]. A bare flag: the child of a fork must be able to reset it, which a mutex that parks does not allow.
 static LOCKED: AtomicBool = AtomicBool::new(false);
 static DEPOTS: Depots = Depots(std::cell::UnsafeCell::new(Vec::new()));
-/// Forks that led to this process, as far as this crate was loaded in the parents.
-static FORKS: AtomicU32 = AtomicU32::new(0);
 
 struct Depots(std::cell::UnsafeCell<Vec<(u64, *const Depot)>>);
 
@@ -34,7 +32,6 @@ fn unlock() {
 }
 
 fn in_child() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
     // SAFETY: the parent's side of the fork took the lock before forking, and this thread is the only one.
     for (_, depot) in unsafe { &*DEPOTS.0.get() } {
         // SAFETY: depots leave the list before they are freed.
@@ -45,7 +42,7 @@ fn in_child() {
 
 /// A number that differs between this process and its forks.
 pub(crate) fn generation() -> u32 {
-    FORKS.load(Ordering::Relaxed)
+    crate::os::forks()
 }
 
 /// Adds a depot to those that a fork shuts.

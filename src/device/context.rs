@@ -106,6 +106,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if self.forks != crate::os::forks() {
+            return;
+        }
         let events = std::mem::take(self.events.get_mut());
         if self.poison.get().is_some() || events.is_empty() {
             return;

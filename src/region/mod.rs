@@ -351,7 +351,7 @@ impl Regions {
 impl Drop for Regions {
     fn drop(&mut self) {
         let regions = std::mem::take(&mut self.progress.get_mut().regions);
-        if self.context.forks() != crate::depot::fork_generation() {
+        if self.context.forks() != os::forks() {
             return;
         }
         for region in regions {

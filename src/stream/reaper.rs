@@ -46,6 +46,7 @@ pub(crate) struct Listing(Arc<Shared>);
 #[derive(Debug)]
 pub(crate) struct Reaper {
     listing: Listing,
+    forks: u32,
 }
 
 impl Listing {
@@ -106,7 +107,7 @@ impl Reaper {
                     why: format!("no thread could be started: {e}"),
                 })?;
         }
-        Ok(Self { listing })
+        Ok(Self { listing, forks: crate::os::forks() })
     }
 
     pub(crate) fn listing(&self) -> &Listing {
@@ -116,6 +117,10 @@ impl Reaper {
 
 impl Drop for Reaper {
     fn drop(&mut self) {
+        // In the child of a fork the thread does not exist, and the lock may be its for ever.
+        if self.forks != crate::os::forks() {
+            return;
+        }
         self.listing.0.inbox.lock().closing = true;
         self.listing.0.bell.notify_one();
     }
