@@ -682,6 +682,17 @@ impl<'t> World<'t> {
         (!self.bufs.is_empty()).then(|| self.bufs.swap_remove(at % self.bufs.len()))
     }
 
+    /// A buffer whose bytes can be told from blank memory, which a download may have brought.
+    fn take_sendable(&mut self, at: usize) -> Option<Live> {
+        let mut live = self.take_buf(at)?;
+        if live.bytes.contains(&BLANK) {
+            let id = self.id();
+            live.bytes = pattern(id, live.bytes.len());
+            live.buf.copy_from_slice(&live.bytes);
+        }
+        Some(live)
+    }
+
     fn lane(&self, at: usize) -> usize {
         at % self.lanes.len()
     }
@@ -728,8 +739,7 @@ impl<'t> World<'t> {
     fn upload(&mut self, at: usize, lane: usize, part: Option<(u8, u8)>, keep: Keep, orphan: bool) {
         let lane = self.lane(lane);
         let device = self.lanes[lane].device;
-        let Some(live) = self.take_buf(at) else { return };
-        let Live { buf, bytes } = live;
+        let Some(Live { buf, bytes }) = self.take_sendable(at) else { return };
         let (start, end) = match part {
             None => (0, bytes.len()),
             Some((a, b)) => {
@@ -909,7 +919,7 @@ impl<'t> World<'t> {
     }
 
     fn share(&mut self, at: usize, lane: usize, other: usize, keep: Keep) {
-        let Some(Live { buf, bytes }) = self.take_buf(at) else { return };
+        let Some(Live { buf, bytes }) = self.take_sendable(at) else { return };
         if bytes.is_empty() {
             return self.bufs.push(Live { buf, bytes });
         }
