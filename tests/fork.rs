@@ -212,12 +212,24 @@ fn a_child_may_drop_a_device_and_a_pool_for_good() {
     }
 }
 
+/// Locks that another thread of the parent holds at the moment of the fork stay locked in the child, those inside of
+/// libraries included; no pool can change that. So this is about a parent whose threads are asleep, in a process of its
+/// own.
 #[test]
 fn a_child_can_have_a_pool_of_its_own() {
-    let _alone = alone();
+    const ALONE: &str = "PINPOOL_TEST_FORK_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+        again.args(["--exact", "a_child_can_have_a_pool_of_its_own", "--nocapture"]);
+        assert!(again.env(ALONE, "1").status().unwrap().success());
+        return;
+    }
     let device = device();
     let parents = pool(&device);
     let kept = parents.checkout(1000).unwrap();
+    // Until the device's threads have nothing more to do and sleep.
+    parents.wait_pinned(None).unwrap();
+    std::thread::sleep(Duration::from_millis(200));
     let code = forked(|| {
         // A new process in all but name: its own device with its own threads.
         let own = HostNode::new(HostConfig::new().memory(1 << 20));
