@@ -646,6 +646,7 @@ impl<B: Lend> InFlight<B> {
     ///
     /// # Errors
     /// [`Error::Timeout`] comes with the handle, to be waited for again or dropped.
+    #[allow(clippy::result_large_err, reason = "the handle is what comes back")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<B, SubmitError<Self>> {
         let deadline = Instant::now().checked_add(timeout);
         match self.wait_all(deadline).and_then(|()| self.finish()) {

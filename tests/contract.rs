@@ -55,6 +55,7 @@ impl Subject {
     }
 }
 
+type Test = (&'static str, fn(&Subject));
 type Open = fn() -> Result<Subject, Error>;
 
 /// The devices: what `PINPOOL_REQUIRE` calls them, what they are, how they are opened.
@@ -82,7 +83,7 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
 }
 
 /// The suite.
-const TESTS: &[(&str, fn(&Subject))] = &[
+const TESTS: &[Test] = &[
     ("round trips of many sizes and offsets", round_trips),
     ("nothing beside a copy's range is touched", bounds_are_kept),
     ("a stream keeps its order", stream_order),

@@ -24,6 +24,8 @@ pub struct Setup {
     /// Streams of each device.
     pub lanes: [usize; DEVICES],
     pub end: End,
+    /// How giving an event back fails when the device is closed, if it does.
+    pub closing: Option<Failure>,
 }
 
 /// How a case ends.
@@ -64,6 +66,7 @@ pub enum Patience {
 
 /// What becomes of a handle to something in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(clippy::enum_variant_names, reason = "that is what it says")]
 pub enum Keep {
     Keep,
     Drop,
@@ -275,7 +278,7 @@ fn setup() -> impl Strategy<Value = Setup> {
         .prop_map(|(seed, capacity, region, extent, initial, cache, reserve, lanes, end)| {
             let most = capacity - reserve;
             let initial = (initial * region).min(most);
-            Setup { seed, capacity, region, extent, initial, cache, reserve, lanes, end }
+            Setup { seed, capacity, region, extent, initial, cache, reserve, lanes, end, closing: None }
         })
 }
 

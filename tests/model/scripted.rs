@@ -13,11 +13,11 @@ const FAILURES: [Failure; 6] = [
     Failure::Stall,
 ];
 
-/// Every call that the pool makes, with every failure. It makes no stream wait for an event yet.
+/// Every call that the pool makes, with every failure. (It makes no stream wait for an event yet.)
 pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
     Call::ALL
         .into_iter()
-        .filter(|call| !matches!(call, Call::WaitEvent | Call::DestroyEvent))
+        .filter(|call| *call != Call::WaitEvent)
         .flat_map(|call| FAILURES.map(|failure| (call, failure)))
 }
 
@@ -32,6 +32,7 @@ fn setup(end: End) -> Setup {
         reserve: 64,
         lanes: [2, 2],
         end,
+        closing: None,
     }
 }
 
@@ -90,7 +91,10 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     let mut cases: Vec<(String, Setup, Vec<Op>)> = Vec::new();
     for (call, failure) in faults() {
         for end in [End::Quiet, End::DropPool, End::Shutdown] {
-            cases.push((format!("{} fails: {failure:?}", call.name()), setup(end), failing(call, failure)));
+            // Events are given back when the device is closed.
+            let closing = (call == Call::DestroyEvent).then_some(failure);
+            let setup = Setup { closing, ..setup(end) };
+            cases.push((format!("{} fails: {failure:?}", call.name()), setup, failing(call, failure)));
         }
     }
     let mut case = |name: &str, end, ops| cases.push((name.into(), setup(end), ops));

@@ -1722,7 +1722,14 @@ impl<'t> World<'t> {
         self.probes.clear();
         self.copies.clear();
         self.helper = Helper::new();
+        if let Some(failure) = self.setup.closing {
+            self.node.fail(Fault { device: 0, call: Call::DestroyEvent, nth: 0, failure });
+            self.trouble = true;
+        }
         self.devices.clear();
+        if let (0, Some(failure)) = (self.node.clear_faults(), self.setup.closing) {
+            self.tally.fault(Call::DestroyEvent, failure);
+        }
         if !stuck && !self.trouble {
             for device in 0..DEVICES {
                 let left = self.node.live(device as u32);
