@@ -25,7 +25,7 @@ use tally::Tally;
 use world::World;
 
 /// Cases in an ordinary run.
-const CASES: u32 = 160;
+const CASES: u32 = 224;
 
 fn run(setup: &Setup, ops: &[Op], tally: &mut Tally) {
     let mut world = World::new(setup, tally);

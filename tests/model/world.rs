@@ -385,6 +385,12 @@ impl<'t> World<'t> {
 
     /// Takes out the copies that have run. Their bytes were verified by that.
     fn sweep(&mut self) {
+        // A fault that kills may have struck in the middle of an operation.
+        if let Some(Fault { device, failure: Failure::Sticky, .. }) = self.armed {
+            if self.devices[device as usize].lost().is_some() {
+                self.buried(device as usize);
+            }
+        }
         let mut at = 0;
         while at < self.copies.len() {
             if self.has_run(at) {
@@ -1044,6 +1050,21 @@ impl<'t> World<'t> {
         }
     }
 
+    fn crowd(&mut self, lane: usize, size: Size, usages: &[Use]) {
+        for at in 0..64 {
+            let before = self.bufs.len();
+            self.checkout(size, Patience::Try, Who::Main);
+            if self.bufs.len() == before {
+                break;
+            }
+            self.upload(before, lane + at % 3 / 2, None, Keep::Drop, at % 5 == 4);
+        }
+        for usage in usages {
+            self.check();
+            self.claim(lane, size, *usage);
+        }
+    }
+
     fn unclaim(&mut self, buf: StreamBuf) {
         if buf.was_claimed() {
             self.tally.note("claim dropped unused");
@@ -1064,6 +1085,13 @@ impl<'t> World<'t> {
             Ok(flight) => {
                 if claimed {
                     self.tally.note("claim used");
+                    // Which segment it was is not known, so of the downloads to segments that were given up on this
+                    // stream one may be overwritten before anybody has seen it.
+                    let kept: Vec<Range> = self.flights.iter().filter_map(|f| f.range).collect();
+                    self.copies.retain(|c| {
+                        let given_up = !kept.iter().any(|range| overlap(*range, c.host));
+                        c.lane != lane || c.dead || matches!(c.seen, Seen::Device(_)) || !given_up
+                    });
                 }
                 let handle = Handle::Own(flight);
                 let expect = Expect::OneOf(allowed);
@@ -1505,6 +1533,7 @@ impl<'t> World<'t> {
                 }
             }
             Op::Claim(lane, size, usage) => self.claim(*lane, *size, *usage),
+            Op::Crowd(lane, size, usages) => self.crowd(*lane, *size, usages),
             Op::OnDevice(lane, region) => self.on_device(*lane, *region),
             Op::Wait(at) => self.wait(*at),
             Op::IsDone(at) => self.is_done(*at),
