@@ -418,6 +418,11 @@ pub enum HostBuf {
 
 /// What can be lent to a device and comes back when it is done: [`PinnedBuf`], and `Arc<PinnedBuf>` for one buffer that
 /// feeds several copies. Sealed.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be lent to a device",
+    label = "the device may still use it when this call has returned",
+    note = "asynchronous calls take a `PinnedBuf` or an `Arc<PinnedBuf>`; borrowed and plain memory is copied by `upload_blocking`"
+)]
 pub trait Lend: sealed::Lend {}
 
 impl Lend for PinnedBuf {}

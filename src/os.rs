@@ -23,29 +23,14 @@ pub(crate) use linux::*;
 #[cfg(not(target_os = "linux"))]
 pub(crate) use other::*;
 
-use std::sync::atomic::{AtomicU32, Ordering};
-
-/// Forks that led to this process, as far as the handler was installed in the parents.
-static FORKS: AtomicU32 = AtomicU32::new(0);
-
-/// A number that differs between a process and its forks.
-pub(crate) fn forks() -> u32 {
-    FORKS.load(Ordering::Relaxed)
-}
-
-/// For the handler in the child, which is alone.
-pub(crate) fn note_fork() {
-    FORKS.fetch_add(1, Ordering::Relaxed);
-}
-
 #[cfg(target_os = "linux")]
 mod linux {
     use std::fs;
     use std::io;
     use std::path::{Path, PathBuf};
     use std::ptr::NonNull;
-    use std::sync::OnceLock;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+    use std::sync::{Once, OnceLock};
 
     use libc::{c_long, c_void};
 
@@ -281,6 +266,22 @@ mod linux {
         }
     }
 
+    /// A number that differs between a process and its forks, from the first call of this on.
+    pub(crate) fn forks() -> u32 {
+        static FORKS: AtomicU32 = AtomicU32::new(0);
+        static COUNTED: Once = Once::new();
+        extern "C" fn count() {
+            FORKS.fetch_add(1, Ordering::Relaxed);
+        }
+        COUNTED.call_once(|| {
+            // SAFETY: the function lives as long as the process and touches nothing but a static atomic.
+            if unsafe { libc::pthread_atfork(None, None, Some(count)) } != 0 {
+                tracing::warn!(target: "pinpool::device", "forks cannot be counted: do not drop devices in a forked child");
+            }
+        });
+        FORKS.load(Ordering::Relaxed)
+    }
+
     /// The error of the call that has just failed for `len` bytes.
     fn refused(len: usize) -> Error {
         Error::OutOfMemory { wanted: len, text: io::Error::last_os_error().to_string() }
@@ -345,6 +346,10 @@ mod other {
 
     pub(crate) fn at_fork(_prepare: fn(), _parent: fn(), _child: fn()) -> bool {
         false
+    }
+
+    pub(crate) fn forks() -> u32 {
+        0
     }
 }
 

@@ -621,7 +621,7 @@ impl Pool {
             ..PoolStats::default()
         };
         for store in self.stores().filter(|s| !s.depot.forked()) {
-            let (in_flight, claimed) = self.flight(store);
+            let (in_flight, claimed, _) = self.flight(store);
             let s = store.depot.snapshot();
             let in_flight = in_flight.min(s.out);
             stats.pinned_bytes += s.total - s.unpinned;
@@ -647,12 +647,12 @@ impl Pool {
         stats
     }
 
-    /// Bytes in flight, and how many of these are claimed.
-    fn flight(&self, store: &Store) -> (usize, usize) {
-        let mut sum = (store.depot.joint_bytes(), 0);
+    /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or lands.
+    fn flight(&self, store: &Store) -> (usize, usize, u64) {
+        let mut sum = (store.depot.joint_bytes(), 0, 0);
         for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
-            let flight = timeline.flight(store.depot.number());
-            sum = (sum.0 + flight.bytes, sum.1 + flight.claimed);
+            let (flight, moves) = timeline.flight(store.depot.number());
+            sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, sum.2 + moves);
         }
         sum
     }
@@ -668,7 +668,7 @@ impl Pool {
         let mut all = Census::default();
         for store in self.stores() {
             let before = store.depot.snapshot();
-            let (in_flight, claimed) = self.flight(store);
+            let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();
             store.depot.check(|state, bytes| match state {
                 state::FREE => census.free += bytes,
@@ -681,7 +681,7 @@ impl Pool {
                 _ => census.quarantined += bytes,
             })?;
             let s = store.depot.snapshot();
-            if s == before && (in_flight, claimed) == self.flight(store) {
+            if s == before && (in_flight, claimed, moves) == self.flight(store) {
                 let sum = s.free + s.out + s.quarantined + s.cut;
                 if sum != s.total {
                     return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));

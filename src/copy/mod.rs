@@ -59,6 +59,11 @@ mod range {
 impl<T: range::Sealed> DeviceRange for T {}
 
 /// What a download can land in: a [`PinnedBuf`], or a [`StreamBuf`] of the same stream. Sealed.
+#[diagnostic::on_unimplemented(
+    message = "a download cannot land in `{Self}`",
+    label = "not a buffer that the device alone may write to",
+    note = "downloads land in a `PinnedBuf` or a `StreamBuf`; `download_blocking` writes to borrowed memory"
+)]
 pub trait Landing: landing::Sealed {}
 
 impl Landing for PinnedBuf {}

@@ -32,7 +32,6 @@ fn unlock() {
 }
 
 fn in_child() {
-    crate::os::note_fork();
     // SAFETY: the parent's side of the fork took the lock before forking, and this thread is the only one.
     for (_, depot) in unsafe { &*DEPOTS.0.get() } {
         // SAFETY: depots leave the list before they are freed.

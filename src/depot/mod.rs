@@ -501,23 +501,34 @@ impl Depot {
             // SAFETY: the caller's word.
             return matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
         }
-        let half = held.drain(class, limit.div_ceil(2));
-        let rest = self.hang_up(class, held.number(), half);
-        drop(held);
-        // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
-        if let Err(chain) = rest {
-            let mut core = self.core.lock();
-            // SAFETY: drained from our shard, so free and alive.
-            unsafe { core.arena.give_chain(chain) };
-            let mut wakes = Vec::new();
-            core.serve(&mut wakes);
-            self.stop_waiting(&core);
-            drop(core);
-            wakes.into_iter().for_each(Wake::wake);
+        let half = limit.div_ceil(2);
+        if let Err(chain) = self.hang_up(class, held.number(), held.drain(class, half)) {
+            // Back into the list: between the gate and the lock a segment must not be in nobody's hands.
+            held.fill(class, chain);
+            drop(held);
+            return self.shed(class, shard, half, slot, len);
         }
-        let Some(mut held) = self.gate.enter(shard) else { return false };
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's word. There is room now.
         matches!(unsafe { held.put(class, slot, len) }, Put::Kept)
+    }
+
+    /// Returns into this thread's shard after giving up to `count` of its segments of that class back to their runs.
+    /// `false`: nothing was returned.
+    fn shed(&self, class: Class, shard: &Shard, count: u32, slot: NonNull<Slot>, len: usize) -> bool {
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        let Some(mut held) = self.gate.enter(shard) else { return false };
+        let chain = held.drain(class, count);
+        // SAFETY: the caller of `make_room` gave its word. There is room now.
+        let kept = matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
+        drop(held);
+        // SAFETY: drained from our shard, so free and alive.
+        unsafe { core.arena.give_chain(chain) };
+        core.serve(&mut wakes);
+        self.stop_waiting(&core);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+        kept
     }
 
     /// Leaves a chain on a rack, as long as racks hold no more than their share.

@@ -19,13 +19,14 @@ type Job = Box<dyn FnOnce() + Send>;
 #[derive(Debug)]
 pub(crate) struct Worker {
     jobs: Option<Sender<Job>>,
+    forks: u32,
 }
 
 impl Worker {
     /// Starts the thread, or, with `inline`, does without.
     pub(crate) fn start(device: &str, inline: bool) -> Result<Self> {
         if inline {
-            return Ok(Self { jobs: None });
+            return Ok(Self { jobs: None, forks: crate::os::forks() });
         }
         let (jobs, queue) = unbounded::<Job>();
         std::thread::Builder::new()
@@ -39,7 +40,7 @@ impl Worker {
                 device: device.into(),
                 why: format!("no thread could be started: {e}"),
             })?;
-        Ok(Self { jobs: Some(jobs) })
+        Ok(Self { jobs: Some(jobs), forks: crate::os::forks() })
     }
 
     /// Whether jobs run on the caller's thread.
@@ -49,11 +50,19 @@ impl Worker {
 
     /// Runs a job later (or now, on a stepped device).
     pub(crate) fn send(&self, job: impl FnOnce() + Send + 'static) {
+        if self.forked() {
+            // There is no thread, and the queue may be as another thread had left it: whatever the job owns is leaked.
+            return std::mem::forget(job);
+        }
         match &self.jobs {
-            // The receiver lives as long as this sender, so this cannot fail but in a forked child, where nothing runs.
+            // The receiver lives as long as this sender, so this cannot fail.
             Some(jobs) => drop(jobs.send(Box::new(job))),
             None => run(Box::new(job)),
         }
+    }
+
+    fn forked(&self) -> bool {
+        self.forks != crate::os::forks()
     }
 
     /// Runs a job and waits for its result.
@@ -61,11 +70,22 @@ impl Worker {
         &self,
         job: impl FnOnce() -> Result<R> + Send + 'static,
     ) -> Result<R> {
+        if self.forked() {
+            return Err(Error::Forked);
+        }
         let (tell, told) = mpsc::sync_channel(1);
         self.send(move || drop(tell.send(job())));
         told.recv().unwrap_or_else(|_| {
             Err(Error::Unsupported("a job of the device's worker thread panicked".into()))
         })
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if self.forked() {
+            std::mem::forget(self.jobs.take());
+        }
     }
 }
 

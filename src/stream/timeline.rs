@@ -205,6 +205,8 @@ struct State {
     waiting: Slab<Waiting>,
     next_wait: u64,
     flights: Vec<(u64, Flight)>,
+    /// Counts changes of what is in flight, so that who looks twice knows whether anything happened in between.
+    moves: u64,
     lost: Option<Error>,
     /// Whether the reaper has this timeline on its list.
     listed: bool,
@@ -285,6 +287,7 @@ impl Timeline {
                 waiting: Slab::new(),
                 next_wait: 0,
                 flights: Vec::new(),
+                moves: 0,
                 lost: None,
                 listed: false,
                 seen: 0,
@@ -366,6 +369,7 @@ impl Timeline {
             Lent::Joint(joint) => (Held::Joint(joint), 0),
             Lent::Object(object) => (Held::Object(object), 0),
         };
+        state.moves += 1;
         let key = state.pending.insert(Entry { held, memory, bytes });
         Ok(Submission { timeline: self, key: Some(key), tick: planted_tick(&state) })
     }
@@ -804,10 +808,11 @@ impl Timeline {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// Bytes of a depot that are in flight here, and how many of these are claimed.
-    pub(crate) fn flight(&self, depot: u64) -> Flight {
+    /// Bytes of a depot that are in flight here, and how many of these are claimed; and a count of all changes so far.
+    pub(crate) fn flight(&self, depot: u64) -> (Flight, u64) {
         let state = self.state.lock();
-        state.flights.iter().find(|f| f.0 == depot).map_or_else(Flight::default, |f| f.1)
+        let flight = state.flights.iter().find(|f| f.0 == depot).map_or_else(Flight::default, |f| f.1);
+        (flight, state.moves)
     }
 
     /// The oldest tick that is not complete, and entries in flight.
@@ -877,6 +882,7 @@ impl State {
     }
 
     fn flight_of(&mut self, depot: u64) -> &mut Flight {
+        self.moves += 1;
         let at = self.flights.iter().position(|f| f.0 == depot).unwrap_or_else(|| {
             self.flights.retain(|f| f.1 != Flight::default());
             self.flights.push((depot, Flight::default()));

@@ -6,7 +6,8 @@
 //! (`scripted`): every call of the device failing in every way, among others. At the end the run prints how often each
 //! transition was taken, and fails if one never was.
 //!
-//! `PINPOOL_CASES=N` runs N times as many cases, `PINPOOL_SEED=N` others.
+//! `PINPOOL_CASES=N` runs N times as many cases, `PINPOOL_SEED=N` others, and `PINPOOL_SHRINK=N`
+//! tries N times to make a failing case smaller.
 
 #![allow(unsafe_code, reason = "the model looks at memory in flight; PinnedBuf::set_len is unsafe")]
 
@@ -24,7 +25,7 @@ use tally::Tally;
 use world::World;
 
 /// Cases in an ordinary run.
-const CASES: u32 = 160;
+const CASES: u32 = 224;
 
 fn run(setup: &Setup, ops: &[Op], tally: &mut Tally) {
     let mut world = World::new(setup, tally);
@@ -47,7 +48,8 @@ fn the_pool_behaves_like_its_model() {
         run(&setup, &ops, &mut tally.borrow_mut());
     }
     let cases = CASES * variable("PINPOOL_CASES", 1) as u32;
-    let config = Config { cases, failure_persistence: None, max_shrink_iters: 1000, ..Config::default() };
+    let shrink = variable("PINPOOL_SHRINK", 400) as u32;
+    let config = Config { cases, failure_persistence: None, max_shrink_iters: shrink, ..Config::default() };
     let mut seed = [0x50; 32];
     seed[..8].copy_from_slice(&variable("PINPOOL_SEED", 2).to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &seed);

@@ -24,6 +24,8 @@ pub struct Setup {
     /// Streams of each device.
     pub lanes: [usize; DEVICES],
     pub end: End,
+    /// How giving an event back fails when the device is closed, if it does.
+    pub closing: Option<Failure>,
 }
 
 /// How a case ends.
@@ -64,6 +66,7 @@ pub enum Patience {
 
 /// What becomes of a handle to something in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(clippy::enum_variant_names, reason = "that is what it says")]
 pub enum Keep {
     Keep,
     Drop,
@@ -117,6 +120,8 @@ pub enum Op {
     Hold(usize, usize, Keep),
     HoldAll(usize, u8, Keep),
     Claim(usize, Size, Use),
+    /// Everything of this size goes out in flight, on this stream and the next, and then some of it is claimed.
+    Crowd(usize, Size, Vec<Use>),
     OnDevice(usize, usize),
     Wait(usize),
     IsDone(usize),
@@ -143,7 +148,9 @@ pub enum Op {
 
 fn size() -> impl Strategy<Value = Size> {
     let len = prop_oneof![
-        40 => (0u32..19, 0usize..1 << 19).prop_map(|(e, f)| (1 << e) + f % (1 << e)),
+        // Often the same, so that segments meet their like.
+        30 => prop::sample::select(vec![1usize, 100, 1000, 4096, 5000, 20_000, 61_000, 65_536, 200_000]),
+        30 => (0u32..17, 0usize..1 << 17).prop_map(|(e, f)| (1 << e) + f % (1 << e)),
         1 => Just(0),
         1 => Just(usize::MAX),
         1 => (19u32..26).prop_map(|e| 1 << e),
@@ -184,7 +191,7 @@ fn plain() -> impl Strategy<Value = Op> {
         Misuse::Token,
     ]);
     prop_oneof![
-        20 => (size(), patience(), who()).prop_map(|(s, p, w)| Op::Checkout(s, p, w)),
+        40 => (size(), patience(), who()).prop_map(|(s, p, w)| Op::Checkout(s, p, w)),
         3 => (prop::collection::vec(size(), 0..4), patience()).prop_map(|(s, p)| Op::Many(s, p)),
         2 => size().prop_map(Op::OrUnpinned),
         5 => prop::collection::vec(size(), 1..3).prop_map(Op::Join),
@@ -195,12 +202,14 @@ fn plain() -> impl Strategy<Value = Op> {
         1 => at().prop_map(Op::ForgetBuf),
         20 => (at(), at(), part, keep(), prop::bool::weighted(0.2))
             .prop_map(|(b, l, p, k, o)| Op::Upload(b, l, p, k, o)),
-        8 => (at(), at(), at(), keep()).prop_map(|(b, l, r, k)| Op::Download(b, l, r, k)),
+        14 => (at(), at(), at(), keep()).prop_map(|(b, l, r, k)| Op::Download(b, l, r, k)),
         4 => (at(), at(), at(), keep()).prop_map(|(b, l, m, k)| Op::Share(b, l, m, k)),
         3 => at().prop_map(Op::DropShared),
         4 => (at(), at(), keep()).prop_map(|(b, l, k)| Op::Hold(b, l, k)),
         3 => (at(), any::<u8>(), keep()).prop_map(|(b, m, k)| Op::HoldAll(b, m, k)),
-        8 => (at(), size(), usage).prop_map(|(l, s, u)| Op::Claim(l, s, u)),
+        8 => (at(), size(), usage.clone()).prop_map(|(l, s, u)| Op::Claim(l, s, u)),
+        6 => (at(), prop::sample::select(vec![20_000usize, 40_000, 61_000]), prop::collection::vec(usage, 1..5))
+            .prop_map(|(l, len, u)| Op::Crowd(l, Size { len, align: 64, reserve: false }, u)),
         1 => (at(), at()).prop_map(|(l, r)| Op::OnDevice(l, r)),
         5 => at().prop_map(Op::Wait),
         4 => at().prop_map(Op::IsDone),
@@ -228,19 +237,25 @@ fn op(calm: bool) -> BoxedStrategy<Op> {
     if calm {
         return plain().boxed();
     }
-    let call = prop::sample::select(Call::ALL.to_vec());
+    // Calls that are made all the time, so that most faults strike.
+    let call =
+        prop::sample::select(vec![Call::Copy, Call::Record, Call::CreateEvent, Call::Query, Call::Pin]);
     let failure = prop_oneof![
         4 => Just(Failure::Moment), 2 => Just(Failure::RunsAnyway), 2 => Just(Failure::Stall),
         2 => Just(Failure::Capture), 1 => Just(Failure::Argument), 1 => Just(Failure::Sticky),
     ];
     let under = plain().prop_filter("does not step the device", Op::stays_put);
-    let fault = (0..DEVICES, call, 0u64..2, failure, prop::collection::vec(under, 1..4), any::<bool>())
-        .prop_map(|(d, c, n, f, mut ops, reap)| {
-            if reap {
-                ops.push(Op::Reap(d));
-            }
-            Op::Fault(d, c, n, f, ops)
-        });
+    let strikes = (0..DEVICES, call, 0u64..2, failure.clone(), 0usize..6, keep(), size()).prop_map(
+        |(d, c, n, f, lane, keep, size)| {
+            let up = Op::Upload(0, lane, None, keep, false);
+            let out = Op::Checkout(size, Patience::Try, Who::Main);
+            Op::Fault(d, c, n, f, vec![out, up.clone(), up, Op::Reap(d), Op::Reap(d)])
+        },
+    );
+    let call = prop::sample::select(Call::ALL.to_vec());
+    let any = (0..DEVICES, call, 0u64..2, failure, prop::collection::vec(under, 1..4))
+        .prop_map(|(d, c, n, f, ops)| Op::Fault(d, c, n, f, ops));
+    let fault = prop_oneof![4 => strikes, 1 => any];
     prop_oneof![150 => plain(), 10 => fault, 1 => (0..DEVICES).prop_map(Op::Kill)].boxed()
 }
 
@@ -250,7 +265,7 @@ impl Op {
         match self {
             Self::Checkout(_, p, _) | Self::Many(_, p) => *p == Patience::Try,
             Self::Wait(_) | Self::Step(..) | Self::StepAny(_) | Self::Drain | Self::Sync(_) => false,
-            Self::Blocking(_) | Self::Claim(..) => false,
+            Self::Blocking(_) | Self::Claim(..) | Self::Crowd(..) => false,
             _ => true,
         }
     }
@@ -273,12 +288,12 @@ fn setup() -> impl Strategy<Value = Setup> {
         .prop_map(|(seed, capacity, region, extent, initial, cache, reserve, lanes, end)| {
             let most = capacity - reserve;
             let initial = (initial * region).min(most);
-            Setup { seed, capacity, region, extent, initial, cache, reserve, lanes, end }
+            Setup { seed, capacity, region, extent, initial, cache, reserve, lanes, end, closing: None }
         })
 }
 
 /// A case: half of them without faults, since a fault makes it impossible to demand that everything comes back.
 pub fn case() -> impl Strategy<Value = (Setup, Vec<Op>)> {
     (setup(), any::<bool>())
-        .prop_flat_map(|(setup, calm)| (Just(setup), prop::collection::vec(op(calm), 0..90)))
+        .prop_flat_map(|(setup, calm)| (Just(setup), prop::collection::vec(op(calm), 0..130)))
 }

@@ -2,7 +2,7 @@
 
 use pinpool::host::{Call, Failure};
 
-use crate::ops::{End, Keep, Op, Patience, Setup, Size, Use, Who};
+use crate::ops::{End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
 
 const FAILURES: [Failure; 6] = [
     Failure::Argument,
@@ -13,11 +13,11 @@ const FAILURES: [Failure; 6] = [
     Failure::Stall,
 ];
 
-/// Every call that the pool makes, with every failure. It makes no stream wait for an event yet.
+/// Every call that the pool makes, with every failure. (It makes no stream wait for an event yet.)
 pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
     Call::ALL
         .into_iter()
-        .filter(|call| !matches!(call, Call::WaitEvent | Call::DestroyEvent))
+        .filter(|call| *call != Call::WaitEvent)
         .flat_map(|call| FAILURES.map(|failure| (call, failure)))
 }
 
@@ -32,6 +32,7 @@ fn setup(end: End) -> Setup {
         reserve: 64,
         lanes: [2, 2],
         end,
+        closing: None,
     }
 }
 
@@ -60,9 +61,6 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
         Call::WaitEvent | Call::DestroyEvent => vec![],
     };
     let mut ops: Vec<Op> = Vec::new();
-    if call == Call::Unpin {
-        ops.extend([out(50 << 10), out(50 << 10), Op::Drop(0, Who::Main), Op::Drop(0, Who::Main)]);
-    }
     if call == Call::CreateEvent {
         // So that no event is left to use again.
         ops.extend([out(600), up(1, Keep::Drop), Op::Reap(0)]);
@@ -71,6 +69,10 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
         ops.extend([out(600), up(0, Keep::Drop), Op::Drain, out(600), up(1, Keep::Drop)]);
     }
     ops.extend([out(1000), out(2000), out(3000), up(0, Keep::Keep), up(2, Keep::Drop)]);
+    if call == Call::Unpin {
+        // A region of its own, idle again.
+        ops.extend([out(50 << 10), Op::Drop(1, Who::Main)]);
+    }
     ops.push(Op::Fault(0, call, 0, failure, target));
     ops.extend([
         out(700),
@@ -89,7 +91,10 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     let mut cases: Vec<(String, Setup, Vec<Op>)> = Vec::new();
     for (call, failure) in faults() {
         for end in [End::Quiet, End::DropPool, End::Shutdown] {
-            cases.push((format!("{} fails: {failure:?}", call.name()), setup(end), failing(call, failure)));
+            // Events are given back when the device is closed.
+            let closing = (call == Call::DestroyEvent).then_some(failure);
+            let setup = Setup { closing, ..setup(end) };
+            cases.push((format!("{} fails: {failure:?}", call.name()), setup, failing(call, failure)));
         }
     }
     let mut case = |name: &str, end, ops| cases.push((name.into(), setup(end), ops));
@@ -123,20 +128,39 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     case("waiting, cancelled, then shut down", End::Shutdown, ops);
 
     let mut ops = Vec::new();
-    ops.push(out(1000));
-    ops.push(up(0, Keep::Drop));
-    // Everything else of that class.
-    ops.extend((0..4).map(|_| out(60 << 10)));
     for usage in [Use::Drop, Use::OtherStream, Use::Land(Keep::Keep), Use::Land(Keep::Drop), Use::Wait] {
-        ops.extend([out(60 << 10), Op::Claim(0, size(990), usage)]);
+        // All there is of that class is in flight on two streams, with something to download.
+        full(&mut ops);
+        ops.extend((0..5).map(|i| up(i % 2, Keep::Drop)));
+        ops.extend([Op::Claim(0, size(60 << 10), usage), Op::Claim(1, size(61_430), usage), Op::Reap(0)]);
+        ops.extend([Op::Claim(0, size(61_435), usage), Op::StepAny(3), Op::Drain, Op::Wait(0), Op::Wait(0)]);
+        ops.extend((0..3).map(|_| Op::Drop(0, Who::Main)));
     }
     case("claims", End::Quiet, ops);
+
+    let starved = Op::Fault(
+        0,
+        Call::Pin,
+        0,
+        Failure::Argument,
+        vec![Op::Checkout(size(9), Patience::Forever, Who::Main)],
+    );
+    cases.push(("growing fails".into(), Setup { initial: 0, ..setup(End::Quiet) }, vec![starved, out(9)]));
+    let mut case = |name: &str, end, ops| cases.push((name.into(), setup(end), ops));
 
     let mut ops = Vec::new();
     ops.extend([out(1000), out(1000), up(0, Keep::Keep), Op::Hang(0), Op::Wait(0), Op::Resume(0), Op::Drain]);
     ops.extend([up(0, Keep::Keep), Op::Kill(0), Op::Wait(0)]);
     case("hung, then killed", End::DropPool, ops);
 
+    let misuse = |misuse| Op::Misuse(misuse, 0);
+    let mut ops =
+        vec![out(1000), out(1000), Op::Token(0), Op::Redeem(0), Op::Token(0), misuse(Misuse::Token)];
+    ops.extend(
+        [Misuse::Range, Misuse::Small, Misuse::Memory, Misuse::Pool, Misuse::Claim, Misuse::Empty]
+            .map(misuse),
+    );
+    case("misuse", End::Quiet, ops);
     case("shut down and drained", End::Shutdown, vec![out(1000), up(0, Keep::Drop)]);
     cases
 }

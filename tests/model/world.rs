@@ -385,11 +385,15 @@ impl<'t> World<'t> {
 
     /// Takes out the copies that have run. Their bytes were verified by that.
     fn sweep(&mut self) {
+        // A fault that kills may have struck in the middle of an operation.
+        if let Some(Fault { device, failure: Failure::Sticky, .. }) = self.armed {
+            if self.devices[device as usize].lost().is_some() {
+                self.buried(device as usize);
+            }
+        }
         let mut at = 0;
         while at < self.copies.len() {
-            // After the pool the host memory may be gone: then only what arrives in device memory can be seen.
-            let visible = self.pool.is_some() || matches!(self.copies[at].seen, Seen::Device(_));
-            if visible && self.has_run(at) {
+            if self.has_run(at) {
                 let gone = self.copies.remove(at);
                 self.tally.note("copy arrived and was verified");
                 let overtaken = self.copies.iter().any(|c| c.id < gone.id && c.lane != gone.lane && !c.dead);
@@ -397,7 +401,13 @@ impl<'t> World<'t> {
                     self.tally.note("streams overtook each other");
                 }
                 let behind = self.copies.iter().find(|c| c.id < gone.id && c.lane == gone.lane && !c.dead);
-                assert!(behind.is_none(), "a copy ran before an earlier one of its stream");
+                let behind = behind.map(|c| (c.id, c.host, matches!(c.seen, Seen::Host(..))));
+                assert!(
+                    behind.is_none(),
+                    "copy {} of {:x?} ran before an earlier one of its stream: {behind:x?}",
+                    gone.id,
+                    gone.host
+                );
             } else {
                 at += 1;
             }
@@ -678,6 +688,17 @@ impl<'t> World<'t> {
         (!self.bufs.is_empty()).then(|| self.bufs.swap_remove(at % self.bufs.len()))
     }
 
+    /// A buffer whose bytes can be told from blank memory, which a download may have brought.
+    fn take_sendable(&mut self, at: usize) -> Option<Live> {
+        let mut live = self.take_buf(at)?;
+        if live.bytes.contains(&BLANK) {
+            let id = self.id();
+            live.bytes = pattern(id, live.bytes.len());
+            live.buf.copy_from_slice(&live.bytes);
+        }
+        Some(live)
+    }
+
     fn lane(&self, at: usize) -> usize {
         at % self.lanes.len()
     }
@@ -724,8 +745,7 @@ impl<'t> World<'t> {
     fn upload(&mut self, at: usize, lane: usize, part: Option<(u8, u8)>, keep: Keep, orphan: bool) {
         let lane = self.lane(lane);
         let device = self.lanes[lane].device;
-        let Some(live) = self.take_buf(at) else { return };
-        let Live { buf, bytes } = live;
+        let Some(Live { buf, bytes }) = self.take_sendable(at) else { return };
         let (start, end) = match part {
             None => (0, bytes.len()),
             Some((a, b)) => {
@@ -841,8 +861,8 @@ impl<'t> World<'t> {
         let fit = (0..self.bufs.len()).map(|i| (i + at) % self.bufs.len());
         let at = { fit }.find(|&i| self.bufs[i].buf.capacity() >= slice.len()).unwrap_or(fits);
         let Live { mut buf, mut bytes } = self.bufs.swap_remove(at);
-        if buf.len() < slice.len() {
-            // So that what is there before the copy is known.
+        while buf.len() < slice.len() || allowed.contains(&buf[..slice.len()].to_vec()) {
+            // So that what is there before the copy is known, and not by chance what the copy brings.
             let id = self.id();
             bytes = pattern(id, slice.len());
             buf.clear();
@@ -905,7 +925,7 @@ impl<'t> World<'t> {
     }
 
     fn share(&mut self, at: usize, lane: usize, other: usize, keep: Keep) {
-        let Some(Live { buf, bytes }) = self.take_buf(at) else { return };
+        let Some(Live { buf, bytes }) = self.take_sendable(at) else { return };
         if bytes.is_empty() {
             return self.bufs.push(Live { buf, bytes });
         }
@@ -1030,6 +1050,21 @@ impl<'t> World<'t> {
         }
     }
 
+    fn crowd(&mut self, lane: usize, size: Size, usages: &[Use]) {
+        for at in 0..64 {
+            let before = self.bufs.len();
+            self.checkout(size, Patience::Try, Who::Main);
+            if self.bufs.len() == before {
+                break;
+            }
+            self.upload(before, lane + at % 3 / 2, None, Keep::Drop, at % 5 == 4);
+        }
+        for usage in usages {
+            self.check();
+            self.claim(lane, size, *usage);
+        }
+    }
+
     fn unclaim(&mut self, buf: StreamBuf) {
         if buf.was_claimed() {
             self.tally.note("claim dropped unused");
@@ -1050,6 +1085,13 @@ impl<'t> World<'t> {
             Ok(flight) => {
                 if claimed {
                     self.tally.note("claim used");
+                    // Which segment it was is not known, so of the downloads to segments that were given up on this
+                    // stream one may be overwritten before anybody has seen it.
+                    let kept: Vec<Range> = self.flights.iter().filter_map(|f| f.range).collect();
+                    self.copies.retain(|c| {
+                        let given_up = !kept.iter().any(|range| overlap(*range, c.host));
+                        c.lane != lane || c.dead || matches!(c.seen, Seen::Device(_)) || !given_up
+                    });
                 }
                 let handle = Handle::Own(flight);
                 let expect = Expect::OneOf(allowed);
@@ -1491,6 +1533,7 @@ impl<'t> World<'t> {
                 }
             }
             Op::Claim(lane, size, usage) => self.claim(*lane, *size, *usage),
+            Op::Crowd(lane, size, usages) => self.crowd(*lane, *size, usages),
             Op::OnDevice(lane, region) => self.on_device(*lane, *region),
             Op::Wait(at) => self.wait(*at),
             Op::IsDone(at) => self.is_done(*at),
@@ -1708,7 +1751,14 @@ impl<'t> World<'t> {
         self.probes.clear();
         self.copies.clear();
         self.helper = Helper::new();
+        if let Some(failure) = self.setup.closing {
+            self.node.fail(Fault { device: 0, call: Call::DestroyEvent, nth: 0, failure });
+            self.trouble = true;
+        }
         self.devices.clear();
+        if let (0, Some(failure)) = (self.node.clear_faults(), self.setup.closing) {
+            self.tally.fault(Call::DestroyEvent, failure);
+        }
         if !stuck && !self.trouble {
             for device in 0..DEVICES {
                 let left = self.node.live(device as u32);
@@ -1724,6 +1774,8 @@ impl<'t> World<'t> {
         self.sweep();
         let out = !self.bufs.is_empty() || !self.flights.is_empty();
         self.pool = None;
+        // From here on host memory goes with the last buffer in it: only what arrives in device memory can be seen.
+        self.copies.retain(|c| matches!(c.seen, Seen::Device(_)));
         if out {
             self.tally.note("pool dropped while buffers were out");
         }

@@ -25,6 +25,7 @@ pub(super) struct HostDriver {
     node: Arc<Node>,
     unit: Arc<Unit>,
     id: u64,
+    forks: u32,
 }
 
 /// What an armed fault does to a call that goes ahead.
@@ -40,7 +41,7 @@ enum Twist {
 impl HostDriver {
     pub(super) fn new(node: &Arc<Node>, unit: &Arc<Unit>) -> Self {
         let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
-        Self { node: Arc::clone(node), unit: Arc::clone(unit), id }
+        Self { node: Arc::clone(node), unit: Arc::clone(unit), id, forks: os::forks() }
     }
 
     fn error(&self, call: Call, refusal: Refusal) -> Error {
@@ -288,6 +289,10 @@ impl Stepped for HostDriver {
 
 impl Drop for HostDriver {
     fn drop(&mut self) {
+        // In the child of a fork the streams' threads do not exist, and locks may be theirs for ever.
+        if self.forks != os::forks() {
+            return;
+        }
         self.unit.abandon(self.id);
     }
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
@@ -196,8 +196,18 @@ impl HostNode {
     /// The node behind `Device::open("host")`: one device, with threads. Made when it is first asked for.
     #[must_use]
     pub fn system() -> Self {
-        static SYSTEM: OnceLock<HostNode> = OnceLock::new();
-        SYSTEM.get_or_init(|| Self(Node::new(&HostConfig::new()))).clone()
+        // The child of a fork has a system of its own: the parent's has threads that do not exist there.
+        static SYSTEM: Mutex<Option<(u32, HostNode)>> = Mutex::new(None);
+        let (mut system, forks) = (SYSTEM.lock(), crate::os::forks());
+        match &*system {
+            Some((of, node)) if *of == forks => node.clone(),
+            _ => {
+                let node = Self(Node::new(&HostConfig::new()));
+                // Not dropped: what the parent had is left alone.
+                std::mem::forget(system.replace((forks, node.clone())));
+                node
+            }
+        }
     }
 
     /// The number of devices.

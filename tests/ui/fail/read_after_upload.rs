@@ -1,0 +1,12 @@
+//! Nor can it be read.
+#![allow(unused)]
+
+use pinpool::{DeviceSlice, PinnedBuf, Stream};
+
+fn misuse(stream: &Stream, buf: PinnedBuf, to: DeviceSlice) {
+    let sent = stream.upload(buf, to).unwrap();
+    let _first = buf[0];
+    drop(sent);
+}
+
+fn main() {}

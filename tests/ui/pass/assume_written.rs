@@ -1,0 +1,12 @@
+//! That something was written is the caller's word, which is unsafe to give.
+#![allow(unused)]
+
+use pinpool::PinnedBuf;
+
+fn misuse(mut buf: PinnedBuf) {
+    // SAFETY: only compiled.
+    unsafe { buf.assume_written(4) };
+    drop(buf);
+}
+
+fn main() {}

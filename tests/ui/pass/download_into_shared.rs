@@ -1,0 +1,10 @@
+//! The device cannot write to a buffer that others read.
+#![allow(unused)]
+
+use pinpool::{DeviceSlice, PinnedBuf, Stream};
+
+fn misuse(stream: &Stream, buf: PinnedBuf, from: DeviceSlice) {
+    drop(stream.download(from, buf).unwrap());
+}
+
+fn main() {}

@@ -1,0 +1,10 @@
+//! Borrowed memory cannot be sent asynchronously: the caller may free it under the copy.
+#![allow(unused)]
+
+use pinpool::{DeviceSlice, Stream};
+
+fn misuse(stream: &Stream, bytes: &[u8], to: DeviceSlice) {
+    stream.upload_blocking(bytes, to).unwrap();
+}
+
+fn main() {}
