@@ -46,7 +46,7 @@ use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, mode, shard::Put, state};
 use crate::region::{RegionId, Regions};
-use crate::segment::{CLASSES, Class, Placement};
+use crate::segment::{CLASSES, Class, Placement, span};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
 pub(crate) use fork::generation as fork_generation;
@@ -233,9 +233,13 @@ impl Depot {
 
     /// Checks what can be refused without looking at the memory.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
-        let placement = Placement::of(len, align)?;
+        let mut placement = Placement::of(len, align)?;
         if len > self.config.largest {
             return Err(Error::TooLong { len, largest: self.config.largest });
+        }
+        // What the class rounds up to may be more than an extent: then a run of its own, which rounds less.
+        if matches!(placement, Placement::Class(class) if class.capacity() > self.config.largest) {
+            placement = Placement::Pages { span: span(len)?, align: 1 };
         }
         Ok(Want { len, placement })
     }
@@ -659,7 +663,8 @@ impl Depot {
         if total > self.config.capacity.saturating_sub(core.quarantined) {
             return error(wants.iter().map(|w| w.len).sum());
         }
-        if core.quarantined == 0 || core.arena.bytes().total + core.growing < self.config.capacity {
+        // What is on its way, or could still be, may serve them.
+        if core.growing > 0 || self.room(core) >= least(wants) {
             return None;
         }
         core.never(wants).and_then(|w| error(w.len))
@@ -682,12 +687,16 @@ impl Depot {
 
     // --- regions -----------------------------------------------------------------------------------------------------
 
+    /// Bytes that could still be pinned.
+    fn room(&self, core: &Core) -> usize {
+        self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page() * page()
+    }
+
     /// How many bytes a new region for these wants may and should have; 0 if the capacity is used up. They count as
     /// growing until [`Depot::grown`].
     pub(crate) fn plan_growth(&self, wants: &[Want], step: usize) -> usize {
         let mut core = self.core.lock();
-        let page = crate::os::page_size().max(crate::segment::PAGE);
-        let left = self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page * page;
+        let left = self.room(&core);
         let need: usize = wants
             .iter()
             .map(|w| {
@@ -695,11 +704,10 @@ impl Depot {
                 (pages + align - 1) * crate::segment::PAGE
             })
             .sum();
-        let need = need.next_multiple_of(page);
+        let need = need.next_multiple_of(page());
         // What alignment adds is an upper bound: a region starts well aligned.
         let bytes = step.max(need).min(left);
-        let least = wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page);
-        if bytes < least.max(page) {
+        if bytes < least(wants) {
             return 0;
         }
         core.growing += bytes;
@@ -737,6 +745,8 @@ impl Depot {
                 queue.fail(&mut wakes, |wants| core.never(wants).map(|_| error.clone()));
                 core.queue = queue;
             }
+            // Nothing more is on its way, so some may have waited in vain.
+            self.fail_hopeless(&mut core, &mut wakes);
             self.start_waiting(&mut core);
         }
         core.serve(&mut wakes);
@@ -1007,6 +1017,7 @@ impl Core {
     /// way.
     fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
         let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+        let stuck: Option<&dyn Fn(&Slot) -> bool> = if self.quarantined > 0 { Some(&stuck) } else { None };
         wants.iter().find(|want| {
             let alike = wants.iter().filter(|w| w.placement == want.placement).count();
             !self.arena.could_serve(want.placement, alike, stuck)
@@ -1051,6 +1062,16 @@ impl Core {
             None => false,
         }
     }
+}
+
+/// The unit in which memory comes from the system, in bytes.
+fn page() -> usize {
+    crate::os::page_size().max(crate::segment::PAGE)
+}
+
+/// Bytes that a region for all of these must have at least.
+fn least(wants: &[Want]) -> usize {
+    wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page()).max(page())
 }
 
 impl Drop for Depot {
