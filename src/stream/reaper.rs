@@ -46,6 +46,8 @@ pub(crate) struct Listing(Arc<Shared>);
 #[derive(Debug)]
 pub(crate) struct Reaper {
     listing: Listing,
+    /// Whether it does without a thread.
+    inline: bool,
 }
 
 impl Listing {
@@ -106,7 +108,7 @@ impl Reaper {
                     why: format!("no thread could be started: {e}"),
                 })?;
         }
-        Ok(Self { listing })
+        Ok(Self { listing, inline })
     }
 
     pub(crate) fn listing(&self) -> &Listing {
@@ -116,8 +118,20 @@ impl Reaper {
 
 impl Drop for Reaper {
     fn drop(&mut self) {
-        self.listing.0.inbox.lock().closing = true;
-        self.listing.0.bell.notify_one();
+        let idle = {
+            let mut inbox = self.listing.0.inbox.lock();
+            inbox.closing = true;
+            if !self.inline {
+                self.listing.0.bell.notify_one();
+                return;
+            }
+            // Without a thread nobody else empties the list, and its entries keep the list alive in turn.
+            let (idle, busy) =
+                std::mem::take(&mut inbox.arrived).into_iter().partition::<Vec<_>, _>(|t| t.unlist());
+            inbox.arrived = busy;
+            idle
+        };
+        drop(idle);
     }
 }
 
