@@ -522,7 +522,10 @@ impl Pool {
         if store.depot.forked() {
             return 0;
         }
+        // Asked first: one that is being pinned now is not idle, even if it is complete by the time it is looked at.
+        let made = store.regions.made();
         let mut regions = store.depot.region_use();
+        regions.retain(|r| made.contains(&r.0));
         regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
         let mut total: usize = regions.iter().map(|r| r.1).sum();
         let mut gone = 0;

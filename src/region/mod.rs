@@ -95,6 +95,8 @@ struct Region {
     base: NonNull<u8>,
     len: usize,
     extents: Vec<Extent>,
+    /// All its extents are there.
+    made: bool,
 }
 
 // SAFETY: a region owns its mapping.
@@ -190,7 +192,7 @@ impl Regions {
             let mut progress = self.progress.lock();
             progress.next += 1;
             let id = RegionId(progress.next);
-            progress.regions.push(Region { id, base, len, extents: Vec::new() });
+            progress.regions.push(Region { id, base, len, extents: Vec::new(), made: false });
             id
         };
         let (mut offset, mut error) = (0, None);
@@ -235,16 +237,16 @@ impl Regions {
             offset += extent;
             self.wake();
         }
-        if offset < len {
+        {
             let mut progress = self.progress.lock();
-            let at = progress.regions.iter().position(|r| r.id == id);
-            if let Some(region) = at.map(|at| &mut progress.regions[at]) {
-                region.len = offset;
+            if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
+                (region.len, region.made) = (offset, true);
             }
             if offset == 0 {
                 progress.regions.retain(|r| r.id != id);
             }
-            drop(progress);
+        }
+        if offset < len {
             // SAFETY: the failed extent and what would have followed it: mapped, not pinned, never handed out.
             let unmapped = unsafe { os::unmap(base.add(offset), len - offset) };
             leaked(&self.context, unmapped);
@@ -314,7 +316,12 @@ impl Regions {
         self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
     }
 
-    /// Unpins and unmaps a region that nobody can reach any more.
+    /// The regions that are complete. To the others the worker still adds.
+    pub(crate) fn made(&self) -> Vec<RegionId> {
+        self.progress.lock().regions.iter().filter(|r| r.made).map(|r| r.id).collect()
+    }
+
+    /// Unpins and unmaps a region that nobody can reach any more. It is complete.
     pub(crate) fn remove(&self, id: RegionId) {
         let mut progress = self.progress.lock();
         if let Some(at) = progress.regions.iter().position(|r| r.id == id) {
