@@ -600,7 +600,9 @@ impl Depot {
     /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome {
         let wake = waker.map(|w| Wake::Task(w.clone()));
-        self.core.lock().queue.look(key, wake)
+        // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
+        let (outcome, _replaced) = self.core.lock().queue.look(key, wake);
+        outcome
     }
 
     /// Ends a wait early; what was granted meanwhile goes back.
@@ -612,7 +614,9 @@ impl Depot {
         let mut core = self.core.lock();
         core.stats.timeouts += u64::from(timed_out);
         let mut last = false;
-        if let Outcome::Granted(grants) = core.queue.leave(key) {
+        // Its waker goes after the lock, since a task may go with it, and buffers with the task.
+        let (outcome, waker) = core.queue.leave(key);
+        if let Outcome::Granted(grants) = outcome {
             for Grant { slot, len } in grants {
                 // SAFETY: granted, so out and alive, and the waiter never saw it.
                 unsafe {
@@ -629,6 +633,7 @@ impl Depot {
         core.serve(&mut wakes);
         self.stop_waiting(&core);
         drop(core);
+        drop(waker);
         wakes.into_iter().for_each(Wake::wake);
         if last {
             // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.

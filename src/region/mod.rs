@@ -11,6 +11,7 @@
 
 #![allow(unsafe_code)]
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::task::Waker;
@@ -21,6 +22,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, Result};
 use crate::os;
+use crate::sync::wake_task;
 
 /// A region's number in its pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -270,7 +272,7 @@ impl Regions {
     fn wake(&self) {
         let wakers = std::mem::take(&mut self.progress.lock().wakers);
         self.changed.notify_all();
-        wakers.into_iter().for_each(Waker::wake);
+        wakers.into_iter().for_each(wake_task);
     }
 
     /// How far pinning has come.
@@ -338,7 +340,11 @@ impl Regions {
         let (context, before) = (self.context.clone(), self.before_unpin.clone());
         self.context.worker().send(move || {
             if let Some(before) = before {
-                before(&region.info());
+                let info = region.info();
+                // The caller's code: should it panic, the region goes all the same.
+                if catch_unwind(AssertUnwindSafe(|| before(&info))).is_err() {
+                    tracing::error!(target: "pinpool::region", device = context.name(), "before_unpin panicked");
+                }
             }
             let mut stuck = false;
             for extent in region.extents.iter().filter(|e| e.pinned) {
