@@ -91,6 +91,15 @@ struct Store {
     step: usize,
 }
 
+/// Requests that were checked, and where they are to be served.
+struct Asked<'p> {
+    /// Where they wait.
+    store: &'p Store,
+    wants: Result<Vec<Want>>,
+    /// The same for the pool proper, where `store` is a reserve: to be tried first, without waiting.
+    ordinary: Option<Vec<Want>>,
+}
+
 /// A pool's bytes and counts at one moment.
 ///
 /// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
@@ -240,8 +249,7 @@ impl Pool {
         timeout: Option<Duration>,
     ) -> Result<Vec<PinnedBuf>> {
         let patience = timeout.map_or(Patience::Forever, Patience::until);
-        let (store, wants) = self.wants(requests)?;
-        let grants = self.acquire_all(store, &wants, patience)?;
+        let (store, grants) = self.acquire(&self.wants(requests)?, patience)?;
         // SAFETY: granted to us just now.
         Ok(grants.into_iter().map(|grant| unsafe { buffer(&store.depot, grant) }).collect())
     }
@@ -249,8 +257,12 @@ impl Pool {
     /// The same for a task.
     #[must_use = "nothing happens until it is awaited"]
     pub fn checkout_many_async<'a>(&self, requests: impl AsRef<[Request<'a>]>) -> CheckoutMany {
-        let wants = self.wants(requests.as_ref()).map(|(store, wants)| (store.depot.clone(), wants));
-        CheckoutMany { pool: self.clone(), wants: Some(wants), waiting: None }
+        let asked = self.wants(requests.as_ref()).map(|asked| Later {
+            depot: asked.store.depot.clone(),
+            wants: asked.wants,
+            ordinary: asked.ordinary,
+        });
+        CheckoutMany { pool: self.clone(), asked: Some(asked), waiting: None }
     }
 
     /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted.
@@ -314,14 +326,21 @@ impl Pool {
         if let Some(buf) = self.hit(request) {
             return Ok(fresh(buf));
         }
-        let (store, wants) = self.wants(&[request])?;
-        if let Take::Got(grant) = store.depot.try_take(wants[0])? {
-            // SAFETY: granted to us just now.
-            return Ok(fresh(unsafe { buffer(&store.depot, grant) }));
+        let asked = self.wants(&[request])?;
+        let ordinary = asked.ordinary.as_deref().map(|wants| (&self.0.main, wants));
+        let stores: Vec<_> = ordinary
+            .into_iter()
+            .chain(asked.wants.as_deref().ok().map(|wants| (asked.store, wants)))
+            .collect();
+        for (store, wants) in &stores {
+            if let Take::Got(grant) = store.depot.try_take(wants[0])? {
+                // SAFETY: granted to us just now.
+                return Ok(fresh(unsafe { buffer(&store.depot, grant) }));
+            }
         }
-        if let Placement::Class(class) = wants[0].placement {
-            for depot in [&store.depot, &self.0.main.depot] {
-                if let Some((key, mut segment)) = timeline.claim(depot, class) {
+        for (store, wants) in &stores {
+            if let Placement::Class(class) = wants[0].placement {
+                if let Some((key, mut segment)) = timeline.claim(&store.depot, class) {
                     // Both names of the segment, ours and the claim's, are to carry the new length.
                     timeline.rebook_claim(key, request.len);
                     segment.relabel(request.len);
@@ -362,8 +381,7 @@ impl Pool {
     #[cold]
     #[inline(never)]
     fn checkout_slow(&self, request: Request<'_>, patience: Patience) -> Result<PinnedBuf> {
-        let (store, wants) = self.wants(&[request])?;
-        let mut grants = self.acquire_all(store, &wants, patience)?;
+        let (store, mut grants) = self.acquire(&self.wants(&[request])?, patience)?;
         match grants.pop() {
             // SAFETY: granted to us just now.
             Some(grant) => Ok(unsafe { buffer(&store.depot, grant) }),
@@ -371,36 +389,40 @@ impl Pool {
         }
     }
 
-    /// Checks requests, and finds the store that they wait at. A request that names a reserve is served by the pool
+    /// Checks requests, and finds the store that they wait at. Requests that name a reserve are to be served by the pool
     /// proper as long as that has something free.
-    fn wants(&self, requests: &[Request<'_>]) -> Result<(&Store, Vec<Want>)> {
+    fn wants<'p>(&'p self, requests: &[Request<'_>]) -> Result<Asked<'p>> {
         let reserve = requests.first().and_then(|r| r.reserve);
         if requests.iter().any(|r| r.reserve != reserve) {
             return Err(Error::Config(
                 "buffers that are asked for together must name the same reserve".into(),
             ));
         }
-        let store = match reserve {
-            None => &self.0.main,
-            Some(name) => {
-                let reserve = self.0.reserves.iter().find(|r| r.0 == name);
-                let (_, reserve) =
-                    reserve.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
-                let main = &self.0.main;
-                let place = |s: &Store| {
-                    requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>()
-                };
-                // Ordinary bytes first: the reserve is for when there are none.
-                if let Ok(wants) = place(main) {
-                    if main.depot.can_take(&wants)? {
-                        return Ok((main, wants));
-                    }
-                }
-                return Ok((reserve, place(reserve)?));
-            }
+        let place =
+            |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
+        let Some(name) = reserve else {
+            return Ok(Asked { store: &self.0.main, wants: Ok(place(&self.0.main)?), ordinary: None });
         };
-        let wants = requests.iter().map(|r| store.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>()?;
-        Ok((store, wants))
+        let reserve = self.0.reserves.iter().find(|r| r.0 == name);
+        let (_, store) = reserve.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
+        // What one of them could never serve is an error only when the other has nothing.
+        Ok(Asked { store, wants: place(store), ordinary: place(&self.0.main).ok() })
+    }
+
+    /// Ordinary bytes for who named a reserve: that is for when there are none.
+    fn try_ordinary(&self, wants: Option<&[Want]>) -> Result<Option<Vec<Grant>>> {
+        wants.map_or(Ok(None), |wants| self.try_all(&self.0.main, wants))
+    }
+
+    /// The buffers asked for, and where they are from.
+    fn acquire<'p>(&'p self, asked: &Asked<'p>, patience: Patience) -> Result<(&'p Store, Vec<Grant>)> {
+        match self.try_ordinary(asked.ordinary.as_deref())? {
+            Some(grants) => Ok((&self.0.main, grants)),
+            None => {
+                let wants = asked.wants.as_ref().map_err(Error::clone)?;
+                Ok((asked.store, self.acquire_all(asked.store, wants, patience)?))
+            }
+        }
     }
 
     fn try_all(&self, store: &Store, wants: &[Want]) -> Result<Option<Vec<Grant>>> {
@@ -841,18 +863,31 @@ impl Future for Checkout {
 #[must_use = "nothing happens until it is awaited"]
 pub struct CheckoutMany {
     pool: Pool,
-    wants: Option<Result<(Arc<Depot>, Vec<Want>)>>,
+    asked: Option<Result<Later>>,
     waiting: Option<(Arc<Depot>, usize)>,
+}
+
+/// [`Asked`], to be acted on when the future is polled.
+struct Later {
+    depot: Arc<Depot>,
+    wants: Result<Vec<Want>>,
+    ordinary: Option<Vec<Want>>,
 }
 
 impl CheckoutMany {
     fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<PinnedBuf>>> {
-        let Some(wants) = self.wants.take() else { return Ok(None) };
-        let (depot, wants) = wants?;
+        let Some(asked) = self.asked.take() else { return Ok(None) };
+        let Later { depot, wants, ordinary } = asked?;
         let pool = self.pool.clone();
         let Some(store) = pool.stores().find(|s| Arc::ptr_eq(&s.depot, &depot)) else {
             return Err(Error::Closed);
         };
+        if let Some(grants) = pool.try_ordinary(ordinary.as_deref())? {
+            let depot = &pool.0.main.depot;
+            // SAFETY: granted to us just now.
+            return Ok(Some(grants.into_iter().map(|grant| unsafe { buffer(depot, grant) }).collect()));
+        }
+        let wants = wants?;
         let ready = |grants: Vec<Grant>| {
             // SAFETY: granted to us just now.
             grants.into_iter().map(|grant| unsafe { buffer(&depot, grant) }).collect()

@@ -292,17 +292,6 @@ impl Depot {
         })
     }
 
-    /// Whether all of these are free just now.
-    pub(crate) fn can_take(&self, wants: &[Want]) -> Result<bool> {
-        let grants = self.try_take_all(wants)?;
-        let any = grants.is_some();
-        for Grant { slot, len } in grants.into_iter().flatten() {
-            // SAFETY: granted just now, and given back unseen.
-            unsafe { Self::put(NonNull::from(self), slot, len) };
-        }
-        Ok(any)
-    }
-
     /// Counts bytes that are about to be pinned, whatever the capacity.
     pub(crate) fn plan_bytes(&self, bytes: usize) {
         self.core.lock().growing += bytes;
