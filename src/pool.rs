@@ -922,9 +922,10 @@ impl Future for CheckoutMany {
                 self.waiting = Some((depot, key));
                 Poll::Pending
             }
-            // SAFETY: granted to us just now.
             Outcome::Granted(grants) => {
-                Poll::Ready(Ok(grants.into_iter().map(|g| unsafe { buffer(&depot, g) }).collect()))
+                // SAFETY: granted to us just now.
+                let bufs = grants.into_iter().map(|g| unsafe { buffer(&depot, g) }).collect();
+                Poll::Ready(Ok(bufs))
             }
             Outcome::Failed(error) => Poll::Ready(Err(error)),
         }
