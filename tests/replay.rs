@@ -575,11 +575,11 @@ fn two_streams_with_one_shared_buffer() {
         "two streams with one shared buffer",
         2,
         |pool, _, first| {
-            for slot in 0..SLOTS {
+            for (slot, (one, other)) in memories[0].iter().zip(&memories[1]).enumerate() {
                 let buf = pool.checkout();
                 buf.words.write(first + slot as u64, WORDS);
-                engines[0].copy(&buf.words, &memories[0][slot], WORDS);
-                engines[1].copy(&buf.words, &memories[1][slot], WORDS);
+                engines[0].copy(&buf.words, one, WORDS);
+                engines[1].copy(&buf.words, other, WORDS);
                 engines[0].synchronize();
             }
             engines[1].synchronize();

@@ -558,7 +558,7 @@ fn trimming_leaves_a_region_alone_that_is_being_pinned() {
     for _ in 0..4 {
         let rig = Rig::threads();
         let pool = rig.builder(32 << 20).initial(32 << 20).extent(512 << 10).pin_threads(1).build().unwrap();
-        while !pool.pinning().error.is_some() && pool.pinning().ready < 32 << 20 {
+        while pool.pinning().error.is_none() && pool.pinning().ready < 32 << 20 {
             pool.trim(0);
             if pool.pinning().wanted == 0 {
                 break;
