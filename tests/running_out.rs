@@ -483,6 +483,22 @@ fn a_waker_may_own_buffers_of_the_pool() {
     assert_eq!(checked(&pool).checked_out_bytes, 0);
 }
 
+/// Fails today. The first buffer of a class takes a whole run, of up to 256 KiB, or all that is free where that is less;
+/// so one small buffer can leave nothing for other classes though nearly all of the pool is free, and whoever holds it
+/// while asking for the next waits for itself. What could help: shorter runs where memory is short, or a free segment of
+/// a larger class instead of waiting.
+#[test]
+#[ignore = "design question: a class's first run may take all that is free (see above)"]
+fn one_small_buffer_does_not_use_up_a_small_pool() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(256 << 10);
+    let first = pool.checkout(5000).unwrap();
+    assert!(checked(&pool).free_bytes > 240 << 10);
+    let second = pool.try_checkout(10);
+    assert!(second.is_ok(), "{second:?} with {:?}", pool.stats());
+    drop(first);
+}
+
 // --- growing, trimming, reserves -------------------------------------------------------------------------------------
 
 #[test]
