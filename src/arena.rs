@@ -554,16 +554,17 @@ impl Arena {
     }
 
     /// Whether so many of a placement could be served if everything that is not quarantined came back. `false` is
-    /// certain; `true` is not, for more than one, since what is aligned or of other classes may be in the way.
+    /// certain; `true` is not, for more than one, since what is aligned or of other classes may be in the way. `stuck`
+    /// says what is quarantined, if anything is.
     pub(crate) fn could_serve(
         &self,
         placement: Placement,
         count: usize,
-        stuck: impl Fn(&Slot) -> bool,
+        stuck: Option<&dyn Fn(&Slot) -> bool>,
     ) -> bool {
         let slots = |run: &Run| (0..run.count).map(|i| self.slot(run, i)).collect::<Vec<_>>();
         // SAFETY: slots of a run are alive as long as it is.
-        let is_stuck = |slot: &NonNull<Slot>| stuck(unsafe { slot.as_ref() });
+        let is_stuck = |slot: &NonNull<Slot>| stuck.is_some_and(|stuck| stuck(unsafe { slot.as_ref() }));
         let (need, align) = placement.fresh_pages();
         let fitting = |page: usize, first: usize, end: usize| match placement {
             Placement::Class(class) => (end - first) * PAGE / class.stride(),
@@ -576,7 +577,7 @@ impl Arena {
         for (_, e) in &self.extents {
             let page = e.base.as_ptr().addr() / PAGE;
             let (mut at, mut free_from) = (0, 0);
-            while at < e.pages as usize {
+            while stuck.is_some() && at < e.pages as usize {
                 let entry = e.map[at];
                 if entry & FREE != 0 {
                     at += (entry & !FREE) as usize;
@@ -861,12 +862,12 @@ mod tests {
         let stuck = take(&mut arena, 4 * PAGE, 4096).unwrap();
         let quarantined = |s: &Slot| s.word().state() == state::QUARANTINED;
         let whole = Placement::of(64 * PAGE - 32, 4096).unwrap();
-        assert!(arena.could_serve(whole, 1, quarantined));
+        assert!(arena.could_serve(whole, 1, Some(&quarantined)));
         // SAFETY: out, and ours.
         unsafe { stuck.as_ref() }.set(state::QUARANTINED);
-        assert!(!arena.could_serve(whole, 1, quarantined));
-        assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), 1, quarantined));
-        assert!(!arena.could_serve(Placement::of(60 * PAGE - 32, 4096).unwrap(), 1, quarantined));
+        assert!(!arena.could_serve(whole, 1, Some(&quarantined)));
+        assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
+        assert!(!arena.could_serve(Placement::of(60 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
     }
 
     proptest! {

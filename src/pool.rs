@@ -98,6 +98,15 @@ struct Store {
     step: usize,
 }
 
+/// Requests that were checked, and where they are to be served.
+struct Asked<'p> {
+    /// Where they wait.
+    store: &'p Store,
+    wants: Result<Vec<Want>>,
+    /// The same for the pool proper, where `store` is a reserve: to be tried first, without waiting.
+    ordinary: Option<Vec<Want>>,
+}
+
 /// A pool's bytes and counts at one moment.
 ///
 /// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
@@ -549,7 +558,10 @@ impl Pool {
         if store.depot.forked() {
             return 0;
         }
+        // Asked first: one that is being pinned now is not idle, even if it is complete by the time it is looked at.
+        let made = store.regions.made();
         let mut regions = store.depot.region_use();
+        regions.retain(|r| made.contains(&r.0));
         regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
         let mut total: usize = regions.iter().map(|r| r.1).sum();
         let mut gone = 0;
@@ -888,6 +900,13 @@ pub struct CheckoutMany {
     pool: Pool,
     errand: Option<Result<KeptErrand>>,
     waiting: Option<(Arc<Depot>, usize)>,
+}
+
+/// [`Asked`], to be acted on when the future is polled.
+struct Later {
+    depot: Arc<Depot>,
+    wants: Result<Vec<Want>>,
+    ordinary: Option<Vec<Want>>,
 }
 
 impl CheckoutMany {

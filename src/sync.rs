@@ -142,3 +142,10 @@ pub(crate) fn heavy() {
         );
     }
 }
+
+/// Wakes a task. Wakers are the caller's code, which may panic: whoever wakes has others to wake, and more to do.
+pub(crate) fn wake_task(waker: std::task::Waker) {
+    if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| waker.wake())).is_err() {
+        tracing::error!(target: "pinpool::pool", "a waker panicked");
+    }
+}

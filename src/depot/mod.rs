@@ -608,7 +608,9 @@ impl Depot {
     /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome {
         let wake = waker.map(|w| Wake::Task(w.clone()));
-        self.core.lock().queue.look(key, wake)
+        // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
+        let (outcome, _replaced) = self.core.lock().queue.look(key, wake);
+        outcome
     }
 
     /// Ends a wait early; what was granted meanwhile goes back.
@@ -620,7 +622,9 @@ impl Depot {
         let mut core = self.core.lock();
         core.stats.timeouts += u64::from(timed_out);
         let mut last = false;
-        if let Outcome::Granted(grants) = core.queue.leave(key) {
+        // Its waker goes after the lock, since a task may go with it, and buffers with the task.
+        let (outcome, waker) = core.queue.leave(key);
+        if let Outcome::Granted(grants) = outcome {
             for Grant { slot, len } in grants {
                 // SAFETY: granted, so out and alive, and the waiter never saw it.
                 unsafe {
@@ -637,6 +641,7 @@ impl Depot {
         core.serve(&mut wakes);
         self.stop_waiting(&core);
         drop(core);
+        drop(waker);
         wakes.into_iter().for_each(Wake::wake);
         if last {
             // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.
@@ -671,13 +676,9 @@ impl Depot {
         if total > self.config.capacity.saturating_sub(core.quarantined) {
             return error(wants.iter().map(|w| w.len).sum());
         }
-        if core.growing > 0 {
-            // What is on its way may have room for it; asked again when it is there.
+        // What is on its way, or could still be, may serve them.
+        if core.growing > 0 || self.room(core) >= least(wants) {
             return None;
-        }
-        let left = self.config.capacity.saturating_sub(core.arena.bytes().total);
-        if left >= total {
-            return None; // A new region may have room for it.
         }
         core.never(wants).and_then(|w| error(w.len))
     }
@@ -699,12 +700,16 @@ impl Depot {
 
     // --- regions -----------------------------------------------------------------------------------------------------
 
+    /// Bytes that could still be pinned.
+    fn room(&self, core: &Core) -> usize {
+        self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page() * page()
+    }
+
     /// How many bytes a new region for these wants may and should have; 0 if the capacity is used up. They count as
     /// growing until [`Depot::grown`].
     pub(crate) fn plan_growth(&self, wants: &[Want], step: usize) -> usize {
         let mut core = self.core.lock();
-        let page = crate::os::page_size().max(segment::PAGE);
-        let left = self.room_to_grow(&core);
+        let left = self.room(&core);
         let need: usize = wants
             .iter()
             .map(|w| {
@@ -712,10 +717,10 @@ impl Depot {
                 (pages + align - 1) * segment::PAGE
             })
             .sum();
-        let need = need.next_multiple_of(page);
+        let need = need.next_multiple_of(page());
         // What alignment adds is an upper bound: a region starts well aligned.
         let bytes = step.max(need).min(left);
-        if bytes < Self::least_growth(wants) {
+        if bytes < least(wants) {
             return 0;
         }
         core.growing += bytes;
@@ -723,23 +728,12 @@ impl Depot {
         bytes
     }
 
-    fn room_to_grow(&self, core: &Core) -> usize {
-        let page = crate::os::page_size().max(segment::PAGE);
-        self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page * page
-    }
-
-    /// Bytes that a region for these wants has at least.
-    fn least_growth(wants: &[Want]) -> usize {
-        let page = crate::os::page_size().max(segment::PAGE);
-        wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page).max(page)
-    }
-
     /// Takes out regions of which nothing is used, the last to come first, so that a region for these wants fits under
     /// the capacity; none, if that would not do. For requests that fit no region that there is.
     pub(crate) fn make_way(&self, wants: &[Want]) -> Vec<RegionId> {
         let mut core = self.core.lock();
-        let need = Self::least_growth(wants);
-        let mut left = self.room_to_grow(&core);
+        let need = least(wants);
+        let mut left = self.room(&core);
         // While someone waits, or a region is being made, nothing goes; and what is free in all tells most requests apart
         // at once.
         if core.growing > 0 || !core.queue.is_empty() || core.arena.bytes().free + left < need {
@@ -1072,6 +1066,7 @@ impl Core {
     /// way.
     fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
         let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+        let stuck: Option<&dyn Fn(&Slot) -> bool> = if self.quarantined > 0 { Some(&stuck) } else { None };
         wants.iter().find(|want| {
             let alike = wants.iter().filter(|w| w.placement == want.placement).count();
             !self.arena.could_serve(want.placement, alike, stuck)
@@ -1116,6 +1111,16 @@ impl Core {
             None => false,
         }
     }
+}
+
+/// The unit in which memory comes from the system, in bytes.
+fn page() -> usize {
+    crate::os::page_size().max(crate::segment::PAGE)
+}
+
+/// Bytes that a region for all of these must have at least.
+fn least(wants: &[Want]) -> usize {
+    wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page()).max(page())
 }
 
 impl Drop for Depot {

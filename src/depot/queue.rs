@@ -19,7 +19,7 @@ use crate::arena::Arena;
 use crate::error::Error;
 use crate::freelist::Slot;
 use crate::segment::Placement;
-use crate::sync::thread::Thread;
+use crate::sync::{thread::Thread, wake_task};
 
 /// A head that was passed so often is passed no more.
 pub(crate) const PASSES: u32 = 64;
@@ -54,7 +54,7 @@ impl Wake {
     pub(crate) fn wake(self) {
         match self {
             Self::Thread(thread) => thread.unpark(),
-            Self::Task(waker) => waker.wake(),
+            Self::Task(waker) => wake_task(waker),
         }
     }
 }
@@ -119,22 +119,24 @@ impl Queue {
         key
     }
 
-    /// Replaces how a waiter is woken; if it waits no more, takes its outcome and removes it.
-    pub(crate) fn look(&mut self, key: usize, wake: Option<Wake>) -> Outcome {
+    /// Replaces how a waiter is woken; if it waits no more, takes its outcome and removes it. The other half is what the
+    /// caller is to drop after releasing the lock.
+    pub(crate) fn look(&mut self, key: usize, wake: Option<Wake>) -> (Outcome, Option<Wake>) {
         let waiter = &mut self.waiters[key];
         if matches!(waiter.outcome, Outcome::Waiting) {
-            if wake.is_some() {
-                waiter.wake = wake;
-            }
-            return Outcome::Waiting;
+            let replaced = if wake.is_some() { std::mem::replace(&mut waiter.wake, wake) } else { None };
+            return (Outcome::Waiting, replaced);
         }
-        self.waiters.remove(key).outcome
+        let Waiter { outcome, wake: left, .. } = self.waiters.remove(key);
+        (outcome, left.or(wake))
     }
 
-    /// Leaves the queue. What was granted meanwhile comes out with it.
-    pub(crate) fn leave(&mut self, key: usize) -> Outcome {
+    /// Leaves the queue. What was granted meanwhile comes out with it, and as in [`Queue::look`] what is to be dropped
+    /// after the lock.
+    pub(crate) fn leave(&mut self, key: usize) -> (Outcome, Option<Wake>) {
         self.order.retain(|&k| k != key);
-        self.waiters.remove(key).outcome
+        let Waiter { outcome, wake, .. } = self.waiters.remove(key);
+        (outcome, wake)
     }
 
     fn finish(&mut self, key: usize, outcome: Outcome, wakes: &mut Vec<Wake>) {

@@ -11,6 +11,7 @@
 
 #![allow(unsafe_code)]
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::task::Waker;
@@ -21,6 +22,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, Result};
 use crate::os;
+use crate::sync::wake_task;
 
 /// A region's number in its pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -325,7 +327,7 @@ impl Regions {
     fn wake(&self) {
         let wakers = std::mem::take(&mut self.progress.lock().wakers);
         self.changed.notify_all();
-        wakers.into_iter().for_each(Waker::wake);
+        wakers.into_iter().for_each(wake_task);
     }
 
     /// How far pinning has come.
@@ -371,7 +373,12 @@ impl Regions {
         self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
     }
 
-    /// Unpins and unmaps a region that nobody can reach any more.
+    /// The regions that are complete. To the others the worker still adds.
+    pub(crate) fn made(&self) -> Vec<RegionId> {
+        self.progress.lock().regions.iter().filter(|r| r.whole).map(|r| r.id).collect()
+    }
+
+    /// Unpins and unmaps a region that nobody can reach any more. It is complete.
     pub(crate) fn remove(&self, id: RegionId) {
         let mut progress = self.progress.lock();
         if let Some(at) = progress.regions.iter().position(|r| r.id == id) {
@@ -388,7 +395,11 @@ impl Regions {
         let (context, before) = (self.context.clone(), self.before_unpin.clone());
         self.context.worker().send(move || {
             if let Some(before) = before {
-                before(&region.info());
+                let info = region.info();
+                // The caller's code: should it panic, the region goes all the same.
+                if catch_unwind(AssertUnwindSafe(|| before(&info))).is_err() {
+                    tracing::error!(target: "pinpool::region", device = context.name(), "before_unpin panicked");
+                }
             }
             let mut stuck = false;
             for extent in region.extents.iter().filter(|e| e.pinned) {

@@ -697,7 +697,7 @@ impl Timeline {
             if let Some(key) = key {
                 self.reaper.hurry(self);
                 thread::park_until(deadline);
-                self.state.lock().stop_waiting(key);
+                let _thread = self.state.lock().stop_waiting(key);
             }
             if self.is_complete(tick)? {
                 return Ok(());
@@ -736,7 +736,8 @@ impl Timeline {
     /// Takes the waker back.
     pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
         if let Some(key) = key.take() {
-            self.state.lock().stop_waiting(key);
+            // Dropped after the lock, since a task may go with it, and buffers with the task.
+            let _waker = self.state.lock().stop_waiting(key);
         }
     }
 
@@ -982,10 +983,10 @@ impl State {
         WaitKey { place: self.waiting.insert(Waiting { id, tick, wake }), id }
     }
 
-    fn stop_waiting(&mut self, key: WaitKey) {
-        if self.waiting.get(key.place).is_some_and(|w| w.id == key.id) {
-            self.waiting.remove(key.place);
-        }
+    #[must_use = "to be dropped after the lock"]
+    fn stop_waiting(&mut self, key: WaitKey) -> Option<Wake> {
+        let theirs = self.waiting.get(key.place).is_some_and(|w| w.id == key.id);
+        theirs.then(|| self.waiting.remove(key.place).wake)
     }
 }
 
