@@ -625,17 +625,19 @@ fn growing_that_fails_is_the_waiters_error() {
 }
 
 #[test]
-fn what_no_extent_can_hold_is_impossible() {
+fn what_fits_no_region_makes_idle_ones_go() {
     let rig = Rig::stepped();
     let pool = rig.builder(256 << 10).initial(128 << 10).region(128 << 10).build().unwrap();
-    // It fits into the capacity, but not into what is left of it.
+    // It fits into the capacity, but not into what is left of it, nor into the region that there is while that is used.
+    let small = pool.checkout(1).unwrap();
     let error = pool.checkout(pages(33)).unwrap_err();
     assert!(matches!(error, Error::Impossible { quarantined: 0, .. }), "{error}");
     let error = block_on(pool.checkout_async(pages(33))).unwrap_err();
     assert!(matches!(error, Error::Impossible { .. }), "{error}");
-    // Without the region there is room for a larger one.
-    assert_eq!(pool.trim(0), 128 << 10);
+    drop(small);
     drop(pool.checkout(pages(33)).unwrap());
+    assert!(checked(&pool).pinned_bytes <= 256 << 10);
+    drop(block_on(pool.checkout_async(pages(64))).unwrap());
     checked(&pool);
 }
 

@@ -734,9 +734,8 @@ impl Depot {
         let mut core = self.core.lock();
         let need = least(wants);
         let mut left = self.room(&core);
-        // While someone waits, or a region is being made, nothing goes; and what is free in all tells most requests apart
-        // at once.
-        if core.growing > 0 || !core.queue.is_empty() || core.arena.bytes().free + left < need {
+        // While someone waits, or a region is being made, nothing goes, nor for what a region has room for, if not now.
+        if core.growing > 0 || !core.queue.is_empty() || core.never(wants).is_none() {
             return Vec::new();
         }
         core.arena.release_idle();

@@ -235,6 +235,8 @@ pub struct World<'t> {
     holds: Vec<Hold>,
     copies: Vec<Copy>,
     regions: Vec<Region>,
+    /// Device memory that outlives its device.
+    ruins: [Option<DeviceBuffer>; DEVICES],
     tokens: Vec<(Token, Range, usize, Vec<u8>)>,
     stale: Vec<Token>,
     waiting: Vec<Waiting>,
@@ -297,6 +299,7 @@ impl<'t> World<'t> {
             holds: Vec::new(),
             copies: Vec::new(),
             regions: Vec::new(),
+            ruins: Default::default(),
             tokens: Vec::new(),
             stale: Vec::new(),
             waiting: Vec::new(),
@@ -758,6 +761,7 @@ impl<'t> World<'t> {
             return self.bufs.push(Live { buf, bytes });
         }
         let Some(memory) = self.memory(device, end - start) else {
+            let buf = self.upload_to_ruins(buf, lane);
             return self.bufs.push(Live { buf, bytes });
         };
         let range = (buf.as_ptr() as usize, span(buf.capacity()));
@@ -813,6 +817,23 @@ impl<'t> World<'t> {
                 self.detached.push(capacity);
                 self.bury_if_dead(device, range);
             }
+        }
+    }
+
+    /// A dead device takes nothing, and the buffer is ours as it was.
+    fn upload_to_ruins(&mut self, buf: PinnedBuf, lane: usize) -> PinnedBuf {
+        let device = self.lanes[lane].device;
+        let Some(memory) = self.ruins[device].as_ref().filter(|m| m.len() >= buf.len()) else { return buf };
+        if self.devices[device].lost().is_none() {
+            return buf; // Nobody has noticed yet.
+        }
+        match self.lanes[lane].stream.upload(buf, memory) {
+            Err(SubmitError { error, buffer: Some(buf) }) => {
+                assert!(error.is_sticky(), "{error}");
+                self.tally.note("upload refused, buffer back");
+                buf
+            }
+            other => panic!("the device is dead, and yet: {other:?}"),
         }
     }
 
@@ -1425,6 +1446,9 @@ impl<'t> World<'t> {
             self.graves.push(copy.host);
             self.tally.note("copy lost with its device");
         }
+        if let Some(region) = self.regions.iter().find(|r| r.device == device) {
+            self.ruins[device] = Some(region.memory.clone());
+        }
         self.regions.retain(|r| r.device != device);
         self.tally.note("poison");
     }
@@ -1729,6 +1753,7 @@ impl<'t> World<'t> {
             }
         }
         self.regions.clear();
+        self.ruins = Default::default();
         let stuck = lost_tokens || !self.forgotten.is_empty() || self.may_lose;
         let quiet = !stuck && self.setup.end == End::Quiet;
         if let (Some(pool), true) = (self.pool.clone(), quiet) {
