@@ -18,6 +18,11 @@
 //!
 //! What only the first mode exercises is the pairing of `light` with the system call; `tests/stress.rs` runs it on
 //! threads.
+//!
+//! # Under loom
+//!
+//! Loom runs its threads by turns on one thread of the system, so thread-locals are loom's too, and so is parking. What
+//! is no part of a protocol stays std's (`Arc`, counters of names): loom sees neither a race nor an ordering there.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
@@ -25,7 +30,7 @@ pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 
 /// An `UnsafeCell` whose accesses loom can check.
-#[cfg(loom)]
+#[cfg(all(test, loom))]
 pub(crate) use loom::cell::UnsafeCell;
 
 /// An `UnsafeCell` with loom's interface.
@@ -56,10 +61,14 @@ impl<T> UnsafeCell<T> {
 #[cfg(not(loom))]
 pub(crate) use parking_lot::{Mutex, MutexGuard};
 
-/// Loom's mutex with parking_lot's interface.
+/// Loom's mutex with parking_lot's interface. Locking it after it was dropped fails, as far as the memory is still there
+/// (a model keeps a `Weak` to that end).
 #[cfg(loom)]
 #[derive(Debug, Default)]
-pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+pub(crate) struct Mutex<T> {
+    inner: loom::sync::Mutex<T>,
+    gone: std::sync::atomic::AtomicBool,
+}
 
 /// Loom's guard.
 #[cfg(loom)]
@@ -68,29 +77,72 @@ pub(crate) type MutexGuard<'a, T> = loom::sync::MutexGuard<'a, T>;
 #[cfg(loom)]
 impl<T> Mutex<T> {
     pub(crate) fn new(value: T) -> Self {
-        Self(loom::sync::Mutex::new(value))
+        Self { inner: loom::sync::Mutex::new(value), gone: false.into() }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        let guard = self.inner.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // Looked at inside, where loom has had its chance to let others go first.
+        assert!(!self.gone.load(Ordering::Relaxed), "locked after it was dropped");
+        guard
     }
 }
 
+#[cfg(loom)]
+impl<T> Drop for Mutex<T> {
+    fn drop(&mut self) {
+        self.gone.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Thread-locals: std's, or loom's, which are each model thread's own.
+#[cfg(not(loom))]
+pub(crate) use std::thread_local;
+#[cfg(loom)]
+macro_rules! model_local {
+    ($(static $name:ident: $type:ty = const $init:block;)*) => {
+        loom::thread_local! { $(static $name: $type = $init;)* }
+    };
+}
+#[cfg(loom)]
+pub(crate) use model_local as thread_local;
+
 /// Parking threads.
 pub(crate) mod thread {
-    #[cfg(loom)]
-    pub(crate) use loom::thread::{Thread, current};
     #[cfg(not(loom))]
     pub(crate) use std::thread::{Thread, current};
 
     use std::time::Instant;
+
+    /// A parked thread's handle. Loom's own would also wake a thread that is blocked on a lock.
+    #[cfg(loom)]
+    #[derive(Clone, Debug)]
+    pub(crate) struct Thread(std::sync::Arc<loom::sync::Notify>);
+
+    #[cfg(loom)]
+    impl Thread {
+        pub(crate) fn unpark(&self) {
+            self.0.notify();
+        }
+    }
+
+    #[cfg(loom)]
+    loom::thread_local! {
+        static CURRENT: Thread = Thread(std::sync::Arc::new(loom::sync::Notify::new()));
+    }
+
+    /// This thread's handle.
+    #[cfg(loom)]
+    pub(crate) fn current() -> Thread {
+        CURRENT.with(Clone::clone)
+    }
 
     /// Parks this thread until it is unparked, the deadline passes, or for no reason at all.
     pub(crate) fn park_until(deadline: Option<Instant>) {
         #[cfg(loom)]
         {
             let _ = deadline;
-            loom::thread::park();
+            current().0.wait();
         }
         #[cfg(not(loom))]
         match deadline {
@@ -141,4 +193,39 @@ pub(crate) fn heavy() {
             "membarrier was refused after it had been granted: put up sandboxes before the first pool is built"
         );
     }
+}
+
+/// A point where the threads of a model may overtake each other: put before each step of a model.
+///
+/// To find out which orders matter, loom remembers the last access to each atomic only. A thread that loads a word and
+/// then changes it hides an earlier load of another thread that way, and the order with that load last is never tried.
+/// These points are all on one word that everyone changes, so every order of the steps is tried; the order relaxes
+/// nothing and synchronises nothing.
+#[cfg(all(test, loom))]
+pub(crate) fn step() {
+    loom::lazy_static! {
+        static ref CROSSING: AtomicU32 = AtomicU32::new(0);
+    }
+    CROSSING.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Runs a loom model: every interleaving with at most `preemptions` switches away from a thread that could have gone on
+/// (`LOOM_MAX_PREEMPTIONS` overrides that), and says how many there were.
+#[cfg(all(test, loom))]
+pub(crate) fn model(name: &str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU64 as StdAtomicU64;
+
+    let runs = Arc::new(StdAtomicU64::new(0));
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound.get_or_insert(preemptions);
+    builder.max_branches = 20_000;
+    let since = std::time::Instant::now();
+    let counter = runs.clone();
+    builder.check(move || {
+        counter.fetch_add(1, Ordering::Relaxed);
+        run();
+    });
+    let bound = builder.preemption_bound;
+    println!("{name}: {runs:?} executions, preemption bound {bound:?}, {:.1?}", since.elapsed());
 }

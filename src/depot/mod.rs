@@ -44,9 +44,9 @@ use slab::Slab;
 
 use crate::arena::Arena;
 use crate::error::{Error, Result};
-use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, mode, shard::Put, state};
+use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, list_of, listed, mode, shard::Put, state};
 use crate::region::{RegionId, Regions};
-use crate::segment::{self, CLASSES, Class, Placement};
+use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
 use queue::Queue;
@@ -159,7 +159,7 @@ impl Depot {
             gate: Gate::new(sync::asymmetric()),
             number: NUMBERS.fetch_add(1, StdOrdering::Relaxed),
             regions,
-            racks: (0..CLASSES).map(|_| Rack::new()).collect(),
+            racks: listed().map(|_| Rack::new()).collect(),
             racked: AtomicU64::new(0),
             joint: StdAtomicU64::new(0),
             me: me.clone(),
@@ -223,9 +223,6 @@ impl Depot {
     /// A hit: this thread's shard has a segment. Everything else is [`Depot::try_take`]'s.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
-        #[cfg(loom)]
-        let shard: &Shard = None?;
-        #[cfg(not(loom))]
         let shard = lease::hot(self.number)?;
         self.gate.enter(shard)?.take(class, len)
     }
@@ -320,9 +317,6 @@ impl Depot {
     }
 
     fn shard(&self) -> Option<&Shard> {
-        #[cfg(loom)]
-        return None;
-        #[cfg(not(loom))]
         lease::hot(self.number).or_else(|| lease::obtain(self))
     }
 
@@ -338,7 +332,7 @@ impl Depot {
         if held.limit(class) == 0 {
             return None;
         }
-        let chain = self.racks[class.index()].take(held.number())?;
+        let chain = self.racks[list_of(class)].take(held.number())?;
         self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
         held.fill(class, chain);
         held.take(class, len)
@@ -408,7 +402,7 @@ impl Depot {
                 unsafe { arena.give_chain(chain) };
             });
         }
-        for (class, rack) in Class::all().zip(&self.racks) {
+        for (class, rack) in listed().zip(&self.racks) {
             while let Some(chain) = rack.take(0) {
                 any = true;
                 self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
@@ -430,7 +424,6 @@ impl Depot {
     pub(crate) unsafe fn put(this: NonNull<Self>, slot: NonNull<Slot>, len: usize) {
         // SAFETY: a slot that is out keeps its depot alive (the crowd's count) until it is counted as returned.
         let depot = unsafe { this.as_ref() };
-        #[cfg(not(loom))]
         // SAFETY: as above; slots that are out are alive.
         if let (Some(shard), Some(class)) = (lease::hot(depot.number), unsafe { slot.as_ref() }.class()) {
             if let Some(mut held) = depot.gate.enter(shard) {
@@ -525,7 +518,7 @@ impl Depot {
         let bytes = (chain.len() as usize * class.stride()) as u64;
         // Relaxed: a sum, not a signal.
         if self.racked.fetch_add(bytes, Ordering::Relaxed) + bytes <= self.config.shared_cache as u64 {
-            return self.racks[class.index()].put(hint, chain).inspect_err(|_| {
+            return self.racks[list_of(class)].put(hint, chain).inspect_err(|_| {
                 self.racked.fetch_sub(bytes, Ordering::Relaxed);
             });
         }
@@ -1006,7 +999,7 @@ impl Depot {
                 return Err(format!("a shard caches {bytes} bytes of at most {}", self.config.thread_cache));
             }
         }
-        for (class, rack) in Class::all().zip(&self.racks) {
+        for (class, rack) in listed().zip(&self.racks) {
             rack.for_each(|slot| note(class, slot));
         }
         if let Some(error) = twice {
