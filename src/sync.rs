@@ -211,21 +211,39 @@ pub(crate) fn step() {
 
 /// Runs a loom model: every interleaving with at most `preemptions` switches away from a thread that could have gone on
 /// (`LOOM_MAX_PREEMPTIONS` overrides that), and says how many there were.
+///
+/// A model that fails ends the process, with the reason and status 101: what the model left behind can be neither used
+/// nor dropped outside of loom, so unwinding would only end in an abort that hides the reason.
 #[cfg(all(test, loom))]
-pub(crate) fn model(name: &str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
-    use std::sync::Arc;
-    use std::sync::atomic::AtomicU64 as StdAtomicU64;
+pub(crate) fn model(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
+    use std::cell::Cell;
+    use std::io::Write;
+    use std::sync::Once;
 
-    let runs = Arc::new(StdAtomicU64::new(0));
+    std::thread_local! {
+        static RUNNING: Cell<Option<(&'static str, u64)>> = const { Cell::new(None) };
+    }
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let Some((name, runs)) = RUNNING.get() else { return before(info) };
+            // Not by `eprintln!`: the harness would keep that to itself.
+            let _ = writeln!(std::io::stderr(), "\nloom model \"{name}\" FAILED in execution {runs}: {info}");
+            std::process::exit(101);
+        }));
+    });
+
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound.get_or_insert(preemptions);
     builder.max_branches = 20_000;
     let since = std::time::Instant::now();
-    let counter = runs.clone();
+    RUNNING.set(Some((name, 0)));
     builder.check(move || {
-        counter.fetch_add(1, Ordering::Relaxed);
+        RUNNING.set(RUNNING.get().map(|(name, runs)| (name, runs + 1)));
         run();
     });
-    let bound = builder.preemption_bound;
-    println!("{name}: {runs:?} executions, preemption bound {bound:?}, {:.1?}", since.elapsed());
+    let runs = RUNNING.take().map_or(0, |(_, runs)| runs);
+    let bound = builder.preemption_bound.unwrap_or_default();
+    println!("loom model \"{name}\": {runs} executions of at most {bound} preemptions, {:.1?}", since.elapsed());
 }

@@ -30,6 +30,8 @@
 
 mod fork;
 mod lease;
+#[cfg(all(test, loom))]
+mod loom_models;
 mod queue;
 mod raw;
 
@@ -269,7 +271,7 @@ impl Depot {
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
         core.stats.misses += 1;
-        if !core.queue.is_empty() {
+        if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
             // First come, first served, but for what the head cannot use.
             let Core { arena, queue, .. } = &mut *core;
             let passed = queue.pass(arena, &[want]);
@@ -451,6 +453,8 @@ impl Depot {
                 return;
             }
         }
+        #[cfg(pinpool_planted = "wake_before_grant")]
+        depot.core.lock().queue.head_wake().into_iter().for_each(Wake::wake);
         let mut wakes = Vec::new();
         let mut core = depot.core.lock();
         // SAFETY: the slot is alive until it is given.
@@ -496,6 +500,9 @@ impl Depot {
         }
         let half = held.drain(class, limit.div_ceil(2));
         let rest = self.hang_up(class, held.number(), half);
+        let counted = cfg!(pinpool_planted = "room_counts_first")
+            // SAFETY: the caller's word.
+            && matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
         drop(held);
         // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
         if let Err(chain) = rest {
@@ -507,6 +514,9 @@ impl Depot {
             self.stop_waiting(&core);
             drop(core);
             wakes.into_iter().for_each(Wake::wake);
+        }
+        if counted {
+            return true;
         }
         let Some(mut held) = self.gate.enter(shard) else { return false };
         // SAFETY: the caller's word.
@@ -577,7 +587,11 @@ impl Depot {
         if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
             return;
         }
-        self.gate.quiesce(mode::WAITING, core.roster.shards());
+        if cfg!(pinpool_planted = "wait_without_quiesce") {
+            self.gate.force(mode::WAITING);
+        } else {
+            self.gate.quiesce(mode::WAITING, core.roster.shards());
+        }
         self.sweep(core);
     }
 
@@ -615,8 +629,10 @@ impl Depot {
                 last |= core.came_back(1);
             }
         }
-        // Its place may have been what held up the next.
-        core.serve(&mut wakes);
+        // What it gives back may be what the next waits for, and its place what held that up.
+        if !cfg!(pinpool_planted = "leave_serves_nobody") {
+            core.serve(&mut wakes);
+        }
         self.stop_waiting(&core);
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
@@ -814,8 +830,15 @@ impl Depot {
             return;
         }
         let mut wakes = Vec::new();
+        #[cfg(pinpool_planted = "exit_drains_unlocked")]
+        let early = Roster::drain_unlocked(shard);
         let mut core = self.core.lock();
         let Core { arena, roster, .. } = &mut *core;
+        #[cfg(pinpool_planted = "exit_drains_unlocked")]
+        for chain in early {
+            // SAFETY: free and alive, if it were this thread's to drain.
+            unsafe { arena.give_chain(chain) };
+        }
         // SAFETY: what a shard caches is free and alive.
         roster.give_up(shard, |_, chain| unsafe { arena.give_chain(chain) });
         core.serve(&mut wakes);
@@ -836,11 +859,13 @@ impl Depot {
         if core.outstanding.is_some() {
             return;
         }
+        let early = cfg!(pinpool_planted = "close_counts_early").then(|| core.counted());
         self.gate.quiesce(mode::CLOSED, core.roster.shards());
         self.sweep(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
         self.stop_waiting(&core);
-        let (takes, puts) = core.counted();
+        // Not before everyone is kept out: from here on returns are counted one by one.
+        let (takes, puts) = early.unwrap_or_else(|| core.counted());
         core.outstanding = Some(takes - puts);
         let last = core.came_back(0);
         drop(core);

@@ -363,6 +363,14 @@ impl Roster {
         }
     }
 
+    /// Planted: a shard is drained by its owner as if nobody else could be at it.
+    #[cfg(pinpool_planted = "exit_drains_unlocked")]
+    pub(crate) fn drain_unlocked(shard: &Shard) -> Vec<Chain> {
+        let mut chains = Vec::new();
+        Held { shard, owner: false }.drain_all(|_, chain| chains.push(chain));
+        chains
+    }
+
     /// All shards.
     pub(crate) fn shards(&self) -> impl Iterator<Item = &Arc<Shard>> {
         self.shards.iter().map(|(shard, _)| shard)
