@@ -497,8 +497,12 @@ impl Timeline {
 
     /// Asks about the oldest marks, unless somebody else does. Whether anything landed.
     pub(crate) fn ask(&self) -> bool {
+        // Looked at first: an exchange, failing or not, would take the line away from the one who asks.
         // Acquire: pairs with the release below, so that askers follow one another.
-        if self.forked() || self.asking.swap(true, Ordering::Acquire) {
+        if self.forked()
+            || self.asking.load(Ordering::Relaxed)
+            || self.asking.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
+        {
             return false;
         }
         let mut progress = false;
