@@ -80,6 +80,6 @@ pub(super) fn obtain<'a>(depot: &Depot) -> Option<&'a Shard> {
 
 /// Ends this thread's leases as the thread's end does. For models: loom's `join` does not wait for thread-locals.
 #[cfg(all(test, loom))]
-pub(super) fn end() {
+pub(crate) fn end() {
     drop(LEASES.with(|leases| Leases(RefCell::new(leases.0.take()))));
 }

@@ -156,7 +156,7 @@ fn loom_exit_against_take_back() {
 
 #[test]
 fn loom_exit_hands_the_shard_on() {
-    model("exit: a shard is leased on while all memory is taken back", 2, || {
+    model("exit: a shard is leased on while all memory is taken back", 3, || {
         let store = Store::new(TWO, PAGE);
         let users = [0, 1].map(|_| {
             let store = store.clone();
@@ -201,7 +201,7 @@ fn loom_exit_against_close() {
 
 #[test]
 fn loom_close_counts() {
-    model("close: two return while the pool closes", 2, || {
+    model("close: two return while the pool closes", 3, || {
         let store = Store::new(TWO, PAGE);
         let held = store.take();
         let user = || {
@@ -359,7 +359,7 @@ fn loom_wait_in_order() {
 
 #[test]
 fn loom_wait_ends_with_the_pool() {
-    model("wait: the pool closes on one who waits", 2, || {
+    model("wait: the pool closes on one who waits", 3, || {
         let store = Store::new(TWO, PAGE);
         let [one, two, three] = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
         let waiter = worker({

@@ -51,6 +51,8 @@ use crate::region::{RegionId, Regions};
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
+#[cfg(all(test, loom))]
+pub(crate) use lease::end as end_leases;
 use queue::Queue;
 pub(crate) use queue::{Grant, Outcome, Wake, Want};
 pub(crate) use raw::Segment;

@@ -7,16 +7,18 @@
 
 #![allow(unsafe_code)]
 
+use std::future::Future;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::{Poll, Wake as TaskWake, Waker};
 
-use loom::thread::spawn;
+use loom::thread::JoinHandle;
 
 use super::reaper::Listing;
 use super::timeline::{Lent, Ticket, Timeline};
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
-use crate::depot::{Depot, DepotConfig, Grant, Segment, Take};
+use crate::depot::{Depot, DepotConfig, Grant, Segment, Take, end_leases};
 use crate::device::context::Context;
 use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
@@ -24,7 +26,6 @@ use crate::freelist::state;
 use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{Mutex, UnsafeCell, model, step, thread};
-use std::ptr::NonNull;
 
 /// A length whose class has no list in shards under loom: everything takes the depot's slow path.
 const LEN: usize = 2000;
@@ -253,6 +254,31 @@ impl Setup {
     }
 }
 
+/// A thread whose leases end with it, before it can be joined.
+fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
+    loom::thread::spawn(move || {
+        run();
+        end_leases();
+    })
+}
+
+/// Waits as long as somebody else asks. (`wait` does not on a device that does nothing by itself.)
+fn until(done: impl Fn() -> bool) {
+    while !done() {
+        crate::sync::yield_now();
+    }
+}
+
+/// Who has a segment in flight: waits for it if it has landed, else drops it.
+fn end(setup: &Setup, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u32) {
+    step();
+    if segment.slot().word().state() == state::LANDED {
+        assert_eq!(setup.driver.ran(segment), copies, "landed, and the copy has not run");
+        let buf = flight.wait().unwrap();
+        setup.driver.write(buf.segment());
+    }
+}
+
 // --- ticks and marks -------------------------------------------------------------------------------------------------
 
 #[test]
@@ -279,5 +305,269 @@ fn loom_mark_after_loss() {
         assert!(setup.timeline.is_idle());
         setup.listing.pass();
         setup.depot.close();
+    });
+}
+
+#[test]
+fn loom_ticks_and_marks() {
+    model("marks: two submit, one closes, one asks", 3, || {
+        let setup = Setup::new();
+        let submitters = [0, 1].map(|_| {
+            let setup = setup.clone();
+            let segment = setup.take().unwrap();
+            spawn(move || {
+                let alias = segment.alias();
+                let flight = setup.upload(segment);
+                end(&setup, flight, &alias, 1);
+            })
+        });
+        let closer = spawn({
+            let setup = setup.clone();
+            move || {
+                step();
+                setup.timeline.close();
+            }
+        });
+        step();
+        setup.timeline.ask();
+        setup.reuse();
+        for thread in submitters.into_iter().chain([closer]) {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_tick_in_two_closings() {
+    model("marks: one submits twice between two who close and ask", 3, || {
+        let setup = Setup::new();
+        let submitter = spawn({
+            let setup = setup.clone();
+            let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
+            move || {
+                drop(setup.upload(one));
+                let alias = two.alias();
+                let flight = setup.upload(two);
+                end(&setup, flight, &alias, 1);
+            }
+        });
+        let closer = spawn({
+            let setup = setup.clone();
+            move || {
+                step();
+                setup.timeline.pass(true);
+            }
+        });
+        step();
+        setup.timeline.pass(true);
+        setup.reuse();
+        submitter.join().unwrap();
+        closer.join().unwrap();
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_landing_wakes() {
+    struct Task(thread::Thread);
+    impl TaskWake for Task {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    model("landing: a task sleeps until the reaper has seen its mark", 3, || {
+        let setup = Setup::new();
+        let segment = setup.take().unwrap();
+        let alias = segment.alias();
+        let mut flight = setup.upload(segment);
+        let reaper = spawn({
+            let setup = setup.clone();
+            // As the reaper does: looks until nothing is in flight any more.
+            move || {
+                while !setup.timeline.is_idle() {
+                    step();
+                    setup.timeline.pass(false);
+                    crate::sync::yield_now();
+                }
+            }
+        });
+        let waker: Waker = Arc::new(Task(thread::current())).into();
+        let buf = loop {
+            step();
+            match std::pin::Pin::new(&mut flight).poll(&mut std::task::Context::from_waker(&waker)) {
+                Poll::Ready(buf) => break buf.unwrap(),
+                Poll::Pending => thread::park_until(None),
+            }
+        };
+        assert_eq!(setup.driver.ran(&alias), 1);
+        setup.driver.write(buf.segment());
+        drop(buf);
+        reaper.join().unwrap();
+        setup.finish();
+    });
+}
+
+// --- those who meet in the word --------------------------------------------------------------------------------------
+
+/// A thread that asks, as the reaper does, and then takes whatever came back.
+fn reaper(setup: &Setup) -> JoinHandle<()> {
+    let setup = setup.clone();
+    spawn(move || {
+        step();
+        setup.timeline.pass(true);
+        setup.reuse();
+    })
+}
+
+/// A thread that drops a handle.
+fn dropper(flight: InFlight<PinnedBuf>) -> JoinHandle<()> {
+    spawn(move || {
+        step();
+        drop(flight);
+    })
+}
+
+/// Claims a segment in flight, as a stream-ready checkout does.
+fn claim(setup: &Setup) -> Option<(StreamBuf, Segment)> {
+    step();
+    let class = crate::segment::Class::of(LEN).unwrap();
+    let (key, segment) = setup.timeline.claim(&setup.depot, class)?;
+    let alias = segment.alias();
+    Some((StreamBuf::claimed(setup.timeline.clone(), key, segment), alias))
+}
+
+#[test]
+fn loom_landing_against_drop() {
+    model("landing: two reapers against two handles", 3, || {
+        let setup = Setup::new();
+        let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
+        let alias = two.alias();
+        let (one, two) = (setup.upload(one), setup.upload(two));
+        let threads = [reaper(&setup), dropper(one)];
+        end(&setup, two, &alias, 1);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_claim_unused() {
+    model("claim: not used, against the reaper and the handle", 3, || {
+        let setup = Setup::new();
+        let flight = setup.upload(setup.take().unwrap());
+        let threads = [reaper(&setup), dropper(flight)];
+        if let Some((claimed, _)) = claim(&setup) {
+            step();
+            drop(claimed);
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_claim_waited_for() {
+    model("claim: waited for, against the reaper and the handle", 3, || {
+        let setup = Setup::new();
+        let flight = setup.upload(setup.take().unwrap());
+        let threads = [reaper(&setup), dropper(flight)];
+        if let Some((claimed, segment)) = claim(&setup) {
+            step();
+            until(|| setup.timeline.poll_complete(1).unwrap());
+            let buf = claimed.wait().unwrap();
+            assert_eq!(setup.driver.ran(&segment), 1, "host-ready, and the copy has not run");
+            setup.driver.write(&segment);
+            drop(buf);
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_claim_used() {
+    model("claim: submitted again, against the reaper and the handle", 3, || {
+        let setup = Setup::new();
+        let flight = setup.upload(setup.take().unwrap());
+        let threads = [reaper(&setup), dropper(flight)];
+        if let Some((claimed, segment)) = claim(&setup) {
+            step();
+            let (lent, own) = claimed.into_lent();
+            let flight = setup.submit(lent, own);
+            end(&setup, flight, &segment, 2);
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_claim_leaves_handles_alone() {
+    model("claim: a handle that is kept gets its segment back", 3, || {
+        let setup = Setup::new();
+        let segment = setup.take().unwrap();
+        let flight = setup.upload(segment);
+        let keeper = spawn({
+            let setup = setup.clone();
+            move || {
+                step();
+                until(|| flight.is_done().unwrap());
+                let buf = flight.wait().unwrap();
+                setup.driver.write(buf.segment());
+            }
+        });
+        let reaper = reaper(&setup);
+        assert!(claim(&setup).is_none(), "claimed under its handle");
+        keeper.join().unwrap();
+        reaper.join().unwrap();
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_joint_returns_once() {
+    model("landing: a segment that two streams hold, and its handle", 3, || {
+        let setup = Setup::new();
+        // Its own list of ticks and marks; the double has one queue for all streams.
+        let other =
+            Timeline::new(setup.timeline.context().clone(), StreamHandle(1), true, setup.listing.clone());
+        let buf = {
+            // SAFETY: ours.
+            unsafe { PinnedBuf::new(setup.take().unwrap(), 0) }
+        };
+        let joint = crate::buffer::joint(&buf, 2);
+        let mut flight = InFlight::joint(buf, 2);
+        for timeline in [&setup.timeline, &other] {
+            let tick = timeline.begin(Lent::Joint(joint.clone()), None).unwrap().commit();
+            flight.add(Ticket { timeline: timeline.clone(), tick });
+        }
+        let threads = [
+            dropper(flight),
+            spawn({
+                let other = other.clone();
+                move || {
+                    step();
+                    other.pass(true);
+                }
+            }),
+        ];
+        step();
+        setup.timeline.pass(true);
+        setup.reuse();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        other.pass(true);
+        assert_eq!(setup.depot.joint_bytes(), 0);
+        setup.finish();
     });
 }

@@ -124,7 +124,9 @@ impl Joint {
 fn settle(segment: &Segment, word: Word) -> Option<Segment> {
     match segment.slot().exchange(word, state::LANDED) {
         Ok(_) => None,
-        Err(found) if found == word.with(state::DETACHED) => {
+        Err(found)
+            if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") =>
+        {
             // Nobody else leaves DETACHED but the claimer, and both are under the timeline's lock.
             segment.slot().exchange(found, state::OUT).ok().map(|_| segment.alias())
         }
@@ -757,9 +759,12 @@ impl Timeline {
         let fits = |entry: &Entry| match &entry.held {
             Held::Segment { segment, word } => {
                 // The handle may be dropped just now: only a word that says DETACHED, in this generation, is claimed.
+                let from = word.with(state::DETACHED);
+                #[cfg(pinpool_planted = "claim_on_sight")]
+                let from = segment.slot().word();
                 segment.depot().number() == depot.number()
                     && segment.class() == Some(class)
-                    && segment.slot().exchange(word.with(state::DETACHED), state::CLAIMED).is_ok()
+                    && segment.slot().exchange(from, state::CLAIMED).is_ok()
             }
             _ => false,
         };
