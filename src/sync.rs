@@ -245,5 +245,8 @@ pub(crate) fn model(name: &'static str, preemptions: usize, run: impl Fn() + Syn
     });
     let runs = RUNNING.take().map_or(0, |(_, runs)| runs);
     let bound = builder.preemption_bound.unwrap_or_default();
-    println!("loom model \"{name}\": {runs} executions of at most {bound} preemptions, {:.1?}", since.elapsed());
+    println!(
+        "loom model \"{name}\": {runs} executions of at most {bound} preemptions, {:.1?}",
+        since.elapsed()
+    );
 }

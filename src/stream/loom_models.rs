@@ -41,7 +41,7 @@ struct Late {
     memory: [UnsafeCell<u32>; ALL],
     /// Copies that have run, by segment.
     ran: [AtomicU32; ALL],
-    /// The next recording fails for good, without the device being lost.
+    /// The next recording fails, and with it the stream, though not the device.
     refuses: AtomicBool,
 }
 
