@@ -241,6 +241,20 @@ fn loom_close_frees_under_returns() {
     });
 }
 
+#[test]
+fn loom_check_finds_everything() {
+    model("check: the overflow of a shard while everything is counted", 3, || {
+        // No racks, as above.
+        let store = Store::new(TWO, 0);
+        let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
+        let other = worker(move || outs.into_iter().for_each(Out::put));
+        step();
+        store.depot.check(|_, _| ()).unwrap();
+        other.join().unwrap();
+        store.finish();
+    });
+}
+
 // --- waiting ---------------------------------------------------------------------------------------------------------
 
 /// Waits as a task does, from its place in the queue on.

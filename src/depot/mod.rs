@@ -505,12 +505,17 @@ impl Depot {
         let counted = cfg!(pinpool_planted = "room_counts_first")
             // SAFETY: the caller's word.
             && matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
+        // What finds no hook stays here until the lock is ours, so that it can be found at any time.
+        let overflows = rest.map_err(|chain| held.fill(class, chain)).is_err();
         drop(held);
         // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
-        if let Err(chain) = rest {
+        if overflows {
             let mut core = self.core.lock();
-            // SAFETY: drained from our shard, so free and alive.
-            unsafe { core.arena.give_chain(chain) };
+            // Kept out only if it was all taken back meanwhile.
+            if let Some(mut held) = self.gate.enter(shard) {
+                // SAFETY: drained from our shard, so free and alive.
+                unsafe { core.arena.give_chain(held.drain(class, limit.div_ceil(2))) };
+            }
             let mut wakes = Vec::new();
             core.serve(&mut wakes);
             self.stop_waiting(&core);
