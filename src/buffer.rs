@@ -482,6 +482,7 @@ impl sealed::Lend for PinnedBuf {
         let slot = segment.slot();
         let word = slot.word();
         let detached = match word.state() {
+            state::FLIGHT if cfg!(pinpool_planted = "detach_by_store") => Ok(slot.set(state::DETACHED)),
             state::FLIGHT => slot.exchange(word, state::DETACHED),
             _ => Err(word),
         };

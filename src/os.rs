@@ -353,7 +353,7 @@ mod other {
     }
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(all(test, target_os = "linux", not(loom)))]
 mod tests {
     use std::ptr::NonNull;
 

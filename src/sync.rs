@@ -18,6 +18,11 @@
 //!
 //! What only the first mode exercises is the pairing of `light` with the system call; `tests/threads.rs` runs it on
 //! threads.
+//!
+//! # Under loom
+//!
+//! Loom runs its threads by turns on one thread of the system, so thread-locals are loom's too, and so is parking. What
+//! is no part of a protocol stays std's (`Arc`, counters of names): loom sees neither a race nor an ordering there.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
@@ -25,7 +30,7 @@ pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64,
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 
 /// An `UnsafeCell` whose accesses loom can check.
-#[cfg(loom)]
+#[cfg(all(test, loom))]
 pub(crate) use loom::cell::UnsafeCell;
 
 /// An `UnsafeCell` with loom's interface.
@@ -56,10 +61,14 @@ impl<T> UnsafeCell<T> {
 #[cfg(not(loom))]
 pub(crate) use parking_lot::{Mutex, MutexGuard};
 
-/// Loom's mutex with parking_lot's interface.
+/// Loom's mutex with parking_lot's interface. Locking it after it was dropped fails, as far as the memory is still there
+/// (a model keeps a `Weak` to that end).
 #[cfg(loom)]
 #[derive(Debug, Default)]
-pub(crate) struct Mutex<T>(loom::sync::Mutex<T>);
+pub(crate) struct Mutex<T> {
+    inner: loom::sync::Mutex<T>,
+    gone: std::sync::atomic::AtomicBool,
+}
 
 /// Loom's guard.
 #[cfg(loom)]
@@ -68,29 +77,72 @@ pub(crate) type MutexGuard<'a, T> = loom::sync::MutexGuard<'a, T>;
 #[cfg(loom)]
 impl<T> Mutex<T> {
     pub(crate) fn new(value: T) -> Self {
-        Self(loom::sync::Mutex::new(value))
+        Self { inner: loom::sync::Mutex::new(value), gone: false.into() }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        let guard = self.inner.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // Looked at inside, where loom has had its chance to let others go first.
+        assert!(!self.gone.load(Ordering::Relaxed), "locked after it was dropped");
+        guard
     }
 }
 
+#[cfg(loom)]
+impl<T> Drop for Mutex<T> {
+    fn drop(&mut self) {
+        self.gone.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Thread-locals: std's, or loom's, which are each model thread's own.
+#[cfg(not(loom))]
+pub(crate) use std::thread_local;
+#[cfg(loom)]
+macro_rules! model_local {
+    ($(static $name:ident: $type:ty = const $init:block;)*) => {
+        loom::thread_local! { $(static $name: $type = $init;)* }
+    };
+}
+#[cfg(loom)]
+pub(crate) use model_local as thread_local;
+
 /// Parking threads.
 pub(crate) mod thread {
-    #[cfg(loom)]
-    pub(crate) use loom::thread::{Thread, current};
     #[cfg(not(loom))]
     pub(crate) use std::thread::{Thread, current};
 
     use std::time::Instant;
+
+    /// A parked thread's handle. Loom's own would also wake a thread that is blocked on a lock.
+    #[cfg(loom)]
+    #[derive(Clone, Debug)]
+    pub(crate) struct Thread(std::sync::Arc<loom::sync::Notify>);
+
+    #[cfg(loom)]
+    impl Thread {
+        pub(crate) fn unpark(&self) {
+            self.0.notify();
+        }
+    }
+
+    #[cfg(loom)]
+    loom::thread_local! {
+        static CURRENT: Thread = Thread(std::sync::Arc::new(loom::sync::Notify::new()));
+    }
+
+    /// This thread's handle.
+    #[cfg(loom)]
+    pub(crate) fn current() -> Thread {
+        CURRENT.with(Clone::clone)
+    }
 
     /// Parks this thread until it is unparked, the deadline passes, or for no reason at all.
     pub(crate) fn park_until(deadline: Option<Instant>) {
         #[cfg(loom)]
         {
             let _ = deadline;
-            loom::thread::park();
+            current().0.wait();
         }
         #[cfg(not(loom))]
         match deadline {
@@ -148,4 +200,60 @@ pub(crate) fn wake_task(waker: std::task::Waker) {
     if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| waker.wake())).is_err() {
         tracing::error!(target: "pinpool::pool", "a waker panicked");
     }
+}
+
+/// A point where the threads of a model may overtake each other: put before each step of a model.
+///
+/// To find out which orders matter, loom remembers the last access to each atomic only. A thread that loads a word and
+/// then changes it hides an earlier load of another thread that way, and the order with that load last is never tried.
+/// These points are all on one word that everyone changes, so every order of the steps is tried; the order relaxes
+/// nothing and synchronises nothing.
+#[cfg(all(test, loom))]
+pub(crate) fn step() {
+    loom::lazy_static! {
+        static ref CROSSING: AtomicU32 = AtomicU32::new(0);
+    }
+    CROSSING.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Runs a loom model: every interleaving with at most `preemptions` switches away from a thread that could have gone on
+/// (`LOOM_MAX_PREEMPTIONS` overrides that), and says how many there were.
+///
+/// A model that fails ends the process, with the reason and status 101: what the model left behind can be neither used
+/// nor dropped outside of loom, so unwinding would only end in an abort that hides the reason.
+#[cfg(all(test, loom))]
+pub(crate) fn model(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
+    use std::cell::Cell;
+    use std::io::Write;
+    use std::sync::Once;
+
+    std::thread_local! {
+        static RUNNING: Cell<Option<(&'static str, u64)>> = const { Cell::new(None) };
+    }
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let Some((name, runs)) = RUNNING.get() else { return before(info) };
+            // Not by `eprintln!`: the harness would keep that to itself.
+            let _ = writeln!(std::io::stderr(), "\nloom model \"{name}\" FAILED in execution {runs}: {info}");
+            std::process::exit(101);
+        }));
+    });
+
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound.get_or_insert(preemptions);
+    builder.max_branches = 20_000;
+    let since = std::time::Instant::now();
+    RUNNING.set(Some((name, 0)));
+    builder.check(move || {
+        RUNNING.set(RUNNING.get().map(|(name, runs)| (name, runs + 1)));
+        run();
+    });
+    let runs = RUNNING.take().map_or(0, |(_, runs)| runs);
+    let bound = builder.preemption_bound.unwrap_or_default();
+    println!(
+        "loom model \"{name}\": {runs} executions of at most {bound} preemptions, {:.1?}",
+        since.elapsed()
+    );
 }

@@ -12,6 +12,7 @@ use std::sync::{Arc, Weak};
 
 use super::Depot;
 use crate::freelist::Shard;
+use crate::sync::thread_local;
 
 /// Pools that one thread can use at full speed by turns.
 const WAYS: usize = 4;
@@ -32,7 +33,8 @@ struct Leases(RefCell<Vec<Lease>>);
 
 impl Drop for Leases {
     fn drop(&mut self) {
-        HOT.with(|hot| hot.iter().for_each(|way| way.set((0, std::ptr::null()))));
+        // It has no destructor, so this cannot fail (but under loom, where then nothing is left to be emptied).
+        let _ = HOT.try_with(|hot| hot.iter().for_each(|way| way.set((0, std::ptr::null()))));
         for lease in self.0.take() {
             if let Some(depot) = lease.owner.upgrade() {
                 depot.end_lease(&lease.shard);
@@ -44,12 +46,10 @@ impl Drop for Leases {
 /// This thread's shard of the depot with this number, if it was used lately.
 #[inline(always)]
 pub(super) fn hot<'a>(depot: u64) -> Option<&'a Shard> {
-    HOT.with(|hot| {
-        let (number, shard) = hot[depot as usize % WAYS].get();
-        // SAFETY: an entry in HOT is backed by the lease in LEASES, which keeps the shard alive on this thread until
-        // its destructor has emptied HOT; the caller uses the shard only within a call on this thread.
-        if number == depot { unsafe { shard.as_ref() } } else { None }
-    })
+    let (number, shard) = HOT.try_with(|hot| hot[depot as usize % WAYS].get()).ok()?;
+    // SAFETY: an entry in HOT is backed by the lease in LEASES, which keeps the shard alive on this thread until its
+    // destructor has emptied HOT; the caller uses the shard only within a call on this thread.
+    if number == depot { unsafe { shard.as_ref() } } else { None }
 }
 
 /// The same, leasing one if there is none yet. `None` while this thread's locals are being destroyed.
@@ -76,4 +76,10 @@ pub(super) fn obtain<'a>(depot: &Depot) -> Option<&'a Shard> {
         })
         .ok()
         .flatten()
+}
+
+/// Ends this thread's leases as the thread's end does. For models: loom's `join` does not wait for thread-locals.
+#[cfg(all(test, loom))]
+pub(crate) fn end() {
+    drop(LEASES.with(|leases| Leases(RefCell::new(leases.0.take()))));
 }

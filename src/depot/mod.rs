@@ -30,6 +30,8 @@
 
 mod fork;
 mod lease;
+#[cfg(all(test, loom))]
+mod loom_models;
 mod queue;
 mod raw;
 
@@ -44,11 +46,13 @@ use slab::Slab;
 
 use crate::arena::Arena;
 use crate::error::{Error, Result};
-use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, mode, shard::Put, state};
+use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, list_of, listed, mode, shard::Put, state};
 use crate::region::{RegionId, Regions};
-use crate::segment::{self, CLASSES, Class, Placement};
+use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
+#[cfg(all(test, loom))]
+pub(crate) use lease::end as end_leases;
 use queue::Queue;
 pub(crate) use queue::{Grant, Outcome, Wake, Want};
 pub(crate) use raw::Segment;
@@ -159,7 +163,7 @@ impl Depot {
             gate: Gate::new(sync::asymmetric()),
             number: NUMBERS.fetch_add(1, StdOrdering::Relaxed),
             regions,
-            racks: (0..CLASSES).map(|_| Rack::new()).collect(),
+            racks: listed().map(|_| Rack::new()).collect(),
             racked: AtomicU64::new(0),
             joint: StdAtomicU64::new(0),
             me: me.clone(),
@@ -223,9 +227,6 @@ impl Depot {
     /// A hit: this thread's shard has a segment. Everything else is [`Depot::try_take`]'s.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
-        #[cfg(loom)]
-        let shard: &Shard = None?;
-        #[cfg(not(loom))]
         let shard = lease::hot(self.number)?;
         self.gate.enter(shard)?.take(class, len)
     }
@@ -272,7 +273,7 @@ impl Depot {
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
         core.stats.misses += 1;
-        if !core.queue.is_empty() {
+        if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
             // First come, first served, but for what the head cannot use.
             let Core { arena, queue, .. } = &mut *core;
             let passed = queue.pass(arena, &[want]);
@@ -320,9 +321,6 @@ impl Depot {
     }
 
     fn shard(&self) -> Option<&Shard> {
-        #[cfg(loom)]
-        return None;
-        #[cfg(not(loom))]
         lease::hot(self.number).or_else(|| lease::obtain(self))
     }
 
@@ -338,7 +336,7 @@ impl Depot {
         if held.limit(class) == 0 {
             return None;
         }
-        let chain = self.racks[class.index()].take(held.number())?;
+        let chain = self.racks[list_of(class)].take(held.number())?;
         self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
         held.fill(class, chain);
         held.take(class, len)
@@ -408,7 +406,7 @@ impl Depot {
                 unsafe { arena.give_chain(chain) };
             });
         }
-        for (class, rack) in Class::all().zip(&self.racks) {
+        for (class, rack) in listed().zip(&self.racks) {
             while let Some(chain) = rack.take(0) {
                 any = true;
                 self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
@@ -430,7 +428,6 @@ impl Depot {
     pub(crate) unsafe fn put(this: NonNull<Self>, slot: NonNull<Slot>, len: usize) {
         // SAFETY: a slot that is out keeps its depot alive (the crowd's count) until it is counted as returned.
         let depot = unsafe { this.as_ref() };
-        #[cfg(not(loom))]
         // SAFETY: as above; slots that are out are alive.
         if let (Some(shard), Some(class)) = (lease::hot(depot.number), unsafe { slot.as_ref() }.class()) {
             if let Some(mut held) = depot.gate.enter(shard) {
@@ -458,6 +455,8 @@ impl Depot {
                 return;
             }
         }
+        #[cfg(pinpool_planted = "wake_before_grant")]
+        depot.core.lock().queue.head_wake().into_iter().for_each(Wake::wake);
         let mut wakes = Vec::new();
         let mut core = depot.core.lock();
         // SAFETY: the slot is alive until it is given.
@@ -501,34 +500,34 @@ impl Depot {
             // SAFETY: the caller's word.
             return matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
         }
-        let half = limit.div_ceil(2);
-        if let Err(chain) = self.hang_up(class, held.number(), held.drain(class, half)) {
-            // Back into the list: between the gate and the lock a segment must not be in nobody's hands.
-            held.fill(class, chain);
-            drop(held);
-            return self.shed(class, shard, half, slot, len);
-        }
-        // SAFETY: the caller's word. There is room now.
-        matches!(unsafe { held.put(class, slot, len) }, Put::Kept)
-    }
-
-    /// Returns into this thread's shard after giving up to `count` of its segments of that class back to their runs.
-    /// `false`: nothing was returned.
-    fn shed(&self, class: Class, shard: &Shard, count: u32, slot: NonNull<Slot>, len: usize) -> bool {
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        let Some(mut held) = self.gate.enter(shard) else { return false };
-        let chain = held.drain(class, count);
-        // SAFETY: the caller of `make_room` gave its word. There is room now.
-        let kept = matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
+        let half = held.drain(class, limit.div_ceil(2));
+        let rest = self.hang_up(class, held.number(), half);
+        let counted = cfg!(pinpool_planted = "room_counts_first")
+            // SAFETY: the caller's word.
+            && matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
+        // What finds no hook stays here until the lock is ours, so that it can be found at any time.
+        let overflows = rest.map_err(|chain| held.fill(class, chain)).is_err();
         drop(held);
-        // SAFETY: drained from our shard, so free and alive.
-        unsafe { core.arena.give_chain(chain) };
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
-        kept
+        // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
+        if overflows {
+            let mut core = self.core.lock();
+            // Kept out only if it was all taken back meanwhile.
+            if let Some(mut held) = self.gate.enter(shard) {
+                // SAFETY: drained from our shard, so free and alive.
+                unsafe { core.arena.give_chain(held.drain(class, limit.div_ceil(2))) };
+            }
+            let mut wakes = Vec::new();
+            core.serve(&mut wakes);
+            self.stop_waiting(&core);
+            drop(core);
+            wakes.into_iter().for_each(Wake::wake);
+        }
+        if counted {
+            return true;
+        }
+        let Some(mut held) = self.gate.enter(shard) else { return false };
+        // SAFETY: the caller's word.
+        matches!(unsafe { held.put(class, slot, len) }, Put::Kept)
     }
 
     /// Leaves a chain on a rack, as long as racks hold no more than their share.
@@ -536,7 +535,7 @@ impl Depot {
         let bytes = (chain.len() as usize * class.stride()) as u64;
         // Relaxed: a sum, not a signal.
         if self.racked.fetch_add(bytes, Ordering::Relaxed) + bytes <= self.config.shared_cache as u64 {
-            return self.racks[class.index()].put(hint, chain).inspect_err(|_| {
+            return self.racks[list_of(class)].put(hint, chain).inspect_err(|_| {
                 self.racked.fetch_sub(bytes, Ordering::Relaxed);
             });
         }
@@ -595,7 +594,11 @@ impl Depot {
         if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
             return;
         }
-        self.gate.quiesce(mode::WAITING, core.roster.shards());
+        if cfg!(pinpool_planted = "wait_without_quiesce") {
+            self.gate.force(mode::WAITING);
+        } else {
+            self.gate.quiesce(mode::WAITING, core.roster.shards());
+        }
         self.sweep(core);
     }
 
@@ -637,8 +640,10 @@ impl Depot {
                 last |= core.came_back(1);
             }
         }
-        // Its place may have been what held up the next.
-        core.serve(&mut wakes);
+        // What it gives back may be what the next waits for, and its place what held that up.
+        if !cfg!(pinpool_planted = "leave_serves_nobody") {
+            core.serve(&mut wakes);
+        }
         self.stop_waiting(&core);
         drop(core);
         drop(waker);
@@ -825,8 +830,15 @@ impl Depot {
             return;
         }
         let mut wakes = Vec::new();
+        #[cfg(pinpool_planted = "exit_drains_unlocked")]
+        let early = Roster::drain_unlocked(shard);
         let mut core = self.core.lock();
         let Core { arena, roster, .. } = &mut *core;
+        #[cfg(pinpool_planted = "exit_drains_unlocked")]
+        for chain in early {
+            // SAFETY: free and alive, if it were this thread's to drain.
+            unsafe { arena.give_chain(chain) };
+        }
         // SAFETY: what a shard caches is free and alive.
         roster.give_up(shard, |_, chain| unsafe { arena.give_chain(chain) });
         core.serve(&mut wakes);
@@ -847,11 +859,13 @@ impl Depot {
         if core.outstanding.is_some() {
             return;
         }
+        let early = cfg!(pinpool_planted = "close_counts_early").then(|| core.counted());
         self.gate.quiesce(mode::CLOSED, core.roster.shards());
         self.sweep(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
         self.stop_waiting(&core);
-        let (takes, puts) = core.counted();
+        // Not before everyone is kept out: from here on returns are counted one by one.
+        let (takes, puts) = early.unwrap_or_else(|| core.counted());
         core.outstanding = Some(takes - puts);
         let last = core.came_back(0);
         drop(core);
@@ -1010,7 +1024,7 @@ impl Depot {
                 return Err(format!("a shard caches {bytes} bytes of at most {}", self.config.thread_cache));
             }
         }
-        for (class, rack) in Class::all().zip(&self.racks) {
+        for (class, rack) in listed().zip(&self.racks) {
             rack.for_each(|slot| note(class, slot));
         }
         if let Some(error) = twice {

@@ -139,6 +139,12 @@ impl Queue {
         (outcome, wake)
     }
 
+    /// Planted: the head is woken before it is served.
+    #[cfg(pinpool_planted = "wake_before_grant")]
+    pub(crate) fn head_wake(&mut self) -> Option<Wake> {
+        self.waiters[*self.order.front()?].wake.take()
+    }
+
     fn finish(&mut self, key: usize, outcome: Outcome, wakes: &mut Vec<Wake>) {
         self.order.retain(|&k| k != key);
         let waiter = &mut self.waiters[key];

@@ -1,1 +1,258 @@
+//! Loom models of the parts without a lock: racks, and shards with the gate that keeps their owners out.
+//!
+//! Each model ends by looking for every segment: it must be in exactly one place. Besides, each segment has a cell that
+//! whoever takes the segment writes to, as the owner of a buffer would; loom fails the model where two owners of a
+//! segment, one after the other, are not ordered.
 
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use loom::thread::spawn;
+
+use super::shard::Put;
+use super::*;
+use crate::sync::{Mutex, UnsafeCell, model, step};
+
+/// Segments outside of any list, numbered by what their slots have as the run.
+struct Segments {
+    slots: Vec<Slot>,
+    memory: Vec<UnsafeCell<u32>>,
+}
+
+// SAFETY: the cells are loom's, which checks each access.
+unsafe impl Sync for Segments {}
+
+impl Segments {
+    fn new(count: u32) -> Arc<Self> {
+        let slot = |i| Slot::new(NonNull::dangling(), Some(class()), i, 0);
+        Arc::new(Self {
+            slots: (0..count).map(slot).collect(),
+            memory: (0..count).map(|_| UnsafeCell::new(0)).collect(),
+        })
+    }
+
+    fn at(&self, i: usize) -> NonNull<Slot> {
+        NonNull::from(&self.slots[i])
+    }
+
+    /// A chain of these.
+    fn chain(&self, numbers: &[usize]) -> Chain {
+        let mut chain = Chain::new();
+        for &i in numbers {
+            // SAFETY: the caller has them, so they are in no list.
+            unsafe { chain.push(self.at(i)) };
+        }
+        chain
+    }
+
+    /// Uses a segment's memory, which must be ours. Its number.
+    fn write(&self, slot: NonNull<Slot>) -> usize {
+        // SAFETY: alive: the slots live as long as `self`.
+        let number = unsafe { slot.as_ref() }.run() as usize;
+        // SAFETY: loom fails the model if anyone else is at it.
+        self.memory[number].with_mut(|p| unsafe { *p += 1 });
+        number
+    }
+
+    /// Takes a chain apart, using each segment. Their numbers.
+    fn unlink(&self, mut chain: Chain) -> Vec<usize> {
+        let count = chain.len();
+        let numbers: Vec<usize> = std::iter::from_fn(|| chain.pop()).map(|slot| self.write(slot)).collect();
+        assert_eq!(numbers.len(), count as usize, "a chain is as long as it says");
+        numbers
+    }
+}
+
+fn class() -> Class {
+    listed().next().unwrap()
+}
+
+#[test]
+fn loom_rack_hands_over() {
+    model("rack: two give, one takes", 3, || {
+        let segments = Segments::new(3);
+        let rack = Arc::new(Rack::new());
+        let give = |numbers: &'static [usize]| {
+            let (segments, rack) = (segments.clone(), rack.clone());
+            spawn(move || {
+                for &i in numbers {
+                    segments.write(segments.at(i));
+                }
+                step();
+                assert!(rack.put(0, segments.chain(numbers)).is_ok(), "there are hooks for all");
+            })
+        };
+        let givers = [give(&[0, 1]), give(&[2])];
+        let mut found = Vec::new();
+        for _ in 0..2 {
+            step();
+            if let Some(chain) = rack.take(1) {
+                found.extend(segments.unlink(chain));
+            }
+        }
+        for giver in givers {
+            giver.join().unwrap();
+        }
+        assert_eq!(rack.count() as usize, 3 - found.len());
+        while let Some(chain) = rack.take(0) {
+            found.extend(segments.unlink(chain));
+        }
+        found.sort_unstable();
+        assert_eq!(found, [0, 1, 2]);
+    });
+}
+
+#[test]
+fn loom_rack_recycles() {
+    model("rack: two take and put back", 3, || {
+        let segments = Segments::new(3);
+        let rack = Arc::new(Rack::new());
+        assert!(rack.put(0, segments.chain(&[0, 1])).is_ok());
+        assert!(rack.put(0, segments.chain(&[2])).is_ok());
+        // Takes a chain, turns it round and puts it back; keeps it where all hooks looked taken. Both begin at the same
+        // hook, or they would never meet.
+        let turn = || {
+            let (segments, rack) = (segments.clone(), rack.clone());
+            move || {
+                let mut kept = Vec::new();
+                for _ in 0..2 {
+                    step();
+                    let Some(chain) = rack.take(0) else { continue };
+                    let numbers = segments.unlink(chain);
+                    step();
+                    if let Err(chain) = rack.put(0, segments.chain(&numbers)) {
+                        kept.extend(segments.unlink(chain));
+                    }
+                }
+                kept
+            }
+        };
+        let other = spawn(turn());
+        let mut found = turn()();
+        found.extend(other.join().unwrap());
+        while let Some(chain) = rack.take(0) {
+            found.extend(segments.unlink(chain));
+        }
+        found.sort_unstable();
+        assert_eq!(found, [0, 1, 2]);
+    });
+}
+
+/// A gate, its shards, and the list that shards are filled from and drained to.
+struct Store {
+    gate: Gate,
+    cold: Mutex<(Roster, Vec<usize>)>,
+    segments: Arc<Segments>,
+}
+
+impl Store {
+    fn new(count: u32) -> Arc<Self> {
+        Arc::new(Self {
+            gate: Gate::new(false),
+            cold: Mutex::new((Roster::default(), Vec::new())),
+            segments: Segments::new(count),
+        })
+    }
+
+    /// A shard with these segments.
+    fn lease(&self, numbers: &[usize]) -> Arc<Shard> {
+        let shard = self.cold.lock().0.lease();
+        let mut held = self.gate.enter(&shard).unwrap();
+        held.set_limit(class(), 2);
+        held.fill(class(), self.segments.chain(numbers));
+        drop(held);
+        shard
+    }
+
+    /// The owner's: a segment from its shard, or under the lock.
+    fn take(&self, shard: &Shard) -> Option<NonNull<Slot>> {
+        step();
+        let hit = self.gate.enter(shard).and_then(|mut held| held.take(class(), 1));
+        let slot = hit.or_else(|| self.cold.lock().1.pop().map(|i| self.segments.at(i)));
+        if let Some(slot) = slot {
+            self.segments.write(slot);
+        }
+        slot
+    }
+
+    /// The owner's: a segment back to its shard, or under the lock.
+    fn put(&self, shard: &Shard, slot: NonNull<Slot>) {
+        let number = self.segments.write(slot);
+        step();
+        if let Some(mut held) = self.gate.enter(shard) {
+            // SAFETY: ours, and in no list.
+            if let Put::Kept = unsafe { held.put(class(), slot, 1) } {
+                return;
+            }
+        }
+        self.cold.lock().1.push(number);
+    }
+
+    /// The cold side's: everything that shards have goes to the list.
+    fn take_back(&self) {
+        step();
+        let mut cold = self.cold.lock();
+        let (roster, list) = &mut *cold;
+        self.gate.quiesce(mode::INSPECT, roster.shards());
+        for mut held in roster.quiet() {
+            held.drain_all(|_, chain| list.extend(self.segments.unlink(chain)));
+        }
+        self.gate.open(mode::INSPECT);
+    }
+
+    /// Where every segment is, when all is quiet.
+    fn all(&self) -> Vec<usize> {
+        self.take_back();
+        let mut all = self.cold.lock().1.clone();
+        all.sort_unstable();
+        all
+    }
+}
+
+#[test]
+fn loom_shard_taken_back() {
+    model("shard: one owner, taken back twice", 3, || {
+        let store = Store::new(2);
+        let shard = store.lease(&[0, 1]);
+        let owner = spawn({
+            let (store, shard) = (store.clone(), shard.clone());
+            move || {
+                for _ in 0..2 {
+                    if let Some(slot) = store.take(&shard) {
+                        store.put(&shard, slot);
+                    }
+                }
+            }
+        });
+        store.take_back();
+        store.take_back();
+        owner.join().unwrap();
+        let count = shard.count(class());
+        assert!(count.takes <= 2 && count.puts <= 2);
+        assert_eq!(store.all(), [0, 1]);
+    });
+}
+
+#[test]
+fn loom_shards_taken_back() {
+    model("shard: two owners, taken back", 2, || {
+        let store = Store::new(3);
+        let owner = |numbers: &'static [usize]| {
+            let shard = store.lease(numbers);
+            let store = store.clone();
+            spawn(move || {
+                let one = store.take(&shard);
+                let two = store.take(&shard);
+                for slot in [one, two].into_iter().flatten() {
+                    store.put(&shard, slot);
+                }
+            })
+        };
+        let owners = [owner(&[0, 1]), owner(&[2])];
+        store.take_back();
+        for owner in owners {
+            owner.join().unwrap();
+        }
+        assert_eq!(store.all(), [0, 1, 2]);
+    });
+}

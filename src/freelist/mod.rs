@@ -22,5 +22,22 @@ pub(crate) use rack::Rack;
 pub(crate) use shard::{Gate, Roster, Shard, mode};
 pub(crate) use slot::{Chain, Slot, Word, state};
 
+use crate::segment::{CLASSES, Class};
+
+/// The classes that shards and racks have lists for, by their index: all. Under loom these two, whose runs have six
+/// segments and four in two pages, so that models stay small; other classes then take the slow path.
+const LISTED: std::ops::Range<usize> = if cfg!(loom) { 18..20 } else { 0..CLASSES };
+
+/// The classes that shards and racks have lists for.
+pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIterator {
+    Class::all().take(LISTED.end).skip(LISTED.start)
+}
+
+/// Which list of a shard, or which rack, is this class's. With nothing to subtract this is the class's index.
+#[inline(always)]
+pub(crate) fn list_of(class: Class) -> usize {
+    class.index().wrapping_sub(LISTED.start)
+}
+
 #[cfg(all(test, loom))]
 mod loom_models;

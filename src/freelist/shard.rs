@@ -29,7 +29,8 @@ use std::sync::Arc;
 use crossbeam::utils::CachePadded;
 
 use super::slot::{Chain, Slot};
-use crate::segment::{CLASSES, Class};
+use super::{LISTED, list_of, listed};
+use crate::segment::Class;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 use std::ptr::NonNull;
 
@@ -46,9 +47,6 @@ pub(crate) mod mode {
     /// No asymmetric fence here: owners fence for themselves. Alone it keeps nobody out.
     pub(crate) const FENCED: u32 = 16;
 }
-
-/// The lists a shard has. Under loom few, so that models stay small; other classes then take the slow path.
-const CELLS: usize = if cfg!(loom) { 2 } else { CLASSES };
 
 /// One class's list in a shard.
 ///
@@ -91,7 +89,7 @@ pub(crate) struct Shard {
     requested: AtomicU64,
     /// Spreads threads over the hooks of a rack.
     number: usize,
-    cells: [Cell; CELLS],
+    cells: [Cell; LISTED.end - LISTED.start],
 }
 
 /// What a shard has counted for one class.
@@ -120,9 +118,14 @@ impl Shard {
         }
     }
 
+    #[inline(always)]
+    fn cell(&self, class: Class) -> Option<&Cell> {
+        self.cells.get(list_of(class))
+    }
+
     /// What was counted. Exact while nobody moves.
     pub(crate) fn count(&self, class: Class) -> Count {
-        self.cells.get(class.index()).map_or_else(Count::default, |cell| Count {
+        self.cell(class).map_or_else(Count::default, |cell| Count {
             takes: cell.takes.load(Ordering::Relaxed),
             puts: cell.puts.load(Ordering::Relaxed),
             cached: u64::from(cell.count.load(Ordering::Relaxed)),
@@ -160,7 +163,7 @@ impl Held<'_> {
     /// Takes a segment, marked and counted as checked out.
     #[inline(always)]
     pub(crate) fn take(&mut self, class: Class, requested: usize) -> Option<NonNull<Slot>> {
-        let cell = self.shard.cells.get(class.index())?;
+        let cell = self.shard.cell(class)?;
         let slot = NonNull::new(cell.head.load(Ordering::Relaxed))?;
         // SAFETY: slots in a shard's list are alive: their runs count them as given out.
         let s = unsafe { slot.as_ref() };
@@ -178,7 +181,7 @@ impl Held<'_> {
     /// The slot is alive, of this class, out, and in no list; it is the caller's to give.
     #[inline(always)]
     pub(crate) unsafe fn put(&mut self, class: Class, slot: NonNull<Slot>, requested: usize) -> Put {
-        let Some(cell) = self.shard.cells.get(class.index()) else { return Put::Full };
+        let Some(cell) = self.shard.cell(class) else { return Put::Full };
         let count = cell.count.load(Ordering::Relaxed);
         if count >= cell.limit.load(Ordering::Relaxed) {
             return Put::Full;
@@ -196,24 +199,24 @@ impl Held<'_> {
 
     /// How many segments of this class the shard may hold.
     pub(crate) fn limit(&self, class: Class) -> u32 {
-        self.shard.cells.get(class.index()).map_or(0, |cell| cell.limit.load(Ordering::Relaxed))
+        self.shard.cell(class).map_or(0, |cell| cell.limit.load(Ordering::Relaxed))
     }
 
     /// Changes that. What is above the new limit stays until it is taken or drained.
     pub(crate) fn set_limit(&mut self, class: Class, limit: u32) {
-        if let Some(cell) = self.shard.cells.get(class.index()) {
+        if let Some(cell) = self.shard.cell(class) {
             cell.limit.store(limit, Ordering::Relaxed);
         }
     }
 
     /// Whether this shard has a list for the class at all.
     pub(crate) fn has(&self, class: Class) -> bool {
-        class.index() < CELLS
+        self.shard.cell(class).is_some()
     }
 
     /// Adds a chain to the list without counting it as returned.
     pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) {
-        let Some(cell) = self.shard.cells.get(class.index()) else {
+        let Some(cell) = self.shard.cell(class) else {
             debug_assert!(chain.is_empty(), "filled a class without a list");
             return;
         };
@@ -227,7 +230,7 @@ impl Held<'_> {
 
     /// Takes up to `count` segments off the list without counting them as checked out.
     pub(crate) fn drain(&mut self, class: Class, count: u32) -> Chain {
-        let Some(cell) = self.shard.cells.get(class.index()) else { return Chain::new() };
+        let Some(cell) = self.shard.cell(class) else { return Chain::new() };
         let mut list =
             Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count.load(Ordering::Relaxed) };
         let front = list.split(count);
@@ -238,7 +241,7 @@ impl Held<'_> {
 
     /// Everything that the shard caches.
     pub(crate) fn drain_all(&mut self, mut sink: impl FnMut(Class, Chain)) {
-        for class in Class::all().take(CELLS) {
+        for class in listed() {
             let chain = self.drain(class, u32::MAX);
             if !chain.is_empty() {
                 sink(class, chain);
@@ -248,7 +251,7 @@ impl Held<'_> {
 
     /// Visits the slots of one list. For `check()`.
     pub(crate) fn for_each(&self, class: Class, visit: impl FnMut(&Slot)) {
-        let Some(cell) = self.shard.cells.get(class.index()) else { return };
+        let Some(cell) = self.shard.cell(class) else { return };
         let list =
             Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count.load(Ordering::Relaxed) };
         list.iter().for_each(visit);
@@ -358,6 +361,14 @@ impl Roster {
         if let Some((_, leased)) = self.shards.iter_mut().find(|(s, _)| Arc::ptr_eq(s, shard)) {
             *leased = false;
         }
+    }
+
+    /// Planted: a shard is drained by its owner as if nobody else could be at it.
+    #[cfg(pinpool_planted = "exit_drains_unlocked")]
+    pub(crate) fn drain_unlocked(shard: &Shard) -> Vec<Chain> {
+        let mut chains = Vec::new();
+        Held { shard, owner: false }.drain_all(|_, chain| chains.push(chain));
+        chains
     }
 
     /// All shards.

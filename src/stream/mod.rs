@@ -2,6 +2,8 @@
 //!
 //! [`timeline`] says how it is known that a copy is done, [`reaper`] who finds out.
 
+#[cfg(all(test, loom))]
+mod loom_models;
 pub(crate) mod reaper;
 pub(crate) mod timeline;
 

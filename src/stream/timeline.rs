@@ -54,8 +54,9 @@ use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering,
 /// On streams of ours a tick is closed after so many entries or bytes, whichever comes first.
 const TICK_ENTRIES: usize = 16;
 const TICK_BYTES: usize = 4 << 20;
-/// How often in a row recording or asking may fail before what waits for a mark is given up.
-const TRIES: u32 = 1000;
+/// How often in a row recording or asking may fail before what waits for a mark is given up. (Under loom at once, since
+/// each try is a part of the model.)
+const TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
 const SPIN: Duration = Duration::from_micros(50);
 
@@ -124,7 +125,7 @@ impl Joint {
 fn settle(segment: &Segment, word: Word) -> Option<Segment> {
     match segment.slot().exchange(word, state::LANDED) {
         Ok(_) => None,
-        Err(found) if found == word.with(state::DETACHED) => {
+        Err(found) if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") => {
             // Nobody else leaves DETACHED but the claimer, and both are under the timeline's lock.
             segment.slot().exchange(found, state::OUT).ok().map(|_| segment.alias())
         }
@@ -459,14 +460,25 @@ impl Timeline {
         result.inspect_err(|error| {
             {
                 let mut state = self.state.lock();
-                state.unmarked = state.unmarked.max(tick);
                 let later = state.open;
                 state.doubtful.push((later, event));
+                // On a stream that was given up meanwhile nothing is due any more.
+                if state.lost.is_none() {
+                    state.unmarked = state.unmarked.max(tick);
+                }
             }
             self.not_marked(error);
         })?;
         let used = recorded(event);
         let mut state = self.state.lock();
+        if state.lost.is_some() && !cfg!(pinpool_planted = "mark_after_loss") {
+            // Given up meanwhile: nobody takes marks off the list any more. See there for the event.
+            drop(state);
+            if self.is_dead() {
+                self.context.recycle(event);
+            }
+            return used;
+        }
         #[cfg(not(pinpool_planted = "mark_before_record"))]
         state.marks.push_back((tick, event));
         if state.unmarked <= tick {
@@ -496,8 +508,12 @@ impl Timeline {
 
     /// Asks about the oldest marks, unless somebody else does. Whether anything landed.
     pub(crate) fn ask(&self) -> bool {
+        // Looked at first: an exchange, failing or not, would take the line away from the one who asks.
         // Acquire: pairs with the release below, so that askers follow one another.
-        if self.forked() || self.asking.swap(true, Ordering::Acquire) {
+        if self.forked()
+            || self.asking.load(Ordering::Relaxed)
+            || self.asking.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
+        {
             return false;
         }
         let mut progress = false;
@@ -753,9 +769,12 @@ impl Timeline {
         let fits = |entry: &Entry| match &entry.held {
             Held::Segment { segment, word } => {
                 // The handle may be dropped just now: only a word that says DETACHED, in this generation, is claimed.
+                let from = word.with(state::DETACHED);
+                #[cfg(pinpool_planted = "claim_on_sight")]
+                let from = segment.slot().word();
                 segment.depot().number() == depot.number()
                     && segment.class() == Some(class)
-                    && segment.slot().exchange(word.with(state::DETACHED), state::CLAIMED).is_ok()
+                    && segment.slot().exchange(from, state::CLAIMED).is_ok()
             }
             _ => false,
         };

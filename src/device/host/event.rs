@@ -218,7 +218,7 @@ fn unpack(handle: u64) -> (u64, u32, u32) {
     (handle >> (INDEX_BITS + GENERATION_BITS), index as u32, generation as u32)
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 

@@ -50,7 +50,7 @@ mod node;
 mod stream;
 mod unit;
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests;
 
 use std::time::Duration;

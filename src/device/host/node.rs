@@ -352,7 +352,7 @@ impl HostNode {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 impl HostNode {
     /// The device's streams, without keeping them alive as their threads do.
     pub(super) fn watch_streams(&self, device: u32) -> Vec<Weak<Stream>> {

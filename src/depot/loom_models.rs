@@ -1,0 +1,395 @@
+//! Loom models of the depot: leases and their end, closing, and the queue of those who wait.
+//!
+//! All on a depot as pools have it, over addresses that nobody touches; instead, each segment has a cell that whoever has
+//! the segment out writes to. A thread's shard is leased, used and given up through loom's thread-locals as it is through
+//! the system's; `sync::Mutex` fails a model that locks a depot which is gone.
+
+use std::sync::Arc;
+use std::task::Wake as TaskWake;
+
+use loom::thread::{JoinHandle, spawn};
+
+use super::*;
+use crate::segment::PAGE;
+use crate::sync::{UnsafeCell, model, step, thread};
+
+/// A length of the first class that shards have lists for.
+const LEN: usize = 1300;
+/// As many segments as a page has of that class.
+const ALL: usize = 3;
+/// Room for two segments of a class in a shard, which come one at a time.
+const TWO: usize = 8 * 2 * 1344;
+
+/// A pool's face: a depot of one page, and the memory of its segments.
+struct Store {
+    depot: Arc<Depot>,
+    memory: Arc<Memory>,
+}
+
+struct Memory([UnsafeCell<u32>; ALL]);
+
+// SAFETY: the cells are loom's, which checks each access.
+unsafe impl Sync for Memory {}
+// SAFETY: as above.
+unsafe impl Send for Memory {}
+
+/// A segment that is out, in the way of a `PinnedBuf`.
+struct Out {
+    segment: Segment,
+    memory: Arc<Memory>,
+}
+
+impl Clone for Store {
+    fn clone(&self) -> Self {
+        Self { depot: self.depot.clone(), memory: self.memory.clone() }
+    }
+}
+
+impl Store {
+    fn new(thread_cache: usize, shared_cache: usize) -> Self {
+        let config = DepotConfig {
+            capacity: PAGE,
+            thread_cache,
+            shared_cache,
+            largest: PAGE,
+            timeless: true,
+            serves: Vec::new(),
+        };
+        let depot = Depot::new(config, None);
+        let base = NonNull::new(std::ptr::without_provenance_mut(PAGE)).unwrap();
+        // SAFETY: the arena only does arithmetic on it.
+        unsafe { depot.add_extent(RegionId(0), base, PAGE, true) };
+        Self { depot, memory: Arc::new(Memory(std::array::from_fn(|_| UnsafeCell::new(0)))) }
+    }
+
+    fn want(&self) -> Want {
+        self.depot.place(LEN, 64).unwrap()
+    }
+
+    fn out(&self, grant: Grant) -> Out {
+        // SAFETY: granted to the caller just now.
+        let segment = unsafe { Segment::new(&self.depot, grant) };
+        Out { segment, memory: self.memory.clone() }.written()
+    }
+
+    /// As a checkout: a hit, or whatever is free.
+    fn take(&self) -> Option<Out> {
+        step();
+        let want = self.want();
+        let Placement::Class(class) = want.placement else { unreachable!() };
+        if let Some(slot) = self.depot.hit(class, LEN) {
+            return Some(self.out(Grant { slot, len: LEN }));
+        }
+        match self.depot.try_take(want) {
+            Ok(Take::Got(grant)) => Some(self.out(grant)),
+            Ok(Take::Empty) | Err(Error::Closed) => None,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Everything back and the depot closed, whoever did what: is all accounted for, and did the crowd leave once?
+    fn finish(self) {
+        lease::end();
+        self.depot.close();
+        assert_eq!(self.depot.outstanding(), 0);
+        self.depot.check(|_, _| ()).unwrap();
+        assert_eq!(self.depot.snapshot().out, 0);
+        assert_eq!(Arc::strong_count(&self.depot), 1, "the crowd's count was given up once");
+    }
+}
+
+impl Out {
+    /// Uses the memory.
+    fn written(self) -> Self {
+        let number = (self.segment.base().addr().get() - PAGE) / self.segment.class().unwrap().stride();
+        // SAFETY: loom fails the model if anyone else is at it.
+        self.memory.0[number].with_mut(|p| unsafe { *p += 1 });
+        self
+    }
+
+    fn put(self) {
+        step();
+        // SAFETY: ours, and nothing uses it.
+        unsafe { self.written().segment.release() }
+    }
+}
+
+/// A thread whose leases end with it, before it can be joined.
+fn worker<T: 'static>(run: impl FnOnce() -> T + 'static) -> JoinHandle<T> {
+    spawn(move || {
+        let value = run();
+        step();
+        lease::end();
+        value
+    })
+}
+
+fn task(thread: thread::Thread) -> Waker {
+    struct Task(thread::Thread);
+    impl TaskWake for Task {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    Arc::new(Task(thread)).into()
+}
+
+// --- threads that end ------------------------------------------------------------------------------------------------
+
+#[test]
+fn loom_exit_against_take_back() {
+    model("exit: a thread ends while its shard is taken back", 4, || {
+        let store = Store::new(TWO, PAGE);
+        let other = worker({
+            let store = store.clone();
+            move || {
+                let out = store.take();
+                out.into_iter().for_each(Out::put);
+            }
+        });
+        step();
+        store.depot.region_use();
+        other.join().unwrap();
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_exit_hands_the_shard_on() {
+    model("exit: a shard is leased on while all memory is taken back", 3, || {
+        let store = Store::new(TWO, PAGE);
+        let users = [0, 1].map(|_| {
+            let store = store.clone();
+            worker(move || {
+                let out = store.take();
+                out.into_iter().for_each(Out::put);
+            })
+        });
+        step();
+        store.depot.region_use();
+        for user in users {
+            user.join().unwrap();
+        }
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_exit_against_close() {
+    model("exit: a thread ends while the pool is dropped", 4, || {
+        let store = Store::new(TWO, PAGE);
+        let other = worker({
+            let store = store.clone();
+            move || {
+                let out = store.take();
+                // The pool's last handle may go here, and its depot with the last segment.
+                let Store { depot, .. } = store;
+                drop(depot);
+                out.into_iter().for_each(Out::put);
+            }
+        });
+        let gone = Arc::downgrade(&store.depot);
+        step();
+        store.depot.close();
+        drop(store);
+        other.join().unwrap();
+        assert_eq!(gone.strong_count(), 0, "nobody is left to free the depot");
+    });
+}
+
+// --- closing ---------------------------------------------------------------------------------------------------------
+
+#[test]
+fn loom_close_counts() {
+    model("close: two return while the pool closes", 3, || {
+        let store = Store::new(TWO, PAGE);
+        let held = store.take();
+        let user = || {
+            let store = store.clone();
+            worker(move || {
+                let out = store.take();
+                out.into_iter().for_each(Out::put);
+            })
+        };
+        let users = [user(), user()];
+        step();
+        store.depot.close();
+        held.into_iter().for_each(Out::put);
+        for user in users {
+            user.join().unwrap();
+        }
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_close_frees_under_returns() {
+    model("close: the overflow of a shard while the pool is dropped", 4, || {
+        // No racks: what a shard cannot hold goes to the runs.
+        let store = Store::new(TWO, 0);
+        let gone = Arc::downgrade(&store.depot);
+        let other = worker({
+            let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
+            assert_eq!(outs.len(), ALL);
+            move || outs.into_iter().for_each(Out::put)
+        });
+        step();
+        store.depot.close();
+        drop(store);
+        other.join().unwrap();
+        assert_eq!(gone.strong_count(), 0, "nobody is left to free the depot");
+    });
+}
+
+#[test]
+fn loom_check_finds_everything() {
+    model("check: the overflow of a shard while everything is counted", 3, || {
+        // No racks, as above.
+        let store = Store::new(TWO, 0);
+        let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
+        let other = worker(move || outs.into_iter().for_each(Out::put));
+        step();
+        store.depot.check(|_, _| ()).unwrap();
+        other.join().unwrap();
+        store.finish();
+    });
+}
+
+// --- waiting ---------------------------------------------------------------------------------------------------------
+
+/// Waits as a task does, from its place in the queue on.
+fn wait_as_task(store: &Store, key: usize) -> Result<Vec<Out>> {
+    let waker = task(thread::current());
+    loop {
+        step();
+        match store.depot.look(key, Some(&waker)) {
+            Outcome::Granted(grants) => return Ok(grants.into_iter().map(|g| store.out(g)).collect()),
+            Outcome::Failed(error) => return Err(error),
+            Outcome::Waiting => thread::park_until(None),
+        }
+    }
+}
+
+fn join(store: &Store, wants: usize) -> Result<usize> {
+    step();
+    store.depot.join(vec![store.want(); wants], Wake::Thread(thread::current()), false)
+}
+
+#[test]
+fn loom_wait_is_woken() {
+    model("wait: a hit returns while another begins to wait", 4, || {
+        let store = Store::new(TWO, PAGE);
+        let held = [store.take(), store.take()];
+        let other = worker({
+            let store = store.clone();
+            move || {
+                let out = store.take();
+                out.into_iter().for_each(Out::put);
+            }
+        });
+        let key = join(&store, 1).unwrap();
+        let grants = store.depot.wait(key, None, Instant::now()).unwrap();
+        grants.into_iter().for_each(|grant| store.out(grant).put());
+        other.join().unwrap();
+        held.into_iter().flatten().for_each(Out::put);
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_wait_as_a_task() {
+    model("wait: a task waits for what two threads return", 2, || {
+        let store = Store::new(TWO, PAGE);
+        let outs = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
+        let [one, two, three] = outs;
+        let others = [worker(move || one.put()), worker(move || two.put())];
+        let key = join(&store, 2).unwrap();
+        let got = wait_as_task(&store, key).unwrap();
+        assert_eq!(got.len(), 2);
+        for other in others {
+            other.join().unwrap();
+        }
+        got.into_iter().chain([three]).for_each(Out::put);
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_wait_cancelled() {
+    model("wait: the first gives up while its grant is on the way to it", 3, || {
+        let store = Store::new(TWO, PAGE);
+        let [one, two, three] = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
+        let first = join(&store, 1).unwrap();
+        let second = join(&store, 1).unwrap();
+        let canceller = worker({
+            let store = store.clone();
+            move || {
+                step();
+                store.depot.leave(first, true);
+            }
+        });
+        let giver = worker(move || one.put());
+        let got = wait_as_task(&store, second).unwrap();
+        canceller.join().unwrap();
+        giver.join().unwrap();
+        got.into_iter().chain([two, three]).for_each(Out::put);
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_wait_in_order() {
+    model("wait: first come, first served", 3, || {
+        let store = Store::new(TWO, PAGE);
+        let [one, two, three] = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
+        // The first needs two, the second would be content with one.
+        let first = join(&store, 2).unwrap();
+        let second = join(&store, 1).unwrap();
+        let givers = [one, two].map(|out| {
+            let store = store.clone();
+            worker(move || {
+                out.put();
+                assert!(store.take().is_none(), "took what another waits for");
+            })
+        });
+        step();
+        if let Outcome::Granted(_) = store.depot.look(second, None) {
+            panic!("the second was served, and there is not enough for both");
+        }
+        for giver in givers {
+            giver.join().unwrap();
+        }
+        let Outcome::Granted(grants) = store.depot.look(first, None) else {
+            panic!("the first was forgotten")
+        };
+        three.put();
+        let Outcome::Granted(last) = store.depot.look(second, None) else {
+            panic!("the second was forgotten")
+        };
+        grants.into_iter().chain(last).for_each(|grant| store.out(grant).put());
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_wait_ends_with_the_pool() {
+    model("wait: the pool closes on one who waits", 3, || {
+        let store = Store::new(TWO, PAGE);
+        let [one, two, three] = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
+        let waiter = worker({
+            let store = store.clone();
+            move || match join(&store, 1).and_then(|key| wait_as_task(&store, key)) {
+                Ok(outs) => outs.into_iter().for_each(Out::put),
+                Err(error) => assert_eq!(error, Error::Closed),
+            }
+        });
+        let giver = worker(move || one.put());
+        step();
+        store.depot.close();
+        waiter.join().unwrap();
+        giver.join().unwrap();
+        two.put();
+        three.put();
+        store.finish();
+    });
+}

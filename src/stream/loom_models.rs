@@ -1,0 +1,573 @@
+//! Loom models of timelines: ticks and marks, and the parties that meet in a segment's state word.
+//!
+//! The driver is a double that is as late as the contract allows: a copy reads its source when an event recorded after
+//! it is first seen complete, and no sooner. An event never recorded asks as complete, as the contract warns. Each
+//! segment has a cell: who has the segment writes to it, the late copy reads it; loom fails the model where these two are
+//! not ordered, which is what reusing a segment early looks like.
+
+#![allow(unsafe_code)]
+
+use std::future::Future;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::task::{Poll, Wake as TaskWake, Waker};
+
+use loom::thread::JoinHandle;
+
+use super::reaper::Listing;
+use super::timeline::{Lent, Ticket, Timeline};
+use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
+use crate::depot::{Depot, DepotConfig, Grant, Segment, Take, end_leases};
+use crate::device::context::Context;
+use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
+use crate::error::{DeviceError, Error, ErrorClass, Result};
+use crate::freelist::state;
+use crate::region::RegionId;
+use crate::segment::PAGE;
+use crate::sync::{Mutex, UnsafeCell, model, step, thread};
+
+/// A length whose class has no list in shards under loom: everything takes the depot's slow path.
+const LEN: usize = 2000;
+/// Segments of that class in two pages.
+const ALL: usize = 3;
+
+// --- the double ------------------------------------------------------------------------------------------------------
+
+/// The driver, and the memory it copies from.
+#[derive(Debug)]
+struct Late {
+    stream: Mutex<Queue>,
+    memory: [UnsafeCell<u32>; ALL],
+    /// Copies that have run, by segment.
+    ran: [AtomicU32; ALL],
+    /// The next recording fails, and with it the stream, though not the device.
+    refuses: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    /// Segments that copies read, in the order of submission.
+    copies: Vec<usize>,
+    /// How many of them have run.
+    ran: usize,
+    /// How many copies each event covers, if it was ever recorded.
+    events: Vec<Option<usize>>,
+}
+
+// SAFETY: the cells are loom's, which checks each access.
+unsafe impl Sync for Late {}
+// SAFETY: as above.
+unsafe impl Send for Late {}
+
+/// The segment at this address.
+fn number(address: *const u8) -> usize {
+    (address.addr() - PAGE) / crate::segment::Class::of(LEN).unwrap().stride()
+}
+
+impl Late {
+    fn write(&self, segment: &Segment) {
+        // SAFETY: loom fails the model if anyone else is at it.
+        self.memory[number(segment.base().as_ptr())].with_mut(|p| unsafe { *p += 1 });
+    }
+
+    fn ran(&self, segment: &Segment) -> u32 {
+        self.ran[number(segment.base().as_ptr())].load(Ordering::Relaxed)
+    }
+}
+
+impl Driver for Late {
+    fn name(&self) -> &str {
+        "late"
+    }
+    fn family(&self) -> &'static str {
+        "late"
+    }
+    /// Nothing moves by itself, and there are no threads of the crate's in a model.
+    fn stepped(&self) -> Option<&dyn Stepped> {
+        Some(self)
+    }
+    unsafe fn pin(&self, _: NonNull<u8>, _: usize) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn unpin(&self, _: NonNull<u8>, _: usize) -> Result<()> {
+        Ok(())
+    }
+    fn allocate(&self, _: usize) -> Result<DevicePtr> {
+        Ok(DevicePtr(0))
+    }
+    fn free(&self, _: DevicePtr) -> Result<()> {
+        Ok(())
+    }
+    fn create_stream(&self) -> Result<StreamHandle> {
+        Ok(StreamHandle(0))
+    }
+    fn destroy_stream(&self, _: StreamHandle) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn copy(&self, _: StreamHandle, transfer: Transfer) -> Result<()> {
+        if let Transfer::Upload { src, .. } = transfer {
+            self.stream.lock().copies.push(number(src));
+        }
+        Ok(())
+    }
+    unsafe fn copy_blocking(&self, _: StreamHandle, _: Transfer) -> Result<()> {
+        Ok(())
+    }
+    fn create_event(&self) -> Result<EventHandle> {
+        let mut queue = self.stream.lock();
+        queue.events.push(None);
+        Ok(EventHandle(queue.events.len() as u64 - 1))
+    }
+    fn destroy_event(&self, _: EventHandle) -> Result<()> {
+        Ok(())
+    }
+    fn record(&self, event: EventHandle, _: StreamHandle) -> Result<()> {
+        let mut queue = self.stream.lock();
+        if self.refuses.swap(false, Ordering::Relaxed) {
+            return Err(Error::Device(DeviceError {
+                device: "late".into(),
+                call: "record",
+                code: 1,
+                text: "refused".into(),
+                class: ErrorClass::Argument,
+            }));
+        }
+        queue.events[event.0 as usize] = Some(queue.copies.len());
+        Ok(())
+    }
+    fn query(&self, event: EventHandle) -> Result<bool> {
+        let mut queue = self.stream.lock();
+        let Queue { copies, ran, events } = &mut *queue;
+        let covered = events[event.0 as usize].unwrap_or(0);
+        for &segment in copies.get(*ran..covered).unwrap_or_default() {
+            // SAFETY: loom fails the model if anyone writes at the same time.
+            self.memory[segment].with(|p| unsafe { *p });
+            self.ran[segment].fetch_add(1, Ordering::Relaxed);
+        }
+        *ran = covered.max(*ran);
+        Ok(true)
+    }
+    fn wait_event(&self, _: StreamHandle, _: EventHandle) -> Result<()> {
+        Ok(())
+    }
+}
+
+impl Stepped for Late {
+    fn step(&self) -> bool {
+        false
+    }
+}
+
+// --- what models share -----------------------------------------------------------------------------------------------
+
+/// A stream with its depot.
+#[derive(Clone)]
+struct Setup {
+    driver: Arc<Late>,
+    listing: Listing,
+    timeline: Arc<Timeline>,
+    depot: Arc<Depot>,
+}
+
+impl Setup {
+    fn new() -> Self {
+        let driver = Arc::new(Late {
+            stream: Mutex::new(Queue::default()),
+            memory: std::array::from_fn(|_| UnsafeCell::new(0)),
+            ran: std::array::from_fn(|_| AtomicU32::new(0)),
+            refuses: AtomicBool::new(false),
+        });
+        let context = Context::new(driver.clone()).unwrap();
+        let listing = Listing::default();
+        let timeline = Timeline::new(context, StreamHandle(0), true, listing.clone());
+        let config = DepotConfig {
+            capacity: 2 * PAGE,
+            thread_cache: 0,
+            shared_cache: 0,
+            largest: PAGE,
+            timeless: true,
+            serves: Vec::new(),
+        };
+        let depot = Depot::new(config, None);
+        let base = NonNull::new(std::ptr::without_provenance_mut(PAGE)).unwrap();
+        // SAFETY: the arena only does arithmetic on it.
+        unsafe { depot.add_extent(RegionId(0), base, 2 * PAGE, true) };
+        Self { driver, listing, timeline, depot }
+    }
+
+    /// A segment of ours, written to.
+    fn take(&self) -> Option<Segment> {
+        let want = self.depot.place(LEN, 64).unwrap();
+        let Take::Got(Grant { slot, len }) = self.depot.try_take(want).unwrap() else { return None };
+        // SAFETY: granted just now.
+        let segment = unsafe { Segment::new(&self.depot, Grant { slot, len }) };
+        self.driver.write(&segment);
+        Some(segment)
+    }
+
+    /// What `Stream::upload` does, step by step.
+    fn submit(&self, lent: Lent, segment: Segment) -> InFlight<PinnedBuf> {
+        step();
+        let ticket = Ticket { timeline: self.timeline.clone(), tick: u64::MAX };
+        let src = segment.base().as_ptr().cast_const();
+        let submission = self.timeline.begin(lent, None).unwrap();
+        // SAFETY: on the timeline now, and touched when it has landed only.
+        let mut flight = InFlight::new(ticket, unsafe { PinnedBuf::new(segment, 0) }, None);
+        step();
+        let transfer = Transfer::Upload { src, dst: DevicePtr(0), len: LEN };
+        // SAFETY: nothing is really copied.
+        unsafe { self.driver.copy(StreamHandle(0), transfer) }.unwrap();
+        step();
+        flight.submitted(submission.commit());
+        flight
+    }
+
+    fn upload(&self, segment: Segment) -> InFlight<PinnedBuf> {
+        self.submit(Lent::Segment(segment.alias()), segment)
+    }
+
+    /// Takes whatever is free and writes to it, as the next owner would.
+    fn reuse(&self) {
+        step();
+        let all: Vec<Segment> = std::iter::from_fn(|| self.take()).collect();
+        for segment in all {
+            // SAFETY: ours, and nothing uses it.
+            unsafe { segment.release() };
+        }
+    }
+
+    /// Lets everything land, and looks whether it is all back.
+    fn finish(self) {
+        while !self.timeline.is_idle() {
+            self.timeline.pass(true);
+        }
+        self.reuse();
+        let snapshot = self.depot.snapshot();
+        assert_eq!((snapshot.out, snapshot.quarantined), (0, 0), "everything is back");
+        assert_eq!(self.timeline.flight(self.depot.number()).0, super::timeline::Flight::default());
+        self.depot.check(|_, _| ()).unwrap();
+        self.depot.close();
+        assert_eq!(Arc::strong_count(&self.depot), 1);
+        // Takes the timeline off the list, which holds it.
+        self.listing.pass();
+    }
+}
+
+/// A thread whose leases end with it, before it can be joined.
+fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
+    loom::thread::spawn(move || {
+        run();
+        end_leases();
+    })
+}
+
+/// Waits as long as somebody else asks. (`wait` does not on a device that does nothing by itself.)
+fn until(done: impl Fn() -> bool) {
+    while !done() {
+        crate::sync::yield_now();
+    }
+}
+
+/// Who has a segment in flight: waits for it if it has landed, else drops it.
+fn end(setup: &Setup, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u32) {
+    step();
+    if segment.slot().word().state() == state::LANDED {
+        assert_eq!(setup.driver.ran(segment), copies, "landed, and the copy has not run");
+        let buf = flight.wait().unwrap();
+        setup.driver.write(buf.segment());
+    }
+}
+
+// --- ticks and marks -------------------------------------------------------------------------------------------------
+
+#[test]
+fn loom_mark_after_loss() {
+    model("marks: one is recorded while the stream is given up", 3, || {
+        let setup = Setup::new();
+        let flight = setup.upload(setup.take().unwrap());
+        setup.driver.refuses.store(true, Ordering::Relaxed);
+        let closers = [0, 1].map(|_| {
+            let setup = setup.clone();
+            spawn(move || {
+                step();
+                // Closes even if nothing new was submitted, as one stream waiting for another does.
+                let _ = setup.timeline.wait_here(StreamHandle(1));
+            })
+        });
+        for closer in closers {
+            closer.join().unwrap();
+        }
+        // Ends, whoever came first, and has nothing to ask about.
+        assert!(!setup.timeline.ask());
+        assert!(setup.timeline.usable().is_err());
+        assert!(flight.wait().is_err());
+        assert!(setup.timeline.is_idle());
+        setup.listing.pass();
+        setup.depot.close();
+    });
+}
+
+#[test]
+fn loom_ticks_and_marks() {
+    model("marks: two submit, one closes, one asks", 3, || {
+        let setup = Setup::new();
+        let submitters = [0, 1].map(|_| {
+            let setup = setup.clone();
+            let segment = setup.take().unwrap();
+            spawn(move || {
+                let alias = segment.alias();
+                let flight = setup.upload(segment);
+                end(&setup, flight, &alias, 1);
+            })
+        });
+        let closer = spawn({
+            let setup = setup.clone();
+            move || {
+                step();
+                setup.timeline.close();
+            }
+        });
+        step();
+        setup.timeline.ask();
+        setup.reuse();
+        for thread in submitters.into_iter().chain([closer]) {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_tick_in_two_closings() {
+    model("marks: one submits twice between two who close and ask", 3, || {
+        let setup = Setup::new();
+        let submitter = spawn({
+            let setup = setup.clone();
+            let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
+            move || {
+                drop(setup.upload(one));
+                let alias = two.alias();
+                let flight = setup.upload(two);
+                end(&setup, flight, &alias, 1);
+            }
+        });
+        let closer = spawn({
+            let setup = setup.clone();
+            move || {
+                step();
+                setup.timeline.pass(true);
+            }
+        });
+        step();
+        setup.timeline.pass(true);
+        setup.reuse();
+        submitter.join().unwrap();
+        closer.join().unwrap();
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_landing_wakes() {
+    struct Task(thread::Thread);
+    impl TaskWake for Task {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    model("landing: a task sleeps until the reaper has seen its mark", 3, || {
+        let setup = Setup::new();
+        let segment = setup.take().unwrap();
+        let alias = segment.alias();
+        let mut flight = setup.upload(segment);
+        let reaper = spawn({
+            let setup = setup.clone();
+            // As the reaper does: looks until nothing is in flight any more.
+            move || {
+                while !setup.timeline.is_idle() {
+                    step();
+                    setup.timeline.pass(false);
+                    crate::sync::yield_now();
+                }
+            }
+        });
+        let waker: Waker = Arc::new(Task(thread::current())).into();
+        let buf = loop {
+            step();
+            match std::pin::Pin::new(&mut flight).poll(&mut std::task::Context::from_waker(&waker)) {
+                Poll::Ready(buf) => break buf.unwrap(),
+                Poll::Pending => thread::park_until(None),
+            }
+        };
+        assert_eq!(setup.driver.ran(&alias), 1);
+        setup.driver.write(buf.segment());
+        drop(buf);
+        reaper.join().unwrap();
+        setup.finish();
+    });
+}
+
+// --- those who meet in the word --------------------------------------------------------------------------------------
+
+/// A thread that asks, as the reaper does, and then takes whatever came back.
+fn reaper(setup: &Setup) -> JoinHandle<()> {
+    let setup = setup.clone();
+    spawn(move || {
+        step();
+        setup.timeline.pass(true);
+        setup.reuse();
+    })
+}
+
+/// A thread that drops a handle.
+fn dropper(flight: InFlight<PinnedBuf>) -> JoinHandle<()> {
+    spawn(move || {
+        step();
+        drop(flight);
+    })
+}
+
+/// Claims a segment in flight, as a stream-ready checkout does.
+fn claim(setup: &Setup) -> Option<(StreamBuf, Segment)> {
+    step();
+    let class = crate::segment::Class::of(LEN).unwrap();
+    let (key, segment) = setup.timeline.claim(&setup.depot, class)?;
+    let alias = segment.alias();
+    Some((StreamBuf::claimed(setup.timeline.clone(), key, segment), alias))
+}
+
+#[test]
+fn loom_landing_against_drop() {
+    model("landing: two reapers against two handles", 3, || {
+        let setup = Setup::new();
+        let (one, two) = (setup.take().unwrap(), setup.take().unwrap());
+        let alias = two.alias();
+        let (one, two) = (setup.upload(one), setup.upload(two));
+        let threads = [reaper(&setup), dropper(one)];
+        end(&setup, two, &alias, 1);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_claim_unused() {
+    model("claim: not used, against the reaper and the handle", 3, || {
+        let setup = Setup::new();
+        let flight = setup.upload(setup.take().unwrap());
+        let threads = [reaper(&setup), dropper(flight)];
+        if let Some((claimed, _)) = claim(&setup) {
+            step();
+            drop(claimed);
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_claim_waited_for() {
+    model("claim: waited for, against the reaper and the handle", 3, || {
+        let setup = Setup::new();
+        let flight = setup.upload(setup.take().unwrap());
+        let threads = [reaper(&setup), dropper(flight)];
+        if let Some((claimed, segment)) = claim(&setup) {
+            step();
+            until(|| setup.timeline.poll_complete(1).unwrap());
+            let buf = claimed.wait().unwrap();
+            assert_eq!(setup.driver.ran(&segment), 1, "host-ready, and the copy has not run");
+            setup.driver.write(&segment);
+            drop(buf);
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_claim_used() {
+    model("claim: submitted again, against the reaper and the handle", 3, || {
+        let setup = Setup::new();
+        let flight = setup.upload(setup.take().unwrap());
+        let threads = [reaper(&setup), dropper(flight)];
+        if let Some((claimed, segment)) = claim(&setup) {
+            step();
+            let (lent, own) = claimed.into_lent();
+            let flight = setup.submit(lent, own);
+            end(&setup, flight, &segment, 2);
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_claim_leaves_handles_alone() {
+    model("claim: a handle that is kept gets its segment back", 3, || {
+        let setup = Setup::new();
+        let segment = setup.take().unwrap();
+        let flight = setup.upload(segment);
+        let keeper = spawn({
+            let setup = setup.clone();
+            move || {
+                step();
+                until(|| flight.is_done().unwrap());
+                let buf = flight.wait().unwrap();
+                setup.driver.write(buf.segment());
+            }
+        });
+        let reaper = reaper(&setup);
+        assert!(claim(&setup).is_none(), "claimed under its handle");
+        keeper.join().unwrap();
+        reaper.join().unwrap();
+        setup.finish();
+    });
+}
+
+#[test]
+fn loom_joint_returns_once() {
+    model("landing: a segment that two streams hold, and its handle", 3, || {
+        let setup = Setup::new();
+        // Its own list of ticks and marks; the double has one queue for all streams.
+        let other =
+            Timeline::new(setup.timeline.context().clone(), StreamHandle(1), true, setup.listing.clone());
+        let buf = {
+            // SAFETY: ours.
+            unsafe { PinnedBuf::new(setup.take().unwrap(), 0) }
+        };
+        let joint = crate::buffer::joint(&buf, 2);
+        let mut flight = InFlight::joint(buf, 2);
+        for timeline in [&setup.timeline, &other] {
+            let tick = timeline.begin(Lent::Joint(joint.clone()), None).unwrap().commit();
+            flight.add(Ticket { timeline: timeline.clone(), tick });
+        }
+        let threads = [
+            dropper(flight),
+            spawn({
+                let other = other.clone();
+                move || {
+                    step();
+                    other.pass(true);
+                }
+            }),
+        ];
+        step();
+        setup.timeline.pass(true);
+        setup.reuse();
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        other.pass(true);
+        assert_eq!(setup.depot.joint_bytes(), 0);
+        setup.finish();
+    });
+}
