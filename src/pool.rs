@@ -197,7 +197,7 @@ impl Pool {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request, Patience::Forever),
+            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::Forever),
         }
     }
 
@@ -210,7 +210,7 @@ impl Pool {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request, Patience::None),
+            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::None),
         }
     }
 
@@ -227,7 +227,7 @@ impl Pool {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request, Patience::until(timeout)),
+            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::until(timeout)),
         }
     }
 
@@ -336,7 +336,7 @@ impl Pool {
                 }
             }
         }
-        self.checkout_slow(request, patience).map(fresh)
+        self.checkout_slow(request.len, request.align, request.reserve, patience).map(fresh)
     }
 
     /// Takes back a buffer that went out as a token.
@@ -360,15 +360,23 @@ impl Pool {
             return None;
         }
         let class = Class::of(request.len)?;
-        let depot = &self.0.main.depot;
+        let depot: &Depot = &self.0.main.depot;
         let slot = depot.hit(class, request.len)?;
         // SAFETY: taken just now; a class's segments hold its lengths.
         Some(unsafe { buffer(depot, Grant { slot, len: request.len }) })
     }
 
+    /// Everything else. Takes the request in parts: whole, it would be written to memory before each hit.
     #[cold]
     #[inline(never)]
-    fn checkout_slow(&self, request: Request<'_>, patience: Patience) -> Result<PinnedBuf> {
+    fn checkout_slow(
+        &self,
+        len: usize,
+        align: usize,
+        reserve: Option<&str>,
+        patience: Patience,
+    ) -> Result<PinnedBuf> {
+        let request = Request { len, align, reserve };
         self.acquire(&[request], patience)?.pop().ok_or(Error::ZeroLength)
     }
 
