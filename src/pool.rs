@@ -184,6 +184,9 @@ impl Pool {
     }
 
     // --- checking out ------------------------------------------------------------------------------------------------
+    //
+    // Inlined always: a hit is shorter than what a call costs that returns a buffer through memory, where it is written in
+    // words and read back in wider moves, which the processor cannot forward.
 
     /// A host-ready buffer. Waits, if need be for ever, until the pool has one: see
     /// [`try_checkout`](Self::try_checkout), [`checkout_timeout`](Self::checkout_timeout) and
@@ -192,7 +195,7 @@ impl Pool {
     /// # Errors
     /// [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`], [`Error::Config`] for an unknown reserve;
     /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`], and what made growing fail, when no wait can help.
-    #[inline]
+    #[inline(always)]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         let request = request.into();
         match self.hit(request) {
@@ -205,7 +208,7 @@ impl Pool {
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
-    #[inline]
+    #[inline(always)]
     pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         let request = request.into();
         match self.hit(request) {
