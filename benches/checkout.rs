@@ -9,7 +9,8 @@
 //!
 //! Figures of separate runs differ by more than what they are to show, above all on a machine that others use. What
 //! counts is therefore the table at the end: contenders take short turns, round after round, each round gives a ratio to
-//! `two_fetch_adds` of the same round, and the table has the median of the rounds with their quartiles.
+//! the first contender of the same round (`two_fetch_adds`, where it takes part), and the table has the median of the
+//! rounds with their quartiles.
 //!
 //! # What is measured
 //!

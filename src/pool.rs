@@ -193,6 +193,9 @@ impl Pool {
     }
 
     // --- checking out ------------------------------------------------------------------------------------------------
+    //
+    // Inlined always: a hit is shorter than what a call costs that returns a buffer through memory, where it is written in
+    // words and read back in wider moves, which the processor cannot forward.
 
     /// A host-ready buffer. Waits, if need be for ever, until the pool has one: see
     /// [`try_checkout`](Self::try_checkout), [`checkout_timeout`](Self::checkout_timeout) and
@@ -201,12 +204,12 @@ impl Pool {
     /// # Errors
     /// [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`], [`Error::Config`] for an unknown reserve;
     /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`], and what made growing fail, when no wait can help.
-    #[inline]
+    #[inline(always)]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request, Patience::Forever),
+            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::Forever),
         }
     }
 
@@ -214,12 +217,12 @@ impl Pool {
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
-    #[inline]
+    #[inline(always)]
     pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request, Patience::None),
+            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::None),
         }
     }
 
@@ -236,7 +239,7 @@ impl Pool {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request, Patience::until(timeout)),
+            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::until(timeout)),
         }
     }
 
@@ -345,7 +348,7 @@ impl Pool {
                 }
             }
         }
-        self.checkout_slow(request, patience).map(fresh)
+        self.checkout_slow(request.len, request.align, request.reserve, patience).map(fresh)
     }
 
     /// Takes back a buffer that went out as a token.
@@ -369,15 +372,23 @@ impl Pool {
             return None;
         }
         let class = Class::of(request.len)?;
-        let depot = &self.0.main.depot;
+        let depot: &Depot = &self.0.main.depot;
         let slot = depot.hit(class, request.len)?;
         // SAFETY: taken just now; a class's segments hold its lengths.
         Some(unsafe { buffer(depot, Grant { slot, len: request.len }) })
     }
 
+    /// Everything else. Takes the request in parts: whole, it would be written to memory before each hit.
     #[cold]
     #[inline(never)]
-    fn checkout_slow(&self, request: Request<'_>, patience: Patience) -> Result<PinnedBuf> {
+    fn checkout_slow(
+        &self,
+        len: usize,
+        align: usize,
+        reserve: Option<&str>,
+        patience: Patience,
+    ) -> Result<PinnedBuf> {
+        let request = Request { len, align, reserve };
         self.acquire(&[request], patience)?.pop().ok_or(Error::ZeroLength)
     }
 

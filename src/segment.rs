@@ -137,15 +137,16 @@ impl Class {
         if len.wrapping_sub(1) >= LARGEST_CLASS_LEN {
             return None;
         }
-        let span = ((len + 31) & !31) + 32;
-        let index = if span <= LINEAR_MAX {
-            (span - 1) / SEGMENT_ALIGN
+        let index = if len <= LINEAR_MAX - 32 {
+            // ((span - 1) / 64, where the roundings to 32 and to 64 have become one.
+            (len + 31) / SEGMENT_ALIGN
         } else {
-            // The largest number below the class's power-of-two part; its leading bits name doubling and step.
-            let below = span - SEGMENT_ALIGN - 1;
-            let doubling = below.ilog2();
-            let step = (below >> (doubling - 3)) & 7;
-            LINEAR_CLASSES + (doubling - FIRST_DOUBLING) as usize * 8 + step
+            // The largest number below the class's power-of-two part, which is span - 65 but for bits that are shifted
+            // out; its leading bit names the doubling, and the three after it the step.
+            let below = len - 33;
+            let shift = below.ilog2() as usize - 3;
+            // The first doubling has shift 7 and quotients 8 to 15.
+            (below >> shift) + shift * 8 - (FIRST_DOUBLING as usize - 2) * 8 + LINEAR_CLASSES
         };
         Some(Self(index as u8))
     }

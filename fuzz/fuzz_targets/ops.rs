@@ -78,8 +78,14 @@ struct Setup {
     region: u8,
     initial: u8,
     cache: u8,
-    reserve: bool,
+    reserve: u8,
     lanes: bool,
+}
+
+impl Setup {
+    fn reserve(self) -> bool {
+        self.reserve % 4 == 1
+    }
 }
 
 #[derive(Arbitrary, Debug, Clone, Copy)]
@@ -162,6 +168,7 @@ struct World {
     detached: Vec<(usize, usize)>,
     forgotten: usize,
     faults: bool,
+    reserve: bool,
     next: u32,
 }
 
@@ -203,7 +210,7 @@ impl World {
             .pin_threads(1)
             .unpinned(Unpinned::Allow);
         let mut left = capacity;
-        if setup.reserve && capacity >= 4 * PAGE {
+        if setup.reserve() && capacity >= 4 * PAGE {
             builder = builder.reserve("urgent", capacity / 4);
             left -= capacity / 4;
         }
@@ -230,6 +237,7 @@ impl World {
             detached: Vec::new(),
             forgotten: 0,
             faults: false,
+            reserve: setup.reserve(),
             next: 0,
         })
     }
@@ -767,8 +775,18 @@ impl World {
             down.drained || self.forgotten > 0 || stats.quarantined_bytes > 0,
             "{down:?} after {stats:?}"
         );
-        let Self { node, device, pool, lanes, forgotten, faults, .. } = self;
+        let Self { node, device, pool, lanes, forgotten, faults, reserve, .. } = self;
+        let regions = pool.regions();
         drop((pool, lanes, device));
+        if down.outstanding > 0 && !reserve {
+            // A segment that never comes back keeps its pool's memory for good, as it must. Millions of inputs would
+            // fill this machine with it.
+            for region in regions {
+                // SAFETY: the mapping stays for good, and nobody is left who knows of it. (With a reserve there are two
+                // pools, and which of them stays does not show, so then it stays.)
+                unsafe { libc::munmap(region.base.as_ptr().cast(), region.len) };
+            }
+        }
         if forgotten == 0 && !faults {
             let live = node.live(0);
             let left = (live.streams, live.events, live.allocations, live.pinned_bytes, live.queued);

@@ -79,6 +79,7 @@ pub(crate) struct DepotConfig {
 pub(crate) struct Depot {
     // Read on each hit, written hardly ever: together, and away from what is written.
     gate: Gate,
+    way: lease::Way,
     number: u64,
     config: DepotConfig,
     racks: Vec<Rack>,
@@ -159,9 +160,11 @@ pub(crate) enum Take {
 impl Depot {
     pub(crate) fn new(config: DepotConfig, regions: Option<Arc<Regions>>) -> Arc<Self> {
         static NUMBERS: StdAtomicU64 = StdAtomicU64::new(1);
+        let number = NUMBERS.fetch_add(1, StdOrdering::Relaxed);
         let depot = Arc::new_cyclic(|me| Self {
             gate: Gate::new(sync::asymmetric()),
-            number: NUMBERS.fetch_add(1, StdOrdering::Relaxed),
+            way: lease::Way::new(number),
+            number,
             regions,
             racks: listed().map(|_| Rack::new()).collect(),
             racked: AtomicU64::new(0),
@@ -227,7 +230,7 @@ impl Depot {
     /// A hit: this thread's shard has a segment. Everything else is [`Depot::try_take`]'s.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
-        let shard = lease::hot(self.number)?;
+        let shard = lease::hot(self)?;
         self.gate.enter(shard)?.take(class, len)
     }
 
@@ -321,7 +324,7 @@ impl Depot {
     }
 
     fn shard(&self) -> Option<&Shard> {
-        lease::hot(self.number).or_else(|| lease::obtain(self))
+        lease::hot(self).or_else(|| lease::obtain(self))
     }
 
     /// Fills this thread's shard from a rack and takes one of it.
@@ -429,7 +432,7 @@ impl Depot {
         // SAFETY: a slot that is out keeps its depot alive (the crowd's count) until it is counted as returned.
         let depot = unsafe { this.as_ref() };
         // SAFETY: as above; slots that are out are alive.
-        if let (Some(shard), Some(class)) = (lease::hot(depot.number), unsafe { slot.as_ref() }.class()) {
+        if let (Some(shard), Some(class)) = (lease::hot(depot), unsafe { slot.as_ref() }.class()) {
             if let Some(mut held) = depot.gate.enter(shard) {
                 // SAFETY: alive, of this class, in no list, and the caller's.
                 if let Put::Kept = unsafe { held.put(class, slot, len) } {

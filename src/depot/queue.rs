@@ -188,7 +188,7 @@ impl Queue {
     pub(crate) fn pass(&mut self, arena: &mut Arena, wants: &[Want]) -> Option<Grant> {
         let head = &mut self.waiters[*self.order.front()?];
         let tired = head.passed >= PASSES || (!self.timeless && head.since.elapsed() >= PATIENCE);
-        if tired && !cfg!(pinpool_planted = "queue_overtake") {
+        if tired {
             return None;
         }
         let &[Want { len, placement: Placement::Class(class) }] = wants else { return None };

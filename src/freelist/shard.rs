@@ -20,16 +20,18 @@
 //! Either the owner's load of `mode` comes after the heavy fence and sees the bits, and the owner keeps out; or it came
 //! before, and then its `busy = 1` is visible to the cold side, which waits. [`crate::sync`] has the fence and its
 //! three modes; without `membarrier` the bit [`mode::FENCED`] is always set, which makes the owner's first look at
-//! `mode` fail and sends it through [`Gate::enter_fenced`], where it pays for a real fence.
+//! `mode` fail and sends it through [`Gate::look_fenced`], where it pays for a real fence.
 //!
 //! The owner's last access to a shard is `busy = 0`: a pool that is being freed waits for it.
 
 use std::sync::Arc;
 
-use crossbeam::utils::CachePadded;
-
+#[cfg(loom)]
+use super::list_of;
 use super::slot::{Chain, Slot};
-use super::{LISTED, list_of, listed};
+use super::{LISTED, listed};
+#[cfg(not(loom))]
+use crate::segment::CLASSES;
 use crate::segment::Class;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 use std::ptr::NonNull;
@@ -52,44 +54,65 @@ pub(crate) mod mode {
 ///
 /// The fields are atomics so that a snapshot may read them at any time; only who holds the shard writes them, by a load
 /// and a store, both relaxed.
+///
+/// A hit writes as few of them as can be, so what can be worked out is not kept: the list holds `limit - room` segments,
+/// and as many were returned here as it holds and were taken, less those that came by the slow path.
 #[derive(Debug)]
 #[repr(align(32))]
 struct Cell {
     head: AtomicPtr<Slot>,
-    count: AtomicU32,
+    /// How many more segments the list may hold, as an `i32`: below 0 if it holds more than it may.
+    room: AtomicU32,
     /// How many segments the list may hold. 0 until the depot has granted room for this class.
     limit: AtomicU32,
-    /// Segments taken and returned here since the shard was made. A thread may return what another took.
+    /// Segments taken here since the shard was made. A thread may return what another took.
     takes: AtomicU64,
-    puts: AtomicU64,
+    /// Segments filled in less drained (wrapping).
+    filled: AtomicU64,
 }
 
 impl Cell {
     fn new() -> Self {
         Self {
             head: AtomicPtr::new(std::ptr::null_mut()),
-            count: AtomicU32::new(0),
+            room: AtomicU32::new(0),
             limit: AtomicU32::new(0),
             takes: AtomicU64::new(0),
-            puts: AtomicU64::new(0),
+            filled: AtomicU64::new(0),
         }
     }
 
-    #[inline(always)]
-    fn add(counter: &AtomicU64, n: u64) {
-        counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
+    /// Segments in the list.
+    fn count(&self) -> u32 {
+        self.limit.load(Ordering::Relaxed).wrapping_sub(self.room.load(Ordering::Relaxed))
+    }
+
+    /// Books segments that came by the slow path, or (wrapping) went.
+    fn refill(&self, count: u32) {
+        self.room.store(self.room.load(Ordering::Relaxed).wrapping_sub(count), Ordering::Relaxed);
+        add(&self.filled, i64::from(count as i32) as u64);
     }
 }
 
-/// A shard. Its own cache lines: nobody else writes there while its owner works.
+/// What `fetch_add` would do, where nobody else writes (wrapping).
+#[inline(always)]
+fn add(counter: &AtomicU64, n: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
+}
+
+/// A shard. Its own cache lines: nobody else writes there while its owner works. The cells come first, so that finding
+/// one is a shift and nothing else; what each hit writes besides follows in one line.
 #[derive(Debug)]
+#[repr(C, align(128))]
 pub(crate) struct Shard {
-    busy: CachePadded<AtomicU32>,
-    /// Sum of the requested lengths taken less those returned here (wrapping).
+    cells: [Cell; LISTED.end - LISTED.start],
+    busy: AtomicU32,
+    /// Sums of the requested lengths taken and returned here (wrapping). Two, because a sum that each hit changed twice
+    /// would make the second change wait for the first.
     requested: AtomicU64,
+    returned: AtomicU64,
     /// Spreads threads over the hooks of a rack.
     number: usize,
-    cells: [Cell; LISTED.end - LISTED.start],
 }
 
 /// What a shard has counted for one class.
@@ -111,8 +134,9 @@ pub(crate) enum Put {
 impl Shard {
     fn new(number: usize) -> Self {
         Self {
-            busy: CachePadded::new(AtomicU32::new(0)),
+            busy: AtomicU32::new(0),
             requested: AtomicU64::new(0),
+            returned: AtomicU64::new(0),
             number,
             cells: std::array::from_fn(|_| Cell::new()),
         }
@@ -120,21 +144,29 @@ impl Shard {
 
     #[inline(always)]
     fn cell(&self, class: Class) -> Option<&Cell> {
-        self.cells.get(list_of(class))
+        #[cfg(loom)]
+        return self.cells.get(list_of(class));
+        #[cfg(not(loom))]
+        {
+            const { assert!(LISTED.start == 0 && LISTED.end == CLASSES) };
+            debug_assert!(class.index() < CLASSES);
+            // SAFETY: there is a cell for each class, and a class's index is below their number.
+            Some(unsafe { self.cells.get_unchecked(class.index()) })
+        }
     }
 
     /// What was counted. Exact while nobody moves.
     pub(crate) fn count(&self, class: Class) -> Count {
-        self.cell(class).map_or_else(Count::default, |cell| Count {
-            takes: cell.takes.load(Ordering::Relaxed),
-            puts: cell.puts.load(Ordering::Relaxed),
-            cached: u64::from(cell.count.load(Ordering::Relaxed)),
+        self.cell(class).map_or_else(Count::default, |cell| {
+            let (takes, cached) = (cell.takes.load(Ordering::Relaxed), u64::from(cell.count()));
+            let puts = takes.wrapping_add(cached).wrapping_sub(cell.filled.load(Ordering::Relaxed));
+            Count { takes, puts, cached }
         })
     }
 
     /// Requested lengths taken less returned here; meaningful only in the sum over all shards (wrapping).
     pub(crate) fn requested(&self) -> u64 {
-        self.requested.load(Ordering::Relaxed)
+        self.requested.load(Ordering::Relaxed).wrapping_sub(self.returned.load(Ordering::Relaxed))
     }
 }
 
@@ -169,9 +201,9 @@ impl Held<'_> {
         let s = unsafe { slot.as_ref() };
         cell.head.store(s.next(), Ordering::Relaxed);
         s.mark_taken();
-        cell.count.store(cell.count.load(Ordering::Relaxed).wrapping_sub(1), Ordering::Relaxed);
-        Cell::add(&cell.takes, 1);
-        Cell::add(&self.shard.requested, requested as u64);
+        cell.room.store(cell.room.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        add(&cell.takes, 1);
+        add(&self.shard.requested, requested as u64);
         Some(slot)
     }
 
@@ -182,18 +214,17 @@ impl Held<'_> {
     #[inline(always)]
     pub(crate) unsafe fn put(&mut self, class: Class, slot: NonNull<Slot>, requested: usize) -> Put {
         let Some(cell) = self.shard.cell(class) else { return Put::Full };
-        let count = cell.count.load(Ordering::Relaxed);
-        if count >= cell.limit.load(Ordering::Relaxed) {
+        let room = cell.room.load(Ordering::Relaxed) as i32;
+        if room <= 0 {
             return Put::Full;
         }
         // SAFETY: alive by the caller's word.
         let s = unsafe { slot.as_ref() };
-        s.set(super::slot::state::FREE);
+        s.mark_returned();
         s.set_next(cell.head.load(Ordering::Relaxed));
         cell.head.store(slot.as_ptr(), Ordering::Relaxed);
-        cell.count.store(count + 1, Ordering::Relaxed);
-        Cell::add(&cell.puts, 1);
-        Cell::add(&self.shard.requested, (requested as u64).wrapping_neg());
+        cell.room.store((room - 1) as u32, Ordering::Relaxed);
+        add(&self.shard.returned, requested as u64);
         Put::Kept
     }
 
@@ -205,6 +236,7 @@ impl Held<'_> {
     /// Changes that. What is above the new limit stays until it is taken or drained.
     pub(crate) fn set_limit(&mut self, class: Class, limit: u32) {
         if let Some(cell) = self.shard.cell(class) {
+            cell.room.store(limit.wrapping_sub(cell.count()), Ordering::Relaxed);
             cell.limit.store(limit, Ordering::Relaxed);
         }
     }
@@ -220,22 +252,22 @@ impl Held<'_> {
             debug_assert!(chain.is_empty(), "filled a class without a list");
             return;
         };
+        let count = chain.len();
         while let Some(slot) = chain.pop() {
             // SAFETY: popped from a chain: alive, free and in no list.
             unsafe { slot.as_ref() }.set_next(cell.head.load(Ordering::Relaxed));
             cell.head.store(slot.as_ptr(), Ordering::Relaxed);
-            cell.count.store(cell.count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         }
+        cell.refill(count);
     }
 
     /// Takes up to `count` segments off the list without counting them as checked out.
     pub(crate) fn drain(&mut self, class: Class, count: u32) -> Chain {
         let Some(cell) = self.shard.cell(class) else { return Chain::new() };
-        let mut list =
-            Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count.load(Ordering::Relaxed) };
+        let mut list = Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count() };
         let front = list.split(count);
         cell.head.store(list.head, Ordering::Relaxed);
-        cell.count.store(list.count, Ordering::Relaxed);
+        cell.refill(front.count.wrapping_neg());
         front
     }
 
@@ -252,8 +284,7 @@ impl Held<'_> {
     /// Visits the slots of one list. For `check()`.
     pub(crate) fn for_each(&self, class: Class, visit: impl FnMut(&Slot)) {
         let Some(cell) = self.shard.cell(class) else { return };
-        let list =
-            Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count.load(Ordering::Relaxed) };
+        let list = Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count() };
         list.iter().for_each(visit);
         // Only looked at: the list stays the shard's.
         let _ = std::mem::ManuallyDrop::new(list);
@@ -282,17 +313,16 @@ impl Gate {
         // Pairs with the load in `quiesce`.
         shard.busy.store(1, Ordering::Relaxed);
         light();
+        // Its drop is the way out, whether we get in or not.
+        let held = Held { shard, owner: true };
         // Acquire: pairs with the release in `open`, so that we see the lists as the cold side left them.
-        if self.mode.load(Ordering::Acquire) == 0 {
-            Some(Held { shard, owner: true })
-        } else {
-            self.enter_fenced(shard)
-        }
+        if self.mode.load(Ordering::Acquire) == 0 || self.look_fenced() { Some(held) } else { None }
     }
 
-    /// The same with a fence of our own, where [`mode::FENCED`] is all that is set.
+    /// The owner's second look, behind a fence of its own. Whether [`mode::FENCED`] is all that is set.
     #[cold]
-    fn enter_fenced<'a>(&self, shard: &'a Shard) -> Option<Held<'a>> {
+    #[inline(never)]
+    fn look_fenced(&self) -> bool {
         #[cfg(pinpool_rmw)]
         // A read-modify-write instead of a fence, for tools that do not model fences: it either follows the cold side's
         // own in the word's order and sees its bits, or precedes it, and then (release, acquire) the cold side sees
@@ -305,14 +335,13 @@ impl Gate {
             crate::sync::fence(Ordering::SeqCst);
             self.mode.load(Ordering::Acquire)
         };
-        let held = Held { shard, owner: true };
-        if seen == mode::FENCED { Some(held) } else { None }
+        seen == mode::FENCED
     }
 
     /// Sets `bits` and waits until no owner is inside. The caller holds the depot's lock, and until [`Gate::open`] has
     /// cleared every keeping-out bit, owners stay out and the cold side may hold the shards.
     pub(crate) fn quiesce<'a>(&self, bits: u32, shards: impl Iterator<Item = &'a Arc<Shard>>) {
-        // AcqRel: see `enter_fenced` under `pinpool_rmw`; elsewhere the fence orders it.
+        // AcqRel: see `look_fenced` under `pinpool_rmw`; elsewhere the fence orders it.
         self.mode.fetch_or(bits, Ordering::AcqRel);
         crate::sync::heavy();
         for shard in shards {

@@ -82,9 +82,17 @@ impl Word {
     pub(crate) fn with(self, state: u16) -> Self {
         Self(self.0 & !0xFFFF | u64::from(state))
     }
+    /// From FREE, which is 0, to OUT in the next generation: one addition.
     #[inline(always)]
     fn taken(self) -> Self {
-        Self(self.0.wrapping_add(GENERATION)).with(state::OUT)
+        debug_assert!(self.state() == state::FREE, "{} segment taken", state::name(self.state()));
+        Self(self.0.wrapping_add(GENERATION | state::OUT as u64))
+    }
+    /// From OUT to FREE: one subtraction.
+    #[inline(always)]
+    fn returned(self) -> Self {
+        debug_assert!(self.state() == state::OUT, "{} segment returned", state::name(self.state()));
+        Self(self.0.wrapping_sub(state::OUT as u64))
     }
 }
 
@@ -146,6 +154,13 @@ impl Slot {
         let word = Word(self.word.load(Ordering::Relaxed)).taken();
         self.word.store(word.0, Ordering::Relaxed);
         word
+    }
+
+    /// OUT to FREE, by its owner, who is about to put it into a list. Release, as for [`Slot::set`].
+    #[inline(always)]
+    pub(crate) fn mark_returned(&self) {
+        let word = Word(self.word.load(Ordering::Relaxed)).returned();
+        self.word.store(word.0, Ordering::Release);
     }
 
     /// To `to`, by the one who owns the segment. Release: pairs with the exchanges of whoever meets it there.
