@@ -100,11 +100,6 @@ impl Queue {
         self.order.len()
     }
 
-    /// What those who wait have asked for.
-    pub(crate) fn wants(&self) -> impl Iterator<Item = &Want> {
-        self.order.iter().flat_map(|&key| &self.waiters[key].wants)
-    }
-
     /// Joins at the end.
     pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> usize {
         let since = Instant::now();
