@@ -14,7 +14,9 @@
 //!
 //! A class takes segments from its run at the lowest address first, which lets the others drain. A run whose segments
 //! are all back is dissolved at once if its class has another to take from; a last one is kept, so that a class used
-//! by one buffer at a time does not cut a run each time, until [`Arena::release_idle`] needs its pages.
+//! by one buffer at a time does not cut a run each time, until [`Arena::release_idle`] needs its pages. A run has its
+//! class's shape where memory is plenty, and fewer segments where it is not: else the first buffer of a class could take
+//! all that a small pool has, and whoever holds it while asking for the next would wait for itself.
 //!
 //! A small aligned segment leaves much of its last page over; that tail becomes a segment of the largest class that
 //! fits, and goes its own way.
@@ -43,6 +45,9 @@ pub(crate) const MAX_EXTENT: usize = (FREE as usize - 1) * PAGE;
 
 /// Aligned segments of up to this many pages give the rest of their last page away.
 const TAIL_PAGES: usize = 16;
+
+/// A class's run takes one part in so many of what is free, so that the first buffer of a class leaves room for others.
+const SHARE: usize = 8;
 
 #[derive(Debug)]
 struct Extent {
@@ -307,12 +312,19 @@ impl Arena {
         unsafe { run.slots.add(index as usize) }
     }
 
-    /// Cuts a fresh run for a class and puts its segments on the run's list, lowest address first. Where no run of the
-    /// class's shape is free, the longest one that is, if it holds a segment.
+    /// Cuts a fresh run for a class and puts its segments on the run's list, lowest address first: of the class's shape,
+    /// but of no more than an eighth of what is free (or one segment), nor more than the longest free run.
     fn cut_run(&mut self, class: Class) -> Option<u32> {
         let stride = class.stride();
+        let shape = class.shape();
         let longest = self.free.last().map_or(0, |f| f.0);
-        let pages = class.shape().pages.min(longest);
+        let modest = (self.free_pages * PAGE / SHARE / stride).max(1);
+        let pages = if modest >= shape.segments as usize {
+            shape.pages
+        } else {
+            (modest * stride).div_ceil(PAGE) as u32
+        };
+        let pages = pages.min(longest);
         let segments = pages as usize * PAGE / stride;
         if segments == 0 {
             return None;
