@@ -638,6 +638,27 @@ fn what_fits_no_region_makes_idle_ones_go() {
 }
 
 #[test]
+fn buffers_that_do_not_fit_together_are_not_waited_for() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let aligned = |n: usize| pages(n).align(64 << 10);
+    // Each alone would fit, but both only at the start.
+    let both = [aligned(6), aligned(7)];
+    let error = pool.checkout_many(&both, None).unwrap_err();
+    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+    let error = block_on(pool.checkout_many_async(both)).unwrap_err();
+    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+    // Known at the latest when all is back; and those behind are served.
+    let first = pool.checkout(1).unwrap();
+    let waiting = Waiter::new(pool.checkout_many_async(both));
+    let next = Waiter::new(pool.checkout_async(pages(16)));
+    drop(first);
+    assert!(matches!(waiting.ready(), Err(Error::Impossible { .. })));
+    drop(next.ready().unwrap());
+    assert_eq!(checked(&pool).waiting, 0);
+}
+
+#[test]
 fn a_reserve_is_for_those_who_name_it() {
     let rig = Rig::stepped();
     let pool = rig.builder(128 << 10).reserve("decode", 32 << 10).reserve("other", 32 << 10).build().unwrap();

@@ -106,6 +106,8 @@ struct Core {
     requested: u64,
     quarantined: usize,
     quarantined_segments: u64,
+    /// As configured.
+    capacity: usize,
     /// After closing: segments that are not back yet.
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
@@ -182,6 +184,7 @@ impl Depot {
                 requested: 0,
                 quarantined: 0,
                 quarantined_segments: 0,
+                capacity: config.capacity,
                 outstanding: None,
                 growing: 0,
                 stunted: None,
@@ -1082,9 +1085,28 @@ impl Core {
 
     /// Grants what can be granted to those who wait.
     fn serve(&mut self, wakes: &mut Vec<Wake>) {
-        if self.queue.is_empty() {
-            return;
+        while !self.queue.is_empty() {
+            self.grant(wakes);
+            // With nothing out and nothing on its way, what cannot be had now never can: `never` knows that at once for
+            // one buffer, but not how several fit together.
+            if self.growing > 0 || self.anything_out() {
+                break;
+            }
+            let (quarantined, capacity, stunted) = (self.quarantined, self.capacity, self.stunted.clone());
+            self.queue.fail_head(wakes, |wants| {
+                let len = wants.iter().map(|w| w.len).sum();
+                stunted.unwrap_or(Error::Impossible { len, quarantined, capacity })
+            });
         }
+    }
+
+    /// Whether any segment can still come back. Of use only while nothing is cached.
+    fn anything_out(&self) -> bool {
+        let bytes = self.arena.bytes();
+        bytes.free + bytes.cut + self.quarantined < bytes.total
+    }
+
+    fn grant(&mut self, wakes: &mut Vec<Wake>) {
         let Self { arena, queue, takes, granted, requested, .. } = self;
         queue.serve(arena, wakes, |arena, grant| {
             // SAFETY: just taken from its run: alive, and ours alone.

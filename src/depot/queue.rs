@@ -140,6 +140,14 @@ impl Queue {
         self.waiters[*self.order.front()?].wake.take()
     }
 
+    /// Ends the head's wait with an error.
+    pub(crate) fn fail_head(&mut self, wakes: &mut Vec<Wake>, error: impl FnOnce(&[Want]) -> Error) {
+        if let Some(&head) = self.order.front() {
+            let error = error(&self.waiters[head].wants);
+            self.finish(head, Outcome::Failed(error), wakes);
+        }
+    }
+
     fn finish(&mut self, key: usize, outcome: Outcome, wakes: &mut Vec<Wake>) {
         self.order.retain(|&k| k != key);
         let waiter = &mut self.waiters[key];
