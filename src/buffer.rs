@@ -25,7 +25,7 @@ use bytemuck::{AnyBitPattern, NoUninit, Pod};
 use bytes::BufMut;
 use bytes::buf::UninitSlice;
 
-use crate::depot::Segment;
+use crate::depot::{Depot, Fresh, Segment};
 use crate::error::{Error, Result, SubmitError};
 use crate::freelist::state;
 use crate::stream::timeline::{Joint, Keep, Lent, Ticket, Timeline, WaitKey};
@@ -55,7 +55,26 @@ impl Drop for PinnedBuf {
     }
 }
 
+impl From<Fresh> for PinnedBuf {
+    #[inline(always)]
+    fn from(fresh: Fresh) -> Self {
+        Self { segment: fresh.into_segment(), len: 0 }
+    }
+}
+
 impl PinnedBuf {
+    /// Takes back what went out as a token, once.
+    pub(crate) fn redeem(depot: &Depot, token: Token) -> Option<Self> {
+        let (segment, len) = depot.redeem(usize::try_from(token.key).ok()?, token.nonce)?;
+        // SAFETY: it went in as a buffer with so many bytes written, and came out once.
+        Some(unsafe { Self::new(segment, len) })
+    }
+
+    #[cfg(all(test, loom))]
+    pub(crate) fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
     /// # Safety
     /// The segment is out, host-ready, and the caller's to give; `len` bytes of it are initialised.
     #[inline(always)]
@@ -66,10 +85,6 @@ impl PinnedBuf {
     fn into_parts(self) -> (Segment, usize) {
         let this = ManuallyDrop::new(self);
         (this.segment.alias(), this.len)
-    }
-
-    pub(crate) fn segment(&self) -> &Segment {
-        &self.segment
     }
 
     /// Bytes that fit: the length asked for.
@@ -239,7 +254,7 @@ impl PinnedBuf {
         let (segment, len) = self.into_parts();
         let pool = segment.depot().number();
         // The depot stays alive: the segment is still out.
-        let depot: *const crate::depot::Depot = segment.depot();
+        let depot: *const Depot = segment.depot();
         // SAFETY: as above.
         let (key, nonce) = unsafe { &*depot }.deposit(segment, len);
         Token { pool, key: key as u64, nonce }
@@ -719,10 +734,9 @@ enum Ready {
 }
 
 impl StreamBuf {
-    /// # Safety
-    /// The segment is out and the caller's to give.
-    pub(crate) unsafe fn fresh(timeline: Arc<Timeline>, segment: Segment) -> Self {
-        Self { timeline, kind: Ready::Fresh, segment }
+    /// Host-ready is ready for any stream.
+    pub(crate) fn ready(timeline: Arc<Timeline>, buf: PinnedBuf) -> Self {
+        Self { timeline, kind: Ready::Fresh, segment: buf.into_parts().0 }
     }
 
     pub(crate) fn claimed(timeline: Arc<Timeline>, key: usize, segment: Segment) -> Self {

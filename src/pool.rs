@@ -8,8 +8,6 @@
 //! 4. grow: have the worker pin another region, up to the capacity;
 //! 5. wait: join the queue, as a thread or as a task.
 
-#![allow(unsafe_code)]
-
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -20,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{Depot, DepotConfig, Grant, Outcome, Segment, Take, Wake, Want};
+use crate::depot::{Depot, DepotConfig, Fresh, Outcome, Take, Wake, Want};
 use crate::error::{Error, Result};
 use crate::freelist::state;
 use crate::region::{Pinning, RegionInfo, Regions};
@@ -315,19 +313,13 @@ impl Pool {
         if !self.0.main.depot.config().serves.contains(&timeline.context().id()) {
             return Err(Error::WrongDevice { device: stream.device().name().into() });
         }
-        let fresh = |buf: PinnedBuf| {
-            let buf = std::mem::ManuallyDrop::new(buf);
-            // SAFETY: the buffer's segment changes hands.
-            unsafe { StreamBuf::fresh(timeline.clone(), buf.segment().alias()) }
-        };
+        let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
         if let Some(buf) = self.hit(request) {
-            return Ok(fresh(buf));
+            return Ok(ready(buf));
         }
         let errand = self.errand(&[request])?;
-        if let Some((depot, mut grants)) = self.try_errand(&errand)? {
-            // SAFETY: granted to us just now.
-            let buf = grants.pop().map(|grant| unsafe { buffer(&depot, grant) });
-            return buf.map(fresh).ok_or(Error::ZeroLength);
+        if let Some(mut granted) = self.try_errand(&errand)? {
+            return granted.pop().map(|fresh| ready(fresh.into())).ok_or(Error::ZeroLength);
         }
         if let Placement::Class(class) = errand.wants[0].placement {
             for depot in [&self.0.main.depot, &errand.store.depot] {
@@ -339,7 +331,7 @@ impl Pool {
                 }
             }
         }
-        self.checkout_slow(request.len, request.align, request.reserve, patience).map(fresh)
+        self.checkout_slow(request.len, request.align, request.reserve, patience).map(ready)
     }
 
     /// Takes back a buffer that went out as a token.
@@ -347,13 +339,8 @@ impl Pool {
     /// # Errors
     /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up.
     pub fn redeem(&self, token: Token) -> Result<PinnedBuf> {
-        let stores = self.stores().find(|s| s.depot.number() == token.pool);
-        let found = stores
-            .filter(|s| !s.depot.forked())
-            .and_then(|s| s.depot.redeem(usize::try_from(token.key).ok()?, token.nonce));
-        let (segment, len) = found.ok_or(Error::StaleToken)?;
-        // SAFETY: it went in as a buffer with so many bytes written, and came out once.
-        Ok(unsafe { PinnedBuf::new(segment, len) })
+        let store = self.stores().find(|s| s.depot.number() == token.pool && !s.depot.forked());
+        store.and_then(|s| PinnedBuf::redeem(&s.depot, token)).ok_or(Error::StaleToken)
     }
 
     /// A hit in this thread's shard, and nothing else.
@@ -363,10 +350,7 @@ impl Pool {
             return None;
         }
         let class = Class::of(request.len)?;
-        let depot: &Depot = &self.0.main.depot;
-        let slot = depot.hit(class, request.len)?;
-        // SAFETY: taken just now; a class's segments hold its lengths.
-        Some(unsafe { buffer(depot, Grant { slot, len: request.len }) })
+        self.0.main.depot.hit(class, request.len).map(PinnedBuf::from)
     }
 
     /// Everything else. Takes the request in parts: whole, it would be written to memory before each hit.
@@ -406,12 +390,13 @@ impl Pool {
     }
 
     /// Everything that can be had without waiting for anybody: from the pool proper, then from the reserve.
-    fn try_errand(&self, errand: &Errand<'_>) -> Result<Option<Granted>> {
+    fn try_errand(&self, errand: &Errand<'_>) -> Result<Option<Vec<Fresh>>> {
         let both =
             errand.first.iter().map(|wants| (&self.0.main, wants)).chain([(errand.store, &errand.wants)]);
         for (store, wants) in both {
-            if let Some(grants) = self.try_all(store, wants)? {
-                return Ok(Some((store.depot.clone(), grants)));
+            let granted = self.try_all(store, wants)?;
+            if granted.is_some() {
+                return Ok(granted);
             }
         }
         Ok(None)
@@ -445,10 +430,10 @@ impl Pool {
         self.0.devices[0].context().driver().stepped().is_some()
     }
 
-    fn try_all(&self, store: &Store, wants: &[Want]) -> Result<Option<Vec<Grant>>> {
+    fn try_all(&self, store: &Store, wants: &[Want]) -> Result<Option<Vec<Fresh>>> {
         match wants {
             [want] => Ok(match store.depot.try_take(*want)? {
-                Take::Got(grant) => Some(vec![grant]),
+                Take::Got(fresh) => Some(vec![fresh]),
                 Take::Empty => None,
             }),
             _ => store.depot.try_take_all(wants),
@@ -462,7 +447,7 @@ impl Pool {
         let since = Instant::now();
         let errand = self.errand(requests)?;
         let growing = match self.try_hard(&errand)? {
-            Found::Granted((depot, grants)) => return Ok(buffers(&depot, grants)),
+            Found::Granted(granted) => return Ok(buffers(granted)),
             Found::Nothing { growing } => growing,
         };
         let depot = &errand.store.depot;
@@ -475,20 +460,20 @@ impl Pool {
         let span = tracing::debug_span!(target: "pinpool::pool", "wait", bytes = len);
         let _entered = span.enter();
         let key = depot.join(errand.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
-        let grants = if self.stepped() {
+        let granted = if self.stepped() {
             self.wait_stepped(errand.store, key, since)
         } else {
             self.reap();
             depot.wait(key, deadline, since)
         };
-        grants.map(|grants| buffers(depot, grants))
+        granted.map(buffers)
     }
 
     /// Waiting where nothing moves by itself: this thread moves the devices.
-    fn wait_stepped(&self, store: &Store, key: usize, since: Instant) -> Result<Vec<Grant>> {
+    fn wait_stepped(&self, store: &Store, key: usize, since: Instant) -> Result<Vec<Fresh>> {
         loop {
             match store.depot.look(key, None) {
-                Outcome::Granted(grants) => return Ok(grants),
+                Outcome::Granted(granted) => return Ok(granted),
                 Outcome::Failed(error) => return Err(error),
                 Outcome::Waiting => {}
             }
@@ -518,7 +503,7 @@ impl Pool {
             bytes = store.depot.plan_growth(wants, store.step);
         }
         if bytes > 0 {
-            store.pin(bytes);
+            store.depot.pin(bytes);
         }
         bytes > 0
     }
@@ -568,8 +553,7 @@ impl Pool {
         let mut total: usize = regions.iter().map(|r| r.1).sum();
         let mut gone = 0;
         for (id, len, free) in regions {
-            let idle = free == len && store.regions.is_whole(id);
-            if idle && total - len >= keep && store.depot.retire(id).is_some() {
+            if free == len && total - len >= keep && store.depot.retire(id).is_some() {
                 store.regions.remove(id);
                 total -= len;
                 gone += len;
@@ -730,26 +714,13 @@ impl Pool {
     }
 }
 
-/// # Safety
-/// The grant is of this depot, made to the caller, and not used otherwise.
-#[inline(always)]
-unsafe fn buffer(depot: &Depot, grant: Grant) -> PinnedBuf {
-    // SAFETY: the caller's word; nothing is written yet.
-    unsafe { PinnedBuf::new(Segment::new(depot, grant), 0) }
+fn buffers(granted: Vec<Fresh>) -> Vec<PinnedBuf> {
+    granted.into_iter().map(PinnedBuf::from).collect()
 }
-
-/// Grants made to the caller just now, as buffers.
-fn buffers(depot: &Depot, grants: Vec<Grant>) -> Vec<PinnedBuf> {
-    // SAFETY: the callers have their grants from this depot and use them nowhere else.
-    grants.into_iter().map(|grant| unsafe { buffer(depot, grant) }).collect()
-}
-
-/// Segments, and the depot that granted them.
-type Granted = (Arc<Depot>, Vec<Grant>);
 
 /// What was found without waiting.
 enum Found {
-    Granted(Granted),
+    Granted(Vec<Fresh>),
     Nothing {
         /// Whether memory for the request is on its way.
         growing: bool,
@@ -795,25 +766,13 @@ impl Store {
         Self { depot: Depot::new(config, Some(regions.clone())), regions, step }
     }
 
-    /// Has the worker pin bytes that were planned.
-    fn pin(&self, bytes: usize) {
-        let (depot, also) = (self.depot.clone(), self.depot.clone());
-        let serve = move |id, base, len, pinned| {
-            // SAFETY: pinned for this depot, which keeps the regions until it is gone.
-            unsafe { depot.add_extent(id, base, len, pinned) };
-            // Nobody needs the rest of a pool that was closed meanwhile.
-            !depot.closed()
-        };
-        self.regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
-    }
-
     /// Starts with so many bytes and waits for the first of them.
     fn start(&self, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         self.depot.plan_bytes(bytes);
-        self.pin(bytes);
+        self.depot.pin(bytes);
         let pinning = self.regions.wait(None, |p| p.ready > 0)?;
         match pinning.error {
             Some(error) if pinning.ready == 0 => Err(error),
@@ -917,7 +876,7 @@ impl CheckoutMany {
         };
         let errand = Errand { first, store, wants };
         let growing = match pool.try_hard(&errand)? {
-            Found::Granted((depot, grants)) => return Ok(Some(buffers(&depot, grants))),
+            Found::Granted(granted) => return Ok(Some(buffers(granted))),
             Found::Nothing { growing } => growing,
         };
         let depot = store.depot.clone();
@@ -942,7 +901,7 @@ impl Future for CheckoutMany {
                 self.waiting = Some((depot, key));
                 Poll::Pending
             }
-            Outcome::Granted(grants) => Poll::Ready(Ok(buffers(&depot, grants))),
+            Outcome::Granted(granted) => Poll::Ready(Ok(buffers(granted))),
             Outcome::Failed(error) => Poll::Ready(Err(error)),
         }
     }

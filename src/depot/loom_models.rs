@@ -66,10 +66,8 @@ impl Store {
         self.depot.place(LEN, 64).unwrap()
     }
 
-    fn out(&self, grant: Grant) -> Out {
-        // SAFETY: granted to the caller just now.
-        let segment = unsafe { Segment::new(&self.depot, grant) };
-        Out { segment, memory: self.memory.clone() }.written()
+    fn out(&self, fresh: Fresh) -> Out {
+        Out { segment: fresh.into_segment(), memory: self.memory.clone() }.written()
     }
 
     /// As a checkout: a hit, or whatever is free.
@@ -77,11 +75,11 @@ impl Store {
         step();
         let want = self.want();
         let Placement::Class(class) = want.placement else { unreachable!() };
-        if let Some(slot) = self.depot.hit(class, LEN) {
-            return Some(self.out(Grant { slot, len: LEN }));
+        if let Some(fresh) = self.depot.hit(class, LEN) {
+            return Some(self.out(fresh));
         }
         match self.depot.try_take(want) {
-            Ok(Take::Got(grant)) => Some(self.out(grant)),
+            Ok(Take::Got(fresh)) => Some(self.out(fresh)),
             Ok(Take::Empty) | Err(Error::Closed) => None,
             Err(error) => panic!("{error}"),
         }

@@ -53,9 +53,10 @@ use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
+use queue::Grant;
 use queue::Queue;
-pub(crate) use queue::{Grant, Outcome, Wake, Want};
-pub(crate) use raw::Segment;
+pub(crate) use queue::{Outcome, Wake, Want};
+pub(crate) use raw::{Fresh, Segment};
 
 /// How a depot is set up.
 #[derive(Clone, Debug)]
@@ -90,7 +91,7 @@ pub(crate) struct Depot {
     me: Weak<Self>,
     core: crossbeam::utils::CachePadded<Mutex<Core>>,
     /// Kept until nobody can reach the memory any more.
-    _regions: Option<Arc<Regions>>,
+    regions: Option<Arc<Regions>>,
 }
 
 #[derive(Debug)]
@@ -154,7 +155,7 @@ pub(crate) struct DepotSnapshot {
 /// What [`Depot::try_take`] found.
 #[derive(Debug)]
 pub(crate) enum Take {
-    Got(Grant),
+    Got(Fresh),
     /// Nothing free; everything cached has been collected already.
     Empty,
 }
@@ -167,7 +168,7 @@ impl Depot {
             gate: Gate::new(sync::asymmetric()),
             way: lease::Way::new(number),
             number,
-            _regions: regions,
+            regions,
             racks: listed().map(|_| Rack::new()).collect(),
             racked: AtomicU64::new(0),
             joint: StdAtomicU64::new(0),
@@ -228,9 +229,17 @@ impl Depot {
 
     /// A hit: this thread's shard has a segment. Everything else is [`Depot::try_take`]'s.
     #[inline(always)]
-    pub(crate) fn hit(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
+    pub(crate) fn hit(&self, class: Class, len: usize) -> Option<Fresh> {
         let shard = lease::hot(self)?;
-        self.gate.enter(shard)?.take(class, len)
+        let slot = self.gate.enter(shard)?.take(class, len)?;
+        Some(self.fresh(Grant { slot, len }))
+    }
+
+    /// Hands out what was taken just now.
+    #[inline(always)]
+    fn fresh(&self, grant: Grant) -> Fresh {
+        // SAFETY: only called with grants of this depot, once each, by who has just taken them from a list.
+        unsafe { Fresh::new(self, grant) }
     }
 
     /// Checks what can be refused without looking at the memory.
@@ -267,7 +276,7 @@ impl Depot {
         self.refuse_if_shut()?;
         if let Placement::Class(class) = want.placement {
             if let Some(slot) = self.exchange(class, want.len) {
-                return Ok(Take::Got(Grant { slot, len: want.len }));
+                return Ok(Take::Got(self.fresh(Grant { slot, len: want.len })));
             }
         }
         // Obtained before the lock is taken: leasing takes it too.
@@ -279,21 +288,21 @@ impl Depot {
             // First come, first served, but for what the head cannot use.
             let Core { arena, queue, .. } = &mut *core;
             let passed = queue.pass(arena, &[want]);
-            return Ok(passed.map_or(Take::Empty, |g| Take::Got(core.took(g.slot, g.len))));
+            return Ok(passed.map_or(Take::Empty, |g| Take::Got(self.fresh(core.took(g.slot, g.len)))));
         }
         if let (Placement::Class(class), Some(shard)) = (want.placement, shard) {
             if let Some(slot) = self.batch(&mut core, shard, class) {
-                return Ok(Take::Got(core.took(slot, want.len)));
+                return Ok(Take::Got(self.fresh(core.took(slot, want.len))));
             }
         }
         if let Some(slot) = queue::take_one(&mut core.arena, want.placement) {
-            return Ok(Take::Got(core.took(slot, want.len)));
+            return Ok(Take::Got(self.fresh(core.took(slot, want.len))));
         }
         if !self.collect(&mut core) {
             return Ok(Take::Empty);
         }
         Ok(match queue::take_one(&mut core.arena, want.placement) {
-            Some(slot) => Take::Got(core.took(slot, want.len)),
+            Some(slot) => Take::Got(self.fresh(core.took(slot, want.len))),
             None => Take::Empty,
         })
     }
@@ -304,7 +313,7 @@ impl Depot {
     }
 
     /// All of several, or none.
-    pub(crate) fn try_take_all(&self, wants: &[Want]) -> Result<Option<Vec<Grant>>> {
+    pub(crate) fn try_take_all(&self, wants: &[Want]) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
@@ -316,10 +325,7 @@ impl Depot {
         if grants.is_none() && self.collect(&mut core) {
             grants = queue::take_all(&mut core.arena, wants);
         }
-        for grant in grants.iter().flatten() {
-            core.took(grant.slot, grant.len);
-        }
-        Ok(grants)
+        Ok(grants.map(|grants| grants.iter().map(|g| self.fresh(core.took(g.slot, g.len))).collect()))
     }
 
     fn shard(&self) -> Option<&Shard> {
@@ -611,11 +617,15 @@ impl Depot {
     }
 
     /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
-    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome {
+    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
         let wake = waker.map(|w| Wake::Task(w.clone()));
         // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
         let (outcome, _replaced) = self.core.lock().queue.look(key, wake);
-        outcome
+        match outcome {
+            Outcome::Waiting => Outcome::Waiting,
+            Outcome::Granted(grants) => Outcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect()),
+            Outcome::Failed(error) => Outcome::Failed(error),
+        }
     }
 
     /// Ends a wait early; what was granted meanwhile goes back.
@@ -660,7 +670,7 @@ impl Depot {
     ///
     /// # Errors
     /// What ended the wait; [`Error::Timeout`] when the deadline passed.
-    pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Grant>> {
+    pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Fresh>> {
         loop {
             match self.look(key, None) {
                 Outcome::Granted(grants) => return Ok(grants),
@@ -757,6 +767,19 @@ impl Depot {
         }
         going.retain(|id| core.arena.retire(*id).is_some());
         going
+    }
+
+    /// Has the worker pin bytes that were planned; each extent is used as soon as it is there.
+    pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
+        let Some(regions) = &self.regions else { return };
+        let (depot, also) = (self.clone(), self.clone());
+        let serve = move |id, base, len, pinned| {
+            // SAFETY: an extent of our own regions, which stay until the depot is gone; it is handed over once.
+            unsafe { depot.add_extent(id, base, len, pinned) };
+            // Nobody needs the rest of a pool that was closed meanwhile.
+            !depot.closed()
+        };
+        regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
     }
 
     /// Adds memory and serves those who wait for it.

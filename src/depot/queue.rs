@@ -61,9 +61,9 @@ impl Wake {
 
 /// What became of a waiter.
 #[derive(Debug)]
-pub(crate) enum Outcome {
+pub(crate) enum Outcome<G = Grant> {
     Waiting,
-    Granted(Vec<Grant>),
+    Granted(Vec<G>),
     Failed(Error),
 }
 

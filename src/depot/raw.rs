@@ -24,14 +24,27 @@ unsafe impl Send for Segment {}
 // SAFETY: a shared segment only gives out addresses and atomics.
 unsafe impl Sync for Segment {}
 
-impl Segment {
+/// A segment that was checked out just now: host-ready, nothing written, and no other name for it. What a buffer is made
+/// of.
+#[derive(Debug)]
+#[must_use = "a forgotten segment is lost to the pool"]
+pub(crate) struct Fresh(Segment);
+
+impl Fresh {
     /// # Safety
-    /// The grant is this depot's, and nobody else uses it.
+    /// The grant is this depot's, made just now, and nobody else uses it.
     #[inline(always)]
-    pub(crate) unsafe fn new(depot: &Depot, grant: Grant) -> Self {
-        Self { depot: NonNull::from(depot), slot: grant.slot, len: grant.len }
+    pub(super) unsafe fn new(depot: &Depot, grant: Grant) -> Self {
+        Self(Segment { depot: NonNull::from(depot), slot: grant.slot, len: grant.len })
     }
 
+    #[inline(always)]
+    pub(crate) fn into_segment(self) -> Segment {
+        self.0
+    }
+}
+
+impl Segment {
     /// Bytes that were asked for.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {

@@ -259,8 +259,6 @@ impl Regions {
             let mut progress = self.progress.lock();
             if let Some(region) = progress.regions.iter_mut().find(|r| r.id == making.id) {
                 region.extents.push(Extent { offset: making.offset, len: extent, pinned });
-                // Before the last extent is served: from then on the region may go.
-                region.whole = making.offset + extent == making.len;
             }
         }
         making.offset += extent;
@@ -272,6 +270,8 @@ impl Regions {
             if let Some(region) = regions.iter_mut().find(|r| r.id == making.id) {
                 region.ready += extent;
                 pinning.ready += extent;
+                // Not before its last extent was handed over: what is whole and free may go.
+                region.whole = making.offset == making.len;
             }
             pinning.busy += took;
             pinning.longest_call = pinning.longest_call.max(longest);
@@ -300,11 +300,6 @@ impl Regions {
         }
         self.ended(len - offset, error.as_ref());
         done(offset, error);
-    }
-
-    /// Whether nothing is added to a region any more, so that it may go.
-    pub(crate) fn is_whole(&self, id: RegionId) -> bool {
-        self.progress.lock().regions.iter().any(|r| r.id == id && r.whole)
     }
 
     fn ended(&self, missing: usize, error: Option<&Error>) {
