@@ -24,7 +24,7 @@
 //! ```
 //! use pinpool::{Device, Pool, Unpinned};
 //!
-//! let device = Device::open("auto")?; // or "host"
+//! let device = Device::open("auto")?; // or "cuda:0", or "host"
 //! // Refusing to go on without page locks is the default; this runs under any memlock limit.
 //! let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
 //! let stream = device.stream()?;
@@ -81,10 +81,11 @@
 //!
 //! | feature | default | what it adds |
 //! | --- | --- | --- |
+//! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cli` | no | the `pinpool` command, with which files can be moved to a device and back |
 //!
-//! The host device is always there. Features are additive. Support for CUDA and Ascend is planned behind the same
-//! contract and is not in yet.
+//! The host device is always there. Features are additive. Support for Ascend is planned behind the same contract and
+//! is not in yet.
 //!
 //! # Events
 //!

@@ -6,6 +6,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
+use crate::device::Driver;
 use crate::device::context::Context;
 use crate::device::host::HostNode;
 use crate::device::memory::DeviceBuffer;
@@ -15,7 +16,12 @@ use crate::stream::reaper::{Listing, Reaper};
 
 /// A device: the thing on the other side of a copy.
 ///
-/// Opened by name: `host` or `host:N` (a device without any accelerator, see [`crate::host`]), `auto` (the best there is).
+/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`), `host` or `host:N` (a device without any accelerator, see
+/// [`crate::host`]), `auto` (`cuda:0` if it can be opened, else `host:0`; the log says why).
+///
+/// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
+/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks.
+///
 /// Cloning gives another handle to the same device, and so does opening it again while it is open.
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
@@ -29,37 +35,14 @@ impl Device {
     /// Opens a device by name.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`] for a name that no device has, [`Error::Unavailable`] for one that cannot be used here.
+    /// [`Error::UnknownDevice`] for a name that no device has, [`Error::Unavailable`] for one that cannot be used here;
+    /// what the driver says where it has no context to give.
     pub fn open(name: &str) -> Result<Self> {
         static OPEN: Mutex<Option<HashMap<String, Weak<Inner>>>> = Mutex::new(None);
         if !cfg!(target_os = "linux") {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
         }
-        let (node, ordinal) = match name {
-            "auto" => {
-                tracing::info!(target: "pinpool::device", "auto: no accelerator is built in, taking host:0");
-                (HostNode::system(), 0)
-            }
-            "host" => (HostNode::system(), 0),
-            _ => match name.split_once(':') {
-                Some(("host", n)) if n.parse::<u32>().is_ok() => (HostNode::system(), n.parse().unwrap_or(0)),
-                Some((family @ ("cuda" | "acl"), _)) => {
-                    return Err(Error::Unavailable {
-                        device: name.into(),
-                        why: format!(
-                            "this build of pinpool has no support for {family}; use `host` or `auto`"
-                        ),
-                    });
-                }
-                _ => {
-                    return Err(Error::UnknownDevice {
-                        name: name.into(),
-                        known: "a device is named auto, host, host:N, cuda:N or acl:N".into(),
-                    });
-                }
-            },
-        };
-        let driver = node.driver(ordinal)?;
+        let driver = driver(name)?;
         let mut open = OPEN.lock();
         let open = open.get_or_insert_with(HashMap::new);
         let known = open.get(driver.name()).and_then(Weak::upgrade);
@@ -126,6 +109,48 @@ impl Device {
     pub fn lost(&self) -> Option<Error> {
         self.0.context.poisoned().cloned()
     }
+}
+
+/// The driver behind a name.
+fn driver(name: &str) -> Result<Arc<dyn Driver>> {
+    let unknown = || Error::UnknownDevice {
+        name: name.into(),
+        known: "a device is named auto, host, host:N, cuda, cuda:N, acl or acl:N".into(),
+    };
+    let (family, ordinal) = match name.split_once(':') {
+        Some((family, ordinal)) => (family, ordinal.parse::<u32>().map_err(|_| unknown())?),
+        None => (name, 0),
+    };
+    match family {
+        "auto" if name == "auto" => best(),
+        "host" => HostNode::system().driver(ordinal),
+        #[cfg(feature = "cuda")]
+        "cuda" => crate::device::cuda::driver(ordinal),
+        // Here where their feature is off.
+        #[allow(unreachable_patterns, reason = "depends on the features")]
+        "cuda" | "acl" => Err(Error::Unavailable {
+            device: name.into(),
+            why: format!("this build of pinpool has no support for {family}; use `host` or `auto`"),
+        }),
+        _ => Err(unknown()),
+    }
+}
+
+/// The first device of those that can be opened here.
+fn best() -> Result<Arc<dyn Driver>> {
+    #[cfg(feature = "cuda")]
+    match crate::device::cuda::driver(0) {
+        Ok(driver) => {
+            tracing::info!(target: "pinpool::device", "auto: taking cuda:0");
+            return Ok(driver);
+        }
+        Err(error) => {
+            tracing::info!(target: "pinpool::device", %error, "auto: cuda:0 cannot be opened, taking host:0");
+        }
+    }
+    #[cfg(not(feature = "cuda"))]
+    tracing::info!(target: "pinpool::device", "auto: no accelerator is built in, taking host:0");
+    HostNode::system().driver(0)
 }
 
 impl fmt::Debug for Device {

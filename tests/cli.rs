@@ -294,7 +294,7 @@ fn what_cannot_be_obeyed_is_refused() {
     for (device, cause) in [
         ("gpu", "unknown device"),
         ("host:99", "host:99"),
-        ("cuda:0", "cuda"),
+        ("cuda:99", "cuda:99"),
         ("acl:0", "acl"),
         ("", "unknown device"),
     ] {

@@ -26,7 +26,7 @@ pub(crate) struct Context {
 
 impl Context {
     pub(crate) fn new(driver: Arc<dyn Driver>) -> Result<Arc<Self>> {
-        let worker = Worker::start(driver.name(), driver.stepped().is_some())?;
+        let worker = Worker::start(&driver)?;
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(Self {

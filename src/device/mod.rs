@@ -25,6 +25,8 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod context;
+#[cfg(feature = "cuda")]
+pub(crate) mod cuda;
 pub mod host;
 pub(crate) mod memory;
 pub(crate) mod worker;
@@ -69,6 +71,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     fn stepped(&self) -> Option<&dyn Stepped> {
         None
     }
+
+    /// Called once, and first, on each thread of ours that makes calls: the driver may set the thread up for good.
+    fn enter_thread(&self) {}
 
     /// Whether recording an event can block the caller (then ticks are closed at submit, not by the reaper).
     fn record_may_block(&self) -> bool {

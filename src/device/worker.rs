@@ -6,10 +6,11 @@
 //! at once, on the caller's thread.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use crossbeam::channel::{Sender, unbounded};
 
+use super::Driver;
 use crate::error::{Error, Result};
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -23,21 +24,24 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread, or, with `inline`, does without.
-    pub(crate) fn start(device: &str, inline: bool) -> Result<Self> {
-        if inline {
+    /// Starts the thread of a device. A stepped one does without.
+    pub(crate) fn start(driver: &Arc<dyn Driver>) -> Result<Self> {
+        if driver.stepped().is_some() {
             return Ok(Self { jobs: None, forks: crate::os::forks() });
         }
         let (jobs, queue) = unbounded::<Job>();
+        let entering = driver.clone();
         std::thread::Builder::new()
-            .name(format!("pinpool-{device}"))
+            .name(format!("pinpool-{}", driver.name()))
             .spawn(move || {
+                entering.enter_thread();
+                drop(entering);
                 for job in queue {
                     run(job);
                 }
             })
             .map_err(|e| Error::Unavailable {
-                device: device.into(),
+                device: driver.name().into(),
                 why: format!("no thread could be started: {e}"),
             })?;
         Ok(Self { jobs: Some(jobs), forks: crate::os::forks() })

@@ -106,10 +106,14 @@ impl Reaper {
         let listing = Listing::default();
         if context.driver().stepped().is_none() {
             let shared = listing.0.clone();
-            let device = context.name();
+            let (driver, device) = (context.driver().clone(), context.name());
             std::thread::Builder::new()
                 .name(format!("pinpool-reap-{device}"))
-                .spawn(move || run(&shared))
+                .spawn(move || {
+                    driver.enter_thread();
+                    drop(driver);
+                    run(&shared);
+                })
                 .map_err(|e| Error::Unavailable {
                     device: device.into(),
                     why: format!("no thread could be started: {e}"),

@@ -1,0 +1,274 @@
+//! The driver's entry points that the pool calls, looked up one by one.
+//!
+//! Not through cudarc's bindings, for these reasons: cudarc panics where libcuda, or one symbol of it, is missing; it
+//! takes results as a Rust enum straight from the driver, so a code newer than its bindings is undefined behaviour; its
+//! own lookup exists in only one of its link modes, which the server chooses, not we; and it needs a newer Rust than
+//! this crate does. Here a missing library or a missing required call is an error with its name, a missing optional call
+//! is `None`, and a result is a number. The handles are the same pointers there and here.
+//!
+//! # Which library
+//!
+//! `libcuda.so.1`, as the system's loader finds it. The environment variable `PINPOOL_LIBCUDA` names another one, for
+//! systems with the driver in an odd place and for tests; then nothing else is tried. It is read once in a process. A
+//! library that was loaded is never unloaded.
+
+use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use crate::error::{Error, ErrorClass, Result};
+
+// As in cuda.h.
+pub(crate) type CUdevice = c_int;
+pub(crate) type CUcontext = *mut c_void;
+pub(crate) type CUstream = *mut c_void;
+pub(crate) type CUevent = *mut c_void;
+pub(crate) type CUdeviceptr = u64;
+
+/// Names the library to load in place of `libcuda.so.1`.
+const PATH: &str = "PINPOOL_LIBCUDA";
+/// The oldest driver that the calls below are known to work with, as `cuDriverGetVersion` counts.
+const OLDEST: c_int = 11_000;
+const NO_GPU: &str =
+    "no GPU is visible to this process: see CUDA_VISIBLE_DEVICES, the container's --gpus, nvidia-smi";
+
+/// What a call returned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub(crate) struct Code(pub u32);
+
+impl Code {
+    pub(crate) const SUCCESS: Self = Self(0);
+    pub(crate) const NOT_READY: Self = Self(600);
+
+    /// What it means. The numbers are those of cuda.h; one that is not listed is the call's own affair.
+    pub(crate) fn class(self) -> ErrorClass {
+        match self.0 {
+            // Out of memory; device taken by another process; the node's services still starting; too many clients; not
+            // ready; a launch that waited too long for a capture to go on.
+            2 | 46 | 600 | 802 | 807..=809 | 909 => ErrorClass::Moment,
+            // Deinitialised, and not initialised: a process that ends, or the child of a fork.
+            3 | 4 => ErrorClass::DriverEnd,
+            900..=908 => ErrorClass::Capture,
+            // Memory and link errors of the hardware, a destroyed context, everything that a kernel can die of, and the
+            // service between us and the device gone.
+            214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 => ErrorClass::Sticky,
+            _ => ErrorClass::Argument,
+        }
+    }
+}
+
+macro_rules! table {
+    (required { $( $(#[$doc:meta])* $name:ident = $symbol:literal : fn($($arg:ty),* $(,)?) ;)* }
+     optional { $( $(#[$odoc:meta])* $oname:ident = $osymbol:literal : fn($($oarg:ty),* $(,)?) ;)* }) => {
+        /// The entry points. Those of the second part exist only on newer drivers.
+        #[derive(Debug)]
+        pub(crate) struct Api {
+            $( $(#[$doc])* pub(crate) $name: unsafe extern "C" fn($($arg),*) -> Code, )*
+            $( $(#[$odoc])* pub(crate) $oname: Option<unsafe extern "C" fn($($oarg),*) -> Code>, )*
+        }
+
+        impl Api {
+            /// The calls of a library, or the name of the first that is missing.
+            fn resolve(library: &'static Library) -> std::result::Result<Self, &'static str> {
+                // SAFETY: the symbols are the driver API's, whose signatures are those of cuda.h; the library stays.
+                unsafe {
+                    Ok(Self {
+                        $( $name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?, )*
+                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| *symbol), )*
+                    })
+                }
+            }
+        }
+    };
+}
+
+table! {
+    required {
+    init = "cuInit": fn(c_uint);
+    driver_version = "cuDriverGetVersion": fn(*mut c_int);
+    device_count = "cuDeviceGetCount": fn(*mut c_int);
+    device_get = "cuDeviceGet": fn(*mut CUdevice, c_int);
+    primary_retain = "cuDevicePrimaryCtxRetain": fn(*mut CUcontext, CUdevice);
+    primary_release = "cuDevicePrimaryCtxRelease_v2": fn(CUdevice);
+    ctx_get = "cuCtxGetCurrent": fn(*mut CUcontext);
+    ctx_set = "cuCtxSetCurrent": fn(CUcontext);
+    ctx_push = "cuCtxPushCurrent_v2": fn(CUcontext);
+    ctx_pop = "cuCtxPopCurrent_v2": fn(*mut CUcontext);
+    host_register = "cuMemHostRegister_v2": fn(*mut c_void, usize, c_uint);
+    host_unregister = "cuMemHostUnregister": fn(*mut c_void);
+    mem_alloc = "cuMemAlloc_v2": fn(*mut CUdeviceptr, usize);
+    mem_free = "cuMemFree_v2": fn(CUdeviceptr);
+    stream_create = "cuStreamCreate": fn(*mut CUstream, c_uint);
+    stream_destroy = "cuStreamDestroy_v2": fn(CUstream);
+    stream_synchronize = "cuStreamSynchronize": fn(CUstream);
+    stream_wait_event = "cuStreamWaitEvent": fn(CUstream, CUevent, c_uint);
+    event_create = "cuEventCreate": fn(*mut CUevent, c_uint);
+    event_destroy = "cuEventDestroy_v2": fn(CUevent);
+    event_record = "cuEventRecord": fn(CUevent, CUstream);
+    event_query = "cuEventQuery": fn(CUevent);
+    copy_to_device = "cuMemcpyHtoDAsync_v2": fn(CUdeviceptr, *const c_void, usize, CUstream);
+    copy_to_host = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, CUdeviceptr, usize, CUstream);
+    copy_on_device = "cuMemcpyDtoDAsync_v2": fn(CUdeviceptr, CUdeviceptr, usize, CUstream);
+    error_name = "cuGetErrorName": fn(Code, *mut *const c_char);
+    error_string = "cuGetErrorString": fn(Code, *mut *const c_char);
+    }
+    optional {
+    /// Relaxed capture mode for our threads, so that asking breaks nobody's capture.
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_uint);
+    }
+}
+
+impl Api {
+    /// The driver of this machine, loaded once and initialised.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
+    pub(crate) fn get(device: &str) -> Result<&'static Self> {
+        static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
+        let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
+        let api = API.get_or_init(|| Self::load(std::env::var_os(PATH)));
+        let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
+        // Each time: it costs nothing when it has succeeded before, and what it failed for may have been put right.
+        // SAFETY: the call takes no pointers.
+        match unsafe { (api.init)(0) } {
+            Code::SUCCESS => Ok(api),
+            code => Err(unavailable(format!("cuInit failed with {}", api.explain(code)))),
+        }
+    }
+
+    /// Loads the library that was named, or the system's.
+    fn load(named: Option<OsString>) -> std::result::Result<Self, String> {
+        let named = named.filter(|path| !path.is_empty());
+        let (file, remedy) = match named {
+            Some(path) => (path, format!("{PATH} names it; correct or unset that")),
+            None => (
+                "libcuda.so.1".into(),
+                format!(
+                    "install NVIDIA's driver, give the container access to the GPU (--gpus all), or name the library by {PATH}"
+                ),
+            ),
+        };
+        let shown = file.to_string_lossy().into_owned();
+        // SAFETY: libcuda's initialisers have no preconditions, and whoever names another library vouches for it.
+        let library = unsafe { Library::new(&file) }
+            .map_err(|error| format!("{shown} could not be loaded ({error}): {remedy}"))?;
+        // For good: the driver has threads and exit handlers of its own, whatever it answers below.
+        let library: &'static Library = Box::leak(Box::new(library));
+        let api = Self::resolve(library).map_err(|symbol| {
+            format!(
+                "{shown} lacks {symbol}: it is no CUDA driver, or one older than CUDA {}; install a newer one",
+                version(OLDEST)
+            )
+        })?;
+        let mut found: c_int = 0;
+        // SAFETY: writes a number; may be called before cuInit.
+        let code = unsafe { (api.driver_version)(&raw mut found) };
+        if code != Code::SUCCESS {
+            return Err(format!("{shown}: cuDriverGetVersion failed with {}", api.explain(code)));
+        }
+        if found < OLDEST {
+            return Err(format!(
+                "{shown} supports CUDA {} only, and CUDA {} is needed: install a newer driver",
+                version(found),
+                version(OLDEST)
+            ));
+        }
+        Ok(api)
+    }
+
+    /// The driver's words for a code.
+    pub(crate) fn text(&self, code: Code) -> String {
+        let ask = |call: unsafe extern "C" fn(Code, *mut *const c_char) -> Code| {
+            let mut text: *const c_char = std::ptr::null();
+            // SAFETY: `text` is written with null or a string of the library's that lives as long as it.
+            unsafe {
+                call(code, &raw mut text);
+                (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
+            }
+        };
+        match (ask(self.error_name), ask(self.error_string)) {
+            (Some(name), Some(text)) => format!("{name}: {text}"),
+            (Some(name), None) => name,
+            _ => "a code that this driver has no name for".into(),
+        }
+    }
+
+    /// The code, the driver's words for it, and what to do when a device cannot be opened because of it.
+    fn explain(&self, code: Code) -> String {
+        let remedy = match code.0 {
+            34 => {
+                "; this is the toolkit's stub, which has no driver behind it: put the driver's libcuda first"
+            }
+            100 => "; no GPU is visible: see CUDA_VISIBLE_DEVICES, the container's --gpus, nvidia-smi",
+            802 => "; is the node's fabric manager running?",
+            803 | 804 => {
+                "; the kernel module and libcuda do not fit together: reboot, or mount the host's libcuda"
+            }
+            999 => "; are the kernel modules loaded (nvidia, nvidia_uvm)?",
+            _ => "",
+        };
+        format!("{} ({}){remedy}", code.0, self.text(code))
+    }
+}
+
+/// Why no GPU can be opened where there are `count`, for ordinal `ordinal`.
+pub(crate) fn no_such(name: &str, count: c_int) -> Error {
+    match count {
+        ..=0 => Error::Unavailable { device: name.into(), why: NO_GPU.into() },
+        1 => Error::UnknownDevice { name: name.into(), known: "there is only cuda:0".into() },
+        n => Error::UnknownDevice { name: name.into(), known: format!("there are cuda:0 to cuda:{}", n - 1) },
+    }
+}
+
+/// As people write it: 12080 is 12.8.
+fn version(number: c_int) -> String {
+    format!("{}.{}", number / 1000, number % 1000 / 10)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_code_has_its_class() {
+        let class = |code| Code(code).class();
+        for code in [1, 101, 200, 201, 400, 712, 713, 801, 999, 123_456] {
+            assert_eq!(class(code), ErrorClass::Argument, "{code}");
+        }
+        for code in [2, 600, 802, 909] {
+            assert_eq!(class(code), ErrorClass::Moment, "{code}");
+        }
+        for code in [214, 220, 700, 702, 710, 716, 719] {
+            assert_eq!(class(code), ErrorClass::Sticky, "{code}");
+        }
+        for code in [900, 901, 905, 907, 908] {
+            assert_eq!(class(code), ErrorClass::Capture, "{code}");
+        }
+        assert_eq!(class(4), ErrorClass::DriverEnd);
+    }
+
+    #[test]
+    fn a_library_that_is_missing_or_no_driver_is_an_error_that_says_so() {
+        let missing = Api::load(Some("/nowhere/libcuda.so.1".into())).unwrap_err();
+        assert!(missing.contains("/nowhere/libcuda.so.1") && missing.contains(PATH), "{missing}");
+        let other = Api::load(Some("libm.so.6".into())).unwrap_err();
+        assert!(other.contains("lacks cuInit") && other.contains("11.0"), "{other}");
+    }
+
+    #[test]
+    fn versions_read_as_people_write_them() {
+        assert_eq!(
+            (version(12_080), version(11_000), version(9_020)),
+            ("12.8".into(), "11.0".into(), "9.2".into())
+        );
+    }
+
+    #[test]
+    fn a_bad_ordinal_says_which_there_are() {
+        assert!(no_such("cuda:0", 0).to_string().contains("no GPU"));
+        assert!(no_such("cuda:4", 1).to_string().contains("only cuda:0"));
+        assert!(no_such("cuda:4", 4).to_string().contains("cuda:0 to cuda:3"));
+    }
+}

@@ -1,0 +1,342 @@
+//! NVIDIA GPUs, through the CUDA driver API.
+//!
+//! [`api`] finds the driver at run time, so that the crate builds and starts without one; here its calls are made to
+//! keep the contract's rules.
+//!
+//! # Contexts
+//!
+//! The pool works in the device's primary context, the one that the runtime API, cudarc and the frameworks use too: it
+//! is retained when the device is opened and released when the last thing that needs it is gone. A thread of ours has it
+//! current all the time. On other threads each call pushes it, unless it is current already, and pops it again, so that
+//! the caller's context is as it was.
+//!
+//! # Captures
+//!
+//! While somebody records a graph in global mode, many calls are forbidden to every thread and would spoil the
+//! recording, asking about an event among them. A thread can say that its calls have nothing to do with any recording:
+//! relaxed mode. Our threads are in it all the time, others for the length of a call that needs it. Drivers without that
+//! call know no capture modes.
+//!
+//! # What is leaked
+//!
+//! Where the driver ends before we do (a process that exits, a fork), nothing is called any more and everything is left
+//! as it is.
+
+mod api;
+
+use std::cell::Cell;
+use std::ffi::c_int;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+use self::api::{Api, CUcontext, CUdevice, CUevent, CUstream, Code};
+use super::{DevicePtr, Driver, EventHandle, StreamHandle, Transfer};
+use crate::error::{DeviceError, Error, Result};
+use crate::os;
+
+/// cuda.h: CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process.
+const PORTABLE: u32 = 1;
+/// cuda.h: CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream.
+const NON_BLOCKING: u32 = 1;
+/// cuda.h: CU_EVENT_DISABLE_TIMING, which makes recording several times cheaper.
+const DISABLE_TIMING: u32 = 2;
+/// cuda.h: CU_STREAM_CAPTURE_MODE_RELAXED.
+const RELAXED: u32 = 2;
+
+thread_local! {
+    /// Whether this is a thread of ours, which is in relaxed mode for good.
+    static OURS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// One GPU.
+#[derive(Debug)]
+struct Cuda {
+    api: &'static Api,
+    name: Arc<str>,
+    device: CUdevice,
+    context: CUcontext,
+    forks: u32,
+}
+
+// SAFETY: a context may be used from any thread; the driver does its own locking.
+unsafe impl Send for Cuda {}
+// SAFETY: as above.
+unsafe impl Sync for Cuda {}
+
+/// The driver of GPU `ordinal`, counted as the driver counts those that the process may see.
+///
+/// # Errors
+/// [`Error::Unavailable`] without a usable driver or without any GPU, [`Error::UnknownDevice`] for a bad ordinal, and what
+/// the driver says where it cannot make a context.
+pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
+    let name: Arc<str> = format!("cuda:{ordinal}").into();
+    let api = Api::get(&name)?;
+    let said = |call, code| check(api, &name, call, code);
+    let mut count: c_int = 0;
+    // SAFETY: writes a number.
+    said("cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })?;
+    let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+    if index >= count {
+        return Err(api::no_such(&name, count));
+    }
+    let mut device: CUdevice = 0;
+    // SAFETY: writes a handle.
+    said("cuDeviceGet", unsafe { (api.device_get)(&raw mut device, index) })?;
+    let mut context: CUcontext = std::ptr::null_mut();
+    // SAFETY: writes a handle.
+    said("cuDevicePrimaryCtxRetain", unsafe { (api.primary_retain)(&raw mut context, device) })?;
+    Ok(Arc::new(Cuda { api, name, device, context, forks: os::forks() }))
+}
+
+fn check(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> Result<()> {
+    if code == Code::SUCCESS { Ok(()) } else { Err(failed(api, device, call, code)) }
+}
+
+#[cold]
+fn failed(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> Error {
+    let (text, class) = (api.text(code).into(), code.class());
+    Error::Device(DeviceError { device: device.clone(), call, code: code.0.into(), text, class })
+}
+
+/// Our context is current on this thread, for as long as this lives. Then the caller's is again.
+#[must_use]
+struct Current<'a> {
+    api: &'a Api,
+    pushed: bool,
+    /// The caller's capture mode, where it was changed.
+    mode: Option<u32>,
+}
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        if let (Some(mode), Some(exchange)) = (&mut self.mode, self.api.exchange_capture_mode) {
+            // SAFETY: exchanges a number of this thread's.
+            unsafe { exchange(&raw mut *mode) };
+        }
+        if self.pushed {
+            let mut popped: CUcontext = std::ptr::null_mut();
+            // SAFETY: pops what was pushed when this was made.
+            unsafe { (self.api.ctx_pop)(&raw mut popped) };
+        }
+    }
+}
+
+impl Cuda {
+    fn said(&self, call: &'static str, code: Code) -> Result<()> {
+        check(self.api, &self.name, call, code)
+    }
+
+    /// Makes our context current.
+    fn current(&self) -> Result<Current<'_>> {
+        let mut current: CUcontext = std::ptr::null_mut();
+        // SAFETY: writes a handle.
+        self.said("cuCtxGetCurrent", unsafe { (self.api.ctx_get)(&raw mut current) })?;
+        let pushed = current != self.context;
+        if pushed {
+            // SAFETY: our retained primary context.
+            self.said("cuCtxPushCurrent", unsafe { (self.api.ctx_push)(self.context) })?;
+        }
+        Ok(Current { api: self.api, pushed, mode: None })
+    }
+
+    /// The same, for a call that a capture elsewhere could forbid, or be spoiled by.
+    fn relaxed(&self) -> Result<Current<'_>> {
+        let mut current = self.current()?;
+        if let (Some(exchange), false) = (self.api.exchange_capture_mode, OURS.get()) {
+            let mut mode = RELAXED;
+            // SAFETY: exchanges a number of this thread's.
+            if unsafe { exchange(&raw mut mode) } == Code::SUCCESS {
+                current.mode = Some(mode);
+            }
+        }
+        Ok(current)
+    }
+
+    /// Waits until the stream has nothing to do, whatever the driver says in between: the memory is borrowed.
+    ///
+    /// # Errors
+    /// The device is lost. Then it touches nothing any more.
+    fn drain(&self, handle: StreamHandle) -> Result<()> {
+        let mut attempt = 0_u64;
+        loop {
+            let waited = self.relaxed().and_then(|_current| {
+                // SAFETY: a stream of ours.
+                self.said("cuStreamSynchronize", unsafe { (self.api.stream_synchronize)(stream(handle)) })
+            });
+            match waited {
+                Err(error) if !error.is_sticky() => {
+                    if attempt % 1024 == 0 {
+                        tracing::warn!(
+                            target: "pinpool::device", device = &*self.name, %error, attempt,
+                            "waiting for a blocking copy failed, trying again: its memory is the caller's"
+                        );
+                    }
+                }
+                end => return end,
+            }
+            std::thread::sleep(Duration::from_millis(attempt.min(16)));
+            attempt += 1;
+        }
+    }
+}
+
+fn stream(handle: StreamHandle) -> CUstream {
+    handle.0 as usize as CUstream
+}
+
+fn event(handle: EventHandle) -> CUevent {
+    handle.0 as usize as CUevent
+}
+
+impl Driver for Cuda {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn family(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn enter_thread(&self) {
+        // Where one of these fails the thread is like any other, and each call does it for itself.
+        // SAFETY: our retained primary context.
+        if unsafe { (self.api.ctx_set)(self.context) } != Code::SUCCESS {
+            return;
+        }
+        if let Some(exchange) = self.api.exchange_capture_mode {
+            let mut mode = RELAXED;
+            // SAFETY: exchanges a number of this thread's.
+            OURS.set(unsafe { exchange(&raw mut mode) } == Code::SUCCESS);
+        }
+    }
+
+    unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+        let _current = self.relaxed()?;
+        // SAFETY: the caller's word: mapped, and stays so.
+        let code = unsafe { (self.api.host_register)(base.as_ptr().cast(), len, PORTABLE) };
+        self.said("cuMemHostRegister", code)
+    }
+
+    unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
+        let _current = self.relaxed()?;
+        // SAFETY: the caller's word: registered once, unregistered once.
+        let code = unsafe { (self.api.host_unregister)(base.as_ptr().cast()) };
+        self.said("cuMemHostUnregister", code)
+    }
+
+    fn allocate(&self, len: usize) -> Result<DevicePtr> {
+        let _current = self.relaxed()?;
+        let mut ptr = 0;
+        // SAFETY: writes an address.
+        let code = unsafe { (self.api.mem_alloc)(&raw mut ptr, len) };
+        self.said("cuMemAlloc", code).map(|()| DevicePtr(ptr))
+    }
+
+    fn free(&self, ptr: DevicePtr) -> Result<()> {
+        let _current = self.relaxed()?;
+        // SAFETY: allocated by us, freed once, and no longer in use by the contract.
+        let code = unsafe { (self.api.mem_free)(ptr.0) };
+        self.said("cuMemFree", code)
+    }
+
+    fn create_stream(&self) -> Result<StreamHandle> {
+        let _current = self.relaxed()?;
+        let mut stream: CUstream = std::ptr::null_mut();
+        // SAFETY: writes a handle.
+        let code = unsafe { (self.api.stream_create)(&raw mut stream, NON_BLOCKING) };
+        self.said("cuStreamCreate", code).map(|()| StreamHandle(stream as usize as u64))
+    }
+
+    fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {
+        let _current = self.relaxed()?;
+        // SAFETY: made by us, destroyed once.
+        self.said("cuStreamDestroy", unsafe { (self.api.stream_destroy)(stream(handle)) })
+    }
+
+    unsafe fn copy(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
+        let _current = self.relaxed()?;
+        let (api, stream) = (self.api, stream(handle));
+        match transfer {
+            Transfer::Upload { src, dst, len } => {
+                // SAFETY: the caller's word for the source; the target is within an allocation of ours.
+                self.said("cuMemcpyHtoDAsync", unsafe {
+                    (api.copy_to_device)(dst.0, src.cast(), len, stream)
+                })
+            }
+            Transfer::Download { src, dst, len } => {
+                // SAFETY: as above, the other way round.
+                self.said("cuMemcpyDtoHAsync", unsafe { (api.copy_to_host)(dst.cast(), src.0, len, stream) })
+            }
+            Transfer::OnDevice { src, dst, len } => {
+                // SAFETY: both within allocations of ours.
+                self.said("cuMemcpyDtoDAsync", unsafe { (api.copy_on_device)(dst.0, src.0, len, stream) })
+            }
+        }
+    }
+
+    unsafe fn copy_blocking(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
+        // SAFETY: the caller's word holds until we return.
+        let copied = unsafe { self.copy(handle, transfer) };
+        // After an error too: the copy may be under way all the same.
+        self.drain(handle).and(copied)
+    }
+
+    fn create_event(&self) -> Result<EventHandle> {
+        let _current = self.relaxed()?;
+        let mut event: CUevent = std::ptr::null_mut();
+        // SAFETY: writes a handle.
+        let code = unsafe { (self.api.event_create)(&raw mut event, DISABLE_TIMING) };
+        self.said("cuEventCreate", code).map(|()| EventHandle(event as usize as u64))
+    }
+
+    fn destroy_event(&self, handle: EventHandle) -> Result<()> {
+        let _current = self.relaxed()?;
+        // SAFETY: made by us, destroyed once.
+        self.said("cuEventDestroy", unsafe { (self.api.event_destroy)(event(handle)) })
+    }
+
+    fn record(&self, handle: EventHandle, on: StreamHandle) -> Result<()> {
+        let _current = self.current()?;
+        // SAFETY: handles of ours, of one context.
+        self.said("cuEventRecord", unsafe { (self.api.event_record)(event(handle), stream(on)) })
+    }
+
+    fn query(&self, handle: EventHandle) -> Result<bool> {
+        let _current = self.relaxed()?;
+        // SAFETY: a handle of ours.
+        match unsafe { (self.api.event_query)(event(handle)) } {
+            Code::NOT_READY => Ok(false),
+            code => self.said("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    fn wait_event(&self, on: StreamHandle, handle: EventHandle) -> Result<()> {
+        let _current = self.current()?;
+        // SAFETY: handles of ours.
+        self.said("cuStreamWaitEvent", unsafe { (self.api.stream_wait_event)(stream(on), event(handle), 0) })
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        if self.forks != os::forks() {
+            return;
+        }
+        let (api, device) = (self.api, self.device);
+        let release = move || {
+            // After an error the driver is ending, and nothing is left to do.
+            // SAFETY: retained once when this was made.
+            let _ = unsafe { (api.primary_release)(device) };
+        };
+        if OURS.get() {
+            return release();
+        }
+        // It may be the last one, and then takes the whole context down, which takes time: dropping never blocks. Without
+        // a thread the context stays.
+        let started = std::thread::Builder::new().name(format!("pinpool-end-{}", self.name)).spawn(release);
+        if let Err(error) = started {
+            tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "a context is leaked");
+        }
+    }
+}
