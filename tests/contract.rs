@@ -3,6 +3,12 @@
 //! A device joins by one more [`Subject`] in [`subjects`]. Nothing here knows how a device works, and nothing asserts
 //! how long anything takes. `PINPOOL_REQUIRE=host:0,cuda:0` names devices whose tests must not be skipped; without it a
 //! device that cannot be opened is reported and left out.
+//!
+//! GPUs: with one named by `PINPOOL_REQUIRE` the machine's own driver is used. Otherwise the suite runs on the stand-in
+//! driver of `tests/doubles`, whose rules must then not have been broken.
+
+#[cfg(feature = "cuda")]
+mod doubles;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -79,6 +85,11 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
             let (node, device, other) = on(HostConfig::new().stepped(11))?;
             Ok(Subject { device, other: Some(other), pump: Some(node) })
         }),
+        ("cuda:0", "the first GPU", || {
+            let device = Device::open("cuda:0")?;
+            // Only where there is more than one.
+            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None })
+        }),
     ]
 }
 
@@ -106,12 +117,15 @@ const TESTS: &[Test] = &[
     ("many threads", threads),
 ];
 
-#[test]
-fn the_contract_holds_on_every_device() {
+/// Runs the suite on the devices whose names start so, and tells how many tests were run.
+fn run(family: &str) -> usize {
     let required = std::env::var("PINPOOL_REQUIRE").unwrap_or_default();
-    let mut missing: Vec<&str> = required.split(',').map(str::trim).filter(|n| !n.is_empty()).collect();
+    let names = required.split(',').map(str::trim).filter(|n| !n.is_empty());
+    // Names of no family at all are missed by the host's test.
+    let of_family = |name: &str| name.starts_with(family) || (family == "host" && !name.starts_with("cuda"));
+    let mut missing: Vec<&str> = names.filter(|n| of_family(n)).collect();
     let mut run = 0;
-    for (name, kind, open) in subjects() {
+    for (name, kind, open) in subjects().into_iter().filter(|s| s.0.starts_with(family)) {
         match open() {
             Ok(first) => {
                 drop(first);
@@ -131,9 +145,36 @@ fn the_contract_holds_on_every_device() {
             Err(error) => println!("{name} ({kind}): skipped, {error}"),
         }
     }
-    println!("{run} tests run");
+    println!("{run} tests run on {family} devices");
     assert!(missing.is_empty(), "PINPOOL_REQUIRE names devices that were not tested: {missing:?}");
+    run
+}
+
+#[test]
+fn the_contract_holds_on_the_host_device() {
+    assert!(run("host") >= TESTS.len());
+}
+
+#[test]
+#[cfg(feature = "cuda")]
+fn the_contract_holds_on_gpus() {
+    if !doubles::required() && !doubles::is_set() {
+        return doubles::again("the_contract_holds_on_gpus", &[("PINPOOL_REQUIRE", "cuda:0")]);
+    }
+    let run = run("cuda");
     assert!(run >= TESTS.len());
+    if let Some(stand_in) = doubles::StandIn::of_this_process() {
+        let report = stand_in.final_report();
+        assert!(report.over, "a device is still open: {report:?}");
+        assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
+        assert_eq!(run, TESTS.len() + 1, "the stand-in has two GPUs");
+    }
+}
+
+#[test]
+#[cfg(not(feature = "cuda"))]
+fn gpus_are_not_built_in() {
+    run("cuda");
 }
 
 /// Bytes that depend on their place.

@@ -1,0 +1,626 @@
+//! What there is: devices, contexts, streams, events, memory; what is queued; what was broken.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Mutex, MutexGuard};
+
+pub const INVALID_VALUE: u32 = 1;
+pub const OUT_OF_MEMORY: u32 = 2;
+pub const NOT_INITIALIZED: u32 = 3;
+pub const DEINITIALIZED: u32 = 4;
+pub const NO_DEVICE: u32 = 100;
+pub const INVALID_DEVICE: u32 = 101;
+pub const INVALID_CONTEXT: u32 = 201;
+pub const INVALID_HANDLE: u32 = 400;
+pub const NOT_READY: u32 = 600;
+pub const CONTEXT_IS_DESTROYED: u32 = 709;
+pub const ALREADY_REGISTERED: u32 = 712;
+pub const NOT_REGISTERED: u32 = 713;
+pub const CAPTURE_UNSUPPORTED: u32 = 900;
+pub const CAPTURE_INVALIDATED: u32 = 901;
+pub const CAPTURED_EVENT: u32 = 907;
+pub const CAPTURE_WRONG_THREAD: u32 = 908;
+
+/// Codes after which a context is of no use any more.
+pub fn is_sticky(code: u32) -> bool {
+    matches!(code, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810)
+}
+
+/// A call's outcome: a code other than zero is the error.
+pub type Outcome<T = ()> = Result<T, u32>;
+
+thread_local! {
+    /// The contexts pushed on this thread, the current one last.
+    pub static STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    /// Its capture mode: 0 global, 1 thread-local, 2 relaxed.
+    pub static MODE: Cell<u32> = const { Cell::new(0) };
+    /// A number for the thread.
+    static THREAD: Cell<usize> = const { Cell::new(0) };
+}
+
+pub struct Device {
+    pub memory: usize,
+    /// Its primary context and how often it is retained.
+    pub primary: Option<(usize, usize)>,
+}
+
+pub struct Context {
+    pub device: usize,
+    /// The sticky error, if there was one.
+    pub dead: Option<u32>,
+}
+
+pub struct Block {
+    context: usize,
+    bytes: Vec<u8>,
+}
+
+/// One side of a copy.
+#[derive(Clone, Copy, Debug)]
+pub enum Place {
+    Host(usize),
+    Device(u64),
+}
+
+#[derive(Debug)]
+pub enum Op {
+    Copy {
+        src: Place,
+        dst: Place,
+        len: usize,
+    },
+    /// Wait until the other stream has come so far.
+    Wait {
+        stream: usize,
+        upto: u64,
+    },
+    Record,
+}
+
+pub struct Capture {
+    pub mode: u32,
+    pub thread: usize,
+    pub spoiled: bool,
+    pub nodes: usize,
+}
+
+pub struct Stream {
+    pub context: usize,
+    pub queue: VecDeque<Op>,
+    /// Operations run so far, and submitted so far.
+    pub done: u64,
+    pub submitted: u64,
+    pub capture: Option<Capture>,
+    pub destroyed: bool,
+}
+
+pub struct Event {
+    pub context: usize,
+    /// Where it was recorded last: the stream, and the operations that it covers.
+    pub recorded: Option<(usize, u64)>,
+    pub seen: bool,
+    pub captured: bool,
+    /// How often a query is still told "not ready", whatever is done.
+    patience: u32,
+}
+
+/// A call that is to fail.
+pub struct Fault {
+    pub call: String,
+    /// Fails when this comes to zero.
+    pub left: u64,
+    pub code: u32,
+    /// The call does its work and fails afterwards.
+    pub after: bool,
+}
+
+#[derive(Default)]
+pub struct World {
+    pub ready: bool,
+    pub ended: bool,
+    pub version: i32,
+    pub devices: Vec<Device>,
+    pub contexts: BTreeMap<usize, Context>,
+    pub streams: BTreeMap<usize, Stream>,
+    pub events: BTreeMap<usize, Event>,
+    pub blocks: BTreeMap<u64, Block>,
+    /// Registered host memory: start and length.
+    pub registered: BTreeMap<usize, usize>,
+    pub violations: Vec<String>,
+    pub notes: HashMap<&'static str, u64>,
+    pub counts: BTreeMap<&'static str, u64>,
+    pub faults: Vec<Fault>,
+    /// What contexts had left when they went.
+    pub left: BTreeMap<&'static str, usize>,
+    /// How often a context was retained.
+    pub retains: u64,
+    /// Calls that were made to fail.
+    pub struck: u64,
+    /// Nothing runs while it is set.
+    pub hung: bool,
+    next: usize,
+    next_address: u64,
+    random: u64,
+    configured: bool,
+}
+
+static WORLD: Mutex<Option<World>> = Mutex::new(None);
+
+/// The world, made on first use.
+pub fn world() -> MutexGuard<'static, Option<World>> {
+    let mut guard = WORLD.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let world = guard.get_or_insert_with(World::default);
+    if !world.configured {
+        world.configure();
+    }
+    guard
+}
+
+/// The calling thread's number.
+pub fn thread() -> usize {
+    static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(1);
+    if THREAD.get() == 0 {
+        THREAD.set(NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+    }
+    THREAD.get()
+}
+
+fn number(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
+}
+
+fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
+    start < other + other_len && other < start + len
+}
+
+impl World {
+    fn configure(&mut self) {
+        self.configured = true;
+        self.version = number("PINPOOL_STANDIN_VERSION", 12_080) as i32;
+        let memory = number("PINPOOL_STANDIN_MEMORY", 256 << 20) as usize;
+        let devices = number("PINPOOL_STANDIN_DEVICES", 2);
+        self.devices = (0..devices).map(|_| Device { memory, primary: None }).collect();
+        // Apart from each other and from what any call could take for something else.
+        self.next = self.next.max(0x5eed_0000);
+        self.next_address = self.next_address.max(0x7f00_0000_0000_0000);
+        self.random = 0x9e37_79b9_7f4a_7c15;
+        if let Ok(fault) = std::env::var("PINPOOL_STANDIN_FAIL") {
+            let parts: Vec<&str> = fault.split(':').collect();
+            if let [call, nth, code] = parts[..] {
+                let (left, code) = (nth.parse().unwrap_or(1), code.parse().unwrap_or(1));
+                self.faults.push(Fault { call: call.into(), left, code, after: false });
+            }
+        }
+    }
+
+    /// As when it was loaded; but no handle is ever used twice.
+    pub fn reset(&mut self) {
+        let (next, next_address) = (self.next, self.next_address);
+        *self = Self { next, next_address, ..Self::default() };
+        self.configure();
+    }
+
+    pub fn violate<T>(&mut self, id: &str, text: impl std::fmt::Display, code: u32) -> Outcome<T> {
+        self.violations.push(format!("{id} {text}"));
+        Err(code)
+    }
+
+    pub fn note(&mut self, what: &'static str) {
+        *self.notes.entry(what).or_default() += 1;
+    }
+
+    fn fresh(&mut self) -> usize {
+        self.next += 16;
+        self.next
+    }
+
+    fn random(&mut self) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random
+    }
+
+    // --- contexts ------------------------------------------------------------------------------------------------
+
+    pub fn device(&mut self, device: i32) -> Outcome<usize> {
+        match usize::try_from(device) {
+            Ok(device) if device < self.devices.len() => Ok(device),
+            _ => Err(INVALID_DEVICE),
+        }
+    }
+
+    pub fn retain(&mut self, device: usize) -> usize {
+        self.retains += 1;
+        if let Some((context, count)) = &mut self.devices[device].primary {
+            *count += 1;
+            return *context;
+        }
+        let context = self.fresh();
+        self.contexts.insert(context, Context { device, dead: None });
+        self.devices[device].primary = Some((context, 1));
+        context
+    }
+
+    pub fn release(&mut self, device: usize) -> Outcome {
+        match &mut self.devices[device].primary {
+            None => {
+                return self.violate("CTX-4", format!("device {device} is not retained"), INVALID_CONTEXT);
+            }
+            Some((_, count)) if *count > 1 => *count -= 1,
+            Some((context, _)) => {
+                let context = *context;
+                self.devices[device].primary = None;
+                self.contexts.remove(&context);
+                for (what, count) in self.owned(Some(context)) {
+                    *self.left.entry(what).or_default() += count;
+                }
+                // What the context had goes with it; nothing of that runs any more.
+                self.streams.retain(|_, s| s.context != context);
+                self.events.retain(|_, e| e.context != context);
+                self.blocks.retain(|_, b| b.context != context);
+            }
+        }
+        Ok(())
+    }
+
+    /// What a context has, or all of them together.
+    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 3] {
+        let is = |context: usize| of.is_none_or(|of| of == context);
+        let streams = self.streams.values().filter(|s| is(s.context) && !s.destroyed).count();
+        let events = self.events.values().filter(|e| is(e.context)).count();
+        let blocks = self.blocks.values().filter(|b| is(b.context)).count();
+        [("streams", streams), ("events", events), ("allocations", blocks)]
+    }
+
+    /// The current context, which must be alive.
+    pub fn current(&mut self, call: &str) -> Outcome<usize> {
+        let Some(context) = STACK.with_borrow(|stack| stack.last().copied()).filter(|c| *c != 0) else {
+            return self.violate("CTX-1", format!("{call}: no context is current"), INVALID_CONTEXT);
+        };
+        match self.contexts.get(&context) {
+            None => {
+                self.violate("CTX-2", format!("{call}: context {context:#x} is gone"), CONTEXT_IS_DESTROYED)
+            }
+            Some(Context { dead: Some(code), .. }) => Err(*code),
+            Some(_) => Ok(context),
+        }
+    }
+
+    /// A sticky error: from here on the context only says so, and nothing of it runs any more.
+    pub fn kill(&mut self, context: usize, code: u32) {
+        if let Some(context) = self.contexts.get_mut(&context) {
+            context.dead.get_or_insert(code);
+        }
+        for stream in self.streams.values_mut().filter(|s| s.context == context) {
+            stream.queue.clear();
+            stream.done = stream.submitted;
+        }
+    }
+
+    // --- captures ------------------------------------------------------------------------------------------------
+
+    /// A call that a capture may forbid to this thread.
+    pub fn unsafe_call(&mut self, call: &str) -> Outcome {
+        let (mode, thread) = (MODE.get(), thread());
+        let forbids = |capture: &Capture| match (mode, capture.mode) {
+            (2, _) | (_, 2) => false,
+            (0, 0) => true,
+            _ => capture.thread == thread,
+        };
+        let mut spoiled = None;
+        for (handle, stream) in &mut self.streams {
+            if let Some(capture) = stream.capture.as_mut().filter(|c| forbids(c)) {
+                capture.spoiled = true;
+                spoiled = Some(*handle);
+            }
+        }
+        match spoiled {
+            Some(stream) => self.violate(
+                "CAP-1",
+                format!("{call} during the capture of {stream:#x}"),
+                CAPTURE_UNSUPPORTED,
+            ),
+            None => Ok(()),
+        }
+    }
+
+    // --- streams -------------------------------------------------------------------------------------------------
+
+    /// A stream of the current context.
+    pub fn stream(&mut self, call: &str, handle: usize) -> Outcome<&mut Stream> {
+        let current = self.current(call)?;
+        match self.streams.get(&handle) {
+            None | Some(Stream { destroyed: true, .. }) => {
+                return self.violate("STR-1", format!("{call}: no stream {handle:#x}"), INVALID_HANDLE);
+            }
+            Some(stream) if stream.context != current => {
+                return self.violate(
+                    "CTX-5",
+                    format!("{call}: stream {handle:#x} of another context"),
+                    INVALID_HANDLE,
+                );
+            }
+            Some(_) => {}
+        }
+        self.streams.get_mut(&handle).ok_or(INVALID_HANDLE)
+    }
+
+    /// An event that exists.
+    pub fn event(&mut self, call: &str, handle: usize) -> Outcome<&mut Event> {
+        let current = self.current(call)?;
+        match self.events.get(&handle) {
+            None => return self.violate("EVT-1", format!("{call}: no event {handle:#x}"), INVALID_HANDLE),
+            Some(event) if event.context != current => {
+                return self.violate(
+                    "CTX-5",
+                    format!("{call}: event {handle:#x} of another context"),
+                    INVALID_HANDLE,
+                );
+            }
+            Some(_) => {}
+        }
+        self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
+    }
+
+    pub fn create_stream(&mut self, context: usize) -> usize {
+        let handle = self.fresh();
+        let stream = Stream {
+            context,
+            queue: VecDeque::new(),
+            done: 0,
+            submitted: 0,
+            capture: None,
+            destroyed: false,
+        };
+        self.streams.insert(handle, stream);
+        handle
+    }
+
+    pub fn create_event(&mut self, context: usize) -> usize {
+        let handle = self.fresh();
+        let event = Event { context, recorded: None, seen: false, captured: false, patience: 0 };
+        self.events.insert(handle, event);
+        handle
+    }
+
+    /// Queues an operation, or makes it a node of the graph that is being captured.
+    pub fn submit(&mut self, call: &str, handle: usize, op: Op) -> Outcome<u64> {
+        let stream = self.stream(call, handle)?;
+        if let Some(capture) = &mut stream.capture {
+            if capture.spoiled {
+                return Err(CAPTURE_INVALIDATED);
+            }
+            capture.nodes += 1;
+            return Ok(0);
+        }
+        stream.queue.push_back(op);
+        stream.submitted += 1;
+        Ok(stream.submitted)
+    }
+
+    /// Runs a stream's operations up to a place.
+    pub fn run(&mut self, handle: usize, upto: u64) {
+        loop {
+            let Some(stream) = self.streams.get_mut(&handle).filter(|s| s.done < upto) else { return };
+            let Some(op) = stream.queue.pop_front() else { return };
+            match op {
+                // What is waited for was submitted before, so this ends.
+                Op::Wait { stream, upto } => self.run(stream, upto),
+                Op::Record => {}
+                Op::Copy { src, dst, len } => self.copy(src, dst, len),
+            }
+            if let Some(stream) = self.streams.get_mut(&handle) {
+                stream.done += 1;
+            }
+        }
+    }
+
+    /// Runs everything that uses such memory.
+    fn run_users(&mut self, uses: impl Fn(&Place, usize) -> bool) -> bool {
+        let users = |s: &Stream| {
+            let last = s.queue.iter().rposition(|op| match op {
+                Op::Copy { src, dst, len } => uses(src, *len) || uses(dst, *len),
+                _ => false,
+            });
+            last.map(|at| s.done + at as u64 + 1)
+        };
+        let found: Vec<_> =
+            self.streams.iter().filter_map(|(h, s)| users(s).map(|upto| (*h, upto))).collect();
+        for (handle, upto) in &found {
+            self.run(*handle, *upto);
+        }
+        !found.is_empty()
+    }
+
+    fn copy(&mut self, src: Place, dst: Place, len: usize) {
+        // The ranges were checked when the copy was submitted, and memory in use is not freed before its copies ran.
+        let mut bytes = vec![0; len];
+        match src {
+            // SAFETY: whoever submitted it vouched for the range until the copy was seen complete.
+            Place::Host(from) => unsafe {
+                std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), len);
+            },
+            Place::Device(at) => match self.block(at, len) {
+                Some((block, offset)) => bytes.copy_from_slice(&block.bytes[offset..offset + len]),
+                None => return,
+            },
+        }
+        match dst {
+            // SAFETY: as above.
+            Place::Host(to) => unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, len) },
+            Place::Device(at) => {
+                if let Some((block, offset)) = self.block(at, len) {
+                    block.bytes[offset..offset + len].copy_from_slice(&bytes);
+                }
+            }
+        }
+    }
+
+    // --- events --------------------------------------------------------------------------------------------------
+
+    pub fn record(&mut self, event: usize, stream: usize) -> Outcome {
+        let call = "cuEventRecord";
+        let (context, was) = {
+            let event = self.event(call, event)?;
+            (event.context, event.recorded.filter(|_| !event.seen))
+        };
+        if self.stream(call, stream)?.context != context {
+            return self.violate(
+                "CTX-5",
+                format!("{call}: {event:#x} and {stream:#x} of two contexts"),
+                INVALID_HANDLE,
+            );
+        }
+        if let Some((on, _)) = was {
+            // Not seen complete, whether or not it is.
+            let _: Outcome = self.violate("EVT-3", format!("{event:#x} is still recorded on {on:#x}"), 0);
+        }
+        let captured = self.stream(call, stream)?.capture.is_some();
+        let upto = self.submit(call, stream, Op::Record)?;
+        let patience = (self.random() % 3) as u32;
+        let event = self.event(call, event)?;
+        (event.recorded, event.seen, event.captured) = (Some((stream, upto)), false, captured);
+        event.patience = patience;
+        Ok(())
+    }
+
+    pub fn query(&mut self, handle: usize) -> Outcome {
+        let hung = self.hung;
+        let event = self.event("cuEventQuery", handle)?;
+        if event.captured {
+            return self.violate("CAP-3", format!("{handle:#x} was recorded in a capture"), CAPTURED_EVENT);
+        }
+        let Some((stream, upto)) = event.recorded else {
+            let _: Outcome = self.violate("EVT-2", format!("{handle:#x} was never recorded"), 0);
+            return Ok(());
+        };
+        if !event.seen {
+            if hung {
+                return Err(NOT_READY);
+            }
+            if event.patience > 0 {
+                event.patience -= 1;
+                return Err(NOT_READY);
+            }
+            self.run(stream, upto);
+            self.event("cuEventQuery", handle)?.seen = true;
+        }
+        Ok(())
+    }
+
+    pub fn destroy_event(&mut self, handle: usize) -> Outcome {
+        let event = self.event("cuEventDestroy", handle)?;
+        let recorded = event.recorded.filter(|_| !event.seen);
+        let pending = |(stream, upto)| self.streams.get(&stream).is_some_and(|s| s.done < upto);
+        if recorded.is_some_and(pending) {
+            let _: Outcome = self.violate("EVT-4", format!("{handle:#x} is not complete"), 0);
+        }
+        self.events.remove(&handle);
+        Ok(())
+    }
+
+    pub fn destroy_stream(&mut self, handle: usize) -> Outcome {
+        let stream = self.stream("cuStreamDestroy", handle)?;
+        stream.destroyed = true;
+        let (left, upto) = (stream.queue.len(), stream.submitted);
+        if left > 0 {
+            let _: Outcome = self.violate("STR-2", format!("{handle:#x} has {left} operations queued"), 0);
+        }
+        self.run(handle, upto);
+        // It stays, for events that were recorded on it.
+        Ok(())
+    }
+
+    // --- memory --------------------------------------------------------------------------------------------------
+
+    pub fn register(&mut self, start: usize, len: usize) -> Outcome {
+        if start == 0 || len == 0 || start.checked_add(len).is_none() {
+            return self.violate("MEM-3", format!("{len} bytes at {start:#x}"), INVALID_VALUE);
+        }
+        if let Some((other, other_len)) = self.registered.iter().find(|(s, l)| overlaps(start, len, **s, **l))
+        {
+            let text = format!("{len} bytes at {start:#x} overlap {other_len} at {other:#x}");
+            return self.violate("MEM-1", text, ALREADY_REGISTERED);
+        }
+        self.registered.insert(start, len);
+        Ok(())
+    }
+
+    pub fn unregister(&mut self, start: usize) -> Outcome {
+        let Some(len) = self.registered.get(&start).copied() else {
+            return self.violate("MEM-2", format!("{start:#x} is not registered"), NOT_REGISTERED);
+        };
+        let used =
+            self.run_users(|place, n| matches!(place, Place::Host(at) if overlaps(*at, n, start, len)));
+        if used {
+            let _: Outcome = self.violate("MEM-4", format!("{start:#x} is used by a queued copy"), 0);
+        }
+        self.registered.remove(&start);
+        Ok(())
+    }
+
+    pub fn allocate(&mut self, context: usize, len: usize) -> Outcome<u64> {
+        let device = self.contexts[&context].device;
+        let used: usize = self.blocks.values().filter(|b| b.context == context).map(|b| b.bytes.len()).sum();
+        if len == 0 {
+            return Err(INVALID_VALUE);
+        }
+        if used.checked_add(len).is_none_or(|sum| sum > self.devices[device].memory) {
+            return Err(OUT_OF_MEMORY);
+        }
+        let at = self.next_address;
+        // Room between two, so that leaving one never means reaching the next.
+        self.next_address += (len as u64).next_multiple_of(4096) + 4096;
+        self.blocks.insert(at, Block { context, bytes: vec![0xA5; len] });
+        Ok(at)
+    }
+
+    pub fn free(&mut self, at: u64) -> Outcome {
+        let Some(len) = self.blocks.get(&at).map(|b| b.bytes.len() as u64) else {
+            return self.violate("MEM-7", format!("{at:#x} is no allocation"), INVALID_VALUE);
+        };
+        if self.run_users(|place, _| matches!(place, Place::Device(p) if (at..at + len).contains(p))) {
+            let _: Outcome = self.violate("MEM-8", format!("{at:#x} is used by a queued copy"), 0);
+        }
+        self.blocks.remove(&at);
+        Ok(())
+    }
+
+    fn block(&mut self, at: u64, len: usize) -> Option<(&mut Block, usize)> {
+        let (start, block) = self.blocks.range_mut(..=at).next_back()?;
+        let offset = (at - start) as usize;
+        (offset.checked_add(len)? <= block.bytes.len()).then_some((block, offset))
+    }
+
+    /// Checks both sides of a copy that is about to be submitted.
+    pub fn check(&mut self, call: &str, place: Place, len: usize) -> Outcome {
+        match place {
+            Place::Device(at) => {
+                let context = self.current(call)?;
+                match self.block(at, len).map(|(block, _)| block.context) {
+                    Some(of) if of == context => Ok(()),
+                    Some(_) => {
+                        self.violate("CTX-5", format!("{call}: {at:#x} of another context"), INVALID_VALUE)
+                    }
+                    None => self.violate("MEM-6", format!("{call}: {len} bytes at {at:#x}"), INVALID_VALUE),
+                }
+            }
+            Place::Host(at) => {
+                let within = |(s, l): (&usize, &usize)| at >= *s && at + len <= s + l;
+                if at == 0 {
+                    return self.violate("MEM-6", format!("{call}: a null pointer"), INVALID_VALUE);
+                }
+                if self.registered.iter().any(within) {
+                    return Ok(());
+                }
+                if self.registered.iter().any(|(s, l)| overlaps(at, len, *s, *l)) {
+                    let text = format!("{call}: {len} bytes at {at:#x} are registered in part");
+                    return self.violate("MEM-5", text, INVALID_VALUE);
+                }
+                self.note("PAGEABLE");
+                Ok(())
+            }
+        }
+    }
+}
