@@ -19,7 +19,7 @@ use libloading::{Library, Symbol};
 /// What pinpool looks at.
 pub const PATH: &str = "PINPOOL_LIBCUDA";
 /// Longer than anything takes here: what has not happened by then hangs.
-pub const HANG: Duration = Duration::from_secs(30);
+pub const HANG: Duration = Duration::from_secs(20);
 
 /// Whether `PINPOOL_REQUIRE` names a GPU: then the machine's own driver is to be used.
 pub fn required() -> bool {
@@ -50,9 +50,10 @@ fn build() -> Option<PathBuf> {
     Some(target.join("debug").join("libcuda_standin.so"))
 }
 
-/// Runs this very test again in a process that loads the stand-in, with more in its environment.
+/// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
 pub fn again(test: &str, environment: &[(&str, &str)]) {
-    let Some(library) = library() else {
+    let named = std::env::var_os(PATH).map(PathBuf::from);
+    let Some(library) = named.or_else(|| library().map(Path::to_owned)) else {
         println!(
             "{test}: skipped, there is no cargo to build the stand-in libcuda with; {PATH} can name a built one"
         );

@@ -131,11 +131,8 @@ impl Api {
         let api = API.get_or_init(|| Self::load(std::env::var_os(PATH)));
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: it costs nothing when it has succeeded before, and what it failed for may have been put right.
-        // SAFETY: the call takes no pointers.
-        match unsafe { (api.init)(0) } {
-            Code::SUCCESS => Ok(api),
-            code => Err(unavailable(format!("cuInit failed with {}", api.explain(code)))),
-        }
+        api.start().map_err(unavailable)?;
+        Ok(api)
     }
 
     /// Loads the library that was named, or the system's.
@@ -156,26 +153,33 @@ impl Api {
             .map_err(|error| format!("{shown} could not be loaded ({error}): {remedy}"))?;
         // For good: the driver has threads and exit handlers of its own, whatever it answers below.
         let library: &'static Library = Box::leak(Box::new(library));
-        let api = Self::resolve(library).map_err(|symbol| {
+        Self::resolve(library).map_err(|symbol| {
             format!(
                 "{shown} lacks {symbol}: it is no CUDA driver, or one older than CUDA {}; install a newer one",
                 version(OLDEST)
             )
-        })?;
+        })
+    }
+
+    /// Makes the driver ready, if it is one that we can work with.
+    fn start(&self) -> std::result::Result<(), String> {
         let mut found: c_int = 0;
         // SAFETY: writes a number; may be called before cuInit.
-        let code = unsafe { (api.driver_version)(&raw mut found) };
+        let code = unsafe { (self.driver_version)(&raw mut found) };
         if code != Code::SUCCESS {
-            return Err(format!("{shown}: cuDriverGetVersion failed with {}", api.explain(code)));
+            return Err(format!("cuDriverGetVersion failed with {}", self.explain(code)));
         }
         if found < OLDEST {
+            let (found, oldest) = (version(found), version(OLDEST));
             return Err(format!(
-                "{shown} supports CUDA {} only, and CUDA {} is needed: install a newer driver",
-                version(found),
-                version(OLDEST)
+                "the driver supports CUDA {found} only, and CUDA {oldest} is needed: install a newer driver"
             ));
         }
-        Ok(api)
+        // SAFETY: the call takes no pointers.
+        match unsafe { (self.init)(0) } {
+            Code::SUCCESS => Ok(()),
+            code => Err(format!("cuInit failed with {}", self.explain(code))),
+        }
     }
 
     /// The driver's words for a code.

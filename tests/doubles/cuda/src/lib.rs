@@ -28,10 +28,10 @@
 //! | CTX-4 | releases a primary context more often than it was retained | 201 |
 //! | CTX-5 | uses one context's stream or event with another's, or with another one current | 400 |
 //! | STR-1 | names a stream that does not exist, or no more | 400 |
-//! | STR-2 | destroys a stream that has work queued (allowed by the driver, not by our contract) | it still runs |
+//! | STR-2 | destroys a stream that has copies queued (allowed by the driver, not by our contract) | it still runs |
 //! | EVT-1 | names an event that does not exist, or no more | 400 |
 //! | EVT-2 | asks about an event that was never recorded | 0: complete |
-//! | EVT-3 | records an event again that was not seen complete | covers the new place only |
+//! | EVT-3 | records an event again that is not complete | covers the new place only |
 //! | EVT-4 | destroys an event that is recorded and not complete | it is gone |
 //! | MEM-1 | registers memory that overlaps what is registered | 712 |
 //! | MEM-2 | unregisters what is not registered, or not from its start | 713 |

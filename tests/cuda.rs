@@ -1,0 +1,593 @@
+//! GPUs through the stand-in driver: opening, contexts, captures, trouble, and every driver call failing once.
+//!
+//! What any device must do is in `contract.rs`. Here is what only CUDA has, and what only a double can be told to do. Each
+//! test runs in a child of its own, which loads the stand-in; see `doubles/mod.rs`.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+#![allow(unsafe_code, reason = "calling the stand-in")]
+
+mod doubles;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use doubles::{HANG, StandIn};
+use pinpool::{
+    Device, DeviceBuffer, Error, ErrorClass, InFlight, Lend, PinnedBuf, Pool, Result, Stream, SubmitError,
+    Unpinned,
+};
+
+/// Runs the body of a test in a child, on a stand-in that is as just loaded.
+fn on_stand_in(test: &str, body: impl FnOnce(&StandIn)) {
+    if !doubles::is_set() {
+        return doubles::again(test, &[]);
+    }
+    match StandIn::of_this_process() {
+        Some(stand_in) => body(&stand_in),
+        None => println!("{test}: skipped, the library that is named is no stand-in"),
+    }
+}
+
+/// A call of the driver, made by the test itself.
+fn driver(stand_in: &StandIn, name: &str, a: usize, b: usize) -> u32 {
+    // SAFETY: only called for functions of at most two such arguments, which are passed in registers.
+    unsafe { stand_in.get::<unsafe extern "C" fn(usize, usize) -> u32>(name)(a, b) }
+}
+
+/// The same for one that writes a word to its first argument.
+fn made(stand_in: &StandIn, name: &str, b: usize) -> usize {
+    let mut word = 0_usize;
+    assert_eq!(driver(stand_in, name, (&raw mut word) as usize, b), 0, "{name}");
+    word
+}
+
+fn pool(device: &Device) -> Pool {
+    let built =
+        Pool::builder(device).capacity(2 << 20).initial(256 << 10).region(256 << 10).extent(128 << 10);
+    built.build().unwrap()
+}
+
+fn bytes(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
+}
+
+fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
+    let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
+    buf.extend_from_slice(bytes);
+    buf
+}
+
+/// There and back.
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) {
+    let sent = bytes(seed, memory.len());
+    drop(stream.upload(filled(pool, &sent), memory).unwrap());
+    let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
+    assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
+}
+
+/// Until it is so, which no test says how long takes.
+fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let since = Instant::now();
+    while !so() {
+        assert!(since.elapsed() < HANG, "never: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn opening_fails_with_the_cause_and_the_remedy() {
+    const TEST: &str = "opening_fails_with_the_cause_and_the_remedy";
+    if let Ok(expected) = std::env::var("EXPECTED") {
+        let error = Device::open("cuda:0").unwrap_err();
+        for part in expected.split('|') {
+            assert!(error.to_string().contains(part), "{part:?} is not in: {error}");
+        }
+        // What failed once may succeed later, and then `auto` takes it; what is missing stays so.
+        let best = Device::open("auto").unwrap();
+        assert_eq!(best.name(), if std::env::var_os("ONCE").is_some() { "cuda:0" } else { "host:0" });
+        return;
+    }
+    for (name, value, expected, once) in [
+        (
+            doubles::PATH,
+            "/nowhere/libcuda.so.1",
+            "/nowhere/libcuda.so.1 could not be loaded|PINPOOL_LIBCUDA",
+            false,
+        ),
+        (doubles::PATH, "libm.so.6", "libm.so.6 lacks cuInit|11.0", false),
+        ("PINPOOL_STANDIN_VERSION", "10020", "supports CUDA 10.2 only|newer driver", false),
+        (
+            "PINPOOL_STANDIN_DEVICES",
+            "0",
+            "cuInit failed with 100 (CUDA_ERROR_NO_DEVICE|CUDA_VISIBLE_DEVICES",
+            false,
+        ),
+        ("PINPOOL_STANDIN_FAIL", "cuDriverGetVersion:1:999", "cuDriverGetVersion failed with 999", true),
+        ("PINPOOL_STANDIN_FAIL", "cuInit:1:803", "cuInit failed with 803|do not fit together", true),
+        ("PINPOOL_STANDIN_FAIL", "cuInit:1:123456", "cuInit failed with 123456|no name for", true),
+        ("PINPOOL_STANDIN_FAIL", "cuDevicePrimaryCtxRetain:1:2", "OUT_OF_MEMORY|may succeed later", true),
+    ] {
+        println!("{name}={value}");
+        let mut environment = vec![(name, value), ("EXPECTED", expected)];
+        environment.extend(once.then_some(("ONCE", "1")));
+        doubles::again(TEST, &environment);
+    }
+}
+
+#[test]
+fn a_bad_ordinal_is_told_which_there_are() {
+    on_stand_in("a_bad_ordinal_is_told_which_there_are", |_| {
+        for name in ["cuda:2", "cuda:4294967295"] {
+            let error = Device::open(name).unwrap_err();
+            assert!(matches!(error, Error::UnknownDevice { .. }), "{error}");
+            assert!(error.to_string().contains("cuda:0 to cuda:1"), "{error}");
+        }
+        for name in ["cuda:", "cuda:-1", "cuda:x", "cuda:4294967296", "cuda:0:0", "auto:0"] {
+            assert!(matches!(Device::open(name).unwrap_err(), Error::UnknownDevice { .. }), "{name}");
+        }
+        assert_eq!(Device::open("cuda").unwrap().name(), "cuda:0");
+        assert_eq!(Device::open("auto").unwrap().name(), "cuda:0");
+    });
+}
+
+#[test]
+fn the_callers_context_and_mode_are_left_alone() {
+    on_stand_in("the_callers_context_and_mode_are_left_alone", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let other = made(d, "cuDevicePrimaryCtxRetain", 1);
+        // Once with none, once with another GPU's, once with the very one.
+        let same = made(d, "cuDevicePrimaryCtxRetain", 0);
+        for context in [0, other, same] {
+            assert_eq!(driver(d, "cuCtxSetCurrent", context, 0), 0);
+            let (pool, stream, memory) =
+                (pool(&device), device.stream().unwrap(), device.alloc(50_000).unwrap());
+            round_trip(&pool, &stream, &memory, 1);
+            stream.upload_blocking(&bytes(2, 50_000), &memory).unwrap();
+            device.stream().unwrap().wait_for(&stream).unwrap();
+            // Refused by the driver: put back all the same.
+            d.fail("cuMemcpyHtoDAsync_v2", 1, 1, false);
+            drop(stream.upload(filled(&pool, &bytes(1, 100)), &memory).unwrap_err());
+            assert_eq!(made(d, "cuCtxGetCurrent", 0), context);
+            let mut mode = 1_u32;
+            assert_eq!(driver(d, "cuThreadExchangeStreamCaptureMode", (&raw mut mode) as usize, 0), 0);
+            assert_eq!(mode, 0, "global, as threads begin");
+            mode = 0;
+            assert_eq!(driver(d, "cuThreadExchangeStreamCaptureMode", (&raw mut mode) as usize, 0), 0);
+        }
+        drop(device);
+        assert_eq!(driver(d, "cuDevicePrimaryCtxRelease_v2", 0, 0), 0);
+        assert_eq!(driver(d, "cuDevicePrimaryCtxRelease_v2", 1, 0), 0);
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
+
+#[test]
+fn a_capture_elsewhere_survives_everything() {
+    on_stand_in("a_capture_elsewhere_survives_everything", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let context = made(d, "cuDevicePrimaryCtxRetain", 0);
+        assert_eq!(driver(d, "cuCtxSetCurrent", context, 0), 0);
+        let captured = made(d, "cuStreamCreate", 1);
+        // In global mode: unsafe calls of any thread would spoil it, this one's among them.
+        assert_eq!(driver(d, "cuStreamBeginCapture_v2", captured, 0), 0);
+        let pool = pool(&device);
+        let (stream, other) = (device.stream().unwrap(), device.stream().unwrap());
+        let memory = device.alloc(100_000).unwrap();
+        for round in 0..20 {
+            round_trip(&pool, &stream, &memory, round);
+            other.wait_for(&stream).unwrap();
+        }
+        stream.upload_blocking(&bytes(7, 100_000), &memory).unwrap();
+        // The pool grows, and gives back.
+        drop((0..15).map(|_| filled(&pool, &bytes(1, 100_000))).collect::<Vec<_>>());
+        pool.trim(0);
+        // The reaper asks by itself.
+        drop(stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap());
+        until("the buffer comes back", || pool.stats().in_flight_bytes == 0);
+        drop((pool, stream, other, memory, device));
+        let mut graph = 0_usize;
+        assert_eq!(driver(d, "cuStreamEndCapture", captured, (&raw mut graph) as usize), 0, "it is spoiled");
+        assert_eq!(driver(d, "cuStreamDestroy_v2", captured, 0), 0);
+        assert_eq!(driver(d, "cuDevicePrimaryCtxRelease_v2", 0, 0), 0);
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
+
+#[test]
+fn a_sticky_error_ends_this_gpu_and_no_other() {
+    on_stand_in("a_sticky_error_ends_this_gpu_and_no_other", |d| {
+        let (device, healthy) = (Device::open("cuda:0").unwrap(), Device::open("cuda:1").unwrap());
+        let pool = Pool::builder(&device).device(&healthy).capacity(2 << 20).build().unwrap();
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(10_000).unwrap());
+        d.hang(true);
+        let waited = stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap();
+        drop(stream.upload(filled(&pool, &bytes(2, 10_000)), &memory).unwrap());
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| waited.wait().unwrap_err());
+            d.kill(0, 700);
+            let error = waiter.join().unwrap();
+            assert!(
+                error.class() == ErrorClass::Sticky && error.to_string().contains("ILLEGAL_ADDRESS"),
+                "{error}"
+            );
+        });
+        d.hang(false);
+        assert!(device.lost().is_some_and(|e| e.is_sticky()));
+        until("all is quarantined", || pool.stats().in_flight_bytes == 0);
+        assert!(pool.stats().quarantined_bytes >= 20_000, "{:?}", pool.stats());
+        // Refused at once, with the buffer.
+        let refused = stream.upload(filled(&pool, &bytes(3, 100)), &memory).unwrap_err();
+        assert!(refused.error.is_sticky() && refused.buffer.is_some());
+        assert!(device.alloc(1).unwrap_err().is_sticky() && device.stream().unwrap_err().is_sticky());
+        // The other one serves on.
+        let memory = healthy.alloc(10_000).unwrap();
+        round_trip(&pool, &healthy.stream().unwrap(), &memory, 4);
+        assert_eq!(healthy.lost(), None);
+        pool.check().unwrap();
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn the_driver_may_end_before_the_pool() {
+    on_stand_in("the_driver_may_end_before_the_pool", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let (pool, stream, memory) = (pool(&device), device.stream().unwrap(), device.alloc(10_000).unwrap());
+        d.hang(true);
+        let flight = stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap();
+        d.fail("cuEventQuery", 1, 4, false);
+        let error = flight.wait().unwrap_err();
+        assert_eq!(error.class(), ErrorClass::DriverEnd, "{error}");
+        assert!(device.lost().is_some());
+        // What was in flight is leaked; nothing waits for it, and nothing calls a driver that is not there.
+        drop((pool, stream, memory, device));
+    });
+}
+
+#[test]
+fn a_blocking_copy_returns_only_when_the_driver_has_let_go() {
+    on_stand_in("a_blocking_copy_returns_only_when_the_driver_has_let_go", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let (pool, stream, memory) = (pool(&device), device.stream().unwrap(), device.alloc(10_000).unwrap());
+        for (round, code) in [1, 2, 900, 999].into_iter().enumerate() {
+            (1..4).for_each(|_| d.fail("cuStreamSynchronize", 1, code, false));
+            let before = d.struck();
+            let sent = bytes(round, 10_000);
+            let mut borrowed = sent.clone();
+            stream.upload_blocking(&borrowed, &memory).unwrap();
+            // Would arrive, were the copy still to run.
+            borrowed.fill(0xEE);
+            let landing = pool.checkout(10_000).unwrap();
+            assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == *sent);
+            assert!(d.struck() > before, "nothing was made to fail");
+        }
+        // The copy is refused, or is said to be and runs all the same.
+        for after in [false, true] {
+            d.fail("cuMemcpyDtoHAsync_v2", 1, 1, after);
+            let mut borrowed = vec![0; 10_000];
+            let error = stream.download_blocking(&memory, &mut borrowed).unwrap_err();
+            assert_eq!(error.class(), ErrorClass::Argument);
+            assert_eq!(borrowed.iter().all(|b| *b == 0), !after, "it is over, one way or the other");
+        }
+        assert_eq!(device.lost(), None);
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_is_refused_or_said_to_be_plain() {
+    on_stand_in("memory_that_cannot_be_pinned_is_refused_or_said_to_be_plain", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        d.fail("cuMemHostRegister_v2", 1, 2, false);
+        let error = Pool::builder(&device).capacity(1 << 20).build().unwrap_err();
+        assert_eq!(error.class(), ErrorClass::Moment, "{error}");
+        d.fail("cuMemHostRegister_v2", 1, 2, false);
+        let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(10_000).unwrap());
+        round_trip(&pool, &stream, &memory, 1);
+        assert!(pool.stats().unpinned_bytes > 0);
+        assert!(d.report().notes.iter().any(|n| n.starts_with("PAGEABLE")), "copied all the same");
+    });
+}
+
+// --- every call fails once -----------------------------------------------------------------------------------------------
+
+const LEN: usize = 4000;
+const BIG: usize = 100 << 10;
+
+/// A careful server: tries again where that makes sense, and never believes an error.
+#[derive(Default)]
+struct Server {
+    wrong: Vec<String>,
+    dead: bool,
+}
+
+impl Server {
+    fn wrong(&mut self, text: impl Into<String>) {
+        self.wrong.push(text.into());
+    }
+
+    /// With one fault in a run, only a lost device fails twice.
+    fn again<R>(&mut self, what: &str, mut call: impl FnMut() -> Result<R>) -> Option<R> {
+        let mut last = None;
+        for _ in 0..2 {
+            match call() {
+                Ok(value) => return Some(value),
+                Err(error) if error.is_sticky() => {
+                    self.dead = true;
+                    return None;
+                }
+                Err(error) => last = Some(error),
+            }
+        }
+        self.wrong(format!("{what} failed twice: {last:?}"));
+        None
+    }
+
+    fn buffer(&mut self, pool: &Pool, seed: usize, len: usize) -> Option<PinnedBuf> {
+        let mut buf = self.again("checkout", || pool.checkout_timeout(len, HANG))?;
+        buf.extend_from_slice(&bytes(seed, len));
+        Some(buf)
+    }
+
+    fn settle<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
+        match flight.wait_timeout(HANG) {
+            Ok(buf) => Some(buf),
+            Err(SubmitError { buffer: Some(_), .. }) => {
+                self.wrong("a wait hangs");
+                None
+            }
+            Err(SubmitError { error, buffer: None }) => {
+                self.dead |= error.is_sticky();
+                if !error.is_sticky() {
+                    self.wrong(format!("a wait ended with {error}, and the device is not lost"));
+                }
+                None
+            }
+        }
+    }
+
+    /// A large buffer without waiting for others to come back, since they are all ours: only for the pool to grow.
+    fn grown(&mut self, pool: &Pool) -> Option<PinnedBuf> {
+        for _ in 0..4 {
+            match pool.try_checkout(BIG) {
+                Ok(buf) => return Some(buf),
+                Err(Error::Exhausted { .. }) => {}
+                Err(error) => self.wrong(format!("growing: {error}")),
+            }
+            let pinning = self.again("wait_pinned", || pool.wait_pinned(Some(HANG)))?;
+            if pinning.error.is_some_and(|e| e.is_sticky()) {
+                self.dead = true;
+                return None;
+            }
+        }
+        self.wrong("the pool does not grow");
+        None
+    }
+
+    /// The same bytes each time, so that it makes no difference whether a refused copy ran.
+    fn upload(
+        &mut self,
+        pool: &Pool,
+        stream: &Stream,
+        to: &DeviceBuffer,
+        seed: usize,
+    ) -> Option<InFlight<PinnedBuf>> {
+        for _ in 0..2 {
+            let buf = self.buffer(pool, seed, LEN)?;
+            match stream.upload(buf, to) {
+                Ok(flight) => return Some(flight),
+                Err(e) if e.error.is_sticky() => {
+                    self.dead = true;
+                    return None;
+                }
+                Err(SubmitError { buffer: Some(buf), .. }) if *buf != *bytes(seed, LEN) => {
+                    self.wrong("a refused upload changed its buffer");
+                }
+                Err(_) => {}
+            }
+        }
+        self.wrong("an upload failed twice");
+        None
+    }
+
+    fn download(&mut self, pool: &Pool, stream: &Stream, from: &DeviceBuffer, seed: usize) -> Option<()> {
+        for ready in [true, false] {
+            let flight = if ready {
+                let landing = self.again("checkout_on", || pool.checkout_on(stream, LEN))?;
+                stream.download(from, landing).map_err(Error::from)
+            } else {
+                let landing = self.again("checkout", || pool.checkout_timeout(LEN, HANG))?;
+                stream.download(from, landing).map_err(Error::from)
+            };
+            match flight {
+                Ok(flight) => {
+                    let buf = self.settle(flight)?;
+                    if *buf != *bytes(seed, LEN) {
+                        self.wrong("wrong bytes, reported as done");
+                    }
+                    return Some(());
+                }
+                Err(error) if error.is_sticky() => {
+                    self.dead = true;
+                    return None;
+                }
+                Err(_) => {}
+            }
+        }
+        self.wrong("a download failed twice");
+        None
+    }
+
+    /// Everything that makes a driver call, most of them more than once. `None`: the device is lost.
+    fn serve(&mut self) -> Option<()> {
+        let device = self.again("open", || Device::open("cuda:0"))?;
+        let pool = self.again("build", || {
+            let pool = Pool::builder(&device).capacity(1 << 20).initial(256 << 10);
+            pool.region(256 << 10).extent(128 << 10).build()
+        })?;
+        let streams = [(); 2].map(|()| self.again("stream", || device.stream()));
+        let [Some(one), Some(two)] = streams else { return None };
+        let (near, far) =
+            (self.again("alloc", || device.alloc(LEN))?, self.again("alloc", || device.alloc(LEN))?);
+        // More than a tick has room for, and dropped.
+        for _ in 0..20 {
+            drop(self.upload(&pool, &one, &near, 1)?);
+        }
+        drop(self.again("copy", || one.copy(&near, &far))?);
+        self.again("wait_for", || two.wait_for(&one))?;
+        self.download(&pool, &two, &far, 1)?;
+        let flight = self.upload(&pool, &two, &far, 2)?;
+        let buf = self.settle(flight)?;
+        if *buf != *bytes(2, LEN) {
+            self.wrong("a buffer came back from an upload with other bytes");
+        }
+        drop(buf);
+        self.again("upload_blocking", || one.upload_blocking(&bytes(3, LEN), &near))?;
+        let mut back = vec![0; LEN];
+        self.again("download_blocking", || one.download_blocking(&near, &mut back))?;
+        if back != bytes(3, LEN) {
+            self.wrong("wrong bytes after a blocking download");
+        }
+        let buf = self.buffer(&pool, 4, LEN)?;
+        match Stream::hold_on_all(&[&one, &two], buf) {
+            Ok(held) => drop(self.settle(held)),
+            Err(e) => self.dead |= e.error.is_sticky(),
+        }
+        // The pool grows to its capacity and gives back.
+        let mut all = Vec::new();
+        for _ in 0..6 {
+            all.push(self.grown(&pool)?);
+        }
+        drop(all);
+        pool.trim(0);
+        drop(self.upload(&pool, &one, &near, 6)?);
+        self.again("synchronize", || one.synchronize())?;
+        self.again("synchronize", || two.synchronize())?;
+        self.download(&pool, &one, &near, 6)?;
+        until("nothing is in flight", || {
+            device.reap();
+            pool.stats().in_flight_bytes == 0 || device.lost().is_some()
+        });
+        if device.lost().is_some() {
+            self.dead = true;
+            return None;
+        }
+        let stats = pool.stats();
+        if (stats.checked_out_bytes, stats.quarantined_bytes) != (0, 0) {
+            self.wrong(format!("{stats:?}"));
+        }
+        if let Err(error) = pool.check() {
+            self.wrong(format!("{error:?}"));
+        }
+        Some(())
+    }
+}
+
+/// The call, which one of them, the code, and whether it is done all the same.
+type Fault<'a> = (&'a str, u64, u32, bool);
+
+/// Whether it ends the device, or the driver.
+fn is_final(fault: Option<Fault<'_>>) -> bool {
+    fault.is_some_and(|f| [4, 700].contains(&f.2))
+}
+
+/// A run with one call failing. What is wrong with it.
+fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, doubles::Report) {
+    stand_in.reset();
+    if let Some((name, nth, code, after)) = fault {
+        stand_in.fail(name, nth, code, after);
+    }
+    // A thread of its own, so that nothing of the driver's state of this thread outlives the run.
+    let served = std::thread::spawn(|| {
+        let mut server = Server::default();
+        server.serve();
+        server
+    });
+    let Ok(mut server) = served.join() else {
+        return (vec!["it panicked".into()], stand_in.report());
+    };
+    let lost = is_final(fault);
+    // What a lost device had in flight is leaked, and with it the context: it is never closed.
+    let report = if lost { stand_in.report() } else { stand_in.final_report() };
+    if !report.over && !lost {
+        server.wrong("the device is never closed");
+    }
+    for violation in &report.violations {
+        server.wrong(format!("broke {violation}"));
+    }
+    // The failing call was to give something back itself, or nobody may touch a lost device any more.
+    if lost {
+        // Where the driver has ended nothing can be opened, and the error says that it is not there.
+        server.wrong.retain(|w| !w.starts_with("open failed"));
+    }
+    let may_leak = match fault.map_or("", |f| f.0) {
+        _ if lost => "contexts streams events allocations registrations",
+        // Without a context nothing is given back.
+        name if name.starts_with("cuCtx") => "streams events allocations registrations",
+        "cuMemFree_v2" => "allocations",
+        "cuMemHostUnregister" => "registrations",
+        "cuStreamDestroy_v2" => "streams",
+        "cuEventDestroy_v2" => "events",
+        "cuDevicePrimaryCtxRelease_v2" => "contexts",
+        _ => "",
+    };
+    for leak in &report.leaks {
+        if !leak.split(' ').next().is_some_and(|what| may_leak.contains(what)) {
+            server.wrong(format!("leaked {leak}"));
+        }
+    }
+    if server.dead && !lost {
+        server.wrong("the device was lost by an error that is not sticky");
+    }
+    (server.wrong, report)
+}
+
+#[test]
+fn every_driver_call_fails_once() {
+    const TEST: &str = "every_driver_call_fails_once";
+    on_stand_in(TEST, |stand_in| {
+        // A run that ends the device leaves threads and memory behind, so each has a process of its own.
+        if let Ok(fault) = std::env::var("FAULT") {
+            let parts: Vec<&str> = fault.split(':').collect();
+            let [name, nth, code] = parts[..] else { panic!("{fault}") };
+            let fault = (name, nth.parse().unwrap(), code.parse().unwrap(), false);
+            assert_eq!(run(stand_in, Some(fault)).0, Vec::<String>::new(), "{fault:?}");
+            return;
+        }
+        let (wrong, clean) = run(stand_in, None);
+        assert_eq!((wrong, clean.leaks), (vec![], vec![]), "without any fault");
+        let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
+        println!("{calls:?}");
+        assert!(calls.len() >= 24, "the scenario makes few of the calls");
+        let (mut runs, mut struck, mut failures) = (0, 0, Vec::new());
+        for (name, count) in &calls {
+            // Its first calls, one amid the others, and the last. Threads make them, so which is which varies.
+            let mut turns = vec![1, 2, count / 2, *count];
+            turns.retain(|nth| *nth > 0 && nth <= count);
+            turns.sort_unstable();
+            turns.dedup();
+            let queues =
+                ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent"].iter().any(|q| name.starts_with(q));
+            for nth in turns {
+                for (code, after) in [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]) {
+                    if after && !queues {
+                        continue;
+                    }
+                    let (wrong, _) = run(stand_in, Some((name, nth, code, after)));
+                    (runs, struck) = (runs + 1, struck + stand_in.struck());
+                    failures.extend(wrong.iter().map(|w| format!("{name} {nth} {code} {after}: {w}")));
+                    assert!(failures.len() < 20, "{failures:#?}");
+                }
+                for code in [700, 4] {
+                    doubles::again(TEST, &[("FAULT", &format!("{name}:{nth}:{code}"))]);
+                }
+            }
+        }
+        println!("{runs} runs, {struck} calls made to fail");
+        assert!(failures.is_empty(), "{failures:#?}");
+        assert!(struck * 10 >= runs * 8, "{struck} of {runs} faults were met");
+    });
+}
