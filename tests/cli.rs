@@ -1,10 +1,14 @@
 //! The `pinpool` command as its users meet it: the built binary, its output and its exit status.
 //!
-//! Everything runs on the host device, which is always there. What needs hundreds of megabytes runs only with
+//! Everything runs on the host device, which is always there; once on a GPU, of the stand-in driver or, where
+//! `PINPOOL_REQUIRE` names one, of the machine's own. What needs hundreds of megabytes runs only with
 //! `PINPOOL_FULL=1`.
 
 #![cfg(all(feature = "cli", target_os = "linux"))]
 #![allow(unsafe_code)]
+
+#[cfg(feature = "cuda")]
+mod doubles;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
@@ -303,6 +307,36 @@ fn what_cannot_be_obeyed_is_refused() {
     }
     // Without any command the whole help is said, and it is an error all the same.
     assert_eq!(pinpool().output().unwrap().status.code(), Some(2));
+}
+
+#[test]
+#[cfg(feature = "cuda")]
+fn files_go_to_a_gpu_and_back() {
+    let files = Files::new();
+    let file = files.make("model", (9 << 20) + 77);
+    let mut command = pinpool();
+    command.args([
+        "load",
+        "--device",
+        "cuda:0",
+        "--json",
+        "--verify",
+        "--capacity",
+        "4MiB",
+        "--chunk",
+        "100KiB",
+    ]);
+    if !doubles::required() && !doubles::is_set() {
+        let Some(library) = doubles::library() else {
+            println!("skipped: there is no cargo to build the stand-in libcuda with");
+            return;
+        };
+        command.env(doubles::PATH, library);
+    }
+    let output = command.arg(&file).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!((&report["device"], &report["verified"]), (&"cuda:0".into(), &true.into()), "{report}");
 }
 
 #[test]
