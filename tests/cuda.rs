@@ -9,6 +9,7 @@
 mod doubles;
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use doubles::{HANG, StandIn};
@@ -74,6 +75,34 @@ fn until(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
+/// What was logged, a line each.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<String>>>);
+
+impl tracing::Subscriber for Log {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target() == "pinpool::device"
+    }
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Line(String);
+        impl tracing::field::Visit for Line {
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                self.0 += &format!("{field}={value:?} ");
+            }
+        }
+        let mut line = Line(String::new());
+        event.record(&mut line);
+        self.0.lock().unwrap().push(line.0.replace("message=", ""));
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
 #[test]
 fn opening_fails_with_the_cause_and_the_remedy() {
     const TEST: &str = "opening_fails_with_the_cause_and_the_remedy";
@@ -83,8 +112,14 @@ fn opening_fails_with_the_cause_and_the_remedy() {
             assert!(error.to_string().contains(part), "{part:?} is not in: {error}");
         }
         // What failed once may succeed later, and then `auto` takes it; what is missing stays so.
-        let best = Device::open("auto").unwrap();
-        assert_eq!(best.name(), if std::env::var_os("ONCE").is_some() { "cuda:0" } else { "host:0" });
+        let log = Log::default();
+        let best = tracing::subscriber::with_default(log.clone(), || Device::open("auto")).unwrap();
+        let once = std::env::var_os("ONCE").is_some();
+        assert_eq!(best.name(), if once { "cuda:0" } else { "host:0" });
+        // And it says why.
+        let said = log.0.lock().unwrap().join("\n");
+        let reason = if once { "auto: taking cuda:0" } else { expected.split('|').next().unwrap() };
+        assert!(said.contains(reason), "{said}");
         return;
     }
     for (name, value, expected, once) in [
