@@ -213,6 +213,8 @@ fn a_capture_elsewhere_survives_everything() {
             round_trip(&pool, &stream, &memory, round);
             other.wait_for(&stream).unwrap();
         }
+        // Looked at now, since a blocking copy that a capture forbids waits for its end.
+        assert_eq!(d.report().violations, Vec::<String>::new());
         stream.upload_blocking(&bytes(7, 100_000), &memory).unwrap();
         // The pool grows, and gives back.
         drop((0..15).map(|_| filled(&pool, &bytes(1, 100_000))).collect::<Vec<_>>());
