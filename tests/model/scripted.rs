@@ -13,12 +13,9 @@ const FAILURES: [Failure; 6] = [
     Failure::Stall,
 ];
 
-/// Every call that the pool makes, with every failure. (It makes no stream wait for an event yet.)
+/// Every call that the pool makes, with every failure.
 pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
-    Call::ALL
-        .into_iter()
-        .filter(|call| *call != Call::WaitEvent)
-        .flat_map(|call| FAILURES.map(|failure| (call, failure)))
+    Call::ALL.into_iter().flat_map(|call| FAILURES.map(|failure| (call, failure)))
 }
 
 fn setup(end: End) -> Setup {
@@ -58,7 +55,8 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
         Call::CreateStream | Call::DestroyStream => vec![Op::NewStream(0)],
         Call::Copy => vec![up(0, Keep::Keep)],
         Call::CreateEvent | Call::Record | Call::Query => vec![up(0, Keep::Keep), Op::Reap(0)],
-        Call::WaitEvent | Call::DestroyEvent => vec![],
+        Call::WaitEvent => vec![Op::WaitFor(1, 0), Op::WaitFor(0, 1)],
+        Call::DestroyEvent => vec![],
     };
     let mut ops: Vec<Op> = Vec::new();
     if call == Call::CreateEvent {

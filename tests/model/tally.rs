@@ -70,6 +70,7 @@ const REQUIRED: &[&str] = &[
     "streams overtook each other",
     "stream hung",
     "stream resumed",
+    "stream waited for another",
     "synchronized",
     "everything drained",
     "device memory dropped under a copy",

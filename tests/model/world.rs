@@ -112,6 +112,13 @@ struct Copy {
     dead: bool,
 }
 
+/// What is submitted to a stream from a certain copy on runs after these copies of another.
+struct Behind {
+    lane: usize,
+    from: u64,
+    after: Vec<u64>,
+}
+
 /// What the buffer will hold when it comes back.
 #[derive(Clone)]
 enum Expect {
@@ -235,6 +242,7 @@ pub struct World<'t> {
     holds: Vec<Hold>,
     copies: Vec<Copy>,
     regions: Vec<Region>,
+    behind: Vec<Behind>,
     /// Device memory that outlives its device.
     ruins: [Option<DeviceBuffer>; DEVICES],
     tokens: Vec<(Token, Range, usize, Vec<u8>)>,
@@ -299,6 +307,7 @@ impl<'t> World<'t> {
             holds: Vec::new(),
             copies: Vec::new(),
             regions: Vec::new(),
+            behind: Vec::new(),
             ruins: Default::default(),
             tokens: Vec::new(),
             stale: Vec::new(),
@@ -411,6 +420,17 @@ impl<'t> World<'t> {
                     gone.id,
                     gone.host
                 );
+                for Behind { lane, from, after } in &self.behind {
+                    if *lane == gone.lane && *from <= gone.id {
+                        let early =
+                            self.copies.iter().find(|c| after.contains(&c.id) && !c.dead).map(|c| c.id);
+                        assert_eq!(
+                            early, None,
+                            "copy {} ran though its stream was to wait for that",
+                            gone.id
+                        );
+                    }
+                }
             } else {
                 at += 1;
             }
@@ -1224,6 +1244,25 @@ impl<'t> World<'t> {
         }
     }
 
+    fn wait_for(&mut self, waiter: usize, other: usize) {
+        self.sweep();
+        let after = self.outstanding(&[other]);
+        let result = self.lanes[waiter].stream.wait_for(&self.lanes[other].stream);
+        if self.lanes[waiter].device != self.lanes[other].device {
+            assert!(matches!(result, Err(Error::WrongDevice { .. })), "{result:?}");
+            self.tally.note("refused: wrong device");
+            return;
+        }
+        match result {
+            Ok(()) => {
+                self.tally.note("stream waited for another");
+                let from = self.id();
+                self.behind.push(Behind { lane: waiter, from, after });
+            }
+            Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
+        }
+    }
+
     fn is_done(&mut self, at: usize) {
         if self.flights.is_empty() {
             return;
@@ -1622,6 +1661,7 @@ impl<'t> World<'t> {
                     Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
                 }
             }
+            Op::WaitFor(waiter, other) => self.wait_for(self.lane(*waiter), self.lane(*other)),
             Op::Blocking(at) => self.blocking(*at),
             Op::NewStream(device) => match self.devices[*device].stream() {
                 Ok(stream) => drop(stream),
