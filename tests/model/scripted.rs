@@ -151,6 +151,16 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     ops.extend([up(0, Keep::Keep), Op::Kill(0), Op::Wait(0)]);
     case("hung, then killed", End::DropPool, ops);
 
+    // The waiter is stepped first, as far as it can go.
+    let mut ops = Vec::new();
+    for (waiter, other) in [(1, 0), (0, 1), (3, 2), (2, 3)] {
+        ops.extend([out(1000), out(2000), out(3000), up(other, Keep::Drop), up(other, Keep::Drop)]);
+        ops.extend([Op::WaitFor(waiter, other), up(waiter, Keep::Drop)]);
+        ops.extend([1, 0].map(|nth| Op::Step(waiter / 2, nth, 1)));
+        ops.extend([Op::StepAny(2), Op::Drain]);
+    }
+    case("streams wait for each other", End::Quiet, ops);
+
     let misuse = |misuse| Op::Misuse(misuse, 0);
     let mut ops =
         vec![out(1000), out(1000), Op::Token(0), Op::Redeem(0), Op::Token(0), misuse(Misuse::Token)];

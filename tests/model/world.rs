@@ -421,7 +421,8 @@ impl<'t> World<'t> {
                     gone.host
                 );
                 for Behind { lane, from, after } in &self.behind {
-                    if *lane == gone.lane && *from <= gone.id {
+                    if *lane == gone.lane && *from <= gone.id && !after.is_empty() {
+                        self.tally.note("copy ran after another stream's");
                         let early =
                             self.copies.iter().find(|c| after.contains(&c.id) && !c.dead).map(|c| c.id);
                         assert_eq!(
@@ -1255,8 +1256,8 @@ impl<'t> World<'t> {
         }
         match result {
             Ok(()) => {
-                self.tally.note("stream waited for another");
-                let from = self.id();
+                let (busy, from) = (!after.is_empty(), self.id());
+                self.tally.note(if busy { "stream waited for a busy one" } else { "stream waited for an idle one" });
                 self.behind.push(Behind { lane: waiter, from, after });
             }
             Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
