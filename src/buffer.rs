@@ -431,8 +431,8 @@ pub enum HostBuf {
 
 // --- in flight -------------------------------------------------------------------------------------------------------
 
-/// What can be lent to a device and comes back when it is done: [`PinnedBuf`], and `Arc<PinnedBuf>` for one buffer that
-/// feeds several copies. Sealed.
+/// What can be lent to a device and comes back when it is done: [`PinnedBuf`], `Arc<PinnedBuf>` for one buffer that
+/// feeds several copies, and `()` where no buffer of ours is involved, as in a copy within the device. Sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",

@@ -57,7 +57,7 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes that the pool may hold at most, reserves included. Default: 256 MiB.
+    /// Bytes that the pool may hold at most, reserves included; rounded down to whole pages. Default: 256 MiB.
     pub fn capacity(mut self, bytes: usize) -> Self {
         self.capacity = bytes;
         self
@@ -71,6 +71,10 @@ impl PoolBuilder {
     }
 
     /// Bytes to grow by. Default: an eighth of the capacity, at least 2 MiB and at most 1 GiB.
+    ///
+    /// A buffer lies in one region and takes a little more than its length (see
+    /// [`Request::segment_bytes`](crate::Request::segment_bytes)), so a region of 2 MiB holds one buffer of 1 MiB, not
+    /// two. Regions should be many times as large as most buffers, or a little larger than what is to fit.
     pub fn region(mut self, bytes: usize) -> Self {
         self.region = Some(bytes);
         self
@@ -109,7 +113,8 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes, of the capacity, that only requests which name `name` may take. Pinned when the pool is built.
+    /// Bytes, of the capacity, that only requests which name `name` may take; rounded down to whole pages. Pinned when
+    /// the pool is built. A reserve never grows: for a buffer of 1 MiB it needs 1 MiB and a page.
     pub fn reserve(mut self, name: impl Into<String>, bytes: usize) -> Self {
         self.reserves.push((name.into(), bytes));
         self

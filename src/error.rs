@@ -128,7 +128,7 @@ pub enum Error {
     Exhausted {
         /// Bytes asked for.
         len: usize,
-        /// The pool's cap on pinned bytes.
+        /// Bytes that the pool proper may hold, or the reserve.
         capacity: usize,
     },
     /// The deadline passed first.
@@ -145,13 +145,14 @@ pub enum Error {
         len: usize,
         /// Bytes that are never to be reused.
         quarantined: usize,
-        /// The pool's cap on pinned bytes.
+        /// Bytes that the pool proper may hold, or the reserve.
         capacity: usize,
     },
     /// The pool was shut down.
     #[error("the pool is shut down")]
     Closed,
-    /// The process was forked: the child has none of the parent's pinned memory. Open a pool of its own there.
+    /// The process was forked: the child has none of the parent's pinned memory. Open the device again
+    /// there, and a pool of its own.
     #[error("this pool belongs to the parent process; a forked child opens its own")]
     Forked,
     /// The buffer belongs to a pool that does not serve this device.
@@ -240,7 +241,9 @@ impl From<Error> for std::io::Error {
     }
 }
 
-/// A refused submit: the error, and the buffer when nothing had been handed to the driver yet.
+/// A refused submit: the error, and the buffer when nothing had been handed to the driver yet. (From
+/// [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the error, and after a
+/// timeout the handle.)
 ///
 /// With `buffer: None` the driver was called and its answer leaves open whether the device still uses the buffer:
 /// the segment goes back to the pool by itself once a later mark on that stream is seen complete.

@@ -538,8 +538,8 @@ impl Pool {
         self.stores().flat_map(|s| s.regions.list()).collect()
     }
 
-    /// Gives idle regions back to the system, the last to come first, until the pool would hold less than `keep` bytes.
-    /// Returns how many bytes went. Regions with anything in use stay, and so do reserves.
+    /// Gives idle regions back to the system, the last to come first, as long as at least `keep` bytes stay. Returns
+    /// how many bytes went. Regions with anything in use stay, and so do reserves, which `keep` does not count.
     pub fn trim(&self, keep: usize) -> usize {
         let store = &self.0.main;
         if store.depot.forked() {
