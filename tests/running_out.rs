@@ -325,8 +325,10 @@ fn first_come_first_served() {
 fn a_big_request_is_passed_64_times_and_no_more() {
     let rig = Rig::stepped();
     let pool = rig.pool(128 << 10);
-    // A run of small segments, one of them in use; and all but a few of the other pages.
-    let small = pool.checkout(32).unwrap();
+    // A run of small segments, one of them in use, and that far behind; and all but a few of the other pages.
+    let mut few: Vec<_> = (0..130).map(|_| pool.checkout(32).unwrap()).collect();
+    let small = few.pop();
+    drop(few);
     let others = pool.checkout(pages(10)).unwrap();
     let mut big = Waiter::new(pool.checkout_async(pages(30)));
     let mut passed = Vec::new();

@@ -213,9 +213,19 @@ impl Queue {
     }
 }
 
-/// A segment for a placement, giving up idle runs where that is what it takes.
+/// A segment for a placement, giving up what runs do not use where that is what it takes.
 pub(crate) fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Slot>> {
-    arena.take(placement).or_else(|| if arena.release_idle() { arena.take(placement) } else { None })
+    let again = |arena: &mut Arena, more: bool| if more { arena.take(placement) } else { None };
+    let mut taken = arena.take(placement);
+    if taken.is_none() {
+        let more = arena.release_idle();
+        taken = again(arena, more);
+    }
+    if taken.is_none() {
+        let more = arena.shorten_runs();
+        taken = again(arena, more);
+    }
+    taken
 }
 
 /// All of them or none.

@@ -1257,7 +1257,11 @@ impl<'t> World<'t> {
         match result {
             Ok(()) => {
                 let (busy, from) = (!after.is_empty(), self.id());
-                self.tally.note(if busy { "stream waited for a busy one" } else { "stream waited for an idle one" });
+                self.tally.note(if busy {
+                    "stream waited for a busy one"
+                } else {
+                    "stream waited for an idle one"
+                });
                 self.behind.push(Behind { lane: waiter, from, after });
             }
             Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
