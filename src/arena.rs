@@ -266,6 +266,21 @@ impl Arena {
         self.insert_free(extent, first, pages);
     }
 
+    /// Bytes of the regions that have a slot for which `pred` holds.
+    pub(crate) fn regions_with(&self, pred: &dyn Fn(&Slot) -> bool) -> usize {
+        let mut found: Vec<RegionId> = Vec::new();
+        for (_, run) in &self.runs {
+            let region = self.extents[run.extent as usize].region;
+            // SAFETY: slots of a run are alive as long as it is.
+            if !found.contains(&region) && (0..run.count).any(|i| pred(unsafe { self.slot(run, i).as_ref() }))
+            {
+                found.push(region);
+            }
+        }
+        let extents = self.extents.iter().filter(|(_, e)| found.contains(&e.region));
+        extents.map(|(_, e)| e.pages as usize * PAGE).sum()
+    }
+
     // --- runs --------------------------------------------------------------------------------------------------------
 
     /// Makes a run of `pages` at `first`, with slots at the given offsets. They start out of every list.

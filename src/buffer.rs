@@ -55,6 +55,15 @@ impl Drop for PinnedBuf {
     }
 }
 
+fn no_view<T>(len: usize, error: bytemuck::PodCastError) -> Error {
+    Error::View(match error {
+        bytemuck::PodCastError::OutputSliceWouldHaveSlop => {
+            format!("{len} bytes are no whole number of {} bytes each", size_of::<T>())
+        }
+        error => error.to_string(),
+    })
+}
+
 impl From<Fresh> for PinnedBuf {
     #[inline(always)]
     fn from(fresh: Fresh) -> Self {
@@ -236,7 +245,7 @@ impl PinnedBuf {
     /// # Errors
     /// [`Error::View`] if the length is no multiple of the type's size. (The start is aligned to 64.)
     pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
-        bytemuck::try_cast_slice(self).map_err(|e| Error::View(e.to_string()))
+        bytemuck::try_cast_slice(self).map_err(|e| no_view::<T>(self.len, e))
     }
 
     /// What was written, as values to change.
@@ -244,7 +253,8 @@ impl PinnedBuf {
     /// # Errors
     /// As for [`view`](Self::view).
     pub fn view_mut<T: Pod>(&mut self) -> Result<&mut [T]> {
-        bytemuck::try_cast_slice_mut(self).map_err(|e| Error::View(e.to_string()))
+        let len = self.len;
+        bytemuck::try_cast_slice_mut(self).map_err(|e| no_view::<T>(len, e))
     }
 
     /// Puts the buffer behind a plain value, for passing it through code that knows only numbers. The segment stays

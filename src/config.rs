@@ -70,7 +70,8 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes to grow by. Default: an eighth of the capacity, at least 2 MiB and at most 1 GiB.
+    /// Bytes to grow by. Default: an eighth of the capacity, at least 256 MiB and at most 1 GiB; all of the capacity where
+    /// that is less.
     ///
     /// A buffer lies in one region and takes a little more than its length (see
     /// [`Request::segment_bytes`](crate::Request::segment_bytes)), so a region of 2 MiB holds one buffer of 1 MiB, not
@@ -113,8 +114,8 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes, of the capacity, that only requests which name `name` may take; rounded down to whole pages. Pinned when
-    /// the pool is built. A reserve never grows: for a buffer of 1 MiB it needs 1 MiB and a page.
+    /// Bytes, of the capacity, that only requests which name `name` may take; rounded up to whole pages. Pinned when the
+    /// pool is built. A reserve never grows: for a buffer of 1 MiB it needs 1 MiB and a page.
     pub fn reserve(mut self, name: impl Into<String>, bytes: usize) -> Self {
         self.reserves.push((name.into(), bytes));
         self
@@ -130,6 +131,7 @@ impl PoolBuilder {
     pub(crate) fn plan(&self) -> Result<Plan> {
         let page = crate::os::page_size().max(PAGE);
         let down = |bytes: usize| bytes / page * page;
+        let up = |bytes: usize| bytes.checked_next_multiple_of(page).unwrap_or(usize::MAX);
         let wrong = |text: String| Err(Error::Config(text));
         let capacity = down(self.capacity);
         if capacity == 0 {
@@ -137,18 +139,18 @@ impl PoolBuilder {
         }
         let mut left = capacity;
         for (i, (name, bytes)) in self.reserves.iter().enumerate() {
-            if down(*bytes) == 0 {
-                return wrong(format!("reserve {name:?} of {bytes} bytes is less than one page ({page})"));
+            if *bytes == 0 {
+                return wrong(format!("reserve {name:?} has no bytes"));
             }
             if self.reserves[..i].iter().any(|r| r.0 == *name) {
                 return wrong(format!("reserve {name:?} is set twice"));
             }
-            left = match left.checked_sub(down(*bytes)) {
+            left = match left.checked_sub(up(*bytes)) {
                 Some(left) if left > 0 => left,
                 _ => return wrong(format!("the reserves leave nothing of the capacity of {capacity} bytes")),
             };
         }
-        let region = down(self.region.unwrap_or((left / 8).clamp(2 << 20, 1 << 30))).min(left);
+        let region = down(self.region.unwrap_or((left / 8).clamp(256 << 20, 1 << 30))).min(left);
         let extent = down(self.extent.unwrap_or(256 << 20)).min(MAX_EXTENT);
         if region == 0 || extent == 0 {
             return wrong(format!("regions and extents need at least one page ({page})"));

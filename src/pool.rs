@@ -48,7 +48,8 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// Bytes that this request takes of a pool's capacity, rounding included: what to multiply when a pool is sized.
+    /// Bytes that this request takes of a pool's capacity, rounding included. To size a pool for several buffers,
+    /// multiply, and add a page (4 KiB) for each: segments come in runs of whole pages.
     ///
     /// # Errors
     /// [`Error::ZeroLength`], [`Error::TooLong`] on overflow, [`Error::BadAlignment`].
@@ -92,8 +93,6 @@ struct Inner {
 struct Store {
     depot: Arc<Depot>,
     regions: Arc<Regions>,
-    /// Bytes to grow by; 0 for a reserve, which has all it gets.
-    step: usize,
 }
 
 /// A pool's bytes and counts at one moment.
@@ -414,9 +413,9 @@ impl Pool {
             }
         }
         if let Some(wants) = &errand.first {
-            self.grow(&self.0.main, wants);
+            self.0.main.depot.grow(wants);
         }
-        let growing = self.grow(errand.store, &errand.wants);
+        let growing = errand.store.depot.grow(&errand.wants);
         // On a stepped device growing is over already.
         if self.stepped() {
             if let Some(got) = self.try_errand(errand)? {
@@ -453,7 +452,7 @@ impl Pool {
         let depot = &errand.store.depot;
         let len = errand.wants.iter().map(|w| w.len).sum();
         let deadline = match patience {
-            Patience::None => return Err(Error::Exhausted { len, capacity: depot.config().capacity }),
+            Patience::None => return Err(depot.exhausted(len)),
             Patience::Until(deadline) => Some(deadline),
             Patience::Forever => None,
         };
@@ -489,23 +488,6 @@ impl Pool {
     /// Closes what is open on the devices' streams and asks what is done. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
         self.0.devices.iter().fold(false, |any, d| d.listing().pass() | any)
-    }
-
-    /// Has another region pinned, if the capacity allows. Whether one is on its way (or, without threads, there).
-    fn grow(&self, store: &Store, wants: &[Want]) -> bool {
-        if store.step == 0 {
-            return false;
-        }
-        let mut bytes = store.depot.plan_growth(wants, store.step);
-        if bytes == 0 {
-            // The worker unpins these before it pins what is planned next.
-            store.depot.make_way(wants).into_iter().for_each(|id| store.regions.remove(id));
-            bytes = store.depot.plan_growth(wants, store.step);
-        }
-        if bytes > 0 {
-            store.depot.pin(bytes);
-        }
-        bytes > 0
     }
 
     // --- the memory --------------------------------------------------------------------------------------------------
@@ -760,10 +742,11 @@ impl Store {
             thread_cache: plan.thread_cache.min(capacity),
             shared_cache: plan.shared_cache,
             largest: plan.options.extent.min(capacity) - 32,
+            step,
             timeless: devices[0].context().driver().stepped().is_some(),
             serves: devices.iter().map(|d| d.context().id()).collect(),
         };
-        Self { depot: Depot::new(config, Some(regions.clone())), regions, step }
+        Self { depot: Depot::new(config, Some(regions.clone())), regions }
     }
 
     /// Starts with so many bytes and waits for the first of them.
@@ -793,16 +776,17 @@ impl PoolBuilder {
         let _entered = span.enter();
         // One call for all stores: whoever registered a region elsewhere does not care whose it is.
         let before = self.before_unpin.take().map(Arc::new);
+        let numbers = Arc::new(AtomicU64::new(0));
         let regions = || {
             let before = before.clone();
             let call =
                 before.map(|b| Box::new(move |info: &RegionInfo| b(info)) as crate::region::BeforeUnpin);
-            Regions::new(self.devices[0].context().clone(), plan.options, call)
+            Regions::new(self.devices[0].context().clone(), plan.options, call, numbers.clone())
         };
         let main = Store::new(&self.devices, &plan, plan.capacity, plan.region, regions());
         let page = crate::os::page_size().max(crate::segment::PAGE);
         let reserves = self.reserves.iter().map(|(name, bytes)| {
-            let bytes = bytes / page * page;
+            let bytes = bytes.next_multiple_of(page);
             (name.clone(), Store::new(&self.devices, &plan, bytes, 0, regions()), bytes)
         });
         let reserves: Vec<(String, Store, usize)> = reserves.collect();

@@ -52,6 +52,7 @@ impl Store {
             thread_cache,
             shared_cache,
             largest: PAGE,
+            step: 0,
             timeless: true,
             serves: Vec::new(),
         };

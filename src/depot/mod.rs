@@ -69,6 +69,8 @@ pub(crate) struct DepotConfig {
     pub(crate) shared_cache: usize,
     /// The longest request that an extent could ever serve.
     pub(crate) largest: usize,
+    /// Bytes to grow by; 0: it has all that it will ever get.
+    pub(crate) step: usize,
     /// Ignore the clock where it would decide something.
     pub(crate) timeless: bool,
     /// The devices served, by [`crate::device::context::Context::id`].
@@ -109,6 +111,8 @@ struct Core {
     quarantined_segments: u64,
     /// As configured.
     capacity: usize,
+    step: usize,
+    me: Weak<Depot>,
     /// After closing: segments that are not back yet.
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
@@ -186,6 +190,8 @@ impl Depot {
                 quarantined: 0,
                 quarantined_segments: 0,
                 capacity: config.capacity,
+                step: config.step,
+                me: me.clone(),
                 outstanding: None,
                 growing: 0,
                 stunted: None,
@@ -685,6 +691,12 @@ impl Depot {
         }
     }
 
+    /// The error for who does not wait.
+    pub(crate) fn exhausted(&self, len: usize) -> Error {
+        let growth = self.core.lock().stunted.clone().map(Box::new);
+        Error::Exhausted { len, capacity: self.config.capacity, growth }
+    }
+
     fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
         let total: usize = wants.iter().map(|w| w.placement.bytes()).sum();
         let error = |len| {
@@ -693,8 +705,8 @@ impl Depot {
         if total > self.config.capacity.saturating_sub(core.quarantined) {
             return error(wants.iter().map(|w| w.len).sum());
         }
-        // What is on its way, or could still be, may serve them.
-        if core.growing > 0 || self.room(core) >= least(wants) {
+        // What is on its way, or could still be, may serve them; and regions that are idle one day can go for it.
+        if core.growing > 0 || core.room() >= least(wants) || core.movable() >= least(wants) {
             return None;
         }
         core.never(wants).and_then(|w| error(w.len))
@@ -712,61 +724,25 @@ impl Depot {
 
     // --- regions -----------------------------------------------------------------------------------------------------
 
-    /// Bytes that could still be pinned.
-    fn room(&self, core: &Core) -> usize {
-        self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page() * page()
+    /// Has another region pinned for these wants, in place of idle ones where the capacity is used up. Whether one is on
+    /// its way (or, without threads, there).
+    pub(crate) fn grow(self: &Arc<Self>, wants: &[Want]) -> bool {
+        let growth = {
+            let mut core = self.core.lock();
+            // Who comes without waiting does not make others wait longer.
+            let idle = core.queue.is_empty();
+            core.plan(wants, idle)
+        };
+        growth.map(|growth| self.carry_out(growth)).is_some()
     }
 
-    /// How many bytes a new region for these wants may and should have; 0 if the capacity is used up. They count as
-    /// growing until [`Depot::grown`].
-    pub(crate) fn plan_growth(&self, wants: &[Want], step: usize) -> usize {
-        let mut core = self.core.lock();
-        let left = self.room(&core);
-        let need: usize = wants
-            .iter()
-            .map(|w| {
-                let (pages, align) = w.placement.fresh_pages();
-                (pages + align - 1) * segment::PAGE
-            })
-            .sum();
-        let need = need.next_multiple_of(page());
-        // What alignment adds is an upper bound: a region starts well aligned.
-        let bytes = step.max(need).min(left);
-        if bytes < least(wants) {
-            return 0;
+    /// Not under the lock: without threads all of it happens now.
+    fn carry_out(self: &Arc<Self>, growth: Growth) {
+        if let Some(regions) = &self.regions {
+            // The worker unpins these before it pins what is planned.
+            growth.going.into_iter().for_each(|id| regions.remove(id));
         }
-        core.growing += bytes;
-        core.stunted = None;
-        bytes
-    }
-
-    /// Takes out regions of which nothing is used, the last to come first, so that a region for these wants fits under
-    /// the capacity; none, if that would not do. For requests that fit no region that there is.
-    pub(crate) fn make_way(&self, wants: &[Want]) -> Vec<RegionId> {
-        let mut core = self.core.lock();
-        let need = least(wants);
-        let mut left = self.room(&core);
-        // While someone waits, or a region is being made, nothing goes, nor for what a region has room for, if not now.
-        if core.growing > 0 || !core.queue.is_empty() || core.never(wants).is_none() {
-            return Vec::new();
-        }
-        core.arena.release_idle();
-        let mut idle = core.arena.regions();
-        idle.retain(|(_, len, free)| len == free);
-        idle.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
-        let mut going = Vec::new();
-        for (id, len, _) in idle {
-            if left >= need {
-                break;
-            }
-            left += len;
-            going.push(id);
-        }
-        if left < need {
-            return Vec::new();
-        }
-        going.retain(|id| core.arena.retire(*id).is_some());
-        going
+        self.pin(growth.bytes);
     }
 
     /// Has the worker pin bytes that were planned; each extent is used as soon as it is there.
@@ -1110,9 +1086,12 @@ impl Core {
     fn serve(&mut self, wakes: &mut Vec<Wake>) {
         while !self.queue.is_empty() {
             self.grant(wakes);
+            if self.growing > 0 || self.move_for_head(wakes) {
+                break;
+            }
             // With nothing out and nothing on its way, what cannot be had now never can: `never` knows that at once for
             // one buffer, but not how several fit together.
-            if self.growing > 0 || self.anything_out() {
+            if self.anything_out() {
                 break;
             }
             let (quarantined, capacity, stunted) = (self.quarantined, self.capacity, self.stunted.clone());
@@ -1121,6 +1100,82 @@ impl Core {
                 stunted.unwrap_or(Error::Impossible { len, quarantined, capacity })
             });
         }
+    }
+
+    /// Where there is room for a region for the head after all, or would be in place of those that are idle by now: has
+    /// it made, after the lock. Once a waiter, since it may be for nothing, and not after growing has just failed.
+    fn move_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
+        let Some(wants) = self.queue.unmoved_head() else { return false };
+        // Tells most cases apart at once.
+        if self.step == 0 || self.stunted.is_some() || self.room() + self.arena.bytes().free < least(wants) {
+            return false;
+        }
+        let wants = wants.to_vec();
+        let Some(growth) = self.plan(&wants, true) else { return false };
+        self.queue.head_moved();
+        wakes.push(Wake::Grow(self.me.clone(), growth));
+        true
+    }
+
+    /// Bytes that could still be pinned.
+    fn room(&self) -> usize {
+        self.capacity.saturating_sub(self.arena.bytes().total + self.growing) / page() * page()
+    }
+
+    /// Bytes that could be pinned if everything came back and the regions that are idle then went.
+    fn movable(&self) -> usize {
+        if self.step == 0 {
+            return 0;
+        }
+        let kept = if self.quarantined > 0 {
+            self.arena.regions_with(&|slot| slot.word().state() == state::QUARANTINED)
+        } else {
+            0
+        };
+        self.capacity.saturating_sub(kept + self.growing) / page() * page()
+    }
+
+    /// Plans a region for these wants: its bytes count as growing until [`Depot::grown`]. Where the capacity has no room
+    /// for it, regions of which nothing is used are taken out, the last to come first, if `may_move` and if that helps;
+    /// but not while another is being made, nor for what a region has room for, if not now.
+    fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<Growth> {
+        let least = least(wants);
+        let mut going = Vec::new();
+        if self.step == 0 {
+            return None;
+        }
+        if self.room() < least {
+            if !may_move || self.growing > 0 || self.never(wants).is_none() {
+                return None;
+            }
+            self.arena.release_idle();
+            let mut idle = self.arena.regions();
+            idle.retain(|(_, len, free)| len == free);
+            idle.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
+            let mut left = self.room();
+            for (id, len, _) in idle {
+                if left < least {
+                    left += len;
+                    going.push(id);
+                }
+            }
+            if left < least {
+                return None;
+            }
+            going.retain(|id| self.arena.retire(*id).is_some());
+        }
+        let need: usize = wants
+            .iter()
+            .map(|w| {
+                let (pages, align) = w.placement.fresh_pages();
+                (pages + align - 1) * segment::PAGE
+            })
+            .sum();
+        // What alignment adds is an upper bound: a region starts well aligned.
+        let bytes = self.step.max(need.next_multiple_of(page())).min(self.room());
+        self.growing += bytes;
+        self.stunted = None;
+        Some(Growth { going, bytes })
     }
 
     /// Whether any segment can still come back. Of use only while nothing is cached.
@@ -1163,6 +1218,13 @@ impl Core {
             None => false,
         }
     }
+}
+
+/// A region to be made: these go first, then so many bytes are pinned.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    going: Vec<RegionId>,
+    bytes: usize,
 }
 
 /// The unit in which memory comes from the system, in bytes.

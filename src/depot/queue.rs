@@ -10,11 +10,13 @@
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
+use std::sync::Weak;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use slab::Slab;
 
+use super::{Depot, Growth};
 use crate::arena::Arena;
 use crate::error::Error;
 use crate::freelist::Slot;
@@ -43,11 +45,13 @@ pub(crate) struct Grant {
 // SAFETY: a grant is the ownership of a segment, whose slot is Sync.
 unsafe impl Send for Grant {}
 
-/// How to wake a waiter.
+/// What to do once the lock is released: above all, how to wake a waiter.
 #[derive(Debug)]
 pub(crate) enum Wake {
     Thread(Thread),
     Task(Waker),
+    /// Has a region made for who waits.
+    Grow(Weak<Depot>, Growth),
 }
 
 impl Wake {
@@ -55,6 +59,11 @@ impl Wake {
         match self {
             Self::Thread(thread) => thread.unpark(),
             Self::Task(waker) => wake_task(waker),
+            Self::Grow(depot, growth) => {
+                if let Some(depot) = depot.upgrade() {
+                    depot.carry_out(growth);
+                }
+            }
         }
     }
 }
@@ -73,6 +82,8 @@ struct Waiter {
     outcome: Outcome,
     wake: Option<Wake>,
     passed: u32,
+    /// Regions were moved for it.
+    moved: bool,
     since: Instant,
 }
 
@@ -108,6 +119,7 @@ impl Queue {
             outcome: Outcome::Waiting,
             wake: Some(wake),
             passed: 0,
+            moved: false,
             since,
         });
         self.order.push_back(key);
@@ -138,6 +150,18 @@ impl Queue {
     #[cfg(pinpool_planted = "wake_before_grant")]
     pub(crate) fn head_wake(&mut self) -> Option<Wake> {
         self.waiters[*self.order.front()?].wake.take()
+    }
+
+    /// What the head asks for, unless regions were moved for it already.
+    pub(crate) fn unmoved_head(&self) -> Option<&[Want]> {
+        let head = &self.waiters[*self.order.front()?];
+        if head.moved { None } else { Some(&head.wants) }
+    }
+
+    pub(crate) fn head_moved(&mut self) {
+        if let Some(&head) = self.order.front() {
+            self.waiters[head].moved = true;
+        }
     }
 
     /// Ends the head's wait with an error.

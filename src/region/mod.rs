@@ -14,6 +14,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,8 @@ pub struct RegionInfo {
 
 // SAFETY: the address is information; whoever dereferences it has to know more.
 unsafe impl Send for RegionInfo {}
+// SAFETY: as above.
+unsafe impl Sync for RegionInfo {}
 
 /// How regions are made.
 #[derive(Clone, Copy, Debug)]
@@ -130,7 +133,6 @@ impl Region {
 #[derive(Default)]
 struct Progress {
     regions: Vec<Region>,
-    next: u64,
     pinning: Pinning,
     /// Attempts under way.
     busy: usize,
@@ -142,6 +144,8 @@ pub(crate) struct Regions {
     context: Arc<Context>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,
+    /// The last number given to a region, here or in another store of the same pool.
+    numbers: Arc<AtomicU64>,
     progress: Mutex<Progress>,
     changed: Condvar,
 }
@@ -160,11 +164,13 @@ impl Regions {
         context: Arc<Context>,
         options: RegionOptions,
         before_unpin: Option<BeforeUnpin>,
+        numbers: Arc<AtomicU64>,
     ) -> Arc<Self> {
         Arc::new(Self {
             context,
             options,
             before_unpin: before_unpin.map(Arc::new),
+            numbers,
             progress: Mutex::new(Progress::default()),
             changed: Condvar::new(),
         })
@@ -207,9 +213,9 @@ impl Regions {
         if self.options.huge {
             os::advise_huge(base, len);
         }
+        // Relaxed: only different, not in any order with anything else.
+        let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let mut progress = self.progress.lock();
-        progress.next += 1;
-        let id = RegionId(progress.next);
         progress.regions.push(Region { id, base, len, extents: Vec::new(), ready: 0, whole: false });
         Ok((id, base))
     }
