@@ -225,3 +225,88 @@ fn idle_regions_make_way_for_a_request_that_fits_none_of_them() {
     assert_eq!((pool.regions().len(), most.capacity()), (1, (1 << 20) - 32));
     pool.check().unwrap();
 }
+
+/// A waker whose end panics.
+struct Bomb;
+
+impl Wake for Bomb {
+    fn wake(self: Arc<Self>) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("a waker's drop");
+    }
+}
+
+/// Polls once with a waker of which the future then has the only one.
+fn poll_with_a_bomb<F: Future + Unpin>(future: &mut F) {
+    let waker = Waker::from(Arc::new(Bomb));
+    assert!(Pin::new(future).poll(&mut Context::from_waker(&waker)).is_pending());
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(waker)));
+}
+
+#[derive(Default)]
+struct Woken(std::sync::atomic::AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+/// A handle whose drop panicked in the caller's waker dropped its buffer as if the device were done with it.
+#[test]
+fn a_waker_whose_drop_panics_frees_nothing_early() {
+    let (node, device) = stepped(1 << 20);
+    let pool = small(&device).build().unwrap();
+    let stream = device.stream().unwrap();
+    let mut buf = pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 7).unwrap();
+    let mut flight = stream.upload(buf, device.alloc(4096).unwrap()).unwrap();
+    poll_with_a_bomb(&mut flight);
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(flight)));
+    assert_eq!(pool.stats().in_flight_bytes, 4160);
+    pool.check().unwrap();
+    while node.step() {}
+    device.reap();
+    assert_eq!(pool.stats().in_flight_bytes, 0);
+    pool.check().unwrap();
+}
+
+/// Whom a cancelled wait makes way for is woken, whatever the waker of the one that was cancelled does.
+#[test]
+fn a_waker_whose_drop_panics_keeps_nobody_from_being_woken() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(64 << 10).build().unwrap();
+    let held = pool.checkout(Request::new(32 << 10).align(4096)).unwrap();
+    let mut large = pool.checkout_async(60 << 10);
+    let mut fits = pool.checkout_async(Request::new(20 << 10).align(4096));
+    poll_with_a_bomb(&mut large);
+    let woken = Arc::new(Woken::default());
+    let waker = Waker::from(woken.clone());
+    assert!(Pin::new(&mut fits).poll(&mut Context::from_waker(&waker)).is_pending());
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(large)));
+    assert!(woken.0.load(std::sync::atomic::Ordering::SeqCst), "granted and not woken");
+    assert!(matches!(Pin::new(&mut fits).poll(&mut Context::from_waker(&waker)), Poll::Ready(Ok(_))));
+    drop(held);
+}
+
+/// Nor does a waker that is replaced leave a wait behind that nobody can end.
+#[test]
+fn a_waker_whose_drop_panics_leaves_no_wait_behind() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(64 << 10).build().unwrap();
+    let held = pool.checkout(60 << 10).unwrap();
+    let mut wait = pool.checkout_async(60 << 10);
+    poll_with_a_bomb(&mut wait);
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        assert!(Pin::new(&mut wait).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }));
+    drop(wait);
+    assert_eq!(pool.stats().waiting, 0);
+    drop(held);
+    pool.checkout(60 << 10).unwrap();
+}

@@ -615,7 +615,8 @@ impl Depot {
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome {
         let wake = waker.map(|w| Wake::Task(w.clone()));
         // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
-        let (outcome, _replaced) = self.core.lock().queue.look(key, wake);
+        let (outcome, replaced) = self.core.lock().queue.look(key, wake);
+        sync::drop_waker(replaced);
         outcome
     }
 
@@ -649,7 +650,7 @@ impl Depot {
         }
         self.stop_waiting(&core);
         drop(core);
-        drop(waker);
+        sync::drop_waker(waker);
         wakes.into_iter().for_each(Wake::wake);
         if last {
             // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.

@@ -358,12 +358,14 @@ impl Regions {
 
     /// The same for a task. `None`: the waker was left.
     pub(crate) fn poll(&self, waker: &Waker) -> Option<Pinning> {
+        // Cloned before the lock: that is the caller's code.
+        let waker = waker.clone();
         let mut progress = self.progress.lock();
         if progress.busy == 0 {
             return Some(progress.pinning.clone());
         }
-        if !progress.wakers.iter().any(|w| w.will_wake(waker)) {
-            progress.wakers.push(waker.clone());
+        if !progress.wakers.iter().any(|w| w.will_wake(&waker)) {
+            progress.wakers.push(waker);
         }
         None
     }

@@ -49,7 +49,7 @@ use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::freelist::{Word, state};
 use crate::segment::Class;
-use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, thread};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, drop_waker, thread};
 
 /// On streams of ours a tick is closed after so many entries or bytes, whichever comes first.
 const TICK_ENTRIES: usize = 16;
@@ -736,10 +736,12 @@ impl Timeline {
         if self.poll_complete(tick)? {
             return Ok(true);
         }
+        // Cloned before the lock: that is the caller's code.
+        let waker = waker.clone();
         {
             let mut state = self.state.lock();
             if state.lost.is_none() && self.completed.load(Ordering::Relaxed) < tick {
-                *key = Some(state.wait(tick, Wake::Task(waker.clone())));
+                *key = Some(state.wait(tick, Wake::Task(waker)));
             }
         }
         if key.is_some() {
@@ -753,7 +755,8 @@ impl Timeline {
     pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
         if let Some(key) = key.take() {
             // Dropped after the lock, since a task may go with it, and buffers with the task.
-            let _waker = self.state.lock().stop_waiting(key);
+            let waker = self.state.lock().stop_waiting(key);
+            drop_waker(waker);
         }
     }
 
