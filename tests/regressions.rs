@@ -310,3 +310,18 @@ fn a_waker_whose_drop_panics_leaves_no_wait_behind() {
     drop(held);
     pool.checkout(60 << 10).unwrap();
 }
+
+/// What is in flight on a device that was named twice is not counted twice.
+#[test]
+fn a_device_named_twice_counts_once() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).device(&device).build().unwrap();
+    let stream = device.stream().unwrap();
+    let other = pool.checkout(4096).unwrap();
+    send(&pool, &stream, &device);
+    let stats = pool.stats();
+    assert_eq!((stats.in_flight_bytes, stats.checked_out_bytes), (4160, 4160), "{stats:?}");
+    assert_eq!(pool.devices().len(), 1);
+    pool.check().unwrap();
+    drop(other);
+}
