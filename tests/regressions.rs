@@ -325,3 +325,23 @@ fn a_device_named_twice_counts_once() {
     pool.check().unwrap();
     drop(other);
 }
+
+/// A waker that is called on the device's worker thread may ask for what that thread makes.
+#[test]
+fn a_waker_may_ask_the_device_for_memory() {
+    struct Asks(Device, std::sync::mpsc::SyncSender<()>);
+    impl Wake for Asks {
+        fn wake(self: Arc<Self>) {
+            drop((self.0.alloc(1).unwrap(), self.0.stream().unwrap()));
+            let _ = self.1.try_send(());
+        }
+    }
+    let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+    let pool = small(&device).initial(0).build().unwrap();
+    let (tell, told) = std::sync::mpsc::sync_channel(1);
+    let waker = Waker::from(Arc::new(Asks(device, tell)));
+    let mut wait = pool.checkout_async(4096);
+    if Pin::new(&mut wait).poll(&mut Context::from_waker(&waker)).is_pending() {
+        told.recv_timeout(Duration::from_secs(20)).expect("the worker waits for itself");
+    }
+}
