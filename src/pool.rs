@@ -91,6 +91,7 @@ struct Inner {
 
 /// A depot and the regions that feed it. The reserves have one each, since bytes that only some may take must not be in
 /// anybody's cache.
+#[derive(Clone)]
 struct Store {
     depot: Arc<Depot>,
     regions: Arc<Regions>,
@@ -484,6 +485,7 @@ impl Pool {
         let span = tracing::debug_span!(target: "pinpool::pool", "wait", bytes = len);
         let _entered = span.enter();
         let key = depot.join(errand.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
+        errand.store.grow_for_waiters();
         let grants = if self.stepped() {
             self.wait_stepped(errand.store, key, since)
         } else {
@@ -806,14 +808,25 @@ impl Store {
 
     /// Has the worker pin bytes that were planned.
     fn pin(&self, bytes: usize) {
-        let (depot, also) = (self.depot.clone(), self.depot.clone());
+        let (depot, also) = (self.depot.clone(), self.clone());
         let serve = move |id, base, len, pinned| {
             // SAFETY: pinned for this depot, which keeps the regions until it is gone.
             unsafe { depot.add_extent(id, base, len, pinned) };
             // Nobody needs the rest of a pool that was closed meanwhile.
             !depot.closed()
         };
-        self.regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
+        self.regions.pin(bytes, serve, move |came, error| {
+            also.depot.grown(bytes - came, error.as_ref());
+            also.grow_for_waiters();
+        });
+    }
+
+    /// Has the worker pin more for whoever is next in the queue, where nothing is on its way.
+    fn grow_for_waiters(&self) {
+        let bytes = if self.step > 0 { self.depot.plan_more(self.step) } else { 0 };
+        if bytes > 0 {
+            self.pin(bytes);
+        }
     }
 
     /// Starts with so many bytes and waits for the first of them.
@@ -939,6 +952,7 @@ impl CheckoutMany {
         let depot = store.depot.clone();
         let key = depot.join(errand.wants, Wake::Task(cx.waker().clone()), growing)?;
         self.waiting = Some((depot, key));
+        store.grow_for_waiters();
         Ok(None)
     }
 }

@@ -489,3 +489,26 @@ fn a_device_that_dies_takes_only_its_own() {
         pool.check().unwrap();
     }
 }
+
+/// Whoever asks has a region pinned, and then joins the queue. If others take the region in between, and keep it, what
+/// the capacity still allows is pinned all the same.
+#[test]
+fn who_waits_gets_what_the_capacity_allows() {
+    const REGION: usize = 64 << 10;
+    for round in 0..rounds(1000) {
+        let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+        let pool = builder(&device).capacity(4 * REGION).region(REGION).initial(0).build().unwrap();
+        let start = std::sync::Barrier::new(4);
+        let held: Vec<_> = std::thread::scope(|scope| {
+            let take = || {
+                start.wait();
+                pool.checkout_timeout(60 << 10, Duration::from_secs(20))
+            };
+            let takers: Vec<_> = (0..4).map(|_| scope.spawn(take)).collect();
+            takers.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        for buf in &held {
+            assert!(buf.is_ok(), "round {round}: {buf:?}, {:?}", pool.stats());
+        }
+    }
+}

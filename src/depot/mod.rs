@@ -717,8 +717,22 @@ impl Depot {
     /// How many bytes a new region for these wants may and should have; 0 if the capacity is used up. They count as
     /// growing until [`Depot::grown`].
     pub(crate) fn plan_growth(&self, wants: &[Want], step: usize) -> usize {
+        self.plan(&mut self.core.lock(), wants, step)
+    }
+
+    /// The same for whoever is next in the queue, if nothing is being pinned and growing has not just failed: others
+    /// may have taken what was pinned for them, before they joined or because they came later.
+    pub(crate) fn plan_more(&self, step: usize) -> usize {
         let mut core = self.core.lock();
-        let left = self.room(&core);
+        if core.growing > 0 || core.stunted.is_some() {
+            return 0;
+        }
+        let Some(wants) = core.queue.head().map(<[Want]>::to_vec) else { return 0 };
+        self.plan(&mut core, &wants, step)
+    }
+
+    fn plan(&self, core: &mut Core, wants: &[Want], step: usize) -> usize {
+        let left = self.room(core);
         let need: usize = wants
             .iter()
             .map(|w| {

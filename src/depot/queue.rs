@@ -105,6 +105,11 @@ impl Queue {
         self.order.iter().flat_map(|&key| &self.waiters[key].wants)
     }
 
+    /// What whoever is next has asked for.
+    pub(crate) fn head(&self) -> Option<&[Want]> {
+        self.order.front().map(|&key| self.waiters[key].wants.as_slice())
+    }
+
     /// Joins at the end.
     pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> usize {
         let since = Instant::now();
