@@ -768,6 +768,9 @@ impl StreamBuf {
     /// # Errors
     /// What the stream was lost with.
     pub fn wait(self) -> Result<PinnedBuf> {
+        if self.timeline.forked() {
+            return Err(Error::Forked);
+        }
         if let Ready::Claimed(key) = self.kind {
             if let Some(tick) = self.timeline.claimed_until(key) {
                 self.timeline.wait(tick, None)?;

@@ -514,7 +514,7 @@ impl Pool {
 
     /// Closes what is open on the devices' streams and asks what is done. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        self.0.devices.iter().fold(false, |any, d| d.listing().pass() | any)
+        self.0.devices.iter().fold(false, |any, d| d.reap() | any)
     }
 
     /// Has another region pinned, if the capacity allows. Whether one is on its way (or, without threads, there).
@@ -597,6 +597,10 @@ impl Pool {
         let span = tracing::info_span!(target: "pinpool::pool", "shutdown");
         let _entered = span.enter();
         let deadline = Instant::now().checked_add(timeout);
+        // In the child of a fork nothing is left to be waited for, nor to be asked.
+        if self.0.main.depot.forked() {
+            return Shutdown { drained: false, outstanding: 0, quarantined_bytes: 0 };
+        }
         self.stores().for_each(|s| s.depot.close());
         let outstanding = || self.stores().map(|s| s.depot.outstanding()).sum::<u64>();
         let quarantined = || {
@@ -692,6 +696,9 @@ impl Pool {
     pub fn check(&self) -> Result<Census, String> {
         let mut all = Census::default();
         for store in self.stores() {
+            if store.depot.forked() {
+                return Err("forked".into());
+            }
             let before = store.depot.snapshot();
             let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();

@@ -311,7 +311,7 @@ impl Timeline {
         self.context.poisoned().is_some()
     }
 
-    fn forked(&self) -> bool {
+    pub(crate) fn forked(&self) -> bool {
         self.context.forked()
     }
 
@@ -753,7 +753,8 @@ impl Timeline {
 
     /// Takes the waker back.
     pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
-        if let Some(key) = key.take() {
+        // In the child of a fork the lock may be anyone's.
+        if let Some(key) = key.take().filter(|_| !self.forked()) {
             // Dropped after the lock, since a task may go with it, and buffers with the task.
             let waker = self.state.lock().stop_waiting(key);
             drop_waker(waker);
