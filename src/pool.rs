@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{Depot, DepotConfig, Grant, Outcome, Segment, Take, Wake, Want};
+use crate::depot::{self, Depot, DepotConfig, Grant, Outcome, Segment, Take, Wake, Want};
 use crate::error::{Error, Result};
 use crate::freelist::state;
 use crate::region::{Pinning, RegionInfo, Regions};
@@ -476,7 +476,7 @@ impl Pool {
             Found::Nothing { growing } => growing,
         };
         let depot = &errand.store.depot;
-        let len = errand.wants.iter().map(|w| w.len).sum();
+        let len = depot::sum(errand.wants.iter().map(|w| w.len));
         let deadline = match patience {
             Patience::None => return Err(Error::Exhausted { len, capacity: depot.config().capacity }),
             Patience::Until(deadline) => Some(deadline),

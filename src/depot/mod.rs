@@ -678,12 +678,12 @@ impl Depot {
     }
 
     fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
-        let total: usize = wants.iter().map(|w| w.placement.bytes()).sum();
+        let total = sum(wants.iter().map(|w| w.placement.bytes()));
         let error = |len| {
             Some(Error::Impossible { len, quarantined: core.quarantined, capacity: self.config.capacity })
         };
         if total > self.config.capacity.saturating_sub(core.quarantined) {
-            return error(wants.iter().map(|w| w.len).sum());
+            return error(sum(wants.iter().map(|w| w.len)));
         }
         // What is on its way, or could still be, may serve them.
         if core.growing > 0 || self.room(core) >= least(wants) {
@@ -733,14 +733,11 @@ impl Depot {
 
     fn plan(&self, core: &mut Core, wants: &[Want], step: usize) -> usize {
         let left = self.room(core);
-        let need: usize = wants
-            .iter()
-            .map(|w| {
-                let (pages, align) = w.placement.fresh_pages();
-                (pages + align - 1) * segment::PAGE
-            })
-            .sum();
-        let need = need.next_multiple_of(page());
+        let need = sum(wants.iter().map(|w| {
+            let (pages, align) = w.placement.fresh_pages();
+            (pages + align - 1) * segment::PAGE
+        }));
+        let need = need.checked_next_multiple_of(page()).unwrap_or(usize::MAX);
         // What alignment adds is an upper bound: a region starts well aligned.
         let bytes = step.max(need).min(left);
         if bytes < least(wants) {
@@ -1151,7 +1148,13 @@ fn page() -> usize {
 
 /// Bytes that a region for all of these must have at least.
 fn least(wants: &[Want]) -> usize {
-    wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page()).max(page())
+    let bytes = sum(wants.iter().map(|w| w.placement.bytes()));
+    bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
+}
+
+/// A sum that ends at the largest number: many requests together can ask for more than there are addresses.
+pub(crate) fn sum(bytes: impl Iterator<Item = usize>) -> usize {
+    bytes.fold(0, usize::saturating_add)
 }
 
 impl Drop for Depot {
