@@ -23,7 +23,7 @@ use crate::config::{Plan, PoolBuilder};
 use crate::depot::{self, Depot, DepotConfig, Grant, Outcome, Segment, Take, Wake, Want};
 use crate::error::{Error, Result};
 use crate::freelist::state;
-use crate::region::{Pinning, RegionInfo, Regions};
+use crate::region::{Pinning, RegionId, RegionInfo, Regions};
 use crate::runtime::Device;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
@@ -525,7 +525,7 @@ impl Pool {
         let mut bytes = store.depot.plan_growth(wants, store.step);
         if bytes == 0 {
             // The worker unpins these before it pins what is planned next.
-            store.depot.make_way(wants).into_iter().for_each(|id| store.regions.remove(id));
+            store.depot.make_way(wants).into_iter().for_each(|(id, len)| store.remove(id, len));
             bytes = store.depot.plan_growth(wants, store.step);
         }
         if bytes > 0 {
@@ -581,7 +581,7 @@ impl Pool {
         for (id, len, free) in regions {
             let idle = free == len && store.regions.is_whole(id);
             if idle && total - len >= keep && store.depot.retire(id).is_some() {
-                store.regions.remove(id);
+                store.remove(id, len);
                 total -= len;
                 gone += len;
             }
@@ -826,6 +826,14 @@ impl Store {
             also.depot.grown(bytes - came, error.as_ref());
             also.grow_for_waiters();
         });
+    }
+
+    /// Has the worker unpin a region that was taken out.
+    fn remove(&self, id: RegionId, len: usize) {
+        self.regions.remove(id);
+        self.depot.left(len);
+        // Whoever joined in between has found no room.
+        self.grow_for_waiters();
     }
 
     /// Has the worker pin more for whoever is next in the queue, where nothing is on its way.

@@ -110,6 +110,8 @@ struct Core {
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
+    /// Bytes that were taken out, and that the worker has not been told to unpin yet.
+    leaving: usize,
     /// Why growing failed last, until it is tried again.
     stunted: Option<Error>,
     stats: Stats,
@@ -184,6 +186,7 @@ impl Depot {
                 quarantined_segments: 0,
                 outstanding: None,
                 growing: 0,
+                leaving: 0,
                 stunted: None,
                 stats: Stats::default(),
             })),
@@ -686,7 +689,7 @@ impl Depot {
             return error(sum(wants.iter().map(|w| w.len)));
         }
         // What is on its way, or could still be, may serve them.
-        if core.growing > 0 || self.room(core) >= least(wants) {
+        if core.growing > 0 || self.room(core) + core.leaving >= least(wants) {
             return None;
         }
         core.never(wants).and_then(|w| error(w.len))
@@ -711,7 +714,8 @@ impl Depot {
 
     /// Bytes that could still be pinned.
     fn room(&self, core: &Core) -> usize {
-        self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page() * page()
+        let held = core.arena.bytes().total + core.growing + core.leaving;
+        self.config.capacity.saturating_sub(held) / page() * page()
     }
 
     /// How many bytes a new region for these wants may and should have; 0 if the capacity is used up. They count as
@@ -749,8 +753,9 @@ impl Depot {
     }
 
     /// Takes out regions of which nothing is used, the last to come first, so that a region for these wants fits under
-    /// the capacity; none, if that would not do. For requests that fit no region that there is.
-    pub(crate) fn make_way(&self, wants: &[Want]) -> Vec<RegionId> {
+    /// the capacity; none, if that would not do. For requests that fit no region that there is. Each of the regions, with
+    /// its bytes, [is to leave](Self::left) before they count as room.
+    pub(crate) fn make_way(&self, wants: &[Want]) -> Vec<(RegionId, usize)> {
         let mut core = self.core.lock();
         let need = least(wants);
         let mut left = self.room(&core);
@@ -768,12 +773,13 @@ impl Depot {
                 break;
             }
             left += len;
-            going.push(id);
+            going.push((id, len));
         }
         if left < need {
             return Vec::new();
         }
-        going.retain(|id| core.arena.retire(*id).is_some());
+        going.retain(|(id, _)| core.arena.retire(*id).is_some());
+        core.leaving += going.iter().map(|(_, len)| len).sum::<usize>();
         going
     }
 
@@ -815,11 +821,23 @@ impl Depot {
         wakes.into_iter().for_each(Wake::wake);
     }
 
-    /// Takes a region out, if nothing of it is used.
-    pub(crate) fn retire(&self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
+    /// Takes a region out, if nothing of it is used. Its bytes, which are returned, [are to leave](Self::left) before
+    /// they count as room.
+    pub(crate) fn retire(&self, region: RegionId) -> Option<usize> {
         let mut core = self.core.lock();
         // While someone waits, memory is short: nothing goes.
-        if !core.queue.is_empty() { None } else { core.arena.retire(region) }
+        if !core.queue.is_empty() {
+            return None;
+        }
+        let len = core.arena.retire(region)?.iter().map(|extent| extent.1).sum();
+        core.leaving += len;
+        Some(len)
+    }
+
+    /// The worker was told to unpin so many of the bytes that were taken out. What it is told to pin from now on comes
+    /// after that, so that what is pinned never exceeds the capacity.
+    pub(crate) fn left(&self, bytes: usize) {
+        self.core.lock().leaving -= bytes;
     }
 
     /// Regions, their bytes and how many of these are free. Collects what is cached first.
