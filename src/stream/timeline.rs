@@ -521,8 +521,10 @@ impl Timeline {
             let Some((tick, event)) = self.state.lock().marks.front().copied() else { break };
             match self.context.noting(self.context.driver().query(event)) {
                 Ok(true) => {
-                    self.land(tick);
-                    self.context.recycle(event);
+                    // On a stream that was lost meanwhile a dead device's events were given back with the other marks.
+                    if self.land(tick) || !self.is_dead() {
+                        self.context.recycle(event);
+                    }
                     progress = true;
                 }
                 Ok(false) => break,
@@ -542,12 +544,12 @@ impl Timeline {
         progress
     }
 
-    /// The front mark was seen complete, and covers all ticks up to `tick`.
-    fn land(&self, tick: u64) {
+    /// The front mark was seen complete, and covers all ticks up to `tick`. `false`: the stream was lost meanwhile.
+    fn land(&self, tick: u64) -> bool {
         let mut after = After::default();
         let mut state = self.state.lock();
         if state.lost.is_some() {
-            return;
+            return false;
         }
         state.marks.pop_front();
         state.unasked = 0;
@@ -568,6 +570,7 @@ impl Timeline {
         drop(state);
         certain.into_iter().for_each(|event| self.context.recycle(event));
         after.run();
+        true
     }
 
     /// Nobody will ever know what is complete on this stream: what is in flight is quarantined, who waits is told.
