@@ -480,8 +480,9 @@ impl Depot {
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards.
-            unsafe { Arc::decrement_strong_count(this.as_ptr()) };
+            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards. (Not by way of
+            // `this`, which may come from a reference, and then reaches the depot and not its counts.)
+            unsafe { Arc::decrement_strong_count(depot.me.as_ptr()) };
         }
     }
 
@@ -657,7 +658,7 @@ impl Depot {
         wakes.into_iter().for_each(Wake::wake);
         if last {
             // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.
-            unsafe { Arc::decrement_strong_count(std::ptr::from_ref(self)) };
+            unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
         }
     }
 
