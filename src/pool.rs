@@ -15,7 +15,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
@@ -269,7 +269,7 @@ impl Pool {
         let requests = requests.as_ref();
         // What borrows the caller's string is looked up now; the future owns the rest.
         let errand = self.errand(requests).map(|e| (e.first, e.store.depot.number(), e.wants));
-        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None }
+        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None }
     }
 
     /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted.
@@ -490,9 +490,45 @@ impl Pool {
             self.wait_stepped(errand.store, key, since)
         } else {
             self.reap();
+            if let Some(bufs) = errand.first.and_then(|first| self.wait_grown(depot, key, &first, deadline)) {
+                return Ok(bufs);
+            }
             depot.wait(key, deadline, since)
         };
         grants.map(|grants| buffers(depot, grants))
+    }
+
+    /// Waiting for a reserve while memory for the pool proper is on its way: the first that has something. `None`: the
+    /// wait is over, or the reserve's alone from here on.
+    fn wait_grown(
+        &self,
+        depot: &Depot,
+        key: usize,
+        first: &[Want],
+        deadline: Option<Instant>,
+    ) -> Option<Vec<PinnedBuf>> {
+        let waker = Waker::from(Arc::new(Unparks(crate::sync::thread::current())));
+        loop {
+            let (grown, over) = self.take_grown(first, &waker);
+            if grown.is_some() {
+                depot.leave(key, false);
+                return grown;
+            }
+            if over || !depot.waits(key) || deadline.is_some_and(|d| Instant::now() >= d) {
+                return None;
+            }
+            crate::sync::thread::park_until(deadline);
+        }
+    }
+
+    /// What the pool proper has got meanwhile for a request that waits for a reserve, and whether it gets no more. If it
+    /// does, the waker hears of it.
+    fn take_grown(&self, first: &[Want], waker: &Waker) -> (Option<Vec<PinnedBuf>>, bool) {
+        let main = &self.0.main;
+        // Asked first: what comes between the two is not overlooked.
+        let over = main.regions.poll(waker).is_some();
+        let grants = self.try_all(main, first).ok().flatten();
+        (grants.map(|grants| buffers(&main.depot, grants)), over)
     }
 
     /// Waiting where nothing moves by itself: this thread moves the devices.
@@ -786,6 +822,15 @@ struct Errand<'a> {
     wants: Vec<Want>,
 }
 
+/// Wakes a thread.
+struct Unparks(crate::sync::thread::Thread);
+
+impl std::task::Wake for Unparks {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
 /// How long to wait.
 #[derive(Clone, Copy, Debug)]
 enum Patience {
@@ -939,6 +984,8 @@ pub struct CheckoutMany {
     pool: Pool,
     errand: Option<Result<KeptErrand>>,
     waiting: Option<(Arc<Depot>, usize)>,
+    /// Wants for the pool proper, while memory for it is on its way.
+    first: Option<Vec<Want>>,
 }
 
 /// [`Asked`], to be acted on when the future is polled.
@@ -967,6 +1014,7 @@ impl CheckoutMany {
         let depot = store.depot.clone();
         let key = depot.join(errand.wants, Wake::Task(cx.waker().clone()), growing)?;
         self.waiting = Some((depot, key));
+        self.first = errand.first;
         store.grow_for_waiters();
         Ok(None)
     }
@@ -984,7 +1032,15 @@ impl Future for CheckoutMany {
         };
         match depot.look(key, Some(cx.waker())) {
             Outcome::Waiting => {
-                self.waiting = Some((depot, key));
+                self.waiting = Some((depot.clone(), key));
+                let Some(first) = self.first.take() else { return Poll::Pending };
+                let (grown, over) = self.pool.take_grown(&first, cx.waker());
+                if let Some(bufs) = grown {
+                    self.waiting = None;
+                    depot.leave(key, false);
+                    return Poll::Ready(Ok(bufs));
+                }
+                self.first = (!over).then_some(first);
                 Poll::Pending
             }
             Outcome::Granted(grants) => Poll::Ready(Ok(buffers(&depot, grants))),

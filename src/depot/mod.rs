@@ -624,6 +624,11 @@ impl Depot {
         outcome
     }
 
+    /// Whether a waiter still waits. To be followed by [`Depot::look`] or [`Depot::leave`].
+    pub(crate) fn waits(&self, key: usize) -> bool {
+        self.core.lock().queue.waits(key)
+    }
+
     /// Ends a wait early; what was granted meanwhile goes back.
     pub(crate) fn leave(&self, key: usize, timed_out: bool) {
         if self.forked() {

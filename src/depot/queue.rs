@@ -136,6 +136,11 @@ impl Queue {
         (outcome, left.or(wake))
     }
 
+    /// Whether a waiter still waits.
+    pub(crate) fn waits(&self, key: usize) -> bool {
+        matches!(self.waiters[key].outcome, Outcome::Waiting)
+    }
+
     /// Leaves the queue. What was granted meanwhile comes out with it, and as in [`Queue::look`] what is to be dropped
     /// after the lock.
     pub(crate) fn leave(&mut self, key: usize) -> (Outcome, Option<Wake>) {
