@@ -85,6 +85,7 @@ struct Inner {
     main: Store,
     reserves: Vec<(String, Store)>,
     devices: Vec<Device>,
+    misses: AtomicU64,
     fallbacks: AtomicU64,
     fallback_bytes: AtomicU64,
 }
@@ -143,7 +144,7 @@ pub struct PoolStats {
     pub checkouts: u64,
     /// Segments that came back.
     pub returns: u64,
-    /// Checkouts that took the slow path.
+    /// Requests that the caller's own cache could not serve, successful or not.
     pub misses: u64,
     /// Times that what threads keep was taken back.
     pub collects: u64,
@@ -335,6 +336,7 @@ impl Pool {
         }
         let errand = self.errand(&[request])?;
         if let Some((depot, mut grants)) = self.try_errand(&errand)? {
+            self.missed();
             // SAFETY: granted to us just now.
             let buf = grants.pop().map(|grant| unsafe { buffer(&depot, grant) });
             return buf.map(fresh).ok_or(Error::ZeroLength);
@@ -342,6 +344,7 @@ impl Pool {
         if let Placement::Class(class) = errand.wants[0].placement {
             for depot in [&self.0.main.depot, &errand.store.depot] {
                 if let Some((key, mut segment)) = timeline.claim(depot, class) {
+                    self.missed();
                     // Both names of the segment, ours and the claim's, are to carry the new length.
                     timeline.rebook_claim(key, request.len);
                     segment.relabel(request.len);
@@ -429,6 +432,7 @@ impl Pool {
 
     /// The same, and if there is nothing: asks the streams what is done, and has the memory grow.
     fn try_hard(&self, errand: &Errand<'_>) -> Result<Found> {
+        self.missed();
         if let Some(got) = self.try_errand(errand)? {
             return Ok(Found::Granted(got));
         }
@@ -449,6 +453,11 @@ impl Pool {
             }
         }
         Ok(Found::Nothing { growing })
+    }
+
+    /// Counts a request, however often it is tried.
+    fn missed(&self) {
+        self.0.misses.fetch_add(1, Ordering::Relaxed);
     }
 
     fn stepped(&self) -> bool {
@@ -681,6 +690,7 @@ impl Pool {
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         let mut stats = PoolStats {
+            misses: self.0.misses.load(Ordering::Relaxed),
             unpinned_fallbacks: self.0.fallbacks.load(Ordering::Relaxed),
             unpinned_fallback_bytes: self.0.fallback_bytes.load(Ordering::Relaxed),
             ..PoolStats::default()
@@ -703,7 +713,6 @@ impl Pool {
             stats.capacity_bytes += store.depot.config().capacity;
             stats.checkouts += s.takes;
             stats.returns += s.puts;
-            stats.misses += s.stats.misses;
             stats.collects += s.stats.collects;
             stats.waits += s.stats.waits;
             stats.timeouts += s.stats.timeouts;
@@ -935,6 +944,7 @@ impl PoolBuilder {
             main,
             reserves: reserves.into_iter().map(|(name, store, _)| (name, store)).collect(),
             devices: std::mem::take(&mut self.devices),
+            misses: AtomicU64::new(0),
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
         }));

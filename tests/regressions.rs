@@ -345,3 +345,21 @@ fn a_waker_may_ask_the_device_for_memory() {
         told.recv_timeout(Duration::from_secs(20)).expect("the worker waits for itself");
     }
 }
+
+/// A request that misses is one miss, however often it is tried before it fails or waits.
+#[test]
+fn a_miss_is_counted_once() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(128 << 10).reserve("urgent", 64 << 10).build().unwrap();
+    let misses = || pool.stats().misses;
+    let (main, reserve) =
+        (pool.checkout(60 << 10).unwrap(), pool.checkout(Request::new(60 << 10).reserve("urgent")));
+    assert_eq!((misses(), reserve.is_ok()), (2, true));
+    pool.try_checkout(60 << 10).unwrap_err();
+    assert_eq!(misses(), 3);
+    pool.try_checkout(Request::new(60 << 10).reserve("urgent")).unwrap_err();
+    assert_eq!(misses(), 4);
+    pool.try_checkout_on(&device.stream().unwrap(), 60 << 10).unwrap_err();
+    assert_eq!(misses(), 5);
+    drop(main);
+}

@@ -123,7 +123,6 @@ struct Core {
 /// What happened on the slow path since the depot was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stats {
-    pub(crate) misses: u64,
     pub(crate) collects: u64,
     pub(crate) waits: u64,
     pub(crate) timeouts: u64,
@@ -278,7 +277,6 @@ impl Depot {
         let shard = self.shard();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        core.stats.misses += 1;
         if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
             // First come, first served, but for what the head cannot use.
             let Core { arena, queue, .. } = &mut *core;
@@ -312,7 +310,6 @@ impl Depot {
         self.refuse_if_shut()?;
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        core.stats.misses += 1;
         if !core.queue.is_empty() {
             return Ok(None);
         }
