@@ -602,6 +602,7 @@ impl Arena {
     }
 
     /// Bytes of the tables beside the memory.
+    #[cfg(all(test, not(loom)))]
     pub(crate) fn table_bytes(&self) -> usize {
         let maps: usize = self.extents.iter().map(|(_, e)| e.map.len() * size_of::<u32>()).sum();
         let slots: usize = self.runs.iter().map(|(_, r)| r.count as usize * size_of::<Slot>()).sum();

@@ -100,15 +100,6 @@ struct Store {
     step: usize,
 }
 
-/// Requests that were checked, and where they are to be served.
-struct Asked<'p> {
-    /// Where they wait.
-    store: &'p Store,
-    wants: Result<Vec<Want>>,
-    /// The same for the pool proper, where `store` is a reserve: to be tried first, without waiting.
-    ordinary: Option<Vec<Want>>,
-}
-
 /// A pool's bytes and counts at one moment.
 ///
 /// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
@@ -996,13 +987,6 @@ pub struct CheckoutMany {
     waiting: Option<(Arc<Depot>, usize)>,
     /// Wants for the pool proper, while memory for it is on its way.
     first: Option<Vec<Want>>,
-}
-
-/// [`Asked`], to be acted on when the future is polled.
-struct Later {
-    depot: Arc<Depot>,
-    wants: Result<Vec<Want>>,
-    ordinary: Option<Vec<Want>>,
 }
 
 impl CheckoutMany {

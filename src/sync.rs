@@ -33,30 +33,6 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, 
 #[cfg(all(test, loom))]
 pub(crate) use loom::cell::UnsafeCell;
 
-/// An `UnsafeCell` with loom's interface.
-#[cfg(not(loom))]
-#[derive(Debug)]
-pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
-
-#[cfg(not(loom))]
-impl<T> UnsafeCell<T> {
-    pub(crate) const fn new(value: T) -> Self {
-        Self(std::cell::UnsafeCell::new(value))
-    }
-
-    /// Gives out the pointer for reading.
-    #[inline(always)]
-    pub(crate) fn with<R>(&self, f: impl FnOnce(*const T) -> R) -> R {
-        f(self.0.get())
-    }
-
-    /// Gives out the pointer for writing.
-    #[inline(always)]
-    pub(crate) fn with_mut<R>(&self, f: impl FnOnce(*mut T) -> R) -> R {
-        f(self.0.get())
-    }
-}
-
 /// A mutex whose lock is just `lock()`: parking_lot's, or loom's in its clothes.
 #[cfg(not(loom))]
 pub(crate) use parking_lot::{Mutex, MutexGuard};

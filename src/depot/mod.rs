@@ -90,7 +90,7 @@ pub(crate) struct Depot {
     me: Weak<Self>,
     core: crossbeam::utils::CachePadded<Mutex<Core>>,
     /// Kept until nobody can reach the memory any more.
-    regions: Option<Arc<Regions>>,
+    _regions: Option<Arc<Regions>>,
 }
 
 #[derive(Debug)]
@@ -166,7 +166,7 @@ impl Depot {
             gate: Gate::new(sync::asymmetric()),
             way: lease::Way::new(number),
             number,
-            regions,
+            _regions: regions,
             racks: listed().map(|_| Rack::new()).collect(),
             racked: AtomicU64::new(0),
             joint: StdAtomicU64::new(0),
@@ -221,10 +221,6 @@ impl Depot {
 
     pub(crate) fn config(&self) -> &DepotConfig {
         &self.config
-    }
-
-    pub(crate) fn regions(&self) -> Option<&Arc<Regions>> {
-        self.regions.as_ref()
     }
 
     // --- taking ------------------------------------------------------------------------------------------------------
@@ -706,11 +702,6 @@ impl Depot {
         queue.fail(wakes, |wants| self.hopeless(core, wants));
         core.queue = queue;
         core.serve(wakes);
-    }
-
-    /// Whether anyone waits, or has just been served by what came back.
-    pub(crate) fn anyone_waits(&self) -> bool {
-        !self.forked() && !self.core.lock().queue.is_empty()
     }
 
     // --- regions -----------------------------------------------------------------------------------------------------

@@ -100,11 +100,6 @@ impl Queue {
         self.order.len()
     }
 
-    /// What those who wait have asked for.
-    pub(crate) fn wants(&self) -> impl Iterator<Item = &Want> {
-        self.order.iter().flat_map(|&key| &self.waiters[key].wants)
-    }
-
     /// What whoever is next has asked for.
     pub(crate) fn head(&self) -> Option<&[Want]> {
         self.order.front().map(|&key| self.waiters[key].wants.as_slice())

@@ -70,6 +70,7 @@ impl Rack {
     }
 
     /// Segments on the hooks. Exact only while nobody moves.
+    #[cfg(all(test, loom))]
     pub(crate) fn count(&self) -> u32 {
         let count = |hook: &AtomicPtr<Slot>| {
             let head = hook.load(Ordering::Acquire);

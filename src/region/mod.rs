@@ -170,11 +170,6 @@ impl Regions {
         })
     }
 
-    /// The device whose worker pins.
-    pub(crate) fn context(&self) -> &Arc<Context> {
-        &self.context
-    }
-
     /// Maps and pins `len` bytes on the device's worker thread, and hands each extent to `serve` as soon as it is
     /// usable, for as long as that says go on. `done` hears how many bytes came, and why it ended where that is less.
     ///

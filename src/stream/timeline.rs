@@ -400,17 +400,6 @@ impl Timeline {
         tick
     }
 
-    /// The driver was not called: out again.
-    fn withdraw(&self, key: usize) -> Held {
-        let mut state = self.state.lock();
-        let Entry { held, bytes, .. } = state.pending.remove(key);
-        if let Held::Segment { segment, .. } = &held {
-            segment.set(state::OUT);
-            state.flight(segment.depot()).bytes -= bytes;
-        }
-        held
-    }
-
     // --- marking -----------------------------------------------------------------------------------------------------
 
     /// Closes the open tick, if anything is in it, and records its mark. Failing is no error of the caller's: the entries
@@ -842,12 +831,6 @@ impl Timeline {
         (flight, state.moves)
     }
 
-    /// The oldest tick that is not complete, and entries in flight.
-    pub(crate) fn backlog(&self) -> (u64, usize) {
-        let state = self.state.lock();
-        (self.completed.load(Ordering::Acquire), state.entries.len() + state.pending.len())
-    }
-
     /// A mark for everything submitted so far, without an entry: for those who only need to know.
     pub(crate) fn checkpoint(self: &Arc<Self>) -> Result<u64> {
         let nothing = Lent::Object(Box::new(()));
@@ -1028,8 +1011,8 @@ pub(crate) enum Lent {
     Object(Box<dyn Keep>),
 }
 
-/// A submission under way. Dropped without [`Submission::withdraw`], by a panic for instance, it counts as handed to the
-/// driver: in flight until a later mark, not free.
+/// A submission under way. Dropped, by a panic for instance, it counts as handed to the driver: in flight until a later
+/// mark, not free.
 #[derive(Debug)]
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
@@ -1041,11 +1024,6 @@ impl Submission<'_> {
     /// The driver was called, with whatever outcome. The tick under which the entry is in flight.
     pub(crate) fn commit(mut self) -> u64 {
         self.key.take().map_or(0, |key| self.timeline.commit(key, self.tick))
-    }
-
-    /// The driver was not called.
-    pub(crate) fn withdraw(mut self) -> Held {
-        self.key.take().map_or(Held::Nothing, |key| self.timeline.withdraw(key))
     }
 }
 
