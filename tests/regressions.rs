@@ -363,3 +363,16 @@ fn a_miss_is_counted_once() {
     assert_eq!(misses(), 5);
     drop(main);
 }
+
+/// A region is cut at its extents' edges, so one for several requests has an extent wherever the next does not fit.
+#[test]
+fn several_requests_grow_by_extents_that_hold_them() {
+    for capacity in [128 << 10, 256 << 10] {
+        let (_node, device) = stepped(1 << 20);
+        let pool =
+            small(&device).capacity(capacity).extent(64 << 10).region(64 << 10).initial(0).build().unwrap();
+        let both = pool.checkout_many(&[Request::new(40 << 10), Request::new(40 << 10)], None);
+        assert!(both.is_ok(), "{both:?}, {:?}", pool.stats());
+        pool.check().unwrap();
+    }
+}

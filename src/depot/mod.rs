@@ -731,10 +731,15 @@ impl Depot {
 
     fn plan(&self, core: &mut Core, wants: &[Want], step: usize) -> usize {
         let left = self.room(core);
-        let need = sum(wants.iter().map(|w| {
+        // The region is cut at its extents' edges: what does not fit before one comes after it.
+        let extent = self.config.largest + 32;
+        let need = wants.iter().fold(0usize, |at, w| {
             let (pages, align) = w.placement.fresh_pages();
-            (pages + align - 1) * segment::PAGE
-        }));
+            let bytes = (pages + align - 1) * segment::PAGE;
+            let left = extent - at % extent;
+            let at = if bytes > left { at.saturating_add(left % extent) } else { at };
+            at.saturating_add(bytes)
+        });
         let need = need.checked_next_multiple_of(page()).unwrap_or(usize::MAX);
         // What alignment adds is an upper bound: a region starts well aligned.
         let bytes = step.max(need).min(left);
