@@ -629,6 +629,7 @@ impl Pool {
 
     /// Closes the pool and waits until everything has come back, but not longer than `timeout`. What is still out then
     /// keeps its memory; it is logged, and counted in the result. Checkouts fail from the start with [`Error::Closed`].
+    /// In the child of a fork it returns at once.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
         let span = tracing::info_span!(target: "pinpool::pool", "shutdown");
         let _entered = span.enter();

@@ -291,6 +291,8 @@ fn a_child_waits_for_nothing() {
             pool.pinning().ready == 0,
             !device.reap(),
             landing.wait().is_err(),
+            // A new pool on the parent's device has nobody to pin for it.
+            Pool::builder(&device).build().map(drop) == Err(Error::Forked),
             started.elapsed() < Duration::from_secs(10),
         ]);
         drop(out);
