@@ -707,11 +707,12 @@ impl<B: Lend> Future for InFlight<B> {
 
 impl<B: Lend> Drop for InFlight<B> {
     fn drop(&mut self) {
-        if let Some(ticket) = self.tickets.all().get(self.waker.0) {
-            ticket.timeline.forget_waker(&mut self.waker.1);
-        }
+        // First: a value that is still here when this ends, by a panic too, is dropped as if it were host-ready.
         if let Some(value) = self.value.take() {
             value.abandon();
+        }
+        if let Some(ticket) = self.tickets.all().get(self.waker.0) {
+            ticket.timeline.forget_waker(&mut self.waker.1);
         }
     }
 }
@@ -791,6 +792,9 @@ impl StreamBuf {
     /// # Errors
     /// What the stream was lost with.
     pub fn wait(self) -> Result<PinnedBuf> {
+        if self.timeline.forked() {
+            return Err(Error::Forked);
+        }
         if let Ready::Claimed(key) = self.kind {
             if let Some(tick) = self.timeline.claimed_until(key) {
                 self.timeline.wait(tick, None)?;

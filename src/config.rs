@@ -53,7 +53,10 @@ impl PoolBuilder {
 
     /// One more device that the pool serves. All must be of one family; regions are pinned once, near the first.
     pub fn device(mut self, device: &Device) -> Self {
-        self.devices.push(device.clone());
+        // Once each: what is in flight is summed up over the devices.
+        if self.devices.iter().all(|d| d.context().id() != device.context().id()) {
+            self.devices.push(device.clone());
+        }
         self
     }
 

@@ -13,12 +13,12 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{Depot, DepotConfig, Fresh, Outcome, Take, Wake, Want};
+use crate::depot::{self, Depot, DepotConfig, Fresh, Outcome, Take, Wake, Want};
 use crate::error::{Error, Result};
 use crate::freelist::state;
 use crate::region::{Pinning, RegionInfo, Regions};
@@ -84,12 +84,14 @@ struct Inner {
     main: Store,
     reserves: Vec<(String, Store)>,
     devices: Vec<Device>,
+    misses: AtomicU64,
     fallbacks: AtomicU64,
     fallback_bytes: AtomicU64,
 }
 
 /// A depot and the regions that feed it. The reserves have one each, since bytes that only some may take must not be in
 /// anybody's cache.
+#[derive(Clone)]
 struct Store {
     depot: Arc<Depot>,
     regions: Arc<Regions>,
@@ -130,7 +132,7 @@ pub struct PoolStats {
     pub checkouts: u64,
     /// Segments that came back.
     pub returns: u64,
-    /// Checkouts that took the slow path.
+    /// Requests that the caller's own cache could not serve, successful or not.
     pub misses: u64,
     /// Times that what threads keep was taken back.
     pub collects: u64,
@@ -256,7 +258,7 @@ impl Pool {
         let requests = requests.as_ref();
         // What borrows the caller's string is looked up now; the future owns the rest.
         let errand = self.errand(requests).map(|e| (e.first, e.store.depot.number(), e.wants));
-        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None }
+        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None }
     }
 
     /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted.
@@ -318,11 +320,13 @@ impl Pool {
         }
         let errand = self.errand(&[request])?;
         if let Some(mut granted) = self.try_errand(&errand)? {
+            self.missed();
             return granted.pop().map(|fresh| ready(fresh.into())).ok_or(Error::ZeroLength);
         }
         if let Placement::Class(class) = errand.wants[0].placement {
             for depot in [&self.0.main.depot, &errand.store.depot] {
                 if let Some((key, mut segment)) = timeline.claim(depot, class) {
+                    self.missed();
                     // Both names of the segment, ours and the claim's, are to carry the new length.
                     timeline.rebook_claim(key, request.len);
                     segment.relabel(request.len);
@@ -403,6 +407,7 @@ impl Pool {
 
     /// The same, and if there is nothing: asks the streams what is done, and has the memory grow.
     fn try_hard(&self, errand: &Errand<'_>) -> Result<Found> {
+        self.missed();
         if let Some(got) = self.try_errand(errand)? {
             return Ok(Found::Granted(got));
         }
@@ -423,6 +428,11 @@ impl Pool {
             }
         }
         Ok(Found::Nothing { growing })
+    }
+
+    /// Counts a request, however often it is tried.
+    fn missed(&self) {
+        self.0.misses.fetch_add(1, Ordering::Relaxed);
     }
 
     fn stepped(&self) -> bool {
@@ -450,7 +460,7 @@ impl Pool {
             Found::Nothing { growing } => growing,
         };
         let depot = &errand.store.depot;
-        let len = errand.wants.iter().map(|w| w.len).sum();
+        let len = depot::sum(errand.wants.iter().map(|w| w.len));
         let deadline = match patience {
             Patience::None => return Err(depot.exhausted(len)),
             Patience::Until(deadline) => Some(deadline),
@@ -463,9 +473,45 @@ impl Pool {
             self.wait_stepped(errand.store, key, since)
         } else {
             self.reap();
+            if let Some(bufs) = errand.first.and_then(|first| self.wait_grown(depot, key, &first, deadline)) {
+                return Ok(bufs);
+            }
             depot.wait(key, deadline, since)
         };
         granted.map(buffers)
+    }
+
+    /// Waiting for a reserve while memory for the pool proper is on its way: the first that has something. `None`: the
+    /// wait is over, or the reserve's alone from here on.
+    fn wait_grown(
+        &self,
+        depot: &Depot,
+        key: usize,
+        first: &[Want],
+        deadline: Option<Instant>,
+    ) -> Option<Vec<PinnedBuf>> {
+        let waker = Waker::from(Arc::new(Unparks(crate::sync::thread::current())));
+        loop {
+            let (grown, over) = self.take_grown(first, &waker);
+            if grown.is_some() {
+                depot.leave(key, false);
+                return grown;
+            }
+            if over || !depot.waits(key) || deadline.is_some_and(|d| Instant::now() >= d) {
+                return None;
+            }
+            crate::sync::thread::park_until(deadline);
+        }
+    }
+
+    /// What the pool proper has got meanwhile for a request that waits for a reserve, and whether it gets no more. If it
+    /// does, the waker hears of it.
+    fn take_grown(&self, first: &[Want], waker: &Waker) -> (Option<Vec<PinnedBuf>>, bool) {
+        let main = &self.0.main;
+        // Asked first: what comes between the two is not overlooked.
+        let over = main.regions.poll(waker).is_some();
+        let granted = self.try_all(main, first).ok().flatten();
+        (granted.map(buffers), over)
     }
 
     /// Waiting where nothing moves by itself: this thread moves the devices.
@@ -487,7 +533,7 @@ impl Pool {
 
     /// Closes what is open on the devices' streams and asks what is done. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        self.0.devices.iter().fold(false, |any, d| d.listing().pass() | any)
+        self.0.devices.iter().fold(false, |any, d| d.reap() | any)
     }
 
     // --- the memory --------------------------------------------------------------------------------------------------
@@ -537,6 +583,7 @@ impl Pool {
         for (id, len, free) in regions {
             if free == len && total - len >= keep && store.depot.retire(id).is_some() {
                 store.regions.remove(id);
+                store.depot.left(len);
                 total -= len;
                 gone += len;
             }
@@ -548,10 +595,15 @@ impl Pool {
 
     /// Closes the pool and waits until everything has come back, but not longer than `timeout`. What is still out then
     /// keeps its memory; it is logged, and counted in the result. Checkouts fail from the start with [`Error::Closed`].
+    /// In the child of a fork it returns at once.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
         let span = tracing::info_span!(target: "pinpool::pool", "shutdown");
         let _entered = span.enter();
         let deadline = Instant::now().checked_add(timeout);
+        // In the child of a fork nothing is left to be waited for, nor to be asked.
+        if self.0.main.depot.forked() {
+            return Shutdown { drained: false, outstanding: 0, quarantined_bytes: 0 };
+        }
         self.stores().for_each(|s| s.depot.close());
         let outstanding = || self.stores().map(|s| s.depot.outstanding()).sum::<u64>();
         let quarantined = || {
@@ -596,6 +648,7 @@ impl Pool {
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         let mut stats = PoolStats {
+            misses: self.0.misses.load(Ordering::Relaxed),
             unpinned_fallbacks: self.0.fallbacks.load(Ordering::Relaxed),
             unpinned_fallback_bytes: self.0.fallback_bytes.load(Ordering::Relaxed),
             ..PoolStats::default()
@@ -618,7 +671,6 @@ impl Pool {
             stats.capacity_bytes += store.depot.config().capacity;
             stats.checkouts += s.takes;
             stats.returns += s.puts;
-            stats.misses += s.stats.misses;
             stats.collects += s.stats.collects;
             stats.waits += s.stats.waits;
             stats.timeouts += s.stats.timeouts;
@@ -647,6 +699,9 @@ impl Pool {
     pub fn check(&self) -> Result<Census, String> {
         let mut all = Census::default();
         for store in self.stores() {
+            if store.depot.forked() {
+                return Err("forked".into());
+            }
             let before = store.depot.snapshot();
             let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();
@@ -719,6 +774,15 @@ struct Errand<'a> {
     /// Where the request waits.
     store: &'a Store,
     wants: Vec<Want>,
+}
+
+/// Wakes a thread.
+struct Unparks(crate::sync::thread::Thread);
+
+impl std::task::Wake for Unparks {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
 }
 
 /// How long to wait.
@@ -796,6 +860,7 @@ impl PoolBuilder {
             main,
             reserves: reserves.into_iter().map(|(name, store, _)| (name, store)).collect(),
             devices: std::mem::take(&mut self.devices),
+            misses: AtomicU64::new(0),
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
         }));
@@ -845,6 +910,8 @@ pub struct CheckoutMany {
     pool: Pool,
     errand: Option<Result<KeptErrand>>,
     waiting: Option<(Arc<Depot>, usize)>,
+    /// Wants for the pool proper, while memory for it is on its way.
+    first: Option<Vec<Want>>,
 }
 
 impl CheckoutMany {
@@ -866,6 +933,7 @@ impl CheckoutMany {
         let depot = store.depot.clone();
         let key = depot.join(errand.wants, Wake::Task(cx.waker().clone()), growing)?;
         self.waiting = Some((depot, key));
+        self.first = errand.first;
         Ok(None)
     }
 }
@@ -882,7 +950,15 @@ impl Future for CheckoutMany {
         };
         match depot.look(key, Some(cx.waker())) {
             Outcome::Waiting => {
-                self.waiting = Some((depot, key));
+                self.waiting = Some((depot.clone(), key));
+                let Some(first) = self.first.take() else { return Poll::Pending };
+                let (grown, over) = self.pool.take_grown(&first, cx.waker());
+                if let Some(bufs) = grown {
+                    self.waiting = None;
+                    depot.leave(key, false);
+                    return Poll::Ready(Ok(bufs));
+                }
+                self.first = (!over).then_some(first);
                 Poll::Pending
             }
             Outcome::Granted(granted) => Poll::Ready(Ok(buffers(granted))),

@@ -992,3 +992,23 @@ fn shutting_down_ends_all_waits() {
         rig.all_is_given_back();
     }
 }
+
+/// Memory that is on its way to the pool proper is for those who wait for a reserve as well, however they wait.
+#[test]
+fn who_waits_for_a_reserve_gets_what_the_pool_grows_by() {
+    let rig = Rig::threads();
+    let urgent = || Request::new(60 << 10).reserve("urgent");
+    for how in 0..2 {
+        let builder = rig.builder(128 << 10).region(64 << 10).initial(0).reserve("urgent", 64 << 10);
+        let pool = builder.build().unwrap();
+        // The reserve's, since there is nothing else yet; or from the first region, and then the reserve is left.
+        let held = pool.checkout_timeout(urgent(), HANG).unwrap();
+        let got = match how {
+            0 => pool.checkout_timeout(urgent(), HANG),
+            _ => block_on(pool.checkout_async(urgent())),
+        };
+        assert!(got.is_ok(), "{how}: {got:?}, {:?}", pool.stats());
+        assert_eq!(checked(&pool).waiting, 0);
+        drop(held);
+    }
+}

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Error, Pool, Unpinned};
+use pinpool::{Device, Error, Pool, Request, Unpinned};
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(20);
@@ -50,4 +50,17 @@ fn where_what_is_left_is_too_little() {
     // A region of its own for what still fits.
     assert!(pool.checkout_timeout(1_900_000, LONG).is_ok());
     drop(bufs);
+}
+
+/// Many requests together can ask for more bytes than there are addresses.
+#[test]
+fn where_the_sum_is_beyond_all_numbers() {
+    let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+    let builder = Pool::builder(&device).capacity(usize::MAX).extent(usize::MAX).region(64 << 10);
+    let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
+    // The longest that an extent can have, so often that the sum wraps around.
+    let many = vec![Request::new((1 << 43) - 4096 - 32); (1 << 21) + 2];
+    let error = pool.checkout_many(&many, Some(LONG)).unwrap_err();
+    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+    pool.checkout(4096).unwrap();
 }

@@ -111,12 +111,15 @@ struct Core {
     quarantined_segments: u64,
     /// As configured.
     capacity: usize,
+    extent: usize,
     step: usize,
     me: Weak<Depot>,
     /// After closing: segments that are not back yet.
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
+    /// Bytes that were taken out, and that the worker has not been told to unpin yet.
+    leaving: usize,
     /// Why growing failed last, until it is tried again.
     stunted: Option<Error>,
     stats: Stats,
@@ -128,7 +131,6 @@ struct Core {
 /// What happened on the slow path since the depot was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stats {
-    pub(crate) misses: u64,
     pub(crate) collects: u64,
     pub(crate) waits: u64,
     pub(crate) timeouts: u64,
@@ -190,10 +192,12 @@ impl Depot {
                 quarantined: 0,
                 quarantined_segments: 0,
                 capacity: config.capacity,
+                extent: config.largest + 32,
                 step: config.step,
                 me: me.clone(),
                 outstanding: None,
                 growing: 0,
+                leaving: 0,
                 stunted: None,
                 stats: Stats::default(),
             })),
@@ -289,7 +293,6 @@ impl Depot {
         let shard = self.shard();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        core.stats.misses += 1;
         if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
             // First come, first served, but for what the head cannot use.
             let Core { arena, queue, .. } = &mut *core;
@@ -323,7 +326,6 @@ impl Depot {
         self.refuse_if_shut()?;
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        core.stats.misses += 1;
         if !core.queue.is_empty() {
             return Ok(None);
         }
@@ -488,8 +490,9 @@ impl Depot {
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards.
-            unsafe { Arc::decrement_strong_count(this.as_ptr()) };
+            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards. (Not by way of
+            // `this`, which may come from a reference, and then reaches the depot and not its counts.)
+            unsafe { Arc::decrement_strong_count(depot.me.as_ptr()) };
         }
     }
 
@@ -626,12 +629,18 @@ impl Depot {
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
         let wake = waker.map(|w| Wake::Task(w.clone()));
         // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
-        let (outcome, _replaced) = self.core.lock().queue.look(key, wake);
+        let (outcome, replaced) = self.core.lock().queue.look(key, wake);
+        sync::drop_waker(replaced);
         match outcome {
             Outcome::Waiting => Outcome::Waiting,
             Outcome::Granted(grants) => Outcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect()),
             Outcome::Failed(error) => Outcome::Failed(error),
         }
+    }
+
+    /// Whether a waiter still waits. To be followed by [`Depot::look`] or [`Depot::leave`].
+    pub(crate) fn waits(&self, key: usize) -> bool {
+        self.core.lock().queue.waits(key)
     }
 
     /// Ends a wait early; what was granted meanwhile goes back.
@@ -664,11 +673,11 @@ impl Depot {
         }
         self.stop_waiting(&core);
         drop(core);
-        drop(waker);
+        sync::drop_waker(waker);
         wakes.into_iter().for_each(Wake::wake);
         if last {
             // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.
-            unsafe { Arc::decrement_strong_count(std::ptr::from_ref(self)) };
+            unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
         }
     }
 
@@ -698,15 +707,15 @@ impl Depot {
     }
 
     fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
-        let total: usize = wants.iter().map(|w| w.placement.bytes()).sum();
+        let total = sum(wants.iter().map(|w| w.placement.bytes()));
         let error = |len| {
             Some(Error::Impossible { len, quarantined: core.quarantined, capacity: self.config.capacity })
         };
         if total > self.config.capacity.saturating_sub(core.quarantined) {
-            return error(wants.iter().map(|w| w.len).sum());
+            return error(sum(wants.iter().map(|w| w.len)));
         }
         // What is on its way, or could still be, may serve them; and regions that are idle one day can go for it.
-        if core.growing > 0 || core.room() >= least(wants) || core.movable() >= least(wants) {
+        if core.growing > 0 || core.room() + core.leaving >= least(wants) || core.movable() >= least(wants) {
             return None;
         }
         core.never(wants).and_then(|w| error(w.len))
@@ -740,7 +749,10 @@ impl Depot {
     fn carry_out(self: &Arc<Self>, growth: Growth) {
         if let Some(regions) = &self.regions {
             // The worker unpins these before it pins what is planned.
-            growth.going.into_iter().for_each(|id| regions.remove(id));
+            growth.going.into_iter().for_each(|(id, len)| {
+                regions.remove(id);
+                self.left(len);
+            });
         }
         self.pin(growth.bytes);
     }
@@ -796,11 +808,30 @@ impl Depot {
         wakes.into_iter().for_each(Wake::wake);
     }
 
-    /// Takes a region out, if nothing of it is used.
-    pub(crate) fn retire(&self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
+    /// Takes a region out, if nothing of it is used. Its bytes, which are returned, [are to leave](Self::left) before
+    /// they count as room.
+    pub(crate) fn retire(&self, region: RegionId) -> Option<usize> {
         let mut core = self.core.lock();
         // While someone waits, memory is short: nothing goes.
-        if !core.queue.is_empty() { None } else { core.arena.retire(region) }
+        if !core.queue.is_empty() {
+            return None;
+        }
+        let len = core.arena.retire(region)?.iter().map(|extent| extent.1).sum();
+        core.leaving += len;
+        Some(len)
+    }
+
+    /// The worker was told to unpin so many of the bytes that were taken out. What it is told to pin from now on comes
+    /// after that, so that what is pinned never exceeds the capacity.
+    pub(crate) fn left(&self, bytes: usize) {
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        core.leaving -= bytes;
+        // Whoever joined in between has found no room.
+        core.serve(&mut wakes);
+        self.stop_waiting(&core);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
     }
 
     /// Regions, their bytes and how many of these are free. Collects what is cached first.
@@ -1086,7 +1117,7 @@ impl Core {
     fn serve(&mut self, wakes: &mut Vec<Wake>) {
         while !self.queue.is_empty() {
             self.grant(wakes);
-            if self.growing > 0 || self.move_for_head(wakes) {
+            if self.growing > 0 || self.grow_for_head(wakes) {
                 break;
             }
             // With nothing out and nothing on its way, what cannot be had now never can: `never` knows that at once for
@@ -1102,24 +1133,28 @@ impl Core {
         }
     }
 
-    /// Where there is room for a region for the head after all, or would be in place of those that are idle by now: has
-    /// it made, after the lock. Once a waiter, since it may be for nothing, and not after growing has just failed.
-    fn move_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
-        let Some(wants) = self.queue.unmoved_head() else { return false };
+    /// Where there is room for a region for the head, since others have taken what was pinned for it, or where there would
+    /// be in place of regions that are idle by now: has it made, after the lock. Not after growing has just failed; and
+    /// regions move once for a waiter, since it may be for nothing.
+    fn grow_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
+        let Some((wants, moved)) = self.queue.head() else { return false };
         // Tells most cases apart at once.
         if self.step == 0 || self.stunted.is_some() || self.room() + self.arena.bytes().free < least(wants) {
             return false;
         }
         let wants = wants.to_vec();
-        let Some(growth) = self.plan(&wants, true) else { return false };
-        self.queue.head_moved();
+        let Some(growth) = self.plan(&wants, !moved) else { return false };
+        if !growth.going.is_empty() {
+            self.queue.head_moved();
+        }
         wakes.push(Wake::Grow(self.me.clone(), growth));
         true
     }
 
     /// Bytes that could still be pinned.
     fn room(&self) -> usize {
-        self.capacity.saturating_sub(self.arena.bytes().total + self.growing) / page() * page()
+        let held = self.arena.bytes().total + self.growing + self.leaving;
+        self.capacity.saturating_sub(held) / page() * page()
     }
 
     /// Bytes that could be pinned if everything came back and the regions that are idle then went.
@@ -1144,7 +1179,8 @@ impl Core {
         if self.step == 0 {
             return None;
         }
-        if self.room() < least {
+        let mut left = self.room();
+        if left < least {
             if !may_move || self.growing > 0 || self.never(wants).is_none() {
                 return None;
             }
@@ -1152,27 +1188,31 @@ impl Core {
             let mut idle = self.arena.regions();
             idle.retain(|(_, len, free)| len == free);
             idle.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
-            let mut left = self.room();
             for (id, len, _) in idle {
                 if left < least {
                     left += len;
-                    going.push(id);
+                    going.push((id, len));
                 }
             }
             if left < least {
                 return None;
             }
-            going.retain(|id| self.arena.retire(*id).is_some());
+            going.retain(|(id, _)| self.arena.retire(*id).is_some());
+            // Ours, but nobody else's before it is really gone.
+            left = self.room();
+            self.leaving += going.iter().map(|(_, len)| len).sum::<usize>();
         }
-        let need: usize = wants
-            .iter()
-            .map(|w| {
-                let (pages, align) = w.placement.fresh_pages();
-                (pages + align - 1) * segment::PAGE
-            })
-            .sum();
+        // The region is cut at its extents' edges: what does not fit before one comes after it.
+        let need = wants.iter().fold(0usize, |at, w| {
+            let (pages, align) = w.placement.fresh_pages();
+            let bytes = (pages + align - 1) * segment::PAGE;
+            let left = self.extent - at % self.extent;
+            let at = if bytes > left { at.saturating_add(left % self.extent) } else { at };
+            at.saturating_add(bytes)
+        });
+        let need = need.checked_next_multiple_of(page()).unwrap_or(usize::MAX);
         // What alignment adds is an upper bound: a region starts well aligned.
-        let bytes = self.step.max(need.next_multiple_of(page())).min(self.room());
+        let bytes = self.step.max(need).min(left);
         self.growing += bytes;
         self.stunted = None;
         Some(Growth { going, bytes })
@@ -1223,7 +1263,7 @@ impl Core {
 /// A region to be made: these go first, then so many bytes are pinned.
 #[derive(Debug)]
 pub(crate) struct Growth {
-    going: Vec<RegionId>,
+    going: Vec<(RegionId, usize)>,
     bytes: usize,
 }
 
@@ -1234,7 +1274,13 @@ fn page() -> usize {
 
 /// Bytes that a region for all of these must have at least.
 fn least(wants: &[Want]) -> usize {
-    wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page()).max(page())
+    let bytes = sum(wants.iter().map(|w| w.placement.bytes()));
+    bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
+}
+
+/// A sum that ends at the largest number: many requests together can ask for more than there are addresses.
+pub(crate) fn sum(bytes: impl Iterator<Item = usize>) -> usize {
+    bytes.fold(0, usize::saturating_add)
 }
 
 impl Drop for Depot {

@@ -138,6 +138,11 @@ impl Queue {
         (outcome, left.or(wake))
     }
 
+    /// Whether a waiter still waits.
+    pub(crate) fn waits(&self, key: usize) -> bool {
+        matches!(self.waiters[key].outcome, Outcome::Waiting)
+    }
+
     /// Leaves the queue. What was granted meanwhile comes out with it, and as in [`Queue::look`] what is to be dropped
     /// after the lock.
     pub(crate) fn leave(&mut self, key: usize) -> (Outcome, Option<Wake>) {
@@ -152,10 +157,10 @@ impl Queue {
         self.waiters[*self.order.front()?].wake.take()
     }
 
-    /// What the head asks for, unless regions were moved for it already.
-    pub(crate) fn unmoved_head(&self) -> Option<&[Want]> {
+    /// What the head asks for, and whether regions were moved for it already.
+    pub(crate) fn head(&self) -> Option<(&[Want], bool)> {
         let head = &self.waiters[*self.order.front()?];
-        if head.moved { None } else { Some(&head.wants) }
+        Some((&head.wants, head.moved))
     }
 
     pub(crate) fn head_moved(&mut self) {

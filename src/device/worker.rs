@@ -7,6 +7,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
+use std::thread::ThreadId;
 
 use crossbeam::channel::{Sender, unbounded};
 
@@ -19,6 +20,8 @@ type Job = Box<dyn FnOnce() + Send>;
 #[derive(Debug)]
 pub(crate) struct Worker {
     jobs: Option<Sender<Job>>,
+    /// The thread that runs them, if there is one.
+    thread: Option<ThreadId>,
     forks: u32,
 }
 
@@ -26,10 +29,10 @@ impl Worker {
     /// Starts the thread, or, with `inline`, does without.
     pub(crate) fn start(device: &str, inline: bool) -> Result<Self> {
         if inline {
-            return Ok(Self { jobs: None, forks: crate::os::forks() });
+            return Ok(Self { jobs: None, thread: None, forks: crate::os::forks() });
         }
         let (jobs, queue) = unbounded::<Job>();
-        std::thread::Builder::new()
+        let spawned = std::thread::Builder::new()
             .name(format!("pinpool-{device}"))
             .spawn(move || {
                 for job in queue {
@@ -40,7 +43,7 @@ impl Worker {
                 device: device.into(),
                 why: format!("no thread could be started: {e}"),
             })?;
-        Ok(Self { jobs: Some(jobs), forks: crate::os::forks() })
+        Ok(Self { jobs: Some(jobs), thread: Some(spawned.thread().id()), forks: crate::os::forks() })
     }
 
     /// Whether jobs run on the caller's thread.
@@ -72,6 +75,10 @@ impl Worker {
     ) -> Result<R> {
         if self.forked() {
             return Err(Error::Forked);
+        }
+        // Jobs wake those who wait for memory, and a waker may be anything: on this thread it cannot wait for itself.
+        if self.thread.is_some_and(|thread| thread == std::thread::current().id()) {
+            return job();
         }
         let (tell, told) = mpsc::sync_channel(1);
         self.send(move || drop(tell.send(job())));

@@ -328,6 +328,10 @@ impl Regions {
 
     /// How far pinning has come.
     pub(crate) fn pinning(&self) -> Pinning {
+        // In the child of a fork the lock may be anyone's, and nothing comes any more.
+        if self.context.forked() {
+            return Pinning::default();
+        }
         self.progress.lock().pinning.clone()
     }
 
@@ -337,6 +341,9 @@ impl Regions {
         deadline: Option<Instant>,
         enough: impl Fn(&Pinning) -> bool,
     ) -> Result<Pinning> {
+        if self.context.forked() {
+            return Err(Error::Forked);
+        }
         let since = Instant::now();
         let mut progress = self.progress.lock();
         while progress.busy > 0 && !enough(&progress.pinning) {
@@ -354,18 +361,26 @@ impl Regions {
 
     /// The same for a task. `None`: the waker was left.
     pub(crate) fn poll(&self, waker: &Waker) -> Option<Pinning> {
+        if self.context.forked() {
+            return Some(Pinning::default());
+        }
+        // Cloned before the lock: that is the caller's code.
+        let waker = waker.clone();
         let mut progress = self.progress.lock();
         if progress.busy == 0 {
             return Some(progress.pinning.clone());
         }
-        if !progress.wakers.iter().any(|w| w.will_wake(waker)) {
-            progress.wakers.push(waker.clone());
+        if !progress.wakers.iter().any(|w| w.will_wake(&waker)) {
+            progress.wakers.push(waker);
         }
         None
     }
 
     /// The regions there are.
     pub(crate) fn list(&self) -> Vec<RegionInfo> {
+        if self.context.forked() {
+            return Vec::new();
+        }
         self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
     }
 
