@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
@@ -118,6 +118,9 @@ struct Behind {
     from: u64,
     after: Vec<u64>,
 }
+
+/// Addresses, and the bytes from there.
+type Gone = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
 
 /// What the buffer will hold when it comes back.
 #[derive(Clone)]
@@ -243,6 +246,8 @@ pub struct World<'t> {
     copies: Vec<Copy>,
     regions: Vec<Region>,
     behind: Vec<Behind>,
+    /// Regions that have gone since the last look, with what was in them.
+    gone: Gone,
     /// Device memory that outlives its device.
     ruins: [Option<DeviceBuffer>; DEVICES],
     tokens: Vec<(Token, Range, usize, Vec<u8>)>,
@@ -270,7 +275,14 @@ impl<'t> World<'t> {
         let config = HostConfig::new().devices(DEVICES as u32).memory(256 << 20).stepped(setup.seed);
         let node = HostNode::new(config).unwrap();
         let devices: Vec<Device> = (0..DEVICES).map(|d| Device::on(&node, d as u32).unwrap()).collect();
+        let gone = Gone::default();
+        let log = gone.clone();
         let pool = Pool::builder(&devices[0])
+            .before_unpin(move |region| {
+                // SAFETY: mapped until this returns, and this thread is the only one.
+                let bytes = unsafe { std::slice::from_raw_parts(region.base.as_ptr(), region.len) };
+                log.lock().unwrap().push((region.base.as_ptr() as usize, bytes.to_vec()));
+            })
             .device(&devices[1])
             .capacity(setup.capacity * KIB)
             .region(setup.region * KIB)
@@ -308,6 +320,7 @@ impl<'t> World<'t> {
             copies: Vec::new(),
             regions: Vec::new(),
             behind: Vec::new(),
+            gone,
             ruins: Default::default(),
             tokens: Vec::new(),
             stale: Vec::new(),
@@ -382,6 +395,14 @@ impl<'t> World<'t> {
                 (self.peek(device, &slice), vec![BLANK; len])
             }
             Seen::Host(address, before) => {
+                // Since the last look its buffer may have come back, and its region gone.
+                let gone = self.gone.lock().unwrap().iter().find_map(|(base, bytes)| {
+                    bytes.get(address.checked_sub(*base)?..)?.get(..before.len()).map(<[u8]>::to_vec)
+                });
+                if let Some(then) = gone {
+                    assert!(allowed.contains(&then), "a region has gone under copy {id}");
+                    return true;
+                }
                 // SAFETY: the copy is in flight, so its target is mapped; it was filled before it was submitted, and
                 // the stepped device runs on this thread only, so nobody writes there now.
                 let now = unsafe { std::slice::from_raw_parts(*address as *const u8, before.len()) };
@@ -436,6 +457,7 @@ impl<'t> World<'t> {
                 at += 1;
             }
         }
+        self.gone.lock().unwrap().clear();
     }
 
     fn have_run(&self, ids: &[u64]) -> bool {
