@@ -5,11 +5,13 @@
 //! the system's; `sync::Mutex` fails a model that locks a depot which is gone.
 
 use std::sync::Arc;
-use std::task::Wake as TaskWake;
+use std::task::{Wake as TaskWake, Waker};
+use std::time::Instant;
 
 use loom::thread::{JoinHandle, spawn};
 
 use super::*;
+use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{UnsafeCell, model, step, thread};
 

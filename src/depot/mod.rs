@@ -8,7 +8,7 @@
 //! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the shard;
 //! 4. *collect*: everything that shards and racks cache is taken back to its runs, idle runs are dissolved, and the
 //!    request is tried again;
-//! 5. what is left (growing, waiting) is the pool's decision, made with [`Depot::join`] and [`Depot::add_extent`].
+//! 5. what is left is the pool's decision: to grow (`growth`), to wait (`waiting`, `queue`), or to do without.
 //!
 //! Returns go the same way down: the shard, a rack, the runs. While anybody waits the mode word sends all returns to
 //! the lock, so that each segment that comes back meets the queue.
@@ -29,25 +29,25 @@
 #![allow(unsafe_code)]
 
 mod fork;
+mod growth;
 mod lease;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod queue;
 mod raw;
+mod waiting;
 
 use std::collections::HashSet;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 use std::sync::{Arc, Weak};
-use std::task::Waker;
-use std::time::Instant;
 
 use slab::Slab;
 
 use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, list_of, listed, mode, shard::Put, state};
-use crate::region::{RegionId, Regions};
+use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
@@ -316,11 +316,6 @@ impl Depot {
         })
     }
 
-    /// Counts bytes that are about to be pinned, whatever the capacity.
-    pub(crate) fn plan_bytes(&self, bytes: usize) {
-        self.core.lock().growing += bytes;
-    }
-
     /// All of several, or none.
     pub(crate) fn try_take_all(&self, wants: &[Want]) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
@@ -582,266 +577,6 @@ impl Depot {
         wakes.into_iter().for_each(Wake::wake);
     }
 
-    // --- waiting -----------------------------------------------------------------------------------------------------
-
-    /// Joins the queue, served at once if that is possible. With `covered`, memory for it is on its way from the
-    /// system, so nobody else needs to hurry: other threads keep their shards.
-    pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
-        self.refuse_if_shut()?;
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        self.refuse_if_shut()?;
-        if let Some(error) = self.hopeless(&core, &wants).or_else(|| stunted(&core, &wants)) {
-            return Err(error);
-        }
-        core.stats.waits += 1;
-        let key = core.queue.join(wants, wake);
-        if !(covered && core.growing > 0) {
-            self.start_waiting(&mut core);
-        }
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
-        Ok(key)
-    }
-
-    /// Sends everyone to the queue, and brings all that is cached to the runs.
-    fn start_waiting(&self, core: &mut Core) {
-        if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
-            return;
-        }
-        if cfg!(pinpool_planted = "wait_without_quiesce") {
-            self.gate.force(mode::WAITING);
-        } else {
-            self.gate.quiesce(mode::WAITING, core.roster.shards());
-        }
-        self.sweep(core);
-    }
-
-    fn stop_waiting(&self, core: &Core) {
-        if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
-            self.gate.open(mode::WAITING);
-        }
-    }
-
-    /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
-    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
-        let wake = waker.map(|w| Wake::Task(w.clone()));
-        // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
-        let (outcome, replaced) = self.core.lock().queue.look(key, wake);
-        sync::drop_waker(replaced);
-        match outcome {
-            Outcome::Waiting => Outcome::Waiting,
-            Outcome::Granted(grants) => Outcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect()),
-            Outcome::Failed(error) => Outcome::Failed(error),
-        }
-    }
-
-    /// Whether a waiter still waits. To be followed by [`Depot::look`] or [`Depot::leave`].
-    pub(crate) fn waits(&self, key: usize) -> bool {
-        self.core.lock().queue.waits(key)
-    }
-
-    /// Ends a wait early; what was granted meanwhile goes back.
-    pub(crate) fn leave(&self, key: usize, timed_out: bool) {
-        if self.forked() {
-            return;
-        }
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        core.stats.timeouts += u64::from(timed_out);
-        let mut last = false;
-        // Its waker goes after the lock, since a task may go with it, and buffers with the task.
-        let (outcome, waker) = core.queue.leave(key);
-        if let Outcome::Granted(grants) = outcome {
-            for Grant { slot, len } in grants {
-                // SAFETY: granted, so out and alive, and the waiter never saw it.
-                unsafe {
-                    slot.as_ref().set(state::FREE);
-                    core.granted = core.granted.wrapping_sub(core.arena.granted(slot) as u64);
-                    core.arena.give(slot);
-                }
-                core.requested = core.requested.wrapping_sub(len as u64);
-                core.puts += 1;
-                last |= core.came_back(1);
-            }
-        }
-        // What it gives back may be what the next waits for, and its place what held that up.
-        if !cfg!(pinpool_planted = "leave_serves_nobody") {
-            core.serve(&mut wakes);
-        }
-        self.stop_waiting(&core);
-        drop(core);
-        sync::drop_waker(waker);
-        wakes.into_iter().for_each(Wake::wake);
-        if last {
-            // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.
-            unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
-        }
-    }
-
-    /// Waits for a place in the queue to be served.
-    ///
-    /// # Errors
-    /// What ended the wait; [`Error::Timeout`] when the deadline passed.
-    pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Fresh>> {
-        loop {
-            match self.look(key, None) {
-                Outcome::Granted(grants) => return Ok(grants),
-                Outcome::Failed(error) => return Err(error),
-                Outcome::Waiting => {}
-            }
-            if deadline.is_some_and(|d| Instant::now() >= d) {
-                self.leave(key, true);
-                return Err(Error::Timeout(since.elapsed()));
-            }
-            sync::thread::park_until(deadline);
-        }
-    }
-
-    /// The error for who does not wait.
-    pub(crate) fn exhausted(&self, len: usize) -> Error {
-        let growth = self.core.lock().stunted.clone().map(Box::new);
-        Error::Exhausted { len, capacity: self.config.capacity, growth }
-    }
-
-    fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
-        let total = sum(wants.iter().map(|w| w.placement.bytes()));
-        let error = |len| {
-            Some(Error::Impossible { len, quarantined: core.quarantined, capacity: self.config.capacity })
-        };
-        if total > self.config.capacity.saturating_sub(core.quarantined) {
-            return error(sum(wants.iter().map(|w| w.len)));
-        }
-        // What is on its way, or could still be, may serve them; and regions that are idle one day can go for it.
-        if core.growing > 0 || core.room() + core.leaving >= least(wants) || core.movable() >= least(wants) {
-            return None;
-        }
-        core.never(wants).and_then(|w| error(w.len))
-    }
-
-    fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
-        if core.queue.is_empty() {
-            return;
-        }
-        let mut queue = std::mem::take(&mut core.queue);
-        queue.fail(wakes, |wants| self.hopeless(core, wants));
-        core.queue = queue;
-        core.serve(wakes);
-    }
-
-    // --- regions -----------------------------------------------------------------------------------------------------
-
-    /// Has another region pinned for these wants, in place of idle ones where the capacity is used up. Whether one is on
-    /// its way (or, without threads, there).
-    pub(crate) fn grow(self: &Arc<Self>, wants: &[Want]) -> bool {
-        let growth = {
-            let mut core = self.core.lock();
-            // Who comes without waiting does not make others wait longer.
-            let idle = core.queue.is_empty();
-            core.plan(wants, idle)
-        };
-        growth.map(|growth| self.carry_out(growth)).is_some()
-    }
-
-    /// Not under the lock: without threads all of it happens now.
-    fn carry_out(self: &Arc<Self>, growth: Growth) {
-        if let Some(regions) = &self.regions {
-            // The worker unpins these before it pins what is planned.
-            growth.going.into_iter().for_each(|(id, len)| {
-                regions.remove(id);
-                self.left(len);
-            });
-        }
-        self.pin(growth.bytes);
-    }
-
-    /// Has the worker pin bytes that were planned; each extent is used as soon as it is there.
-    pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
-        let Some(regions) = &self.regions else { return };
-        let (depot, also) = (self.clone(), self.clone());
-        let serve = move |id, base, len, pinned| {
-            // SAFETY: an extent of our own regions, which stay until the depot is gone; it is handed over once.
-            unsafe { depot.add_extent(id, base, len, pinned) };
-            // Nobody needs the rest of a pool that was closed meanwhile.
-            !depot.closed()
-        };
-        regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
-    }
-
-    /// Adds memory and serves those who wait for it.
-    ///
-    /// # Safety
-    /// As for [`Arena::add_extent`]; the memory stays until the depot is gone or [`Depot::retire`] gave it back.
-    pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        core.growing = core.growing.saturating_sub(len);
-        // SAFETY: the caller's word.
-        unsafe { core.arena.add_extent(region, base, len, pinned) };
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
-    }
-
-    /// Growing is over; `missing` of the planned bytes never came, because of `error`. Those who wait and cannot be
-    /// served by anything that will ever come back get it.
-    pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        core.growing = core.growing.saturating_sub(missing);
-        if let Some(error) = error {
-            // Kept for those who have asked for this growth and have not joined the queue yet.
-            core.stunted = Some(error.clone());
-        }
-        if core.growing == 0 {
-            let mut queue = std::mem::take(&mut core.queue);
-            queue.fail(&mut wakes, |wants| stunted(&core, wants).or_else(|| self.hopeless(&core, wants)));
-            core.queue = queue;
-            self.start_waiting(&mut core);
-        }
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
-    }
-
-    /// Takes a region out, if nothing of it is used. Its bytes, which are returned, [are to leave](Self::left) before
-    /// they count as room.
-    pub(crate) fn retire(&self, region: RegionId) -> Option<usize> {
-        let mut core = self.core.lock();
-        // While someone waits, memory is short: nothing goes.
-        if !core.queue.is_empty() {
-            return None;
-        }
-        let len = core.arena.retire(region)?.iter().map(|extent| extent.1).sum();
-        core.leaving += len;
-        Some(len)
-    }
-
-    /// The worker was told to unpin so many of the bytes that were taken out. What it is told to pin from now on comes
-    /// after that, so that what is pinned never exceeds the capacity.
-    pub(crate) fn left(&self, bytes: usize) {
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        core.leaving -= bytes;
-        // Whoever joined in between has found no room.
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
-    }
-
-    /// Regions, their bytes and how many of these are free. Collects what is cached first.
-    pub(crate) fn region_use(&self) -> Vec<(RegionId, usize, usize)> {
-        let mut core = self.core.lock();
-        self.collect(&mut core);
-        core.arena.release_idle();
-        core.arena.regions()
-    }
-
     // --- threads -----------------------------------------------------------------------------------------------------
 
     fn begin_lease(&self) -> Option<Arc<Shard>> {
@@ -1083,13 +818,6 @@ impl Depot {
     }
 }
 
-/// What growing failed with, for wants that nothing there is can ever serve. Whoever could be served by what will come
-/// back waits for that.
-fn stunted(core: &Core, wants: &[Want]) -> Option<Error> {
-    let error = core.stunted.as_ref().filter(|_| core.growing == 0)?;
-    core.never(wants).map(|_| error.clone())
-}
-
 impl Core {
     /// Counts a segment that the slow path gives out.
     fn took(&mut self, slot: NonNull<Slot>, len: usize) -> Grant {
@@ -1100,140 +828,6 @@ impl Core {
         self.granted = self.granted.wrapping_add(unsafe { self.arena.granted(slot) } as u64);
         self.requested = self.requested.wrapping_add(len as u64);
         Grant { slot, len }
-    }
-
-    /// The first of these that cannot be had together with its like, whatever comes back: what is quarantined is in the
-    /// way.
-    fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
-        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-        let stuck: Option<&dyn Fn(&Slot) -> bool> = if self.quarantined > 0 { Some(&stuck) } else { None };
-        wants.iter().find(|want| {
-            let alike = wants.iter().filter(|w| w.placement == want.placement).count();
-            !self.arena.could_serve(want.placement, alike, stuck)
-        })
-    }
-
-    /// Grants what can be granted to those who wait.
-    fn serve(&mut self, wakes: &mut Vec<Wake>) {
-        while !self.queue.is_empty() {
-            self.grant(wakes);
-            if self.growing > 0 || self.grow_for_head(wakes) {
-                break;
-            }
-            // With nothing out and nothing on its way, what cannot be had now never can: `never` knows that at once for
-            // one buffer, but not how several fit together.
-            if self.anything_out() {
-                break;
-            }
-            let (quarantined, capacity, stunted) = (self.quarantined, self.capacity, self.stunted.clone());
-            self.queue.fail_head(wakes, |wants| {
-                let len = wants.iter().map(|w| w.len).sum();
-                stunted.unwrap_or(Error::Impossible { len, quarantined, capacity })
-            });
-        }
-    }
-
-    /// Where there is room for a region for the head, since others have taken what was pinned for it, or where there would
-    /// be in place of regions that are idle by now: has it made, after the lock. Not after growing has just failed; and
-    /// regions move once for a waiter, since it may be for nothing.
-    fn grow_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
-        let Some((wants, moved)) = self.queue.head() else { return false };
-        // Tells most cases apart at once.
-        if self.step == 0 || self.stunted.is_some() || self.room() + self.arena.bytes().free < least(wants) {
-            return false;
-        }
-        let wants = wants.to_vec();
-        let Some(growth) = self.plan(&wants, !moved) else { return false };
-        if !growth.going.is_empty() {
-            self.queue.head_moved();
-        }
-        wakes.push(Wake::Grow(self.me.clone(), growth));
-        true
-    }
-
-    /// Bytes that could still be pinned.
-    fn room(&self) -> usize {
-        let held = self.arena.bytes().total + self.growing + self.leaving;
-        self.capacity.saturating_sub(held) / page() * page()
-    }
-
-    /// Bytes that could be pinned if everything came back and the regions that are idle then went.
-    fn movable(&self) -> usize {
-        if self.step == 0 {
-            return 0;
-        }
-        let kept = if self.quarantined > 0 {
-            self.arena.regions_with(&|slot| slot.word().state() == state::QUARANTINED)
-        } else {
-            0
-        };
-        self.capacity.saturating_sub(kept + self.growing) / page() * page()
-    }
-
-    /// Plans a region for these wants: its bytes count as growing until [`Depot::grown`]. Where the capacity has no room
-    /// for it, regions of which nothing is used are taken out, the last to come first, if `may_move` and if that helps;
-    /// but not while another is being made, nor for what a region has room for, if not now.
-    fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<Growth> {
-        let least = least(wants);
-        let mut going = Vec::new();
-        if self.step == 0 {
-            return None;
-        }
-        let mut left = self.room();
-        if left < least {
-            if !may_move || self.growing > 0 || self.never(wants).is_none() {
-                return None;
-            }
-            self.arena.release_idle();
-            let mut idle = self.arena.regions();
-            idle.retain(|(_, len, free)| len == free);
-            idle.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
-            for (id, len, _) in idle {
-                if left < least {
-                    left += len;
-                    going.push((id, len));
-                }
-            }
-            if left < least {
-                return None;
-            }
-            going.retain(|(id, _)| self.arena.retire(*id).is_some());
-            // Ours, but nobody else's before it is really gone.
-            left = self.room();
-            self.leaving += going.iter().map(|(_, len)| len).sum::<usize>();
-        }
-        // The region is cut at its extents' edges: what does not fit before one comes after it.
-        let need = wants.iter().fold(0usize, |at, w| {
-            let (pages, align) = w.placement.fresh_pages();
-            let bytes = (pages + align - 1) * segment::PAGE;
-            let left = self.extent - at % self.extent;
-            let at = if bytes > left { at.saturating_add(left % self.extent) } else { at };
-            at.saturating_add(bytes)
-        });
-        let need = need.checked_next_multiple_of(page()).unwrap_or(usize::MAX);
-        // What alignment adds is an upper bound: a region starts well aligned.
-        let bytes = self.step.max(need).min(left);
-        self.growing += bytes;
-        self.stunted = None;
-        Some(Growth { going, bytes })
-    }
-
-    /// Whether any segment can still come back. Of use only while nothing is cached.
-    fn anything_out(&self) -> bool {
-        let bytes = self.arena.bytes();
-        bytes.free + bytes.cut + self.quarantined < bytes.total
-    }
-
-    fn grant(&mut self, wakes: &mut Vec<Wake>) {
-        let Self { arena, queue, takes, granted, requested, .. } = self;
-        queue.serve(arena, wakes, |arena, grant| {
-            // SAFETY: just taken from its run: alive, and ours alone.
-            unsafe { grant.slot.as_ref() }.mark_taken();
-            *takes += 1;
-            // SAFETY: as above.
-            *granted = granted.wrapping_add(unsafe { arena.granted(grant.slot) } as u64);
-            *requested = requested.wrapping_add(grant.len as u64);
-        });
     }
 
     /// Takes and returns over all threads.
@@ -1258,24 +852,6 @@ impl Core {
             None => false,
         }
     }
-}
-
-/// A region to be made: these go first, then so many bytes are pinned.
-#[derive(Debug)]
-pub(crate) struct Growth {
-    going: Vec<(RegionId, usize)>,
-    bytes: usize,
-}
-
-/// The unit in which memory comes from the system, in bytes.
-fn page() -> usize {
-    crate::os::page_size().max(crate::segment::PAGE)
-}
-
-/// Bytes that a region for all of these must have at least.
-fn least(wants: &[Want]) -> usize {
-    let bytes = sum(wants.iter().map(|w| w.placement.bytes()));
-    bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
 /// A sum that ends at the largest number: many requests together can ask for more than there are addresses.

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use super::{Depot, Growth};
+use super::Depot;
+use super::growth::Growth;
 use crate::arena::Arena;
 use crate::error::Error;
 use crate::freelist::Slot;
