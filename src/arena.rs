@@ -14,9 +14,10 @@
 //!
 //! A class takes segments from its run at the lowest address first, which lets the others drain. A run whose segments
 //! are all back is dissolved at once if its class has another to take from; a last one is kept, so that a class used
-//! by one buffer at a time does not cut a run each time, until [`Arena::release_idle`] needs its pages. A run has its
-//! class's shape where memory is plenty, and fewer segments where it is not: else the first buffer of a class could take
-//! all that a small pool has, and whoever holds it while asking for the next would wait for itself.
+//! by one buffer at a time does not cut a run each time, until [`Arena::release_idle`] needs its pages. Where even that
+//! is not enough, [`Arena::shorten_runs`] gives up what lies behind the last used segment of each run: else the first
+//! buffer of a class could keep all that a small pool has, and whoever holds it while asking for the next would wait for
+//! itself.
 //!
 //! A small aligned segment leaves much of its last page over; that tail becomes a segment of the largest class that
 //! fits, and goes its own way.
@@ -46,9 +47,6 @@ pub(crate) const MAX_EXTENT: usize = (FREE as usize - 1) * PAGE;
 /// Aligned segments of up to this many pages give the rest of their last page away.
 const TAIL_PAGES: usize = 16;
 
-/// A class's run takes one part in so many of what is free, so that the first buffer of a class leaves room for others.
-const SHARE: usize = 8;
-
 #[derive(Debug)]
 struct Extent {
     base: NonNull<u8>,
@@ -70,7 +68,9 @@ struct Run {
     /// Bytes of the single segment that has this run, while it is out; 0 for a class's run.
     alone: usize,
     slots: NonNull<Slot>,
+    /// Slots in use as such, and slots in the table: a run that was shortened leaves some over.
     count: u32,
+    table: u32,
     /// The free slots that are not cached elsewhere.
     list: Chain,
     /// Bytes that no segment covers.
@@ -266,6 +266,21 @@ impl Arena {
         self.insert_free(extent, first, pages);
     }
 
+    /// Bytes of the regions that have a slot for which `pred` holds.
+    pub(crate) fn regions_with(&self, pred: &dyn Fn(&Slot) -> bool) -> usize {
+        let mut found: Vec<RegionId> = Vec::new();
+        for (_, run) in &self.runs {
+            let region = self.extents[run.extent as usize].region;
+            // SAFETY: slots of a run are alive as long as it is.
+            if !found.contains(&region) && (0..run.count).any(|i| pred(unsafe { self.slot(run, i).as_ref() }))
+            {
+                found.push(region);
+            }
+        }
+        let extents = self.extents.iter().filter(|(_, e)| found.contains(&e.region));
+        extents.map(|(_, e)| e.pages as usize * PAGE).sum()
+    }
+
     // --- runs --------------------------------------------------------------------------------------------------------
 
     /// Makes a run of `pages` at `first`, with slots at the given offsets. They start out of every list.
@@ -297,6 +312,7 @@ impl Arena {
             alone: 0,
             slots,
             count,
+            table: count,
             list: Chain::new(),
             cut: 0,
         });
@@ -312,19 +328,12 @@ impl Arena {
         unsafe { run.slots.add(index as usize) }
     }
 
-    /// Cuts a fresh run for a class and puts its segments on the run's list, lowest address first: of the class's shape,
-    /// but of no more than an eighth of what is free (or one segment), nor more than the longest free run.
+    /// Cuts a fresh run for a class and puts its segments on the run's list, lowest address first. Where no run of the
+    /// class's shape is free, the longest one that is, if it holds a segment.
     fn cut_run(&mut self, class: Class) -> Option<u32> {
         let stride = class.stride();
-        let shape = class.shape();
         let longest = self.free.last().map_or(0, |f| f.0);
-        let modest = (self.free_pages * PAGE / SHARE / stride).max(1);
-        let pages = if modest >= shape.segments as usize {
-            shape.pages
-        } else {
-            (modest * stride).div_ceil(PAGE) as u32
-        };
-        let pages = pages.min(longest);
+        let pages = class.shape().pages.min(longest);
         let segments = pages as usize * PAGE / stride;
         if segments == 0 {
             return None;
@@ -368,7 +377,7 @@ impl Arena {
 
     /// Frees a run's slots.
     fn drop_table(&mut self, run: &Run) {
-        let table = std::ptr::slice_from_raw_parts_mut(run.slots.as_ptr(), run.count as usize);
+        let table = std::ptr::slice_from_raw_parts_mut(run.slots.as_ptr(), run.table as usize);
         // SAFETY: the box leaked in `make_run`, made a box again once; no slot of it is in any list.
         let table = unsafe { Box::from_raw(table) };
         // Generations of a later run at this number start above all of these.
@@ -565,6 +574,50 @@ impl Arena {
         !idle.is_empty()
     }
 
+    /// Gives up the pages behind the last segment of each run that is in use. `true` if there were any.
+    pub(crate) fn shorten_runs(&mut self) -> bool {
+        let partial: Vec<(u32, Class)> = Class::all()
+            .flat_map(|class| self.partial[class.index()].iter().map(move |r| (r.2, class)))
+            .collect();
+        partial.into_iter().fold(false, |any, (number, class)| self.shorten(number, class) || any)
+    }
+
+    fn shorten(&mut self, number: u32, class: Class) -> bool {
+        let stride = class.stride();
+        let run = &mut self.runs[number as usize];
+        if run.alone > 0 || Self::is_single(run) || Self::is_idle(run) {
+            return false;
+        }
+        let start = self.extents[run.extent as usize].base.as_ptr().addr() + run.first as usize * PAGE;
+        let index = |slot: &Slot| (slot.base().as_ptr().addr() - start) / stride;
+        let mut free = vec![false; run.count as usize];
+        run.list.iter().for_each(|slot| free[index(slot)] = true);
+        let used = free.iter().rposition(|free| !free).map_or(0, |last| last + 1);
+        let pages = (used * stride).div_ceil(PAGE) as u32;
+        if pages >= run.pages {
+            return false;
+        }
+        let keep = pages as usize * PAGE / stride;
+        let before = run.list.len() as usize;
+        while run.list.pop().is_some() {}
+        for at in (0..keep).rev().filter(|&at| free[at]) {
+            // SAFETY: within the table; free, and in no list now. The others stay free and are never seen again.
+            unsafe { run.list.push(run.slots.add(at)) };
+        }
+        self.free_slot_bytes -= (before - run.list.len() as usize) * stride;
+        self.cut -= run.cut;
+        run.cut = pages as usize * PAGE - keep * stride;
+        self.cut += run.cut;
+        let (extent, first, gone) = (run.extent, run.first, run.pages - pages);
+        (run.count, run.pages) = (keep as u32, pages);
+        if run.list.is_empty() {
+            self.partial[class.index()].remove(&(extent, first, number));
+        }
+        self.extents[extent as usize].map[(first + pages - 1) as usize] = number;
+        self.give_pages(extent, first + pages, gone);
+        true
+    }
+
     /// Whether so many of a placement could be served if everything that is not quarantined came back. `false` is
     /// certain; `true` is not, for more than one, since what is aligned or of other classes may be in the way. `stuck`
     /// says what is quarantined, if anything is.
@@ -617,7 +670,7 @@ impl Arena {
     #[cfg(all(test, not(loom)))]
     pub(crate) fn table_bytes(&self) -> usize {
         let maps: usize = self.extents.iter().map(|(_, e)| e.map.len() * size_of::<u32>()).sum();
-        let slots: usize = self.runs.iter().map(|(_, r)| r.count as usize * size_of::<Slot>()).sum();
+        let slots: usize = self.runs.iter().map(|(_, r)| r.table as usize * size_of::<Slot>()).sum();
         maps + slots + self.runs.len() * size_of::<Run>()
     }
 
@@ -839,6 +892,26 @@ mod tests {
     }
 
     #[test]
+    fn a_run_gives_up_what_lies_behind_its_last_segment() {
+        let mut arena = arena(&[64]);
+        let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+        assert!(arena.bytes().largest_free < 16 * PAGE);
+        give(&mut arena, held[1]);
+        assert!(arena.shorten_runs());
+        assert_eq!(arena.bytes().largest_free, 60 * PAGE, "three segments need four pages");
+        arena.check(&HashSet::new(), |_, _| {}).unwrap();
+        assert!(!arena.shorten_runs(), "nothing more to give");
+        // What was free before the last is still there, and the run ends like any other.
+        assert_eq!(take(&mut arena, 5000, 64), Some(held[1]));
+        for slot in held {
+            give(&mut arena, slot);
+        }
+        arena.check(&HashSet::new(), |_, _| {}).unwrap();
+        arena.release_idle();
+        assert_eq!(arena.bytes().largest_free, 64 * PAGE);
+    }
+
+    #[test]
     fn tables_stay_below_one_percent() {
         for len in [4096, 5000, 6000, 10_000, 65_536, 1 << 20] {
             let mut arena = arena(&[(64 << 20) / PAGE]);
@@ -888,7 +961,7 @@ mod tests {
         #[test]
         fn any_order_of_takes_and_gives_keeps_the_invariants(
             extents in prop::collection::vec(1usize..300, 1..4),
-            steps in prop::collection::vec((0u8..10, 1usize..3_000_000, 0u32..22, any::<prop::sample::Index>()), 1..120),
+            steps in prop::collection::vec((0u8..11, 1usize..3_000_000, 0u32..22, any::<prop::sample::Index>()), 1..120),
         ) {
             let mut arena = arena(&extents);
             let mut held: Vec<(NonNull<Slot>, usize)> = Vec::new();
@@ -911,6 +984,7 @@ mod tests {
                         }
                     }
                     7 => { arena.release_idle(); }
+                    8 => { arena.shorten_runs(); }
                     _ if !held.is_empty() => {
                         let (slot, _) = held.swap_remove(pick.index(held.len()));
                         give(&mut arena, slot);

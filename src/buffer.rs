@@ -55,6 +55,15 @@ impl Drop for PinnedBuf {
     }
 }
 
+fn no_view<T>(len: usize, error: bytemuck::PodCastError) -> Error {
+    Error::View(match error {
+        bytemuck::PodCastError::OutputSliceWouldHaveSlop => {
+            format!("{len} bytes are no whole number of {} bytes each", size_of::<T>())
+        }
+        error => error.to_string(),
+    })
+}
+
 impl From<Fresh> for PinnedBuf {
     #[inline(always)]
     fn from(fresh: Fresh) -> Self {
@@ -236,7 +245,7 @@ impl PinnedBuf {
     /// # Errors
     /// [`Error::View`] if the length is no multiple of the type's size. (The start is aligned to 64.)
     pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
-        bytemuck::try_cast_slice(self).map_err(|e| Error::View(e.to_string()))
+        bytemuck::try_cast_slice(self).map_err(|e| no_view::<T>(self.len, e))
     }
 
     /// What was written, as values to change.
@@ -244,7 +253,8 @@ impl PinnedBuf {
     /// # Errors
     /// As for [`view`](Self::view).
     pub fn view_mut<T: Pod>(&mut self) -> Result<&mut [T]> {
-        bytemuck::try_cast_slice_mut(self).map_err(|e| Error::View(e.to_string()))
+        let len = self.len;
+        bytemuck::try_cast_slice_mut(self).map_err(|e| no_view::<T>(len, e))
     }
 
     /// Puts the buffer behind a plain value, for passing it through code that knows only numbers. The segment stays
@@ -431,8 +441,8 @@ pub enum HostBuf {
 
 // --- in flight -------------------------------------------------------------------------------------------------------
 
-/// What can be lent to a device and comes back when it is done: [`PinnedBuf`], and `Arc<PinnedBuf>` for one buffer that
-/// feeds several copies. Sealed.
+/// What can be lent to a device and comes back when it is done: [`PinnedBuf`], `Arc<PinnedBuf>` for one buffer that
+/// feeds several copies, and `()` where no buffer of ours is involved, as in a copy within the device. Sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",
@@ -697,11 +707,12 @@ impl<B: Lend> Future for InFlight<B> {
 
 impl<B: Lend> Drop for InFlight<B> {
     fn drop(&mut self) {
-        if let Some(ticket) = self.tickets.all().get(self.waker.0) {
-            ticket.timeline.forget_waker(&mut self.waker.1);
-        }
+        // First: a value that is still here when this ends, by a panic too, is dropped as if it were host-ready.
         if let Some(value) = self.value.take() {
             value.abandon();
+        }
+        if let Some(ticket) = self.tickets.all().get(self.waker.0) {
+            ticket.timeline.forget_waker(&mut self.waker.1);
         }
     }
 }
@@ -781,6 +792,9 @@ impl StreamBuf {
     /// # Errors
     /// What the stream was lost with.
     pub fn wait(self) -> Result<PinnedBuf> {
+        if self.timeline.forked() {
+            return Err(Error::Forked);
+        }
         if let Ready::Claimed(key) = self.kind {
             if let Some(tick) = self.timeline.claimed_until(key) {
                 self.timeline.wait(tick, None)?;

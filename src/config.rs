@@ -53,11 +53,14 @@ impl PoolBuilder {
 
     /// One more device that the pool serves. All must be of one family; regions are pinned once, near the first.
     pub fn device(mut self, device: &Device) -> Self {
-        self.devices.push(device.clone());
+        // Once each: what is in flight is summed up over the devices.
+        if self.devices.iter().all(|d| d.context().id() != device.context().id()) {
+            self.devices.push(device.clone());
+        }
         self
     }
 
-    /// Bytes that the pool may hold at most, reserves included. Default: 256 MiB.
+    /// Bytes that the pool may hold at most, reserves included; rounded down to whole pages. Default: 256 MiB.
     pub fn capacity(mut self, bytes: usize) -> Self {
         self.capacity = bytes;
         self
@@ -70,7 +73,12 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes to grow by. Default: an eighth of the capacity, at least 2 MiB and at most 1 GiB.
+    /// Bytes to grow by. Default: an eighth of the capacity, at least 256 MiB and at most 1 GiB; all of the capacity where
+    /// that is less.
+    ///
+    /// A buffer lies in one region and takes a little more than its length (see
+    /// [`Request::segment_bytes`](crate::Request::segment_bytes)), so a region of 2 MiB holds one buffer of 1 MiB, not
+    /// two. Regions should be many times as large as most buffers, or a little larger than what is to fit.
     pub fn region(mut self, bytes: usize) -> Self {
         self.region = Some(bytes);
         self
@@ -109,7 +117,8 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes, of the capacity, that only requests which name `name` may take. Pinned when the pool is built.
+    /// Bytes, of the capacity, that only requests which name `name` may take; rounded up to whole pages. Pinned when the
+    /// pool is built. A reserve never grows: for a buffer of 1 MiB it needs 1 MiB and a page.
     pub fn reserve(mut self, name: impl Into<String>, bytes: usize) -> Self {
         self.reserves.push((name.into(), bytes));
         self
@@ -125,6 +134,7 @@ impl PoolBuilder {
     pub(crate) fn plan(&self) -> Result<Plan> {
         let page = crate::os::page_size().max(PAGE);
         let down = |bytes: usize| bytes / page * page;
+        let up = |bytes: usize| bytes.checked_next_multiple_of(page).unwrap_or(usize::MAX);
         let wrong = |text: String| Err(Error::Config(text));
         let capacity = down(self.capacity);
         if capacity == 0 {
@@ -132,18 +142,18 @@ impl PoolBuilder {
         }
         let mut left = capacity;
         for (i, (name, bytes)) in self.reserves.iter().enumerate() {
-            if down(*bytes) == 0 {
-                return wrong(format!("reserve {name:?} of {bytes} bytes is less than one page ({page})"));
+            if *bytes == 0 {
+                return wrong(format!("reserve {name:?} has no bytes"));
             }
             if self.reserves[..i].iter().any(|r| r.0 == *name) {
                 return wrong(format!("reserve {name:?} is set twice"));
             }
-            left = match left.checked_sub(down(*bytes)) {
+            left = match left.checked_sub(up(*bytes)) {
                 Some(left) if left > 0 => left,
                 _ => return wrong(format!("the reserves leave nothing of the capacity of {capacity} bytes")),
             };
         }
-        let region = down(self.region.unwrap_or((left / 8).clamp(2 << 20, 1 << 30))).min(left);
+        let region = down(self.region.unwrap_or((left / 8).clamp(256 << 20, 1 << 30))).min(left);
         let extent = down(self.extent.unwrap_or(256 << 20)).min(MAX_EXTENT);
         if region == 0 || extent == 0 {
             return wrong(format!("regions and extents need at least one page ({page})"));

@@ -64,12 +64,13 @@ pub enum Error {
     ZeroLength,
     /// The length is beyond what any segment can have.
     #[error(
-        "{len} bytes are more than one segment can hold ({largest}); configure larger extents or split the request"
+        "{len} bytes are more than one segment can hold ({largest}); raise the capacity, configure larger extents, or split \
+         the request"
     )]
     TooLong {
         /// Bytes asked for.
         len: usize,
-        /// The largest length that the pool's extents can ever serve.
+        /// The largest length that the pool's capacity and extents can ever serve.
         largest: usize,
     },
     /// The alignment is not a power of two, or beyond what regions guarantee.
@@ -123,35 +124,39 @@ pub enum Error {
     },
     /// The pool has no free segment for this request now, and was not to wait.
     #[error(
-        "the pool has no room for {len} bytes now ({capacity} bytes of capacity); wait, return buffers, or raise the capacity"
+        "the pool has no room for {len} bytes now ({capacity} bytes of capacity); wait, return buffers, or raise the \
+         capacity{}", .growth.as_ref().map_or_else(String::new, |e| format!("; growing failed: {e}"))
     )]
     Exhausted {
         /// Bytes asked for.
         len: usize,
-        /// The pool's cap on pinned bytes.
+        /// Bytes that the pool proper may hold, or the reserve.
         capacity: usize,
+        /// Why the pool could not grow, where that was tried and failed last.
+        growth: Option<Box<Error>>,
     },
     /// The deadline passed first.
     #[error("timed out after {0:?}")]
     Timeout(Duration),
-    /// Waiting cannot help: what the request needs is quarantined, or larger than any region that the pool has or may
-    /// still get.
+    /// Waiting cannot help, whatever comes back: the capacity is too small for what was asked for together, or what is
+    /// quarantined is in the way.
     #[error(
-        "no amount of waiting frees {len} bytes in one piece: the pool is at its capacity of {capacity} bytes, \
-         {quarantined} of them are quarantined, and no region has room; configure larger regions, or trim idle ones"
+        "no amount of waiting makes room for {len} bytes within a capacity of {capacity} bytes, of which {quarantined} are \
+         quarantined; raise the capacity, or ask for less at once"
     )]
     Impossible {
         /// Bytes asked for.
         len: usize,
         /// Bytes that are never to be reused.
         quarantined: usize,
-        /// The pool's cap on pinned bytes.
+        /// Bytes that the pool proper may hold, or the reserve.
         capacity: usize,
     },
     /// The pool was shut down.
     #[error("the pool is shut down")]
     Closed,
-    /// The process was forked: the child has none of the parent's pinned memory. Open a pool of its own there.
+    /// The process was forked: the child has none of the parent's pinned memory. Open the device again
+    /// there, and a pool of its own.
     #[error("this pool belongs to the parent process; a forked child opens its own")]
     Forked,
     /// The buffer belongs to a pool that does not serve this device.
@@ -240,7 +245,9 @@ impl From<Error> for std::io::Error {
     }
 }
 
-/// A refused submit: the error, and the buffer when nothing had been handed to the driver yet.
+/// A refused submit: the error, and the buffer when nothing had been handed to the driver yet. (From
+/// [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the error, and after a
+/// timeout the handle.)
 ///
 /// With `buffer: None` the driver was called and its answer leaves open whether the device still uses the buffer:
 /// the segment goes back to the pool by itself once a later mark on that stream is seen complete.

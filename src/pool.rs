@@ -13,12 +13,12 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{Depot, DepotConfig, Fresh, Outcome, Take, Wake, Want};
+use crate::depot::{self, Depot, DepotConfig, Fresh, Outcome, Take, Wake, Want};
 use crate::error::{Error, Result};
 use crate::freelist::state;
 use crate::region::{Pinning, RegionInfo, Regions};
@@ -48,7 +48,8 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// Bytes that this request takes of a pool's capacity, rounding included: what to multiply when a pool is sized.
+    /// Bytes that this request takes of a pool's capacity, rounding included. To size a pool for several buffers,
+    /// multiply, and add a page (4 KiB) for each: segments come in runs of whole pages.
     ///
     /// # Errors
     /// [`Error::ZeroLength`], [`Error::TooLong`] on overflow, [`Error::BadAlignment`].
@@ -83,17 +84,17 @@ struct Inner {
     main: Store,
     reserves: Vec<(String, Store)>,
     devices: Vec<Device>,
+    misses: AtomicU64,
     fallbacks: AtomicU64,
     fallback_bytes: AtomicU64,
 }
 
 /// A depot and the regions that feed it. The reserves have one each, since bytes that only some may take must not be in
 /// anybody's cache.
+#[derive(Clone)]
 struct Store {
     depot: Arc<Depot>,
     regions: Arc<Regions>,
-    /// Bytes to grow by; 0 for a reserve, which has all it gets.
-    step: usize,
 }
 
 /// A pool's bytes and counts at one moment.
@@ -131,7 +132,7 @@ pub struct PoolStats {
     pub checkouts: u64,
     /// Segments that came back.
     pub returns: u64,
-    /// Checkouts that took the slow path.
+    /// Requests that the caller's own cache could not serve, successful or not.
     pub misses: u64,
     /// Times that what threads keep was taken back.
     pub collects: u64,
@@ -257,7 +258,7 @@ impl Pool {
         let requests = requests.as_ref();
         // What borrows the caller's string is looked up now; the future owns the rest.
         let errand = self.errand(requests).map(|e| (e.first, e.store.depot.number(), e.wants));
-        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None }
+        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None }
     }
 
     /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted.
@@ -319,11 +320,13 @@ impl Pool {
         }
         let errand = self.errand(&[request])?;
         if let Some(mut granted) = self.try_errand(&errand)? {
+            self.missed();
             return granted.pop().map(|fresh| ready(fresh.into())).ok_or(Error::ZeroLength);
         }
         if let Placement::Class(class) = errand.wants[0].placement {
             for depot in [&self.0.main.depot, &errand.store.depot] {
                 if let Some((key, mut segment)) = timeline.claim(depot, class) {
+                    self.missed();
                     // Both names of the segment, ours and the claim's, are to carry the new length.
                     timeline.rebook_claim(key, request.len);
                     segment.relabel(request.len);
@@ -404,6 +407,7 @@ impl Pool {
 
     /// The same, and if there is nothing: asks the streams what is done, and has the memory grow.
     fn try_hard(&self, errand: &Errand<'_>) -> Result<Found> {
+        self.missed();
         if let Some(got) = self.try_errand(errand)? {
             return Ok(Found::Granted(got));
         }
@@ -414,9 +418,9 @@ impl Pool {
             }
         }
         if let Some(wants) = &errand.first {
-            self.grow(&self.0.main, wants);
+            self.0.main.depot.grow(wants);
         }
-        let growing = self.grow(errand.store, &errand.wants);
+        let growing = errand.store.depot.grow(&errand.wants);
         // On a stepped device growing is over already.
         if self.stepped() {
             if let Some(got) = self.try_errand(errand)? {
@@ -424,6 +428,11 @@ impl Pool {
             }
         }
         Ok(Found::Nothing { growing })
+    }
+
+    /// Counts a request, however often it is tried.
+    fn missed(&self) {
+        self.0.misses.fetch_add(1, Ordering::Relaxed);
     }
 
     fn stepped(&self) -> bool {
@@ -451,9 +460,9 @@ impl Pool {
             Found::Nothing { growing } => growing,
         };
         let depot = &errand.store.depot;
-        let len = errand.wants.iter().map(|w| w.len).sum();
+        let len = depot::sum(errand.wants.iter().map(|w| w.len));
         let deadline = match patience {
-            Patience::None => return Err(Error::Exhausted { len, capacity: depot.config().capacity }),
+            Patience::None => return Err(depot.exhausted(len)),
             Patience::Until(deadline) => Some(deadline),
             Patience::Forever => None,
         };
@@ -464,9 +473,45 @@ impl Pool {
             self.wait_stepped(errand.store, key, since)
         } else {
             self.reap();
+            if let Some(bufs) = errand.first.and_then(|first| self.wait_grown(depot, key, &first, deadline)) {
+                return Ok(bufs);
+            }
             depot.wait(key, deadline, since)
         };
         granted.map(buffers)
+    }
+
+    /// Waiting for a reserve while memory for the pool proper is on its way: the first that has something. `None`: the
+    /// wait is over, or the reserve's alone from here on.
+    fn wait_grown(
+        &self,
+        depot: &Depot,
+        key: usize,
+        first: &[Want],
+        deadline: Option<Instant>,
+    ) -> Option<Vec<PinnedBuf>> {
+        let waker = Waker::from(Arc::new(Unparks(crate::sync::thread::current())));
+        loop {
+            let (grown, over) = self.take_grown(first, &waker);
+            if grown.is_some() {
+                depot.leave(key, false);
+                return grown;
+            }
+            if over || !depot.waits(key) || deadline.is_some_and(|d| Instant::now() >= d) {
+                return None;
+            }
+            crate::sync::thread::park_until(deadline);
+        }
+    }
+
+    /// What the pool proper has got meanwhile for a request that waits for a reserve, and whether it gets no more. If it
+    /// does, the waker hears of it.
+    fn take_grown(&self, first: &[Want], waker: &Waker) -> (Option<Vec<PinnedBuf>>, bool) {
+        let main = &self.0.main;
+        // Asked first: what comes between the two is not overlooked.
+        let over = main.regions.poll(waker).is_some();
+        let granted = self.try_all(main, first).ok().flatten();
+        (granted.map(buffers), over)
     }
 
     /// Waiting where nothing moves by itself: this thread moves the devices.
@@ -488,24 +533,7 @@ impl Pool {
 
     /// Closes what is open on the devices' streams and asks what is done. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
-        self.0.devices.iter().fold(false, |any, d| d.listing().pass() | any)
-    }
-
-    /// Has another region pinned, if the capacity allows. Whether one is on its way (or, without threads, there).
-    fn grow(&self, store: &Store, wants: &[Want]) -> bool {
-        if store.step == 0 {
-            return false;
-        }
-        let mut bytes = store.depot.plan_growth(wants, store.step);
-        if bytes == 0 {
-            // The worker unpins these before it pins what is planned next.
-            store.depot.make_way(wants).into_iter().for_each(|id| store.regions.remove(id));
-            bytes = store.depot.plan_growth(wants, store.step);
-        }
-        if bytes > 0 {
-            store.depot.pin(bytes);
-        }
-        bytes > 0
+        self.0.devices.iter().fold(false, |any, d| d.reap() | any)
     }
 
     // --- the memory --------------------------------------------------------------------------------------------------
@@ -538,8 +566,8 @@ impl Pool {
         self.stores().flat_map(|s| s.regions.list()).collect()
     }
 
-    /// Gives idle regions back to the system, the last to come first, until the pool would hold less than `keep` bytes.
-    /// Returns how many bytes went. Regions with anything in use stay, and so do reserves.
+    /// Gives idle regions back to the system, the last to come first, as long as at least `keep` bytes stay. Returns
+    /// how many bytes went. Regions with anything in use stay, and so do reserves, which `keep` does not count.
     pub fn trim(&self, keep: usize) -> usize {
         let store = &self.0.main;
         if store.depot.forked() {
@@ -555,6 +583,7 @@ impl Pool {
         for (id, len, free) in regions {
             if free == len && total - len >= keep && store.depot.retire(id).is_some() {
                 store.regions.remove(id);
+                store.depot.left(len);
                 total -= len;
                 gone += len;
             }
@@ -566,10 +595,15 @@ impl Pool {
 
     /// Closes the pool and waits until everything has come back, but not longer than `timeout`. What is still out then
     /// keeps its memory; it is logged, and counted in the result. Checkouts fail from the start with [`Error::Closed`].
+    /// In the child of a fork it returns at once.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
         let span = tracing::info_span!(target: "pinpool::pool", "shutdown");
         let _entered = span.enter();
         let deadline = Instant::now().checked_add(timeout);
+        // In the child of a fork nothing is left to be waited for, nor to be asked.
+        if self.0.main.depot.forked() {
+            return Shutdown { drained: false, outstanding: 0, quarantined_bytes: 0 };
+        }
         self.stores().for_each(|s| s.depot.close());
         let outstanding = || self.stores().map(|s| s.depot.outstanding()).sum::<u64>();
         let quarantined = || {
@@ -614,6 +648,7 @@ impl Pool {
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         let mut stats = PoolStats {
+            misses: self.0.misses.load(Ordering::Relaxed),
             unpinned_fallbacks: self.0.fallbacks.load(Ordering::Relaxed),
             unpinned_fallback_bytes: self.0.fallback_bytes.load(Ordering::Relaxed),
             ..PoolStats::default()
@@ -636,7 +671,6 @@ impl Pool {
             stats.capacity_bytes += store.depot.config().capacity;
             stats.checkouts += s.takes;
             stats.returns += s.puts;
-            stats.misses += s.stats.misses;
             stats.collects += s.stats.collects;
             stats.waits += s.stats.waits;
             stats.timeouts += s.stats.timeouts;
@@ -665,6 +699,9 @@ impl Pool {
     pub fn check(&self) -> Result<Census, String> {
         let mut all = Census::default();
         for store in self.stores() {
+            if store.depot.forked() {
+                return Err("forked".into());
+            }
             let before = store.depot.snapshot();
             let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();
@@ -739,6 +776,15 @@ struct Errand<'a> {
     wants: Vec<Want>,
 }
 
+/// Wakes a thread.
+struct Unparks(crate::sync::thread::Thread);
+
+impl std::task::Wake for Unparks {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
 /// How long to wait.
 #[derive(Clone, Copy, Debug)]
 enum Patience {
@@ -760,10 +806,11 @@ impl Store {
             thread_cache: plan.thread_cache.min(capacity),
             shared_cache: plan.shared_cache,
             largest: plan.options.extent.min(capacity) - 32,
+            step,
             timeless: devices[0].context().driver().stepped().is_some(),
             serves: devices.iter().map(|d| d.context().id()).collect(),
         };
-        Self { depot: Depot::new(config, Some(regions.clone())), regions, step }
+        Self { depot: Depot::new(config, Some(regions.clone())), regions }
     }
 
     /// Starts with so many bytes and waits for the first of them.
@@ -793,16 +840,17 @@ impl PoolBuilder {
         let _entered = span.enter();
         // One call for all stores: whoever registered a region elsewhere does not care whose it is.
         let before = self.before_unpin.take().map(Arc::new);
+        let numbers = Arc::new(AtomicU64::new(0));
         let regions = || {
             let before = before.clone();
             let call =
                 before.map(|b| Box::new(move |info: &RegionInfo| b(info)) as crate::region::BeforeUnpin);
-            Regions::new(self.devices[0].context().clone(), plan.options, call)
+            Regions::new(self.devices[0].context().clone(), plan.options, call, numbers.clone())
         };
         let main = Store::new(&self.devices, &plan, plan.capacity, plan.region, regions());
         let page = crate::os::page_size().max(crate::segment::PAGE);
         let reserves = self.reserves.iter().map(|(name, bytes)| {
-            let bytes = bytes / page * page;
+            let bytes = bytes.next_multiple_of(page);
             (name.clone(), Store::new(&self.devices, &plan, bytes, 0, regions()), bytes)
         });
         let reserves: Vec<(String, Store, usize)> = reserves.collect();
@@ -812,6 +860,7 @@ impl PoolBuilder {
             main,
             reserves: reserves.into_iter().map(|(name, store, _)| (name, store)).collect(),
             devices: std::mem::take(&mut self.devices),
+            misses: AtomicU64::new(0),
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
         }));
@@ -861,6 +910,8 @@ pub struct CheckoutMany {
     pool: Pool,
     errand: Option<Result<KeptErrand>>,
     waiting: Option<(Arc<Depot>, usize)>,
+    /// Wants for the pool proper, while memory for it is on its way.
+    first: Option<Vec<Want>>,
 }
 
 impl CheckoutMany {
@@ -882,6 +933,7 @@ impl CheckoutMany {
         let depot = store.depot.clone();
         let key = depot.join(errand.wants, Wake::Task(cx.waker().clone()), growing)?;
         self.waiting = Some((depot, key));
+        self.first = errand.first;
         Ok(None)
     }
 }
@@ -898,7 +950,15 @@ impl Future for CheckoutMany {
         };
         match depot.look(key, Some(cx.waker())) {
             Outcome::Waiting => {
-                self.waiting = Some((depot, key));
+                self.waiting = Some((depot.clone(), key));
+                let Some(first) = self.first.take() else { return Poll::Pending };
+                let (grown, over) = self.pool.take_grown(&first, cx.waker());
+                if let Some(bufs) = grown {
+                    self.waiting = None;
+                    depot.leave(key, false);
+                    return Poll::Ready(Ok(bufs));
+                }
+                self.first = (!over).then_some(first);
                 Poll::Pending
             }
             Outcome::Granted(granted) => Poll::Ready(Ok(buffers(granted))),

@@ -101,7 +101,8 @@ impl Device {
     /// The reaper does that by itself; a stepped device has no reaper, there this is how buffers come back. Whether
     /// anything landed.
     pub fn reap(&self) -> bool {
-        self.listing().pass()
+        // In the child of a fork the locks may be anyone's.
+        !self.context().forked() && self.listing().pass()
     }
 
     /// The error that the device was lost with, if it was.

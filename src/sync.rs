@@ -178,6 +178,14 @@ pub(crate) fn wake_task(waker: std::task::Waker) {
     }
 }
 
+/// Drops a waker. That can end a task, and so run any of the caller's code: should it panic, what the caller of this
+/// has in its hands is not to be lost.
+pub(crate) fn drop_waker<W>(waker: W) {
+    if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(waker))).is_err() {
+        tracing::error!(target: "pinpool::pool", "dropping a waker panicked");
+    }
+}
+
 /// A point where the threads of a model may overtake each other: put before each step of a model.
 ///
 /// To find out which orders matter, loom remembers the last access to each atomic only. A thread that loads a word and

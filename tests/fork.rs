@@ -271,3 +271,33 @@ fn other_programs_can_be_started() {
     drop(pool.checkout(1000).unwrap());
     assert_eq!(pool.stats().checked_out_bytes, 0);
 }
+
+/// Whoever looks at a pool in the child, or ends it, is not kept waiting for threads that the child does not have.
+#[test]
+fn a_child_waits_for_nothing() {
+    let _alone = alone();
+    let device = device();
+    let (pool, stream) = (pool(&device), device.stream().unwrap());
+    let out = pool.checkout(1000).unwrap();
+    let landing = pool.checkout_on(&stream, 1000).unwrap();
+    let started = std::time::Instant::now();
+    let code = forked(|| {
+        let ended = pool.shutdown(Duration::from_secs(20));
+        let wrong = first_wrong(&[
+            !ended.drained,
+            pool.check().is_err(),
+            pool.wait_pinned(None).is_err(),
+            pool.regions().is_empty(),
+            pool.pinning().ready == 0,
+            !device.reap(),
+            landing.wait().is_err(),
+            // A new pool on the parent's device has nobody to pin for it.
+            Pool::builder(&device).build().map(drop) == Err(Error::Forked),
+            started.elapsed() < Duration::from_secs(10),
+        ]);
+        drop(out);
+        wrong
+    });
+    assert_eq!(code, Some(0));
+    drop(pool);
+}

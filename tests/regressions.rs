@@ -143,14 +143,14 @@ fn a_waker_may_look_at_the_pool() {
     drop(shared);
 }
 
-/// When all regions are in use and none is long enough for a request, no wait can help.
+/// When all regions are in use and none is long enough for a request, it waits until some are idle.
 #[test]
-fn a_request_longer_than_any_region_does_not_wait() {
+fn a_request_longer_than_any_region_waits_for_idle_ones() {
     let (_node, device) = stepped(1 << 20);
     let pool = small(&device).capacity(128 << 10).region(64 << 10).build().unwrap();
     let held = [pool.checkout(60 << 10).unwrap(), pool.checkout(60 << 10).unwrap()];
     let refused = pool.checkout(100 << 10).unwrap_err();
-    assert!(matches!(refused, Error::Impossible { .. }), "{refused}");
+    assert!(matches!(refused, Error::Timeout(_)), "{refused}");
     // Regions that nobody uses make way.
     drop(held);
     pool.checkout(100 << 10).unwrap();
@@ -224,4 +224,155 @@ fn idle_regions_make_way_for_a_request_that_fits_none_of_them() {
     let most = pool.try_checkout((1 << 20) - 32).unwrap();
     assert_eq!((pool.regions().len(), most.capacity()), (1, (1 << 20) - 32));
     pool.check().unwrap();
+}
+
+/// A waker whose end panics.
+struct Bomb;
+
+impl Wake for Bomb {
+    fn wake(self: Arc<Self>) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("a waker's drop");
+    }
+}
+
+/// Polls once with a waker of which the future then has the only one.
+fn poll_with_a_bomb<F: Future + Unpin>(future: &mut F) {
+    let waker = Waker::from(Arc::new(Bomb));
+    assert!(Pin::new(future).poll(&mut Context::from_waker(&waker)).is_pending());
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(waker)));
+}
+
+#[derive(Default)]
+struct Woken(std::sync::atomic::AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+/// A handle whose drop panicked in the caller's waker dropped its buffer as if the device were done with it.
+#[test]
+fn a_waker_whose_drop_panics_frees_nothing_early() {
+    let (node, device) = stepped(1 << 20);
+    let pool = small(&device).build().unwrap();
+    let stream = device.stream().unwrap();
+    let mut buf = pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 7).unwrap();
+    let mut flight = stream.upload(buf, device.alloc(4096).unwrap()).unwrap();
+    poll_with_a_bomb(&mut flight);
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(flight)));
+    assert_eq!(pool.stats().in_flight_bytes, 4160);
+    pool.check().unwrap();
+    while node.step() {}
+    device.reap();
+    assert_eq!(pool.stats().in_flight_bytes, 0);
+    pool.check().unwrap();
+}
+
+/// Whom a cancelled wait makes way for is woken, whatever the waker of the one that was cancelled does.
+#[test]
+fn a_waker_whose_drop_panics_keeps_nobody_from_being_woken() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(64 << 10).build().unwrap();
+    let held = pool.checkout(Request::new(32 << 10).align(4096)).unwrap();
+    let mut large = pool.checkout_async(60 << 10);
+    let mut fits = pool.checkout_async(Request::new(20 << 10).align(4096));
+    poll_with_a_bomb(&mut large);
+    let woken = Arc::new(Woken::default());
+    let waker = Waker::from(woken.clone());
+    assert!(Pin::new(&mut fits).poll(&mut Context::from_waker(&waker)).is_pending());
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(large)));
+    assert!(woken.0.load(std::sync::atomic::Ordering::SeqCst), "granted and not woken");
+    assert!(matches!(Pin::new(&mut fits).poll(&mut Context::from_waker(&waker)), Poll::Ready(Ok(_))));
+    drop(held);
+}
+
+/// Nor does a waker that is replaced leave a wait behind that nobody can end.
+#[test]
+fn a_waker_whose_drop_panics_leaves_no_wait_behind() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(64 << 10).build().unwrap();
+    let held = pool.checkout(60 << 10).unwrap();
+    let mut wait = pool.checkout_async(60 << 10);
+    poll_with_a_bomb(&mut wait);
+    let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        assert!(Pin::new(&mut wait).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }));
+    drop(wait);
+    assert_eq!(pool.stats().waiting, 0);
+    drop(held);
+    pool.checkout(60 << 10).unwrap();
+}
+
+/// What is in flight on a device that was named twice is not counted twice.
+#[test]
+fn a_device_named_twice_counts_once() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).device(&device).build().unwrap();
+    let stream = device.stream().unwrap();
+    let other = pool.checkout(4096).unwrap();
+    send(&pool, &stream, &device);
+    let stats = pool.stats();
+    assert_eq!((stats.in_flight_bytes, stats.checked_out_bytes), (4160, 4160), "{stats:?}");
+    assert_eq!(pool.devices().len(), 1);
+    pool.check().unwrap();
+    drop(other);
+}
+
+/// A waker that is called on the device's worker thread may ask for what that thread makes.
+#[test]
+fn a_waker_may_ask_the_device_for_memory() {
+    struct Asks(Device, std::sync::mpsc::SyncSender<()>);
+    impl Wake for Asks {
+        fn wake(self: Arc<Self>) {
+            drop((self.0.alloc(1).unwrap(), self.0.stream().unwrap()));
+            let _ = self.1.try_send(());
+        }
+    }
+    let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+    let pool = small(&device).initial(0).build().unwrap();
+    let (tell, told) = std::sync::mpsc::sync_channel(1);
+    let waker = Waker::from(Arc::new(Asks(device, tell)));
+    let mut wait = pool.checkout_async(4096);
+    if Pin::new(&mut wait).poll(&mut Context::from_waker(&waker)).is_pending() {
+        told.recv_timeout(Duration::from_secs(20)).expect("the worker waits for itself");
+    }
+}
+
+/// A request that misses is one miss, however often it is tried before it fails or waits.
+#[test]
+fn a_miss_is_counted_once() {
+    let (_node, device) = stepped(1 << 20);
+    let pool = small(&device).capacity(128 << 10).reserve("urgent", 64 << 10).build().unwrap();
+    let misses = || pool.stats().misses;
+    let (main, reserve) =
+        (pool.checkout(60 << 10).unwrap(), pool.checkout(Request::new(60 << 10).reserve("urgent")));
+    assert_eq!((misses(), reserve.is_ok()), (2, true));
+    pool.try_checkout(60 << 10).unwrap_err();
+    assert_eq!(misses(), 3);
+    pool.try_checkout(Request::new(60 << 10).reserve("urgent")).unwrap_err();
+    assert_eq!(misses(), 4);
+    pool.try_checkout_on(&device.stream().unwrap(), 60 << 10).unwrap_err();
+    assert_eq!(misses(), 5);
+    drop(main);
+}
+
+/// A region is cut at its extents' edges, so one for several requests has an extent wherever the next does not fit.
+#[test]
+fn several_requests_grow_by_extents_that_hold_them() {
+    for capacity in [128 << 10, 256 << 10] {
+        let (_node, device) = stepped(1 << 20);
+        let pool =
+            small(&device).capacity(capacity).extent(64 << 10).region(64 << 10).initial(0).build().unwrap();
+        let both = pool.checkout_many(&[Request::new(40 << 10), Request::new(40 << 10)], None);
+        assert!(both.is_ok(), "{both:?}, {:?}", pool.stats());
+        pool.check().unwrap();
+    }
 }

@@ -176,7 +176,7 @@ fn it_fails_at_once_if_told_so() {
     let all = pool.checkout(pages(16)).unwrap();
     for _ in 0..3 {
         let error = pool.try_checkout(100).unwrap_err();
-        assert_eq!(error, Error::Exhausted { len: 100, capacity: 64 << 10 });
+        assert_eq!(error, Error::Exhausted { len: 100, capacity: 64 << 10, growth: None });
         assert!(error.is_retryable());
     }
     let stats = checked(&pool);
@@ -325,8 +325,10 @@ fn first_come_first_served() {
 fn a_big_request_is_passed_64_times_and_no_more() {
     let rig = Rig::stepped();
     let pool = rig.pool(128 << 10);
-    // A run of small segments, one of them in use; and all but a few of the other pages.
-    let small = pool.checkout(32).unwrap();
+    // A run of small segments, one of them in use, and that far behind; and all but a few of the other pages.
+    let mut few: Vec<_> = (0..130).map(|_| pool.checkout(32).unwrap()).collect();
+    let small = few.pop();
+    drop(few);
     let others = pool.checkout(pages(10)).unwrap();
     let mut big = Waiter::new(pool.checkout_async(pages(30)));
     let mut passed = Vec::new();
@@ -626,15 +628,44 @@ fn what_fits_no_region_makes_idle_ones_go() {
     let pool = rig.builder(256 << 10).initial(128 << 10).region(128 << 10).build().unwrap();
     // It fits into the capacity, but not into what is left of it, nor into the region that there is while that is used.
     let small = pool.checkout(1).unwrap();
-    let error = pool.checkout(pages(33)).unwrap_err();
-    assert!(matches!(error, Error::Impossible { quarantined: 0, .. }), "{error}");
-    let error = block_on(pool.checkout_async(pages(33))).unwrap_err();
-    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+    assert!(matches!(pool.try_checkout(pages(33)), Err(Error::Exhausted { .. })));
+    let mut waiting = Waiter::new(pool.checkout_async(pages(33)));
+    let next = Waiter::new(pool.checkout_async(pages(1)));
+    waiting.still_waits();
+    // Idle by now, the region goes for one that is large enough; what came later is behind it.
     drop(small);
-    drop(pool.checkout(pages(33)).unwrap());
+    let large = waiting.ready().unwrap();
     assert!(checked(&pool).pinned_bytes <= 256 << 10);
-    drop(block_on(pool.checkout_async(pages(64))).unwrap());
-    checked(&pool);
+    drop((large, next.ready().unwrap()));
+    // Who asks while everything is idle does not wait for it.
+    drop(pool.try_checkout(pages(64)).unwrap());
+    assert_eq!(checked(&pool).waiting, 0);
+}
+
+#[test]
+fn what_fits_no_region_waits_on_threads() {
+    let rig = Rig::threads();
+    let stream = rig.device.stream().unwrap();
+    let pool = rig.builder(256 << 10).initial(64 << 10).region(64 << 10).build().unwrap();
+    for _ in 0..50 {
+        // Every region has something in flight, and is idle only one by one.
+        while let Ok(buf) = pool.try_checkout(pages(7)) {
+            send(&stream, buf);
+        }
+        drop(pool.checkout_timeout(pages(40), HANG).unwrap());
+        pool.trim(0);
+    }
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+}
+
+#[test]
+fn regions_of_reserves_have_numbers_of_their_own() {
+    let rig = Rig::stepped();
+    let pool = rig.builder(256 << 10).reserve("a", 64 << 10).reserve("b", 64 << 10).build().unwrap();
+    let mut ids: Vec<_> = pool.regions().iter().map(|r| r.id).collect();
+    assert_eq!(ids.len(), 3);
+    ids.dedup();
+    assert_eq!(ids.len(), 3, "{ids:?}");
 }
 
 #[test]
@@ -959,5 +990,25 @@ fn shutting_down_ends_all_waits() {
         assert_eq!(checked(&pool).free_bytes, 128 << 10);
         drop((pool, stream));
         rig.all_is_given_back();
+    }
+}
+
+/// Memory that is on its way to the pool proper is for those who wait for a reserve as well, however they wait.
+#[test]
+fn who_waits_for_a_reserve_gets_what_the_pool_grows_by() {
+    let rig = Rig::threads();
+    let urgent = || Request::new(60 << 10).reserve("urgent");
+    for how in 0..2 {
+        let builder = rig.builder(128 << 10).region(64 << 10).initial(0).reserve("urgent", 64 << 10);
+        let pool = builder.build().unwrap();
+        // The reserve's, since there is nothing else yet; or from the first region, and then the reserve is left.
+        let held = pool.checkout_timeout(urgent(), HANG).unwrap();
+        let got = match how {
+            0 => pool.checkout_timeout(urgent(), HANG),
+            _ => block_on(pool.checkout_async(urgent())),
+        };
+        assert!(got.is_ok(), "{how}: {got:?}, {:?}", pool.stats());
+        assert_eq!(checked(&pool).waiting, 0);
+        drop(held);
     }
 }

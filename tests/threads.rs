@@ -489,3 +489,63 @@ fn a_device_that_dies_takes_only_its_own() {
         pool.check().unwrap();
     }
 }
+
+/// Whoever asks has a region pinned, and then joins the queue. If others take the region in between, and keep it, what
+/// the capacity still allows is pinned all the same.
+#[test]
+fn who_waits_gets_what_the_capacity_allows() {
+    const REGION: usize = 64 << 10;
+    for round in 0..rounds(1000) {
+        let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+        let pool = builder(&device).capacity(4 * REGION).region(REGION).initial(0).build().unwrap();
+        let start = std::sync::Barrier::new(4);
+        let held: Vec<_> = std::thread::scope(|scope| {
+            let take = || {
+                start.wait();
+                pool.checkout_timeout(60 << 10, Duration::from_secs(20))
+            };
+            let takers: Vec<_> = (0..4).map(|_| scope.spawn(take)).collect();
+            takers.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        for buf in &held {
+            assert!(buf.is_ok(), "round {round}: {buf:?}, {:?}", pool.stats());
+        }
+    }
+}
+
+/// What is pinned never exceeds the capacity, not even while one thread trims and others have the pool grow.
+#[test]
+fn what_goes_is_unpinned_before_what_comes_is_pinned() {
+    const REGION: usize = 64 << 10;
+    let node = HostNode::new(HostConfig::new().memory(1 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let most = Arc::new(AtomicUsize::new(0));
+    let (seen, looks) = (most.clone(), node.clone());
+    // What has been pinned instead of a region that is still there.
+    let before = move |_: &pinpool::RegionInfo| {
+        seen.fetch_max(looks.live(0).pinned_bytes, Ordering::Relaxed);
+    };
+    let pool = builder(&device).capacity(2 * REGION).region(REGION).thread_cache(0).before_unpin(before);
+    let pool = pool.build().unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                pool.trim(0);
+            }
+        });
+        let takers: Vec<_> = (0..2)
+            .map(|_| {
+                scope.spawn(|| {
+                    for _ in 0..rounds(5000) {
+                        drop(pool.checkout_timeout(60 << 10, Duration::from_secs(20)).unwrap());
+                    }
+                })
+            })
+            .collect();
+        takers.into_iter().for_each(|t| t.join().unwrap());
+        done.store(true, Ordering::Relaxed);
+    });
+    let most = most.load(Ordering::Relaxed);
+    assert!(most <= 2 * REGION, "{most} bytes were pinned at once");
+}

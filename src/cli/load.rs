@@ -40,7 +40,7 @@ pub fn run(args: &Load) -> ExitCode {
         job.note(&mut report);
         result
     });
-    let code = match &result {
+    let mut code = match &result {
         Ok(()) => 0,
         Err(failure) => {
             say(&format!("error: {failure}"));
@@ -50,8 +50,15 @@ pub fn run(args: &Load) -> ExitCode {
     // A command line that could not be obeyed has nothing to report.
     if let Some(stats) = report.stats {
         let text = if args.json { report.json(&stats).to_string() } else { report.text(&stats) };
-        // A closed pipe: nobody reads it, and the exit status tells the rest.
-        let _ = writeln!(io::stdout(), "{text}");
+        let mut out = io::stdout();
+        match writeln!(out, "{text}").and_then(|()| out.flush()) {
+            // A closed pipe: nobody reads it, and the exit status tells the rest.
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                say(&format!("error: the result cannot be written: {error}"));
+                code = code.max(super::EXIT_FAILED);
+            }
+            _ => {}
+        }
     }
     ExitCode::from(code)
 }
@@ -147,6 +154,14 @@ fn prepare(args: &Load) -> Result<Job, Failure> {
         return Err(too_small());
     }
     if sources.is_empty() {
+        // Asked before so much is written.
+        device.alloc(args.sample).map_err(|e| {
+            Failure::Failed(format!(
+                "{} has no room for a sample of {} bytes: {e}",
+                device.name(),
+                args.sample
+            ))
+        })?;
         let file = sample::make(args.sample as u64).map_err(|e| {
             let at = std::env::temp_dir();
             Failure::Failed(format!(
@@ -174,6 +189,10 @@ fn open(path: &Path) -> Result<Source, Failure> {
     }
     let file = File::open(path).map_err(|e| wrong(&e.to_string()))?;
     let len = file.metadata().map_err(|e| wrong(&e.to_string()))?.len();
+    // Files that the system makes up as they are read have no length; those that are empty have nothing to read.
+    if len == 0 && matches!(file.read_at(&mut [0], 0), Ok(1)) {
+        return Err(wrong("has bytes but no length: copy it to a real file first"));
+    }
     Ok(Source { name, file, len })
 }
 

@@ -5,11 +5,13 @@
 //! the system's; `sync::Mutex` fails a model that locks a depot which is gone.
 
 use std::sync::Arc;
-use std::task::Wake as TaskWake;
+use std::task::{Wake as TaskWake, Waker};
+use std::time::Instant;
 
 use loom::thread::{JoinHandle, spawn};
 
 use super::*;
+use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{UnsafeCell, model, step, thread};
 
@@ -52,6 +54,7 @@ impl Store {
             thread_cache,
             shared_cache,
             largest: PAGE,
+            step: 0,
             timeless: true,
             serves: Vec::new(),
         };

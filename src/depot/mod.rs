@@ -8,7 +8,7 @@
 //! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the shard;
 //! 4. *collect*: everything that shards and racks cache is taken back to its runs, idle runs are dissolved, and the
 //!    request is tried again;
-//! 5. what is left (growing, waiting) is the pool's decision, made with [`Depot::join`] and [`Depot::add_extent`].
+//! 5. what is left is the pool's decision: to grow (`growth`), to wait (`waiting`, `queue`), or to do without.
 //!
 //! Returns go the same way down: the shard, a rack, the runs. While anybody waits the mode word sends all returns to
 //! the lock, so that each segment that comes back meets the queue.
@@ -29,25 +29,25 @@
 #![allow(unsafe_code)]
 
 mod fork;
+mod growth;
 mod lease;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod queue;
 mod raw;
+mod waiting;
 
 use std::collections::HashSet;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 use std::sync::{Arc, Weak};
-use std::task::Waker;
-use std::time::Instant;
 
 use slab::Slab;
 
 use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, list_of, listed, mode, shard::Put, state};
-use crate::region::{RegionId, Regions};
+use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 
@@ -69,6 +69,8 @@ pub(crate) struct DepotConfig {
     pub(crate) shared_cache: usize,
     /// The longest request that an extent could ever serve.
     pub(crate) largest: usize,
+    /// Bytes to grow by; 0: it has all that it will ever get.
+    pub(crate) step: usize,
     /// Ignore the clock where it would decide something.
     pub(crate) timeless: bool,
     /// The devices served, by [`crate::device::context::Context::id`].
@@ -109,10 +111,15 @@ struct Core {
     quarantined_segments: u64,
     /// As configured.
     capacity: usize,
+    extent: usize,
+    step: usize,
+    me: Weak<Depot>,
     /// After closing: segments that are not back yet.
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
+    /// Bytes that were taken out, and that the worker has not been told to unpin yet.
+    leaving: usize,
     /// Why growing failed last, until it is tried again.
     stunted: Option<Error>,
     stats: Stats,
@@ -124,7 +131,6 @@ struct Core {
 /// What happened on the slow path since the depot was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stats {
-    pub(crate) misses: u64,
     pub(crate) collects: u64,
     pub(crate) waits: u64,
     pub(crate) timeouts: u64,
@@ -186,8 +192,12 @@ impl Depot {
                 quarantined: 0,
                 quarantined_segments: 0,
                 capacity: config.capacity,
+                extent: config.largest + 32,
+                step: config.step,
+                me: me.clone(),
                 outstanding: None,
                 growing: 0,
+                leaving: 0,
                 stunted: None,
                 stats: Stats::default(),
             })),
@@ -283,7 +293,6 @@ impl Depot {
         let shard = self.shard();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        core.stats.misses += 1;
         if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
             // First come, first served, but for what the head cannot use.
             let Core { arena, queue, .. } = &mut *core;
@@ -307,17 +316,11 @@ impl Depot {
         })
     }
 
-    /// Counts bytes that are about to be pinned, whatever the capacity.
-    pub(crate) fn plan_bytes(&self, bytes: usize) {
-        self.core.lock().growing += bytes;
-    }
-
     /// All of several, or none.
     pub(crate) fn try_take_all(&self, wants: &[Want]) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        core.stats.misses += 1;
         if !core.queue.is_empty() {
             return Ok(None);
         }
@@ -482,8 +485,9 @@ impl Depot {
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards.
-            unsafe { Arc::decrement_strong_count(this.as_ptr()) };
+            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards. (Not by way of
+            // `this`, which may come from a reference, and then reaches the depot and not its counts.)
+            unsafe { Arc::decrement_strong_count(depot.me.as_ptr()) };
         }
     }
 
@@ -571,268 +575,6 @@ impl Depot {
             depot.stop_waiting(&core);
         }
         wakes.into_iter().for_each(Wake::wake);
-    }
-
-    // --- waiting -----------------------------------------------------------------------------------------------------
-
-    /// Joins the queue, served at once if that is possible. With `covered`, memory for it is on its way from the
-    /// system, so nobody else needs to hurry: other threads keep their shards.
-    pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
-        self.refuse_if_shut()?;
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        self.refuse_if_shut()?;
-        if let Some(error) = self.hopeless(&core, &wants).or_else(|| stunted(&core, &wants)) {
-            return Err(error);
-        }
-        core.stats.waits += 1;
-        let key = core.queue.join(wants, wake);
-        if !(covered && core.growing > 0) {
-            self.start_waiting(&mut core);
-        }
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
-        Ok(key)
-    }
-
-    /// Sends everyone to the queue, and brings all that is cached to the runs.
-    fn start_waiting(&self, core: &mut Core) {
-        if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
-            return;
-        }
-        if cfg!(pinpool_planted = "wait_without_quiesce") {
-            self.gate.force(mode::WAITING);
-        } else {
-            self.gate.quiesce(mode::WAITING, core.roster.shards());
-        }
-        self.sweep(core);
-    }
-
-    fn stop_waiting(&self, core: &Core) {
-        if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
-            self.gate.open(mode::WAITING);
-        }
-    }
-
-    /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
-    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
-        let wake = waker.map(|w| Wake::Task(w.clone()));
-        // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
-        let (outcome, _replaced) = self.core.lock().queue.look(key, wake);
-        match outcome {
-            Outcome::Waiting => Outcome::Waiting,
-            Outcome::Granted(grants) => Outcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect()),
-            Outcome::Failed(error) => Outcome::Failed(error),
-        }
-    }
-
-    /// Ends a wait early; what was granted meanwhile goes back.
-    pub(crate) fn leave(&self, key: usize, timed_out: bool) {
-        if self.forked() {
-            return;
-        }
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        core.stats.timeouts += u64::from(timed_out);
-        let mut last = false;
-        // Its waker goes after the lock, since a task may go with it, and buffers with the task.
-        let (outcome, waker) = core.queue.leave(key);
-        if let Outcome::Granted(grants) = outcome {
-            for Grant { slot, len } in grants {
-                // SAFETY: granted, so out and alive, and the waiter never saw it.
-                unsafe {
-                    slot.as_ref().set(state::FREE);
-                    core.granted = core.granted.wrapping_sub(core.arena.granted(slot) as u64);
-                    core.arena.give(slot);
-                }
-                core.requested = core.requested.wrapping_sub(len as u64);
-                core.puts += 1;
-                last |= core.came_back(1);
-            }
-        }
-        // What it gives back may be what the next waits for, and its place what held that up.
-        if !cfg!(pinpool_planted = "leave_serves_nobody") {
-            core.serve(&mut wakes);
-        }
-        self.stop_waiting(&core);
-        drop(core);
-        drop(waker);
-        wakes.into_iter().for_each(Wake::wake);
-        if last {
-            // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.
-            unsafe { Arc::decrement_strong_count(std::ptr::from_ref(self)) };
-        }
-    }
-
-    /// Waits for a place in the queue to be served.
-    ///
-    /// # Errors
-    /// What ended the wait; [`Error::Timeout`] when the deadline passed.
-    pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Fresh>> {
-        loop {
-            match self.look(key, None) {
-                Outcome::Granted(grants) => return Ok(grants),
-                Outcome::Failed(error) => return Err(error),
-                Outcome::Waiting => {}
-            }
-            if deadline.is_some_and(|d| Instant::now() >= d) {
-                self.leave(key, true);
-                return Err(Error::Timeout(since.elapsed()));
-            }
-            sync::thread::park_until(deadline);
-        }
-    }
-
-    fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
-        let total: usize = wants.iter().map(|w| w.placement.bytes()).sum();
-        let error = |len| {
-            Some(Error::Impossible { len, quarantined: core.quarantined, capacity: self.config.capacity })
-        };
-        if total > self.config.capacity.saturating_sub(core.quarantined) {
-            return error(wants.iter().map(|w| w.len).sum());
-        }
-        // What is on its way, or could still be, may serve them.
-        if core.growing > 0 || self.room(core) >= least(wants) {
-            return None;
-        }
-        core.never(wants).and_then(|w| error(w.len))
-    }
-
-    fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
-        if core.queue.is_empty() {
-            return;
-        }
-        let mut queue = std::mem::take(&mut core.queue);
-        queue.fail(wakes, |wants| self.hopeless(core, wants));
-        core.queue = queue;
-        core.serve(wakes);
-    }
-
-    // --- regions -----------------------------------------------------------------------------------------------------
-
-    /// Bytes that could still be pinned.
-    fn room(&self, core: &Core) -> usize {
-        self.config.capacity.saturating_sub(core.arena.bytes().total + core.growing) / page() * page()
-    }
-
-    /// How many bytes a new region for these wants may and should have; 0 if the capacity is used up. They count as
-    /// growing until [`Depot::grown`].
-    pub(crate) fn plan_growth(&self, wants: &[Want], step: usize) -> usize {
-        let mut core = self.core.lock();
-        let left = self.room(&core);
-        let need: usize = wants
-            .iter()
-            .map(|w| {
-                let (pages, align) = w.placement.fresh_pages();
-                (pages + align - 1) * segment::PAGE
-            })
-            .sum();
-        let need = need.next_multiple_of(page());
-        // What alignment adds is an upper bound: a region starts well aligned.
-        let bytes = step.max(need).min(left);
-        if bytes < least(wants) {
-            return 0;
-        }
-        core.growing += bytes;
-        core.stunted = None;
-        bytes
-    }
-
-    /// Takes out regions of which nothing is used, the last to come first, so that a region for these wants fits under
-    /// the capacity; none, if that would not do. For requests that fit no region that there is.
-    pub(crate) fn make_way(&self, wants: &[Want]) -> Vec<RegionId> {
-        let mut core = self.core.lock();
-        let need = least(wants);
-        let mut left = self.room(&core);
-        // While someone waits, or a region is being made, nothing goes, nor for what a region has room for, if not now.
-        if core.growing > 0 || !core.queue.is_empty() || core.never(wants).is_none() {
-            return Vec::new();
-        }
-        core.arena.release_idle();
-        let mut idle = core.arena.regions();
-        idle.retain(|(_, len, free)| len == free);
-        idle.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
-        let mut going = Vec::new();
-        for (id, len, _) in idle {
-            if left >= need {
-                break;
-            }
-            left += len;
-            going.push(id);
-        }
-        if left < need {
-            return Vec::new();
-        }
-        going.retain(|id| core.arena.retire(*id).is_some());
-        going
-    }
-
-    /// Has the worker pin bytes that were planned; each extent is used as soon as it is there.
-    pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
-        let Some(regions) = &self.regions else { return };
-        let (depot, also) = (self.clone(), self.clone());
-        let serve = move |id, base, len, pinned| {
-            // SAFETY: an extent of our own regions, which stay until the depot is gone; it is handed over once.
-            unsafe { depot.add_extent(id, base, len, pinned) };
-            // Nobody needs the rest of a pool that was closed meanwhile.
-            !depot.closed()
-        };
-        regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
-    }
-
-    /// Adds memory and serves those who wait for it.
-    ///
-    /// # Safety
-    /// As for [`Arena::add_extent`]; the memory stays until the depot is gone or [`Depot::retire`] gave it back.
-    pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        core.growing = core.growing.saturating_sub(len);
-        // SAFETY: the caller's word.
-        unsafe { core.arena.add_extent(region, base, len, pinned) };
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
-    }
-
-    /// Growing is over; `missing` of the planned bytes never came, because of `error`. Those who wait and cannot be
-    /// served by anything that will ever come back get it.
-    pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
-        let mut wakes = Vec::new();
-        let mut core = self.core.lock();
-        core.growing = core.growing.saturating_sub(missing);
-        if let Some(error) = error {
-            // Kept for those who have asked for this growth and have not joined the queue yet.
-            core.stunted = Some(error.clone());
-        }
-        if core.growing == 0 {
-            let mut queue = std::mem::take(&mut core.queue);
-            queue.fail(&mut wakes, |wants| stunted(&core, wants).or_else(|| self.hopeless(&core, wants)));
-            core.queue = queue;
-            self.start_waiting(&mut core);
-        }
-        core.serve(&mut wakes);
-        self.stop_waiting(&core);
-        drop(core);
-        wakes.into_iter().for_each(Wake::wake);
-    }
-
-    /// Takes a region out, if nothing of it is used.
-    pub(crate) fn retire(&self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
-        let mut core = self.core.lock();
-        // While someone waits, memory is short: nothing goes.
-        if !core.queue.is_empty() { None } else { core.arena.retire(region) }
-    }
-
-    /// Regions, their bytes and how many of these are free. Collects what is cached first.
-    pub(crate) fn region_use(&self) -> Vec<(RegionId, usize, usize)> {
-        let mut core = self.core.lock();
-        self.collect(&mut core);
-        core.arena.release_idle();
-        core.arena.regions()
     }
 
     // --- threads -----------------------------------------------------------------------------------------------------
@@ -1076,13 +818,6 @@ impl Depot {
     }
 }
 
-/// What growing failed with, for wants that nothing there is can ever serve. Whoever could be served by what will come
-/// back waits for that.
-fn stunted(core: &Core, wants: &[Want]) -> Option<Error> {
-    let error = core.stunted.as_ref().filter(|_| core.growing == 0)?;
-    core.never(wants).map(|_| error.clone())
-}
-
 impl Core {
     /// Counts a segment that the slow path gives out.
     fn took(&mut self, slot: NonNull<Slot>, len: usize) -> Grant {
@@ -1093,52 +828,6 @@ impl Core {
         self.granted = self.granted.wrapping_add(unsafe { self.arena.granted(slot) } as u64);
         self.requested = self.requested.wrapping_add(len as u64);
         Grant { slot, len }
-    }
-
-    /// The first of these that cannot be had together with its like, whatever comes back: what is quarantined is in the
-    /// way.
-    fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
-        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-        let stuck: Option<&dyn Fn(&Slot) -> bool> = if self.quarantined > 0 { Some(&stuck) } else { None };
-        wants.iter().find(|want| {
-            let alike = wants.iter().filter(|w| w.placement == want.placement).count();
-            !self.arena.could_serve(want.placement, alike, stuck)
-        })
-    }
-
-    /// Grants what can be granted to those who wait.
-    fn serve(&mut self, wakes: &mut Vec<Wake>) {
-        while !self.queue.is_empty() {
-            self.grant(wakes);
-            // With nothing out and nothing on its way, what cannot be had now never can: `never` knows that at once for
-            // one buffer, but not how several fit together.
-            if self.growing > 0 || self.anything_out() {
-                break;
-            }
-            let (quarantined, capacity, stunted) = (self.quarantined, self.capacity, self.stunted.clone());
-            self.queue.fail_head(wakes, |wants| {
-                let len = wants.iter().map(|w| w.len).sum();
-                stunted.unwrap_or(Error::Impossible { len, quarantined, capacity })
-            });
-        }
-    }
-
-    /// Whether any segment can still come back. Of use only while nothing is cached.
-    fn anything_out(&self) -> bool {
-        let bytes = self.arena.bytes();
-        bytes.free + bytes.cut + self.quarantined < bytes.total
-    }
-
-    fn grant(&mut self, wakes: &mut Vec<Wake>) {
-        let Self { arena, queue, takes, granted, requested, .. } = self;
-        queue.serve(arena, wakes, |arena, grant| {
-            // SAFETY: just taken from its run: alive, and ours alone.
-            unsafe { grant.slot.as_ref() }.mark_taken();
-            *takes += 1;
-            // SAFETY: as above.
-            *granted = granted.wrapping_add(unsafe { arena.granted(grant.slot) } as u64);
-            *requested = requested.wrapping_add(grant.len as u64);
-        });
     }
 
     /// Takes and returns over all threads.
@@ -1165,14 +854,9 @@ impl Core {
     }
 }
 
-/// The unit in which memory comes from the system, in bytes.
-fn page() -> usize {
-    crate::os::page_size().max(crate::segment::PAGE)
-}
-
-/// Bytes that a region for all of these must have at least.
-fn least(wants: &[Want]) -> usize {
-    wants.iter().map(|w| w.placement.bytes()).sum::<usize>().next_multiple_of(page()).max(page())
+/// A sum that ends at the largest number: many requests together can ask for more than there are addresses.
+pub(crate) fn sum(bytes: impl Iterator<Item = usize>) -> usize {
+    bytes.fold(0, usize::saturating_add)
 }
 
 impl Drop for Depot {

@@ -10,11 +10,14 @@
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
+use std::sync::Weak;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use slab::Slab;
 
+use super::Depot;
+use super::growth::Growth;
 use crate::arena::Arena;
 use crate::error::Error;
 use crate::freelist::Slot;
@@ -43,11 +46,13 @@ pub(crate) struct Grant {
 // SAFETY: a grant is the ownership of a segment, whose slot is Sync.
 unsafe impl Send for Grant {}
 
-/// How to wake a waiter.
+/// What to do once the lock is released: above all, how to wake a waiter.
 #[derive(Debug)]
 pub(crate) enum Wake {
     Thread(Thread),
     Task(Waker),
+    /// Has a region made for who waits.
+    Grow(Weak<Depot>, Growth),
 }
 
 impl Wake {
@@ -55,6 +60,11 @@ impl Wake {
         match self {
             Self::Thread(thread) => thread.unpark(),
             Self::Task(waker) => wake_task(waker),
+            Self::Grow(depot, growth) => {
+                if let Some(depot) = depot.upgrade() {
+                    depot.carry_out(growth);
+                }
+            }
         }
     }
 }
@@ -73,6 +83,8 @@ struct Waiter {
     outcome: Outcome,
     wake: Option<Wake>,
     passed: u32,
+    /// Regions were moved for it.
+    moved: bool,
     since: Instant,
 }
 
@@ -108,6 +120,7 @@ impl Queue {
             outcome: Outcome::Waiting,
             wake: Some(wake),
             passed: 0,
+            moved: false,
             since,
         });
         self.order.push_back(key);
@@ -126,6 +139,11 @@ impl Queue {
         (outcome, left.or(wake))
     }
 
+    /// Whether a waiter still waits.
+    pub(crate) fn waits(&self, key: usize) -> bool {
+        matches!(self.waiters[key].outcome, Outcome::Waiting)
+    }
+
     /// Leaves the queue. What was granted meanwhile comes out with it, and as in [`Queue::look`] what is to be dropped
     /// after the lock.
     pub(crate) fn leave(&mut self, key: usize) -> (Outcome, Option<Wake>) {
@@ -138,6 +156,18 @@ impl Queue {
     #[cfg(pinpool_planted = "wake_before_grant")]
     pub(crate) fn head_wake(&mut self) -> Option<Wake> {
         self.waiters[*self.order.front()?].wake.take()
+    }
+
+    /// What the head asks for, and whether regions were moved for it already.
+    pub(crate) fn head(&self) -> Option<(&[Want], bool)> {
+        let head = &self.waiters[*self.order.front()?];
+        Some((&head.wants, head.moved))
+    }
+
+    pub(crate) fn head_moved(&mut self) {
+        if let Some(&head) = self.order.front() {
+            self.waiters[head].moved = true;
+        }
     }
 
     /// Ends the head's wait with an error.
@@ -213,9 +243,19 @@ impl Queue {
     }
 }
 
-/// A segment for a placement, giving up idle runs where that is what it takes.
+/// A segment for a placement, giving up what runs do not use where that is what it takes.
 pub(crate) fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Slot>> {
-    arena.take(placement).or_else(|| if arena.release_idle() { arena.take(placement) } else { None })
+    let again = |arena: &mut Arena, more: bool| if more { arena.take(placement) } else { None };
+    let mut taken = arena.take(placement);
+    if taken.is_none() {
+        let more = arena.release_idle();
+        taken = again(arena, more);
+    }
+    if taken.is_none() {
+        let more = arena.shorten_runs();
+        taken = again(arena, more);
+    }
+    taken
 }
 
 /// All of them or none.

@@ -7,6 +7,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
+use std::thread::ThreadId;
 
 use crossbeam::channel::{Sender, unbounded};
 
@@ -20,6 +21,8 @@ type Job = Box<dyn FnOnce() + Send>;
 #[derive(Debug)]
 pub(crate) struct Worker {
     jobs: Option<Sender<Job>>,
+    /// The thread that runs them, if there is one.
+    thread: Option<ThreadId>,
     forks: u32,
 }
 
@@ -27,11 +30,11 @@ impl Worker {
     /// Starts the thread of a device. A stepped one does without.
     pub(crate) fn start(driver: &Arc<dyn Driver>) -> Result<Self> {
         if driver.stepped().is_some() {
-            return Ok(Self { jobs: None, forks: crate::os::forks() });
+            return Ok(Self { jobs: None, thread: None, forks: crate::os::forks() });
         }
         let (jobs, queue) = unbounded::<Job>();
         let entering = driver.clone();
-        std::thread::Builder::new()
+        let spawned = std::thread::Builder::new()
             .name(format!("pinpool-{}", driver.name()))
             .spawn(move || {
                 entering.enter_thread();
@@ -44,7 +47,7 @@ impl Worker {
                 device: driver.name().into(),
                 why: format!("no thread could be started: {e}"),
             })?;
-        Ok(Self { jobs: Some(jobs), forks: crate::os::forks() })
+        Ok(Self { jobs: Some(jobs), thread: Some(spawned.thread().id()), forks: crate::os::forks() })
     }
 
     /// Whether jobs run on the caller's thread.
@@ -76,6 +79,10 @@ impl Worker {
     ) -> Result<R> {
         if self.forked() {
             return Err(Error::Forked);
+        }
+        // Jobs wake those who wait for memory, and a waker may be anything: on this thread it cannot wait for itself.
+        if self.thread.is_some_and(|thread| thread == std::thread::current().id()) {
+            return job();
         }
         let (tell, told) = mpsc::sync_channel(1);
         self.send(move || drop(tell.send(job())));

@@ -14,6 +14,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,8 @@ pub struct RegionInfo {
 
 // SAFETY: the address is information; whoever dereferences it has to know more.
 unsafe impl Send for RegionInfo {}
+// SAFETY: as above.
+unsafe impl Sync for RegionInfo {}
 
 /// How regions are made.
 #[derive(Clone, Copy, Debug)]
@@ -130,7 +133,6 @@ impl Region {
 #[derive(Default)]
 struct Progress {
     regions: Vec<Region>,
-    next: u64,
     pinning: Pinning,
     /// Attempts under way.
     busy: usize,
@@ -142,6 +144,8 @@ pub(crate) struct Regions {
     context: Arc<Context>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,
+    /// The last number given to a region, here or in another store of the same pool.
+    numbers: Arc<AtomicU64>,
     progress: Mutex<Progress>,
     changed: Condvar,
 }
@@ -160,11 +164,13 @@ impl Regions {
         context: Arc<Context>,
         options: RegionOptions,
         before_unpin: Option<BeforeUnpin>,
+        numbers: Arc<AtomicU64>,
     ) -> Arc<Self> {
         Arc::new(Self {
             context,
             options,
             before_unpin: before_unpin.map(Arc::new),
+            numbers,
             progress: Mutex::new(Progress::default()),
             changed: Condvar::new(),
         })
@@ -207,9 +213,9 @@ impl Regions {
         if self.options.huge {
             os::advise_huge(base, len);
         }
+        // Relaxed: only different, not in any order with anything else.
+        let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let mut progress = self.progress.lock();
-        progress.next += 1;
-        let id = RegionId(progress.next);
         progress.regions.push(Region { id, base, len, extents: Vec::new(), ready: 0, whole: false });
         Ok((id, base))
     }
@@ -322,6 +328,10 @@ impl Regions {
 
     /// How far pinning has come.
     pub(crate) fn pinning(&self) -> Pinning {
+        // In the child of a fork the lock may be anyone's, and nothing comes any more.
+        if self.context.forked() {
+            return Pinning::default();
+        }
         self.progress.lock().pinning.clone()
     }
 
@@ -331,6 +341,9 @@ impl Regions {
         deadline: Option<Instant>,
         enough: impl Fn(&Pinning) -> bool,
     ) -> Result<Pinning> {
+        if self.context.forked() {
+            return Err(Error::Forked);
+        }
         let since = Instant::now();
         let mut progress = self.progress.lock();
         while progress.busy > 0 && !enough(&progress.pinning) {
@@ -348,18 +361,26 @@ impl Regions {
 
     /// The same for a task. `None`: the waker was left.
     pub(crate) fn poll(&self, waker: &Waker) -> Option<Pinning> {
+        if self.context.forked() {
+            return Some(Pinning::default());
+        }
+        // Cloned before the lock: that is the caller's code.
+        let waker = waker.clone();
         let mut progress = self.progress.lock();
         if progress.busy == 0 {
             return Some(progress.pinning.clone());
         }
-        if !progress.wakers.iter().any(|w| w.will_wake(waker)) {
-            progress.wakers.push(waker.clone());
+        if !progress.wakers.iter().any(|w| w.will_wake(&waker)) {
+            progress.wakers.push(waker);
         }
         None
     }
 
     /// The regions there are.
     pub(crate) fn list(&self) -> Vec<RegionInfo> {
+        if self.context.forked() {
+            return Vec::new();
+        }
         self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
     }
 

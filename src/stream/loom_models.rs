@@ -186,6 +186,7 @@ impl Setup {
             thread_cache: 0,
             shared_cache: 0,
             largest: PAGE,
+            step: 0,
             timeless: true,
             serves: Vec::new(),
         };

@@ -59,7 +59,7 @@ impl Listing {
         inbox.known.push(Arc::downgrade(timeline));
     }
 
-    /// All timelines of the device that are alive.
+    /// All timelines of the device that are alive. Not in the child of a fork, where the lock may be anyone's.
     pub(crate) fn known(&self) -> Vec<Arc<Timeline>> {
         self.0.inbox.lock().known.iter().filter_map(Weak::upgrade).collect()
     }

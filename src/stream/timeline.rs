@@ -49,7 +49,7 @@ use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::freelist::{Word, state};
 use crate::segment::Class;
-use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, thread};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering, drop_waker, thread};
 
 /// On streams of ours a tick is closed after so many entries or bytes, whichever comes first.
 const TICK_ENTRIES: usize = 16;
@@ -311,7 +311,7 @@ impl Timeline {
         self.context.poisoned().is_some()
     }
 
-    fn forked(&self) -> bool {
+    pub(crate) fn forked(&self) -> bool {
         self.context.forked()
     }
 
@@ -510,8 +510,10 @@ impl Timeline {
             let Some((tick, event)) = self.state.lock().marks.front().copied() else { break };
             match self.context.noting(self.context.driver().query(event)) {
                 Ok(true) => {
-                    self.land(tick);
-                    self.context.recycle(event);
+                    // On a stream that was lost meanwhile a dead device's events were given back with the other marks.
+                    if self.land(tick) || !self.is_dead() {
+                        self.context.recycle(event);
+                    }
                     progress = true;
                 }
                 Ok(false) => break,
@@ -531,12 +533,12 @@ impl Timeline {
         progress
     }
 
-    /// The front mark was seen complete, and covers all ticks up to `tick`.
-    fn land(&self, tick: u64) {
+    /// The front mark was seen complete, and covers all ticks up to `tick`. `false`: the stream was lost meanwhile.
+    fn land(&self, tick: u64) -> bool {
         let mut after = After::default();
         let mut state = self.state.lock();
         if state.lost.is_some() {
-            return;
+            return false;
         }
         state.marks.pop_front();
         state.unasked = 0;
@@ -557,6 +559,7 @@ impl Timeline {
         drop(state);
         certain.into_iter().for_each(|event| self.context.recycle(event));
         after.run();
+        true
     }
 
     /// Nobody will ever know what is complete on this stream: what is in flight is quarantined, who waits is told.
@@ -725,10 +728,12 @@ impl Timeline {
         if self.poll_complete(tick)? {
             return Ok(true);
         }
+        // Cloned before the lock: that is the caller's code.
+        let waker = waker.clone();
         {
             let mut state = self.state.lock();
             if state.lost.is_none() && self.completed.load(Ordering::Relaxed) < tick {
-                *key = Some(state.wait(tick, Wake::Task(waker.clone())));
+                *key = Some(state.wait(tick, Wake::Task(waker)));
             }
         }
         if key.is_some() {
@@ -740,9 +745,11 @@ impl Timeline {
 
     /// Takes the waker back.
     pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
-        if let Some(key) = key.take() {
+        // In the child of a fork the lock may be anyone's.
+        if let Some(key) = key.take().filter(|_| !self.forked()) {
             // Dropped after the lock, since a task may go with it, and buffers with the task.
-            let _waker = self.state.lock().stop_waiting(key);
+            let waker = self.state.lock().stop_waiting(key);
+            drop_waker(waker);
         }
     }
 

@@ -137,6 +137,8 @@ pub enum Op {
     Hang(usize),
     Resume(usize),
     Sync(usize),
+    /// One stream waits for another.
+    WaitFor(usize, usize),
     Blocking(usize),
     NewStream(usize),
     DropRegion(usize),
@@ -225,6 +227,7 @@ fn plain() -> impl Strategy<Value = Op> {
         2 => at().prop_map(Op::Hang),
         3 => at().prop_map(Op::Resume),
         2 => at().prop_map(Op::Sync),
+        6 => (at(), at()).prop_map(|(a, b)| Op::WaitFor(a, b)),
         2 => at().prop_map(Op::Blocking),
         1 => (0..DEVICES).prop_map(Op::NewStream),
         1 => at().prop_map(Op::DropRegion),

@@ -13,12 +13,9 @@ const FAILURES: [Failure; 6] = [
     Failure::Stall,
 ];
 
-/// Every call that the pool makes, with every failure. (It makes no stream wait for an event yet.)
+/// Every call that the pool makes, with every failure.
 pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
-    Call::ALL
-        .into_iter()
-        .filter(|call| *call != Call::WaitEvent)
-        .flat_map(|call| FAILURES.map(|failure| (call, failure)))
+    Call::ALL.into_iter().flat_map(|call| FAILURES.map(|failure| (call, failure)))
 }
 
 fn setup(end: End) -> Setup {
@@ -58,7 +55,8 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
         Call::CreateStream | Call::DestroyStream => vec![Op::NewStream(0)],
         Call::Copy => vec![up(0, Keep::Keep)],
         Call::CreateEvent | Call::Record | Call::Query => vec![up(0, Keep::Keep), Op::Reap(0)],
-        Call::WaitEvent | Call::DestroyEvent => vec![],
+        Call::WaitEvent => vec![Op::WaitFor(1, 0), Op::WaitFor(0, 1)],
+        Call::DestroyEvent => vec![],
     };
     let mut ops: Vec<Op> = Vec::new();
     if call == Call::CreateEvent {
@@ -152,6 +150,16 @@ pub fn all() -> Vec<(String, Setup, Vec<Op>)> {
     ops.extend([out(1000), out(1000), up(0, Keep::Keep), Op::Hang(0), Op::Wait(0), Op::Resume(0), Op::Drain]);
     ops.extend([up(0, Keep::Keep), Op::Kill(0), Op::Wait(0)]);
     case("hung, then killed", End::DropPool, ops);
+
+    // The waiter is stepped first, as far as it can go.
+    let mut ops = Vec::new();
+    for (waiter, other) in [(1, 0), (0, 1), (3, 2), (2, 3)] {
+        ops.extend([out(1000), out(2000), out(3000), up(other, Keep::Drop), up(other, Keep::Drop)]);
+        ops.extend([Op::WaitFor(waiter, other), up(waiter, Keep::Drop)]);
+        ops.extend([1, 0].map(|nth| Op::Step(waiter / 2, nth, 1)));
+        ops.extend([Op::StepAny(2), Op::Drain]);
+    }
+    case("streams wait for each other", End::Quiet, ops);
 
     let misuse = |misuse| Op::Misuse(misuse, 0);
     let mut ops =

@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
@@ -111,6 +111,16 @@ struct Copy {
     /// Its device is dead: it never will.
     dead: bool,
 }
+
+/// What is submitted to a stream from a certain copy on runs after these copies of another.
+struct Behind {
+    lane: usize,
+    from: u64,
+    after: Vec<u64>,
+}
+
+/// Addresses, and the bytes from there.
+type Gone = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
 
 /// What the buffer will hold when it comes back.
 #[derive(Clone)]
@@ -235,6 +245,9 @@ pub struct World<'t> {
     holds: Vec<Hold>,
     copies: Vec<Copy>,
     regions: Vec<Region>,
+    behind: Vec<Behind>,
+    /// Regions that have gone since the last look, with what was in them.
+    gone: Gone,
     /// Device memory that outlives its device.
     ruins: [Option<DeviceBuffer>; DEVICES],
     tokens: Vec<(Token, Range, usize, Vec<u8>)>,
@@ -262,7 +275,14 @@ impl<'t> World<'t> {
         let config = HostConfig::new().devices(DEVICES as u32).memory(256 << 20).stepped(setup.seed);
         let node = HostNode::new(config).unwrap();
         let devices: Vec<Device> = (0..DEVICES).map(|d| Device::on(&node, d as u32).unwrap()).collect();
+        let gone = Gone::default();
+        let log = gone.clone();
         let pool = Pool::builder(&devices[0])
+            .before_unpin(move |region| {
+                // SAFETY: mapped until this returns, and this thread is the only one.
+                let bytes = unsafe { std::slice::from_raw_parts(region.base.as_ptr(), region.len) };
+                log.lock().unwrap().push((region.base.as_ptr() as usize, bytes.to_vec()));
+            })
             .device(&devices[1])
             .capacity(setup.capacity * KIB)
             .region(setup.region * KIB)
@@ -299,6 +319,8 @@ impl<'t> World<'t> {
             holds: Vec::new(),
             copies: Vec::new(),
             regions: Vec::new(),
+            behind: Vec::new(),
+            gone,
             ruins: Default::default(),
             tokens: Vec::new(),
             stale: Vec::new(),
@@ -373,6 +395,14 @@ impl<'t> World<'t> {
                 (self.peek(device, &slice), vec![BLANK; len])
             }
             Seen::Host(address, before) => {
+                // Since the last look its buffer may have come back, and its region gone.
+                let gone = self.gone.lock().unwrap().iter().find_map(|(base, bytes)| {
+                    bytes.get(address.checked_sub(*base)?..)?.get(..before.len()).map(<[u8]>::to_vec)
+                });
+                if let Some(then) = gone {
+                    assert!(allowed.contains(&then), "a region has gone under copy {id}");
+                    return true;
+                }
                 // SAFETY: the copy is in flight, so its target is mapped; it was filled before it was submitted, and
                 // the stepped device runs on this thread only, so nobody writes there now.
                 let now = unsafe { std::slice::from_raw_parts(*address as *const u8, before.len()) };
@@ -411,10 +441,23 @@ impl<'t> World<'t> {
                     gone.id,
                     gone.host
                 );
+                for Behind { lane, from, after } in &self.behind {
+                    if *lane == gone.lane && *from <= gone.id && !after.is_empty() {
+                        self.tally.note("copy ran after another stream's");
+                        let early =
+                            self.copies.iter().find(|c| after.contains(&c.id) && !c.dead).map(|c| c.id);
+                        assert_eq!(
+                            early, None,
+                            "copy {} ran though its stream was to wait for that",
+                            gone.id
+                        );
+                    }
+                }
             } else {
                 at += 1;
             }
         }
+        self.gone.lock().unwrap().clear();
     }
 
     fn have_run(&self, ids: &[u64]) -> bool {
@@ -1224,6 +1267,29 @@ impl<'t> World<'t> {
         }
     }
 
+    fn wait_for(&mut self, waiter: usize, other: usize) {
+        self.sweep();
+        let after = self.outstanding(&[other]);
+        let result = self.lanes[waiter].stream.wait_for(&self.lanes[other].stream);
+        if self.lanes[waiter].device != self.lanes[other].device {
+            assert!(matches!(result, Err(Error::WrongDevice { .. })), "{result:?}");
+            self.tally.note("refused: wrong device");
+            return;
+        }
+        match result {
+            Ok(()) => {
+                let (busy, from) = (!after.is_empty(), self.id());
+                self.tally.note(if busy {
+                    "stream waited for a busy one"
+                } else {
+                    "stream waited for an idle one"
+                });
+                self.behind.push(Behind { lane: waiter, from, after });
+            }
+            Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
+        }
+    }
+
     fn is_done(&mut self, at: usize) {
         if self.flights.is_empty() {
             return;
@@ -1622,6 +1688,7 @@ impl<'t> World<'t> {
                     Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
                 }
             }
+            Op::WaitFor(waiter, other) => self.wait_for(self.lane(*waiter), self.lane(*other)),
             Op::Blocking(at) => self.blocking(*at),
             Op::NewStream(device) => match self.devices[*device].stream() {
                 Ok(stream) => drop(stream),

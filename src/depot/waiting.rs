@@ -1,0 +1,223 @@
+//! Waiting for memory, seen from the depot: joining and leaving the queue, serving it, and ending waits that nothing can
+//! serve any more. Who is next is decided by [`super::queue`].
+//!
+//! While anybody waits, the mode word keeps all threads out of their shards, and what these cached is back in its runs: each
+//! segment that comes back meets the queue under the lock. Not so while memory for the only waiters is on its way from
+//! the system: then nobody else needs to hurry.
+
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Instant;
+
+use super::growth::least;
+use super::{Core, Depot, Fresh, Grant, Outcome, Wake, Want, mode, state, sum};
+use crate::error::{Error, Result};
+use crate::freelist::Slot;
+use crate::sync;
+
+impl Depot {
+    /// Joins the queue, served at once if that is possible. With `covered`, memory for it is on its way from the
+    /// system, so nobody else needs to hurry: other threads keep their shards.
+    pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
+        self.refuse_if_shut()?;
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        self.refuse_if_shut()?;
+        if let Some(error) = self.hopeless(&core, &wants).or_else(|| stunted(&core, &wants)) {
+            return Err(error);
+        }
+        core.stats.waits += 1;
+        let key = core.queue.join(wants, wake);
+        if !(covered && core.growing > 0) {
+            self.start_waiting(&mut core);
+        }
+        core.serve(&mut wakes);
+        self.stop_waiting(&core);
+        drop(core);
+        wakes.into_iter().for_each(Wake::wake);
+        Ok(key)
+    }
+
+    /// Sends everyone to the queue, and brings all that is cached to the runs.
+    pub(super) fn start_waiting(&self, core: &mut Core) {
+        if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
+            return;
+        }
+        if cfg!(pinpool_planted = "wait_without_quiesce") {
+            self.gate.force(mode::WAITING);
+        } else {
+            self.gate.quiesce(mode::WAITING, core.roster.shards());
+        }
+        self.sweep(core);
+    }
+
+    pub(super) fn stop_waiting(&self, core: &Core) {
+        if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
+            self.gate.open(mode::WAITING);
+        }
+    }
+
+    /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
+    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
+        let wake = waker.map(|w| Wake::Task(w.clone()));
+        // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
+        let (outcome, replaced) = self.core.lock().queue.look(key, wake);
+        sync::drop_waker(replaced);
+        match outcome {
+            Outcome::Waiting => Outcome::Waiting,
+            Outcome::Granted(grants) => Outcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect()),
+            Outcome::Failed(error) => Outcome::Failed(error),
+        }
+    }
+
+    /// Whether a waiter still waits. To be followed by [`Depot::look`] or [`Depot::leave`].
+    pub(crate) fn waits(&self, key: usize) -> bool {
+        self.core.lock().queue.waits(key)
+    }
+
+    /// Ends a wait early; what was granted meanwhile goes back.
+    pub(crate) fn leave(&self, key: usize, timed_out: bool) {
+        if self.forked() {
+            return;
+        }
+        let mut wakes = Vec::new();
+        let mut core = self.core.lock();
+        core.stats.timeouts += u64::from(timed_out);
+        let mut last = false;
+        // Its waker goes after the lock, since a task may go with it, and buffers with the task.
+        let (outcome, waker) = core.queue.leave(key);
+        if let Outcome::Granted(grants) = outcome {
+            for Grant { slot, len } in grants {
+                // SAFETY: granted, so out and alive, and the waiter never saw it.
+                unsafe {
+                    slot.as_ref().set(state::FREE);
+                    core.granted = core.granted.wrapping_sub(core.arena.granted(slot) as u64);
+                    core.arena.give(slot);
+                }
+                core.requested = core.requested.wrapping_sub(len as u64);
+                core.puts += 1;
+                last |= core.came_back(1);
+            }
+        }
+        // What it gives back may be what the next waits for, and its place what held that up.
+        if !cfg!(pinpool_planted = "leave_serves_nobody") {
+            core.serve(&mut wakes);
+        }
+        self.stop_waiting(&core);
+        drop(core);
+        sync::drop_waker(waker);
+        wakes.into_iter().for_each(Wake::wake);
+        if last {
+            // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.
+            unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
+        }
+    }
+
+    /// Waits for a place in the queue to be served.
+    ///
+    /// # Errors
+    /// What ended the wait; [`Error::Timeout`] when the deadline passed.
+    pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Fresh>> {
+        loop {
+            match self.look(key, None) {
+                Outcome::Granted(grants) => return Ok(grants),
+                Outcome::Failed(error) => return Err(error),
+                Outcome::Waiting => {}
+            }
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                self.leave(key, true);
+                return Err(Error::Timeout(since.elapsed()));
+            }
+            sync::thread::park_until(deadline);
+        }
+    }
+
+    /// The error for who does not wait.
+    pub(crate) fn exhausted(&self, len: usize) -> Error {
+        let growth = self.core.lock().stunted.clone().map(Box::new);
+        Error::Exhausted { len, capacity: self.config.capacity, growth }
+    }
+
+    pub(super) fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
+        let total = sum(wants.iter().map(|w| w.placement.bytes()));
+        let error = |len| {
+            Some(Error::Impossible { len, quarantined: core.quarantined, capacity: self.config.capacity })
+        };
+        if total > self.config.capacity.saturating_sub(core.quarantined) {
+            return error(sum(wants.iter().map(|w| w.len)));
+        }
+        // What is on its way, or could still be, may serve them; and regions that are idle one day can go for it.
+        if core.growing > 0 || core.room() + core.leaving >= least(wants) || core.movable() >= least(wants) {
+            return None;
+        }
+        core.never(wants).and_then(|w| error(w.len))
+    }
+
+    pub(super) fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
+        if core.queue.is_empty() {
+            return;
+        }
+        let mut queue = std::mem::take(&mut core.queue);
+        queue.fail(wakes, |wants| self.hopeless(core, wants));
+        core.queue = queue;
+        core.serve(wakes);
+    }
+}
+
+/// What growing failed with, for wants that nothing there is can ever serve. Whoever could be served by what will come
+/// back waits for that.
+pub(super) fn stunted(core: &Core, wants: &[Want]) -> Option<Error> {
+    let error = core.stunted.as_ref().filter(|_| core.growing == 0)?;
+    core.never(wants).map(|_| error.clone())
+}
+
+impl Core {
+    /// The first of these that cannot be had together with its like, whatever comes back: what is quarantined is in the
+    /// way.
+    pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
+        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
+        let stuck: Option<&dyn Fn(&Slot) -> bool> = if self.quarantined > 0 { Some(&stuck) } else { None };
+        wants.iter().find(|want| {
+            let alike = wants.iter().filter(|w| w.placement == want.placement).count();
+            !self.arena.could_serve(want.placement, alike, stuck)
+        })
+    }
+
+    /// Grants what can be granted to those who wait.
+    pub(super) fn serve(&mut self, wakes: &mut Vec<Wake>) {
+        while !self.queue.is_empty() {
+            self.grant(wakes);
+            if self.growing > 0 || self.grow_for_head(wakes) {
+                break;
+            }
+            // With nothing out and nothing on its way, what cannot be had now never can: `never` knows that at once for
+            // one buffer, but not how several fit together.
+            if self.leaving > 0 || self.anything_out() {
+                break;
+            }
+            let (quarantined, capacity, stunted) = (self.quarantined, self.capacity, self.stunted.clone());
+            self.queue.fail_head(wakes, |wants| {
+                let len = sum(wants.iter().map(|w| w.len));
+                stunted.unwrap_or(Error::Impossible { len, quarantined, capacity })
+            });
+        }
+    }
+
+    /// Whether any segment can still come back. Of use only while nothing is cached.
+    fn anything_out(&self) -> bool {
+        let bytes = self.arena.bytes();
+        bytes.free + bytes.cut + self.quarantined < bytes.total
+    }
+
+    fn grant(&mut self, wakes: &mut Vec<Wake>) {
+        let Self { arena, queue, takes, granted, requested, .. } = self;
+        queue.serve(arena, wakes, |arena, grant| {
+            // SAFETY: just taken from its run: alive, and ours alone.
+            unsafe { grant.slot.as_ref() }.mark_taken();
+            *takes += 1;
+            // SAFETY: as above.
+            *granted = granted.wrapping_add(unsafe { arena.granted(grant.slot) } as u64);
+            *requested = requested.wrapping_add(grant.len as u64);
+        });
+    }
+}
