@@ -13,6 +13,7 @@
 //! library that was loaded is never unloaded.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
 use std::sync::OnceLock;
 
 use libloading::Library;
@@ -71,8 +72,8 @@ macro_rules! table {
 
         impl Api {
             /// The calls of a library, or the name of the first that is missing.
-            fn resolve(library: &'static Library) -> std::result::Result<Self, &'static str> {
-                // SAFETY: the symbols are the driver API's, whose signatures are those of cuda.h; the library stays.
+            fn resolve(library: &Library) -> std::result::Result<Self, &'static str> {
+                // SAFETY: the symbols are the driver API's, whose signatures are those of cuda.h; the caller keeps the library.
                 unsafe {
                     Ok(Self {
                         $( $name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?, )*
@@ -152,8 +153,8 @@ impl Api {
         let library = unsafe { Library::new(&file) }
             .map_err(|error| format!("{shown} could not be loaded ({error}): {remedy}"))?;
         // For good: the driver has threads and exit handlers of its own, whatever it answers below.
-        let library: &'static Library = Box::leak(Box::new(library));
-        Self::resolve(library).map_err(|symbol| {
+        let library = ManuallyDrop::new(library);
+        Self::resolve(&library).map_err(|symbol| {
             format!(
                 "{shown} lacks {symbol}: it is no CUDA driver, or one older than CUDA {}; install a newer one",
                 version(OLDEST)
