@@ -114,7 +114,8 @@ pub struct PoolStats {
     pub cached_bytes: usize,
     /// Bytes of buffers in somebody's hands, rounding included.
     pub checked_out_bytes: usize,
-    /// Bytes that a device may still use.
+    /// Bytes that a device may still use. A buffer shared by `Arc` is not among them: it counts as checked out until the
+    /// last that has it is gone, a device included.
     pub in_flight_bytes: usize,
     /// Of the bytes in flight, those claimed for stream-ready reuse.
     pub claimed_bytes: usize,
@@ -261,7 +262,8 @@ impl Pool {
         CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None }
     }
 
-    /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted.
+    /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted. Plain memory
+    /// has no alignment to rely on, whatever was asked for.
     ///
     /// # Errors
     /// As for [`try_checkout`](Self::try_checkout) but [`Error::Exhausted`]; [`Error::OutOfMemory`].
