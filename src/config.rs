@@ -2,7 +2,7 @@
 
 use crate::arena::MAX_EXTENT;
 use crate::error::{Error, Result};
-use crate::region::{BeforeUnpin, RegionInfo, RegionOptions, Unpinned};
+use crate::region::{BeforeUnpin, HugePages, RegionInfo, RegionOptions, Unpinned};
 use crate::runtime::Device;
 use crate::segment::PAGE;
 
@@ -16,7 +16,7 @@ pub struct PoolBuilder {
     pub(crate) extent: Option<usize>,
     pub(crate) thread_cache: Option<usize>,
     pub(crate) unpinned: Unpinned,
-    pub(crate) huge_pages: bool,
+    pub(crate) huge_pages: HugePages,
     pub(crate) pin_threads: Option<usize>,
     pub(crate) reserves: Vec<(String, usize)>,
     pub(crate) before_unpin: Option<BeforeUnpin>,
@@ -25,7 +25,7 @@ pub struct PoolBuilder {
 /// Everything decided.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
-    /// For the pool proper, reserves taken off.
+    /// For the pool proper, reserves taken off; for each of the nodes.
     pub(crate) capacity: usize,
     pub(crate) initial: usize,
     pub(crate) region: usize,
@@ -44,14 +44,18 @@ impl PoolBuilder {
             extent: None,
             thread_cache: None,
             unpinned: Unpinned::default(),
-            huge_pages: false,
+            huge_pages: HugePages::default(),
             pin_threads: None,
             reserves: Vec::new(),
             before_unpin: None,
         }
     }
 
-    /// One more device that the pool serves. All must be of one family; regions are pinned once, near the first.
+    /// One more device that the pool serves. All must be of one family, and every buffer serves all of them.
+    ///
+    /// Where the devices hang on several NUMA nodes, each node has an equal share of the capacity, in regions of its own, and
+    /// [`Request::near`](crate::Request::near) names the device whose node a buffer is to come from; without it buffers
+    /// come from the first device's.
     pub fn device(mut self, device: &Device) -> Self {
         // Once each: what is in flight is summed up over the devices.
         if self.devices.iter().all(|d| d.context().id() != device.context().id()) {
@@ -84,7 +88,9 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes pinned by one call at most, and so the largest segment that there can be. Default: 256 MiB.
+    /// Bytes pinned by one call at most, and so the largest segment that there can be. Default: 256 MiB, for which the
+    /// call takes a few milliseconds; other users of the driver may have to wait for so long. What the system or the driver
+    /// cannot pin in one call is cut smaller: on CUDA 256 GiB are the most, and 1 GiB on Linux 6.11 to 6.13.
     pub fn extent(mut self, bytes: usize) -> Self {
         self.extent = Some(bytes);
         self
@@ -104,14 +110,15 @@ impl PoolBuilder {
         self
     }
 
-    /// Ask the system for huge pages. They make pinning several times faster where the system has them at hand, and
-    /// slower where it has to make room first. Default: no.
-    pub fn huge_pages(mut self, on: bool) -> Self {
-        self.huge_pages = on;
+    /// Whether the memory is backed by huge pages, which make pinning several times faster where the system has them at
+    /// hand. Default: [`HugePages::Auto`].
+    pub fn huge_pages(mut self, huge: HugePages) -> Self {
+        self.huge_pages = huge;
         self
     }
 
-    /// Threads that touch pages while a region is made. Default: as many as there are cores, at most 8.
+    /// Threads that touch pages while a region is made, beside the one that pins what was touched. They end with the
+    /// region's making. Default: as many as there are cores, at most 8.
     pub fn pin_threads(mut self, threads: usize) -> Self {
         self.pin_threads = Some(threads);
         self
@@ -153,14 +160,22 @@ impl PoolBuilder {
                 _ => return wrong(format!("the reserves leave nothing of the capacity of {capacity} bytes")),
             };
         }
-        let region = down(self.region.unwrap_or((left / 8).clamp(256 << 20, 1 << 30))).min(left);
-        let extent = down(self.extent.unwrap_or(256 << 20)).min(MAX_EXTENT);
+        let nodes = self.nodes().len();
+        let share = down(left / nodes);
+        if share == 0 {
+            return wrong(format!("a capacity of {left} bytes does not go round among {nodes} NUMA nodes"));
+        }
+        let region = down(self.region.unwrap_or((left / 8).clamp(256 << 20, 1 << 30))).min(share);
+        let longest = self.devices.iter().map(|d| d.context().driver().longest_pin()).min();
+        let extent =
+            down(self.extent.unwrap_or(256 << 20).min(longest.unwrap_or(usize::MAX))).min(MAX_EXTENT);
         if region == 0 || extent == 0 {
             return wrong(format!("regions and extents need at least one page ({page})"));
         }
-        let initial = down(self.initial.unwrap_or(region));
-        if initial > left {
-            return wrong(format!("{initial} bytes to start with are more than the capacity of {left}"));
+        let initial = down(self.initial.map_or(region, |bytes| bytes.div_ceil(nodes)));
+        if initial > share {
+            let wanted = self.initial.unwrap_or(initial);
+            return wrong(format!("{wanted} bytes to start with are more than the capacity of {left}"));
         }
         let threads = self
             .pin_threads
@@ -178,13 +193,34 @@ impl PoolBuilder {
         }
         let thread_cache = self.thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
         Ok(Plan {
-            capacity: left,
+            capacity: share,
             initial,
             region,
             thread_cache,
             shared_cache: thread_cache.saturating_mul(4),
-            options: RegionOptions { extent, threads, unpinned: self.unpinned, huge: self.huge_pages },
+            options: RegionOptions {
+                extent,
+                threads,
+                unpinned: self.unpinned,
+                huge: self.huge_pages,
+                node: None,
+            },
         })
+    }
+
+    /// The NUMA nodes that the devices hang on, and which devices (by number) hang on each; the first device's comes first.
+    /// A device that does not know its node counts to the first's.
+    pub(crate) fn nodes(&self) -> Vec<(Option<u32>, Vec<usize>)> {
+        let mut nodes: Vec<(Option<u32>, Vec<usize>)> = Vec::new();
+        for (number, device) in self.devices.iter().enumerate() {
+            let node = device.context().driver().numa_node();
+            let known = nodes.iter().position(|n| n.0 == node || node.is_none());
+            match known {
+                Some(at) => nodes[at].1.push(number),
+                None => nodes.push((node, vec![number])),
+            }
+        }
+        nodes
     }
 }
 

@@ -131,7 +131,7 @@ pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
 pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
-pub use region::{Pinning, RegionId, RegionInfo, Unpinned};
+pub use region::{HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use runtime::Device;
 pub use stream::Stream;
 

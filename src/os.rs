@@ -118,15 +118,101 @@ mod linux {
         advise(base, len, libc::MADV_HUGEPAGE)
     }
 
+    /// Asks for pages of the ordinary size under the range. `false`: the kernel knows no others.
+    pub(crate) fn advise_small(base: NonNull<u8>, len: usize) -> bool {
+        advise(base, len, libc::MADV_NOHUGEPAGE)
+    }
+
     /// Keeps the range out of forked children. `false`: children will see a copy of it.
     pub(crate) fn dont_fork(base: NonNull<u8>, len: usize) -> bool {
         advise(base, len, libc::MADV_DONTFORK)
     }
 
+    /// Has the kernel provide the pages of the range now, as if each were written to. `false`: it did not (before
+    /// Linux 5.14 it cannot), and they come when they are touched.
+    pub(crate) fn populate(base: NonNull<u8>, len: usize) -> bool {
+        advise(base, len, libc::MADV_POPULATE_WRITE)
+    }
+
+    /// Has the pages of the range, which have not been touched yet, come from a NUMA node as long as it has any. `false`:
+    /// the kernel knows no such node, and they come from where they are touched.
+    pub(crate) fn prefer_node(base: NonNull<u8>, len: usize, node: u32) -> bool {
+        const BITS: usize = u64::BITS as usize;
+        const NODES: usize = 1024;
+        let mut mask = [0_u64; NODES / BITS];
+        let Some(word) = mask.get_mut(node as usize / BITS) else { return false };
+        *word = 1 << (node as usize % BITS);
+        // SAFETY: a policy changes no contents; the mask lives for the call and has as many bits as are named, and for a
+        // range that is not mapped the kernel answers with an error.
+        let done = unsafe {
+            libc::syscall(
+                libc::SYS_mbind,
+                base.as_ptr(),
+                len,
+                c_long::from(libc::MPOL_PREFERRED),
+                mask.as_ptr(),
+                NODES + 1,
+                0,
+            )
+        };
+        done == 0
+    }
+
+    /// Has this thread run on the processors of a NUMA node only, as far as it may run there at all. `false`: it stays
+    /// where it is.
+    pub(crate) fn run_on_node(node: u32) -> bool {
+        let Ok(list) = fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist")) else {
+            return false;
+        };
+        // SAFETY: a set of numbers, for which zeros are the empty one.
+        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+        let most = libc::CPU_SETSIZE as usize;
+        for cpu in cpu_list(&list).filter(|cpu| *cpu < most) {
+            // SAFETY: within the set.
+            unsafe { libc::CPU_SET(cpu, &mut set) };
+        }
+        // SAFETY: the set lives for the call; 0 is this thread.
+        unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) == 0 }
+    }
+
+    /// The numbers in a list such as `0-3,8`.
+    pub(super) fn cpu_list(text: &str) -> impl Iterator<Item = usize> {
+        text.trim().split(',').flat_map(|part| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let range = first.parse().ok().zip(last.parse().ok());
+            let (first, last): (usize, usize) = range.unwrap_or((1, 0));
+            first..=last
+        })
+    }
+
+    /// The NUMA node that a PCI device hangs on. `None`: the system does not say.
+    pub(crate) fn pci_node(bus: &str) -> Option<u32> {
+        let path = format!("/sys/bus/pci/devices/{}/numa_node", bus.to_ascii_lowercase());
+        fs::read_to_string(path).ok()?.trim().parse().ok()
+    }
+
+    /// The kernel's version, as major and minor number.
+    pub(crate) fn kernel() -> Option<(u32, u32)> {
+        // SAFETY: text fields, for which zeros are empty strings.
+        let mut names: libc::utsname = unsafe { std::mem::zeroed() };
+        // SAFETY: filled by the call.
+        if unsafe { libc::uname(&mut names) } != 0 {
+            return None;
+        }
+        // SAFETY: the call ends the string with a zero.
+        let release = unsafe { std::ffi::CStr::from_ptr(names.release.as_ptr()) };
+        kernel_version(release.to_str().ok()?)
+    }
+
+    pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
+        let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+        Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+    }
+
     /// Only for advice that leaves contents as they are, in this process.
     fn advise(base: NonNull<u8>, len: usize, advice: libc::c_int) -> bool {
-        // SAFETY: the two kinds of advice given above change neither contents nor validity in this process, and for a
-        // range that is not mapped the kernel answers with an error.
+        // SAFETY: the kinds of advice given above change neither contents nor validity in this process, and for a range
+        // that is not mapped the kernel answers with an error.
         unsafe { libc::madvise(base.as_ptr().cast::<c_void>(), len, advice) == 0 }
     }
 
@@ -320,6 +406,30 @@ mod other {
         false
     }
 
+    pub(crate) fn advise_small(_base: NonNull<u8>, _len: usize) -> bool {
+        false
+    }
+
+    pub(crate) fn populate(_base: NonNull<u8>, _len: usize) -> bool {
+        false
+    }
+
+    pub(crate) fn prefer_node(_base: NonNull<u8>, _len: usize, _node: u32) -> bool {
+        false
+    }
+
+    pub(crate) fn run_on_node(_node: u32) -> bool {
+        false
+    }
+
+    pub(crate) fn pci_node(_bus: &str) -> Option<u32> {
+        None
+    }
+
+    pub(crate) fn kernel() -> Option<(u32, u32)> {
+        None
+    }
+
     pub(crate) fn lock(_base: NonNull<u8>, _len: usize) -> Result<()> {
         unsupported()
     }
@@ -421,6 +531,37 @@ mod tests {
         let path = linux::cgroup_path("4:memory:/x\n0::/a/b\n").unwrap();
         assert_eq!(path, std::path::Path::new("/sys/fs/cgroup/a/b"));
         assert_eq!(linux::cgroup_path("4:memory:/x\n"), None);
+    }
+
+    #[test]
+    fn reads_what_the_system_says_about_itself() {
+        assert_eq!(linux::kernel_version("6.12.3-generic"), Some((6, 12)));
+        assert_eq!(linux::kernel_version("5.4"), Some((5, 4)));
+        assert_eq!(linux::kernel_version("unknown"), None);
+        assert!(kernel().is_some_and(|version| version >= (3, 0)));
+        let cpus = |text: &str| linux::cpu_list(text).collect::<Vec<_>>();
+        assert_eq!(cpus("0-3,8\n"), [0, 1, 2, 3, 8]);
+        assert_eq!(cpus("5"), [5]);
+        assert_eq!(cpus("\n"), [0; 0]);
+        assert_eq!(pci_node("ffff:ff:1f.7"), None);
+    }
+
+    #[test]
+    fn pages_come_when_they_are_asked_for_and_from_a_node_that_exists() {
+        let len = 64 * page_size();
+        let base = map(len, 1).unwrap();
+        assert!(!prefer_node(base, len, 1023) && !prefer_node(base, len, u32::MAX));
+        // Where the kernel has no NUMA at all it knows no first node either.
+        let _ = prefer_node(base, len, 0);
+        if kernel() >= Some((5, 14)) {
+            assert!(populate(base, len));
+        }
+        // SAFETY: mapped above, and known to this test alone.
+        unsafe {
+            assert_eq!(base.as_ptr().add(len - 1).read(), 0);
+            unmap(base, len).unwrap();
+        }
+        assert!(!populate(base, len), "what is not mapped cannot be populated");
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::config::{Plan, PoolBuilder};
 use crate::depot::{self, Depot, DepotConfig, Fresh, Outcome, Take, Wake, Want};
 use crate::error::{Error, Result};
 use crate::freelist::state;
-use crate::region::{Pinning, RegionInfo, Regions};
+use crate::region::{Pinning, RegionInfo, RegionOptions, Regions};
 use crate::runtime::Device;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
@@ -32,13 +32,15 @@ pub struct Request<'a> {
     len: usize,
     align: usize,
     reserve: Option<&'a str>,
+    /// The context of the device that it is to be near, and its name.
+    near: Option<(u64, &'a str)>,
 }
 
 impl<'a> Request<'a> {
     /// A buffer of `len` bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, reserve: None }
+        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None }
     }
 
     /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.)
@@ -57,10 +59,18 @@ impl<'a> Request<'a> {
         Placement::of(self.len, self.align).map(Placement::bytes)
     }
 
-    /// From the reserve of this name, if the pool proper has nothing free.
+    /// From the reserve of this name, if the pool proper has nothing free. Reserves lie near the pool's first device.
     #[must_use]
     pub fn reserve(mut self, name: &'a str) -> Self {
         self.reserve = Some(name);
+        self
+    }
+
+    /// From memory on the NUMA node of this device, one of the pool's. It makes a difference where the pool's devices hang
+    /// on several nodes; see [`PoolBuilder::device`]. A device that the pool does not serve is [`Error::WrongDevice`]. A request that names a reserve too comes from the reserve's node.
+    #[must_use]
+    pub fn near(mut self, device: &'a Device) -> Self {
+        self.near = Some((device.context().id(), device.name()));
         self
     }
 }
@@ -68,7 +78,7 @@ impl<'a> Request<'a> {
 impl From<usize> for Request<'_> {
     #[inline(always)]
     fn from(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, reserve: None }
+        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None }
     }
 }
 
@@ -82,6 +92,9 @@ pub struct Pool(Arc<Inner>);
 struct Inner {
     /// What a hit needs, first.
     main: Store,
+    /// Where the devices hang on several NUMA nodes: a store for each of the nodes but the first device's, and the contexts
+    /// of the devices there.
+    nodes: Vec<(Vec<u64>, Store)>,
     reserves: Vec<(String, Store)>,
     devices: Vec<Device>,
     misses: AtomicU64,
@@ -200,7 +213,13 @@ impl Pool {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::Forever),
+            None => self.checkout_slow(
+                request.len,
+                request.align,
+                request.reserve,
+                request.near,
+                Patience::Forever,
+            ),
         }
     }
 
@@ -213,7 +232,9 @@ impl Pool {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::None),
+            None => {
+                self.checkout_slow(request.len, request.align, request.reserve, request.near, Patience::None)
+            }
         }
     }
 
@@ -230,7 +251,10 @@ impl Pool {
         let request = request.into();
         match self.hit(request) {
             Some(buf) => Ok(buf),
-            None => self.checkout_slow(request.len, request.align, request.reserve, Patience::until(timeout)),
+            None => {
+                let patience = Patience::until(timeout);
+                self.checkout_slow(request.len, request.align, request.reserve, request.near, patience)
+            }
         }
     }
 
@@ -313,6 +337,8 @@ impl Pool {
         patience: Patience,
     ) -> Result<StreamBuf> {
         let timeline = stream.timeline();
+        let own = (timeline.context().id(), stream.device().name());
+        let request = Request { near: request.near.or(Some(own)), ..request };
         if !self.0.main.depot.config().serves.contains(&timeline.context().id()) {
             return Err(Error::WrongDevice { device: stream.device().name().into() });
         }
@@ -326,7 +352,8 @@ impl Pool {
             return granted.pop().map(|fresh| ready(fresh.into())).ok_or(Error::ZeroLength);
         }
         if let Placement::Class(class) = errand.wants[0].placement {
-            for depot in [&self.0.main.depot, &errand.store.depot] {
+            let stores = std::iter::once(errand.store).chain(errand.first.is_some().then_some(&self.0.main));
+            for depot in stores.map(|store| &store.depot) {
                 if let Some((key, mut segment)) = timeline.claim(depot, class) {
                     self.missed();
                     // Both names of the segment, ours and the claim's, are to carry the new length.
@@ -336,7 +363,7 @@ impl Pool {
                 }
             }
         }
-        self.checkout_slow(request.len, request.align, request.reserve, patience).map(ready)
+        self.checkout_slow(request.len, request.align, request.reserve, request.near, patience).map(ready)
     }
 
     /// Takes back a buffer that went out as a token.
@@ -355,7 +382,18 @@ impl Pool {
             return None;
         }
         let class = Class::of(request.len)?;
-        self.0.main.depot.hit(class, request.len).map(PinnedBuf::from)
+        let store = match request.near {
+            None => &self.0.main,
+            Some((near, _)) => self.near(near)?,
+        };
+        store.depot.hit(class, request.len).map(PinnedBuf::from)
+    }
+
+    /// The store on the node of a device. `None`: the pool does not serve it.
+    fn near(&self, context: u64) -> Option<&Store> {
+        let other = self.0.nodes.iter().find(|node| node.0.contains(&context)).map(|node| &node.1);
+        let main = || self.0.main.depot.config().serves.contains(&context).then_some(&self.0.main);
+        other.or_else(main)
     }
 
     /// Everything else. Takes the request in parts: whole, it would be written to memory before each hit.
@@ -366,9 +404,10 @@ impl Pool {
         len: usize,
         align: usize,
         reserve: Option<&str>,
+        near: Option<(u64, &str)>,
         patience: Patience,
     ) -> Result<PinnedBuf> {
-        let request = Request { len, align, reserve };
+        let request = Request { len, align, reserve, near };
         self.acquire(&[request], patience)?.pop().ok_or(Error::ZeroLength)
     }
 
@@ -382,8 +421,20 @@ impl Pool {
         }
         let place =
             |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
+        let near = requests.first().and_then(|r| r.near);
+        if requests.iter().any(|r| r.near != near) {
+            return Err(Error::Config(
+                "buffers that are asked for together must be near the same device".into(),
+            ));
+        }
         let main = &self.0.main;
-        let Some(name) = reserve else { return Ok(Errand { first: None, store: main, wants: place(main)? }) };
+        let store = match near {
+            None => main,
+            Some((near, name)) => {
+                self.near(near).ok_or_else(|| Error::WrongDevice { device: name.into() })?
+            }
+        };
+        let Some(name) = reserve else { return Ok(Errand { first: None, store, wants: place(store)? }) };
         let known = self.0.reserves.iter().find(|r| r.0 == name);
         let (_, store) = known.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
         match (place(main), place(store)) {
@@ -543,7 +594,17 @@ impl Pool {
     /// How far pinning has come.
     #[must_use]
     pub fn pinning(&self) -> Pinning {
-        self.0.main.regions.pinning()
+        let mut sum = Pinning::default();
+        for Pinning { wanted, ready, busy, longest_call, error } in
+            self.growing().map(|s| s.regions.pinning())
+        {
+            sum.wanted += wanted;
+            sum.ready += ready;
+            sum.busy += busy;
+            sum.longest_call = sum.longest_call.max(longest_call);
+            sum.error = sum.error.or(error);
+        }
+        sum
     }
 
     /// Waits until nothing is being pinned any more.
@@ -552,13 +613,19 @@ impl Pool {
     /// [`Error::Timeout`]. That pinning ended early is in the result, not an error.
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
-        self.0.main.regions.wait(deadline, |_| false)
+        for store in self.growing() {
+            store.regions.wait(deadline, |_| false)?;
+        }
+        Ok(self.pinning())
     }
 
     /// The same for a task.
     pub async fn pinned(&self) -> Pinning {
-        std::future::poll_fn(|cx| self.0.main.regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready))
-            .await
+        for store in self.growing() {
+            std::future::poll_fn(|cx| store.regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready))
+                .await;
+        }
+        self.pinning()
     }
 
     /// The regions there are, reserves included, for those who register them elsewhere too.
@@ -571,18 +638,20 @@ impl Pool {
     /// Gives idle regions back to the system, the last to come first, as long as at least `keep` bytes stay. Returns
     /// how many bytes went. Regions with anything in use stay, and so do reserves, which `keep` does not count.
     pub fn trim(&self, keep: usize) -> usize {
-        let store = &self.0.main;
-        if store.depot.forked() {
+        if self.0.main.depot.forked() {
             return 0;
         }
-        // Asked first: one that is being pinned now is not idle, even if it is complete by the time it is looked at.
-        let made = store.regions.made();
-        let mut regions = store.depot.region_use();
-        regions.retain(|r| made.contains(&r.0));
-        regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.0));
-        let mut total: usize = regions.iter().map(|r| r.1).sum();
+        let mut regions = Vec::new();
+        for store in self.growing() {
+            // Asked first: one that is being pinned now is not idle, even if it is complete by the time it is looked at.
+            let made = store.regions.made();
+            let complete = store.depot.region_use().into_iter().filter(|r| made.contains(&r.0));
+            regions.extend(complete.map(|(id, len, free)| (store, id, len, free)));
+        }
+        regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.1));
+        let mut total: usize = regions.iter().map(|r| r.2).sum();
         let mut gone = 0;
-        for (id, len, free) in regions {
+        for (store, id, len, free) in regions {
             if free == len && total - len >= keep && store.depot.retire(id).is_some() {
                 store.regions.remove(id);
                 store.depot.left(len);
@@ -637,7 +706,12 @@ impl Pool {
     // --- looking -----------------------------------------------------------------------------------------------------
 
     fn stores(&self) -> impl Iterator<Item = &Store> {
-        std::iter::once(&self.0.main).chain(self.0.reserves.iter().map(|r| &r.1))
+        self.growing().chain(self.0.reserves.iter().map(|r| &r.1))
+    }
+
+    /// The pool proper, on each of its nodes.
+    fn growing(&self) -> impl Iterator<Item = &Store> {
+        std::iter::once(&self.0.main).chain(self.0.nodes.iter().map(|node| &node.1))
     }
 
     /// The devices that the pool serves.
@@ -843,30 +917,42 @@ impl PoolBuilder {
         // One call for all stores: whoever registered a region elsewhere does not care whose it is.
         let before = self.before_unpin.take().map(Arc::new);
         let numbers = Arc::new(AtomicU64::new(0));
-        let regions = || {
+        let nodes = self.nodes();
+        // Pinned by the worker of a device on the node.
+        let regions = |(node, devices): &(Option<u32>, Vec<usize>)| {
             let before = before.clone();
             let call =
                 before.map(|b| Box::new(move |info: &RegionInfo| b(info)) as crate::region::BeforeUnpin);
-            Regions::new(self.devices[0].context().clone(), plan.options, call, numbers.clone())
+            let options = RegionOptions { node: *node, ..plan.options };
+            Regions::new(self.devices[devices[0]].context().clone(), options, call, numbers.clone())
         };
-        let main = Store::new(&self.devices, &plan, plan.capacity, plan.region, regions());
+        let proper = |node| Store::new(&self.devices, &plan, plan.capacity, plan.region, regions(node));
+        let main = proper(&nodes[0]);
+        let others = nodes[1..].iter().map(|node| {
+            let contexts = node.1.iter().map(|number| self.devices[*number].context().id()).collect();
+            (contexts, proper(node))
+        });
+        let others: Vec<(Vec<u64>, Store)> = others.collect();
         let page = crate::os::page_size().max(crate::segment::PAGE);
         let reserves = self.reserves.iter().map(|(name, bytes)| {
             let bytes = bytes.next_multiple_of(page);
-            (name.clone(), Store::new(&self.devices, &plan, bytes, 0, regions()), bytes)
+            (name.clone(), Store::new(&self.devices, &plan, bytes, 0, regions(&nodes[0])), bytes)
         });
         let reserves: Vec<(String, Store, usize)> = reserves.collect();
         let sizes: Vec<usize> = reserves.iter().map(|r| r.2).collect();
         // From here on dropping the pool cleans up.
         let pool = Pool(Arc::new(Inner {
             main,
+            nodes: others,
             reserves: reserves.into_iter().map(|(name, store, _)| (name, store)).collect(),
             devices: std::mem::take(&mut self.devices),
             misses: AtomicU64::new(0),
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
         }));
-        pool.0.main.start(plan.initial)?;
+        for store in pool.growing() {
+            store.start(plan.initial)?;
+        }
         for ((_, store), bytes) in pool.0.reserves.iter().zip(sizes) {
             store.start(bytes)?;
             // A reserve that is not there when it is needed is none.
@@ -881,6 +967,7 @@ impl PoolBuilder {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.main.depot.close();
+        self.nodes.iter().for_each(|n| n.1.depot.close());
         self.reserves.iter().for_each(|r| r.1.depot.close());
     }
 }

@@ -80,6 +80,16 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         false
     }
 
+    /// Bytes that one call of [`Driver::pin`] can pin at most.
+    fn longest_pin(&self) -> usize {
+        usize::MAX
+    }
+
+    /// The NUMA node of the host that the device hangs on, if that is known.
+    fn numa_node(&self) -> Option<u32> {
+        None
+    }
+
     /// Locks the pages of `base..base + len` (both multiples of the system's page size) and makes them known to the
     /// device. On an error nothing is left locked.
     ///

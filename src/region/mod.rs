@@ -1,15 +1,24 @@
 //! Where pinned ranges come from.
 //!
-//! A region is mapped as a whole, starting on a multiple of 2 MiB, and pinned extent by extent: each extent's pages are
-//! touched by several threads (that is what takes the time, since the system zeroes them) and then pinned by one call of
-//! the device's driver. The pool serves from an extent as soon as it is pinned. An extent that fails is rolled back,
-//! together with what would have followed it, and never handed out as if it were pinned; whether it is handed out as
-//! what it is, is the configuration's choice ([`Unpinned`]).
+//! A region is mapped as a whole, starting on a multiple of 2 MiB, preferably in the memory next to its device, and pinned
+//! extent by extent: several threads touch its pages, one after the other ([`touch`]: that is what takes the time, since the
+//! system zeroes them), and each extent is pinned by one call of the device's driver as soon as its pages are there. The
+//! pool serves from an extent as soon as it is pinned. An extent that fails is rolled back, together with what would have
+//! followed it, and never handed out as if it were pinned; whether it is handed out as what it is, is the configuration's
+//! choice ([`Unpinned`]).
+//!
+//! # Room for others
+//!
+//! A driver that pins memory holds locks that every call of every process needs sooner or later. So extents are small
+//! enough for one call to take milliseconds, and between two calls there is a pause in proportion to the call, in which
+//! whoever waits for those locks gets them.
 //!
 //! Pinning and unpinning happen on the device's worker thread only. A region goes when nobody can reach it any more; if
 //! its driver cannot unpin it, its mapping stays for good, since the device may still reach it.
 
 #![allow(unsafe_code)]
+
+mod touch;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -24,6 +33,11 @@ use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, Result};
 use crate::os;
 use crate::sync::wake_task;
+pub use touch::HugePages;
+use touch::Toucher;
+
+/// The pause between two calls that pin, as a share of the first of them.
+const ROOM: u32 = 16;
 
 /// A region's number in its pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -41,6 +55,7 @@ pub enum Unpinned {
 
 /// One region, as others may want to register it too (RDMA, io_uring).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RegionInfo {
     /// Its number in the pool.
     pub id: RegionId,
@@ -50,6 +65,9 @@ pub struct RegionInfo {
     pub len: usize,
     /// Of these, bytes that are locked.
     pub pinned: usize,
+    /// The NUMA node next to the device it was made for, which its pages come from as long as that has any; if the device
+    /// has such a node.
+    pub node: Option<u32>,
 }
 
 // SAFETY: the address is information; whoever dereferences it has to know more.
@@ -65,8 +83,9 @@ pub(crate) struct RegionOptions {
     /// Threads that touch pages.
     pub(crate) threads: usize,
     pub(crate) unpinned: Unpinned,
-    /// Ask for huge pages.
-    pub(crate) huge: bool,
+    pub(crate) huge: HugePages,
+    /// The NUMA node to take pages from.
+    pub(crate) node: Option<u32>,
 }
 
 /// Called before a region is unpinned.
@@ -100,6 +119,7 @@ struct Region {
     base: NonNull<u8>,
     len: usize,
     extents: Vec<Extent>,
+    node: Option<u32>,
     /// Bytes counted as ready.
     ready: usize,
     /// Nothing is added to it any more.
@@ -116,6 +136,9 @@ struct Making {
     len: usize,
     /// Bytes that have come so far.
     offset: usize,
+    toucher: Toucher,
+    /// When the last call that pinned was over, and how long it took.
+    last: Option<(Instant, Duration)>,
     serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
 }
@@ -126,7 +149,8 @@ unsafe impl Send for Making {}
 impl Region {
     fn info(&self) -> RegionInfo {
         let pinned = self.extents.iter().filter(|e| e.pinned).map(|e| e.len).sum();
-        RegionInfo { id: self.id, base: self.base, len: self.extents.iter().map(|e| e.len).sum(), pinned }
+        let len = self.extents.iter().map(|e| e.len).sum();
+        RegionInfo { id: self.id, base: self.base, len, pinned, node: self.node }
     }
 }
 
@@ -195,8 +219,14 @@ impl Regions {
         let regions = self.clone();
         self.context.worker().send(move || match regions.map(len) {
             Ok((id, base)) => {
+                let RegionOptions { threads, huge, node, .. } = regions.options;
+                // A device without threads of its own gets none here either.
+                let threads = if regions.context.worker().is_inline() { 0 } else { threads };
+                // SAFETY: mapped just now; extents are used after they were waited for, and what is left is unmapped by
+                // `finish`, after the toucher.
+                let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
                 let (serve, done) = (Box::new(serve), Box::new(done));
-                regions.go_on(Making { id, base, len, offset: 0, serve, done });
+                regions.go_on(Making { id, base, len, offset: 0, toucher, last: None, serve, done });
             }
             Err(error) => {
                 regions.ended(len, Some(&error));
@@ -210,13 +240,18 @@ impl Regions {
         let base = os::map(len, 2 << 20)?;
         // Where the system does not agree the pool works all the same.
         os::dont_fork(base, len);
-        if self.options.huge {
-            os::advise_huge(base, len);
+        // Before anything is touched.
+        if let Some(node) = self.options.node.filter(|node| !os::prefer_node(base, len, *node)) {
+            tracing::debug!(
+                target: "pinpool::region", device = self.context.name(), node,
+                "the system does not let memory be taken from the device's own node"
+            );
         }
         // Relaxed: only different, not in any order with anything else.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let mut progress = self.progress.lock();
-        progress.regions.push(Region { id, base, len, extents: Vec::new(), ready: 0, whole: false });
+        let node = self.options.node;
+        progress.regions.push(Region { id, base, len, extents: Vec::new(), node, ready: 0, whole: false });
         Ok((id, base))
     }
 
@@ -245,11 +280,15 @@ impl Regions {
         // SAFETY: within the mapping.
         let start = unsafe { making.base.add(making.offset) };
         let before = Instant::now();
-        touch(start, extent, self.options.threads);
+        making.toucher.wait(making.offset + extent);
+        if let Some((over, took)) = making.last {
+            std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
+        }
         let call = Instant::now();
         // SAFETY: the extent is mapped, and stays so until it was unpinned: `let_go` sees to it.
         let pinned = unsafe { self.context.driver().pin(start, extent) };
         let (took, longest) = (before.elapsed(), call.elapsed());
+        making.last = Some((Instant::now(), longest));
         let pinned = match self.context.noting(pinned) {
             Ok(()) => true,
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
@@ -288,7 +327,9 @@ impl Regions {
 
     /// No more extents: what is left of the mapping goes, what came stays.
     fn finish(&self, making: Making, error: Option<Error>) {
-        let Making { id, base, len, offset, done, .. } = making;
+        let Making { id, base, len, offset, toucher, done, .. } = making;
+        // Before any of it is unmapped.
+        drop(toucher);
         {
             let mut progress = self.progress.lock();
             if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {
@@ -450,43 +491,4 @@ fn leaked(context: &Context, unmapped: Result<()>) {
     if let Err(error) = unmapped {
         tracing::error!(target: "pinpool::region", device = context.name(), %error, "a mapping is leaked");
     }
-}
-
-/// Writes to each page, so that the system provides it now, on several threads at once.
-fn touch(base: NonNull<u8>, len: usize, threads: usize) {
-    struct Range(NonNull<u8>, usize);
-    // SAFETY: each range is touched by one thread.
-    unsafe impl Send for Range {}
-
-    fn touch_one(range: Range) {
-        let mut at = 0;
-        let page = os::page_size();
-        while at < range.1 {
-            // SAFETY: a page of the mapping, which nobody else uses yet; fresh pages hold zeros anyway.
-            unsafe { range.0.add(at).write_volatile(0) };
-            at += page;
-        }
-    }
-
-    const LEAST: usize = 4 << 20;
-    let threads = threads.min(len / LEAST).max(1);
-    if threads == 1 {
-        return touch_one(Range(base, len));
-    }
-    let share = (len / threads).next_multiple_of(2 << 20);
-    std::thread::scope(|scope| {
-        let mut at = 0;
-        while at < len {
-            let part = share.min(len - at);
-            // SAFETY: within the mapping.
-            let range = Range(unsafe { base.add(at) }, part);
-            // No thread to be had: this one does it.
-            let spawned = std::thread::Builder::new().spawn_scoped(scope, move || touch_one(range));
-            if spawned.is_err() {
-                // SAFETY: as above; the thread that was to touch it does not exist.
-                touch_one(Range(unsafe { base.add(at) }, part));
-            }
-            at += part;
-        }
-    });
 }

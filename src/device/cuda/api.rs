@@ -91,6 +91,8 @@ table! {
     driver_version = "cuDriverGetVersion": fn(*mut c_int);
     device_count = "cuDeviceGetCount": fn(*mut c_int);
     device_get = "cuDeviceGet": fn(*mut CUdevice, c_int);
+    device_attribute = "cuDeviceGetAttribute": fn(*mut c_int, c_int, CUdevice);
+    device_pci_bus_id = "cuDeviceGetPCIBusId": fn(*mut c_char, c_int, CUdevice);
     primary_retain = "cuDevicePrimaryCtxRetain": fn(*mut CUcontext, CUdevice);
     primary_release = "cuDevicePrimaryCtxRelease_v2": fn(CUdevice);
     ctx_get = "cuCtxGetCurrent": fn(*mut CUcontext);

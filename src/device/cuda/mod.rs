@@ -25,7 +25,7 @@
 mod api;
 
 use std::cell::Cell;
-use std::ffi::c_int;
+use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,6 +44,9 @@ const DISABLE_TIMING: u32 = 2;
 /// cuda.h: CU_STREAM_CAPTURE_MODE_RELAXED.
 const RELAXED: u32 = 2;
 
+/// cuda.h: CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, from CUDA 12.2 on.
+const HOST_NUMA_ID: c_int = 134;
+
 thread_local! {
     /// Whether this is a thread of ours, which is in relaxed mode for good.
     static OURS: Cell<bool> = const { Cell::new(false) };
@@ -56,6 +59,7 @@ struct Cuda {
     name: Arc<str>,
     device: CUdevice,
     context: CUcontext,
+    numa_node: Option<u32>,
     forks: u32,
 }
 
@@ -86,7 +90,33 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let mut context: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a handle.
     said("cuDevicePrimaryCtxRetain", unsafe { (api.primary_retain)(&raw mut context, device) })?;
-    Ok(Arc::new(Cuda { api, name, device, context, forks: os::forks() }))
+    let numa_node = numa_node(api, device);
+    Ok(Arc::new(Cuda { api, name, device, context, numa_node, forks: os::forks() }))
+}
+
+/// The host's node that a GPU hangs on: as the driver knows it, or as the system does.
+fn numa_node(api: &Api, device: CUdevice) -> Option<u32> {
+    let mut node: c_int = -1;
+    // SAFETY: writes a number.
+    let code = unsafe { (api.device_attribute)(&raw mut node, HOST_NUMA_ID, device) };
+    if code == Code::SUCCESS && node >= 0 {
+        return u32::try_from(node).ok();
+    }
+    // As domain:bus:device.function, and a zero.
+    let mut bus = [0_u8; 32];
+    // SAFETY: writes at most as many characters as there is room for.
+    let code = unsafe { (api.device_pci_bus_id)(bus.as_mut_ptr().cast(), bus.len() as c_int, device) };
+    let bus = CStr::from_bytes_until_nul(&bus).ok().filter(|_| code == Code::SUCCESS)?;
+    os::pci_node(bus.to_str().ok()?)
+}
+
+/// Bytes that one registration may have. The kernel module fails from 512 GiB on (its list of pages outgrows what it can
+/// allocate in one piece), and Linux 6.11 to 6.13 fails from 2 GiB on.
+fn longest_pin(kernel: Option<(u32, u32)>) -> usize {
+    match kernel {
+        Some((6, 11..=13)) => 1 << 30,
+        _ => 256 << 30,
+    }
 }
 
 fn check(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> Result<()> {
@@ -211,6 +241,14 @@ impl Driver for Cuda {
         }
     }
 
+    fn longest_pin(&self) -> usize {
+        longest_pin(os::kernel())
+    }
+
+    fn numa_node(&self) -> Option<u32> {
+        self.numa_node
+    }
+
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
         let _current = self.relaxed()?;
         // SAFETY: the caller's word: mapped, and stays so.
@@ -255,7 +293,8 @@ impl Driver for Cuda {
     }
 
     unsafe fn copy(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
-        let _current = self.relaxed()?;
+        // No capture forbids it, pageable memory included (tried on driver 580.159 in global mode).
+        let _current = self.current()?;
         let (api, stream) = (self.api, stream(handle));
         match transfer {
             Transfer::Upload { src, dst, len } => {
@@ -338,5 +377,23 @@ impl Drop for Cuda {
         if let Err(error) = started {
             tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "a context is leaked");
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::longest_pin;
+
+    #[test]
+    fn one_registration_stays_below_what_kernels_can_do() {
+        for (kernel, most) in [
+            (Some((6, 10)), 256 << 30),
+            (Some((6, 11)), 1 << 30),
+            (Some((6, 13)), 1 << 30),
+            (Some((6, 14)), 256 << 30),
+        ] {
+            assert_eq!(longest_pin(kernel), most, "{kernel:?}");
+        }
+        assert_eq!(longest_pin(None), 256 << 30);
     }
 }

@@ -92,6 +92,29 @@ unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> u32 {
 }
 
 #[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> u32 {
+    call("cuDeviceGetAttribute", |w| {
+        let device = w.device(device)?;
+        // SAFETY: as above.
+        unsafe { write(w, "cuDeviceGetAttribute", value, w.attribute(device, attribute)?) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetPCIBusId(text: *mut c_char, len: c_int, device: c_int) -> u32 {
+    call("cuDeviceGetPCIBusId", |w| {
+        // A function number that no device has: the system knows nothing of it.
+        let id = format!("ffff:ff:{:02x}.7\0", w.device(device)?);
+        if text.is_null() || id.len() > usize::try_from(len).unwrap_or(0) {
+            return w.violate("ARG-1", "cuDeviceGetPCIBusId", INVALID_VALUE);
+        }
+        // SAFETY: as above: there is room.
+        unsafe { text.copy_from_nonoverlapping(id.as_ptr().cast(), id.len()) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 {
     let name: &CStr = match code {
         0 => c"CUDA_SUCCESS",

@@ -53,8 +53,8 @@
 //! # Control
 //!
 //! `standin_*` in `control.rs`; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2), `PINPOOL_STANDIN_MEMORY`
-//! (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as
-//! `standin_fail` takes it).
+//! (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080), `PINPOOL_STANDIN_NUMA` (the node of each device,
+//! with commas between them; none), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it).
 
 mod calls;
 mod control;

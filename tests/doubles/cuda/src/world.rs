@@ -40,6 +40,7 @@ thread_local! {
 
 pub struct Device {
     pub memory: usize,
+    pub numa_node: i32,
     /// Its primary context and how often it is retained.
     pub primary: Option<(usize, usize)>,
 }
@@ -179,7 +180,10 @@ impl World {
         self.version = number("PINPOOL_STANDIN_VERSION", 12_080) as i32;
         let memory = number("PINPOOL_STANDIN_MEMORY", 256 << 20) as usize;
         let devices = number("PINPOOL_STANDIN_DEVICES", 2);
-        self.devices = (0..devices).map(|_| Device { memory, primary: None }).collect();
+        let nodes = std::env::var("PINPOOL_STANDIN_NUMA").unwrap_or_default();
+        let mut nodes = nodes.split(',').map(|node| node.parse().unwrap_or(-1));
+        let device = |_| Device { memory, numa_node: nodes.next().unwrap_or(-1), primary: None };
+        self.devices = (0..devices).map(device).collect();
         // Apart from each other and from what any call could take for something else.
         self.next = self.next.max(0x5eed_0000);
         self.next_address = self.next_address.max(0x7f00_0000_0000_0000);
@@ -227,6 +231,15 @@ impl World {
         match usize::try_from(device) {
             Ok(device) if device < self.devices.len() => Ok(device),
             _ => Err(INVALID_DEVICE),
+        }
+    }
+
+    /// What a device says about itself.
+    pub fn attribute(&self, device: usize, attribute: i32) -> Outcome<i32> {
+        match attribute {
+            // CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID; -1: none is known.
+            134 => Ok(self.devices[device].numa_node),
+            _ => Err(INVALID_VALUE),
         }
     }
 

@@ -1,0 +1,142 @@
+//! One pool for GPUs on several NUMA nodes, on the stand-in driver: each node has regions of its own, and a request comes
+//! from the node of the device that it names.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+
+mod doubles;
+
+use doubles::{HANG, StandIn};
+use pinpool::{Device, Error, Pool, PoolBuilder, Request};
+
+const MIB: usize = 1 << 20;
+
+/// Runs the body in a child, on a stand-in whose two GPUs hang on these nodes.
+fn on_nodes(test: &str, nodes: &str, body: impl FnOnce(&StandIn)) {
+    if !doubles::is_set() {
+        return doubles::again(test, &[("PINPOOL_STANDIN_NUMA", nodes)]);
+    }
+    if let Some(stand_in) = StandIn::of_this_process() {
+        body(&stand_in);
+        let report = stand_in.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    }
+}
+
+fn both() -> (Device, Device) {
+    (Device::open("cuda:0").unwrap(), Device::open("cuda:1").unwrap())
+}
+
+fn builder(first: &Device, second: &Device) -> PoolBuilder {
+    Pool::builder(first).device(second).capacity(8 * MIB).region(MIB).extent(MIB / 2).thread_cache(64 << 10)
+}
+
+/// The node of the region that an address lies in.
+fn node_of(pool: &Pool, address: *const u8) -> Option<u32> {
+    let address = address.addr();
+    let within = |base: usize, len: usize| (base..base + len).contains(&address);
+    let regions = pool.regions();
+    regions.iter().find(|r| within(r.base.as_ptr().addr(), r.len)).expect("in a region").node
+}
+
+#[test]
+fn each_device_is_fed_from_its_own_node() {
+    on_nodes("each_device_is_fed_from_its_own_node", "0,1", |_| {
+        let (first, second) = both();
+        let pool = builder(&first, &second).build().unwrap();
+        assert_eq!(pool.stats().capacity_bytes, 8 * MIB);
+        let mut kept = Vec::new();
+        for len in [1, 5_000, 300_000, 500_000] {
+            for (device, node) in [(&first, 0), (&second, 1)] {
+                // Twice: the second time it is a hit.
+                for _ in 0..2 {
+                    let mut buf = pool.checkout(Request::new(len).near(device)).unwrap();
+                    assert_eq!(node_of(&pool, buf.as_ptr()), Some(node), "{len} near {}", device.name());
+                    buf.try_resize(len, 3).unwrap();
+                    // Near or not, every device can use it.
+                    let stream = second.stream().unwrap();
+                    let memory = second.alloc(len).unwrap();
+                    drop(stream.upload(buf, &memory).unwrap().wait().unwrap());
+                    let landing = pool.checkout_on(&stream, len).unwrap();
+                    let back = stream.download(&memory, landing).unwrap().wait().unwrap();
+                    assert_eq!(node_of(&pool, back.as_ptr()), Some(1), "near the stream's device");
+                    assert!(back.iter().all(|b| *b == 3));
+                }
+                kept.push(pool.checkout(Request::new(len).near(device)).unwrap());
+            }
+            assert_eq!(node_of(&pool, pool.checkout(len).unwrap().as_ptr()), Some(0), "the first by default");
+        }
+        pool.check().unwrap();
+        drop(kept);
+        let pinned = pool.stats().pinned_bytes;
+        assert_eq!(pool.pinning().ready, pinned);
+        assert_eq!(pool.trim(0), pinned, "on all nodes");
+        assert!(pool.shutdown(HANG).drained);
+    });
+}
+
+#[test]
+fn a_node_that_is_used_up_leaves_the_others_alone() {
+    on_nodes("a_node_that_is_used_up_leaves_the_others_alone", "1,0", |_| {
+        let (first, second) = both();
+        let pool = builder(&first, &second).build().unwrap();
+        let request = Request::new(200_000).near(&second);
+        // Half of the capacity: two in each extent.
+        let mut held: Vec<_> = (0..16).map(|_| pool.checkout_timeout(request, HANG).unwrap()).collect();
+        assert!(matches!(pool.try_checkout(request), Err(Error::Exhausted { .. })));
+        assert_eq!(pool.wait_pinned(Some(HANG)).unwrap().ready, 5 * MIB);
+        drop(pool.try_checkout(200_000).unwrap());
+        drop(pool.try_checkout(Request::new(200_000).near(&first)).unwrap());
+        // Who waits is served by what comes back on that node.
+        let waiting = std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| pool.checkout_timeout(request, HANG).unwrap());
+            while pool.stats().waiting == 0 {
+                std::thread::yield_now();
+            }
+            drop(pool.checkout(200_000).unwrap());
+            assert_eq!(pool.stats().waiting, 1, "another node's does not help");
+            drop(held.pop());
+            waiting.join().unwrap()
+        });
+        assert_eq!(node_of(&pool, waiting.as_ptr()), Some(0));
+    });
+}
+
+#[test]
+fn devices_on_one_node_or_on_none_share_everything() {
+    for (nodes, expected) in [("0,0", Some(0)), ("-1,-1", None), ("0,-1", Some(0))] {
+        on_nodes("devices_on_one_node_or_on_none_share_everything", nodes, |_| {
+            let Ok(nodes) = std::env::var("PINPOOL_STANDIN_NUMA") else { return };
+            let expected = if nodes.starts_with("-1") { None } else { expected.or(Some(0)) };
+            let (first, second) = both();
+            let pool = builder(&first, &second).build().unwrap();
+            let a = pool.checkout(Request::new(100).near(&first)).unwrap();
+            let b = pool.checkout(Request::new(100).near(&second)).unwrap();
+            assert_eq!(node_of(&pool, a.as_ptr()), expected);
+            assert_eq!(node_of(&pool, b.as_ptr()), expected);
+            assert_eq!(pool.regions().len(), 1);
+        });
+        if doubles::is_set() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_near_is_refused() {
+    on_nodes("what_cannot_be_near_is_refused", "0,1", |_| {
+        let (first, second) = both();
+        let alone = Pool::builder(&first).capacity(MIB).build().unwrap();
+        let error = alone.checkout(Request::new(100).near(&second)).unwrap_err();
+        assert!(matches!(&error, Error::WrongDevice { device } if device == "cuda:1"), "{error}");
+        let pool = builder(&first, &second).reserve("urgent", 64 << 10).build().unwrap();
+        let mixed = [Request::new(100).near(&first), Request::new(100).near(&second)];
+        assert!(matches!(pool.checkout_many(&mixed, None), Err(Error::Config(_))));
+        assert_eq!(pool.checkout_many(&[mixed[1]; 3], None).unwrap().len(), 3);
+        // A reserve has one place.
+        let buf = pool.checkout(Request::new(40_000).near(&second).reserve("urgent")).unwrap();
+        assert_eq!(node_of(&pool, buf.as_ptr()), Some(0));
+        drop(buf);
+        let less = Pool::builder(&first).device(&second).capacity(4096).build().unwrap_err();
+        assert!(less.to_string().contains("2 NUMA nodes"), "{less}");
+    });
+}
