@@ -1,0 +1,221 @@
+//! cudarc beside the pool: one context, one stream, and copies between the pool's buffers and cudarc's slices.
+//!
+//! A server that already computes through [cudarc](https://docs.rs/cudarc) hands the pool its context and its streams and
+//! goes on as before. Its kernels and the pool's copies then follow each other in stream order, and what the pool uploads
+//! is in the server's own `CudaSlice`.
+//!
+//! # How cudarc's slices stay safe
+//!
+//! A `CudaSlice` belongs to a stream, on which it is freed, and cudarc keeps two events with it, so that work on other
+//! streams waits for what was done to it. It does that only while its context *manages synchronisation*: with event tracking
+//! on, and more than the default stream in use. A copy of ours is therefore made under cudarc's own guard, like a copy of
+//! cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. Where cudarc records nothing,
+//! only the slice's own stream orders what is done to it, and a copy on another stream is refused. So the slice is borrowed
+//! only while a copy is submitted: dropping it afterwards, or giving it to a kernel, is ordered after the copy.
+//!
+//! # Waiting
+//!
+//! cudarc's own pinned slice waits for its event before it lets the CPU read, also where the event was never recorded, and
+//! such an event counts as complete: on the default stream, and with event tracking off, it shows bytes that have not landed
+//! (seen with 0.19.10). The pool does not rely on cudarc's events: [`InFlight`] waits for a mark of its own.
+//!
+//! # Handing a buffer to cudarc
+//!
+//! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not pinned.
+//! Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be in other hands.
+//! [`PinnedBuf`] is a `HostSlice` by itself, so hand over the buffer, not a slice of it: `memcpy_htod(&buf, ..)` returns
+//! when the copy is done. Better still is [`CudarcStream::upload_to`], which does not wait.
+//!
+//! # Features
+//!
+//! A program has one cudarc, built with all features that anybody in it asks for, and many of these exclude each other. This
+//! crate asks for those that go with any others: `fallback-dynamic-loading`, and the version of CUDA that the build system
+//! has, else the latest. The pool itself calls the driver through its own table (see the page of `device::cuda`), so that
+//! it works, and fails, in the same way with this feature and without.
+
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use ::cudarc::driver::{
+    CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice, HostSlice,
+    SyncOnDrop,
+};
+
+use crate::buffer::{InFlight, Lend, PinnedBuf};
+use crate::copy::Landing;
+use crate::error::{Error, Result, SubmitError};
+use crate::runtime::Device;
+use crate::stream::Stream;
+
+/// The device that works in a context of cudarc's. If it is the GPU's primary context, as `CudaContext::new` makes it, this
+/// is the same device as [`Device::open`] gives. The device keeps the context alive.
+///
+/// # Errors
+/// As for [`cuda::adopt_context`](crate::cuda::adopt_context).
+pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
+    // SAFETY: the context is alive, and the device keeps it so.
+    unsafe { crate::cuda::adopt_context_with(context.cu_ctx().cast(), context.clone()) }
+}
+
+/// A stream of cudarc's as a stream of the pool's, kept alive until everything on it is done. Everything that can be done
+/// with a [`Stream`] can be done with it.
+#[derive(Clone)]
+pub struct CudarcStream {
+    ours: Stream,
+    theirs: Arc<CudaStream>,
+}
+
+impl CudarcStream {
+    /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream.
+    ///
+    /// # Errors
+    /// As for [`device`], and [`Error::Unsupported`] for the per-thread default stream.
+    pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
+        let device = device(stream.context())?;
+        // SAFETY: the stream is alive, and ours keeps it so.
+        let ours =
+            unsafe { crate::cuda::adopt_stream_with(&device, stream.cu_stream().cast(), stream.clone()) }?;
+        Ok(Self { ours, theirs: stream.clone() })
+    }
+
+    /// cudarc's own.
+    #[must_use]
+    pub fn cudarc(&self) -> &Arc<CudaStream> {
+        &self.theirs
+    }
+
+    /// Copies all that was written to `src` to the front of a `CudaSlice` or `CudaViewMut`, which must be at least as long.
+    /// What is done to the slice afterwards, by cudarc or by the pool, comes after the copy.
+    ///
+    /// # Errors
+    /// As for [`Stream::upload`]; with the buffer [`Error::Unordered`] for a slice of another stream where cudarc tracks no
+    /// events, and [`Error::WrongDevice`] for one of another context.
+    pub fn upload_to<B: Lend, T: bytemuck::AnyBitPattern>(
+        &self,
+        src: B,
+        dst: &mut impl SliceMut<T>,
+    ) -> Result<InFlight<B>, SubmitError<B>> {
+        match self.target(dst) {
+            Ok((range, _recorded_after)) => self.ours.upload(src, range),
+            Err(error) => Err(SubmitError::refused(error, src)),
+        }
+    }
+
+    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into `landing`, which must be at least as long. What is done to
+    /// the slice afterwards, by cudarc or by the pool, comes after the copy.
+    ///
+    /// # Errors
+    /// As for [`Stream::download`] and [`upload_to`](Self::upload_to).
+    pub fn download_from<T, L: Landing>(
+        &self,
+        src: &impl Slice<T>,
+        landing: L,
+    ) -> Result<InFlight<PinnedBuf>, SubmitError<L>> {
+        match self.source(src) {
+            Ok((range, _recorded_after)) => self.ours.download(range, landing),
+            Err(error) => Err(SubmitError::refused(error, landing)),
+        }
+    }
+
+    fn source<'a, T>(&'a self, src: &'a impl Slice<T>) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
+        let bytes = self.bytes::<T>(src)?;
+        let (address, guard) = src.device_ptr(&self.theirs);
+        self.range(src.stream(), address, bytes, guard)
+    }
+
+    fn target<'a, T>(
+        &'a self,
+        dst: &'a mut impl SliceMut<T>,
+    ) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
+        let bytes = self.bytes::<T>(dst)?;
+        let owner = dst.stream().clone();
+        let (address, guard) = dst.device_ptr_mut(&self.theirs);
+        self.range(&owner, address, bytes, guard)
+    }
+
+    /// The length of a slice of our context.
+    fn bytes<T>(&self, slice: &impl DeviceSlice<T>) -> Result<usize> {
+        if slice.stream().context().cu_ctx() != self.theirs.context().cu_ctx() {
+            return Err(Error::WrongDevice { device: self.ours.device().name().into() });
+        }
+        match slice.len() * size_of::<T>() {
+            0 => Err(Error::Empty),
+            bytes => Ok(bytes),
+        }
+    }
+
+    /// A slice as memory that a copy can use, if what comes later is known to come after the copy.
+    fn range<'a>(
+        &self,
+        owner: &Arc<CudaStream>,
+        address: u64,
+        bytes: usize,
+        guard: SyncOnDrop<'a>,
+    ) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
+        let same = owner.cu_stream() == self.theirs.cu_stream();
+        let recorded = matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_)))
+            && self.theirs.context().is_managing_stream_synchronization();
+        if !same && !recorded {
+            return Err(Error::Unordered { device: self.ours.device().name().into() });
+        }
+        // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later happens
+        // on its own stream, which is this one or waits for the event that the guard records.
+        let range = unsafe { self.ours.device().raw_memory(address, bytes) }?;
+        Ok((range, guard))
+    }
+}
+
+impl Deref for CudarcStream {
+    type Target = Stream;
+    fn deref(&self) -> &Stream {
+        &self.ours
+    }
+}
+
+impl fmt::Debug for CudarcStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("CudarcStream").field(&self.ours).finish()
+    }
+}
+
+/// What can be copied from: `CudaSlice`, `CudaView`, `CudaViewMut`. Sealed: cudarc's own trait can be implemented for
+/// anything, by safe code that makes an address up.
+pub trait Slice<T>: DevicePtr<T> + sealed::Sealed {}
+
+/// What can be copied to: `CudaSlice`, `CudaViewMut`. Sealed.
+pub trait SliceMut<T>: DevicePtrMut<T> + sealed::Sealed {}
+
+mod sealed {
+    use super::{CudaSlice, CudaView, CudaViewMut};
+    pub trait Sealed {}
+    impl<T> Sealed for CudaSlice<T> {}
+    impl<T> Sealed for CudaView<'_, T> {}
+    impl<T> Sealed for CudaViewMut<'_, T> {}
+}
+
+impl<T> Slice<T> for CudaSlice<T> {}
+impl<T> Slice<T> for CudaView<'_, T> {}
+impl<T> Slice<T> for CudaViewMut<'_, T> {}
+impl<T> SliceMut<T> for CudaSlice<T> {}
+impl<T> SliceMut<T> for CudaViewMut<'_, T> {}
+
+/// For cudarc's own copies, which with it return when they are done: see the module's page.
+impl HostSlice<u8> for PinnedBuf {
+    fn len(&self) -> usize {
+        Self::len(self)
+    }
+
+    unsafe fn stream_synced_slice<'a>(&'a self, stream: &'a CudaStream) -> (&'a [u8], SyncOnDrop<'a>) {
+        (self, SyncOnDrop::sync_stream(stream))
+    }
+
+    unsafe fn stream_synced_mut_slice<'a>(
+        &'a mut self,
+        stream: &'a CudaStream,
+    ) -> (&'a mut [u8], SyncOnDrop<'a>) {
+        (self, SyncOnDrop::sync_stream(stream))
+    }
+}
