@@ -375,7 +375,10 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
             }
             let (Some(bare), Some(event)) = (at(Way::Bare), at(Way::Event)) else { continue };
             let ratio = all.ratio(event, bare);
-            println!("an event each over bare copies: {:.3} ({:.3} to {:.3})", ratio.mid, ratio.low, ratio.high);
+            println!(
+                "an event each over bare copies: {:.3} ({:.3} to {:.3})",
+                ratio.mid, ratio.low, ratio.high
+            );
             for (way, to) in [
                 (Way::Kept, Way::Event),
                 (Way::Fresh, Way::Event),
@@ -384,7 +387,12 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
             ] {
                 let (Some(i), Some(j)) = (at(way), at(to)) else { continue };
                 let what = |figure| {
-                    format!("{} KiB, {threads} threads, {figure}: {} over {}", len >> 10, way.name(), to.name())
+                    format!(
+                        "{} KiB, {threads} threads, {figure}: {} over {}",
+                        len >> 10,
+                        way.name(),
+                        to.name()
+                    )
                 };
                 at_most(what("all in"), all.ratio(i, j), 1.02, None);
                 at_most(what("submit"), submit.ratio(i, j), 1.02, None);
@@ -406,9 +414,8 @@ fn track_all(
     let barrier = Barrier::new(track.threads);
     let threads: Vec<Vec<Vec<Turn>>> = std::thread::scope(|scope| {
         let (pool, barrier) = (&pool, &barrier);
-        let start = |n: usize| {
-            scope.spawn(move || track_thread(driver, device, pool, ways, track, n == 0, barrier))
-        };
+        let start =
+            |n: usize| scope.spawn(move || track_thread(driver, device, pool, ways, track, n == 0, barrier));
         let running: Vec<_> = (0..track.threads).map(start).collect();
         running.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
     });
@@ -416,7 +423,8 @@ fn track_all(
     let (mut all, mut submit, mut reaper) = (new(), new(), new());
     for round in 0..track.rounds {
         for way in 0..ways.len() {
-            let sum = |part: fn(Turn) -> f64| threads.iter().map(|thread| part(thread[round][way])).sum::<f64>();
+            let sum =
+                |part: fn(Turn) -> f64| threads.iter().map(|thread| part(thread[round][way])).sum::<f64>();
             all.add(way, sum(|t| t.all) / track.threads as f64);
             submit.add(way, sum(|t| t.submit) / track.threads as f64);
             reaper.add(way, sum(|t| t.reaper));
@@ -519,10 +527,9 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
         }
         since.elapsed().as_nanos() as f64
     };
-    for (title, idle, samples) in [
-        ("back to back", Duration::ZERO, 64),
-        ("after 2 ms without work", Duration::from_millis(2), 16),
-    ] {
+    for (title, idle, samples) in
+        [("back to back", Duration::ZERO, 64), ("after 2 ms without work", Duration::from_millis(2), 16)]
+    {
         let mut medians = Rounds::new(ways.len());
         let mut samples_of = vec![Vec::new(); ways.len()];
         for round in 0..=rounds {
@@ -540,7 +547,9 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
                 }
             }
         }
-        println!("\nlatency, 4 KiB, one copy at a time, {title}: {rounds} rounds by turns, {samples} copies each");
+        println!(
+            "\nlatency, 4 KiB, one copy at a time, {title}: {rounds} rounds by turns, {samples} copies each"
+        );
         println!("{:<14} {:>9} {:>9} {:>9} {:>9}", "", "median ns", "p90", "p99", "worst");
         for (i, way) in ways.iter().enumerate() {
             let [mid, p90, p99, worst] = [0.5, 0.9, 0.99, 1.0].map(|q| quantile(&samples_of[i], q));
@@ -550,7 +559,12 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
         }
         let at = |way: Knowing| ways.iter().position(|&w| w == way);
         if let (Some(pool), Some(driver)) = (at(Knowing::PoolWait), at(Knowing::Polled)) {
-            at_most(format!("wait() over a polled event, {title}"), medians.ratio(pool, driver), 2.0, Some(1.2));
+            at_most(
+                format!("wait() over a polled event, {title}"),
+                medians.ratio(pool, driver),
+                2.0,
+                Some(1.2),
+            );
         }
         if let (Some(pool), Some(driver)) = (at(Knowing::PoolAwait), at(Knowing::Blocking)) {
             let what = format!("a task's wake-up over a blocking event wait, {title}");
@@ -684,10 +698,7 @@ fn idle(device: &Device, pool: &Pool, print: impl Fn(&str, (f64, f64, f64), f64)
 fn main() {
     let driver = driver::find();
     let device = match driver {
-        Some(driver) => {
-            println!("{}", driver.name());
-            Device::open("cuda:0").expect("the driver is there")
-        }
+        Some(_) => Device::open("cuda:0").expect("the driver is there"),
         None => {
             println!("the pool alone, on the host device: nothing here is comparable with a GPU");
             Device::open("host").expect("the host device is always there")
