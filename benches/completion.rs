@@ -319,7 +319,7 @@ fn track_thread(
 }
 
 fn track(driver: Option<&'static Driver>, device: &Device) {
-    let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
+    let rounds = number("rounds", if measure::quick() { 5 } else { 25 });
     let batch = number("batch", 128);
     let default: &[usize] = if driver.is_some() && !measure::quick() { &[1, 16] } else { &[1, 2] };
     let copies = if measure::quick() { 1024 } else { 8192 };
@@ -646,18 +646,18 @@ fn reaper(driver: Option<&'static Driver>, device: &Device) {
             Busy::Kernel(kernel, raw)
         }
         (Some(_), None) => {
-            let mut len = 64_usize << 30;
-            let memory = loop {
-                match device.alloc(len) {
-                    Ok(memory) => break memory,
-                    Err(error) => assert!(len > 1 << 30, "no device memory to keep the stream busy: {error}"),
-                }
-                len /= 2;
+            // As much as there is, so that the copies are long.
+            let sizes = [64, 32, 16, 8, 4].map(|gib: usize| gib << 30);
+            let Some(memory) = sizes.iter().find_map(|&len| device.alloc(len).ok()) else {
+                println!(
+                    "behind a long kernel: skipped, the stream's handle is not known, nor is there device memory"
+                );
+                return idle(device, &pool, print);
             };
             println!(
                 "behind {seconds} s of copies of {} GiB within the device, since the stream's handle is not known: \
                  these finish now and then, unlike one kernel",
-                len >> 31
+                memory.len() >> 31
             );
             Busy::Copies(memory)
         }
