@@ -461,7 +461,8 @@ impl Drop for Pinned {
 /// The driver, or none, which is said. With `PINPOOL_REQUIRE` naming a GPU there has to be one. Gates are judged on a
 /// GPU only.
 pub fn find() -> Option<&'static Driver> {
-    match Driver::open() {
+    let without = || Err("this build is without the feature `cuda`".to_owned());
+    match if cfg!(feature = "cuda") { Driver::open() } else { without() } {
         Ok(driver) => {
             println!("{}", driver.name());
             if driver.is_stand_in() {
