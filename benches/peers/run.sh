@@ -29,7 +29,7 @@ runtimes = [d for d in runtimes if os.path.exists(f"{d}/libcudart.so.{major}")]
 if not headers or not runtimes:
     sys.exit(f"cuda_runtime_api.h or libcudart.so.{major} is not in any of {homes}")
 facts = dict(torch_version=torch.__version__, torch_root=root, cuda_include=headers[0], cuda_lib=runtimes[0],
-             cudart=f"libcudart.so.{major}", abi=int(torch._C._GLIBCXX_USE_CXX11_ABI))
+             cudart=f"libcudart.so.{major}", abi=int(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)))
 for name, value in facts.items():
     print(f"{name}={shlex.quote(str(value))}")
 PYTHON
