@@ -6,7 +6,7 @@
 //! | --- | --- |
 //! | `host_alloc` | one `cuMemHostAlloc` of 8 GiB (`--alloc-gib`), and `cuMemFreeHost` |
 //! | `pool_N` | builds a pool whose first region is as large as its capacity of 24 GiB (`--gib`; 1 GiB by default), pinned by `pin_threads(N)`, waits until all of it is pinned, and drops it |
-//! | `pool_N_huge` | the same with `huge_pages(true)` |
+//! | `pool_N_small` | the same with `HugePages::Never` |
 //!
 //! *pin* is bytes over the time from before the first call until all is pinned, touching included; *first* is the time
 //! until the first checkout (of 1 MiB) was served, building included. *unpin* is bytes over the time from dropping the
@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 
 use driver::{Driver, Mapped};
 use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, quantile};
-use pinpool::{Device, Pool, Unpinned};
+use pinpool::{Device, HugePages, Pool, Unpinned};
 
 const GIB: usize = 1 << 30;
 
@@ -155,14 +155,14 @@ struct Taken {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     HostAlloc,
-    Pool { threads: usize, huge: bool },
+    Pool { threads: usize, small: bool },
 }
 
 impl Way {
     fn name(self) -> String {
         match self {
             Self::HostAlloc => "host_alloc".into(),
-            Self::Pool { threads, huge } => format!("pool_{threads}{}", if huge { "_huge" } else { "" }),
+            Self::Pool { threads, small } => format!("pool_{threads}{}", if small { "_small" } else { "" }),
         }
     }
 }
@@ -185,11 +185,11 @@ fn host_alloc(driver: &Driver, bytes: usize) -> Taken {
     Taken { bytes, pin, first: pin, unpin: since.elapsed().as_secs_f64() }
 }
 
-fn pool(device: &Device, bytes: usize, threads: usize, huge: bool) -> Taken {
+fn pool(device: &Device, bytes: usize, threads: usize, small: bool) -> Taken {
     let before = resident();
     let builder = Pool::builder(device).capacity(bytes).initial(bytes).region(bytes);
     let builder = builder.pin_threads(threads);
-    let builder = if huge { builder.huge_pages(true) } else { builder };
+    let builder = if small { builder.huge_pages(HugePages::Never) } else { builder };
     let builder = if device.name().starts_with("host") { builder.unpinned(Unpinned::Allow) } else { builder };
     let since = Instant::now();
     let pool = builder.build().expect("memory for a pool");
@@ -250,8 +250,8 @@ fn main() {
             println!("the driver has no cuMemGetInfo: no neighbour");
         }
     }
-    for huge in [false, true] {
-        ways.extend(threads.iter().map(|&threads| Way::Pool { threads, huge }));
+    for small in [false, true] {
+        ways.extend(threads.iter().map(|&threads| Way::Pool { threads, small }));
     }
     warm_up(bytes.max(alloc_bytes));
     if let Some(neighbour) = &mut neighbour {
@@ -274,7 +274,7 @@ fn main() {
             let taken = match (ways[i], driver) {
                 (Way::HostAlloc, Some(driver)) => host_alloc(driver, alloc_bytes),
                 (Way::HostAlloc, None) => unreachable!("not without a driver"),
-                (Way::Pool { threads, huge }, _) => pool(&device, bytes, threads, huge),
+                (Way::Pool { threads, small }, _) => pool(&device, bytes, threads, small),
             };
             if let Some(felt) = neighbour.as_mut().map(Neighbour::end) {
                 worst.add(i, felt.worst * 1e3);
