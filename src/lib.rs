@@ -71,11 +71,12 @@
 //! | `region` | where pinned ranges come from, written against the contract | yes |
 //! | `depot` | what buffers drop into: shards, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
-//! | `runtime` | an opened device: its context and its reaper | |
+//! | `runtime` | an opened device: its context and its reaper | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
 //! | `copy` | copies between buffers and device memory | yes |
+//! | `cuda` | what only CUDA has | |
 //!
 //! # Features
 //!
@@ -112,6 +113,8 @@ mod arena;
 mod buffer;
 mod config;
 mod copy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod depot;
 mod device;
 mod error;
@@ -129,7 +132,7 @@ pub use config::PoolBuilder;
 pub use copy::{DeviceRange, Landing};
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
-pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};
+pub use error::{AddressFault, DeviceError, Error, ErrorClass, Result, SubmitError};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
 pub use region::{Pinning, RegionId, RegionInfo, Unpinned};
 pub use runtime::Device;
