@@ -64,6 +64,6 @@ pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
 }
 
 fn gpu(device: &Device) -> Result<&Cuda> {
-    let gpu = device.context().driver().as_cuda();
+    let gpu = device.context().driver().cuda();
     gpu.ok_or_else(|| Error::Unsupported(format!("{} is no GPU; open one as cuda:N", device.name())))
 }

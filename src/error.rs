@@ -77,10 +77,10 @@ pub enum AddressFault {
         /// The device whose memory it is.
         device: String,
     },
-    /// Memory of the same device that another context than the primary one allocated.
+    /// Memory of the same GPU that another context allocated than the one that the device works in.
     #[error(
-        "another context of the device allocated it, and only with peer access between the two could it be used; allocate it \
-         in the primary context, which the runtime API and the frameworks use too"
+        "another context of the GPU allocated it, and only with peer access between the two could it be used here; allocate it \
+         in the device's own context, which is the primary one, like the runtime API's and the frameworks'"
     )]
     OtherContext,
     /// The range leaves the allocation in which it starts.

@@ -128,9 +128,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         Err(Error::Unsupported(format!("{} takes no memory of others", self.name())))
     }
 
-    /// The GPU behind it, for what only CUDA has.
+    /// This driver as a context of CUDA's, for what only that has. `None` for all others.
     #[cfg(feature = "cuda")]
-    fn as_cuda(&self) -> Option<&cuda::Cuda> {
+    fn cuda(&self) -> Option<&cuda::Cuda> {
         None
     }
 

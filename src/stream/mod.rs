@@ -4,16 +4,16 @@
 
 #[cfg(all(test, loom))]
 mod loom_models;
+mod memory;
 pub(crate) mod reaper;
 pub(crate) mod timeline;
 
 use std::fmt;
 use std::sync::Arc;
 
-use crate::device::memory::DeviceBuffer;
 use crate::error::{Error, Result};
 use crate::runtime::Device;
-use timeline::{Lent, Timeline};
+use timeline::Timeline;
 
 /// An ordered queue of a device. What is submitted to one stream happens in that order; streams are independent of each
 /// other. Cloning gives another handle to the same stream.
@@ -44,43 +44,6 @@ impl Stream {
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
-    }
-
-    /// Device memory of `len` bytes in this stream's order, uninitialised, aligned to 256 bytes at least.
-    ///
-    /// It can be used at once: on this stream nothing has to be waited for, and when a copy of this crate uses it on
-    /// another stream of the device, that stream is made to wait for what this one was told so far, until the
-    /// allocation is known to have happened. (For kernels of your own on other streams that is up to you:
-    /// [`wait_for`](Self::wait_for).) Neither allocating nor freeing synchronises the device. It is freed in this
-    /// stream's order once the last handle is gone and the last copy in flight is done; the stream lives until then.
-    ///
-    /// On a GPU this is `cuMemAllocAsync`, from the device's current memory pool, whose settings are left as they are: by
-    /// the driver's default a pool gives back to the system what is free when a stream, an event or the context is next
-    /// *synchronised with*, which this crate itself hardly ever does. A server that wants to keep memory, or to see it
-    /// go, sets `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` or calls `cuMemPoolTrimTo`.
-    ///
-    /// Where a device has no such memory (a driver before CUDA 11.2, a device without memory pools) this is
-    /// [`Device::alloc`]: usable alike, but the device may be synchronised.
-    ///
-    /// # Errors
-    /// As for [`Device::alloc`]; what the stream was lost with.
-    pub fn alloc(&self, len: usize) -> Result<DeviceBuffer> {
-        if len == 0 {
-            return Err(Error::ZeroLength);
-        }
-        // The one place for what a stream must be like to allocate on: a stream that is being captured would make the
-        // allocation a part of the graph, and is to be refused here.
-        self.timeline.usable()?;
-        let context = self.timeline.context();
-        if !context.driver().orders_memory() {
-            return self.device.alloc(len);
-        }
-        // As for a copy: the entry first, its tick after the driver was called. So the mark of that tick covers the
-        // allocation, and once it is complete the memory is there for everyone.
-        let submission = self.timeline.begin(Lent::Object(Box::new(())), None).map_err(|(error, _)| error)?;
-        let made = context.noting(context.driver().allocate_on(self.timeline.stream(), len));
-        let tick = submission.commit();
-        Ok(DeviceBuffer::ordered(context, made?, len, self.timeline.clone(), tick))
     }
 
     /// What is submitted to this stream from now on starts only after everything submitted to `other` so far. The

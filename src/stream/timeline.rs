@@ -44,7 +44,7 @@ use slab::Slab;
 use super::reaper::Listing;
 use crate::depot::{Depot, Segment, Wake};
 use crate::device::context::Context;
-use crate::device::memory::{Allocation, Home};
+use crate::device::memory::Allocation;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::freelist::{Word, state};
@@ -836,21 +836,6 @@ impl Timeline {
         let nothing = Lent::Object(Box::new(()));
         let submission = self.begin(nothing, None).map_err(|(error, _)| error)?;
         Ok(submission.commit())
-    }
-}
-
-/// Memory that was allocated on this stream keeps it. While that memory is in flight here the two hold each other; the
-/// holds go when their tick is complete, or when the device is lost, and leave nothing behind.
-impl Home for Timeline {
-    fn handle(&self) -> StreamHandle {
-        self.stream
-    }
-
-    fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()> {
-        if user == self.stream || self.is_complete(tick)? {
-            return Ok(());
-        }
-        self.wait_here(user)
     }
 }
 

@@ -263,7 +263,7 @@ impl Driver for Cuda {
         self.examine_range(ptr, len)
     }
 
-    fn as_cuda(&self) -> Option<&Cuda> {
+    fn cuda(&self) -> Option<&Cuda> {
         Some(self)
     }
 

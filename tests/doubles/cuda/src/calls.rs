@@ -9,7 +9,7 @@ use crate::world::*;
 
 /// What every call begins and ends with.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
-    if let Some(code) = crate::host::refused(name) {
+    if let Some(code) = crate::hostfn::refused(name) {
         return code;
     }
     let mut guard = world();

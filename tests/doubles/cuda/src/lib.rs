@@ -66,7 +66,7 @@
 
 mod calls;
 mod control;
-mod host;
+mod hostfn;
 mod pointers;
 mod pools;
 mod world;

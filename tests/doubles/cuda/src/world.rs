@@ -91,7 +91,7 @@ pub enum Op {
         upto: u64,
     },
     Record,
-    Host(crate::host::Task),
+    Host(crate::hostfn::Task),
     /// Memory in stream order begins, and ends.
     Allocate(u64),
     Free(u64),
