@@ -44,11 +44,12 @@
 //!
 //! # Where to look
 //!
-//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`].
+//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`]; device memory in a stream's
+//!   order by [`Stream::alloc`], that of others by [`Device::raw_memory`].
 //! - Checking out: [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms;
 //!   [`Pool::checkout_or_unpinned`] where plain memory is better than none. [`Request`] names alignment and reserve.
 //! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
-//!   that others submit.
+//!   that others submit; [`Stream::copy_host`] from buffer to buffer.
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`].
 //! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
 //! - Errors: [`Error::class`] says what an error means for what comes next.

@@ -139,7 +139,7 @@ fn an_address_that_copies_cannot_use_is_told_what_it_is() {
                 assert!(text.contains(word), "{word:?} is not in: {text}");
             }
         };
-        let plain = vec![0_u8; 64];
+        let plain = Box::new([0_u8; 64]);
         says(
             plain.as_ptr() as u64,
             64,

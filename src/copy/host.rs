@@ -25,7 +25,7 @@ impl Stream {
     ///
     /// # Errors
     /// With both buffers: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a lost device;
-    /// [`Error::WrongStream`] for a [`StreamBuf`] of another stream. With `buffer: None` as for
+    /// [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as for
     /// [`upload`](Self::upload).
     #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
     pub fn copy_host<B: Lend, L: Landing>(

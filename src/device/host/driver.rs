@@ -13,7 +13,7 @@ use super::node::Node;
 use super::stream::{Freeing, Job, Promise, Ticket, Work};
 use super::unit::Unit;
 use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
-use crate::error::{Error, ErrorClass, Result};
+use crate::error::{AddressFault, Error, ErrorClass, Result};
 use crate::os;
 
 /// Numbers driver objects, which own streams.
@@ -224,11 +224,17 @@ impl Driver for HostDriver {
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
         self.enter(Call::Examine)?;
-        self.unit.memory.examine(ptr.0, len).map_err(|fault| Error::BadAddress {
+        let host = || match usize::try_from(ptr.0) {
+            Ok(at) if self.node.has_pinned(at) => AddressFault::Host { registered: true },
+            _ if os::is_host_memory(ptr.0) == Some(true) => AddressFault::Host { registered: false },
+            _ => AddressFault::Unknown,
+        };
+        let found = self.unit.memory.examine(ptr.0, len);
+        found.map_err(|fault| Error::BadAddress {
             device: self.unit.name.to_string(),
             address: ptr.0,
             len,
-            fault,
+            fault: fault.unwrap_or_else(host),
         })
     }
 

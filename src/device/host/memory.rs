@@ -271,8 +271,8 @@ impl Memory {
         }
     }
 
-    /// Whether a range that somebody names is memory of this device.
-    pub(super) fn examine(&self, address: u64, len: usize) -> Result<(), AddressFault> {
+    /// Whether a range that somebody names is memory of this device. `Err(None)`: it is no device's.
+    pub(super) fn examine(&self, address: u64, len: usize) -> Result<(), Option<AddressFault>> {
         let table = self.table.read();
         let below = table.by_address.range(..=address).next_back();
         let here = below.filter(|(start, allocation)| {
@@ -280,14 +280,13 @@ impl Memory {
             address - *start < allocation.len() as u64 && !allocation.dying.load(Ordering::Relaxed)
         });
         let Some((start, allocation)) = here else {
-            return Err(match self.owner(address) {
-                Some(owner) => AddressFault::OtherDevice { device: format!("host:{owner}") },
-                None => AddressFault::Unknown,
-            });
+            let owner = self.owner(address);
+            return Err(owner.map(|owner| AddressFault::OtherDevice { device: format!("host:{owner}") }));
         };
         let left = allocation.len() - (address - start) as usize;
         if len > left {
-            return Err(AddressFault::PastEnd { start: *start, size: allocation.len(), over: len - left });
+            let (start, size, over) = (*start, allocation.len(), len - left);
+            return Err(Some(AddressFault::PastEnd { start, size, over }));
         }
         Ok(())
     }
