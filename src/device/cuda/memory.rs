@@ -12,6 +12,9 @@
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+use slab::Slab;
+
 use super::api::{Api, CUdevice, CUstream};
 use super::{Cuda, check};
 use crate::device::DevicePtr;
@@ -42,13 +45,22 @@ struct HostCopy {
     len: usize,
 }
 
+// SAFETY: whoever submits it vouches for both ranges until the work was seen complete, on whichever thread it runs.
+unsafe impl Send for HostCopy {}
+
+/// The copies that host functions have been queued for, each known to its function by its place. One that is never called,
+/// since the driver refused it or the device died, stays here: nobody can say that it will not be called after all.
+static COPIES: Mutex<Slab<HostCopy>> = Mutex::new(Slab::new());
+
+/// Makes no driver call.
+///
 /// # Safety
-/// `copy` is a boxed [`HostCopy`] that nobody else has, and its two ranges are as `Driver::copy` has them.
-unsafe extern "C" fn run_host_copy(copy: *mut c_void) {
-    // SAFETY: the caller's word.
-    unsafe {
-        let HostCopy { src, dst, len } = *Box::from_raw(copy.cast::<HostCopy>());
-        dst.copy_from_nonoverlapping(src, len);
+/// `place` is that of a [`HostCopy`] in [`COPIES`], whose two ranges are as `Driver::copy` has them.
+unsafe extern "C" fn run_host_copy(place: *mut c_void) {
+    let copy = COPIES.lock().try_remove(place.addr());
+    if let Some(HostCopy { src, dst, len }) = copy {
+        // SAFETY: the caller's word.
+        unsafe { dst.copy_from_nonoverlapping(src, len) };
     }
 }
 
@@ -62,10 +74,10 @@ impl Cuda {
         dst: *mut u8,
         len: usize,
     ) -> Result<()> {
-        // After an error, or where the device dies first, it stays: it may still be called.
-        let copy = Box::into_raw(Box::new(HostCopy { src, dst, len }));
-        // SAFETY: the function takes what it is given, once; the ranges are the caller's word.
-        self.said("cuLaunchHostFunc", unsafe { (self.api.launch_host)(stream, run_host_copy, copy.cast()) })
+        let place = COPIES.lock().insert(HostCopy { src, dst, len });
+        let place = std::ptr::without_provenance_mut(place);
+        // SAFETY: the function finds what it is to copy by its place; the ranges are the caller's word.
+        self.said("cuLaunchHostFunc", unsafe { (self.api.launch_host)(stream, run_host_copy, place) })
     }
 
     pub(super) fn pool_allocate(&self, stream: CUstream, len: usize) -> Result<DevicePtr> {
@@ -79,6 +91,8 @@ impl Cuda {
     pub(super) fn pool_free(&self, stream: CUstream, ptr: DevicePtr) -> Result<()> {
         let Some(free) = self.api.mem_free_async else { return Err(self.no_pools()) };
         let _current = self.relaxed()?;
+        // On a stream that others can reach and are capturing just now this is to become `cuMemFree`: the memory is no part
+        // of the graph. Here is the one place for that.
         // SAFETY: allocated by us on this stream, freed once, and no longer in use by the contract.
         self.said("cuMemFreeAsync", unsafe { free(ptr.0, stream) })
     }
