@@ -55,6 +55,55 @@ impl fmt::Display for DeviceError {
     }
 }
 
+/// Why an address names no memory that a device's copies can use. Part of [`Error::BadAddress`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AddressFault {
+    /// The address is zero.
+    #[error("it is null")]
+    Null,
+    /// Memory of the host.
+    #[error(
+        "that is {}; it is the host's side of a copy: use a buffer of a pool, or the blocking copies, which take borrowed \
+         memory", if *.registered { "page-locked host memory" } else { "ordinary host memory" }
+    )]
+    Host {
+        /// Whether the driver knows it, as memory that is page-locked.
+        registered: bool,
+    },
+    /// Memory of another device of the family. Copies between devices are not made, with or without peer access.
+    #[error("that is memory of {device}; copy on a stream of that device, or through the host")]
+    OtherDevice {
+        /// The device whose memory it is.
+        device: String,
+    },
+    /// Memory of the same GPU that another context allocated than the one that the device works in.
+    #[error(
+        "another context of the GPU allocated it, and only with peer access between the two could it be used here; allocate it \
+         in the device's own context, which is the primary one, like the runtime API's and the frameworks'"
+    )]
+    OtherContext,
+    /// The range leaves the allocation in which it starts.
+    #[error(
+        "the allocation there starts at {start:#x} and has {size} bytes, and the range leaves it by {over}"
+    )]
+    PastEnd {
+        /// Address of the allocation's first byte.
+        start: u64,
+        /// Length of the allocation in bytes.
+        size: usize,
+        /// How many bytes of the range lie past its end.
+        over: usize,
+    },
+    /// The driver knows of no memory there.
+    #[error(
+        "the driver knows no memory there; either a kernel's own malloc or new gave it (the device-side heap, which no copy \
+         call accepts: have a kernel copy it to memory of cudaMalloc, cuMemAlloc or `Device::alloc`, and name that), or it \
+         was freed"
+    )]
+    Unknown,
+}
+
 /// What went wrong. See [`Error::class`] for what it means.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -159,10 +208,14 @@ pub enum Error {
     /// there, and a pool of its own.
     #[error("this pool belongs to the parent process; a forked child opens its own")]
     Forked,
-    /// The buffer belongs to a pool that does not serve this device.
-    #[error("the buffer's pool does not serve {device}; name the device to Pool::builder")]
+    /// The buffer belongs to a pool that does not serve this device, or the device memory or stream is another device's.
+    /// (Copies between devices are not made, with or without peer access.)
+    #[error(
+        "{device} is another device: name it to Pool::builder where it is to use a pool's buffers, and use device memory and \
+         streams with those of the same device only"
+    )]
     WrongDevice {
-        /// The device that was to use the buffer.
+        /// The device that was to use it.
         device: String,
     },
     /// A stream-ready buffer was used on another stream than the one it is ready on.
@@ -170,6 +223,18 @@ pub enum Error {
         "a stream-ready buffer can be used only on the stream it was checked out on; wait for it to use it elsewhere"
     )]
     WrongStream,
+    /// A raw address that names no memory which this device's copies can use.
+    #[error("{len} bytes at address {address:#x} cannot be used as memory of {device}: {fault}")]
+    BadAddress {
+        /// The device that was to use it.
+        device: String,
+        /// First byte.
+        address: u64,
+        /// Length in bytes.
+        len: usize,
+        /// What is wrong with it.
+        fault: AddressFault,
+    },
     /// A token that names no segment checked out of this pool.
     #[error(
         "the token names no segment that is checked out of this pool: it is stale, foreign or was redeemed before"

@@ -44,11 +44,12 @@
 //!
 //! # Where to look
 //!
-//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`].
+//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`]; device memory in a stream's
+//!   order by [`Stream::alloc`], that of others by [`Device::raw_memory`].
 //! - Checking out: [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms;
 //!   [`Pool::checkout_or_unpinned`] where plain memory is better than none. [`Request`] names alignment and reserve.
 //! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
-//!   that others submit.
+//!   that others submit; [`Stream::copy_host`] from buffer to buffer.
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`].
 //! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
 //! - Errors: [`Error::class`] says what an error means for what comes next.
@@ -71,11 +72,12 @@
 //! | `region` | where pinned ranges come from, written against the contract | yes |
 //! | `depot` | what buffers drop into: shards, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
-//! | `runtime` | an opened device: its context and its reaper | |
+//! | `runtime` | an opened device: its context and its reaper | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
 //! | `copy` | copies between buffers and device memory | yes |
+//! | `cuda` | what only CUDA has | |
 //!
 //! # Features
 //!
@@ -112,6 +114,8 @@ mod arena;
 mod buffer;
 mod config;
 mod copy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod depot;
 mod device;
 mod error;
@@ -129,7 +133,7 @@ pub use config::PoolBuilder;
 pub use copy::{DeviceRange, Landing};
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
-pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};
+pub use error::{AddressFault, DeviceError, Error, ErrorClass, Result, SubmitError};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
 pub use region::{HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use runtime::Device;

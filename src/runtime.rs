@@ -1,5 +1,7 @@
 //! An opened device as its users have it: its driver's context, and the reaper of its streams.
 
+#![allow(unsafe_code)]
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -9,8 +11,8 @@ use parking_lot::Mutex;
 use crate::device::Driver;
 use crate::device::context::Context;
 use crate::device::host::HostNode;
-use crate::device::memory::DeviceBuffer;
-use crate::error::{Error, Result};
+use crate::device::memory::{DeviceBuffer, DeviceSlice};
+use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
 
@@ -89,12 +91,53 @@ impl Device {
         Stream::create(self)
     }
 
-    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
+    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, there for every stream at once.
+    /// Allocating and freeing may synchronise the device: [`Stream::alloc`] does not.
     ///
     /// # Errors
     /// [`Error::ZeroLength`]; what the driver says, out of memory among it; the device's loss.
     pub fn alloc(&self, len: usize) -> Result<DeviceBuffer> {
         DeviceBuffer::new(&self.0.context, len)
+    }
+
+    /// Device memory that somebody else allocated, for use in every copy call: a raw `CUdeviceptr`, the runtime API's
+    /// pointers, another library's tensor. The one way in for addresses: what a copy call takes is always a
+    /// [`DeviceSlice`], which has been checked and is kept by whoever uses it.
+    ///
+    /// `owner` is whatever keeps the memory allocated, by value or as an `Arc`; `()` where something else sees to that.
+    /// It is dropped when the last handle is gone and the last copy in flight is done, on the device's worker thread,
+    /// which may wait for it. (Where a stream was lost and its device lives on, and in the child of a fork, it is
+    /// leaked: nobody knows whether the memory is still used.)
+    ///
+    /// The range is checked here, once: on a GPU by `cuPointerGetAttributes`. Memory of `cuMemAlloc`, `cuMemAllocAsync`
+    /// and `cuMemMap` passes, and so does managed memory. The check takes a microsecond or so and never waits. What an
+    /// address means can change afterwards, which the owner is there to prevent.
+    ///
+    /// # Ordering
+    /// None is added: copies are ordered with other work on their own stream. Make streams of others and ours wait for
+    /// each other where they use the memory both.
+    ///
+    /// # Errors
+    /// With the owner: [`Error::BadAddress`], whose [`AddressFault`](crate::AddressFault) says what is wrong (a host
+    /// pointer, another device's, a range past its allocation, another context's, or nothing that the driver knows of);
+    /// [`Error::Empty`] for a length of zero; the device's loss.
+    ///
+    /// # Safety
+    /// Until `owner` is dropped, or with an owner that keeps nothing until the last handle is dropped and everything
+    /// that used one was seen complete:
+    /// - `address..address + len` stays allocated;
+    /// - nobody else reads or writes it while a copy of this crate writes it, or writes it while one reads it: neither
+    ///   kernels, nor other libraries, nor, for managed memory, the CPU;
+    /// - whoever reads it as values of some type gets along with the bytes that copies wrote there.
+    pub unsafe fn raw_memory<O: Send + 'static>(
+        &self,
+        address: u64,
+        len: usize,
+        owner: O,
+    ) -> Result<DeviceSlice, SubmitError<O>> {
+        // SAFETY: the caller's word.
+        unsafe { DeviceSlice::foreign(self.context(), address, len, owner) }
+            .map_err(|(error, owner)| SubmitError::refused(error, owner))
     }
 
     /// Looks at every stream of the device on this thread: closes what is open, asks what is done, returns what landed.

@@ -6,6 +6,8 @@
 
 #![allow(unsafe_code)]
 
+mod host;
+
 use std::ops::RangeBounds;
 
 use crate::buffer::{InFlight, Lend, PinnedBuf, StreamBuf, joint};
@@ -158,6 +160,7 @@ impl Stream {
             if end - start > dst.len() {
                 return Err(Error::TooSmall { need: end - start, have: dst.len() });
             }
+            dst.admit(self.timeline().stream())?;
             Ok((dst, &src.bytes()[start..end]))
         })();
         let (dst, bytes) = match checked {
@@ -195,6 +198,7 @@ impl Stream {
                 return Err(Error::TooSmall { need: src.len(), have: capacity });
             }
             self.timeline().usable()?;
+            src.admit(self.timeline().stream())?;
             Ok((src, target))
         });
         let (src, target) = match checked {
@@ -231,6 +235,8 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        src.admit(self.timeline().stream())?;
+        dst.admit(self.timeline().stream())?;
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
         // Two entries under one tick or two: both are covered by a mark after the copy.
         let source =
@@ -313,6 +319,7 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        dst.admit(self.timeline().stream())?;
         let transfer = Transfer::Upload { src: src.as_ptr(), dst: dst.ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }
@@ -328,6 +335,7 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        src.admit(self.timeline().stream())?;
         let transfer = Transfer::Download { src: src.ptr(), dst: dst.as_mut_ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }

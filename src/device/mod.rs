@@ -18,7 +18,10 @@
 //!    with an error as well as without.
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
 //!    [`Driver::unpin`], [`Driver::allocate`], [`Driver::free`], destroying) come from the device's
-//!    [`Worker`](worker::Worker) only, and none is made under a lock of ours.
+//!    [`Worker`](worker::Worker) only, and none is made under a lock of ours. [`Driver::allocate_on`] comes from the
+//!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind
+//!    the worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since
+//!    whoever drops memory last may be anywhere, a callback of the driver's included.
 //! 8. *Sticky.* After an error of class [`Sticky`](crate::ErrorClass::Sticky) every later call on that device fails
 //!    with that class, and no copy of that device touches host memory any more.
 
@@ -34,7 +37,7 @@ pub(crate) mod worker;
 use std::fmt;
 use std::ptr::NonNull;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A stream as its driver knows it. Never used again once destroyed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,6 +60,8 @@ pub(crate) enum Transfer {
     Download { src: DevicePtr, dst: *mut u8, len: usize },
     /// Within the device.
     OnDevice { src: DevicePtr, dst: DevicePtr, len: usize },
+    /// From host memory to other host memory, in the stream's order. Not by [`Driver::copy_blocking`].
+    OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
 /// What a device must do. The module's page has the rules.
@@ -109,10 +114,40 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Frees device memory. It must not be in use.
     fn free(&self, ptr: DevicePtr) -> Result<()>;
 
+    /// Whether this device has memory in the order of its streams, by the two calls below.
+    fn orders_memory(&self) -> bool {
+        false
+    }
+
+    /// Device memory as for [`Driver::allocate`], which is there for what is submitted to `stream` after this call, and
+    /// for other work once that is ordered behind an event recorded after this call.
+    fn allocate_on(&self, _stream: StreamHandle, _len: usize) -> Result<DevicePtr> {
+        Err(Error::Unsupported(format!("{} has no memory in stream order", self.name())))
+    }
+
+    /// Frees what [`Driver::allocate_on`] gave for this stream, when its earlier work is done. Nothing else uses it.
+    fn free_on(&self, _stream: StreamHandle, _ptr: DevicePtr) -> Result<()> {
+        Err(Error::Unsupported(format!("{} has no memory in stream order", self.name())))
+    }
+
+    /// Whether this device's copies can use memory that others allocated. Never blocks.
+    ///
+    /// # Errors
+    /// [`Error::BadAddress`], or what the driver says.
+    fn examine(&self, _ptr: DevicePtr, _len: usize) -> Result<()> {
+        Err(Error::Unsupported(format!("{} takes no memory of others", self.name())))
+    }
+
+    /// This driver as a context of CUDA's, for what only that has. `None` for all others.
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<&cuda::Cuda> {
+        None
+    }
+
     /// A new stream.
     fn create_stream(&self) -> Result<StreamHandle>;
 
-    /// Destroys a stream of ours when all its work is done.
+    /// Destroys a stream of ours when all its work is done; memory that it is still to free is freed all the same.
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()>;
 
     /// Submits a copy. Returns before it has happened.

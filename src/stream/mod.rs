@@ -4,6 +4,7 @@
 
 #[cfg(all(test, loom))]
 mod loom_models;
+mod memory;
 pub(crate) mod reaper;
 pub(crate) mod timeline;
 

@@ -26,6 +26,7 @@ pub(crate) type CUcontext = *mut c_void;
 pub(crate) type CUstream = *mut c_void;
 pub(crate) type CUevent = *mut c_void;
 pub(crate) type CUdeviceptr = u64;
+pub(crate) type CUhostFn = unsafe extern "C" fn(*mut c_void);
 
 /// Names the library to load in place of `libcuda.so.1`.
 const PATH: &str = "PINPOOL_LIBCUDA";
@@ -99,10 +100,13 @@ table! {
     ctx_set = "cuCtxSetCurrent": fn(CUcontext);
     ctx_push = "cuCtxPushCurrent_v2": fn(CUcontext);
     ctx_pop = "cuCtxPopCurrent_v2": fn(*mut CUcontext);
+    ctx_get_limit = "cuCtxGetLimit": fn(*mut usize, c_int);
+    ctx_set_limit = "cuCtxSetLimit": fn(c_int, usize);
     host_register = "cuMemHostRegister_v2": fn(*mut c_void, usize, c_uint);
     host_unregister = "cuMemHostUnregister": fn(*mut c_void);
     mem_alloc = "cuMemAlloc_v2": fn(*mut CUdeviceptr, usize);
     mem_free = "cuMemFree_v2": fn(CUdeviceptr);
+    pointer_attributes = "cuPointerGetAttributes": fn(c_uint, *const c_int, *const *mut c_void, CUdeviceptr);
     stream_create = "cuStreamCreate": fn(*mut CUstream, c_uint);
     stream_destroy = "cuStreamDestroy_v2": fn(CUstream);
     stream_synchronize = "cuStreamSynchronize": fn(CUstream);
@@ -114,12 +118,16 @@ table! {
     copy_to_device = "cuMemcpyHtoDAsync_v2": fn(CUdeviceptr, *const c_void, usize, CUstream);
     copy_to_host = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, CUdeviceptr, usize, CUstream);
     copy_on_device = "cuMemcpyDtoDAsync_v2": fn(CUdeviceptr, CUdeviceptr, usize, CUstream);
+    launch_host = "cuLaunchHostFunc": fn(CUstream, CUhostFn, *mut c_void);
     error_name = "cuGetErrorName": fn(Code, *mut *const c_char);
     error_string = "cuGetErrorString": fn(Code, *mut *const c_char);
     }
     optional {
     /// Relaxed capture mode for our threads, so that asking breaks nobody's capture.
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_uint);
+    /// Memory in stream order, since CUDA 11.2.
+    mem_alloc_async = "cuMemAllocAsync": fn(*mut CUdeviceptr, usize, CUstream);
+    mem_free_async = "cuMemFreeAsync": fn(CUdeviceptr, CUstream);
     }
 }
 

@@ -23,6 +23,8 @@
 //! as it is.
 
 mod api;
+mod memory;
+mod pointers;
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
@@ -54,12 +56,16 @@ thread_local! {
 
 /// One GPU.
 #[derive(Debug)]
-struct Cuda {
+pub(crate) struct Cuda {
     api: &'static Api,
     name: Arc<str>,
+    /// Counted as the driver counts.
+    ordinal: c_int,
     device: CUdevice,
     context: CUcontext,
     numa_node: Option<u32>,
+    /// Whether it has memory in stream order, and the driver the calls for it.
+    pools: bool,
     forks: u32,
 }
 
@@ -87,11 +93,12 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let mut device: CUdevice = 0;
     // SAFETY: writes a handle.
     said("cuDeviceGet", unsafe { (api.device_get)(&raw mut device, index) })?;
+    let pools = memory::has_pools(api, &name, device)?;
     let mut context: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a handle.
     said("cuDevicePrimaryCtxRetain", unsafe { (api.primary_retain)(&raw mut context, device) })?;
     let numa_node = numa_node(api, device);
-    Ok(Arc::new(Cuda { api, name, device, context, numa_node, forks: os::forks() }))
+    Ok(Arc::new(Cuda { api, name, ordinal: index, device, context, numa_node, pools, forks: os::forks() }))
 }
 
 /// The host's node that a GPU hangs on: as the driver knows it, or as the system does.
@@ -278,6 +285,26 @@ impl Driver for Cuda {
         self.said("cuMemFree", code)
     }
 
+    fn orders_memory(&self) -> bool {
+        self.pools
+    }
+
+    fn allocate_on(&self, on: StreamHandle, len: usize) -> Result<DevicePtr> {
+        self.pool_allocate(stream(on), len)
+    }
+
+    fn free_on(&self, on: StreamHandle, ptr: DevicePtr) -> Result<()> {
+        self.pool_free(stream(on), ptr)
+    }
+
+    fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
+        self.examine_range(ptr, len)
+    }
+
+    fn cuda(&self) -> Option<&Cuda> {
+        Some(self)
+    }
+
     fn create_stream(&self) -> Result<StreamHandle> {
         let _current = self.relaxed()?;
         let mut stream: CUstream = std::ptr::null_mut();
@@ -311,6 +338,8 @@ impl Driver for Cuda {
                 // SAFETY: both within allocations of ours.
                 self.said("cuMemcpyDtoDAsync", unsafe { (api.copy_on_device)(dst.0, src.0, len, stream) })
             }
+            // SAFETY: the caller's word for both.
+            Transfer::OnHost { src, dst, len } => unsafe { self.copy_on_host(stream, src, dst, len) },
         }
     }
 

@@ -10,10 +10,10 @@ use super::Refusal;
 use super::fault::{Call, Failure};
 use super::memory::Place;
 use super::node::Node;
-use super::stream::{Job, Promise, Ticket, Work};
+use super::stream::{Freeing, Job, Promise, Ticket, Work};
 use super::unit::Unit;
 use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
-use crate::error::{Error, ErrorClass, Result};
+use crate::error::{AddressFault, Error, ErrorClass, Result};
 use crate::os;
 
 /// Numbers driver objects, which own streams.
@@ -53,7 +53,7 @@ impl HostDriver {
     fn enter(&self, call: Call) -> Result<Twist> {
         let failure = self.node.faults.on_call(self.unit.ordinal, call);
         // A dead device still gives back what it was given.
-        if !matches!(call, Call::Unpin | Call::Free) {
+        if !matches!(call, Call::Unpin | Call::Free | Call::FreeOn) {
             self.unit.check(call)?;
         }
         match failure {
@@ -72,7 +72,8 @@ impl HostDriver {
             Failure::Argument => refuse(ErrorClass::Argument, libc::EINVAL),
             Failure::Capture => refuse(ErrorClass::Capture, libc::EPERM),
             Failure::Stall => Ok(Twist::Stall),
-            Failure::RunsAnyway if call.queues() => Ok(Twist::FailAfter),
+            // Nobody would know the address of what was allocated all the same.
+            Failure::RunsAnyway if call.queues() && call != Call::AllocateOn => Ok(Twist::FailAfter),
             Failure::Moment | Failure::RunsAnyway => refuse(ErrorClass::Moment, libc::EAGAIN),
             Failure::Sticky => {
                 self.unit.kill("a fault was armed for a call, and killed the device");
@@ -118,6 +119,11 @@ impl HostDriver {
             Transfer::OnDevice { src, dst, len } => {
                 let (from, to) = (self.place(call, src, len)?, self.place(call, dst, len)?);
                 Ok(Job::OnDevice { from, to, len })
+            }
+            Transfer::OnHost { src, dst, len } => {
+                self.host_address(call, src.addr(), len)?;
+                self.host_address(call, dst.addr(), len)?;
+                Ok(Job::OnHost { src, dst, len })
             }
         }
     }
@@ -185,6 +191,51 @@ impl Driver for HostDriver {
     fn free(&self, ptr: DevicePtr) -> Result<()> {
         self.enter(Call::Free)?;
         self.unit.memory.free(ptr.0).map_err(|refusal| self.error(Call::Free, refusal))
+    }
+
+    fn orders_memory(&self) -> bool {
+        true
+    }
+
+    fn allocate_on(&self, stream: StreamHandle, len: usize) -> Result<DevicePtr> {
+        let call = Call::AllocateOn;
+        let twist = self.enter(call)?;
+        let stream = self.unit.find(call, stream.0)?;
+        let (address, birth) =
+            self.unit.memory.allocate_later(len).map_err(|refusal| self.error(call, refusal))?;
+        let queued = self.unit.submit(call, &stream, Work::Allocate(birth), twist == Twist::Stall);
+        queued.inspect_err(|_| drop(self.unit.memory.free(address)))?;
+        Ok(DevicePtr(address))
+    }
+
+    fn free_on(&self, stream: StreamHandle, ptr: DevicePtr) -> Result<()> {
+        let call = Call::FreeOn;
+        let twist = self.enter(call)?;
+        // A dead device gives it back at once, whatever became of the stream.
+        let stream = self.unit.is_alive().then(|| self.unit.find(call, stream.0)).transpose()?;
+        self.unit.memory.begin_free(ptr.0).map_err(|refusal| self.error(call, refusal))?;
+        // Dropped without having run, because the device died or the stream went, it gives the memory back as well.
+        let death = Freeing { unit: Arc::downgrade(&self.unit), address: ptr.0 };
+        if let Some(stream) = stream {
+            self.unit.submit(call, &stream, Work::Free(death), twist == Twist::Stall)?;
+        }
+        self.leave(call, twist)
+    }
+
+    fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
+        self.enter(Call::Examine)?;
+        let host = || match usize::try_from(ptr.0) {
+            Ok(at) if self.node.has_pinned(at) => AddressFault::Host { registered: true },
+            _ if os::is_host_memory(ptr.0) == Some(true) => AddressFault::Host { registered: false },
+            _ => AddressFault::Unknown,
+        };
+        let found = self.unit.memory.examine(ptr.0, len);
+        found.map_err(|fault| Error::BadAddress {
+            device: self.unit.name.to_string(),
+            address: ptr.0,
+            len,
+            fault: fault.unwrap_or_else(host),
+        })
     }
 
     fn create_stream(&self) -> Result<StreamHandle> {

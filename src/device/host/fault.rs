@@ -20,6 +20,12 @@ pub enum Call {
     Allocate,
     /// Giving device memory back.
     Free,
+    /// Taking device memory in a stream's order.
+    AllocateOn,
+    /// Giving device memory back in a stream's order.
+    FreeOn,
+    /// Looking at memory that others allocated.
+    Examine,
     /// Making a stream.
     CreateStream,
     /// Destroying a stream.
@@ -42,11 +48,14 @@ pub enum Call {
 
 impl Call {
     /// Every kind of call, for tests that go through all of them.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 16] = [
         Self::Pin,
         Self::Unpin,
         Self::Allocate,
         Self::Free,
+        Self::AllocateOn,
+        Self::FreeOn,
+        Self::Examine,
         Self::CreateStream,
         Self::DestroyStream,
         Self::Copy,
@@ -66,6 +75,9 @@ impl Call {
             Self::Unpin => "unpin",
             Self::Allocate => "allocate",
             Self::Free => "free",
+            Self::AllocateOn => "allocate_on",
+            Self::FreeOn => "free_on",
+            Self::Examine => "examine",
             Self::CreateStream => "create_stream",
             Self::DestroyStream => "destroy_stream",
             Self::Copy => "copy",
@@ -81,7 +93,15 @@ impl Call {
     /// Whether the call puts an operation into a stream's queue.
     #[must_use]
     pub const fn queues(self) -> bool {
-        matches!(self, Self::Copy | Self::CopyBlocking | Self::Record | Self::WaitEvent)
+        matches!(
+            self,
+            Self::Copy
+                | Self::CopyBlocking
+                | Self::AllocateOn
+                | Self::FreeOn
+                | Self::Record
+                | Self::WaitEvent
+        )
     }
 }
 
@@ -96,7 +116,7 @@ pub enum Failure {
     /// [`Sticky`](crate::ErrorClass::Sticky).
     Sticky,
     /// Fails with class [`Moment`](crate::ErrorClass::Moment), but the operation is queued and runs all the same. For
-    /// a call that queues nothing, the same as [`Failure::Moment`].
+    /// a call that queues nothing, and for an allocation, the same as [`Failure::Moment`].
     RunsAnyway,
     /// Fails with class [`Capture`](crate::ErrorClass::Capture); nothing happens.
     Capture,

@@ -149,6 +149,11 @@ impl Node {
         Ok(())
     }
 
+    /// Whether any device of the node has pinned the memory there.
+    pub(super) fn has_pinned(&self, address: usize) -> bool {
+        self.pins.lock().range(..=address).next_back().is_some_and(|(_, (end, _))| address < *end)
+    }
+
     /// Whether any queued copy of the node uses these host addresses.
     pub(super) fn uses(&self, range: &Range<usize>) -> bool {
         self.units().any(|unit| unit.uses(range))

@@ -1,6 +1,7 @@
 //! The host device against the contract's rules, and against what its own page promises.
 
 mod failing;
+mod ordered;
 mod stepped;
 mod threads;
 

@@ -9,6 +9,9 @@ use crate::world::*;
 
 /// What every call begins and ends with.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
+    if let Some(code) = crate::hostfn::refused(name) {
+        return code;
+    }
     let mut guard = world();
     let Some(world) = guard.as_mut() else { return INVALID_VALUE };
     *world.counts.entry(name).or_default() += 1;
@@ -45,7 +48,7 @@ pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32
 ///
 /// # Safety
 /// `to` is null or valid for a write.
-unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> Outcome {
+pub unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> Outcome {
     if to.is_null() {
         return world.violate("ARG-1", name, INVALID_VALUE);
     }
@@ -125,6 +128,7 @@ unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 
         100 => c"CUDA_ERROR_NO_DEVICE",
         101 => c"CUDA_ERROR_INVALID_DEVICE",
         201 => c"CUDA_ERROR_INVALID_CONTEXT",
+        215 => c"CUDA_ERROR_UNSUPPORTED_LIMIT",
         400 => c"CUDA_ERROR_INVALID_HANDLE",
         600 => c"CUDA_ERROR_NOT_READY",
         700 => c"CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -132,6 +136,7 @@ unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 
         712 => c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
         713 => c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
         719 => c"CUDA_ERROR_LAUNCH_FAILED",
+        800 => c"CUDA_ERROR_NOT_PERMITTED",
         803 => c"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
         900 => c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         901 => c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",

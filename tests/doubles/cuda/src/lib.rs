@@ -45,6 +45,14 @@
 //! | CAP-2 | synchronises or waits on a capturing stream from outside | 900, and the capture is spoiled |
 //! | CAP-3 | asks about an event that was recorded in a capture | 907 |
 //! | CAP-4 | ends a capture on another thread than it was begun on, where that matters | 908 |
+//! | PTR-1 | names memory of the device-side heap in a copy | 1 |
+//! | PTR-2 | asks for attributes of an address that there are not, or for none | 1 |
+//! | HEAP-1 | sets the heap's limit when a module that uses the heap is loaded | 1 |
+//! | POOL-1 | has a copy run on memory in stream order before the stream has come to the allocation | it runs |
+//! | POOL-2 | names memory in a copy that was freed in stream order | 1 |
+//! | POOL-3 | frees in stream order what is not the start of such an allocation, or was freed | 1 |
+//! | POOL-4 | frees memory in stream order that a copy uses which is not ordered before | the copy runs first |
+//! | HOST-1 | makes a call from a host function | 800 |
 //! | ARG-1 | passes null where something is written | 1 |
 //!
 //! Memory that is not registered at all may be copied from and to (the driver stages it): that is counted as a *note*,
@@ -54,8 +62,12 @@
 //!
 //! `standin_*` in `control.rs`; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2), `PINPOOL_STANDIN_MEMORY`
 //! (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080), `PINPOOL_STANDIN_NUMA` (the node of each device,
-//! with commas between them; none), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it).
+//! with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory in stream order), `PINPOOL_STANDIN_FAIL`
+//! (`name:nth:code`, as `standin_fail` takes it).
 
 mod calls;
 mod control;
+mod hostfn;
+mod pointers;
+mod pools;
 mod world;

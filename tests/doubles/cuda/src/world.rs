@@ -11,11 +11,13 @@ pub const DEINITIALIZED: u32 = 4;
 pub const NO_DEVICE: u32 = 100;
 pub const INVALID_DEVICE: u32 = 101;
 pub const INVALID_CONTEXT: u32 = 201;
+pub const UNSUPPORTED_LIMIT: u32 = 215;
 pub const INVALID_HANDLE: u32 = 400;
 pub const NOT_READY: u32 = 600;
 pub const CONTEXT_IS_DESTROYED: u32 = 709;
 pub const ALREADY_REGISTERED: u32 = 712;
 pub const NOT_REGISTERED: u32 = 713;
+pub const NOT_PERMITTED: u32 = 800;
 pub const CAPTURE_UNSUPPORTED: u32 = 900;
 pub const CAPTURE_INVALIDATED: u32 = 901;
 pub const CAPTURED_EVENT: u32 = 907;
@@ -52,8 +54,22 @@ pub struct Context {
 }
 
 pub struct Block {
-    context: usize,
-    bytes: Vec<u8>,
+    pub context: usize,
+    pub bytes: Vec<u8>,
+    pub kind: Kind,
+}
+
+/// How device memory came about.
+pub enum Kind {
+    Plain,
+    Managed,
+    /// By `cuMemMap`.
+    Mapped,
+    /// In stream order: whether its stream has come to it, and whether it is to be freed.
+    Pool {
+        born: bool,
+        dying: bool,
+    },
 }
 
 /// One side of a copy.
@@ -76,6 +92,10 @@ pub enum Op {
         upto: u64,
     },
     Record,
+    Host(crate::hostfn::Task),
+    /// Memory in stream order begins, and ends.
+    Allocate(u64),
+    Free(u64),
 }
 
 pub struct Capture {
@@ -127,6 +147,7 @@ pub struct World {
     pub blocks: BTreeMap<u64, Block>,
     /// Registered host memory: start and length.
     pub registered: BTreeMap<usize, usize>,
+    pub pointers: crate::pointers::Pointers,
     pub violations: Vec<String>,
     pub notes: HashMap<&'static str, u64>,
     pub counts: BTreeMap<&'static str, u64>,
@@ -166,7 +187,7 @@ pub fn thread() -> usize {
     THREAD.get()
 }
 
-fn number(name: &str, otherwise: u64) -> u64 {
+pub fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
@@ -239,6 +260,8 @@ impl World {
         match attribute {
             // CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID; -1: none is known.
             134 => Ok(self.devices[device].numa_node),
+            // CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED.
+            115 => Ok(number("PINPOOL_STANDIN_POOLS", 1) as i32),
             _ => Err(INVALID_VALUE),
         }
     }
@@ -275,6 +298,13 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// A context of the device that is not its primary one.
+    pub fn other_context(&mut self, device: usize) -> usize {
+        let context = self.fresh();
+        self.contexts.insert(context, Context { device, dead: None });
+        context
     }
 
     /// What a context has, or all of them together.
@@ -422,6 +452,9 @@ impl World {
                 Op::Wait { stream, upto } => self.run(stream, upto),
                 Op::Record => {}
                 Op::Copy { src, dst, len } => self.copy(src, dst, len),
+                Op::Host(task) => self.run_host(task),
+                Op::Allocate(at) => self.run_allocate(at),
+                Op::Free(at) => self.run_free(at),
             }
             if let Some(stream) = self.streams.get_mut(&handle) {
                 stream.done += 1;
@@ -430,7 +463,7 @@ impl World {
     }
 
     /// Runs everything that uses such memory.
-    fn run_users(&mut self, uses: impl Fn(&Place, usize) -> bool) -> bool {
+    pub fn run_users(&mut self, uses: impl Fn(&Place, usize) -> bool) -> bool {
         let users = |s: &Stream| {
             let last = s.queue.iter().rposition(|op| match op {
                 Op::Copy { src, dst, len } => uses(src, *len) || uses(dst, *len),
@@ -448,6 +481,11 @@ impl World {
 
     fn copy(&mut self, src: Place, dst: Place, len: usize) {
         // The ranges were checked when the copy was submitted, and memory in use is not freed before its copies ran.
+        for place in [src, dst] {
+            if let Place::Device(at) = place {
+                self.check_born(at, len);
+            }
+        }
         let mut bytes = vec![0; len];
         match src {
             // SAFETY: whoever submitted it vouched for the range until the copy was seen complete.
@@ -537,7 +575,7 @@ impl World {
     pub fn destroy_stream(&mut self, handle: usize) -> Outcome {
         let stream = self.stream("cuStreamDestroy", handle)?;
         stream.destroyed = true;
-        let copies = stream.queue.iter().filter(|op| matches!(op, Op::Copy { .. })).count();
+        let copies = stream.queue.iter().filter(|op| matches!(op, Op::Copy { .. } | Op::Host(_))).count();
         let upto = stream.submitted;
         if copies > 0 {
             let _: Outcome = self.violate("STR-2", format!("{handle:#x} has {copies} copies queued"), 0);
@@ -584,11 +622,23 @@ impl World {
         if used.checked_add(len).is_none_or(|sum| sum > self.devices[device].memory) {
             return Err(OUT_OF_MEMORY);
         }
+        let at = self.address(len);
+        self.blocks.insert(at, Block { context, bytes: vec![0xA5; len], kind: Kind::Plain });
+        Ok(at)
+    }
+
+    /// Addresses that nothing else has or had.
+    pub fn address(&mut self, len: usize) -> u64 {
         let at = self.next_address;
         // Room between two, so that leaving one never means reaching the next.
         self.next_address += (len as u64).next_multiple_of(4096) + 4096;
-        self.blocks.insert(at, Block { context, bytes: vec![0xA5; len] });
-        Ok(at)
+        at
+    }
+
+    pub fn be(&mut self, at: u64, kind: Kind) {
+        if let Some(block) = self.blocks.get_mut(&at) {
+            block.kind = kind;
+        }
     }
 
     pub fn free(&mut self, at: u64) -> Outcome {
@@ -602,7 +652,7 @@ impl World {
         Ok(())
     }
 
-    fn block(&mut self, at: u64, len: usize) -> Option<(&mut Block, usize)> {
+    pub fn block(&mut self, at: u64, len: usize) -> Option<(&mut Block, usize)> {
         let (start, block) = self.blocks.range_mut(..=at).next_back()?;
         let offset = (at - start) as usize;
         (offset.checked_add(len)? <= block.bytes.len()).then_some((block, offset))
@@ -613,6 +663,8 @@ impl World {
         match place {
             Place::Device(at) => {
                 let context = self.current(call)?;
+                self.check_heap(call, at)?;
+                self.check_dying(call, at, len)?;
                 match self.block(at, len).map(|(block, _)| block.context) {
                     Some(of) if of == context => Ok(()),
                     Some(_) => {
