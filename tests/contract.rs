@@ -430,6 +430,7 @@ fn foreign(on: &Subject) {
     wrong(stream.upload_blocking(&sent, &far).unwrap_err());
     wrong(stream.download_blocking(&far, &mut [0; 100]).unwrap_err());
     wrong(stream.upload_blocking(&sent, stranger.alloc(100).unwrap()).unwrap_err());
+    stranger.synchronize().unwrap();
     let (from, to) = (filled(&pool, &sent), pool.checkout(100).unwrap());
     wrong(stranger.copy_host(from, to).unwrap_err().error);
     // SAFETY: refused.

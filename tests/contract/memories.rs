@@ -88,12 +88,15 @@ pub fn ordered(on: &Subject) {
     let memory = on.stream().alloc(1000).unwrap();
     home.upload_blocking(&[3; 1000], &memory).unwrap();
     assert!(fetch(&pool, &other, &memory) == [3; 1000]);
+    drop(memory);
     let brief = on.stream();
     let memory = brief.alloc(1000).unwrap();
     let sent = brief.upload(filled(&pool, &[4; 1000]), &memory).unwrap();
     drop((brief, memory));
     assert!(*sent.wait().unwrap() == [4; 1000]);
-    drop(on.stream().alloc(1000).unwrap());
+    let unused = on.stream();
+    drop(unused.alloc(1000).unwrap());
+    unused.synchronize().unwrap();
     assert_eq!(home.alloc(0).unwrap_err(), Error::ZeroLength);
     assert!(home.alloc(usize::MAX / 4).is_err());
     home.synchronize().unwrap();
