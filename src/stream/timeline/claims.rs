@@ -26,7 +26,8 @@ impl Timeline {
     /// Claims a segment of this class and depot that is in flight here alone and whose handle was dropped: the youngest,
     /// since the oldest is the next to be free anyway.
     pub(crate) fn claim(&self, depot: &Depot, class: Class) -> Option<(usize, Segment)> {
-        if self.forked() {
+        // While the stream is being captured, nothing that is submitted comes after what is in flight.
+        if self.forked() || !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
             return None;
         }
         let mut state = self.state.lock();

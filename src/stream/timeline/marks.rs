@@ -13,6 +13,24 @@ impl Timeline {
     /// Closes the open tick, if anything is in it, and records its mark. Failing is no error of the caller's: the entries
     /// wait for a later mark.
     pub(crate) fn close(&self) {
+        let _ = self.close_open();
+    }
+
+    /// The same, for those who want to know.
+    pub(super) fn close_open(&self) -> Result<()> {
+        // For each stream that was shared meanwhile, or on which a mark failed, a capture may have begun since.
+        match self.is_capturing() {
+            Ok(false) => self.close_with(false, |_| Ok(())),
+            Ok(true) => Err(Error::Capturing { what: "recording a mark", remedy: "end the capture first" }),
+            Err(error) => {
+                self.not_marked(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// The same for who has just submitted, and asked before.
+    pub(super) fn close_submitted(&self) {
         let _ = self.close_with(false, |_| Ok(()));
     }
 
@@ -127,6 +145,11 @@ impl Timeline {
                 Ok(false) => break,
                 // Not ready to be asked: neither completion nor loss.
                 Err(error) if error.class() == ErrorClass::Moment => break,
+                // Recorded into a capture, by all we know: it will never be complete. A new mark covers the same ticks.
+                Err(error) if error.class() == ErrorClass::Capture && self.is_shared() => {
+                    self.forget_mark(tick, event);
+                    break;
+                }
                 Err(error) => {
                     if !gives_up(&mut self.state.lock().unasked, &error) {
                         break;
@@ -139,6 +162,18 @@ impl Timeline {
         }
         self.asking.store(false, Ordering::Release);
         progress
+    }
+
+    /// The front mark is none. Its event may be recorded again when a later mark is complete, which is due.
+    fn forget_mark(&self, tick: u64, event: EventHandle) {
+        let mut state = self.state.lock();
+        // What a lost stream had is dealt with.
+        if state.lost.is_none() && state.marks.front() == Some(&(tick, event)) {
+            state.marks.pop_front();
+            let later = state.open;
+            state.doubtful.push((later, event));
+            state.unmarked = state.unmarked.max(tick);
+        }
     }
 
     /// The front mark was seen complete, and covers all ticks up to `tick`. `false`: the stream was lost meanwhile.

@@ -30,6 +30,17 @@
 //! the timeline meet in the state word ([`crate::freelist::slot`]): if the handle is still there the segment waits for
 //! it as LANDED, if it was dropped (DETACHED) the timeline returns the segment to its depot.
 //!
+//! # Streams that others can reach
+//!
+//! On a stream that was adopted, or whose handle was given out, others submit work that nobody tells us of. So there each
+//! submit closes its tick, on the thread that submits: its mark covers all that was queued when the call was made, and a
+//! hold covers the server's own kernels. And such a stream can be captured into a graph. Then nothing is submitted and
+//! nothing recorded: it would not run, and would run again with each launch. Each submit asks first; so does whoever
+//! makes up for a mark that failed. (That one may be a thread of ours, and ask just before a capture begins. Its event is
+//! then a captured one, which says so when it is asked about, and a new mark is made after the capture.)
+//!
+//! Streams of ours whose handle nobody has are never asked about.
+//!
 //! # Files
 //!
 //! Here are ticks and entries: what is submitted. [`marks`]: what closes, asks and lands. [`held`]: what an entry keeps.
@@ -40,8 +51,9 @@ mod held;
 mod marks;
 mod waits;
 
+use std::any::Any;
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crossbeam::utils::CachePadded;
 use slab::Slab;
@@ -112,10 +124,18 @@ struct State {
 pub(crate) struct Timeline {
     context: Arc<Context>,
     stream: StreamHandle,
-    /// A stream of ours, where ticks may stay open for a while. On others work that we do not see may follow.
-    own: bool,
+    /// Whether ticks may stay open for a while, where nobody else submits.
+    lingers: bool,
+    /// Whether others can reach the stream. Changed under the state's lock, once; who submits looks under that lock whether
+    /// its tick may stay open. Without the lock it is only a hint: whoever gives a handle to others, who then capture, does
+    /// so before they do. (Not loom's: no model has such streams.)
+    shared: std::sync::atomic::AtomicBool,
+    /// Whether it is this very stream, whatever its handle, so that order on it can be relied on without waiting.
+    claims: bool,
     /// Made by us, so destroyed by us.
     destroy: bool,
+    /// What keeps a stream of others alive, if its owner said so.
+    keeper: OnceLock<Box<dyn Any + Send + Sync>>,
     reaper: Listing,
     completed: CachePadded<AtomicU64>,
     /// Whether somebody asks just now.
@@ -124,13 +144,37 @@ pub(crate) struct Timeline {
 }
 
 impl Timeline {
-    pub(crate) fn new(context: Arc<Context>, stream: StreamHandle, own: bool, reaper: Listing) -> Arc<Self> {
-        let (destroy, own) = (own, own && !context.driver().record_may_block());
+    /// Of a stream of ours.
+    pub(crate) fn new(context: Arc<Context>, stream: StreamHandle, reaper: Listing) -> Arc<Self> {
+        Self::make(context, stream, true, true, reaper)
+    }
+
+    /// Of a stream that others made. `claims`: nothing else will ever be known by this timeline.
+    pub(crate) fn adopted(
+        context: Arc<Context>,
+        stream: StreamHandle,
+        claims: bool,
+        reaper: Listing,
+    ) -> Arc<Self> {
+        Self::make(context, stream, false, claims, reaper)
+    }
+
+    fn make(
+        context: Arc<Context>,
+        stream: StreamHandle,
+        own: bool,
+        claims: bool,
+        reaper: Listing,
+    ) -> Arc<Self> {
+        let lingers = !context.driver().record_may_block();
         let timeline = Arc::new(Self {
             context,
             stream,
-            own,
-            destroy,
+            lingers,
+            shared: std::sync::atomic::AtomicBool::new(!own),
+            claims,
+            destroy: own,
+            keeper: OnceLock::new(),
             reaper,
             completed: CachePadded::new(AtomicU64::new(0)),
             asking: AtomicBool::new(false),
@@ -183,6 +227,45 @@ impl Timeline {
         }
         self.context.alive()?;
         self.state.lock().lost.clone().map_or(Ok(()), Err)
+    }
+
+    // --- streams that others can reach -------------------------------------------------------------------------------
+
+    /// Whether others can submit to the stream.
+    fn is_shared(&self) -> bool {
+        self.shared.load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    /// From here on others can reach the stream.
+    pub(crate) fn share(&self) {
+        {
+            let _state = self.state.lock();
+            self.shared.store(true, std::sync::atomic::Ordering::Relaxed);
+        }
+        // Their work is not to be waited for by what is there already.
+        self.close();
+    }
+
+    /// Leaves `keeper` with the timeline, unless it has one: then that keeps the same stream alive.
+    pub(crate) fn keep(&self, keeper: Box<dyn Any + Send + Sync>) {
+        let _ = self.keeper.set(keeper);
+    }
+
+    /// Whether the stream is being captured. Asks the driver only about streams that others can reach.
+    pub(crate) fn is_capturing(&self) -> Result<bool> {
+        if !self.is_shared() {
+            return Ok(false);
+        }
+        if self.forked() {
+            return Err(Error::Forked);
+        }
+        self.context.alive()?;
+        self.context.noting(self.context.driver().capturing(self.stream))
+    }
+
+    /// An error that says what was refused and what to do, if the stream is being captured.
+    pub(crate) fn not_capturing(&self, what: &'static str, remedy: &'static str) -> Result<()> {
+        if self.is_capturing()? { Err(Error::Capturing { what, remedy }) } else { Ok(()) }
     }
 
     // --- submitting --------------------------------------------------------------------------------------------------
@@ -248,7 +331,9 @@ impl Timeline {
         if state.lost.is_some() {
             state.quarantine(self.is_dead(), &mut after);
         }
-        let close = !self.own || state.open_entries >= TICK_ENTRIES || state.open_bytes >= TICK_BYTES;
+        // Under the lock: whoever shares the stream after this closes the tick.
+        let lingers = self.lingers && !self.is_shared();
+        let close = !lingers || state.open_entries >= TICK_ENTRIES || state.open_bytes >= TICK_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
         drop(state);
         if list {
@@ -256,7 +341,7 @@ impl Timeline {
         }
         after.run();
         if close {
-            self.close();
+            self.close_submitted();
         }
         tick
     }
@@ -281,7 +366,16 @@ impl Timeline {
 impl Drop for Timeline {
     fn drop(&mut self) {
         // A timeline with anything in flight is on the reaper's list, and so is not dropped.
-        if !self.destroy || self.forked() {
+        let keeper = self.keeper.take();
+        if self.forked() {
+            // The parent's.
+            return std::mem::forget(keeper);
+        }
+        if let Some(keeper) = keeper {
+            // It may destroy the stream, and be anything.
+            self.context.worker().send(move || drop(keeper));
+        }
+        if !self.destroy {
             return;
         }
         let (driver, stream) = (self.context.driver().clone(), self.stream);

@@ -58,11 +58,21 @@ impl Timeline {
     }
 
     /// Closes the tick if it is still open, so that its completion can be seen.
-    fn flush(&self, tick: u64) {
-        let open = self.state.lock().open;
-        if tick >= open {
-            self.close();
+    ///
+    /// # Errors
+    /// [`Error::Capturing`]: no mark can be recorded before the capture was ended.
+    fn flush(&self, tick: u64) -> Result<()> {
+        let (open, unmarked) = {
+            let state = self.state.lock();
+            (state.open, state.unmarked)
+        };
+        // What failed is tried again by the reaper, but for a capture that this very thread may be about to end.
+        if tick >= open || (tick <= unmarked && self.is_shared()) {
+            if let Err(error @ Error::Capturing { .. }) = self.close_open() {
+                return Err(error);
+            }
         }
+        Ok(())
     }
 
     /// Waits until a tick is complete.
@@ -75,7 +85,7 @@ impl Timeline {
         }
         let since = Instant::now();
         let late = |now: Instant| deadline.is_some_and(|d| now >= d);
-        self.flush(tick);
+        self.flush(tick)?;
         if let Some(stepped) = self.context.driver().stepped() {
             loop {
                 self.pass(true);
@@ -128,7 +138,8 @@ impl Timeline {
         waker: &Waker,
     ) -> Result<bool> {
         self.forget_waker(key);
-        self.flush(tick);
+        // During a capture the reaper makes up for it later, and a task can wait for that.
+        let _ = self.flush(tick);
         if self.poll_complete(tick)? {
             return Ok(true);
         }
