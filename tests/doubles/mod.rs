@@ -8,6 +8,8 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "loading a library and calling it")]
 
+pub mod gpu;
+
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
 use std::process::Command;

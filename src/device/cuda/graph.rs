@@ -33,7 +33,7 @@ unsafe extern "C" fn gone(object: *mut c_void) {
     // SAFETY: made by `keep` out of such a box, and called once.
     let gone = unsafe { Box::from_raw(object.cast::<Gone>()) };
     // Unwinding into the driver would be undefined. It only sends, so there is nothing to be said about a panic.
-    let _ = catch_unwind(AssertUnwindSafe(|| gone()));
+    let _ = catch_unwind(AssertUnwindSafe(gone));
 }
 
 impl Cuda {
