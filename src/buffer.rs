@@ -671,13 +671,15 @@ impl<B: Lend> InFlight<B> {
     /// The same, for at most so long.
     ///
     /// # Errors
-    /// [`Error::Timeout`] comes with the handle, to be waited for again or dropped.
+    /// [`Error::Timeout`] and [`Error::Capturing`] come with the handle, to be waited for again or dropped.
     #[allow(clippy::result_large_err, reason = "the error carries the handle back")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<B, SubmitError<Self>> {
         let deadline = Instant::now().checked_add(timeout);
         match self.wait_all(deadline).and_then(|()| self.finish()) {
             Ok(value) => Ok(value),
-            Err(error @ Error::Timeout(_)) => Err(SubmitError { error, buffer: Some(self) }),
+            Err(error @ (Error::Timeout(_) | Error::Capturing { .. })) => {
+                Err(SubmitError { error, buffer: Some(self) })
+            }
             Err(error) => Err(SubmitError { error, buffer: None }),
         }
     }

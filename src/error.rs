@@ -218,6 +218,35 @@ pub enum Error {
         /// The device that was to use it.
         device: String,
     },
+    /// A stream of another context than the device's.
+    #[error(
+        "the stream belongs to another context than the one that {device} works in; adopt the stream with the device of its \
+         own context (cuda::adopt_context gives it)"
+    )]
+    WrongContext {
+        /// The device that the stream was to be adopted for.
+        device: String,
+    },
+    /// The stream is being captured into a graph, and this call can be no part of one. Nothing was submitted, and the
+    /// capture is as it was.
+    #[error(
+        "{what} was refused, since the stream is being captured into a graph: nothing runs now, and whenever the graph is \
+         launched later it would run again; {remedy}"
+    )]
+    Capturing {
+        /// What was refused.
+        what: &'static str,
+        /// What to do instead.
+        remedy: &'static str,
+    },
+    /// A call that makes something a part of the graph being captured, on a stream that is in no capture.
+    #[error("{what} needs a stream that is being captured into a graph, and this one is not; {remedy}")]
+    NotCapturing {
+        /// What was refused.
+        what: &'static str,
+        /// What to do instead.
+        remedy: &'static str,
+    },
     /// A stream-ready buffer was used on another stream than the one it is ready on.
     #[error(
         "a stream-ready buffer can be used only on the stream it was checked out on; wait for it to use it elsewhere"
@@ -275,6 +304,7 @@ impl Error {
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Device(e) => e.class,
+            Self::Capturing { .. } => ErrorClass::Capture,
             Self::Exhausted { .. } | Self::Timeout(_) | Self::OutOfMemory { .. } | Self::MemLock { .. } => {
                 ErrorClass::Moment
             }

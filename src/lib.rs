@@ -50,6 +50,8 @@
 //!   [`Pool::checkout_or_unpinned`] where plain memory is better than none. [`Request`] names alignment and reserve.
 //! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
 //!   that others submit; [`Stream::copy_host`] from buffer to buffer.
+//! - Sharing: a server's own CUDA contexts and streams are adopted, and ours given out, by the module `cuda` (feature
+//!   `cuda`); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`].
 //! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
 //! - Errors: [`Error::class`] says what an error means for what comes next.
@@ -73,6 +75,7 @@
 //! | `depot` | what buffers drop into: shards, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
 //! | `runtime` | an opened device: its context and its reaper | yes |
+//! | `cuda` | contexts and streams that others made | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
@@ -130,7 +133,7 @@ mod sync;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
-pub use copy::{DeviceRange, Landing};
+pub use copy::{DeviceRange, GraphBuf, Landing};
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
 pub use error::{AddressFault, DeviceError, Error, ErrorClass, Result, SubmitError};

@@ -15,6 +15,7 @@ use crate::device::memory::{DeviceBuffer, DeviceSlice};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
+use crate::stream::timeline::Timeline;
 
 /// A device: the thing on the other side of a copy.
 ///
@@ -22,7 +23,8 @@ use crate::stream::reaper::{Listing, Reaper};
 /// [`crate::host`]), `auto` (`cuda:0` if it can be opened, else `host:0`; the log says why).
 ///
 /// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
-/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks.
+/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; with the
+/// feature `cuda` a server's own contexts and streams can be adopted (module `cuda`).
 ///
 /// Cloning gives another handle to the same device, and so does opening it again while it is open.
 #[derive(Clone)]
@@ -31,7 +33,12 @@ pub struct Device(Arc<Inner>);
 struct Inner {
     context: Arc<Context>,
     reaper: Reaper,
+    /// Streams that others can reach, by the driver's number for each, which is never another's.
+    streams: Mutex<HashMap<u64, Weak<Timeline>>>,
 }
+
+/// Devices that are open, by what stands for each: a driver's name, or a context that others made.
+static OPEN: Mutex<Option<HashMap<String, Weak<Inner>>>> = Mutex::new(None);
 
 impl Device {
     /// Opens a device by name.
@@ -40,19 +47,24 @@ impl Device {
     /// [`Error::UnknownDevice`] for a name that no device has, [`Error::Unavailable`] for one that cannot be used here;
     /// what the driver says where it has no context to give.
     pub fn open(name: &str) -> Result<Self> {
-        static OPEN: Mutex<Option<HashMap<String, Weak<Inner>>>> = Mutex::new(None);
         if !cfg!(target_os = "linux") {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
         }
         let driver = driver(name)?;
+        Self::known(driver.name().to_owned(), driver)
+    }
+
+    /// The device that is open under this key, or a new one.
+    pub(crate) fn known(key: String, driver: Arc<dyn Driver>) -> Result<Self> {
         let mut open = OPEN.lock();
         let open = open.get_or_insert_with(HashMap::new);
-        let known = open.get(driver.name()).and_then(Weak::upgrade);
+        let known = open.get(&key).and_then(Weak::upgrade);
         if let Some(inner) = known.filter(|inner| !inner.context.forked()) {
             return Ok(Self(inner));
         }
         let device = Self::start(Context::new(driver)?)?;
-        open.insert(device.name().to_owned(), Arc::downgrade(&device.0));
+        open.retain(|_, inner| inner.strong_count() > 0);
+        open.insert(key, Arc::downgrade(&device.0));
         Ok(device)
     }
 
@@ -66,7 +78,20 @@ impl Device {
 
     fn start(context: Arc<Context>) -> Result<Self> {
         let reaper = Reaper::start(&context)?;
-        Ok(Self(Arc::new(Inner { context, reaper })))
+        Ok(Self(Arc::new(Inner { context, reaper, streams: Mutex::new(HashMap::new()) })))
+    }
+
+    /// The timeline that is known by this number, or a new one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn known_stream(&self, id: u64, make: impl FnOnce() -> Arc<Timeline>) -> Arc<Timeline> {
+        let mut streams = self.0.streams.lock();
+        if let Some(timeline) = streams.get(&id).and_then(Weak::upgrade) {
+            return timeline;
+        }
+        let timeline = make();
+        streams.retain(|_, timeline| timeline.strong_count() > 0);
+        streams.insert(id, Arc::downgrade(&timeline));
+        timeline
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {

@@ -225,6 +225,7 @@ fn a_capture_elsewhere_survives_everything() {
         drop((pool, stream, other, memory, device));
         let mut graph = 0_usize;
         assert_eq!(driver(d, "cuStreamEndCapture", captured, (&raw mut graph) as usize), 0, "it is spoiled");
+        assert_eq!(driver(d, "cuGraphDestroy", graph, 0), 0);
         assert_eq!(driver(d, "cuStreamDestroy_v2", captured, 0), 0);
         assert_eq!(driver(d, "cuDevicePrimaryCtxRelease_v2", 0, 0), 0);
         let report = d.final_report();

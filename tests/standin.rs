@@ -9,6 +9,8 @@
 
 mod doubles;
 
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use doubles::StandIn;
@@ -48,6 +50,14 @@ macro_rules! made {
 }
 
 const PAGE: usize = 4096;
+
+/// A destructor: counts in what it is given, if anything.
+unsafe extern "C" fn counts(gone: *mut c_void) {
+    // SAFETY: the tests' word: null, or a counter that outlives this.
+    if let Some(gone) = unsafe { gone.cast::<AtomicUsize>().as_ref() } {
+        gone.fetch_add(1, Ordering::SeqCst);
+    }
+}
 
 impl Driver {
     /// `None`: nothing to build it with.
@@ -99,6 +109,28 @@ impl Driver {
 
     fn download(&self, bytes: &mut [u8], from: usize, stream: usize) -> u32 {
         call!(self, "cuMemcpyDtoHAsync_v2", bytes.as_mut_ptr(), from, bytes.len(), stream)
+    }
+
+    /// Status, number and graph of a stream's capture.
+    fn capture(&self, stream: usize) -> (u32, u64, usize) {
+        let (mut status, mut id, mut graph) = (0_u32, 0_u64, 0_usize);
+        // SAFETY: its type; null where nothing is wanted.
+        unsafe {
+            type Ask =
+                unsafe extern "C" fn(usize, *mut u32, *mut u64, *mut usize, usize, usize, usize) -> u32;
+            let ask = self.stand_in.get::<Ask>("cuStreamGetCaptureInfo_v3");
+            assert_eq!(ask(stream, &raw mut status, &raw mut id, &raw mut graph, 0, 0, 0), 0);
+        }
+        (status, id, graph)
+    }
+
+    /// A graph of what is captured meanwhile.
+    fn graph(&self, body: impl FnOnce(usize)) -> usize {
+        let (stream, mut graph) = (self.stream(), 0_usize);
+        assert_eq!(call!(self, "cuStreamBeginCapture_v2", stream, 2), 0);
+        body(stream);
+        assert_eq!(call!(self, "cuStreamEndCapture", stream, &raw mut graph), 0);
+        graph
     }
 
     /// Asks until it is ready, and says how often it was not.
@@ -189,6 +221,27 @@ rules! {
         assert_eq!(call!(d, "cuEventRecord", d.event(), stream), 400);
         assert_eq!(d.upload(memory, &[0; 64], d.stream()), 1);
         d.broken(&["CTX-5", "CTX-5", "CTX-5"]);
+    }
+
+    ctx_6_only_contexts_of_ones_own_are_destroyed (ready) |d| {
+        let primary = made!(d, "cuCtxGetCurrent");
+        assert_eq!(call!(d, "cuCtxDestroy_v2", primary), 201);
+        // A new one is current at once, and of the device named.
+        let context = made!(d, "cuCtxCreate_v2", 0, 1);
+        assert_eq!(made!(d, "cuCtxGetCurrent"), context);
+        let (mut device, mut flags, mut active) = (0_i32, 9_u32, 9_i32);
+        assert_eq!(call!(d, "cuCtxGetDevice", &raw mut device), 0);
+        assert_eq!(call!(d, "cuDevicePrimaryCtxGetState", 1, &raw mut flags, &raw mut active), 0);
+        assert_eq!((device, active), (1, 0), "it is not the primary one");
+        assert_eq!(call!(d, "cuDevicePrimaryCtxGetState", 0, &raw mut flags, &raw mut active), 0);
+        assert_eq!(active, 1);
+        let (stream, mut of) = (d.stream(), 0_usize);
+        assert_eq!(call!(d, "cuStreamGetCtx", stream, &raw mut of), 0);
+        assert_eq!(of, context);
+        assert_eq!(call!(d, "cuCtxDestroy_v2", context), 0);
+        assert_eq!(made!(d, "cuCtxGetCurrent"), primary);
+        assert_eq!(call!(d, "cuCtxDestroy_v2", context), 201);
+        d.broken(&["CTX-6", "CTX-6"]);
     }
 
     str_1_a_stream_that_is_gone (ready) |d| {
@@ -360,6 +413,141 @@ rules! {
             assert_eq!(ends.join().unwrap(), 908);
         });
         d.broken(&["CAP-4"]);
+    }
+
+    cap_5_the_legacy_stream_waits_for_blocking_ones (ready) |d| {
+        let (blocking, other, memory, bytes) = (made!(d, "cuStreamCreate", 0), d.stream(), d.memory(64), [1; 64]);
+        let mut status = 9_u32;
+        assert_eq!(call!(d, "cuStreamBeginCapture_v2", other, 2), 0);
+        assert_eq!(d.upload(memory, &bytes, 0), 0);
+        assert_eq!(call!(d, "cuStreamSynchronize", 1), 0);
+        assert_eq!(call!(d, "cuStreamBeginCapture_v2", blocking, 2), 0);
+        assert_eq!(call!(d, "cuStreamIsCapturing", 0, &raw mut status), 906);
+        d.broken(&[]);
+        assert_eq!(d.upload(memory, &bytes, 1), 906);
+        assert_eq!(call!(d, "cuStreamIsCapturing", blocking, &raw mut status), 0);
+        assert_eq!(status, 2, "spoiled");
+        assert_eq!(call!(d, "cuStreamIsCapturing", other, &raw mut status), 0);
+        assert_eq!(status, 1);
+        assert_eq!(call!(d, "cuStreamBeginCapture_v2", 0, 2), 900);
+        d.broken(&["CAP-5"]);
+    }
+
+    cap_6_a_capture_waits_for_nothing_of_outside (ready) |d| {
+        let (stream, other, event) = (d.stream(), d.stream(), d.event());
+        assert_eq!(call!(d, "cuEventRecord", event, other), 0);
+        assert_eq!(call!(d, "cuStreamBeginCapture_v2", stream, 2), 0);
+        assert_eq!(call!(d, "cuStreamWaitEvent", stream, event, 0), 905);
+        d.broken(&["CAP-6"]);
+    }
+
+    gra_1_destructors_call_nothing (ready) |d| {
+        static CALL: AtomicUsize = AtomicUsize::new(0);
+        static ANSWER: AtomicU32 = AtomicU32::new(0);
+        unsafe extern "C" fn destroy(_: *mut c_void) {
+            let mut count = 0;
+            // SAFETY: the address of that very function.
+            let ask = unsafe {
+                std::mem::transmute::<usize, unsafe extern "C" fn(*mut i32) -> u32>(CALL.load(Ordering::SeqCst))
+            };
+            // SAFETY: a place for a number.
+            ANSWER.store(unsafe { ask(&raw mut count) }, Ordering::SeqCst);
+        }
+        // SAFETY: its type.
+        let count = unsafe { *d.stand_in.get::<unsafe extern "C" fn(*mut i32) -> u32>("cuDeviceGetCount") };
+        CALL.store(count as usize, Ordering::SeqCst);
+        let object = made!(d, "cuUserObjectCreate", 0, destroy as *const (), 1, 1);
+        assert_eq!(call!(d, "cuUserObjectRelease", object, 1), 0);
+        while ANSWER.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(ANSWER.load(Ordering::SeqCst), 800);
+        d.broken(&["GRA-1"]);
+    }
+
+    gra_2_user_objects_are_made_whole (ready) |d| {
+        let mut object = 0_usize;
+        assert_eq!(call!(d, "cuUserObjectCreate", &raw mut object, 0, 0, 1, 1), 1);
+        assert_eq!(call!(d, "cuUserObjectCreate", &raw mut object, 0, counts as *const (), 0, 1), 1);
+        assert_eq!(call!(d, "cuUserObjectCreate", &raw mut object, 0, counts as *const (), 1, 0), 1);
+        d.broken(&["GRA-2", "GRA-2", "GRA-2"]);
+    }
+
+    gra_3_graphs_that_are_gone (ready) |d| {
+        let (graph, object) = (d.graph(|_| ()), made!(d, "cuUserObjectCreate", 0, counts as *const (), 1, 1));
+        let executable = made!(d, "cuGraphInstantiateWithFlags", graph, 0);
+        assert_eq!(call!(d, "cuGraphDestroy", graph), 0);
+        assert_eq!(call!(d, "cuGraphDestroy", graph), 1);
+        assert_eq!(call!(d, "cuGraphRetainUserObject", graph, object, 1, 0), 1);
+        assert_eq!(call!(d, "cuGraphExecDestroy", executable), 0);
+        assert_eq!(call!(d, "cuGraphExecDestroy", executable), 1);
+        assert_eq!(call!(d, "cuGraphLaunch", executable, d.stream()), 1);
+        assert_eq!(call!(d, "cuUserObjectRelease", object, 1), 0);
+        assert_eq!(call!(d, "cuUserObjectRelease", object, 1), 1);
+        d.broken(&["GRA-3"; 5]);
+    }
+
+    gra_4_references_are_counted (ready) |d| {
+        let object = made!(d, "cuUserObjectCreate", 0, counts as *const (), 2, 1);
+        assert_eq!(call!(d, "cuUserObjectRelease", object, 3), 1);
+        assert_eq!(call!(d, "cuUserObjectRelease", object, 2), 0);
+        let stream = d.stream();
+        assert_eq!(call!(d, "cuStreamBeginCapture_v2", stream, 2), 0);
+        let (_, _, graph) = d.capture(stream);
+        assert_eq!(call!(d, "cuGraphDestroy", graph), 1);
+        d.broken(&["GRA-4", "GRA-4"]);
+    }
+
+    a_graph_copies_when_it_is_launched_and_keeps_what_it_was_given (ready) |d| {
+        let (stream, memory) = (d.stream(), d.memory(64));
+        let (mut sent, mut back, gone) = ([1; 64], [0; 64], AtomicUsize::new(0));
+        let graph = d.graph(|captured| {
+            assert_eq!(d.upload(memory, &sent, captured), 0);
+            let (status, id, graph) = d.capture(captured);
+            assert!(status == 1 && id > 0);
+            let object = made!(d, "cuUserObjectCreate", &raw const gone, counts as *const (), 1, 1);
+            // A reference of its own, and then ours as well.
+            assert_eq!(call!(d, "cuGraphRetainUserObject", graph, object, 1, 0), 0);
+            assert_eq!(call!(d, "cuGraphRetainUserObject", graph, object, 1, 1), 0);
+        });
+        let executable = made!(d, "cuGraphInstantiateWithFlags", graph, 0);
+        assert_eq!(call!(d, "cuGraphDestroy", graph), 0);
+        for round in 2..5 {
+            sent.fill(round);
+            assert_eq!(call!(d, "cuGraphLaunch", executable, stream), 0);
+            assert_eq!(d.download(&mut back, memory, stream), 0);
+            assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
+            assert_eq!(back, [round; 64]);
+        }
+        // Launched, not run yet, and nobody else has it.
+        assert_eq!(call!(d, "cuGraphLaunch", executable, stream), 0);
+        assert_eq!(call!(d, "cuGraphExecDestroy", executable), 0);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        assert_eq!(gone.load(Ordering::SeqCst), 0);
+        assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
+        while gone.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        assert_eq!(gone.load(Ordering::SeqCst), 1);
+        d.broken(&[]);
+        assert_eq!(d.stand_in.report().leaks, ["contexts 1", "streams 2", "allocations 1"]);
+    }
+
+    streams_have_numbers_and_handles_come_again (ready) |d| {
+        let id = |stream: usize| {
+            let mut id = 0_u64;
+            assert_eq!(call!(d, "cuStreamGetId", stream, &raw mut id), 0);
+            id
+        };
+        let (one, two) = (d.stream(), d.stream());
+        let first = id(one);
+        assert!(first != id(two) && id(0) == id(1) && id(0) != first);
+        assert_eq!(call!(d, "cuStreamDestroy_v2", one), 0);
+        assert_ne!(d.stream(), one);
+        d.stand_in.reuse(true);
+        let again = d.stream();
+        assert!(again == one && id(again) != first);
+        d.broken(&[]);
     }
 
     arg_1_results_need_a_place (ready) |d| {

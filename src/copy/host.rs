@@ -5,7 +5,7 @@
 
 use std::ops::RangeBounds;
 
-use super::{Landing, NOT_YET};
+use super::{Landing, NOT_YET, OUTSIDE};
 use crate::buffer::{InFlight, Lend, PinnedBuf};
 use crate::device::Transfer;
 use crate::device::memory::bounds;
@@ -24,8 +24,8 @@ impl Stream {
     /// synchronization behavior": "fully synchronous with respect to the host").
     ///
     /// # Errors
-    /// With both buffers: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a lost device;
-    /// [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as for
+    /// With both buffers: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], [`Error::Capturing`], a lost
+    /// device; [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as for
     /// [`upload`](Self::upload).
     #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
     pub fn copy_host<B: Lend, L: Landing>(
@@ -57,6 +57,7 @@ impl Stream {
                 return Err(Error::TooSmall { need: end - start, have: capacity });
             }
             self.timeline().usable()?;
+            self.timeline().not_capturing("a copy between host buffers", OUTSIDE)?;
             Ok((&src.bytes()[start..end], target))
         })();
         let (bytes, target) = match checked {

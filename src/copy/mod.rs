@@ -6,16 +6,26 @@
 
 #![allow(unsafe_code)]
 
+mod captured;
 mod host;
 
 use std::ops::RangeBounds;
 
+pub use self::captured::GraphBuf;
 use crate::buffer::{InFlight, Lend, PinnedBuf, StreamBuf, joint};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::timeline::{Lent, Ticket};
+
+/// What to do where a capture is in the way.
+const OUTSIDE: &str = "submit it outside the capture";
+const UPLOAD_REMEDY: &str =
+    "submit it outside the capture, or make it a part of the graph, buffer included: upload_captured";
+const DOWNLOAD_REMEDY: &str =
+    "submit it outside the capture, or make it a part of the graph, buffer included: download_captured";
+const HOLD_REMEDY: &str = "keep the buffer for as long as the graph instead: hold_captured";
 
 /// The tick of a submission whose driver call has not returned.
 const NOT_YET: u64 = u64::MAX;
@@ -135,7 +145,8 @@ impl Stream {
     /// Returns when the copy was submitted: work submitted to this stream afterwards comes after it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, a lost device. With
+    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, [`Error::Capturing`] (use
+    /// [`upload_captured`](Self::upload_captured)), a lost device. With
     /// `buffer: None` what the driver said; the buffer then returns to its pool when the device is known to be done.
     pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
         self.upload_part(src, .., dst)
@@ -160,6 +171,7 @@ impl Stream {
             if end - start > dst.len() {
                 return Err(Error::TooSmall { need: end - start, have: dst.len() });
             }
+            self.timeline().not_capturing("an upload", UPLOAD_REMEDY)?;
             dst.admit(self.timeline().stream())?;
             Ok((dst, &src.bytes()[start..end]))
         })();
@@ -198,6 +210,7 @@ impl Stream {
                 return Err(Error::TooSmall { need: src.len(), have: capacity });
             }
             self.timeline().usable()?;
+            self.timeline().not_capturing("a download", DOWNLOAD_REMEDY)?;
             src.admit(self.timeline().stream())?;
             Ok((src, target))
         });
@@ -235,6 +248,7 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        self.timeline().not_capturing("a copy within the device", OUTSIDE)?;
         src.admit(self.timeline().stream())?;
         dst.admit(self.timeline().stream())?;
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
@@ -253,10 +267,14 @@ impl Stream {
     /// Keeps `buf` until everything submitted to this stream so far is done, for servers whose own kernels use it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::WrongDevice`], a lost device.
+    /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a lost
+    /// device.
     pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
         if !buf.serves(self.timeline().context().id()) {
             let error = Error::WrongDevice { device: self.device().name().into() };
+            return Err(SubmitError::refused(error, buf));
+        }
+        if let Err(error) = self.timeline().not_capturing("a hold", HOLD_REMEDY) {
             return Err(SubmitError::refused(error, buf));
         }
         match self.timeline().begin(buf.lend(), None) {
@@ -272,7 +290,7 @@ impl Stream {
     /// Keeps `buf` until everything submitted so far to each of several streams is done.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], a lost device. If a device is lost in
+    /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], [`Error::Capturing`], a lost device. If a device is lost in
     /// the middle of the call, the buffer is quarantined.
     pub fn hold_on_all(
         streams: &[&Self],
@@ -286,7 +304,8 @@ impl Stream {
                 if !buf.serves(stream.timeline().context().id()) {
                     return Some(Error::WrongDevice { device: stream.device().name().into() });
                 }
-                stream.timeline().usable().err()
+                let timeline = stream.timeline();
+                timeline.usable().and_then(|()| timeline.not_capturing("a hold", HOLD_REMEDY)).err()
             })
         };
         if let Some(error) = refusal {
@@ -310,7 +329,7 @@ impl Stream {
     /// it, on an error too.
     ///
     /// # Errors
-    /// [`Error::Empty`], [`Error::TooSmall`], a bad range; what the driver says.
+    /// [`Error::Empty`], [`Error::TooSmall`], a bad range, [`Error::Capturing`]; what the driver says.
     pub fn upload_blocking(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.own(dst)?;
         if src.is_empty() {
@@ -367,6 +386,7 @@ impl Stream {
     unsafe fn driver_copy_blocking(&self, transfer: Transfer) -> Result<()> {
         let context = self.timeline().context();
         self.timeline().usable()?;
+        self.timeline().not_capturing("a blocking copy", OUTSIDE)?;
         // SAFETY: the caller's word.
         context.noting(unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) })
     }

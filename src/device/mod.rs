@@ -64,6 +64,9 @@ pub(crate) enum Transfer {
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
+/// What a driver calls when a graph is gone: from a callback, so it neither blocks nor calls the driver.
+pub(crate) type Gone = Box<dyn FnOnce() + Send>;
+
 /// What a device must do. The module's page has the rules.
 pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The device as [`Device::open`](crate::Device::open) names it, such as `host:0`.
@@ -74,6 +77,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
 
     /// A device that does nothing by itself: work happens when [`Stepped::step`] is called. `None` for all others.
     fn stepped(&self) -> Option<&dyn Stepped> {
+        None
+    }
+
+    /// This driver as a context of CUDA's, for what only that has. `None` for all others.
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<&cuda::Cuda> {
         None
     }
 
@@ -138,12 +147,6 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         Err(Error::Unsupported(format!("{} takes no memory of others", self.name())))
     }
 
-    /// This driver as a context of CUDA's, for what only that has. `None` for all others.
-    #[cfg(feature = "cuda")]
-    fn cuda(&self) -> Option<&cuda::Cuda> {
-        None
-    }
-
     /// A new stream.
     fn create_stream(&self) -> Result<StreamHandle>;
 
@@ -178,6 +181,25 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
 
     /// Work submitted to `stream` from now on starts only after `event` is complete.
     fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()>;
+
+    /// Whether `stream` is being captured into a graph, spoiled captures included. Only asked about streams that others
+    /// can reach. Never blocks, and harms no capture.
+    fn capturing(&self, _stream: StreamHandle) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// The number of the capture that `stream` is in, which no other capture has or had.
+    fn capture_id(&self, _stream: StreamHandle) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    /// Makes the graph that `stream` is being captured into keep something: `gone` is called when that graph, everything
+    /// made from it, and every launch of these is gone. Gives the capture's number; `None`: the stream is in no capture.
+    /// After `None` and after an error `gone` is dropped or called, at any time.
+    fn keep_with_graph(&self, _stream: StreamHandle, gone: Gone) -> Result<Option<u64>> {
+        drop(gone);
+        Ok(None)
+    }
 }
 
 /// A device that a test moves by hand.

@@ -180,7 +180,7 @@ impl Setup {
         });
         let context = Context::new(driver.clone()).unwrap();
         let listing = Listing::default();
-        let timeline = Timeline::new(context, StreamHandle(0), true, listing.clone());
+        let timeline = Timeline::new(context, StreamHandle(0), listing.clone());
         let config = DepotConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,
@@ -538,8 +538,7 @@ fn loom_joint_returns_once() {
     model("landing: a segment that two streams hold, and its handle", 3, || {
         let setup = Setup::new();
         // Its own list of ticks and marks; the double has one queue for all streams.
-        let other =
-            Timeline::new(setup.timeline.context().clone(), StreamHandle(1), true, setup.listing.clone());
+        let other = Timeline::new(setup.timeline.context().clone(), StreamHandle(1), setup.listing.clone());
         let buf = {
             // SAFETY: ours.
             unsafe { PinnedBuf::new(setup.take().unwrap(), 0) }

@@ -32,14 +32,14 @@ impl Stream {
     /// [`Device::alloc`](crate::Device::alloc): usable alike, but the device may be synchronised.
     ///
     /// # Errors
-    /// As for [`Device::alloc`](crate::Device::alloc); what the stream was lost with.
+    /// As for [`Device::alloc`](crate::Device::alloc); [`Error::Capturing`]; what the stream was lost with.
     pub fn alloc(&self, len: usize) -> Result<DeviceBuffer> {
         if len == 0 {
             return Err(Error::ZeroLength);
         }
-        // The one place for what a stream must be like to allocate on: a stream that is being captured would make the
-        // allocation a part of the graph, and is to be refused here.
         self.timeline.usable()?;
+        self.timeline
+            .not_capturing("an allocation in the stream's order", "allocate before the capture begins")?;
         let context = self.timeline.context();
         if !context.driver().orders_memory() {
             return self.device.alloc(len);
@@ -64,6 +64,11 @@ impl Home for Timeline {
         if user == self.stream() || self.is_complete(tick)? {
             return Ok(());
         }
+        // An event of a capture would draw the other stream into it.
+        self.not_capturing(
+            "the use of memory whose own stream has not come to it yet",
+            "synchronise with that stream before it is captured",
+        )?;
         self.wait_here(user)
     }
 }

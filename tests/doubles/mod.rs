@@ -8,6 +8,8 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "loading a library and calling it")]
 
+pub mod gpu;
+
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -29,10 +31,15 @@ pub fn required() -> bool {
 /// The library, built on first use. `None`: there is no cargo to build it with, or no source.
 pub fn library() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    BUILT.get_or_init(build).as_deref()
+    BUILT.get_or_init(|| build("")).as_deref()
 }
 
-fn build() -> Option<PathBuf> {
+/// The library as an older driver, which lacks some calls: by the name of the double's feature.
+pub fn older(feature: &str) -> Option<PathBuf> {
+    build(feature)
+}
+
+fn build(feature: &str) -> Option<PathBuf> {
     // Set by `cargo test`, not in an executable that is run by itself.
     let cargo = std::env::var_os("CARGO")?;
     // Not in the package that is published.
@@ -40,11 +47,14 @@ fn build() -> Option<PathBuf> {
     if !manifest.exists() {
         return None;
     }
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("doubles");
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("doubles").join(feature);
     let mut command = Command::new(cargo);
     command.args(["build", "--quiet", "--locked", "--offline", "--manifest-path"]);
     command.arg(manifest);
     command.arg("--target-dir").arg(&target);
+    if !feature.is_empty() {
+        command.arg("--features").arg(feature);
+    }
     // What the crate under test is built with (sanitizers, coverage, another target) is not for the double.
     for name in ["RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS", "CARGO_BUILD_TARGET", "CARGO_BUILD_RUSTFLAGS"] {
         command.env_remove(name);
@@ -147,6 +157,11 @@ impl StandIn {
     pub fn hang(&self, hung: bool) {
         // SAFETY: as above.
         unsafe { self.get::<extern "C" fn(bool)>("standin_hang")(hung) }
+    }
+
+    pub fn reuse(&self, reuse: bool) {
+        // SAFETY: as above.
+        unsafe { self.get::<extern "C" fn(bool)>("standin_reuse")(reuse) }
     }
 
     pub fn report(&self) -> Report {

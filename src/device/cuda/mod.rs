@@ -6,8 +6,9 @@
 //! # Contexts
 //!
 //! The pool works in the device's primary context, the one that the runtime API, cudarc and the frameworks use too: it
-//! is retained when the device is opened and released when the last thing that needs it is gone. A thread of ours has it
-//! current all the time. On other threads each call pushes it, unless it is current already, and pops it again, so that
+//! is retained when the device is opened and released when the last thing that needs it is gone. A context that the
+//! server made can be [adopted](adopt()) instead; that is never destroyed here. A thread of ours has it current all the
+//! time. On other threads each call pushes it, unless it is current already, and pops it again, so that
 //! the caller's context is as it was.
 //!
 //! # Captures
@@ -22,18 +23,22 @@
 //! Where the driver ends before we do (a process that exits, a fork), nothing is called any more and everything is left
 //! as it is.
 
+mod adopt;
 mod api;
+mod graph;
 mod memory;
 mod pointers;
 
+use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+pub(crate) use self::adopt::{Adopted, adopt};
 use self::api::{Api, CUcontext, CUdevice, CUevent, CUstream, Code};
-use super::{DevicePtr, Driver, EventHandle, StreamHandle, Transfer};
+use super::{DevicePtr, Driver, EventHandle, Gone, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, Result};
 use crate::os;
 
@@ -54,7 +59,7 @@ thread_local! {
     static OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// One GPU.
+/// One context of a GPU.
 #[derive(Debug)]
 pub(crate) struct Cuda {
     api: &'static Api,
@@ -66,6 +71,10 @@ pub(crate) struct Cuda {
     numa_node: Option<u32>,
     /// Whether it has memory in stream order, and the driver the calls for it.
     pools: bool,
+    /// The device's primary context, retained once. Others are the server's.
+    primary: bool,
+    /// What keeps a context of the server's alive, if it said so.
+    keeper: OnceLock<Box<dyn Any + Send + Sync>>,
     forks: u32,
 }
 
@@ -98,7 +107,18 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     // SAFETY: writes a handle.
     said("cuDevicePrimaryCtxRetain", unsafe { (api.primary_retain)(&raw mut context, device) })?;
     let numa_node = numa_node(api, device);
-    Ok(Arc::new(Cuda { api, name, ordinal: index, device, context, numa_node, pools, forks: os::forks() }))
+    Ok(Arc::new(Cuda {
+        api,
+        name,
+        ordinal: index,
+        device,
+        context,
+        numa_node,
+        pools,
+        primary: true,
+        keeper: OnceLock::new(),
+        forks: os::forks(),
+    }))
 }
 
 /// The host's node that a GPU hangs on: as the driver knows it, or as the system does.
@@ -235,6 +255,10 @@ impl Driver for Cuda {
         "cuda"
     }
 
+    fn cuda(&self) -> Option<&Cuda> {
+        Some(self)
+    }
+
     fn enter_thread(&self) {
         // Where one of these fails the thread is like any other, and each call does it for itself.
         // SAFETY: our retained primary context.
@@ -299,10 +323,6 @@ impl Driver for Cuda {
 
     fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
         self.examine_range(ptr, len)
-    }
-
-    fn cuda(&self) -> Option<&Cuda> {
-        Some(self)
     }
 
     fn create_stream(&self) -> Result<StreamHandle> {
@@ -384,11 +404,29 @@ impl Driver for Cuda {
         // SAFETY: handles of ours.
         self.said("cuStreamWaitEvent", unsafe { (self.api.stream_wait_event)(stream(on), event(handle), 0) })
     }
+
+    fn capturing(&self, on: StreamHandle) -> Result<bool> {
+        self.is_capturing(on)
+    }
+
+    fn capture_id(&self, on: StreamHandle) -> Result<Option<u64>> {
+        Ok(self.capture(on)?.map(|capture| capture.id))
+    }
+
+    fn keep_with_graph(&self, on: StreamHandle, gone: Gone) -> Result<Option<u64>> {
+        self.keep(on, gone)
+    }
 }
 
 impl Drop for Cuda {
     fn drop(&mut self) {
         if self.forks != os::forks() {
+            // The parent's.
+            std::mem::forget(self.keeper.take());
+            return;
+        }
+        if !self.primary {
+            // Its keeper goes now: no call follows.
             return;
         }
         let (api, device) = (self.api, self.device);

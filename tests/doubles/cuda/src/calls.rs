@@ -12,6 +12,12 @@ pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32
     if let Some(code) = crate::hostfn::refused(name) {
         return code;
     }
+    let code = locked(name, body);
+    crate::graphs::run_due();
+    code
+}
+
+fn locked(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
     let mut guard = world();
     let Some(world) = guard.as_mut() else { return INVALID_VALUE };
     *world.counts.entry(name).or_default() += 1;
@@ -20,6 +26,10 @@ pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32
     }
     if !world.ready && !matches!(name, "cuInit" | "cuDriverGetVersion") {
         let refused: Outcome = world.violate("INIT-1", name, NOT_INITIALIZED);
+        return refused.err().unwrap_or_default();
+    }
+    if crate::graphs::is_destructor() {
+        let refused: Outcome = world.violate("GRA-1", name, NOT_PERMITTED);
         return refused.err().unwrap_or_default();
     }
     let mut due = None;
@@ -140,6 +150,8 @@ unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 
         803 => c"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
         900 => c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         901 => c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+        905 => c"CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
+        906 => c"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
         907 => c"CUDA_ERROR_CAPTURED_EVENT",
         908 => c"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
         _ => {
@@ -194,7 +206,7 @@ unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> u32 {
 }
 
 /// A context that a thread may have current: none, or one that exists.
-fn usable(w: &mut World, name: &str, context: usize) -> Outcome {
+pub fn usable(w: &mut World, name: &str, context: usize) -> Outcome {
     match w.contexts.get(&context) {
         None if context != 0 => w.violate("CTX-2", format!("{name}: {context:#x}"), CONTEXT_IS_DESTROYED),
         _ => Ok(()),
@@ -305,10 +317,10 @@ extern "C" fn cuMemcpyDtoDAsync_v2(dst: u64, src: u64, len: usize, stream: *mut 
 // --- streams -----------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamCreate(stream: *mut *mut c_void, _flags: c_uint) -> u32 {
+unsafe extern "C" fn cuStreamCreate(stream: *mut *mut c_void, flags: c_uint) -> u32 {
     call("cuStreamCreate", |w| {
         let context = w.current("cuStreamCreate")?;
-        let made = w.create_stream(context);
+        let made = w.create_stream(context, flags & 1 == 0);
         // SAFETY: as above.
         unsafe { write(w, "cuStreamCreate", stream, made as *mut c_void) }
     })
@@ -321,6 +333,7 @@ extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
 
 /// From outside of a capture nothing may wait for it.
 fn not_captured(w: &mut World, name: &str, stream: usize) -> Outcome {
+    w.not_implicit(name, stream)?;
     if let Some(capture) = &mut w.stream(name, stream)?.capture {
         capture.spoiled = true;
         return w.violate("CAP-2", format!("{name} on {stream:#x}"), CAPTURE_UNSUPPORTED);
@@ -338,7 +351,8 @@ extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> u32 {
         let upto = w.stream(NAME, stream as usize)?.submitted;
         hung = w.hung;
         if !hung {
-            w.run(stream as usize, upto);
+            let stream = w.resolved(stream as usize);
+            w.run(stream, upto);
         }
         Ok(())
     });
@@ -350,8 +364,10 @@ extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> u32 {
             if let Err(code) = world.stream(NAME, stream as usize).map(|s| s.submitted) {
                 return code;
             }
-            world.run(stream as usize, u64::MAX);
+            let stream = world.resolved(stream as usize);
+            world.run(stream, u64::MAX);
         }
+        crate::graphs::run_due();
     }
     code
 }
@@ -371,43 +387,16 @@ extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags:
                 CAPTURED_EVENT,
             );
         }
-        w.stream(NAME, stream as usize)?;
+        if let Some(capture) = &mut w.stream(NAME, stream as usize)?.capture {
+            capture.spoiled = true;
+            let text = format!("{NAME}: {event:?} is not of the capture of {stream:?}");
+            return w.violate("CAP-6", text, CAPTURE_ISOLATION);
+        }
         match recorded {
             // Never recorded: nothing to wait for.
             None => Ok(()),
             Some((on, upto)) => w.submit(NAME, stream as usize, Op::Wait { stream: on, upto }).map(drop),
         }
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuStreamBeginCapture_v2(stream: *mut c_void, mode: c_uint) -> u32 {
-    call("cuStreamBeginCapture_v2", |w| {
-        let stream = w.stream("cuStreamBeginCapture_v2", stream as usize)?;
-        if stream.capture.is_some() || mode > 2 {
-            return Err(INVALID_VALUE);
-        }
-        stream.capture = Some(Capture { mode, thread: thread(), spoiled: false, nodes: 0 });
-        Ok(())
-    })
-}
-
-/// The graph that is written is the number of its nodes: nothing can be done with it.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamEndCapture(stream: *mut c_void, graph: *mut *mut c_void) -> u32 {
-    const NAME: &str = "cuStreamEndCapture";
-    call(NAME, |w| {
-        let Some(capture) = w.stream(NAME, stream as usize)?.capture.take() else {
-            return Err(INVALID_VALUE);
-        };
-        if capture.mode != 2 && capture.thread != thread() {
-            w.stream(NAME, stream as usize)?.capture = Some(Capture { spoiled: true, ..capture });
-            return w.violate("CAP-4", format!("{stream:?}"), CAPTURE_WRONG_THREAD);
-        }
-        let nodes = if capture.spoiled { 0 } else { capture.nodes };
-        // SAFETY: as above.
-        unsafe { write(w, NAME, graph, nodes as *mut c_void) }?;
-        if capture.spoiled { Err(CAPTURE_INVALIDATED) } else { Ok(()) }
     })
 }
 

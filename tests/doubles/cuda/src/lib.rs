@@ -13,7 +13,15 @@
 //! runs *while* the CPU works: for that there are the real driver and the host device's threads.)
 //!
 //! Device memory is ordinary memory under made-up addresses, filled with 0xA5 when it is allocated. Contexts, streams and
-//! events are numbers that are never used twice. All of it is behind one lock.
+//! events are numbers that are never used twice, unless a test wants the driver's habit of giving the handle of a destroyed
+//! stream to the next one. All of it is behind one lock.
+//!
+//! Captured copies become nodes of a graph; a launch queues them again. User objects are counted, and their destructors
+//! called on a thread of the stand-in's own. The legacy default stream is a stream like any other, without its order with
+//! blocking streams: what that would keep apart is seen not to rely on it.
+//!
+//! With the feature `cuda11` the library lacks what CUDA 11.0 lacked: stream ids, user objects, and who is captured into
+//! what.
 //!
 //! # Rules
 //!
@@ -27,6 +35,7 @@
 //! | CTX-3 | pops where nothing was pushed | 201 |
 //! | CTX-4 | releases a primary context more often than it was retained | 201 |
 //! | CTX-5 | uses one context's stream or event with another's, or with another one current | 400 |
+//! | CTX-6 | destroys a context that is not there, or a primary one (which is released) | 201 |
 //! | STR-1 | names a stream that does not exist, or no more | 400 |
 //! | STR-2 | destroys a stream that has copies queued (allowed by the driver, not by our contract) | it still runs |
 //! | EVT-1 | names an event that does not exist, or no more | 400 |
@@ -53,6 +62,12 @@
 //! | POOL-3 | frees in stream order what is not the start of such an allocation, or was freed | 1 |
 //! | POOL-4 | frees memory in stream order that a copy uses which is not ordered before | the copy runs first |
 //! | HOST-1 | makes a call from a host function | 800 |
+//! | CAP-5 | uses the legacy default stream while a blocking stream of its context is captured | 906, and the capture is spoiled |
+//! | CAP-6 | makes a capturing stream wait for an event of outside | 905, and the capture is spoiled |
+//! | GRA-1 | makes a call from a user object's destructor | 800 |
+//! | GRA-2 | makes a user object without destructor, without references, or without the flag that must be given | 1 |
+//! | GRA-3 | names a graph, an executable graph or a user object that does not exist, or no more | 1 |
+//! | GRA-4 | releases more references than a user object has, or destroys a graph that is being captured | 1 |
 //! | ARG-1 | passes null where something is written | 1 |
 //!
 //! Memory that is not registered at all may be copied from and to (the driver stages it): that is counted as a *note*,
@@ -65,9 +80,14 @@
 //! with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory in stream order), `PINPOOL_STANDIN_FAIL`
 //! (`name:nth:code`, as `standin_fail` takes it).
 
+// Older drivers have less to answer.
+#![cfg_attr(feature = "cuda11", allow(dead_code))]
+
 mod calls;
 mod control;
+mod graphs;
 mod hostfn;
 mod pointers;
 mod pools;
+mod streams;
 mod world;

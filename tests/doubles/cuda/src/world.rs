@@ -4,6 +4,8 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard};
 
+use crate::graphs::Graphs;
+
 pub const INVALID_VALUE: u32 = 1;
 pub const OUT_OF_MEMORY: u32 = 2;
 pub const NOT_INITIALIZED: u32 = 3;
@@ -20,6 +22,8 @@ pub const NOT_REGISTERED: u32 = 713;
 pub const NOT_PERMITTED: u32 = 800;
 pub const CAPTURE_UNSUPPORTED: u32 = 900;
 pub const CAPTURE_INVALIDATED: u32 = 901;
+pub const CAPTURE_ISOLATION: u32 = 905;
+pub const CAPTURE_IMPLICIT: u32 = 906;
 pub const CAPTURED_EVENT: u32 = 907;
 pub const CAPTURE_WRONG_THREAD: u32 = 908;
 
@@ -79,7 +83,7 @@ pub enum Place {
     Device(u64),
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Op {
     Copy {
         src: Place,
@@ -96,17 +100,24 @@ pub enum Op {
     /// Memory in stream order begins, and ends.
     Allocate(u64),
     Free(u64),
+    /// A launch of a graph is over: these user objects lose a reference.
+    Launched(Vec<usize>),
 }
 
 pub struct Capture {
     pub mode: u32,
     pub thread: usize,
     pub spoiled: bool,
-    pub nodes: usize,
+    pub graph: usize,
+    pub id: u64,
 }
 
 pub struct Stream {
     pub context: usize,
+    /// Unlike its handle, never another's.
+    pub id: u64,
+    /// In order with the legacy default stream.
+    pub blocking: bool,
     pub queue: VecDeque<Op>,
     /// Operations run so far, and submitted so far.
     pub done: u64,
@@ -145,6 +156,12 @@ pub struct World {
     pub streams: BTreeMap<usize, Stream>,
     pub events: BTreeMap<usize, Event>,
     pub blocks: BTreeMap<u64, Block>,
+    /// The legacy default stream of each context that has used it.
+    pub legacy: BTreeMap<usize, usize>,
+    pub graphs: Graphs,
+    /// Whether new streams get the handles of destroyed ones.
+    pub reuse: bool,
+    pub stream_ids: u64,
     /// Registered host memory: start and length.
     pub registered: BTreeMap<usize, usize>,
     pub pointers: crate::pointers::Pointers,
@@ -220,8 +237,8 @@ impl World {
 
     /// As when it was loaded; but no handle is ever used twice.
     pub fn reset(&mut self) {
-        let (next, next_address) = (self.next, self.next_address);
-        *self = Self { next, next_address, ..Self::default() };
+        let (next, next_address, stream_ids) = (self.next, self.next_address, self.stream_ids);
+        *self = Self { next, next_address, stream_ids, ..Self::default() };
         self.configure();
     }
 
@@ -234,7 +251,7 @@ impl World {
         *self.notes.entry(what).or_default() += 1;
     }
 
-    fn fresh(&mut self) -> usize {
+    pub fn fresh(&mut self) -> usize {
         self.next += 16;
         self.next
     }
@@ -287,14 +304,7 @@ impl World {
             Some((context, _)) => {
                 let context = *context;
                 self.devices[device].primary = None;
-                self.contexts.remove(&context);
-                for (what, count) in self.owned(Some(context)) {
-                    *self.left.entry(what).or_default() += count;
-                }
-                // What the context had goes with it; nothing of that runs any more.
-                self.streams.retain(|_, s| s.context != context);
-                self.events.retain(|_, e| e.context != context);
-                self.blocks.retain(|_, b| b.context != context);
+                self.end_context(context);
             }
         }
         Ok(())
@@ -307,10 +317,24 @@ impl World {
         context
     }
 
+    pub fn end_context(&mut self, context: usize) {
+        self.contexts.remove(&context);
+        for (what, count) in self.owned(Some(context)) {
+            *self.left.entry(what).or_default() += count;
+        }
+        // What the context had goes with it; nothing of that runs any more.
+        self.legacy.remove(&context);
+        self.streams.retain(|_, s| s.context != context);
+        self.events.retain(|_, e| e.context != context);
+        self.blocks.retain(|_, b| b.context != context);
+    }
+
     /// What a context has, or all of them together.
     pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 3] {
         let is = |context: usize| of.is_none_or(|of| of == context);
-        let streams = self.streams.values().filter(|s| is(s.context) && !s.destroyed).count();
+        let legacy = |handle: &usize| self.legacy.values().any(|h| h == handle);
+        let there = |(handle, s): &(&usize, &Stream)| is(s.context) && !s.destroyed && !legacy(handle);
+        let streams = self.streams.iter().filter(there).count();
         let events = self.events.values().filter(|e| is(e.context)).count();
         let blocks = self.blocks.values().filter(|b| is(b.context)).count();
         [("streams", streams), ("events", events), ("allocations", blocks)]
@@ -335,10 +359,15 @@ impl World {
         if let Some(context) = self.contexts.get_mut(&context) {
             context.dead.get_or_insert(code);
         }
+        let mut launched = Vec::new();
         for stream in self.streams.values_mut().filter(|s| s.context == context) {
-            stream.queue.clear();
+            launched.extend(stream.queue.drain(..).filter_map(|op| match op {
+                Op::Launched(objects) => Some(objects),
+                _ => None,
+            }));
             stream.done = stream.submitted;
         }
+        launched.into_iter().for_each(|objects| self.let_go(&objects));
     }
 
     // --- captures ------------------------------------------------------------------------------------------------
@@ -373,6 +402,7 @@ impl World {
     /// A stream of the current context.
     pub fn stream(&mut self, call: &str, handle: usize) -> Outcome<&mut Stream> {
         let current = self.current(call)?;
+        let handle = self.resolved(handle);
         match self.streams.get(&handle) {
             None | Some(Stream { destroyed: true, .. }) => {
                 return self.violate("STR-1", format!("{call}: no stream {handle:#x}"), INVALID_HANDLE);
@@ -406,13 +436,19 @@ impl World {
         self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
     }
 
-    pub fn create_stream(&mut self, context: usize) -> usize {
-        let handle = self.fresh();
+    pub fn create_stream(&mut self, context: usize, blocking: bool) -> usize {
+        let old = self.reusable();
+        let handle = old.unwrap_or_else(|| self.fresh());
+        // Events that were recorded on the stream before, if there was one, are complete.
+        let submitted = old.and_then(|old| self.streams.get(&old)).map_or(0, |s| s.submitted);
+        self.stream_ids += 1;
         let stream = Stream {
             context,
+            id: self.stream_ids,
+            blocking,
             queue: VecDeque::new(),
-            done: 0,
-            submitted: 0,
+            done: submitted,
+            submitted,
             capture: None,
             destroyed: false,
         };
@@ -429,12 +465,14 @@ impl World {
 
     /// Queues an operation, or makes it a node of the graph that is being captured.
     pub fn submit(&mut self, call: &str, handle: usize, op: Op) -> Outcome<u64> {
+        self.not_implicit(call, handle)?;
         let stream = self.stream(call, handle)?;
-        if let Some(capture) = &mut stream.capture {
+        if let Some(capture) = &stream.capture {
             if capture.spoiled {
                 return Err(CAPTURE_INVALIDATED);
             }
-            capture.nodes += 1;
+            let graph = capture.graph;
+            self.add_node(graph, op);
             return Ok(0);
         }
         stream.queue.push_back(op);
@@ -451,6 +489,7 @@ impl World {
                 // What is waited for was submitted before, so this ends.
                 Op::Wait { stream, upto } => self.run(stream, upto),
                 Op::Record => {}
+                Op::Launched(objects) => self.let_go(&objects),
                 Op::Copy { src, dst, len } => self.copy(src, dst, len),
                 Op::Host(task) => self.run_host(task),
                 Op::Allocate(at) => self.run_allocate(at),
@@ -512,6 +551,7 @@ impl World {
 
     pub fn record(&mut self, event: usize, stream: usize) -> Outcome {
         let call = "cuEventRecord";
+        let stream = self.resolved(stream);
         let (context, was) = {
             let event = self.event(call, event)?;
             (event.context, event.recorded.filter(|_| !event.seen))
