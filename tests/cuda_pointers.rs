@@ -560,6 +560,7 @@ fn a_capture_elsewhere_survives_all_of_it() {
         let mut graph = 0_usize;
         let ended = d.call("cuStreamEndCapture", [captured, (&raw mut graph) as usize, 0, 0]);
         assert_eq!(ended, 0, "it is spoiled");
+        assert_eq!(d.call("cuGraphDestroy", [graph, 0, 0, 0]), 0);
         assert_eq!(d.call("cuStreamDestroy_v2", [captured, 0, 0, 0]), 0);
         assert_eq!(d.call("cuDevicePrimaryCtxRelease_v2", [0; 4]), 0);
         d.clean();
