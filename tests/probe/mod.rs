@@ -57,20 +57,18 @@ pub fn id(name: &str) -> String {
 }
 
 /// Calls an entry point whose arguments are all numbers of the size of a pointer, or are passed like one.
-#[macro_export]
 macro_rules! call {
     ($driver:expr, $name:literal $(, $argument:expr)*) => {{
         // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
         // register of its own, and what the tests point at is valid.
         unsafe {
-            let function = $driver.stand_in.get::<unsafe extern "C" fn($($crate::word!($argument)),*) -> u32>($name);
+            let function = $driver.stand_in.get::<unsafe extern "C" fn($(word!($argument)),*) -> u32>($name);
             function($($argument as usize),*)
         }
     }};
 }
 
 /// A word for each argument.
-#[macro_export]
 macro_rules! word {
     ($argument:expr) => {
         usize
@@ -78,25 +76,22 @@ macro_rules! word {
 }
 
 /// The same for a call that writes one word to its first argument, and must succeed wherever it is made.
-#[macro_export]
 macro_rules! made {
     ($driver:expr, $name:literal $(, $argument:expr)*) => {{
         let mut made = 0_usize;
-        assert_eq!($crate::call!($driver, $name, &raw mut made $(, $argument)*), 0, $name);
+        assert_eq!(call!($driver, $name, &raw mut made $(, $argument)*), 0, $name);
         made
     }};
 }
 
 /// A step: the stand-in gives this code.
-#[macro_export]
 macro_rules! says {
     ($driver:expr, $code:expr, $name:literal $(, $argument:expr)*) => {
-        $driver.step($name, $code, || $crate::call!($driver, $name $(, $argument)*))
+        $driver.step($name, $code, || call!($driver, $name $(, $argument)*))
     };
 }
 
 /// Rules: a test on the stand-in for each, and [`RULES`] for the real driver.
-#[macro_export]
 macro_rules! rules {
     ($($(#[$doc:meta])* $name:ident ($make:ident) |$driver:ident| $body:block)*) => {
         /// Every rule there is.
@@ -115,7 +110,6 @@ macro_rules! rules {
 }
 
 /// How the double itself behaves, where a driver is not to be compared: tests on the stand-in only.
-#[macro_export]
 macro_rules! behaviour {
     ($($(#[$doc:meta])* $name:ident ($make:ident) |$driver:ident| $body:block)*) => {
         $($(#[$doc])* #[test] fn $name() {
