@@ -1,0 +1,89 @@
+//! The parts of pinpool that give out and take raw handles and addresses, in one place.
+//!
+//! They come with other changes. Until a part is there, its functions here say `None`, and what needs them is skipped,
+//! which fails while `PINPOOL_REQUIRE` names a GPU. To switch a part on, make its `any()` an `all()`, in both lines.
+
+use std::ffi::c_void;
+
+use pinpool::{Device, DeviceBuffer, DeviceSlice, Result, Stream};
+
+pub use pointers::{address, heap_limit, raw_memory, set_heap_limit};
+pub use streams::{adopt_stream, raw_stream};
+
+/// `pinpool::cuda::{raw_stream, adopt_stream}`.
+#[cfg(any())]
+mod streams {
+    use super::*;
+
+    /// The driver's handle of a stream.
+    pub fn raw_stream(stream: &Stream) -> Option<usize> {
+        Some(pinpool::cuda::raw_stream(stream).expect("a stream of a GPU") as usize)
+    }
+
+    /// A stream of the driver's, which stays alive until all that is submitted to it is done.
+    pub fn adopt_stream(device: &Device, stream: usize) -> Option<Result<Stream>> {
+        // SAFETY: the caller's word, in the line above.
+        Some(unsafe { pinpool::cuda::adopt_stream(device, stream as *mut c_void) })
+    }
+}
+
+#[cfg(not(any()))]
+mod streams {
+    use super::*;
+
+    pub fn raw_stream(_: &Stream) -> Option<usize> {
+        let _: Option<*mut c_void> = None;
+        None
+    }
+
+    pub fn adopt_stream(_: &Device, _: usize) -> Option<Result<Stream>> {
+        None
+    }
+}
+
+/// `Device::raw_memory`, `DeviceBuffer::address`, `pinpool::cuda::{device_heap_limit, set_device_heap_limit}`.
+#[cfg(any())]
+mod pointers {
+    use super::*;
+
+    /// Where device memory is.
+    pub fn address(memory: &DeviceBuffer) -> Option<u64> {
+        Some(memory.address())
+    }
+
+    /// Memory that somebody else has, which stays allocated until all that uses it is done.
+    pub fn raw_memory(device: &Device, address: u64, len: usize) -> Option<Result<DeviceSlice>> {
+        // SAFETY: the caller's word, in the line above.
+        Some(unsafe { device.raw_memory(address, len, ()) }.map_err(|refused| refused.error))
+    }
+
+    /// Bytes of the heap that kernels allocate from.
+    pub fn heap_limit(device: &Device) -> Option<Result<usize>> {
+        Some(pinpool::cuda::device_heap_limit(device))
+    }
+
+    pub fn set_heap_limit(device: &Device, bytes: usize) -> Option<Result<()>> {
+        Some(pinpool::cuda::set_device_heap_limit(device, bytes))
+    }
+}
+
+#[cfg(not(any()))]
+mod pointers {
+    use super::*;
+
+    pub fn address(_: &DeviceBuffer) -> Option<u64> {
+        None
+    }
+
+    pub fn raw_memory(_: &Device, _: u64, _: usize) -> Option<Result<DeviceSlice>> {
+        None
+    }
+
+    pub fn heap_limit(_: &Device) -> Option<Result<usize>> {
+        None
+    }
+
+    pub fn set_heap_limit(_: &Device, _: usize) -> Option<Result<()>> {
+        None
+    }
+}
