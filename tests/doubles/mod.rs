@@ -111,7 +111,8 @@ impl Ended {
 pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended {
     let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
-    command.envs(environment.iter().copied()).stdin(Stdio::null());
+    // What it says last is to be the reason.
+    command.env("RUST_BACKTRACE", "0").envs(environment.iter().copied()).stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("this executable can be started again");
     // Read on threads, so that neither pipe fills up.

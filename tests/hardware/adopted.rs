@@ -69,6 +69,10 @@ pub fn recreated(gpu: &Gpu) {
     let ready = pool.checkout_on(&old, 100_000).expect("a buffer for the old stream");
     old.synchronize().expect("all is done");
     gpu.raw.destroy(raw);
+    if let Some(stand_in) = gpu.stand_in().filter(|stand_in| stand_in.has("standin_reuse")) {
+        // SAFETY: `control.rs` of the stand-in has the signature.
+        unsafe { stand_in.get::<extern "C" fn(bool)>("standin_reuse")(true) };
+    }
     let mut others = Vec::new();
     let found = (0..TRIES).find_map(|tried| {
         let made = gpu.raw.stream();

@@ -3,14 +3,15 @@
 //! They come with other changes. Until a part is there, its functions here say `None`, and what needs them is skipped,
 //! which fails while `PINPOOL_REQUIRE` names a GPU. To switch a part on, make its `any()` an `all()`, in both lines.
 
+#[allow(unused_imports, reason = "for parts that are switched on")]
 use std::ffi::c_void;
 
-use pinpool::{Device, DeviceBuffer, DeviceSlice, Result, Stream};
+use pinpool::{Device, DeviceBuffer, DeviceSlice, PinnedBuf, Result, Stream};
 
 pub use pointers::{address, heap_limit, raw_memory, set_heap_limit};
-pub use streams::{adopt_stream, raw_stream};
+pub use streams::{adopt_stream, raw_stream, upload_captured};
 
-/// `pinpool::cuda::{raw_stream, adopt_stream}`.
+/// `pinpool::cuda::{raw_stream, adopt_stream}`, `Stream::upload_captured`.
 #[cfg(any())]
 mod streams {
     use super::*;
@@ -25,6 +26,11 @@ mod streams {
         // SAFETY: the caller's word, in the line above.
         Some(unsafe { pinpool::cuda::adopt_stream(device, stream as *mut c_void) })
     }
+
+    /// Makes an upload a part of the graph that the stream is captured into, which alone keeps the buffer from then on.
+    pub fn upload_captured(stream: &Stream, buf: PinnedBuf, to: &DeviceBuffer) -> Option<Result<()>> {
+        Some(stream.upload_captured(buf, to).map(drop).map_err(|refused| refused.error))
+    }
 }
 
 #[cfg(not(any()))]
@@ -32,11 +38,14 @@ mod streams {
     use super::*;
 
     pub fn raw_stream(_: &Stream) -> Option<usize> {
-        let _: Option<*mut c_void> = None;
         None
     }
 
     pub fn adopt_stream(_: &Device, _: usize) -> Option<Result<Stream>> {
+        None
+    }
+
+    pub fn upload_captured(_: &Stream, _: PinnedBuf, _: &DeviceBuffer) -> Option<Result<()>> {
         None
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use pinpool::{Device, Pool};
 
 use crate::kernels::Counts;
-use crate::{Gpu, HANG, filled, open, pool, round_trip, until};
+use crate::{Gpu, HANG, bridge, filled, kernels, open, pool, round_trip, skip, until};
 
 /// Checks out, copies, grows and gives back until it is told to stop. How often, and how many bytes were wrong.
 fn busy(device: &Device, pool: &Pool, stop: &AtomicBool) -> (u64, usize) {
@@ -108,4 +108,59 @@ pub fn survives(gpu: &Gpu) {
     gpu.no_violations();
     assert_eq!(wrong, 0);
     println!("{TEST}: {ROUNDS} rounds on the capturing thread, {rounds} beside it, the graph is {graph:#x}");
+}
+
+/// The same with our own captured uploads, whose buffers nobody but the graph has.
+pub fn keeps(gpu: &Gpu) {
+    const TEST: &str = "a_graph_keeps_what_it_was_given";
+    const LEN: usize = 64 << 10;
+    const BUFFERS: usize = 8;
+    const LAUNCHES: u64 = 100;
+    let device = open(0);
+    let pool = pool(&device);
+    let stream = device.stream().expect("a stream");
+    let memory: Vec<_> = (0..BUFFERS).map(|_| device.alloc(LEN).expect("device memory")).collect();
+    let Some(raw) = bridge::raw_stream(&stream) else {
+        return skip(TEST, "raw streams are not switched on");
+    };
+    let kernels = gpu.kernels().map(|kernels| (kernels.counts(), kernels));
+    gpu.raw.enter(0);
+    gpu.raw.begin_capture(raw);
+    for (n, memory) in memory.iter().enumerate() {
+        let kept = bridge::upload_captured(&stream, filled(&pool, LEN, n as u64), memory);
+        kept.expect("switched on").expect("it becomes a part of the graph");
+        if let (Some((counts, kernels)), Some(at)) = (&kernels, bridge::address(memory)) {
+            kernels.check(at, LEN, n as u64, *counts, raw);
+        }
+    }
+    let executable = gpu.raw.instantiate(gpu.raw.end_capture(raw));
+    let mut wrong = 0;
+    for launch in 0..LAUNCHES {
+        for memory in &memory {
+            stream.upload_blocking(&[0xEE; LEN], memory).expect("an upload");
+        }
+        // Whatever is free is written to.
+        drop((0..32).map(|n| filled(&pool, LEN, 1000 + launch * 32 + n)).collect::<Vec<_>>());
+        gpu.raw.launch_graph(executable, raw);
+        for (n, memory) in memory.iter().enumerate() {
+            let landing = pool.checkout_timeout(LEN, HANG).expect("the pool has room");
+            let back = stream.download(memory, landing).expect("a download").wait().expect("it lands");
+            wrong += kernels::wrong(&back, n as u64);
+        }
+    }
+    let kept = pool.stats().checked_out_bytes;
+    assert!(kept >= BUFFERS * LEN, "the graph has none of them: {:?}", pool.stats());
+    gpu.raw.destroy_graph(executable);
+    until("the graph's buffers come back", || pool.stats().checked_out_bytes == 0);
+    let found = kernels.as_ref().map(|(counts, kernels)| kernels.read(*counts));
+    println!(
+        "{TEST}: {LAUNCHES} launches of {BUFFERS} uploads, {wrong} wrong bytes, by kernels {found:?}, {kept} bytes kept"
+    );
+    assert_eq!(wrong, 0);
+    if let (Some(found), Some(_)) = (found, bridge::address(&memory[0])) {
+        let launches = LAUNCHES * BUFFERS as u64;
+        assert_eq!(found, Counts { wrong: 0, bytes: launches * LEN as u64, launches });
+    }
+    pool.check().expect("the pool is whole");
+    gpu.no_violations();
 }

@@ -189,6 +189,7 @@ tests! {
     memory_of_the_devices_heap_is_refused (Kernels) pointers::heap;
     addresses_are_looked_at_before_they_are_used (Driver) pointers::addresses;
     a_graph_replays_with_its_buffers_held (Kernels) graphs::replay;
+    a_graph_keeps_what_it_was_given (Driver) graphs::keeps;
     a_capture_elsewhere_survives_the_pool (Driver) graphs::survives;
     an_illegal_address_poisons_and_nothing_hangs (Driver) poison::illegal_address;
     a_wrong_argument_poisons_nothing (Driver) poison::wrong_argument;
