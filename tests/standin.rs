@@ -14,11 +14,13 @@ mod probe;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use probe::PAGE;
-use probe::judge::{Got, Row, judge, table};
+use probe::judge::{Got, judge, table};
 use probe::listed::{LISTED, Listed, OnDriver};
+use probe::{PAGE, Rule};
 
 rules! {
+    PLAIN:
+
     init_1_nothing_before_init (bare) |d| {
         let mut count = 0;
         says!(d, 3, "cuDeviceGetCount", &raw mut count);
@@ -182,13 +184,14 @@ rules! {
     }
 
     mem_6_device_memory_has_an_end (ready) |d| {
-        let (stream, memory, bytes) = (d.stream(), d.memory(PAGE), d.pages(1, 1));
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(PAGE), d.pages(1, 1));
         d.uploads(1, memory + 1, &bytes, stream);
+        d.downloads(1, &mut bytes, memory + 1, stream);
         d.uploads(1, memory - 1, &bytes, stream);
         d.uploads(1, 0, &bytes, stream);
         says!(d, 1, "cuMemcpyHtoDAsync_v2", memory, 0, 8, stream);
         says!(d, 1, "cuMemcpyDtoDAsync_v2", memory, memory + 8, PAGE, stream);
-        d.broken(&["MEM-6"; 5]);
+        d.broken(&["MEM-6"; 6]);
         d.finish(stream);
     }
 
@@ -409,8 +412,15 @@ behaviour! {
     }
 }
 
+/// Every rule there is: each block's list.
+const ALL: &[&[Rule]] = &[PLAIN];
+
+fn rules() -> Vec<&'static Rule> {
+    ALL.iter().copied().flatten().collect()
+}
+
 /// A rule for the runner's own test: what must be seen is seen, whatever happens at a step.
-const UPS_AND_DOWNS: &[probe::Rule] = &[probe::Rule {
+const UPS_AND_DOWNS: &[&Rule] = &[&Rule {
     name: "own_1_ups_and_downs",
     ready: true,
     body: |d| {
@@ -422,15 +432,12 @@ const UPS_AND_DOWNS: &[probe::Rule] = &[probe::Rule {
     },
 }];
 
-fn show(rows: &[Row], listed: &[Listed]) {
-    println!("{}", table(rows, listed));
-}
-
 /// Every rule on the machine's own driver.
 #[test]
 fn the_rules_on_the_real_driver() {
     const TEST: &str = "the_rules_on_the_real_driver";
-    if probe::tried_as_child(RULES) {
+    let rules = rules();
+    if probe::tried_as_child(&rules) {
         return;
     }
     let (library, text) = match doubles::real_driver() {
@@ -441,17 +448,17 @@ fn the_rules_on_the_real_driver() {
             return;
         }
     };
-    let (rows, mut wrong) = probe::try_all(RULES, TEST, &library, &[]);
+    let (rows, mut wrong) = probe::try_all(&rules, TEST, &library, &[]);
     wrong.extend(judge(&rows, LISTED));
     let short: Vec<_> = rows.iter().filter(|row| matches!(row.got, Got::Short(_))).collect();
     if doubles::required_device("cuda:1") {
         wrong.extend(short.iter().map(|row| format!("{row}, and PINPOOL_REQUIRE names cuda:1")));
     }
-    show(&rows, LISTED);
+    println!("\n{}", table(&rows, LISTED));
     let same = rows.iter().filter(|row| row.same()).count();
     println!(
         "{TEST}: {} rules, {} steps, {same} the same, {} listed, {} rules without enough GPUs; {text}",
-        RULES.len(),
+        rules.len(),
         rows.len() - short.len(),
         LISTED.len(),
         short.len()
@@ -463,14 +470,15 @@ fn the_rules_on_the_real_driver() {
 #[test]
 fn the_comparison_sees_what_differs() {
     const TEST: &str = "the_comparison_sees_what_differs";
-    if probe::tried_as_child(if std::env::var_os("OWN").is_some() { UPS_AND_DOWNS } else { RULES }) {
+    let rules = rules();
+    if probe::tried_as_child(if std::env::var_os("OWN").is_some() { UPS_AND_DOWNS } else { &rules }) {
         return;
     }
     let Some(library) = doubles::named_or_built() else {
         println!("{TEST}: skipped, there is no cargo to build the stand-in libcuda with");
         return;
     };
-    let (rows, wrong) = probe::try_all(RULES, TEST, &library, &[]);
+    let (rows, wrong) = probe::try_all(&rules, TEST, &library, &[]);
     assert_eq!(wrong, Vec::<String>::new());
     // Those listed as not tried are not, and nothing else differs from what the sequences say.
     let not_tried: Vec<Listed> =
@@ -480,12 +488,11 @@ fn the_comparison_sees_what_differs() {
     // What is listed to differ does not, here: that is told for each.
     assert_eq!(judge(&rows, LISTED).len(), LISTED.len() - not_tried.len());
     // A code of its own.
-    let rule: Vec<_> = RULES.iter().position(|rule| rule.name.starts_with("mem_4")).into_iter().collect();
-    let one = &RULES[rule[0]..=rule[0]];
+    let one = rules.iter().find(|rule| rule.name.starts_with("mem_4")).expect("a rule that unregisters");
+    let (name, one) = (one.name, &[*one]);
     let (rows, wrong) =
         probe::try_all(one, TEST, &library, &[("PINPOOL_STANDIN_FAIL", "cuMemHostUnregister:1:713")]);
     assert_eq!(wrong, Vec::<String>::new());
-    let name = one[0].name;
     let said = judge(&rows, &[]).join("\n");
     assert!(
         said.contains("mem_4") && said.contains("713 (CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED): a difference"),
@@ -535,7 +542,7 @@ fn the_page_of_the_stand_in_has_these_rules_and_differences() {
     let is_rule = |line: &&&str| line.starts_with("| ") && id(line).contains('-') && !line.contains("---");
     let (of_rules, of_driver): (Vec<&str>, Vec<&str>) =
         lines.iter().filter(is_rule).partition(|line| line.matches('|').count() == 4);
-    let tested: BTreeSet<String> = RULES.iter().map(|rule| probe::id(rule.name)).collect();
+    let tested: BTreeSet<String> = rules().iter().map(|rule| probe::id(rule.name)).collect();
     assert_eq!(of_rules.iter().map(id).collect::<BTreeSet<_>>(), tested, "rules of the page, and tests");
     assert_eq!(of_driver, LISTED.iter().map(Listed::row).collect::<Vec<_>>(), "differences");
 }

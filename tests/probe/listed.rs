@@ -1,12 +1,15 @@
 //! Where the stand-in and real drivers are known to differ, and what is not tried on a real one. The one place for it:
 //! the page of the stand-in (`tests/doubles/cuda/src/lib.rs`) has the same lines as a table, and a test compares.
 
+/// The call of a whole sequence that is not tried.
+pub const ALL_OF_IT: &str = "all of it";
+
 /// One step of one rule.
 #[derive(Clone, Copy, Debug)]
 pub struct Listed {
     /// The test in `tests/standin.rs`.
     pub rule: &'static str,
-    /// Which of its steps, from 1.
+    /// Which of its steps, from 1. 0 is all of the sequence ([`ALL_OF_IT`]), for one that only the stand-in can make.
     pub step: usize,
     pub call: &'static str,
     /// The stand-in's code.

@@ -6,6 +6,9 @@
 //! differ is in one list, `listed.rs`. A difference that is not listed fails, and so does one that is listed and is not
 //! there any more.
 //!
+//! What is no step is either the same on both, such as handles that are made on the way ([`made!`]: where that fails the
+//! rule cannot be tried, which is told), or is the stand-in's alone and asked behind [`Driver::is_stand_in`].
+//!
 //! On a real driver each rule has a process of its own. Where one dies or hangs, the step that it was at is written down
 //! as such, and the rule is tried once more without that step. The child talks to its parent by lines on its standard
 //! output that begin with [`MARK`].
@@ -22,7 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use judge::Row;
+use judge::{Got, Row};
 use listed::{LISTED, OnDriver};
 
 use crate::doubles::{self, HANG, StandIn};
@@ -91,17 +94,17 @@ macro_rules! says {
     };
 }
 
-/// Rules: a test on the stand-in for each, and [`RULES`] for the real driver.
+/// Rules: a test on the stand-in for each, and a list of them by the name given, which goes into the list of lists that is
+/// tried on the real driver.
 macro_rules! rules {
-    ($($(#[$doc:meta])* $name:ident ($make:ident) |$driver:ident| $body:block)*) => {
-        /// Every rule there is.
-        const RULES: &[$crate::probe::Rule] = &[$($crate::probe::Rule {
+    ($list:ident: $($(#[$doc:meta])* $name:ident ($make:ident) |$driver:ident| $body:block)*) => {
+        const $list: &[$crate::probe::Rule] = &[$($crate::probe::Rule {
             name: stringify!($name),
             ready: matches!(stringify!($make).as_bytes(), b"ready"),
             body: |$driver| $body,
         }),*];
         $($(#[$doc])* #[test] fn $name() {
-            let rule = RULES.iter().find(|rule| rule.name == stringify!($name)).expect("it is in the list");
+            let rule = $list.iter().find(|rule| rule.name == stringify!($name)).expect("it is in the list");
             if let Some(driver) = $crate::probe::Driver::$make() {
                 (rule.body)(&driver);
             }
@@ -305,6 +308,11 @@ impl Driver {
         self.step("cuMemcpyHtoDAsync_v2", code, || self.upload(to, bytes, stream));
     }
 
+    /// A step that copies to the host.
+    pub fn downloads(&self, code: u32, bytes: &mut [u8], from: usize, stream: usize) {
+        self.step("cuMemcpyDtoHAsync_v2", code, || self.download(bytes, from, stream));
+    }
+
     /// Before the memory of a copy goes. What it says does not matter: the stream may be the one that was misused.
     pub fn finish(&self, stream: usize) {
         if self.real {
@@ -346,7 +354,7 @@ fn tell(parts: &[&str]) {
 }
 
 /// In a child: tries the rule that it is told. Not in one: does nothing and says so.
-pub fn tried_as_child(rules: &[Rule]) -> bool {
+pub fn tried_as_child(rules: &[&Rule]) -> bool {
     let (Ok(name), Some(library)) = (std::env::var(RULE), std::env::var_os(LIBRARY)) else { return false };
     let rule = rules.iter().find(|rule| rule.name == name).expect("the parent has the same rules");
     (rule.body)(&Driver::real(&library, rule));
@@ -356,13 +364,18 @@ pub fn tried_as_child(rules: &[Rule]) -> bool {
 
 /// Tries the rules on a library, each in a child that runs `test`. What each step said, and what went wrong beside.
 pub fn try_all(
-    rules: &[Rule],
+    rules: &[&'static Rule],
     test: &str,
     library: &Path,
     environment: &[(&str, &str)],
 ) -> (Vec<Row>, Vec<String>) {
     let (mut rows, mut wrong) = (Vec::new(), Vec::new());
     for rule in rules {
+        if LISTED.iter().any(|l| (l.rule, l.step, l.on_driver) == (rule.name, 0, OnDriver::NotTried)) {
+            let call = listed::ALL_OF_IT.into();
+            rows.push(Row { rule: rule.name, step: 0, call, stand_in: 0, got: Got::NotTried });
+            continue;
+        }
         // Why the child ended at a step.
         let mut ended: BTreeMap<usize, String> = BTreeMap::new();
         for attempt in 0.. {
