@@ -16,6 +16,7 @@ mod bridge;
 mod churn;
 #[path = "../doubles/mod.rs"]
 mod doubles;
+mod effects;
 mod exit;
 mod graphs;
 #[path = "../kernels/mod.rs"]
@@ -185,6 +186,8 @@ macro_rules! tests {
 }
 
 tests! {
+    rules_without_codes_have_the_effects_of_the_stand_in (Driver) effects::effects;
+    memory_is_unregistered_after_its_copies (Driver) effects::unregistered;
     every_byte_is_checked_while_the_host_refills (Driver) churn::sixteen_threads;
     memory_of_the_devices_heap_is_refused (Kernels) pointers::heap;
     addresses_are_looked_at_before_they_are_used (Driver) pointers::addresses;

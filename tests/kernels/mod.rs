@@ -185,6 +185,45 @@ impl Raw {
         ask!(self, "cuMemcpyHtoDAsync_v2", to, from, len, stream);
     }
 
+    /// Copies to the host on a stream.
+    ///
+    /// # Safety
+    /// Nobody touches the target until the copy is done.
+    pub unsafe fn download(&self, to: *mut u8, from: u64, len: usize, stream: usize) {
+        ask!(self, "cuMemcpyDtoHAsync_v2", to, from, len, stream);
+    }
+
+    /// Makes memory of the host's known to the driver, for every context.
+    pub fn register(&self, at: *mut u8, len: usize) {
+        ask!(self, "cuMemHostRegister_v2", at, len, 1);
+    }
+
+    pub fn unregister(&self, at: *mut u8) {
+        ask!(self, "cuMemHostUnregister", at);
+    }
+
+    /// An event without timing.
+    pub fn event(&self) -> usize {
+        make!(self, "cuEventCreate", 2)
+    }
+
+    pub fn record(&self, event: usize, stream: usize) {
+        ask!(self, "cuEventRecord", event, stream);
+    }
+
+    /// What asking about an event says: 0 or 600, if nothing is wrong.
+    pub fn query(&self, event: usize) -> u32 {
+        code!(self, "cuEventQuery", event)
+    }
+
+    pub fn destroy_event(&self, event: usize) {
+        ask!(self, "cuEventDestroy_v2", event);
+    }
+
+    pub fn wait_event(&self, stream: usize, event: usize) {
+        ask!(self, "cuStreamWaitEvent", stream, event, 0);
+    }
+
     /// Copies from the device and waits.
     pub fn read(&self, from: u64, to: &mut [u8]) {
         ask!(self, "cuMemcpyDtoH_v2", to.as_mut_ptr(), from, to.len());
