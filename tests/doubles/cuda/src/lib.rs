@@ -48,14 +48,14 @@
 //! | ARG-1 | passes null where something is written | 1 |
 //!
 //! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. (A driver stages
-//! it, and has read a small source when the call returns; here it is copied as late as any.) After a sticky error every call that touches the context gives its code, and what was queued never runs.
+//! it, and has read a small source when the call returns; here it is copied as late as any.) After a sticky error every
+//! call that touches the context gives its code, and what was queued never runs.
 //!
 //! # Where drivers differ
 //!
 //! The same sequences are made on a real driver, where there is one, and their codes compared; what calls do that no code
-//! shows is compared in `tests/hardware/effects.rs`. What differs, or is not
-//! tried there, is in `tests/probe/listed.rs`; this is the same list. *Seen* is the first driver that did so; *unseen* is
-//! read from the manual.
+//! shows is compared in `tests/hardware/effects.rs`. What differs, or is not tried there, is in `tests/probe/listed.rs`;
+//! this is the same list. *Seen* is the first driver that did so; *unseen* is read from the manual.
 //!
 //! | id | step | stand-in | driver | seen | why |
 //! | --- | --- | --- | --- | --- | --- |
