@@ -1,7 +1,8 @@
 //! The parts of pinpool that give out and take raw handles and addresses, in one place.
 //!
 //! They come with other changes. Until a part is there, its functions here say `None`, and what needs them is skipped,
-//! which fails while `PINPOOL_REQUIRE` names a GPU. To switch a part on, make its `any()` an `all()`, in both lines.
+//! which fails while `PINPOOL_REQUIRE` names a GPU. To switch a part on, delete the line `#[cfg(any())]` before it, and the
+//! module of `None`s behind it.
 
 #[allow(unused_imports, reason = "for parts that are switched on")]
 use std::ffi::c_void;
