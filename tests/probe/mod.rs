@@ -98,6 +98,7 @@ macro_rules! says {
 /// tried on the real driver.
 macro_rules! rules {
     ($list:ident: $($(#[$doc:meta])* $name:ident ($make:ident) |$driver:ident| $body:block)*) => {
+        /// Rules of one topic.
         pub const $list: &[$crate::probe::Rule] = &[$($crate::probe::Rule {
             name: stringify!($name),
             ready: matches!(stringify!($make).as_bytes(), b"ready"),
