@@ -34,7 +34,7 @@ use crate::doubles::{self, HANG, StandIn};
 const MARK: &str = "probe";
 /// Which rule the child tries, on which library, without which steps.
 pub const RULE: &str = "PINPOOL_PROBE_RULE";
-const LIBRARY: &str = "PINPOOL_PROBE_LIBRARY";
+pub const LIBRARY: &str = "PINPOOL_PROBE_LIBRARY";
 const WITHOUT: &str = "PINPOOL_PROBE_WITHOUT";
 /// Longer than a rule takes, the driver's start included.
 const LIMIT: Duration = Duration::from_secs(120);
