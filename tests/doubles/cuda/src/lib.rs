@@ -70,8 +70,26 @@
 //! | GRA-4 | releases more references than a user object has, or destroys a graph that is being captured | 1 |
 //! | ARG-1 | passes null where something is written | 1 |
 //!
-//! Memory that is not registered at all may be copied from and to (the driver stages it): that is counted as a *note*,
-//! PAGEABLE. After a sticky error every call that touches the context gives its code, and what was queued never runs.
+//! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. (A driver stages
+//! it, and has read a small source when the call returns; here it is copied as late as any.) After a sticky error every
+//! call that touches the context gives its code, and what was queued never runs.
+//!
+//! # Where drivers differ
+//!
+//! The same sequences are made on a real driver, where there is one, and their codes compared; what calls do that no code
+//! shows is compared in `tests/hardware/effects.rs`. What differs, or is not tried there, is in `tests/probe/listed.rs`;
+//! this is the same list. *Seen* is the first driver that did so; *unseen* is read from the manual.
+//!
+//! | id | step | stand-in | driver | seen | why |
+//! | --- | --- | --- | --- | --- | --- |
+//! | CTX-2 | 3: cuCtxPushCurrent_v2 | 709 | not tried | - | a handle of something destroyed: undefined there |
+//! | CTX-5 | 3: cuMemcpyHtoDAsync_v2 | 1 | 0 | unseen | addresses are one space for all devices, so a stream may copy to another one's memory |
+//! | CTX-5 | 4: cuStreamSynchronize | 400 | 0 | unseen | a stream or event carries its context, so another one may be current |
+//! | CTX-5 | 5: cuEventQuery | 400 | 0 | unseen | a stream or event carries its context, so another one may be current |
+//! | STR-1 | 2: cuStreamDestroy_v2 | 400 | not tried | - | a handle of something destroyed: undefined there |
+//! | STR-1 | 3: cuStreamSynchronize | 400 | not tried | - | a handle of something destroyed: undefined there |
+//! | EVT-1 | 2: cuEventQuery | 400 | not tried | - | a handle of something destroyed: undefined there |
+//! | EVT-1 | 3: cuEventDestroy_v2 | 400 | not tried | - | a handle of something destroyed: undefined there |
 //!
 //! # Control
 //!
