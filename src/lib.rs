@@ -124,14 +124,15 @@ pub mod segment;
 mod stream;
 mod sync;
 
-pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
+pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
 pub use copy::{DeviceRange, Landing};
+pub use device::HostAllocFlags;
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
-pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};
+pub use error::{DeviceError, Error, ErrorClass, RegisterError, Result, SubmitError};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
-pub use region::{Pinning, RegionId, RegionInfo, Unpinned};
+pub use region::{Backing, Pinning, RegionId, RegionInfo, Unpinned};
 pub use runtime::Device;
 pub use stream::Stream;
 

@@ -9,7 +9,14 @@
 //! Pinning and unpinning happen on the device's worker thread only. A region goes when nobody can reach it any more; if
 //! its driver cannot unpin it, its mapping stays for good, since the device may still reach it.
 
+//!
+//! Besides these mappings there is memory that the driver allocates ([`source`]), and memory that the caller has
+//! ([`adopted`]). Each region knows where it came from, and goes back there.
+
 #![allow(unsafe_code)]
+
+mod adopted;
+mod source;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
@@ -24,6 +31,9 @@ use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, Result};
 use crate::os;
 use crate::sync::wake_task;
+pub(crate) use adopted::Adoptee;
+pub use source::Backing;
+use source::{Source, Supply};
 
 /// A region's number in its pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -44,7 +54,7 @@ pub enum Unpinned {
 pub struct RegionInfo {
     /// Its number in the pool.
     pub id: RegionId,
-    /// First byte, a multiple of 2 MiB.
+    /// First byte: a multiple of 2 MiB where the pool mapped it itself, otherwise of the page size.
     pub base: NonNull<u8>,
     /// Bytes that the pool serves from, a multiple of the page size.
     pub len: usize,
@@ -67,6 +77,8 @@ pub(crate) struct RegionOptions {
     pub(crate) unpinned: Unpinned,
     /// Ask for huge pages.
     pub(crate) huge: bool,
+    /// Where memory comes from.
+    pub(crate) backing: Backing,
 }
 
 /// Called before a region is unpinned.
@@ -104,6 +116,7 @@ struct Region {
     ready: usize,
     /// Nothing is added to it any more.
     whole: bool,
+    source: Source,
 }
 
 // SAFETY: a region owns its mapping.
@@ -193,6 +206,10 @@ impl Regions {
             progress.pinning.error = None;
         }
         let regions = self.clone();
+        if let Some(kind) = self.options.backing.kind() {
+            let supply = Supply { len, came: 0, kind, serve: Box::new(serve), done: Box::new(done) };
+            return self.context.worker().send(move || regions.supply(supply));
+        }
         self.context.worker().send(move || match regions.map(len) {
             Ok((id, base)) => {
                 let (serve, done) = (Box::new(serve), Box::new(done));
@@ -216,7 +233,15 @@ impl Regions {
         // Relaxed: only different, not in any order with anything else.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let mut progress = self.progress.lock();
-        progress.regions.push(Region { id, base, len, extents: Vec::new(), ready: 0, whole: false });
+        progress.regions.push(Region {
+            id,
+            base,
+            len,
+            extents: Vec::new(),
+            ready: 0,
+            whole: false,
+            source: Source::Mapped,
+        });
         Ok((id, base))
     }
 
@@ -412,24 +437,7 @@ impl Regions {
                     tracing::error!(target: "pinpool::region", device = context.name(), "before_unpin panicked");
                 }
             }
-            let mut stuck = false;
-            for extent in region.extents.iter().filter(|e| e.pinned) {
-                // SAFETY: within the mapping.
-                let start = unsafe { region.base.add(extent.offset) };
-                // SAFETY: pinned once, unpinned once, and nobody can reach it any more.
-                if let Err(error) = unsafe { context.driver().unpin(start, extent.len) } {
-                    tracing::error!(
-                        target: "pinpool::region", device = context.name(), bytes = region.len, %error,
-                        "a region cannot be unpinned: its mapping is leaked"
-                    );
-                    stuck = true;
-                }
-            }
-            if stuck {
-                return;
-            }
-            // SAFETY: ours, and nobody can reach it any more.
-            leaked(&context, unsafe { os::unmap(region.base, region.len) });
+            region.go(&context);
         });
     }
 }

@@ -91,6 +91,7 @@ table! {
     driver_version = "cuDriverGetVersion": fn(*mut c_int);
     device_count = "cuDeviceGetCount": fn(*mut c_int);
     device_get = "cuDeviceGet": fn(*mut CUdevice, c_int);
+    device_attribute = "cuDeviceGetAttribute": fn(*mut c_int, c_int, CUdevice);
     primary_retain = "cuDevicePrimaryCtxRetain": fn(*mut CUcontext, CUdevice);
     primary_release = "cuDevicePrimaryCtxRelease_v2": fn(CUdevice);
     ctx_get = "cuCtxGetCurrent": fn(*mut CUcontext);
@@ -99,6 +100,10 @@ table! {
     ctx_pop = "cuCtxPopCurrent_v2": fn(*mut CUcontext);
     host_register = "cuMemHostRegister_v2": fn(*mut c_void, usize, c_uint);
     host_unregister = "cuMemHostUnregister": fn(*mut c_void);
+    host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
+    host_free = "cuMemFreeHost": fn(*mut c_void);
+    host_device_pointer = "cuMemHostGetDevicePointer_v2": fn(*mut CUdeviceptr, *mut c_void, c_uint);
+    managed_alloc = "cuMemAllocManaged": fn(*mut CUdeviceptr, usize, c_uint);
     mem_alloc = "cuMemAlloc_v2": fn(*mut CUdeviceptr, usize);
     mem_free = "cuMemFree_v2": fn(CUdeviceptr);
     stream_create = "cuStreamCreate": fn(*mut CUstream, c_uint);
