@@ -134,6 +134,7 @@ pub use error::{DeviceError, Error, ErrorClass, RegisterError, Result, SubmitErr
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
 pub use region::{Backing, Pinning, RegionId, RegionInfo, Unpinned};
 pub use runtime::Device;
+pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
 
 /// The README's example is compiled and run with the other examples.

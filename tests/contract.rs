@@ -9,6 +9,8 @@
 
 #[cfg(feature = "cuda")]
 mod doubles;
+#[path = "contract/memory.rs"]
+mod memory;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -115,6 +117,14 @@ const TESTS: &[Test] = &[
     ("handles can be asked", asked),
     ("everything dropped in every order", drops),
     ("many threads", threads),
+    ("memory of every backing", memory::backings),
+    ("adopted memory", memory::adopted),
+    ("adopting is refused with the memory", memory::adopting_refused),
+    ("registered values", memory::registered),
+    ("a registered value outlives its copies", memory::registered_is_kept),
+    ("values that are only read", memory::read_only),
+    ("mapped files and shared memory", memory::mapped),
+    ("addresses on the device", memory::addresses),
 ];
 
 /// Runs the suite on the devices whose names start so, and tells how many tests were run.

@@ -126,6 +126,8 @@ pub struct World {
     pub blocks: BTreeMap<u64, Block>,
     /// Registered host memory: start and length.
     pub registered: BTreeMap<usize, usize>,
+    /// Host memory that the driver knows more about.
+    pub hosts: crate::host::Hosts,
     pub violations: Vec<String>,
     pub notes: HashMap<&'static str, u64>,
     pub counts: BTreeMap<&'static str, u64>,
@@ -169,7 +171,7 @@ fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
-fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
+pub fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
     start < other + other_len && other < start + len
 }
 
@@ -259,18 +261,20 @@ impl World {
                 self.streams.retain(|_, s| s.context != context);
                 self.events.retain(|_, e| e.context != context);
                 self.blocks.retain(|_, b| b.context != context);
+                self.hosts.forget(context);
             }
         }
         Ok(())
     }
 
     /// What a context has, or all of them together.
-    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 3] {
+    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 4] {
         let is = |context: usize| of.is_none_or(|of| of == context);
         let streams = self.streams.values().filter(|s| is(s.context) && !s.destroyed).count();
         let events = self.events.values().filter(|e| is(e.context)).count();
         let blocks = self.blocks.values().filter(|b| is(b.context)).count();
-        [("streams", streams), ("events", events), ("allocations", blocks)]
+        let hosts = self.hosts.count(is);
+        [("streams", streams), ("events", events), ("allocations", blocks), ("hosts", hosts)]
     }
 
     /// The current context, which must be alive.
@@ -417,7 +421,7 @@ impl World {
     }
 
     /// Runs everything that uses such memory.
-    fn run_users(&mut self, uses: impl Fn(&Place, usize) -> bool) -> bool {
+    pub fn run_users(&mut self, uses: impl Fn(&Place, usize) -> bool) -> bool {
         let users = |s: &Stream| {
             let last = s.queue.iter().rposition(|op| match op {
                 Op::Copy { src, dst, len } => uses(src, *len) || uses(dst, *len),
@@ -559,6 +563,7 @@ impl World {
             let _: Outcome = self.violate("MEM-4", format!("{start:#x} is used by a queued copy"), 0);
         }
         self.registered.remove(&start);
+        self.hosts.read_only.remove(&start);
         Ok(())
     }
 
@@ -613,7 +618,7 @@ impl World {
                 if at == 0 {
                     return self.violate("MEM-6", format!("{call}: a null pointer"), INVALID_VALUE);
                 }
-                if self.registered.iter().any(within) {
+                if self.registered.iter().any(within) || self.hosts.has(at, len) {
                     return Ok(());
                 }
                 if self.registered.iter().any(|(s, l)| overlaps(at, len, *s, *l)) {
