@@ -49,11 +49,13 @@ const NOT_SUPPORTED: Code = Code(801);
 
 impl Cuda {
     /// Whether the device has an attribute. One that the driver does not know it has not.
-    fn has(&self, attribute: c_int) -> bool {
+    fn has(&self, attribute: c_int) -> Result<bool> {
         let mut value: c_int = 0;
         // SAFETY: writes a number.
-        let code = unsafe { (self.api.device_attribute)(&raw mut value, attribute, self.device) };
-        code == Code::SUCCESS && value != 0
+        match unsafe { (self.api.device_attribute)(&raw mut value, attribute, self.device) } {
+            INVALID_VALUE => Ok(false),
+            code => self.said("cuDeviceGetAttribute", code).map(|()| value != 0),
+        }
     }
 
     /// # Safety
@@ -61,7 +63,7 @@ impl Cuda {
     pub(super) unsafe fn host_register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
         let _current = self.relaxed()?;
         // Where the device does not know the flag, memory that can be written to is registered without it.
-        let flags = match read_only && self.has(READ_ONLY_REGISTER) {
+        let flags = match read_only && self.has(READ_ONLY_REGISTER)? {
             true => REGISTER_PORTABLE | REGISTER_READ_ONLY,
             false => REGISTER_PORTABLE,
         };
@@ -81,7 +83,7 @@ impl Cuda {
 
     pub(super) fn host_can_use(&self, kind: HostKind) -> Result<()> {
         match kind {
-            HostKind::Managed if !self.has(CONCURRENT_MANAGED_ACCESS) => Err(Error::Unsupported(format!(
+            HostKind::Managed if !self.has(CONCURRENT_MANAGED_ACCESS)? => Err(Error::Unsupported(format!(
                 "{}: the host may not touch managed memory while the device works (CONCURRENT_MANAGED_ACCESS is 0), so a pool \
                  cannot be made of it; use Backing::Registered or Backing::HostAlloc",
                 self.name
@@ -141,7 +143,7 @@ impl Cuda {
         // SAFETY: writes an address; one that the driver does not know is refused.
         let code = unsafe { (self.api.host_device_pointer)(&raw mut address, at.as_ptr().cast(), 0) };
         check(self.api, &self.name, "cuMemHostGetDevicePointer", code).map(|()| address).map_err(|error| {
-            if code == INVALID_VALUE && !self.has(CAN_MAP_HOST_MEMORY) {
+            if code == INVALID_VALUE && self.has(CAN_MAP_HOST_MEMORY) == Ok(false) {
                 return Error::Unsupported(format!(
                     "{} cannot map host memory (CAN_MAP_HOST_MEMORY is 0); copy the buffer instead",
                     self.name
