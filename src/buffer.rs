@@ -480,7 +480,7 @@ pub enum HostBuf {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",
-    note = "asynchronous calls take a `PinnedBuf` or an `Arc<PinnedBuf>`; borrowed and plain memory is copied by `upload_blocking`"
+    note = "asynchronous calls take a `PinnedBuf`, a `Registered` value, or an `Arc` of either; borrowed and plain memory is copied by `upload_blocking`"
 )]
 pub trait Lend: sealed::Lend {}
 

@@ -164,6 +164,7 @@ fn what_cannot_be_mapped_has_no_address_on_the_device() {
     on_stand_in("what_cannot_be_mapped_has_no_address_on_the_device", |d| {
         let device = Device::open("cuda:0").unwrap();
         let pool = small(&device).build().unwrap();
+        pool.wait_pinned(Some(HANG)).unwrap();
         let buf = filled(&pool, b"mapped");
         assert_eq!(buf.device_address(&device).unwrap(), buf.as_ptr().addr() as u64);
         d.attribute(19, 0);

@@ -67,27 +67,42 @@ impl<T: range::Sealed> DeviceRange for T {}
     label = "not a buffer that the device alone may write to",
     note = "downloads land in a `PinnedBuf`, a `StreamBuf` or a `Registered` value; `download_blocking` writes to borrowed memory"
 )]
-pub trait Landing: landing::Sealed {}
+pub trait Landing: landing::Sealed {
+    /// What comes back when it has landed: the same, or for a stream-ready buffer a host-ready one.
+    type Landed: Lend + From<Self::Half>;
+}
 
-impl Landing for PinnedBuf {}
-impl Landing for StreamBuf {}
-impl<T> Landing for Registered<T> where T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static {}
+impl Landing for PinnedBuf {
+    type Landed = Self;
+}
+
+impl Landing for StreamBuf {
+    type Landed = PinnedBuf;
+}
+
+impl<T> Landing for Registered<T>
+where
+    T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    type Landed = Self;
+}
 
 mod landing {
-    use super::{DerefMut, Error, Lend, Lent, PinnedBuf, Registered, Result, StableDeref, Stream, StreamBuf};
+    use super::{DerefMut, Error, Lent, PinnedBuf, Registered, Result, StableDeref, Stream, StreamBuf};
     use crate::buffer::sealed::Lend as _;
     use std::sync::Arc;
 
     pub trait Sealed: Sized {
-        /// What comes back when it has landed: the same, or for a stream-ready buffer a host-ready one.
-        type Landed: Lend;
+        /// The half that stays with the caller.
+        #[doc(hidden)]
+        type Half;
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)>;
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Self::Landed);
+        fn lend(self) -> (Lent, Self::Half);
     }
 
     fn refuse_others(serves: bool, stream: &Stream) -> Result<()> {
@@ -95,7 +110,7 @@ mod landing {
     }
 
     impl Sealed for PinnedBuf {
-        type Landed = Self;
+        type Half = Self;
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
             refuse_others(self.serves(stream.timeline().context()), stream)?;
             <Self as crate::buffer::sealed::Lend>::target(self)
@@ -107,7 +122,7 @@ mod landing {
     }
 
     impl Sealed for StreamBuf {
-        type Landed = PinnedBuf;
+        type Half = PinnedBuf;
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
             if !Arc::ptr_eq(self.timeline(), stream.timeline()) {
                 return Err(Error::WrongStream);
@@ -127,7 +142,7 @@ mod landing {
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
     {
-        type Landed = Self;
+        type Half = Self;
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
             refuse_others(self.serves(stream.timeline().context()), stream)?;
             self.landing()
@@ -227,7 +242,7 @@ impl Stream {
                 return Err(SubmitError { error, buffer: None });
             }
         };
-        let mut flight = InFlight::new(self.ticket(NOT_YET), pending, Some(src.len()));
+        let mut flight = InFlight::new(self.ticket(NOT_YET), L::Landed::from(pending), Some(src.len()));
         // SAFETY: the entry keeps the target and the device memory until a mark after this call is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
