@@ -184,6 +184,29 @@ pub enum Error {
         /// Why the pool could not grow, where that was tried and failed last.
         growth: Option<Box<Error>>,
     },
+    /// Memory that was to be adopted has no whole page in it.
+    #[error(
+        "{len} bytes of memory to adopt have no whole page of {page} bytes in them; give a larger piece, or one that starts on a page"
+    )]
+    NoWholePage {
+        /// Bytes to adopt.
+        len: usize,
+        /// Bytes of a page.
+        page: usize,
+    },
+    /// Memory that was to be adopted is more than the capacity has left.
+    #[error(
+        "{len} bytes of memory to adopt are more than the {room} that the capacity of {capacity} bytes has left; trim the pool, \
+         or raise the capacity"
+    )]
+    OverCapacity {
+        /// Bytes to adopt.
+        len: usize,
+        /// Bytes that the pool proper could still take, in whole pages.
+        room: usize,
+        /// Bytes that the pool proper may hold.
+        capacity: usize,
+    },
     /// The deadline passed first.
     #[error("timed out after {0:?}")]
     Timeout(Duration),
@@ -305,9 +328,11 @@ impl Error {
         match self {
             Self::Device(e) => e.class,
             Self::Capturing { .. } => ErrorClass::Capture,
-            Self::Exhausted { .. } | Self::Timeout(_) | Self::OutOfMemory { .. } | Self::MemLock { .. } => {
-                ErrorClass::Moment
-            }
+            Self::Exhausted { .. }
+            | Self::OverCapacity { .. }
+            | Self::Timeout(_)
+            | Self::OutOfMemory { .. }
+            | Self::MemLock { .. } => ErrorClass::Moment,
             _ => ErrorClass::Argument,
         }
     }
@@ -382,6 +407,43 @@ impl<B> std::error::Error for SubmitError<B> {
 
 impl<B> From<SubmitError<B>> for Error {
     fn from(e: SubmitError<B>) -> Self {
+        e.error
+    }
+}
+
+/// Memory of the caller's was not registered, by [`Pool::adopt`](crate::Pool::adopt) or
+/// [`Device::register`](crate::Device::register): the error, and the memory as it was.
+pub struct RegisterError<T> {
+    /// What went wrong.
+    pub error: Error,
+    /// The memory. `None` only where a part of it was registered and the driver refused to undo that: then it is leaked,
+    /// since the device may still reach it, and the log says so.
+    pub memory: Option<T>,
+}
+
+impl<T> fmt::Debug for RegisterError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RegisterError")
+            .field("error", &self.error)
+            .field("memory", &self.memory.is_some())
+            .finish()
+    }
+}
+
+impl<T> fmt::Display for RegisterError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<T> std::error::Error for RegisterError<T> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.error)
+    }
+}
+
+impl<T> From<RegisterError<T>> for Error {
+    fn from(e: RegisterError<T>) -> Self {
         e.error
     }
 }

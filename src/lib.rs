@@ -131,15 +131,17 @@ pub mod segment;
 mod stream;
 mod sync;
 
-pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
+pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
 pub use copy::{DeviceRange, GraphBuf, Landing};
+pub use device::HostAllocFlags;
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
-pub use error::{AddressFault, DeviceError, Error, ErrorClass, Result, SubmitError};
+pub use error::{AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, SubmitError};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
-pub use region::{HugePages, Pinning, RegionId, RegionInfo, Unpinned};
+pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use runtime::Device;
+pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
 
 /// The README's example is compiled and run with the other examples.

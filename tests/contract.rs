@@ -13,6 +13,8 @@
 mod doubles;
 #[path = "contract/memories.rs"]
 mod memories;
+#[path = "contract/memory.rs"]
+mod memory;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -123,6 +125,14 @@ const TESTS: &[Test] = &[
     ("copies between host memory", memories::host_copies),
     ("memory in stream order", memories::ordered),
     ("memory by its address", memories::by_address),
+    ("memory of every backing", memory::backings),
+    ("adopted memory", memory::adopted),
+    ("adopting is refused with the memory", memory::adopting_refused),
+    ("registered values", memory::registered),
+    ("a registered value outlives its copies", memory::registered_is_kept),
+    ("values that are only read", memory::read_only),
+    ("mapped files and shared memory", memory::mapped),
+    ("addresses on the device", memory::addresses),
 ];
 
 /// Runs the suite on the devices whose names start so, and tells how many tests were run.

@@ -230,7 +230,7 @@ impl Stream {
     }
 
     fn usable_for<B: Lend>(&self, buf: &B) -> Result<()> {
-        if !buf.serves(self.timeline().context().id()) {
+        if !buf.serves(self.timeline().context()) {
             return Err(Error::WrongDevice { device: self.device().name().into() });
         }
         self.timeline().usable()

@@ -6,7 +6,7 @@
 use std::ops::RangeBounds;
 
 use super::{Landing, NOT_YET, OUTSIDE};
-use crate::buffer::{InFlight, Lend, PinnedBuf};
+use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
 use crate::device::memory::bounds;
 use crate::error::{Error, Result, SubmitError};
@@ -32,7 +32,7 @@ impl Stream {
         &self,
         src: B,
         landing: L,
-    ) -> Result<(InFlight<B>, InFlight<PinnedBuf>), SubmitError<(B, L)>> {
+    ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
         self.copy_host_part(src, .., landing)
     }
 
@@ -45,10 +45,10 @@ impl Stream {
         &self,
         src: B,
         part: impl RangeBounds<usize>,
-        landing: L,
-    ) -> Result<(InFlight<B>, InFlight<PinnedBuf>), SubmitError<(B, L)>> {
+        mut landing: L,
+    ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
         let checked = (|| {
-            if !src.serves(self.timeline().context().id()) {
+            if !src.serves(self.timeline().context()) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
             let (start, end) = bounds(part, src.bytes().len())?;
@@ -83,7 +83,7 @@ impl Stream {
                 return Err(SubmitError { error, buffer: None });
             }
         };
-        let mut landed = pending.in_flight(self.ticket(NOT_YET), len);
+        let mut landed = InFlight::new(self.ticket(NOT_YET), L::Landed::from(pending), Some(len));
         // SAFETY: the two entries keep source and target, which are two buffers, until a mark after this call is seen
         // complete.
         let result = unsafe { self.driver_copy(transfer) };

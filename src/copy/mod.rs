@@ -9,10 +9,12 @@
 mod captured;
 mod host;
 
-use std::ops::RangeBounds;
+use std::ops::{DerefMut, RangeBounds};
+
+use stable_deref_trait::StableDeref;
 
 pub use self::captured::GraphBuf;
-use crate::buffer::{InFlight, Lend, PinnedBuf, StreamBuf, joint};
+use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
@@ -70,73 +72,98 @@ mod range {
 
 impl<T: range::Sealed> DeviceRange for T {}
 
-/// What a download can land in: a [`PinnedBuf`], or a [`StreamBuf`] of the same stream. Sealed.
+/// What a download can land in: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can be
+/// written to. Sealed.
 #[diagnostic::on_unimplemented(
     message = "a download cannot land in `{Self}`",
     label = "not a buffer that the device alone may write to",
-    note = "downloads land in a `PinnedBuf` or a `StreamBuf`; `download_blocking` writes to borrowed memory"
+    note = "downloads land in a `PinnedBuf`, a `StreamBuf` or a `Registered` value; `download_blocking` writes to borrowed memory"
 )]
-pub trait Landing: landing::Sealed {}
+pub trait Landing: landing::Sealed {
+    /// What comes back when it has landed: the same, or for a stream-ready buffer a host-ready one.
+    type Landed: Lend + From<Self::Half>;
+}
 
-impl Landing for PinnedBuf {}
-impl Landing for StreamBuf {}
+impl Landing for PinnedBuf {
+    type Landed = Self;
+}
+
+impl Landing for StreamBuf {
+    type Landed = PinnedBuf;
+}
+
+impl<T> Landing for Registered<T>
+where
+    T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    type Landed = Self;
+}
 
 mod landing {
-    use super::{Error, InFlight, Lend, Lent, PinnedBuf, Result, Stream, StreamBuf, Ticket};
+    use super::{DerefMut, Error, Lent, PinnedBuf, Registered, Result, StableDeref, Stream, StreamBuf};
     use crate::buffer::sealed::Lend as _;
     use std::sync::Arc;
 
     pub trait Sealed: Sized {
+        /// The half that stays with the caller.
+        #[doc(hidden)]
+        type Half;
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
-        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)>;
+        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)>;
+        /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Pending);
+        fn lend(self) -> (Lent, Self::Half);
     }
 
-    /// The half that stays with the caller.
-    pub struct Pending(pub(super) PinnedBuf);
-
-    impl Pending {
-        pub(super) fn in_flight(self, ticket: Ticket, written: usize) -> InFlight<PinnedBuf> {
-            InFlight::new(ticket, self.0, Some(written))
-        }
+    fn refuse_others(serves: bool, stream: &Stream) -> Result<()> {
+        if serves { Ok(()) } else { Err(Error::WrongDevice { device: stream.device().name().into() }) }
     }
 
     impl Sealed for PinnedBuf {
-        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)> {
-            if !self.serves(stream.timeline().context().id()) {
-                return Err(Error::WrongDevice { device: stream.device().name().into() });
-            }
+        type Half = Self;
+        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
+            refuse_others(self.serves(stream.timeline().context()), stream)?;
             <Self as crate::buffer::sealed::Lend>::target(self)
         }
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Pending) {
-            (<Self as crate::buffer::sealed::Lend>::lend(&self), Pending(self))
+        fn lend(self) -> (Lent, Self) {
+            (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
         }
     }
 
     impl Sealed for StreamBuf {
-        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)> {
+        type Half = PinnedBuf;
+        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
             if !Arc::ptr_eq(self.timeline(), stream.timeline()) {
                 return Err(Error::WrongStream);
             }
             Ok((self.segment().base().as_ptr(), self.segment().len()))
         }
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Pending) {
+        fn lend(self) -> (Lent, PinnedBuf) {
             let (lent, segment) = self.into_lent();
             // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched only when it has
             // landed, and nothing of it counts as written until then.
-            (lent, Pending(unsafe { PinnedBuf::new(segment, 0) }))
+            (lent, unsafe { PinnedBuf::new(segment, 0) })
         }
     }
 
-    const _: fn() = || {
-        fn lend<T: Lend>() {}
-        lend::<PinnedBuf>();
-    };
+    impl<T> Sealed for Registered<T>
+    where
+        T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
+    {
+        type Half = Self;
+        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
+            refuse_others(self.serves(stream.timeline().context()), stream)?;
+            self.landing()
+        }
+        #[allow(private_interfaces)]
+        fn lend(self) -> (Lent, Self) {
+            (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
+        }
+    }
 }
 
 impl Stream {
@@ -164,7 +191,7 @@ impl Stream {
     ) -> Result<InFlight<B>, SubmitError<B>> {
         let checked = (|| {
             let dst = self.own(dst)?;
-            if !src.serves(self.timeline().context().id()) {
+            if !src.serves(self.timeline().context()) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
             let (start, end) = bounds(part, src.bytes().len())?;
@@ -195,15 +222,15 @@ impl Stream {
     }
 
     /// Copies `src` into `landing`, which must be at least as long. When it has landed, the buffer's length is the
-    /// slice's.
+    /// slice's. (A [`Registered`] value is as long as ever, and what lies behind the copy stays as it was.)
     ///
     /// # Errors
     /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`] of another stream.
     pub fn download<L: Landing>(
         &self,
         src: impl DeviceRange,
-        landing: L,
-    ) -> Result<InFlight<PinnedBuf>, SubmitError<L>> {
+        mut landing: L,
+    ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         let checked = self.own(src).and_then(|src| {
             let (target, capacity) = landing.target(self)?;
             if src.len() > capacity {
@@ -232,7 +259,7 @@ impl Stream {
                 return Err(SubmitError { error, buffer: None });
             }
         };
-        let mut flight = pending.in_flight(self.ticket(NOT_YET), src.len());
+        let mut flight = InFlight::new(self.ticket(NOT_YET), L::Landed::from(pending), Some(src.len()));
         // SAFETY: the entry keeps the target and the device memory until a mark after this call is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
@@ -270,7 +297,7 @@ impl Stream {
     /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a lost
     /// device.
     pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
-        if !buf.serves(self.timeline().context().id()) {
+        if !buf.serves(self.timeline().context()) {
             let error = Error::WrongDevice { device: self.device().name().into() };
             return Err(SubmitError::refused(error, buf));
         }
@@ -301,7 +328,7 @@ impl Stream {
             Some(Error::Empty)
         } else {
             streams.iter().find_map(|stream| {
-                if !buf.serves(stream.timeline().context().id()) {
+                if !buf.serves(stream.timeline().context()) {
                     return Some(Error::WrongDevice { device: stream.device().name().into() });
                 }
                 let timeline = stream.timeline();

@@ -17,8 +17,9 @@
 //! 6. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
 //!    with an error as well as without.
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
-//!    [`Driver::unpin`], [`Driver::allocate`], [`Driver::free`], destroying) come from the device's
-//!    [`Worker`](worker::Worker) only, and none is made under a lock of ours. [`Driver::allocate_on`] comes from the
+//!    [`Driver::unpin`], [`Driver::register`], [`Driver::unregister`], [`Driver::allocate`], [`Driver::free`],
+//!    [`Driver::allocate_host`], [`Driver::free_host`], destroying) come from the device's [`Worker`](worker::Worker)
+//!    only, and none is made under a lock of ours. [`Driver::allocate_on`] comes from the
 //!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind
 //!    the worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since
 //!    whoever drops memory last may be anywhere, a callback of the driver's included.
@@ -66,6 +67,31 @@ pub(crate) enum Transfer {
 
 /// What a driver calls when a graph is gone: from a callback, so it neither blocks nor calls the driver.
 pub(crate) type Gone = Box<dyn FnOnce() + Send>;
+/// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any combination. (That call
+/// is the driver API's form of `cudaHostAlloc`, and without any flag of `cudaMallocHost`.)
+///
+/// On the platforms that the crate supports all addresses are unified: there this memory is portable and mapped
+/// whatever is asked for (driver API manual, "Unified Addressing"). The flags are passed on as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct HostAllocFlags {
+    /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context of the process, not only for the first device's.
+    pub portable: bool,
+    /// `CU_MEMHOSTALLOC_DEVICEMAP`: devices can address it.
+    pub mapped: bool,
+    /// `CU_MEMHOSTALLOC_WRITECOMBINED`: not cached by the CPU. Writing it from front to back is fast, **reading it on the
+    /// CPU is very slow**, tens of times slower than other memory: a pool of such memory is for uploads only. Whether
+    /// copies gain anything depends on the machine; some have become slower.
+    pub write_combined: bool,
+}
+
+/// Host memory that a driver allocates itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HostKind {
+    /// Page-locked.
+    Locked(HostAllocFlags),
+    /// Managed: one address for the host and the devices; its pages move to who uses them, so they are not locked.
+    Managed,
+}
 
 /// What a device must do. The module's page has the rules.
 pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
@@ -116,6 +142,40 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// # Safety
     /// `base` and `len` are those of one earlier successful `pin`, undone at most once, and no copy uses the range.
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()>;
+
+    /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks the pages they are on.
+    /// With `read_only` the device may only read them, and the mapping may be one that cannot be written to. On an error
+    /// nothing is left registered. A range that overlaps another one is refused, not one on the same page.
+    ///
+    /// # Safety
+    /// The range is mapped, and stays so until [`Driver::unregister`] has succeeded.
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
+
+    /// Undoes one [`Driver::register`]. After an error the range must stay mapped for good.
+    ///
+    /// # Safety
+    /// `base` and `len` are those of one earlier successful `register`, undone at most once, and no copy uses the range.
+    unsafe fn unregister(&self, base: NonNull<u8>, len: usize) -> Result<()>;
+
+    /// Whether the device can work with host memory of this kind.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) with the reason.
+    fn can_use(&self, kind: HostKind) -> Result<()>;
+
+    /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers promise
+    /// no alignment that we could use.
+    fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>>;
+
+    /// Frees what [`Driver::allocate_host`] gave. After an error it is never freed.
+    ///
+    /// # Safety
+    /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and nobody uses the memory.
+    unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
+
+    /// Where the device sees the byte of pinned, registered or allocated host memory that the host sees at `at`. (Managed
+    /// memory has one address.) Never blocks.
+    fn device_address(&self, at: NonNull<u8>) -> Result<u64>;
 
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
     fn allocate(&self, len: usize) -> Result<DevicePtr>;

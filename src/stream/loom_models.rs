@@ -20,7 +20,7 @@ use super::timeline::{Lent, Ticket, Timeline};
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
 use crate::depot::{Depot, DepotConfig, Segment, Take, end_leases};
 use crate::device::context::Context;
-use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
 use crate::region::RegionId;
@@ -92,6 +92,24 @@ impl Driver for Late {
     }
     unsafe fn unpin(&self, _: NonNull<u8>, _: usize) -> Result<()> {
         Ok(())
+    }
+    unsafe fn register(&self, _: NonNull<u8>, _: usize, _: bool) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn unregister(&self, _: NonNull<u8>, _: usize) -> Result<()> {
+        Ok(())
+    }
+    fn can_use(&self, _: HostKind) -> Result<()> {
+        Ok(())
+    }
+    fn allocate_host(&self, _: usize, _: HostKind) -> Result<NonNull<u8>> {
+        Err(Error::Unsupported("no host memory in a model".into()))
+    }
+    unsafe fn free_host(&self, _: NonNull<u8>, _: usize, _: HostKind) -> Result<()> {
+        Ok(())
+    }
+    fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
+        Ok(at.as_ptr().addr() as u64)
     }
     fn allocate(&self, _: usize) -> Result<DevicePtr> {
         Ok(DevicePtr(0))

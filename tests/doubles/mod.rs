@@ -278,6 +278,12 @@ impl StandIn {
         unsafe { self.get::<extern "C" fn(bool)>("standin_reuse")(reuse) }
     }
 
+    /// Gives the devices another value of an attribute, until the next reset.
+    pub fn attribute(&self, attribute: i32, value: i32) {
+        // SAFETY: `host.rs` has the signature.
+        unsafe { self.get::<extern "C" fn(i32, i32)>("standin_attribute")(attribute, value) }
+    }
+
     pub fn report(&self) -> Report {
         let mut text = vec![0; 1 << 20];
         // SAFETY: as above; `text` has that room.

@@ -108,6 +108,10 @@ table! {
     primary_state = "cuDevicePrimaryCtxGetState": fn(CUdevice, *mut c_uint, *mut c_int);
     host_register = "cuMemHostRegister_v2": fn(*mut c_void, usize, c_uint);
     host_unregister = "cuMemHostUnregister": fn(*mut c_void);
+    host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
+    host_free = "cuMemFreeHost": fn(*mut c_void);
+    host_device_pointer = "cuMemHostGetDevicePointer_v2": fn(*mut CUdeviceptr, *mut c_void, c_uint);
+    managed_alloc = "cuMemAllocManaged": fn(*mut CUdeviceptr, usize, c_uint);
     mem_alloc = "cuMemAlloc_v2": fn(*mut CUdeviceptr, usize);
     mem_free = "cuMemFree_v2": fn(CUdeviceptr);
     pointer_attributes = "cuPointerGetAttributes": fn(c_uint, *const c_int, *const *mut c_void, CUdeviceptr);

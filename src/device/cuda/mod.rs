@@ -26,6 +26,7 @@
 mod adopt;
 mod api;
 mod graph;
+mod host;
 mod memory;
 mod pointers;
 
@@ -38,12 +39,10 @@ use std::time::Duration;
 
 pub(crate) use self::adopt::{Adopted, adopt};
 use self::api::{Api, CUcontext, CUdevice, CUevent, CUstream, Code};
-use super::{DevicePtr, Driver, EventHandle, Gone, StreamHandle, Transfer};
+use super::{DevicePtr, Driver, EventHandle, Gone, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, Result};
 use crate::os;
 
-/// cuda.h: CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process.
-const PORTABLE: u32 = 1;
 /// cuda.h: CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream.
 const NON_BLOCKING: u32 = 1;
 /// cuda.h: CU_EVENT_DISABLE_TIMING, which makes recording several times cheaper.
@@ -281,17 +280,40 @@ impl Driver for Cuda {
     }
 
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        let _current = self.relaxed()?;
         // SAFETY: the caller's word: mapped, and stays so.
-        let code = unsafe { (self.api.host_register)(base.as_ptr().cast(), len, PORTABLE) };
-        self.said("cuMemHostRegister", code)
+        unsafe { self.host_register(base, len, false) }
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        let _current = self.relaxed()?;
         // SAFETY: the caller's word: registered once, unregistered once.
-        let code = unsafe { (self.api.host_unregister)(base.as_ptr().cast()) };
-        self.said("cuMemHostUnregister", code)
+        unsafe { self.host_unregister(base) }
+    }
+
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
+        // SAFETY: the caller's word: mapped, and stays so.
+        unsafe { self.host_register(base, len, read_only) }
+    }
+
+    unsafe fn unregister(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
+        // SAFETY: the caller's word: registered once, unregistered once.
+        unsafe { self.host_unregister(base) }
+    }
+
+    fn can_use(&self, kind: HostKind) -> Result<()> {
+        self.host_can_use(kind)
+    }
+
+    fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
+        self.host_allocate(len, kind)
+    }
+
+    unsafe fn free_host(&self, base: NonNull<u8>, _len: usize, kind: HostKind) -> Result<()> {
+        // SAFETY: the caller's word: allocated once, freed once.
+        unsafe { self.host_free(base, kind) }
+    }
+
+    fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
+        self.host_device_address(at)
     }
 
     fn allocate(&self, len: usize) -> Result<DevicePtr> {

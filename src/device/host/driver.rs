@@ -12,7 +12,7 @@ use super::memory::Place;
 use super::node::Node;
 use super::stream::{Freeing, Job, Promise, Ticket, Work};
 use super::unit::Unit;
-use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{AddressFault, Error, ErrorClass, Result};
 use crate::os;
 
@@ -53,7 +53,7 @@ impl HostDriver {
     fn enter(&self, call: Call) -> Result<Twist> {
         let failure = self.node.faults.on_call(self.unit.ordinal, call);
         // A dead device still gives back what it was given.
-        if !matches!(call, Call::Unpin | Call::Free | Call::FreeOn) {
+        if !matches!(call, Call::Unpin | Call::Free | Call::FreeOn | Call::FreeHost) {
             self.unit.check(call)?;
         }
         match failure {
@@ -140,6 +140,44 @@ impl HostDriver {
         }
     }
 
+    /// The bytes, as a range of addresses.
+    fn bytes(&self, call: Call, base: NonNull<u8>, len: usize) -> Result<Range<usize>> {
+        self.host_address(call, base.as_ptr().addr(), len)?;
+        if len == 0 {
+            return Err(self.error(call, Refusal::argument("no bytes")));
+        }
+        Ok(base.as_ptr().addr()..base.as_ptr().addr() + len)
+    }
+
+    /// Enters a range as pinned and locks the pages that it is on.
+    fn lock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
+        self.node.enter_pin(self.unit.ordinal, range).map_err(|refusal| self.error(call, refusal))?;
+        // Outside of the lock: this can take seconds.
+        let (base, len) = outwards(base, range);
+        os::lock(base, len).inspect_err(|_| {
+            // Entered above by us, so it is there.
+            let _ = self.node.leave_pin(self.unit.ordinal, range);
+        })
+    }
+
+    /// Takes a pinned range out and unlocks the pages that no other range is on. (One that comes onto the same page at this
+    /// very moment may find it unlocked, which costs it speed at worst.)
+    fn unlock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
+        if self.node.uses(range) {
+            let text = format!("{range:#x?} is used by a copy that is queued or running");
+            return Err(self.error(call, Refusal::argument(text)));
+        }
+        let own =
+            self.node.leave_pin(self.unit.ordinal, range).map_err(|refusal| self.error(call, refusal))?;
+        let (first, _) = outwards(base, range);
+        // SAFETY: `own` is within the pages that the range is on, which are mapped.
+        let start = unsafe { first.add(own.start - first.as_ptr().addr()) };
+        if own.is_empty() {
+            return Ok(());
+        }
+        os::unlock(start, own.len()).map_err(|error| self.error(call, Refusal::argument(error.to_string())))
+    }
+
     fn unknown_event<T>(&self, call: Call, event: EventHandle) -> Result<T> {
         Err(self.error(call, Refusal::unknown("event", event.0)))
     }
@@ -162,24 +200,77 @@ impl Driver for HostDriver {
         let call = Call::Pin;
         self.enter(call)?;
         let range = self.pages(call, base, len)?;
-        self.node.enter_pin(self.unit.ordinal, &range).map_err(|refusal| self.error(call, refusal))?;
-        // Outside of the lock: this can take seconds.
-        os::lock(base, len).inspect_err(|_| {
-            // Entered above by us, so it is there.
-            let _ = self.node.leave_pin(self.unit.ordinal, &range);
-        })
+        self.lock(call, base, &range)
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
         let call = Call::Unpin;
         self.enter(call)?;
         let range = self.pages(call, base, len)?;
-        if self.node.uses(&range) {
-            let text = format!("{range:#x?} is used by a copy that is queued or running");
-            return Err(self.error(call, Refusal::argument(text)));
+        self.unlock(call, base, &range)
+    }
+
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, _read_only: bool) -> Result<()> {
+        let call = Call::Pin;
+        self.enter(call)?;
+        let range = self.bytes(call, base, len)?;
+        self.lock(call, base, &range)
+    }
+
+    unsafe fn unregister(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+        let call = Call::Unpin;
+        self.enter(call)?;
+        let range = self.bytes(call, base, len)?;
+        self.unlock(call, base, &range)
+    }
+
+    fn can_use(&self, _: HostKind) -> Result<()> {
+        Ok(())
+    }
+
+    fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
+        let call = Call::AllocateHost;
+        self.enter(call)?;
+        let base = os::map(len, 1)?;
+        os::dont_fork(base, len);
+        let entered = self.pages(call, base, len).and_then(|range| {
+            if let HostKind::Locked(_) = kind {
+                self.lock(call, base, &range)?;
+            }
+            self.node.enter_block(self.unit.ordinal, &range, kind);
+            Ok(())
+        });
+        entered.map(|()| base).inspect_err(|_| {
+            // SAFETY: mapped above, and known to nobody.
+            let _ = unsafe { os::unmap(base, len) };
+        })
+    }
+
+    unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()> {
+        let call = Call::FreeHost;
+        self.enter(call)?;
+        let range = self.pages(call, base, len)?;
+        self.node
+            .leave_block(self.unit.ordinal, &range, kind)
+            .map_err(|refusal| self.error(call, refusal))?;
+        if let HostKind::Locked(_) = kind {
+            self.unlock(call, base, &range).inspect_err(|_| {
+                self.node.enter_block(self.unit.ordinal, &range, kind);
+            })?;
         }
-        self.node.leave_pin(self.unit.ordinal, &range).map_err(|refusal| self.error(call, refusal))?;
-        os::unlock(base, len).map_err(|error| self.error(call, Refusal::argument(error.to_string())))
+        // SAFETY: mapped when it was allocated, and by the caller's word used by nobody.
+        unsafe { os::unmap(base, len) }
+    }
+
+    fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
+        let call = Call::DeviceAddress;
+        self.enter(call)?;
+        let address = at.as_ptr().addr();
+        if !self.node.is_pinned(address) {
+            let text = format!("{address:#x} is not pinned");
+            return Err(self.error(call, Refusal::fault(text)));
+        }
+        Ok(address as u64)
     }
 
     fn allocate(&self, len: usize) -> Result<DevicePtr> {
@@ -330,6 +421,15 @@ impl Driver for HostDriver {
         }
         self.leave(call, twist)
     }
+}
+
+/// The pages that a range is on.
+fn outwards(base: NonNull<u8>, range: &Range<usize>) -> (NonNull<u8>, usize) {
+    let page = os::page_size();
+    let front = range.start % page;
+    // SAFETY: the start of the page that the first byte is on, which is mapped as that byte is.
+    let first = unsafe { base.sub(front) };
+    (first, (front + range.len()).next_multiple_of(page))
 }
 
 impl Stepped for HostDriver {

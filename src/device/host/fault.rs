@@ -12,10 +12,16 @@ use parking_lot::Mutex;
 /// A call that a device serves: what a fault can be armed for, and what a trace is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Call {
-    /// Locking host pages.
+    /// Locking host pages, registering host memory.
     Pin,
-    /// Unlocking host pages.
+    /// Unlocking host pages, unregistering host memory.
     Unpin,
+    /// Taking host memory of the device's own.
+    AllocateHost,
+    /// Giving host memory of the device's own back.
+    FreeHost,
+    /// Asking where the device sees host memory.
+    DeviceAddress,
     /// Taking device memory.
     Allocate,
     /// Giving device memory back.
@@ -48,9 +54,12 @@ pub enum Call {
 
 impl Call {
     /// Every kind of call, for tests that go through all of them.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 19] = [
         Self::Pin,
         Self::Unpin,
+        Self::AllocateHost,
+        Self::FreeHost,
+        Self::DeviceAddress,
         Self::Allocate,
         Self::Free,
         Self::AllocateOn,
@@ -73,6 +82,9 @@ impl Call {
         match self {
             Self::Pin => "pin",
             Self::Unpin => "unpin",
+            Self::AllocateHost => "allocate_host",
+            Self::FreeHost => "free_host",
+            Self::DeviceAddress => "device_address",
             Self::Allocate => "allocate",
             Self::Free => "free",
             Self::AllocateOn => "allocate_on",

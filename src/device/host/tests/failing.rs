@@ -47,6 +47,7 @@ fn every_call_fails_as_told_and_does_nothing() {
             let [base, other] = [(); 2].map(|()| crate::os::map(page, 1).unwrap());
             // SAFETY: mapped until the end, and used by no copy.
             unsafe { rig.driver.pin(base, page).unwrap() };
+            let block = rig.driver.allocate_host(page, HostKind::Managed).unwrap();
             let before = rig.node.live(0);
             arm(&rig, call, 0, failure);
             // SAFETY: as above.
@@ -54,6 +55,9 @@ fn every_call_fails_as_told_and_does_nothing() {
                 match call {
                     Call::Pin => rig.driver.pin(other, page),
                     Call::Unpin => rig.driver.unpin(base, page),
+                    Call::AllocateHost => rig.driver.allocate_host(page, HostKind::Managed).map(drop),
+                    Call::FreeHost => rig.driver.free_host(block, page, HostKind::Managed),
+                    Call::DeviceAddress => rig.driver.device_address(base).map(drop),
                     Call::Allocate => rig.driver.allocate(8).map(drop),
                     Call::Free => rig.driver.free(memory),
                     Call::AllocateOn => rig.driver.allocate_on(stream, 8).map(drop),
@@ -79,6 +83,7 @@ fn every_call_fails_as_told_and_does_nothing() {
             // SAFETY: as above.
             unsafe {
                 rig.driver.unpin(base, page).unwrap();
+                rig.driver.free_host(block, page, HostKind::Managed).unwrap();
                 crate::os::unmap(base, page).unwrap();
                 crate::os::unmap(other, page).unwrap();
             }

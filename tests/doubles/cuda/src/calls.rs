@@ -253,11 +253,14 @@ unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
 // --- memory ------------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
-extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, _flags: c_uint) -> u32 {
+extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, flags: c_uint) -> u32 {
     call("cuMemHostRegister_v2", |w| {
         w.current("cuMemHostRegister_v2")?;
         w.unsafe_call("cuMemHostRegister_v2")?;
-        w.register(start as usize, len)
+        w.may_register(start as usize, len, flags)?;
+        w.register(start as usize, len)?;
+        w.registered_as(start as usize, flags);
+        Ok(())
     })
 }
 
@@ -286,6 +289,9 @@ extern "C" fn cuMemFree_v2(address: u64) -> u32 {
     call("cuMemFree_v2", |w| {
         w.current("cuMemFree_v2")?;
         w.unsafe_call("cuMemFree_v2")?;
+        if w.hosts.is_managed(address as usize) {
+            return w.free_host(address as usize, true);
+        }
         w.free(address)
     })
 }
@@ -295,6 +301,7 @@ fn copy(name: &'static str, src: Place, dst: Place, len: usize, stream: *mut c_v
         w.stream(name, stream as usize)?;
         w.check(name, src, len)?;
         w.check(name, dst, len)?;
+        w.may_write(name, dst, len)?;
         w.submit(name, stream as usize, Op::Copy { src, dst, len }).map(drop)
     })
 }

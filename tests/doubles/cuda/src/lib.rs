@@ -50,6 +50,15 @@
 //! | MEM-6 | names device memory that is not allocated, or leaves its allocation | 1 |
 //! | MEM-7 | frees what is not the start of an allocation | 1 |
 //! | MEM-8 | frees memory that a queued copy uses (the driver waits for that) | the copies run first |
+//! | HST-1 | frees host memory that `cuMemHostAlloc` did not give, or not from its start, or twice | 1 |
+//! | HST-2 | frees host memory that a queued copy uses (the driver waits for that) | the copies run first |
+//! | HST-3 | registers memory of the driver's own | 1 |
+//! | HST-4 | asks for the device's address of memory that is neither registered nor `cuMemHostAlloc`'s | 1 |
+//! | HST-5 | registers memory that is not mapped, or cannot be written to and is not said to be only read | 1 |
+//! | HST-6 | has a copy write to memory that was registered as only read | 1 |
+//! | HST-7 | passes flags that do not exist | 1 |
+//! | HST-8 | registers as only read where the device cannot | 801 |
+//! | HST-9 | allocates managed memory on a device that does not share it with a working host (allowed by the driver, not by our contract) | there it is |
 //! | CAP-1 | makes an unsafe call while a capture forbids it | 900, and the capture is spoiled |
 //! | CAP-2 | synchronises or waits on a capturing stream from outside | 900, and the capture is spoiled |
 //! | CAP-3 | asks about an event that was recorded in a capture | 907 |
@@ -104,6 +113,7 @@
 mod calls;
 mod control;
 mod graphs;
+mod host;
 mod hostfn;
 mod pointers;
 mod pools;

@@ -165,6 +165,8 @@ pub struct World {
     /// Registered host memory: start and length.
     pub registered: BTreeMap<usize, usize>,
     pub pointers: crate::pointers::Pointers,
+    /// Host memory that the driver knows more about.
+    pub hosts: crate::host::Hosts,
     pub violations: Vec<String>,
     pub notes: HashMap<&'static str, u64>,
     pub counts: BTreeMap<&'static str, u64>,
@@ -208,7 +210,7 @@ pub fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
-fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
+pub fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
     start < other + other_len && other < start + len
 }
 
@@ -279,7 +281,7 @@ impl World {
             134 => Ok(self.devices[device].numa_node),
             // CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED.
             115 => Ok(number("PINPOOL_STANDIN_POOLS", 1) as i32),
-            _ => Err(INVALID_VALUE),
+            _ => self.hosts.attribute(attribute).ok_or(INVALID_VALUE),
         }
     }
 
@@ -327,17 +329,19 @@ impl World {
         self.streams.retain(|_, s| s.context != context);
         self.events.retain(|_, e| e.context != context);
         self.blocks.retain(|_, b| b.context != context);
+        self.hosts.forget(context);
     }
 
     /// What a context has, or all of them together.
-    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 3] {
+    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 4] {
         let is = |context: usize| of.is_none_or(|of| of == context);
         let legacy = |handle: &usize| self.legacy.values().any(|h| h == handle);
         let there = |(handle, s): &(&usize, &Stream)| is(s.context) && !s.destroyed && !legacy(handle);
         let streams = self.streams.iter().filter(there).count();
         let events = self.events.values().filter(|e| is(e.context)).count();
         let blocks = self.blocks.values().filter(|b| is(b.context)).count();
-        [("streams", streams), ("events", events), ("allocations", blocks)]
+        let hosts = self.hosts.count(is);
+        [("streams", streams), ("events", events), ("allocations", blocks), ("hosts", hosts)]
     }
 
     /// The current context, which must be alive.
@@ -650,6 +654,7 @@ impl World {
             let _: Outcome = self.violate("MEM-4", format!("{start:#x} is used by a queued copy"), 0);
         }
         self.registered.remove(&start);
+        self.hosts.read_only.remove(&start);
         Ok(())
     }
 
@@ -718,7 +723,7 @@ impl World {
                 if at == 0 {
                     return self.violate("MEM-6", format!("{call}: a null pointer"), INVALID_VALUE);
                 }
-                if self.registered.iter().any(within) {
+                if self.registered.iter().any(within) || self.hosts.has(at, len) {
                     return Ok(());
                 }
                 if self.registered.iter().any(|(s, l)| overlaps(at, len, *s, *l)) {
