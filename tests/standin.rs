@@ -8,8 +8,15 @@
 #![allow(unsafe_code, reason = "calling a driver")]
 
 mod doubles;
+mod kernels;
 #[macro_use]
 mod probe;
+/// Blocks of rules by topic.
+mod rules {
+    pub mod host;
+    pub mod pointers;
+    pub mod streams;
+}
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -209,116 +216,6 @@ rules! {
         says!(d, 0, "cuMemFree_v2", memory);
         d.broken(&["MEM-8"]);
         d.finish(stream);
-    }
-
-    hst_1_host_memory_is_freed_from_its_start_and_once (ready) |d| {
-        let (locked, managed) = (made!(d, "cuMemHostAlloc", PAGE, 0), made!(d, "cuMemAllocManaged", PAGE, 1));
-        for wrong in [locked + 64, managed, locked + PAGE] {
-            assert_eq!(call!(d, "cuMemFreeHost", wrong), 1);
-        }
-        assert_eq!(call!(d, "cuMemFreeHost", locked), 0);
-        assert_eq!(call!(d, "cuMemFreeHost", locked), 1);
-        d.broken(&["HST-1"; 4]);
-        assert_eq!(call!(d, "cuMemFree_v2", managed), 0);
-        assert_eq!(call!(d, "cuMemFree_v2", managed), 1);
-        assert_eq!(made!(d, "cuMemHostAlloc", 0, 0), 0, "nothing, and no error");
-        let mut at = 0_usize;
-        assert_eq!(call!(d, "cuMemAllocManaged", &raw mut at, 0, 1), 1);
-    }
-
-    hst_2_host_memory_freed_too_early (ready) |d| {
-        let (stream, memory) = (d.stream(), d.memory(PAGE));
-        let locked = made!(d, "cuMemHostAlloc", PAGE, 1);
-        assert_eq!(call!(d, "cuMemcpyHtoDAsync_v2", memory, locked, PAGE, stream), 0);
-        assert_eq!(call!(d, "cuMemFreeHost", locked), 0);
-        let managed = made!(d, "cuMemAllocManaged", PAGE, 1);
-        assert_eq!(call!(d, "cuMemcpyHtoDAsync_v2", memory, managed, PAGE, stream), 0);
-        assert_eq!(call!(d, "cuMemFree_v2", managed), 0);
-        d.broken(&["HST-2", "HST-2"]);
-        // They ran first.
-        let mut back = vec![0; PAGE];
-        assert_eq!(d.download(&mut back, memory, stream), 0);
-        assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
-        assert_eq!(back, [0xA5; PAGE]);
-    }
-
-    hst_3_the_drivers_own_memory_is_not_registered (ready) |d| {
-        let (locked, managed) = (made!(d, "cuMemHostAlloc", PAGE, 7), made!(d, "cuMemAllocManaged", PAGE, 1));
-        assert_eq!(call!(d, "cuMemHostRegister_v2", locked, PAGE, 1), 1);
-        assert_eq!(call!(d, "cuMemHostRegister_v2", managed + 100, 10, 1), 1);
-        d.broken(&["HST-3", "HST-3"]);
-        assert_eq!(call!(d, "cuMemHostUnregister", locked), 713);
-    }
-
-    hst_4_only_known_host_memory_has_an_address_on_the_device (ready) |d| {
-        let mut bytes = vec![0; 2 * PAGE];
-        assert_eq!(d.register(&mut bytes[100..200]), 0);
-        let (start, host) = (bytes.as_ptr() as usize, made!(d, "cuMemHostAlloc", PAGE, 0));
-        for at in [start + 100, start + 199, host, host + PAGE - 1] {
-            assert_eq!(made!(d, "cuMemHostGetDevicePointer_v2", at, 0), at);
-        }
-        let (managed, mut address) = (made!(d, "cuMemAllocManaged", PAGE, 1), 0_usize);
-        for at in [start + 99, start + 200, managed, d.memory(64)] {
-            assert_eq!(call!(d, "cuMemHostGetDevicePointer_v2", &raw mut address, at, 0), 1);
-        }
-        d.broken(&["HST-4"; 4]);
-        d.stand_in.attribute(19, 0);
-        assert_eq!(call!(d, "cuMemHostGetDevicePointer_v2", &raw mut address, host, 0), 1);
-        d.broken(&["HST-4"; 4]);
-    }
-
-    hst_5_memory_that_is_registered_is_mapped (ready) |d| {
-        let map = memmap2::MmapMut::map_anon(4 * PAGE).unwrap();
-        let start = map.as_ptr() as usize;
-        let map = map.make_read_only().unwrap();
-        assert_eq!(call!(d, "cuMemHostRegister_v2", start, PAGE, 1), 1);
-        assert_eq!(call!(d, "cuMemHostRegister_v2", start, PAGE, 9), 0);
-        assert_eq!(call!(d, "cuMemHostUnregister", start), 0);
-        drop(map);
-        assert_eq!(call!(d, "cuMemHostRegister_v2", PAGE, PAGE, 9), 1, "where nothing is ever mapped");
-        d.broken(&["HST-5", "HST-5"]);
-    }
-
-    hst_6_what_is_only_read_is_not_written_to (ready) |d| {
-        let (stream, memory, mut bytes) = (d.stream(), d.memory(64), vec![0; 64]);
-        assert_eq!(call!(d, "cuMemHostRegister_v2", bytes.as_mut_ptr(), 64, 9), 0);
-        assert_eq!(d.upload(memory, &bytes, stream), 0);
-        assert_eq!(d.download(&mut bytes, memory, stream), 1);
-        d.broken(&["HST-6"]);
-        assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
-        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_ptr()), 0);
-        assert_eq!(d.register(&mut bytes), 0);
-        assert_eq!(d.download(&mut bytes, memory, stream), 0, "registered anew, as anything else");
-        assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
-    }
-
-    hst_7_flags_that_do_not_exist (ready) |d| {
-        let (mut at, bytes) = (0_usize, vec![0_u8; 64]);
-        assert_eq!(call!(d, "cuMemHostRegister_v2", bytes.as_ptr(), 64, 64), 1);
-        assert_eq!(call!(d, "cuMemHostAlloc", &raw mut at, PAGE, 8), 1);
-        assert_eq!(call!(d, "cuMemAllocManaged", &raw mut at, PAGE, 0), 1);
-        d.broken(&["HST-7", "HST-7", "HST-7"]);
-    }
-
-    hst_8_only_read_where_the_device_can (ready) |d| {
-        let mut bytes = vec![0; 64];
-        let mut value = 7_i32;
-        assert_eq!(call!(d, "cuDeviceGetAttribute", &raw mut value, 113, 0), 0);
-        assert_eq!(value, 1);
-        assert_eq!(call!(d, "cuDeviceGetAttribute", &raw mut value, 99_999, 0), 1, "one that there is not");
-        assert_eq!(call!(d, "cuDeviceGetAttribute", &raw mut value, 113, 9), 101);
-        d.stand_in.attribute(113, 0);
-        assert_eq!(call!(d, "cuMemHostRegister_v2", bytes.as_ptr(), 64, 9), 801);
-        d.broken(&["HST-8"]);
-        assert_eq!(d.register(&mut bytes), 0);
-    }
-
-    hst_9_managed_memory_where_the_host_may_use_it (ready) |d| {
-        let managed = made!(d, "cuMemAllocManaged", PAGE, 1);
-        d.stand_in.attribute(89, 0);
-        made!(d, "cuMemAllocManaged", PAGE, 1);
-        d.broken(&["HST-9"]);
-        let _ = managed;
     }
 
     cap_1_captures_forbid_unsafe_calls (ready) |d| {
@@ -525,7 +422,7 @@ behaviour! {
 }
 
 /// Every rule there is: each block's list.
-const ALL: &[&[Rule]] = &[PLAIN];
+const ALL: &[&[Rule]] = &[PLAIN, rules::host::HOST, rules::pointers::POINTERS, rules::streams::STREAMS];
 
 fn rules() -> Vec<&'static Rule> {
     ALL.iter().copied().flatten().collect()

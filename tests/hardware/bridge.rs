@@ -1,10 +1,8 @@
 //! The parts of pinpool that give out and take raw handles and addresses, in one place.
 //!
-//! They come with other changes. Until a part is there, its functions here say `None`, and what needs them is skipped,
-//! which fails while `PINPOOL_REQUIRE` names a GPU. To switch a part on, delete the line `#[cfg(any())]` before it, and the
-//! module of `None`s behind it.
+//! `None` would mean that this build lacks a part; what needs it is then skipped, which fails while `PINPOOL_REQUIRE` names
+//! a GPU.
 
-#[allow(unused_imports, reason = "for parts that are switched on")]
 use std::ffi::c_void;
 
 use pinpool::{Device, DeviceBuffer, DeviceSlice, PinnedBuf, Result, Stream};
@@ -13,7 +11,6 @@ pub use pointers::{address, heap_limit, raw_memory, set_heap_limit};
 pub use streams::{adopt_stream, raw_stream, upload_captured};
 
 /// `pinpool::cuda::{raw_stream, adopt_stream}`, `Stream::upload_captured`.
-#[cfg(any())]
 mod streams {
     use super::*;
 
@@ -34,25 +31,7 @@ mod streams {
     }
 }
 
-#[cfg(not(any()))]
-mod streams {
-    use super::*;
-
-    pub fn raw_stream(_: &Stream) -> Option<usize> {
-        None
-    }
-
-    pub fn adopt_stream(_: &Device, _: usize) -> Option<Result<Stream>> {
-        None
-    }
-
-    pub fn upload_captured(_: &Stream, _: PinnedBuf, _: &DeviceBuffer) -> Option<Result<()>> {
-        None
-    }
-}
-
 /// `Device::raw_memory`, `DeviceBuffer::address`, `pinpool::cuda::{device_heap_limit, set_device_heap_limit}`.
-#[cfg(any())]
 mod pointers {
     use super::*;
 
@@ -74,26 +53,5 @@ mod pointers {
 
     pub fn set_heap_limit(device: &Device, bytes: usize) -> Option<Result<()>> {
         Some(pinpool::cuda::set_device_heap_limit(device, bytes))
-    }
-}
-
-#[cfg(not(any()))]
-mod pointers {
-    use super::*;
-
-    pub fn address(_: &DeviceBuffer) -> Option<u64> {
-        None
-    }
-
-    pub fn raw_memory(_: &Device, _: u64, _: usize) -> Option<Result<DeviceSlice>> {
-        None
-    }
-
-    pub fn heap_limit(_: &Device) -> Option<Result<usize>> {
-        None
-    }
-
-    pub fn set_heap_limit(_: &Device, _: usize) -> Option<Result<()>> {
-        None
     }
 }
