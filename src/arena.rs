@@ -152,7 +152,8 @@ impl Arena {
         self.insert_free(extent, 0, pages);
     }
 
-    /// Takes a region's extents out, if nothing of them is in use: their memory is the caller's again.
+    /// Takes a region's extents out, if nothing of them is in use: their memory is the caller's again. `None`, too, for a
+    /// region that is not here any more: of several who want one gone only the first has it to give away.
     pub(crate) fn retire(&mut self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
         self.release_idle();
         let whole = |e: &Extent| e.map[0] == FREE | e.pages;
@@ -161,6 +162,9 @@ impl Arena {
         }
         let mine: Vec<usize> =
             self.extents.iter().filter(|(_, e)| e.region == region).map(|(i, _)| i).collect();
+        if mine.is_empty() {
+            return None;
+        }
         let out = mine.into_iter().map(|i| {
             let e = self.extents.remove(i);
             let len = e.pages as usize * PAGE;
@@ -939,6 +943,7 @@ mod tests {
         assert_eq!(arena.retire(RegionId(1)).unwrap().len(), 1);
         give(&mut arena, slot);
         assert_eq!(arena.retire(RegionId(0)).unwrap(), vec![(base(1 << 20), 16 * PAGE, true)]);
+        assert!(arena.retire(RegionId(0)).is_none(), "it is gone");
         assert_eq!(arena.bytes(), ArenaBytes::default());
     }
 

@@ -13,6 +13,8 @@
 
 #![allow(unsafe_code)]
 
+mod registered;
+
 use std::future::Future;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::{Deref, DerefMut};
@@ -26,9 +28,13 @@ use bytes::BufMut;
 use bytes::buf::UninitSlice;
 
 use crate::depot::{Depot, Fresh, Segment};
+use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result, SubmitError};
 use crate::freelist::state;
+use crate::runtime::Device;
 use crate::stream::timeline::{Joint, Keep, Lent, Ticket, Timeline, WaitKey};
+
+pub use registered::Registered;
 
 /// A host-ready buffer of page-locked memory: yours alone, no device work outstanding.
 ///
@@ -138,10 +144,37 @@ impl PinnedBuf {
         self.segment.base().as_ptr()
     }
 
-    /// Whether the memory is really page-locked. `false` only where the pool was allowed to go on unpinned.
+    /// Whether the memory is really page-locked. `false` only where the pool was allowed to go on unpinned, and for
+    /// managed memory ([`Backing::Managed`](crate::Backing::Managed)).
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.segment.pinned()
+    }
+
+    /// Where `device` sees the start of the memory: for kernels that read or write it in place. (CUDA:
+    /// `cuMemHostGetDevicePointer`; for managed memory, and on the host device, it is the host's own address.)
+    ///
+    /// Raw: what is done with it is the caller's word. Only work on `device` may use it, within the
+    /// [capacity](Self::capacity), and only until the buffer goes back to its pool or is written to here; a
+    /// [hold](crate::Stream::hold) on each stream that such work was submitted to keeps the buffer until it is done.
+    ///
+    /// # Errors
+    /// [`Error::WrongDevice`] for a device that the pool does not serve, [`Error::Unsupported`] for one that cannot map
+    /// host memory, [`Error::Forked`]; what the driver says, for memory that is not pinned among it.
+    pub fn device_address(&self, device: &Device) -> Result<u64> {
+        let (context, depot) = (device.context(), self.segment.depot());
+        if context.forked() {
+            return Err(Error::Forked);
+        }
+        if !depot.config().serves.contains(&context.id()) {
+            return Err(Error::WrongDevice { device: device.name().into() });
+        }
+        context.alive()?;
+        let at = self.segment.base();
+        if depot.is_managed(at) {
+            return Ok(at.as_ptr().expose_provenance() as u64);
+        }
+        context.noting(context.driver().device_address(at))
     }
 
     /// Forgets what was written.
@@ -441,12 +474,13 @@ pub enum HostBuf {
 
 // --- in flight -------------------------------------------------------------------------------------------------------
 
-/// What can be lent to a device and comes back when it is done: [`PinnedBuf`], `Arc<PinnedBuf>` for one buffer that
-/// feeds several copies, and `()` where no buffer of ours is involved, as in a copy within the device. Sealed.
+/// What can be lent to a device and comes back when it is done: [`PinnedBuf`] and [`Registered`], an `Arc` of either for
+/// one buffer that feeds several copies, and `()` where no buffer of ours is involved, as in a copy within the device.
+/// Sealed.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",
-    note = "asynchronous calls take a `PinnedBuf` or an `Arc<PinnedBuf>`; borrowed and plain memory is copied by `upload_blocking`"
+    note = "asynchronous calls take a `PinnedBuf`, a `Registered` value, or an `Arc` of either; borrowed and plain memory is copied by `upload_blocking`"
 )]
 pub trait Lend: sealed::Lend {}
 
@@ -455,7 +489,7 @@ impl Lend for Arc<PinnedBuf> {}
 impl Lend for () {}
 
 pub(crate) mod sealed {
-    use super::{Error, Lent, Result};
+    use super::{DeviceContext, Error, Lent, Result};
 
     pub trait Lend: Sized + Send + Unpin {
         /// What goes on the timeline.
@@ -476,9 +510,10 @@ pub(crate) mod sealed {
         fn target(&self) -> Result<(*mut u8, usize)> {
             Err(Error::Unsupported("a shared buffer cannot be written to".into()))
         }
-        /// Whether its pool serves this device.
+        /// Whether this device may use it.
         #[doc(hidden)]
-        fn serves(&self, context: u64) -> bool;
+        #[allow(private_interfaces)]
+        fn serves(&self, context: &DeviceContext) -> bool;
     }
 }
 
@@ -527,8 +562,9 @@ impl sealed::Lend for PinnedBuf {
         Ok((self.segment.base().as_ptr(), self.segment.len()))
     }
 
-    fn serves(&self, context: u64) -> bool {
-        self.segment.depot().config().serves.contains(&context)
+    #[allow(private_interfaces)]
+    fn serves(&self, context: &DeviceContext) -> bool {
+        self.segment.depot().config().serves.contains(&context.id())
     }
 }
 
@@ -544,8 +580,9 @@ impl sealed::Lend for Arc<PinnedBuf> {
     fn bytes(&self) -> &[u8] {
         self
     }
-    fn serves(&self, context: u64) -> bool {
-        self.segment.depot().config().serves.contains(&context)
+    #[allow(private_interfaces)]
+    fn serves(&self, context: &DeviceContext) -> bool {
+        self.segment.depot().config().serves.contains(&context.id())
     }
 }
 
@@ -561,7 +598,8 @@ impl sealed::Lend for () {
     fn bytes(&self) -> &[u8] {
         &[]
     }
-    fn serves(&self, _: u64) -> bool {
+    #[allow(private_interfaces)]
+    fn serves(&self, _: &DeviceContext) -> bool {
         true
     }
 }
@@ -671,13 +709,15 @@ impl<B: Lend> InFlight<B> {
     /// The same, for at most so long.
     ///
     /// # Errors
-    /// [`Error::Timeout`] comes with the handle, to be waited for again or dropped.
+    /// [`Error::Timeout`] and [`Error::Capturing`] come with the handle, to be waited for again or dropped.
     #[allow(clippy::result_large_err, reason = "the error carries the handle back")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<B, SubmitError<Self>> {
         let deadline = Instant::now().checked_add(timeout);
         match self.wait_all(deadline).and_then(|()| self.finish()) {
             Ok(value) => Ok(value),
-            Err(error @ Error::Timeout(_)) => Err(SubmitError { error, buffer: Some(self) }),
+            Err(error @ (Error::Timeout(_) | Error::Capturing { .. })) => {
+                Err(SubmitError { error, buffer: Some(self) })
+            }
             Err(error) => Err(SubmitError { error, buffer: None }),
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::arena::MAX_EXTENT;
 use crate::error::{Error, Result};
-use crate::region::{BeforeUnpin, HugePages, RegionInfo, RegionOptions, Unpinned};
+use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, RegionOptions, Unpinned};
 use crate::runtime::Device;
 use crate::segment::PAGE;
 
@@ -16,6 +16,7 @@ pub struct PoolBuilder {
     pub(crate) extent: Option<usize>,
     pub(crate) thread_cache: Option<usize>,
     pub(crate) unpinned: Unpinned,
+    pub(crate) backing: Backing,
     pub(crate) huge_pages: HugePages,
     pub(crate) pin_threads: Option<usize>,
     pub(crate) reserves: Vec<(String, usize)>,
@@ -44,6 +45,7 @@ impl PoolBuilder {
             extent: None,
             thread_cache: None,
             unpinned: Unpinned::default(),
+            backing: Backing::default(),
             huge_pages: HugePages::default(),
             pin_threads: None,
             reserves: Vec::new(),
@@ -107,6 +109,13 @@ impl PoolBuilder {
     /// What to do when the system refuses to lock pages. Default: an error.
     pub fn unpinned(mut self, policy: Unpinned) -> Self {
         self.unpinned = policy;
+        self
+    }
+
+    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest. What is
+    /// [adopted](crate::Pool::adopt) comes on top of it.
+    pub fn backing(mut self, backing: Backing) -> Self {
+        self.backing = backing;
         self
     }
 
@@ -191,6 +200,9 @@ impl PoolBuilder {
                 other.name()
             ));
         }
+        if let Some(kind) = self.backing.kind() {
+            self.devices.iter().try_for_each(|d| d.context().driver().can_use(kind))?;
+        }
         let thread_cache = self.thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
         Ok(Plan {
             capacity: share,
@@ -204,6 +216,7 @@ impl PoolBuilder {
                 unpinned: self.unpinned,
                 huge: self.huge_pages,
                 node: None,
+                backing: self.backing,
             },
         })
     }

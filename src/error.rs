@@ -55,6 +55,55 @@ impl fmt::Display for DeviceError {
     }
 }
 
+/// Why an address names no memory that a device's copies can use. Part of [`Error::BadAddress`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AddressFault {
+    /// The address is zero.
+    #[error("it is null")]
+    Null,
+    /// Memory of the host.
+    #[error(
+        "that is {}; it is the host's side of a copy: use a buffer of a pool, or the blocking copies, which take borrowed \
+         memory", if *.registered { "page-locked host memory" } else { "ordinary host memory" }
+    )]
+    Host {
+        /// Whether the driver knows it, as memory that is page-locked.
+        registered: bool,
+    },
+    /// Memory of another device of the family. Copies between devices are not made, with or without peer access.
+    #[error("that is memory of {device}; copy on a stream of that device, or through the host")]
+    OtherDevice {
+        /// The device whose memory it is.
+        device: String,
+    },
+    /// Memory of the same GPU that another context allocated than the one that the device works in.
+    #[error(
+        "another context of the GPU allocated it, and only with peer access between the two could it be used here; allocate it \
+         in the device's own context, which is the primary one, like the runtime API's and the frameworks'"
+    )]
+    OtherContext,
+    /// The range leaves the allocation in which it starts.
+    #[error(
+        "the allocation there starts at {start:#x} and has {size} bytes, and the range leaves it by {over}"
+    )]
+    PastEnd {
+        /// Address of the allocation's first byte.
+        start: u64,
+        /// Length of the allocation in bytes.
+        size: usize,
+        /// How many bytes of the range lie past its end.
+        over: usize,
+    },
+    /// The driver knows of no memory there.
+    #[error(
+        "the driver knows no memory there; either a kernel's own malloc or new gave it (the device-side heap, which no copy \
+         call accepts: have a kernel copy it to memory of cudaMalloc, cuMemAlloc or `Device::alloc`, and name that), or it \
+         was freed"
+    )]
+    Unknown,
+}
+
 /// What went wrong. See [`Error::class`] for what it means.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -135,6 +184,29 @@ pub enum Error {
         /// Why the pool could not grow, where that was tried and failed last.
         growth: Option<Box<Error>>,
     },
+    /// Memory that was to be adopted has no whole page in it.
+    #[error(
+        "{len} bytes of memory to adopt have no whole page of {page} bytes in them; give a larger piece, or one that starts on a page"
+    )]
+    NoWholePage {
+        /// Bytes to adopt.
+        len: usize,
+        /// Bytes of a page.
+        page: usize,
+    },
+    /// Memory that was to be adopted is more than the capacity has left.
+    #[error(
+        "{len} bytes of memory to adopt are more than the {room} that the capacity of {capacity} bytes has left; trim the pool, \
+         or raise the capacity"
+    )]
+    OverCapacity {
+        /// Bytes to adopt.
+        len: usize,
+        /// Bytes that the pool proper could still take, in whole pages.
+        room: usize,
+        /// Bytes that the pool proper may hold.
+        capacity: usize,
+    },
     /// The deadline passed first.
     #[error("timed out after {0:?}")]
     Timeout(Duration),
@@ -159,17 +231,62 @@ pub enum Error {
     /// there, and a pool of its own.
     #[error("this pool belongs to the parent process; a forked child opens its own")]
     Forked,
-    /// The buffer belongs to a pool that does not serve this device.
-    #[error("the buffer's pool does not serve {device}; name the device to Pool::builder")]
+    /// The buffer belongs to a pool that does not serve this device, or the device memory or stream is another device's.
+    /// (Copies between devices are not made, with or without peer access.)
+    #[error(
+        "{device} is another device: name it to Pool::builder where it is to use a pool's buffers, and use device memory and \
+         streams with those of the same device only"
+    )]
     WrongDevice {
-        /// The device that was to use the buffer.
+        /// The device that was to use it.
         device: String,
+    },
+    /// A stream of another context than the device's.
+    #[error(
+        "the stream belongs to another context than the one that {device} works in; adopt the stream with the device of its \
+         own context (cuda::adopt_context gives it)"
+    )]
+    WrongContext {
+        /// The device that the stream was to be adopted for.
+        device: String,
+    },
+    /// The stream is being captured into a graph, and this call can be no part of one. Nothing was submitted, and the
+    /// capture is as it was.
+    #[error(
+        "{what} was refused, since the stream is being captured into a graph: nothing runs now, and whenever the graph is \
+         launched later it would run again; {remedy}"
+    )]
+    Capturing {
+        /// What was refused.
+        what: &'static str,
+        /// What to do instead.
+        remedy: &'static str,
+    },
+    /// A call that makes something a part of the graph being captured, on a stream that is in no capture.
+    #[error("{what} needs a stream that is being captured into a graph, and this one is not; {remedy}")]
+    NotCapturing {
+        /// What was refused.
+        what: &'static str,
+        /// What to do instead.
+        remedy: &'static str,
     },
     /// A stream-ready buffer was used on another stream than the one it is ready on.
     #[error(
         "a stream-ready buffer can be used only on the stream it was checked out on; wait for it to use it elsewhere"
     )]
     WrongStream,
+    /// A raw address that names no memory which this device's copies can use.
+    #[error("{len} bytes at address {address:#x} cannot be used as memory of {device}: {fault}")]
+    BadAddress {
+        /// The device that was to use it.
+        device: String,
+        /// First byte.
+        address: u64,
+        /// Length in bytes.
+        len: usize,
+        /// What is wrong with it.
+        fault: AddressFault,
+    },
     /// A token that names no segment checked out of this pool.
     #[error(
         "the token names no segment that is checked out of this pool: it is stale, foreign or was redeemed before"
@@ -210,9 +327,12 @@ impl Error {
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Device(e) => e.class,
-            Self::Exhausted { .. } | Self::Timeout(_) | Self::OutOfMemory { .. } | Self::MemLock { .. } => {
-                ErrorClass::Moment
-            }
+            Self::Capturing { .. } => ErrorClass::Capture,
+            Self::Exhausted { .. }
+            | Self::OverCapacity { .. }
+            | Self::Timeout(_)
+            | Self::OutOfMemory { .. }
+            | Self::MemLock { .. } => ErrorClass::Moment,
             _ => ErrorClass::Argument,
         }
     }
@@ -287,6 +407,43 @@ impl<B> std::error::Error for SubmitError<B> {
 
 impl<B> From<SubmitError<B>> for Error {
     fn from(e: SubmitError<B>) -> Self {
+        e.error
+    }
+}
+
+/// Memory of the caller's was not registered, by [`Pool::adopt`](crate::Pool::adopt) or
+/// [`Device::register`](crate::Device::register): the error, and the memory as it was.
+pub struct RegisterError<T> {
+    /// What went wrong.
+    pub error: Error,
+    /// The memory. `None` only where a part of it was registered and the driver refused to undo that: then it is leaked,
+    /// since the device may still reach it, and the log says so.
+    pub memory: Option<T>,
+}
+
+impl<T> fmt::Debug for RegisterError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RegisterError")
+            .field("error", &self.error)
+            .field("memory", &self.memory.is_some())
+            .finish()
+    }
+}
+
+impl<T> fmt::Display for RegisterError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<T> std::error::Error for RegisterError<T> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.error)
+    }
+}
+
+impl<T> From<RegisterError<T>> for Error {
+    fn from(e: RegisterError<T>) -> Self {
         e.error
     }
 }

@@ -44,11 +44,14 @@
 //!
 //! # Where to look
 //!
-//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`].
+//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`]; device memory in a stream's
+//!   order by [`Stream::alloc`], that of others by [`Device::raw_memory`].
 //! - Checking out: [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms;
 //!   [`Pool::checkout_or_unpinned`] where plain memory is better than none. [`Request`] names alignment and reserve.
 //! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
-//!   that others submit.
+//!   that others submit; [`Stream::copy_host`] from buffer to buffer.
+//! - Sharing: a server's own CUDA contexts and streams are adopted, and ours given out, by the module `cuda` (feature
+//!   `cuda`); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`].
 //! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
 //! - Errors: [`Error::class`] says what an error means for what comes next.
@@ -71,11 +74,13 @@
 //! | `region` | where pinned ranges come from, written against the contract | yes |
 //! | `depot` | what buffers drop into: shards, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
-//! | `runtime` | an opened device: its context and its reaper | |
+//! | `runtime` | an opened device: its context and its reaper | yes |
+//! | `cuda` | contexts and streams that others made | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
 //! | `copy` | copies between buffers and device memory | yes |
+//! | `cuda` | what only CUDA has | |
 //!
 //! # Features
 //!
@@ -112,6 +117,8 @@ mod arena;
 mod buffer;
 mod config;
 mod copy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod depot;
 mod device;
 mod error;
@@ -124,15 +131,17 @@ pub mod segment;
 mod stream;
 mod sync;
 
-pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
+pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
-pub use copy::{DeviceRange, Landing};
+pub use copy::{DeviceRange, GraphBuf, Landing};
+pub use device::HostAllocFlags;
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
-pub use error::{DeviceError, Error, ErrorClass, Result, SubmitError};
+pub use error::{AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, SubmitError};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
-pub use region::{HugePages, Pinning, RegionId, RegionInfo, Unpinned};
+pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use runtime::Device;
+pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
 
 /// The README's example is compiled and run with the other examples.

@@ -291,6 +291,30 @@ mod linux {
         Some(read("memory.max")?.saturating_sub(read("memory.current")?))
     }
 
+    /// Whether the address is in memory that this process can read or write like any other: mapped so, and not a window of
+    /// a GPU's driver. Slow (it reads a table of the kernel's): for telling what an address is once it is known to be
+    /// wrong. `None`: the table cannot be read.
+    pub(crate) fn is_host_memory(address: u64) -> Option<bool> {
+        fs::read_to_string("/proc/self/maps").ok().map(|maps| maps_host_memory(&maps, address))
+    }
+
+    /// Lines read `from-to perms offset device inode path`, in hexadecimal, the path last and not always there.
+    pub(super) fn maps_host_memory(maps: &str, address: u64) -> bool {
+        let within = |line: &&str| {
+            let (from, to) = line.split_once(' ')?.0.split_once('-')?;
+            let (from, to) = (u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?);
+            (from..to).contains(&address).then_some(())
+        };
+        let Some(line) = maps.lines().find(|line| within(line).is_some()) else { return false };
+        let mut fields = line.split_ascii_whitespace();
+        let permissions = fields.nth(1).unwrap_or_default();
+        let path = fields.nth(3).unwrap_or_default();
+        // Drivers reserve the addresses of their devices without any permission, or map them from a device of theirs.
+        // Shared memory is mapped from "devices" too (/dev/zero, /dev/shm), which are none.
+        let is_window = path.starts_with("/dev/nvidia") || path.starts_with("/dev/dxg");
+        !permissions.starts_with("--") && !is_window
+    }
+
     fn command(command: c_long) -> c_long {
         // SAFETY: membarrier takes numbers only and changes no memory.
         unsafe { libc::syscall(libc::SYS_membarrier, command, 0 as c_long, 0 as c_long) }
@@ -446,6 +470,10 @@ mod other {
         None
     }
 
+    pub(crate) fn is_host_memory(_address: u64) -> Option<bool> {
+        None
+    }
+
     pub(crate) fn membarrier_register() -> bool {
         false
     }
@@ -562,6 +590,30 @@ mod tests {
             unmap(base, len).unwrap();
         }
         assert!(!populate(base, len), "what is not mapped cannot be populated");
+    }
+
+    #[test]
+    fn tells_host_memory_from_windows_of_a_driver() {
+        let maps = "00400000-00401000 r-xp 00000000 08:01 1 /bin/x\n\
+                    200000000-300000000 ---p 00000000 00:00 0 \n\
+                    7f0000000000-7f0000001000 rw-s 00000000 00:06 9                  /dev/nvidia0\n\
+                    7f0000001000-7f0000002000 rw-s 00000000 00:01 9                  /dev/zero (deleted)\n\
+                    7f0000002000-7f0000003000 -w-p 00000000 00:00 0 \n";
+        let is_host = |address| linux::maps_host_memory(maps, address);
+        for (address, expected) in [
+            (0x40_0fff, true),
+            (0x40_1000, false),
+            (0x2_0000_0000, false),
+            (0x7f00_0000_0000, false),
+            (0x7f00_0000_1000, true),
+            (0x7f00_0000_2fff, true),
+            (0, false),
+        ] {
+            assert_eq!(is_host(address), expected, "{address:#x}");
+        }
+        let local = 1_u8;
+        assert_eq!(is_host_memory(&raw const local as u64), Some(true));
+        assert_eq!(is_host_memory(1), Some(false));
     }
 
     #[test]

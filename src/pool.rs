@@ -10,16 +10,19 @@
 
 use std::fmt;
 use std::future::Future;
+use std::ops::DerefMut;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use stable_deref_trait::StableDeref;
+
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
 use crate::depot::{self, Depot, DepotConfig, Fresh, Outcome, Take, Wake, Want};
-use crate::error::{Error, Result};
+use crate::error::{Error, RegisterError, Result};
 use crate::freelist::state;
 use crate::region::{Pinning, RegionInfo, RegionOptions, Regions};
 use crate::runtime::Device;
@@ -119,7 +122,7 @@ struct Store {
 pub struct PoolStats {
     /// Locked bytes.
     pub pinned_bytes: usize,
-    /// Bytes that the pool serves though the system refused to lock them.
+    /// Bytes that the pool serves and that are not locked: the system refused to, or it is managed memory.
     pub unpinned_bytes: usize,
     /// Bytes that can be checked out.
     pub free_bytes: usize,
@@ -633,6 +636,32 @@ impl Pool {
     #[must_use]
     pub fn regions(&self) -> Vec<RegionInfo> {
         self.stores().flat_map(|s| s.regions.list()).collect()
+    }
+
+    /// Lets the pool have memory of the caller's, to cut up and to overwrite: pinned where it is, it is a region like any
+    /// other from here on. It is taken by value, since it is the pool's alone until it goes: a `Vec<u8>`, a `Box<[u8]>`, a
+    /// writable mapping of a file or of shared memory (`memmap2::MmapMut` with that crate's feature `stable_deref_trait`).
+    ///
+    /// Its address and its contents stay as they are until a segment of it is handed out. The pool uses the whole pages
+    /// inside of it. It counts against the capacity: leave room for it with
+    /// [`initial`](crate::PoolBuilder::initial). Like every region it goes when it is idle and [trimmed](Self::trim), or makes
+    /// way for another, or with the pool: then it is unpinned and the value is dropped, on the device's worker thread. It
+    /// is never part of a reserve. Forked children see it, unlike regions of the pool's own, as the system lets them.
+    ///
+    /// Waits until all of it is pinned, one call for each [extent](crate::PoolBuilder::extent) with room for others in
+    /// between: at the system's speed of pinning, some seconds for tens of gigabytes.
+    ///
+    /// # Errors
+    /// With the memory, unpinned and as it was: [`Error::NoWholePage`], [`Error::OverCapacity`], [`Error::Closed`],
+    /// [`Error::Forked`], and what the driver says: CUDA refuses memory that is registered already or is its own, and
+    /// shared mappings of files on file systems whose pages it cannot pin for writing.
+    pub fn adopt<T>(&self, memory: T) -> Result<RegionInfo, RegisterError<T>>
+    where
+        T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
+    {
+        let span = tracing::info_span!(target: "pinpool::pool", "adopt");
+        let _entered = span.enter();
+        self.0.main.depot.adopt(memory)
     }
 
     /// Gives idle regions back to the system, the last to come first, as long as at least `keep` bytes stay. Returns

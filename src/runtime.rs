@@ -1,5 +1,7 @@
 //! An opened device as its users have it: its driver's context, and the reaper of its streams.
 
+#![allow(unsafe_code)]
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -9,10 +11,11 @@ use parking_lot::Mutex;
 use crate::device::Driver;
 use crate::device::context::Context;
 use crate::device::host::HostNode;
-use crate::device::memory::DeviceBuffer;
-use crate::error::{Error, Result};
+use crate::device::memory::{DeviceBuffer, DeviceSlice};
+use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
+use crate::stream::timeline::Timeline;
 
 /// A device: the thing on the other side of a copy.
 ///
@@ -20,7 +23,8 @@ use crate::stream::reaper::{Listing, Reaper};
 /// [`crate::host`]), `auto` (`cuda:0` if it can be opened, else `host:0`; the log says why).
 ///
 /// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
-/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks.
+/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; with the
+/// feature `cuda` a server's own contexts and streams can be adopted (module `cuda`).
 ///
 /// Cloning gives another handle to the same device, and so does opening it again while it is open.
 #[derive(Clone)]
@@ -29,7 +33,12 @@ pub struct Device(Arc<Inner>);
 struct Inner {
     context: Arc<Context>,
     reaper: Reaper,
+    /// Streams that others can reach, by the driver's number for each, which is never another's.
+    streams: Mutex<HashMap<u64, Weak<Timeline>>>,
 }
+
+/// Devices that are open, by what stands for each: a driver's name, or a context that others made.
+static OPEN: Mutex<Option<HashMap<String, Weak<Inner>>>> = Mutex::new(None);
 
 impl Device {
     /// Opens a device by name.
@@ -38,19 +47,24 @@ impl Device {
     /// [`Error::UnknownDevice`] for a name that no device has, [`Error::Unavailable`] for one that cannot be used here;
     /// what the driver says where it has no context to give.
     pub fn open(name: &str) -> Result<Self> {
-        static OPEN: Mutex<Option<HashMap<String, Weak<Inner>>>> = Mutex::new(None);
         if !cfg!(target_os = "linux") {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
         }
         let driver = driver(name)?;
+        Self::known(driver.name().to_owned(), driver)
+    }
+
+    /// The device that is open under this key, or a new one.
+    pub(crate) fn known(key: String, driver: Arc<dyn Driver>) -> Result<Self> {
         let mut open = OPEN.lock();
         let open = open.get_or_insert_with(HashMap::new);
-        let known = open.get(driver.name()).and_then(Weak::upgrade);
+        let known = open.get(&key).and_then(Weak::upgrade);
         if let Some(inner) = known.filter(|inner| !inner.context.forked()) {
             return Ok(Self(inner));
         }
         let device = Self::start(Context::new(driver)?)?;
-        open.insert(device.name().to_owned(), Arc::downgrade(&device.0));
+        open.retain(|_, inner| inner.strong_count() > 0);
+        open.insert(key, Arc::downgrade(&device.0));
         Ok(device)
     }
 
@@ -64,7 +78,20 @@ impl Device {
 
     fn start(context: Arc<Context>) -> Result<Self> {
         let reaper = Reaper::start(&context)?;
-        Ok(Self(Arc::new(Inner { context, reaper })))
+        Ok(Self(Arc::new(Inner { context, reaper, streams: Mutex::new(HashMap::new()) })))
+    }
+
+    /// The timeline that is known by this number, or a new one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn known_stream(&self, id: u64, make: impl FnOnce() -> Arc<Timeline>) -> Arc<Timeline> {
+        let mut streams = self.0.streams.lock();
+        if let Some(timeline) = streams.get(&id).and_then(Weak::upgrade) {
+            return timeline;
+        }
+        let timeline = make();
+        streams.retain(|_, timeline| timeline.strong_count() > 0);
+        streams.insert(id, Arc::downgrade(&timeline));
+        timeline
     }
 
     pub(crate) fn context(&self) -> &Arc<Context> {
@@ -89,12 +116,53 @@ impl Device {
         Stream::create(self)
     }
 
-    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
+    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, there for every stream at once.
+    /// Allocating and freeing may synchronise the device: [`Stream::alloc`] does not.
     ///
     /// # Errors
     /// [`Error::ZeroLength`]; what the driver says, out of memory among it; the device's loss.
     pub fn alloc(&self, len: usize) -> Result<DeviceBuffer> {
         DeviceBuffer::new(&self.0.context, len)
+    }
+
+    /// Device memory that somebody else allocated, for use in every copy call: a raw `CUdeviceptr`, the runtime API's
+    /// pointers, another library's tensor. The one way in for addresses: what a copy call takes is always a
+    /// [`DeviceSlice`], which has been checked and is kept by whoever uses it.
+    ///
+    /// `owner` is whatever keeps the memory allocated, by value or as an `Arc`; `()` where something else sees to that.
+    /// It is dropped when the last handle is gone and the last copy in flight is done, on the device's worker thread,
+    /// which may wait for it. (Where a stream was lost and its device lives on, and in the child of a fork, it is
+    /// leaked: nobody knows whether the memory is still used.)
+    ///
+    /// The range is checked here, once: on a GPU by `cuPointerGetAttributes`. Memory of `cuMemAlloc`, `cuMemAllocAsync`
+    /// and `cuMemMap` passes, and so does managed memory. The check takes a microsecond or so and never waits. What an
+    /// address means can change afterwards, which the owner is there to prevent.
+    ///
+    /// # Ordering
+    /// None is added: copies are ordered with other work on their own stream. Make streams of others and ours wait for
+    /// each other where they use the memory both.
+    ///
+    /// # Errors
+    /// With the owner: [`Error::BadAddress`], whose [`AddressFault`](crate::AddressFault) says what is wrong (a host
+    /// pointer, another device's, a range past its allocation, another context's, or nothing that the driver knows of);
+    /// [`Error::Empty`] for a length of zero; the device's loss.
+    ///
+    /// # Safety
+    /// Until `owner` is dropped, or with an owner that keeps nothing until the last handle is dropped and everything
+    /// that used one was seen complete:
+    /// - `address..address + len` stays allocated;
+    /// - nobody else reads or writes it while a copy of this crate writes it, or writes it while one reads it: neither
+    ///   kernels, nor other libraries, nor, for managed memory, the CPU;
+    /// - whoever reads it as values of some type gets along with the bytes that copies wrote there.
+    pub unsafe fn raw_memory<O: Send + 'static>(
+        &self,
+        address: u64,
+        len: usize,
+        owner: O,
+    ) -> Result<DeviceSlice, SubmitError<O>> {
+        // SAFETY: the caller's word.
+        unsafe { DeviceSlice::foreign(self.context(), address, len, owner) }
+            .map_err(|(error, owner)| SubmitError::refused(error, owner))
     }
 
     /// Looks at every stream of the device on this thread: closes what is open, asks what is done, returns what landed.

@@ -7,8 +7,14 @@
 //! GPUs: with one named by `PINPOOL_REQUIRE` the machine's own driver is used. Otherwise the suite runs on the stand-in
 //! driver of `tests/doubles`, whose rules must then not have been broken.
 
+#![allow(unsafe_code, reason = "memory by its address")]
+
 #[cfg(feature = "cuda")]
 mod doubles;
+#[path = "contract/memories.rs"]
+mod memories;
+#[path = "contract/memory.rs"]
+mod memory;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,7 +25,8 @@ use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
-    Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, Request, Stream, SubmitError, Unpinned,
+    AddressFault, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, Request, Stream,
+    SubmitError, Unpinned,
 };
 
 /// A device under test.
@@ -115,6 +122,17 @@ const TESTS: &[Test] = &[
     ("handles can be asked", asked),
     ("everything dropped in every order", drops),
     ("many threads", threads),
+    ("copies between host memory", memories::host_copies),
+    ("memory in stream order", memories::ordered),
+    ("memory by its address", memories::by_address),
+    ("memory of every backing", memory::backings),
+    ("adopted memory", memory::adopted),
+    ("adopting is refused with the memory", memory::adopting_refused),
+    ("registered values", memory::registered),
+    ("a registered value outlives its copies", memory::registered_is_kept),
+    ("values that are only read", memory::read_only),
+    ("mapped files and shared memory", memory::mapped),
+    ("addresses on the device", memory::addresses),
 ];
 
 /// Runs the suite on the devices whose names start so, and tells how many tests were run.
@@ -421,6 +439,14 @@ fn foreign(on: &Subject) {
     wrong(stream.copy(&far, on.alloc(100)).unwrap_err());
     wrong(stream.upload_blocking(&sent, &far).unwrap_err());
     wrong(stream.download_blocking(&far, &mut [0; 100]).unwrap_err());
+    wrong(stream.upload_blocking(&sent, stranger.alloc(100).unwrap()).unwrap_err());
+    stranger.synchronize().unwrap();
+    let (from, to) = (filled(&pool, &sent), pool.checkout(100).unwrap());
+    wrong(stranger.copy_host(from, to).unwrap_err().error);
+    // SAFETY: refused.
+    let error = unsafe { on.device.raw_memory(far.address(), 100, ()) }.unwrap_err().error;
+    let fault = AddressFault::OtherDevice { device: other.name().into() };
+    assert!(matches!(&error, Error::BadAddress { fault: found, .. } if *found == fault), "{error}");
     // The pool does not serve the other device.
     wrong(refusal(stranger.upload(filled(&pool, &sent), &far), &sent));
     wrong(refusal(stranger.hold(filled(&pool, &sent)), &sent));

@@ -225,6 +225,7 @@ fn a_capture_elsewhere_survives_everything() {
         drop((pool, stream, other, memory, device));
         let mut graph = 0_usize;
         assert_eq!(driver(d, "cuStreamEndCapture", captured, (&raw mut graph) as usize), 0, "it is spoiled");
+        assert_eq!(driver(d, "cuGraphDestroy", graph, 0), 0);
         assert_eq!(driver(d, "cuStreamDestroy_v2", captured, 0), 0);
         assert_eq!(driver(d, "cuDevicePrimaryCtxRelease_v2", 0, 0), 0);
         let report = d.final_report();
@@ -458,6 +459,45 @@ impl Server {
         None
     }
 
+    /// Memory in stream order, memory by its address, copies between host memory, the heap's limit.
+    fn memories(&mut self, device: &Device, pool: &Pool, [one, two]: [&Stream; 2]) -> Option<()> {
+        let ordered = self.again("ordered alloc", || one.alloc(LEN))?;
+        drop(self.upload(pool, two, &ordered, 7)?);
+        let (address, owner) = (ordered.address(), ordered.clone());
+        let raw = self.again("raw memory", || {
+            // SAFETY: the owner keeps it, and one stream uses it.
+            Ok(unsafe { device.raw_memory(address, LEN, owner.clone()) }?)
+        })?;
+        drop((ordered, owner));
+        let mut back = vec![0; LEN];
+        self.again("raw download", || two.download_blocking(&raw, &mut back))?;
+        drop(raw);
+        if back != bytes(7, LEN) {
+            self.wrong("wrong bytes by address");
+        }
+        for attempt in 0..2 {
+            let (from, to) =
+                (self.buffer(pool, 8, LEN)?, self.again("checkout", || pool.checkout_timeout(LEN, HANG))?);
+            match one.copy_host(from, to) {
+                Ok((from, to)) => {
+                    drop(from);
+                    if self.settle(to).is_some_and(|buf| *buf != *bytes(8, LEN)) {
+                        self.wrong("wrong bytes on the host, reported as done");
+                    }
+                    break;
+                }
+                Err(e) if e.error.is_sticky() => {
+                    self.dead = true;
+                    return None;
+                }
+                Err(e) if attempt == 1 => self.wrong(format!("a copy on the host failed twice: {e}")),
+                Err(_) => {}
+            }
+        }
+        let limit = self.again("heap limit", || pinpool::cuda::device_heap_limit(device))?;
+        self.again("set heap limit", || pinpool::cuda::set_device_heap_limit(device, limit))
+    }
+
     /// Everything that makes a driver call, most of them more than once. `None`: the device is lost.
     fn serve(&mut self) -> Option<()> {
         let device = self.again("open", || Device::open("cuda:0"))?;
@@ -482,6 +522,7 @@ impl Server {
             self.wrong("a buffer came back from an upload with other bytes");
         }
         drop(buf);
+        self.memories(&device, &pool, [&one, &two])?;
         self.again("upload_blocking", || one.upload_blocking(&bytes(3, LEN), &near))?;
         let mut back = vec![0; LEN];
         self.again("download_blocking", || one.download_blocking(&near, &mut back))?;
@@ -564,7 +605,7 @@ fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, doubles::R
         _ if lost => "contexts streams events allocations registrations",
         // Without a context nothing is given back.
         name if name.starts_with("cuCtx") => "streams events allocations registrations",
-        "cuMemFree_v2" => "allocations",
+        "cuMemFree_v2" | "cuMemFreeAsync" => "allocations",
         "cuMemHostUnregister" => "registrations",
         "cuStreamDestroy_v2" => "streams",
         "cuEventDestroy_v2" => "events",
@@ -598,7 +639,7 @@ fn every_driver_call_fails_once() {
         assert_eq!((wrong, clean.leaks), (vec![], vec![]), "without any fault");
         let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
         println!("{calls:?}");
-        assert!(calls.len() >= 24, "the scenario makes few of the calls");
+        assert!(calls.len() >= 31, "the scenario makes few of the calls");
         let (mut runs, mut struck, mut failures) = (0, 0, Vec::new());
         for (name, count) in &calls {
             // Its first calls, one amid the others, and the last. Threads make them, so which is which varies.
@@ -607,7 +648,9 @@ fn every_driver_call_fails_once() {
             turns.sort_unstable();
             turns.dedup();
             let queues =
-                ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent"].iter().any(|q| name.starts_with(q));
+                ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchHostFunc", "cuMemFreeAsync"]
+                    .iter()
+                    .any(|q| name.starts_with(q));
             for nth in turns {
                 for (code, after) in [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]) {
                     if after && !queues {

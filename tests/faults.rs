@@ -12,6 +12,8 @@
 //! On the stepped device the replay is exact: the same calls in the same order up to the one that fails. On the
 //! threaded device calls interleave, so there the first few calls of each kind are made to fail.
 
+#![allow(unsafe_code, reason = "memory by its address")]
+
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
@@ -373,6 +375,7 @@ fn scenario(node: &HostNode, threaded: bool) -> Report {
         report,
     };
     copies(&mut server);
+    memories(&mut server);
     holds(&mut server);
     shortage(&mut server);
     rest(&mut server);
@@ -414,6 +417,45 @@ fn copies(s: &mut Server<'_>) {
         fill(&mut buf, seed, SLOT);
         drop(s.streams[1].upload(buf, target));
         s.did("device memory dropped in use");
+    }
+}
+
+/// Memory in stream order, memory by its address, and copies between host memory.
+fn memories(s: &mut Server<'_>) {
+    let seed = s.next_seed();
+    s.expected[11] = None;
+    // Used on another stream than the one that it was allocated on, and dropped in use.
+    let copied = s.again("memory in stream order", |s| {
+        let memory = s.streams[2].alloc(SLOT)?;
+        s.streams[0].upload_blocking(&pattern(seed, SLOT), &memory)?;
+        let flight = s.streams[1].copy(&memory, s.slot(11))?;
+        drop(memory);
+        Ok(s.settle(flight))
+    });
+    if let Some(Some(())) = copied {
+        s.expected[11] = Some(seed);
+        s.download(1, 11);
+    }
+    let mut back = vec![0; SLOT];
+    let by_address = s.again("memory by its address", |s| {
+        let (address, owner) = (s.slot(11)?.address(), s.memory.clone());
+        // SAFETY: the owner keeps it, and all copies that use it are in order.
+        let memory = unsafe { s.device.raw_memory(address, SLOT, owner) }?;
+        s.streams[1].download_blocking(memory, &mut back)
+    });
+    if by_address.is_some() {
+        s.compare(11, &back, "memory by its address");
+    }
+    let landed = s.again("copy on the host", |s| {
+        let mut from = s.pool.checkout_timeout(SLOT, HANG)?;
+        fill(&mut from, seed, SLOT);
+        let landing = s.pool.checkout_timeout(SLOT, HANG)?;
+        let (sent, landed) = s.streams[1].copy_host(from, landing)?;
+        drop(sent);
+        Ok(s.settle(landed))
+    });
+    if landed.flatten().is_some_and(|buf| *buf != *pattern(seed, SLOT)) {
+        s.wrong("a copy between host memory: wrong bytes, reported as done");
     }
 }
 
@@ -676,7 +718,7 @@ fn leftovers(
         let quarantined = report.quarantined > 0;
         (left.streams == 0 || own(Call::DestroyStream) && left.streams == 1)
             && (left.events == 0 || own(Call::DestroyEvent) && left.events == 1 || quarantined)
-            && (left.allocations == 0 || own(Call::Free) && left.allocations == 1)
+            && (left.allocations == 0 || (own(Call::Free) || own(Call::FreeOn)) && left.allocations == 1)
             && (left.pinned_bytes == 0 || own(Call::Unpin) && left.pinned_bytes <= 128 << 10 || quarantined)
             && left.queued == 0
     };
@@ -701,7 +743,7 @@ const KINDS: [Failure; 6] = [
 ];
 
 /// What a clean run must have done, so that each of it can fail.
-const EVERYTHING: [&str; 19] = [
+const EVERYTHING: [&str; 22] = [
     "checkout",
     "upload",
     "drop in flight",
@@ -712,6 +754,9 @@ const EVERYTHING: [&str; 19] = [
     "download_blocking",
     "copy",
     "device memory dropped in use",
+    "memory in stream order",
+    "memory by its address",
+    "copy on the host",
     "hold",
     "hold on all",
     "shared upload",
@@ -723,9 +768,10 @@ const EVERYTHING: [&str; 19] = [
     "trim",
 ];
 
-/// Calls that the pool makes. (It makes no stream wait for another yet.)
+/// Calls that this scenario makes. (Other memory than the pool's own is in `host_memory.rs`.)
 fn expected_calls() -> impl Iterator<Item = Call> {
-    Call::ALL.into_iter().filter(|call| *call != Call::WaitEvent)
+    let elsewhere = [Call::AllocateHost, Call::FreeHost, Call::DeviceAddress];
+    Call::ALL.into_iter().filter(move |call| !elsewhere.contains(call))
 }
 
 fn stepped() -> HostNode {

@@ -376,3 +376,34 @@ fn several_requests_grow_by_extents_that_hold_them() {
         pool.check().unwrap();
     }
 }
+
+/// Two threads that trimmed at once counted a region that went as gone twice: room that never came back, or an overflow.
+#[test]
+fn a_region_goes_once_however_many_trim() {
+    const REGION: usize = 64 << 10;
+    let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+    let gone = Arc::new(Mutex::new(0));
+    let seen = gone.clone();
+    let built = Pool::builder(&device).capacity(4 * REGION).region(REGION).unpinned(Unpinned::Allow);
+    let pool = built.before_unpin(move |info| *seen.lock().unwrap() += info.len).build().unwrap();
+    let said: usize = std::thread::scope(|scope| {
+        let trimmers: Vec<_> =
+            (0..3).map(|_| scope.spawn(|| (0..2000).map(|_| pool.trim(0)).sum::<usize>())).collect();
+        for _ in 0..2000 {
+            // All of the capacity, so that a region that is counted as going for good is missed.
+            let all: Vec<_> =
+                (0..4).map(|_| pool.checkout_timeout(60 << 10, Duration::from_secs(20))).collect();
+            assert!(all.iter().all(Result::is_ok), "{all:?}, {:?}", pool.stats());
+        }
+        trimmers.into_iter().map(|trimmer| trimmer.join().unwrap()).sum()
+    });
+    drop(pool);
+    // The worker tells of each, in its own time.
+    let since = std::time::Instant::now();
+    while *gone.lock().unwrap() < said && since.elapsed() < Duration::from_secs(20) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // The rest went with the pool.
+    let (gone, left) = (*gone.lock().unwrap(), 4 * REGION);
+    assert!((said..=said + left).contains(&gone), "{said} bytes were said to go, {gone} went");
+}

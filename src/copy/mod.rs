@@ -6,14 +6,28 @@
 
 #![allow(unsafe_code)]
 
-use std::ops::RangeBounds;
+mod captured;
+mod host;
 
-use crate::buffer::{InFlight, Lend, PinnedBuf, StreamBuf, joint};
+use std::ops::{DerefMut, RangeBounds};
+
+use stable_deref_trait::StableDeref;
+
+pub use self::captured::GraphBuf;
+use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::timeline::{Lent, Ticket};
+
+/// What to do where a capture is in the way.
+const OUTSIDE: &str = "submit it outside the capture";
+const UPLOAD_REMEDY: &str =
+    "submit it outside the capture, or make it a part of the graph, buffer included: upload_captured";
+const DOWNLOAD_REMEDY: &str =
+    "submit it outside the capture, or make it a part of the graph, buffer included: download_captured";
+const HOLD_REMEDY: &str = "keep the buffer for as long as the graph instead: hold_captured";
 
 /// The tick of a submission whose driver call has not returned.
 const NOT_YET: u64 = u64::MAX;
@@ -58,73 +72,98 @@ mod range {
 
 impl<T: range::Sealed> DeviceRange for T {}
 
-/// What a download can land in: a [`PinnedBuf`], or a [`StreamBuf`] of the same stream. Sealed.
+/// What a download can land in: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can be
+/// written to. Sealed.
 #[diagnostic::on_unimplemented(
     message = "a download cannot land in `{Self}`",
     label = "not a buffer that the device alone may write to",
-    note = "downloads land in a `PinnedBuf` or a `StreamBuf`; `download_blocking` writes to borrowed memory"
+    note = "downloads land in a `PinnedBuf`, a `StreamBuf` or a `Registered` value; `download_blocking` writes to borrowed memory"
 )]
-pub trait Landing: landing::Sealed {}
+pub trait Landing: landing::Sealed {
+    /// What comes back when it has landed: the same, or for a stream-ready buffer a host-ready one.
+    type Landed: Lend + From<Self::Half>;
+}
 
-impl Landing for PinnedBuf {}
-impl Landing for StreamBuf {}
+impl Landing for PinnedBuf {
+    type Landed = Self;
+}
+
+impl Landing for StreamBuf {
+    type Landed = PinnedBuf;
+}
+
+impl<T> Landing for Registered<T>
+where
+    T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    type Landed = Self;
+}
 
 mod landing {
-    use super::{Error, InFlight, Lend, Lent, PinnedBuf, Result, Stream, StreamBuf, Ticket};
+    use super::{DerefMut, Error, Lent, PinnedBuf, Registered, Result, StableDeref, Stream, StreamBuf};
     use crate::buffer::sealed::Lend as _;
     use std::sync::Arc;
 
     pub trait Sealed: Sized {
+        /// The half that stays with the caller.
+        #[doc(hidden)]
+        type Half;
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
-        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)>;
+        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)>;
+        /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Pending);
+        fn lend(self) -> (Lent, Self::Half);
     }
 
-    /// The half that stays with the caller.
-    pub struct Pending(pub(super) PinnedBuf);
-
-    impl Pending {
-        pub(super) fn in_flight(self, ticket: Ticket, written: usize) -> InFlight<PinnedBuf> {
-            InFlight::new(ticket, self.0, Some(written))
-        }
+    fn refuse_others(serves: bool, stream: &Stream) -> Result<()> {
+        if serves { Ok(()) } else { Err(Error::WrongDevice { device: stream.device().name().into() }) }
     }
 
     impl Sealed for PinnedBuf {
-        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)> {
-            if !self.serves(stream.timeline().context().id()) {
-                return Err(Error::WrongDevice { device: stream.device().name().into() });
-            }
+        type Half = Self;
+        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
+            refuse_others(self.serves(stream.timeline().context()), stream)?;
             <Self as crate::buffer::sealed::Lend>::target(self)
         }
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Pending) {
-            (<Self as crate::buffer::sealed::Lend>::lend(&self), Pending(self))
+        fn lend(self) -> (Lent, Self) {
+            (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
         }
     }
 
     impl Sealed for StreamBuf {
-        fn target(&self, stream: &Stream) -> Result<(*mut u8, usize)> {
+        type Half = PinnedBuf;
+        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
             if !Arc::ptr_eq(self.timeline(), stream.timeline()) {
                 return Err(Error::WrongStream);
             }
             Ok((self.segment().base().as_ptr(), self.segment().len()))
         }
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Pending) {
+        fn lend(self) -> (Lent, PinnedBuf) {
             let (lent, segment) = self.into_lent();
             // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched only when it has
             // landed, and nothing of it counts as written until then.
-            (lent, Pending(unsafe { PinnedBuf::new(segment, 0) }))
+            (lent, unsafe { PinnedBuf::new(segment, 0) })
         }
     }
 
-    const _: fn() = || {
-        fn lend<T: Lend>() {}
-        lend::<PinnedBuf>();
-    };
+    impl<T> Sealed for Registered<T>
+    where
+        T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
+    {
+        type Half = Self;
+        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
+            refuse_others(self.serves(stream.timeline().context()), stream)?;
+            self.landing()
+        }
+        #[allow(private_interfaces)]
+        fn lend(self) -> (Lent, Self) {
+            (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
+        }
+    }
 }
 
 impl Stream {
@@ -133,7 +172,8 @@ impl Stream {
     /// Returns when the copy was submitted: work submitted to this stream afterwards comes after it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, a lost device. With
+    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, [`Error::Capturing`] (use
+    /// [`upload_captured`](Self::upload_captured)), a lost device. With
     /// `buffer: None` what the driver said; the buffer then returns to its pool when the device is known to be done.
     pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
         self.upload_part(src, .., dst)
@@ -151,13 +191,15 @@ impl Stream {
     ) -> Result<InFlight<B>, SubmitError<B>> {
         let checked = (|| {
             let dst = self.own(dst)?;
-            if !src.serves(self.timeline().context().id()) {
+            if !src.serves(self.timeline().context()) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
             let (start, end) = bounds(part, src.bytes().len())?;
             if end - start > dst.len() {
                 return Err(Error::TooSmall { need: end - start, have: dst.len() });
             }
+            self.timeline().not_capturing("an upload", UPLOAD_REMEDY)?;
+            dst.admit(self.timeline().stream())?;
             Ok((dst, &src.bytes()[start..end]))
         })();
         let (dst, bytes) = match checked {
@@ -180,21 +222,23 @@ impl Stream {
     }
 
     /// Copies `src` into `landing`, which must be at least as long. When it has landed, the buffer's length is the
-    /// slice's.
+    /// slice's. (A [`Registered`] value is as long as ever, and what lies behind the copy stays as it was.)
     ///
     /// # Errors
     /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`] of another stream.
     pub fn download<L: Landing>(
         &self,
         src: impl DeviceRange,
-        landing: L,
-    ) -> Result<InFlight<PinnedBuf>, SubmitError<L>> {
+        mut landing: L,
+    ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         let checked = self.own(src).and_then(|src| {
             let (target, capacity) = landing.target(self)?;
             if src.len() > capacity {
                 return Err(Error::TooSmall { need: src.len(), have: capacity });
             }
             self.timeline().usable()?;
+            self.timeline().not_capturing("a download", DOWNLOAD_REMEDY)?;
+            src.admit(self.timeline().stream())?;
             Ok((src, target))
         });
         let (src, target) = match checked {
@@ -215,7 +259,7 @@ impl Stream {
                 return Err(SubmitError { error, buffer: None });
             }
         };
-        let mut flight = pending.in_flight(self.ticket(NOT_YET), src.len());
+        let mut flight = InFlight::new(self.ticket(NOT_YET), L::Landed::from(pending), Some(src.len()));
         // SAFETY: the entry keeps the target and the device memory until a mark after this call is seen complete.
         let result = unsafe { self.driver_copy(transfer) };
         flight.submitted(submission.commit());
@@ -231,6 +275,9 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        self.timeline().not_capturing("a copy within the device", OUTSIDE)?;
+        src.admit(self.timeline().stream())?;
+        dst.admit(self.timeline().stream())?;
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
         // Two entries under one tick or two: both are covered by a mark after the copy.
         let source =
@@ -247,10 +294,14 @@ impl Stream {
     /// Keeps `buf` until everything submitted to this stream so far is done, for servers whose own kernels use it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::WrongDevice`], a lost device.
+    /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a lost
+    /// device.
     pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
-        if !buf.serves(self.timeline().context().id()) {
+        if !buf.serves(self.timeline().context()) {
             let error = Error::WrongDevice { device: self.device().name().into() };
+            return Err(SubmitError::refused(error, buf));
+        }
+        if let Err(error) = self.timeline().not_capturing("a hold", HOLD_REMEDY) {
             return Err(SubmitError::refused(error, buf));
         }
         match self.timeline().begin(buf.lend(), None) {
@@ -266,7 +317,7 @@ impl Stream {
     /// Keeps `buf` until everything submitted so far to each of several streams is done.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], a lost device. If a device is lost in
+    /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], [`Error::Capturing`], a lost device. If a device is lost in
     /// the middle of the call, the buffer is quarantined.
     pub fn hold_on_all(
         streams: &[&Self],
@@ -277,10 +328,11 @@ impl Stream {
             Some(Error::Empty)
         } else {
             streams.iter().find_map(|stream| {
-                if !buf.serves(stream.timeline().context().id()) {
+                if !buf.serves(stream.timeline().context()) {
                     return Some(Error::WrongDevice { device: stream.device().name().into() });
                 }
-                stream.timeline().usable().err()
+                let timeline = stream.timeline();
+                timeline.usable().and_then(|()| timeline.not_capturing("a hold", HOLD_REMEDY)).err()
             })
         };
         if let Some(error) = refusal {
@@ -304,7 +356,7 @@ impl Stream {
     /// it, on an error too.
     ///
     /// # Errors
-    /// [`Error::Empty`], [`Error::TooSmall`], a bad range; what the driver says.
+    /// [`Error::Empty`], [`Error::TooSmall`], a bad range, [`Error::Capturing`]; what the driver says.
     pub fn upload_blocking(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.own(dst)?;
         if src.is_empty() {
@@ -313,6 +365,7 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        dst.admit(self.timeline().stream())?;
         let transfer = Transfer::Upload { src: src.as_ptr(), dst: dst.ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }
@@ -328,6 +381,7 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        src.admit(self.timeline().stream())?;
         let transfer = Transfer::Download { src: src.ptr(), dst: dst.as_mut_ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }
@@ -359,6 +413,7 @@ impl Stream {
     unsafe fn driver_copy_blocking(&self, transfer: Transfer) -> Result<()> {
         let context = self.timeline().context();
         self.timeline().usable()?;
+        self.timeline().not_capturing("a blocking copy", OUTSIDE)?;
         // SAFETY: the caller's word.
         context.noting(unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) })
     }

@@ -6,13 +6,16 @@
 //! after the lock is released, by the device's worker, which unpins before it pins; a device without threads does it
 //! right then. Each extent serves those who wait as it comes.
 
+use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use stable_deref_trait::StableDeref;
+
 use super::waiting::stunted;
 use super::{Core, Depot, Wake, Want, state, sum};
-use crate::error::Error;
-use crate::region::RegionId;
+use crate::error::{Error, RegisterError, Result};
+use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
 
 /// A region to be made: these go first, then so many bytes are pinned.
@@ -74,6 +77,40 @@ impl Depot {
             !depot.closed()
         };
         regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
+    }
+
+    /// Pins memory that the caller has, as far as the capacity has room for it, and serves from it. Waits for the worker.
+    pub(crate) fn adopt<T>(&self, memory: T) -> Result<RegionInfo, RegisterError<T>>
+    where
+        T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
+    {
+        let Some(regions) = &self.regions else {
+            return Err(RegisterError { error: Error::Closed, memory: Some(memory) });
+        };
+        if let Err(error) = self.refuse_if_shut() {
+            return Err(RegisterError { error, memory: Some(memory) });
+        }
+        let adoptee = Adoptee::new(memory)?;
+        let len = adoptee.len();
+        {
+            let mut core = self.core.lock();
+            let room = core.room();
+            if len > room {
+                drop(core);
+                let capacity = self.config.capacity;
+                return Err(adoptee.refused(Error::OverCapacity { len, room, capacity }));
+            }
+            core.growing += len;
+        }
+        let adopted = regions.adopt(adoptee).inspect_err(|_| self.grown(len, None))?;
+        let info = adopted.info;
+        for (base, len, pinned) in adopted.pieces() {
+            // SAFETY: an extent of a region, which stays until the depot is gone; it is handed over once.
+            unsafe { self.add_extent(info.id, base, len, pinned) };
+        }
+        regions.served(info.id);
+        self.grown(0, None);
+        Ok(info)
     }
 
     /// Adds memory and serves those who wait for it.

@@ -663,6 +663,11 @@ impl Depot {
         }
     }
 
+    /// Whether the memory at this address, which is of a segment that is out, is the driver's managed memory.
+    pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
+        self.regions.as_ref().is_some_and(|regions| regions.is_managed(at))
+    }
+
     /// Whether a segment's memory is really locked.
     ///
     /// # Safety

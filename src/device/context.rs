@@ -1,6 +1,6 @@
 //! An opened device: its driver, its worker, its events, and whether it is still alive.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -21,6 +21,8 @@ pub(crate) struct Context {
     /// Events that were seen complete or never recorded, so that they may be recorded.
     events: Mutex<Vec<EventHandle>>,
     poison: OnceLock<Error>,
+    /// Bytes of callers' values that are registered.
+    registered: AtomicUsize,
     forks: u32,
 }
 
@@ -35,6 +37,7 @@ impl Context {
             worker,
             events: Mutex::new(Vec::new()),
             poison: OnceLock::new(),
+            registered: AtomicUsize::new(0),
             forks: crate::os::forks(),
         }))
     }
@@ -59,6 +62,20 @@ impl Context {
     /// Whether this is a child of the process that opened the device: the driver, and our threads, are not here.
     pub(crate) fn forked(&self) -> bool {
         self.forks != crate::os::forks()
+    }
+
+    /// Bytes of callers' values that are registered.
+    pub(crate) fn registered(&self) -> usize {
+        // Relaxed, here and below: a sum, not a signal.
+        self.registered.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_registered(&self, bytes: usize) {
+        self.registered.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn count_unregistered(&self, bytes: usize) {
+        self.registered.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// The error that the device was lost with, if it was.

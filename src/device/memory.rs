@@ -1,42 +1,90 @@
 //! Device memory, kept alive by whoever uses it: handles are counted, and each hold on a timeline has one, so a buffer
 //! that is dropped early is freed late.
+//!
+//! An allocation comes from one of three places, and all three are used alike in copies:
+//!
+//! - *Plain*: ours, there for every stream at once, and freed by a call that may synchronise the device.
+//! - *Ordered*: ours, there in the order of the stream that it was allocated on, its [`Home`], and freed in that order.
+//!   Another stream that uses it is first made to wait for the home's. When it is freed every hold is gone, so each use
+//!   was seen complete, and it does not matter which stream made it.
+//! - *Foreign*: somebody else's. We keep what owns it, and let that go where we would free.
+//!
+//! Whatever the end is, it happens on the device's worker: the last handle may be dropped anywhere, under locks of the
+//! caller's or on a thread of the driver's.
 
 use std::fmt;
 use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 
-use super::DevicePtr;
-use super::context::Context;
-use crate::error::{Error, Result};
+use parking_lot::Mutex;
 
-/// One allocation on a device, freed with its last handle, by the device's worker.
+use super::context::Context;
+use super::{DevicePtr, StreamHandle};
+use crate::error::{AddressFault, Error, ErrorClass, Result};
+
+/// The stream that memory was allocated on.
+pub(crate) trait Home: fmt::Debug + Send + Sync {
+    /// As the driver knows it.
+    fn handle(&self) -> StreamHandle;
+
+    /// Sees to it that later work on the stream `user`, of the same device, comes after everything that was submitted
+    /// here up to `tick`.
+    fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()>;
+}
+
+/// Where memory comes from, and so where it goes.
+enum Origin {
+    Plain,
+    /// There from `tick` on.
+    Ordered {
+        home: Arc<dyn Home>,
+        tick: u64,
+    },
+    /// The owner, if it is told. (The lock is never taken: it makes any owner `Sync`.)
+    Foreign(Option<Mutex<Box<dyn Send>>>),
+}
+
+/// One allocation on a device, let go with its last handle, by the device's worker.
 pub(crate) struct Allocation {
     context: Arc<Context>,
     ptr: DevicePtr,
     len: usize,
+    origin: Origin,
 }
 
 impl Allocation {
-    pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Arc<Self>> {
+    /// Plain memory.
+    fn plain(context: &Arc<Context>, len: usize) -> Result<Arc<Self>> {
         if len == 0 {
             return Err(Error::ZeroLength);
         }
         context.alive()?;
         let maker = context.clone();
         let ptr = context.worker().call(move || maker.noting(maker.driver().allocate(len)))?;
-        Ok(Arc::new(Self { context: context.clone(), ptr, len }))
+        Ok(Arc::new(Self { context: context.clone(), ptr, len, origin: Origin::Plain }))
     }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        if self.context.forked() {
+        let origin = std::mem::replace(&mut self.origin, Origin::Foreign(None));
+        if matches!(origin, Origin::Foreign(None)) {
             return;
         }
-        let (driver, ptr) = (self.context.driver().clone(), self.ptr);
+        // In the child of a fork whatever the job owns is forgotten, since none of that is there.
+        let (context, ptr) = (self.context.clone(), self.ptr);
         self.context.worker().send(move || {
-            if let Err(error) = driver.free(ptr) {
-                tracing::warn!(target: "pinpool::device", device = driver.name(), %error, "device memory is leaked");
+            // A driver that has ended is not called any more.
+            let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverEnd);
+            let freed = match origin {
+                Origin::Foreign(owner) => return drop(owner),
+                _ if ended => return,
+                Origin::Plain => context.driver().free(ptr),
+                // The stream goes only after that, if this was the last that needed it.
+                Origin::Ordered { home, .. } => context.driver().free_on(home.handle(), ptr),
+            };
+            if let Err(error) = freed {
+                tracing::warn!(target: "pinpool::device", device = context.name(), %error, "device memory is leaked");
             }
         });
     }
@@ -46,10 +94,13 @@ impl Drop for Allocation {
 ///
 /// Freed when the last handle is gone: this one, its [slices](DeviceBuffer::slice), and those that copies in flight
 /// hold. Its contents are undefined until a copy has written them.
+///
+/// From [`Device::alloc`](crate::Device::alloc), or in a stream's order from [`Stream::alloc`](crate::Stream::alloc).
 #[derive(Clone)]
 pub struct DeviceBuffer(DeviceSlice);
 
-/// A range of a [`DeviceBuffer`]; a counted handle that keeps the memory alive.
+/// A range of a [`DeviceBuffer`], or of memory that somebody else allocated
+/// ([`Device::raw_memory`](crate::Device::raw_memory)); a counted handle that keeps the memory alive.
 #[derive(Clone)]
 pub struct DeviceSlice {
     allocation: Arc<Allocation>,
@@ -59,7 +110,26 @@ pub struct DeviceSlice {
 
 impl DeviceBuffer {
     pub(crate) fn new(context: &Arc<Context>, len: usize) -> Result<Self> {
-        Ok(Self(DeviceSlice { allocation: Allocation::new(context, len)?, offset: 0, len }))
+        Ok(Self(DeviceSlice { allocation: Allocation::plain(context, len)?, offset: 0, len }))
+    }
+
+    /// What was allocated in a stream's order, up to `tick` there.
+    pub(crate) fn ordered(
+        context: &Arc<Context>,
+        ptr: DevicePtr,
+        len: usize,
+        home: Arc<dyn Home>,
+        tick: u64,
+    ) -> Self {
+        let origin = Origin::Ordered { home, tick };
+        let allocation = Arc::new(Allocation { context: context.clone(), ptr, len, origin });
+        Self(DeviceSlice { allocation, offset: 0, len })
+    }
+
+    /// Where it starts in the device's memory. See [`DeviceSlice::address`].
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.0.address()
     }
 
     /// Length in bytes.
@@ -79,6 +149,53 @@ impl DeviceBuffer {
 }
 
 impl DeviceSlice {
+    /// Memory of somebody else, once the driver has said that its copies can use it. After an error the owner comes back.
+    ///
+    /// # Safety
+    /// As for [`Device::raw_memory`](crate::Device::raw_memory).
+    pub(crate) unsafe fn foreign<O: Send + 'static>(
+        context: &Arc<Context>,
+        address: u64,
+        len: usize,
+        owner: O,
+    ) -> std::result::Result<Self, (Error, O)> {
+        let ptr = DevicePtr(address);
+        let fault = |fault| Error::BadAddress { device: context.name().into(), address, len, fault };
+        let checked = match (address, len) {
+            _ if context.forked() => Err(Error::Forked),
+            (_, 0) => Err(Error::Empty),
+            (0, _) => Err(fault(AddressFault::Null)),
+            _ => context.alive().and_then(|()| context.noting(context.driver().examine(ptr, len))),
+        };
+        if let Err(error) = checked {
+            return Err((error, owner));
+        }
+        let told = std::mem::needs_drop::<O>();
+        let origin = Origin::Foreign(told.then(|| Mutex::new(Box::new(owner) as Box<dyn Send>)));
+        let allocation = Arc::new(Allocation { context: context.clone(), ptr, len, origin });
+        Ok(Self { allocation, offset: 0, len })
+    }
+
+    /// Where it starts in the device's memory, for kernels and copies of your own: on a GPU a `CUdeviceptr`. It is no
+    /// address that the CPU could read.
+    ///
+    /// What uses it must be done before the last handle to the memory is dropped. And what was allocated by
+    /// [`Stream::alloc`](crate::Stream::alloc) must be used behind that call: on the same stream, or on one that
+    /// [waits](crate::Stream::wait_for) for it.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.ptr().0
+    }
+
+    /// Makes a stream that is about to use the memory wait until it is there. Before every use: for most memory, and on
+    /// most streams, there is nothing to do.
+    pub(crate) fn admit(&self, user: StreamHandle) -> Result<()> {
+        match &self.allocation.origin {
+            Origin::Ordered { home, tick } => home.clone().admit(*tick, user),
+            Origin::Plain | Origin::Foreign(_) => Ok(()),
+        }
+    }
+
     /// Length in bytes.
     #[must_use]
     #[allow(clippy::len_without_is_empty, reason = "never empty")]

@@ -17,8 +17,12 @@
 //! 6. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
 //!    with an error as well as without.
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
-//!    [`Driver::unpin`], [`Driver::allocate`], [`Driver::free`], destroying) come from the device's
-//!    [`Worker`](worker::Worker) only, and none is made under a lock of ours.
+//!    [`Driver::unpin`], [`Driver::register`], [`Driver::unregister`], [`Driver::allocate`], [`Driver::free`],
+//!    [`Driver::allocate_host`], [`Driver::free_host`], destroying) come from the device's [`Worker`](worker::Worker)
+//!    only, and none is made under a lock of ours. [`Driver::allocate_on`] comes from the
+//!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind
+//!    the worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since
+//!    whoever drops memory last may be anywhere, a callback of the driver's included.
 //! 8. *Sticky.* After an error of class [`Sticky`](crate::ErrorClass::Sticky) every later call on that device fails
 //!    with that class, and no copy of that device touches host memory any more.
 
@@ -34,7 +38,7 @@ pub(crate) mod worker;
 use std::fmt;
 use std::ptr::NonNull;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A stream as its driver knows it. Never used again once destroyed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,6 +61,36 @@ pub(crate) enum Transfer {
     Download { src: DevicePtr, dst: *mut u8, len: usize },
     /// Within the device.
     OnDevice { src: DevicePtr, dst: DevicePtr, len: usize },
+    /// From host memory to other host memory, in the stream's order. Not by [`Driver::copy_blocking`].
+    OnHost { src: *const u8, dst: *mut u8, len: usize },
+}
+
+/// What a driver calls when a graph is gone: from a callback, so it neither blocks nor calls the driver.
+pub(crate) type Gone = Box<dyn FnOnce() + Send>;
+/// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any combination. (That call
+/// is the driver API's form of `cudaHostAlloc`, and without any flag of `cudaMallocHost`.)
+///
+/// On the platforms that the crate supports all addresses are unified: there this memory is portable and mapped
+/// whatever is asked for (driver API manual, "Unified Addressing"). The flags are passed on as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct HostAllocFlags {
+    /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context of the process, not only for the first device's.
+    pub portable: bool,
+    /// `CU_MEMHOSTALLOC_DEVICEMAP`: devices can address it.
+    pub mapped: bool,
+    /// `CU_MEMHOSTALLOC_WRITECOMBINED`: not cached by the CPU. Writing it from front to back is fast, **reading it on the
+    /// CPU is very slow**, tens of times slower than other memory: a pool of such memory is for uploads only. Whether
+    /// copies gain anything depends on the machine; some have become slower.
+    pub write_combined: bool,
+}
+
+/// Host memory that a driver allocates itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HostKind {
+    /// Page-locked.
+    Locked(HostAllocFlags),
+    /// Managed: one address for the host and the devices; its pages move to who uses them, so they are not locked.
+    Managed,
 }
 
 /// What a device must do. The module's page has the rules.
@@ -69,6 +103,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
 
     /// A device that does nothing by itself: work happens when [`Stepped::step`] is called. `None` for all others.
     fn stepped(&self) -> Option<&dyn Stepped> {
+        None
+    }
+
+    /// This driver as a context of CUDA's, for what only that has. `None` for all others.
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<&cuda::Cuda> {
         None
     }
 
@@ -103,16 +143,74 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// `base` and `len` are those of one earlier successful `pin`, undone at most once, and no copy uses the range.
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()>;
 
+    /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks the pages they are on.
+    /// With `read_only` the device may only read them, and the mapping may be one that cannot be written to. On an error
+    /// nothing is left registered. A range that overlaps another one is refused, not one on the same page.
+    ///
+    /// # Safety
+    /// The range is mapped, and stays so until [`Driver::unregister`] has succeeded.
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
+
+    /// Undoes one [`Driver::register`]. After an error the range must stay mapped for good.
+    ///
+    /// # Safety
+    /// `base` and `len` are those of one earlier successful `register`, undone at most once, and no copy uses the range.
+    unsafe fn unregister(&self, base: NonNull<u8>, len: usize) -> Result<()>;
+
+    /// Whether the device can work with host memory of this kind.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) with the reason.
+    fn can_use(&self, kind: HostKind) -> Result<()>;
+
+    /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers promise
+    /// no alignment that we could use.
+    fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>>;
+
+    /// Frees what [`Driver::allocate_host`] gave. After an error it is never freed.
+    ///
+    /// # Safety
+    /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and nobody uses the memory.
+    unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
+
+    /// Where the device sees the byte of pinned, registered or allocated host memory that the host sees at `at`. (Managed
+    /// memory has one address.) Never blocks.
+    fn device_address(&self, at: NonNull<u8>) -> Result<u64>;
+
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
     fn allocate(&self, len: usize) -> Result<DevicePtr>;
 
     /// Frees device memory. It must not be in use.
     fn free(&self, ptr: DevicePtr) -> Result<()>;
 
+    /// Whether this device has memory in the order of its streams, by the two calls below.
+    fn orders_memory(&self) -> bool {
+        false
+    }
+
+    /// Device memory as for [`Driver::allocate`], which is there for what is submitted to `stream` after this call, and
+    /// for other work once that is ordered behind an event recorded after this call.
+    fn allocate_on(&self, _stream: StreamHandle, _len: usize) -> Result<DevicePtr> {
+        Err(Error::Unsupported(format!("{} has no memory in stream order", self.name())))
+    }
+
+    /// Frees what [`Driver::allocate_on`] gave for this stream, when its earlier work is done. Nothing else uses it.
+    fn free_on(&self, _stream: StreamHandle, _ptr: DevicePtr) -> Result<()> {
+        Err(Error::Unsupported(format!("{} has no memory in stream order", self.name())))
+    }
+
+    /// Whether this device's copies can use memory that others allocated. Never blocks.
+    ///
+    /// # Errors
+    /// [`Error::BadAddress`], or what the driver says.
+    fn examine(&self, _ptr: DevicePtr, _len: usize) -> Result<()> {
+        Err(Error::Unsupported(format!("{} takes no memory of others", self.name())))
+    }
+
     /// A new stream.
     fn create_stream(&self) -> Result<StreamHandle>;
 
-    /// Destroys a stream of ours when all its work is done.
+    /// Destroys a stream of ours when all its work is done; memory that it is still to free is freed all the same.
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()>;
 
     /// Submits a copy. Returns before it has happened.
@@ -143,6 +241,25 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
 
     /// Work submitted to `stream` from now on starts only after `event` is complete.
     fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()>;
+
+    /// Whether `stream` is being captured into a graph, spoiled captures included. Only asked about streams that others
+    /// can reach. Never blocks, and harms no capture.
+    fn capturing(&self, _stream: StreamHandle) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// The number of the capture that `stream` is in, which no other capture has or had.
+    fn capture_id(&self, _stream: StreamHandle) -> Result<Option<u64>> {
+        Ok(None)
+    }
+
+    /// Makes the graph that `stream` is being captured into keep something: `gone` is called when that graph, everything
+    /// made from it, and every launch of these is gone. Gives the capture's number; `None`: the stream is in no capture.
+    /// After `None` and after an error `gone` is dropped or called, at any time.
+    fn keep_with_graph(&self, _stream: StreamHandle, gone: Gone) -> Result<Option<u64>> {
+        drop(gone);
+        Ok(None)
+    }
 }
 
 /// A device that a test moves by hand.

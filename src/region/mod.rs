@@ -15,9 +15,14 @@
 //!
 //! Pinning and unpinning happen on the device's worker thread only. A region goes when nobody can reach it any more; if
 //! its driver cannot unpin it, its mapping stays for good, since the device may still reach it.
+//!
+//! Besides these mappings there is memory that the driver allocates ([`source`]), and memory that the caller has
+//! ([`adopted`]). Each region knows where it came from, and goes back there.
 
 #![allow(unsafe_code)]
 
+mod adopted;
+mod source;
 mod touch;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -33,6 +38,9 @@ use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, Result};
 use crate::os;
 use crate::sync::wake_task;
+pub(crate) use adopted::Adoptee;
+pub use source::Backing;
+use source::{Source, Supply};
 pub use touch::HugePages;
 use touch::Toucher;
 
@@ -59,7 +67,7 @@ pub enum Unpinned {
 pub struct RegionInfo {
     /// Its number in the pool.
     pub id: RegionId,
-    /// First byte, a multiple of 2 MiB.
+    /// First byte: a multiple of 2 MiB where the pool mapped it itself, otherwise of the page size.
     pub base: NonNull<u8>,
     /// Bytes that the pool serves from, a multiple of the page size.
     pub len: usize,
@@ -86,6 +94,8 @@ pub(crate) struct RegionOptions {
     pub(crate) huge: HugePages,
     /// The NUMA node to take pages from.
     pub(crate) node: Option<u32>,
+    /// Where memory comes from.
+    pub(crate) backing: Backing,
 }
 
 /// Called before a region is unpinned.
@@ -124,6 +134,7 @@ struct Region {
     ready: usize,
     /// Nothing is added to it any more.
     whole: bool,
+    source: Source,
 }
 
 // SAFETY: a region owns its mapping.
@@ -217,6 +228,10 @@ impl Regions {
             progress.pinning.error = None;
         }
         let regions = self.clone();
+        if let Some(kind) = self.options.backing.kind() {
+            let supply = Supply { len, came: 0, kind, serve: Box::new(serve), done: Box::new(done) };
+            return self.context.worker().send(move || regions.supply(supply));
+        }
         self.context.worker().send(move || match regions.map(len) {
             Ok((id, base)) => {
                 let RegionOptions { threads, huge, node, .. } = regions.options;
@@ -250,8 +265,16 @@ impl Regions {
         // Relaxed: only different, not in any order with anything else.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let mut progress = self.progress.lock();
-        let node = self.options.node;
-        progress.regions.push(Region { id, base, len, extents: Vec::new(), node, ready: 0, whole: false });
+        progress.regions.push(Region {
+            id,
+            base,
+            len,
+            extents: Vec::new(),
+            node: self.options.node,
+            ready: 0,
+            whole: false,
+            source: Source::Mapped,
+        });
         Ok((id, base))
     }
 
@@ -453,24 +476,7 @@ impl Regions {
                     tracing::error!(target: "pinpool::region", device = context.name(), "before_unpin panicked");
                 }
             }
-            let mut stuck = false;
-            for extent in region.extents.iter().filter(|e| e.pinned) {
-                // SAFETY: within the mapping.
-                let start = unsafe { region.base.add(extent.offset) };
-                // SAFETY: pinned once, unpinned once, and nobody can reach it any more.
-                if let Err(error) = unsafe { context.driver().unpin(start, extent.len) } {
-                    tracing::error!(
-                        target: "pinpool::region", device = context.name(), bytes = region.len, %error,
-                        "a region cannot be unpinned: its mapping is leaked"
-                    );
-                    stuck = true;
-                }
-            }
-            if stuck {
-                return;
-            }
-            // SAFETY: ours, and nobody can reach it any more.
-            leaked(&context, unsafe { os::unmap(region.base, region.len) });
+            region.go(&context);
         });
     }
 }

@@ -20,7 +20,7 @@ use super::timeline::{Lent, Ticket, Timeline};
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
 use crate::depot::{Depot, DepotConfig, Segment, Take, end_leases};
 use crate::device::context::Context;
-use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::freelist::state;
 use crate::region::RegionId;
@@ -92,6 +92,24 @@ impl Driver for Late {
     }
     unsafe fn unpin(&self, _: NonNull<u8>, _: usize) -> Result<()> {
         Ok(())
+    }
+    unsafe fn register(&self, _: NonNull<u8>, _: usize, _: bool) -> Result<()> {
+        Ok(())
+    }
+    unsafe fn unregister(&self, _: NonNull<u8>, _: usize) -> Result<()> {
+        Ok(())
+    }
+    fn can_use(&self, _: HostKind) -> Result<()> {
+        Ok(())
+    }
+    fn allocate_host(&self, _: usize, _: HostKind) -> Result<NonNull<u8>> {
+        Err(Error::Unsupported("no host memory in a model".into()))
+    }
+    unsafe fn free_host(&self, _: NonNull<u8>, _: usize, _: HostKind) -> Result<()> {
+        Ok(())
+    }
+    fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
+        Ok(at.as_ptr().addr() as u64)
     }
     fn allocate(&self, _: usize) -> Result<DevicePtr> {
         Ok(DevicePtr(0))
@@ -180,7 +198,7 @@ impl Setup {
         });
         let context = Context::new(driver.clone()).unwrap();
         let listing = Listing::default();
-        let timeline = Timeline::new(context, StreamHandle(0), true, listing.clone());
+        let timeline = Timeline::new(context, StreamHandle(0), listing.clone());
         let config = DepotConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,
@@ -538,8 +556,7 @@ fn loom_joint_returns_once() {
     model("landing: a segment that two streams hold, and its handle", 3, || {
         let setup = Setup::new();
         // Its own list of ticks and marks; the double has one queue for all streams.
-        let other =
-            Timeline::new(setup.timeline.context().clone(), StreamHandle(1), true, setup.listing.clone());
+        let other = Timeline::new(setup.timeline.context().clone(), StreamHandle(1), setup.listing.clone());
         let buf = {
             // SAFETY: ours.
             unsafe { PinnedBuf::new(setup.take().unwrap(), 0) }

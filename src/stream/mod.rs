@@ -4,12 +4,15 @@
 
 #[cfg(all(test, loom))]
 mod loom_models;
+mod memory;
 pub(crate) mod reaper;
 pub(crate) mod timeline;
 
 use std::fmt;
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::runtime::Device;
 use timeline::Timeline;
@@ -31,8 +34,23 @@ impl Stream {
         context.alive()?;
         let maker = context.clone();
         let handle = context.worker().call(move || maker.noting(maker.driver().create_stream()))?;
-        let timeline = Timeline::new(context, handle, true, device.listing().clone());
+        let timeline = Timeline::new(context, handle, device.listing().clone());
         Ok(Self { timeline, device: device.clone() })
+    }
+
+    /// A stream that others made, and are alive by their word for as long as anything is in flight on it. `id` is the
+    /// driver's number for it: the same number gives the same timeline. Without one each call gives another.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn adopted(device: &Device, handle: StreamHandle, id: Option<u64>) -> Self {
+        let make = || {
+            let context = device.context().clone();
+            Timeline::adopted(context, handle, id.is_some(), device.listing().clone())
+        };
+        let timeline = match id {
+            Some(id) => device.known_stream(id, make),
+            None => make(),
+        };
+        Self { timeline, device: device.clone() }
     }
 
     pub(crate) fn timeline(&self) -> &Arc<Timeline> {
@@ -49,20 +67,29 @@ impl Stream {
     /// caller does not wait. Both must be streams of one device.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`]; what the driver says; what either stream was lost with.
+    /// [`Error::WrongDevice`]; [`Error::Capturing`] where either is being captured into a graph; what the driver says; what
+    /// either stream was lost with.
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         if !Arc::ptr_eq(self.timeline.context(), other.timeline.context()) {
             return Err(Error::WrongDevice { device: self.device.name().into() });
         }
         self.timeline.usable()?;
+        // Either way the driver would spoil the capture, or make the other stream a part of it behind everybody's back.
+        for timeline in [&self.timeline, &other.timeline] {
+            timeline.not_capturing(
+                "making one stream wait for another",
+                "order them outside the capture, or by events of your own inside of it",
+            )?;
+        }
         other.timeline.wait_here(self.timeline.stream())
     }
 
     /// Waits until everything submitted so far is done.
     ///
     /// # Errors
-    /// What the stream was lost with.
+    /// [`Error::Capturing`]; what the stream was lost with.
     pub fn synchronize(&self) -> Result<()> {
+        self.timeline.not_capturing("waiting for the stream", "end the capture first")?;
         let tick = self.timeline.checkpoint()?;
         self.timeline.wait(tick, None)
     }

@@ -8,9 +8,12 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "loading a library and calling it")]
 
+pub mod gpu;
+
 use std::ffi::CString;
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -26,13 +29,23 @@ pub fn required() -> bool {
     std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.split(',').any(|n| n.trim().starts_with("cuda")))
 }
 
+/// Whether `PINPOOL_REQUIRE` names this very device.
+pub fn required_device(device: &str) -> bool {
+    std::env::var("PINPOOL_REQUIRE").is_ok_and(|names| names.split(',').any(|n| n.trim() == device))
+}
+
 /// The library, built on first use. `None`: there is no cargo to build it with, or no source.
 pub fn library() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    BUILT.get_or_init(build).as_deref()
+    BUILT.get_or_init(|| build("")).as_deref()
 }
 
-fn build() -> Option<PathBuf> {
+/// The library as an older driver, which lacks some calls: by the name of the double's feature.
+pub fn older(feature: &str) -> Option<PathBuf> {
+    build(feature)
+}
+
+fn build(feature: &str) -> Option<PathBuf> {
     // Set by `cargo test`, not in an executable that is run by itself.
     let cargo = std::env::var_os("CARGO")?;
     // Not in the package that is published.
@@ -40,11 +53,14 @@ fn build() -> Option<PathBuf> {
     if !manifest.exists() {
         return None;
     }
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("doubles");
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("doubles").join(feature);
     let mut command = Command::new(cargo);
     command.args(["build", "--quiet", "--locked", "--offline", "--manifest-path"]);
     command.arg(manifest);
     command.arg("--target-dir").arg(&target);
+    if !feature.is_empty() {
+        command.arg("--features").arg(feature);
+    }
     // What the crate under test is built with (sanitizers, coverage, another target) is not for the double.
     for name in ["RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS", "CARGO_BUILD_TARGET", "CARGO_BUILD_RUSTFLAGS"] {
         command.env_remove(name);
@@ -57,8 +73,7 @@ fn build() -> Option<PathBuf> {
 
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
 pub fn again(test: &str, environment: &[(&str, &str)]) {
-    let named = std::env::var_os(PATH).map(PathBuf::from);
-    let Some(library) = named.or_else(|| library().map(Path::to_owned)) else {
+    let Some(library) = named_or_built() else {
         println!(
             "{test}: skipped, there is no cargo to build the stand-in libcuda with; {PATH} can name a built one"
         );
@@ -74,9 +89,108 @@ pub fn again(test: &str, environment: &[(&str, &str)]) {
     assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{test} did not run");
 }
 
+/// How a child ended.
+pub struct Ended {
+    /// `None`: it took too long, and was ended.
+    pub status: Option<ExitStatus>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Ended {
+    /// As a sentence goes on after "the child".
+    pub fn how(&self) -> String {
+        match self.status {
+            Some(status) => format!("ended with {status}"),
+            None => "hung and was ended".into(),
+        }
+    }
+
+    /// What it said last, for a message: errors first, since a panic goes there.
+    pub fn last_words(&self) -> String {
+        let of = |text: &str| {
+            let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+            lines[lines.len().saturating_sub(8)..].join(" | ")
+        };
+        if self.stderr.trim().is_empty() { of(&self.stdout) } else { of(&self.stderr) }
+    }
+}
+
+/// Runs a test of this very executable in a process of its own, with more in its environment, for at most `limit`.
+/// Whatever becomes of it is told, not judged.
+pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended {
+    let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
+    // What it says last is to be the reason.
+    command.env("RUST_BACKTRACE", "0").envs(environment.iter().copied()).stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("this executable can be started again");
+    // Read on threads, so that neither pipe fills up.
+    fn all(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<String> {
+        std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            // What was read before an error counts.
+            let _ = pipe.expect("it is piped").read_to_end(&mut bytes);
+            String::from_utf8_lossy(&bytes).into_owned()
+        })
+    }
+    let (stdout, stderr) = (all(child.stdout.take()), all(child.stderr.take()));
+    let since = Instant::now();
+    let status = loop {
+        match child.try_wait().expect("a child can be waited for") {
+            Some(status) => break Some(status),
+            None if since.elapsed() > limit => {
+                // One that has just ended needs none.
+                let _ = child.kill();
+                let _ = child.wait();
+                break None;
+            }
+            None => std::thread::sleep(Duration::from_millis(2)),
+        }
+    };
+    let text = |thread: std::thread::JoinHandle<String>| thread.join().expect("reading does not panic");
+    Ended { status, stdout: text(stdout), stderr: text(stderr) }
+}
+
+/// The stand-in that the environment names, or the one that is built.
+pub fn named_or_built() -> Option<PathBuf> {
+    let named = std::env::var_os(PATH).filter(|path| !path.is_empty()).map(PathBuf::from);
+    named.or_else(|| library().map(Path::to_owned))
+}
+
 /// Whether this process is the child that [`again`] started, or was told by hand which library to load.
 pub fn is_set() -> bool {
     std::env::var_os(PATH).is_some_and(|path| !path.is_empty())
+}
+
+/// The machine's own driver, ready for use, with a line that says which it is. `Err`: there is none, and why.
+pub fn real_driver() -> Result<(PathBuf, String), String> {
+    let named = std::env::var_os(PATH).filter(|path| !path.is_empty());
+    let path = PathBuf::from(named.unwrap_or_else(|| "libcuda.so.1".into()));
+    let library = StandIn::any(&path)?;
+    if library.has("standin_reset") {
+        return Err(format!("{} is the stand-in", path.display()));
+    }
+    type Ask = unsafe extern "C" fn(*mut i32) -> u32;
+    let (mut devices, mut version) = (0, 0);
+    // SAFETY: cuda.h has the signatures.
+    let codes = unsafe {
+        [
+            ("cuInit", library.get::<unsafe extern "C" fn(u32) -> u32>("cuInit")(0)),
+            ("cuDeviceGetCount", library.get::<Ask>("cuDeviceGetCount")(&raw mut devices)),
+            ("cuDriverGetVersion", library.get::<Ask>("cuDriverGetVersion")(&raw mut version)),
+        ]
+    };
+    if let Some((name, code)) = codes.into_iter().find(|(_, code)| *code != 0) {
+        return Err(format!("{name} of {} gave {code}", path.display()));
+    }
+    if devices == 0 {
+        return Err("no GPU is visible".into());
+    }
+    let module = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
+    let module = module.lines().next().unwrap_or("no /proc/driver/nvidia/version").trim().to_owned();
+    let text = format!("{}: CUDA {version}, {devices} device(s), {module}", path.display());
+    Ok((path, text))
 }
 
 /// A loaded stand-in. Loading it twice gives the same one, and it is the one that pinpool has loaded.
@@ -103,11 +217,21 @@ impl StandIn {
     }
 
     pub fn load(path: &Path) -> Option<Self> {
+        let library = Self::any(path).expect("the library can be loaded");
+        library.has("standin_reset").then_some(library)
+    }
+
+    /// Any library, a real driver among them: for what both have.
+    pub fn any(path: &Path) -> Result<Self, String> {
         // SAFETY: the stand-in has no initialisers; a real driver's have no preconditions.
-        let library = unsafe { Library::new(path) }.expect("the library can be loaded");
+        let library = unsafe { Library::new(path) };
+        Ok(Self(library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?))
+    }
+
+    /// Whether it has an entry point.
+    pub fn has(&self, name: &str) -> bool {
         // SAFETY: only looked up.
-        let is_one = unsafe { library.get::<extern "C" fn()>(b"standin_reset") }.is_ok();
-        is_one.then_some(Self(library))
+        unsafe { self.0.get::<extern "C" fn()>(name.as_bytes()) }.is_ok()
     }
 
     /// An entry point of the given type.
@@ -147,6 +271,17 @@ impl StandIn {
     pub fn hang(&self, hung: bool) {
         // SAFETY: as above.
         unsafe { self.get::<extern "C" fn(bool)>("standin_hang")(hung) }
+    }
+
+    pub fn reuse(&self, reuse: bool) {
+        // SAFETY: as above.
+        unsafe { self.get::<extern "C" fn(bool)>("standin_reuse")(reuse) }
+    }
+
+    /// Gives the devices another value of an attribute, until the next reset.
+    pub fn attribute(&self, attribute: i32, value: i32) {
+        // SAFETY: `host.rs` has the signature.
+        unsafe { self.get::<extern "C" fn(i32, i32)>("standin_attribute")(attribute, value) }
     }
 
     pub fn report(&self) -> Report {

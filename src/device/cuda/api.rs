@@ -26,6 +26,9 @@ pub(crate) type CUcontext = *mut c_void;
 pub(crate) type CUstream = *mut c_void;
 pub(crate) type CUevent = *mut c_void;
 pub(crate) type CUdeviceptr = u64;
+pub(crate) type CUhostFn = unsafe extern "C" fn(*mut c_void);
+pub(crate) type CUgraph = *mut c_void;
+pub(crate) type CUuserObject = *mut c_void;
 
 /// Names the library to load in place of `libcuda.so.1`.
 const PATH: &str = "PINPOOL_LIBCUDA";
@@ -99,14 +102,25 @@ table! {
     ctx_set = "cuCtxSetCurrent": fn(CUcontext);
     ctx_push = "cuCtxPushCurrent_v2": fn(CUcontext);
     ctx_pop = "cuCtxPopCurrent_v2": fn(*mut CUcontext);
+    ctx_get_limit = "cuCtxGetLimit": fn(*mut usize, c_int);
+    ctx_set_limit = "cuCtxSetLimit": fn(c_int, usize);
+    ctx_get_device = "cuCtxGetDevice": fn(*mut CUdevice);
+    primary_state = "cuDevicePrimaryCtxGetState": fn(CUdevice, *mut c_uint, *mut c_int);
     host_register = "cuMemHostRegister_v2": fn(*mut c_void, usize, c_uint);
     host_unregister = "cuMemHostUnregister": fn(*mut c_void);
+    host_alloc = "cuMemHostAlloc": fn(*mut *mut c_void, usize, c_uint);
+    host_free = "cuMemFreeHost": fn(*mut c_void);
+    host_device_pointer = "cuMemHostGetDevicePointer_v2": fn(*mut CUdeviceptr, *mut c_void, c_uint);
+    managed_alloc = "cuMemAllocManaged": fn(*mut CUdeviceptr, usize, c_uint);
     mem_alloc = "cuMemAlloc_v2": fn(*mut CUdeviceptr, usize);
     mem_free = "cuMemFree_v2": fn(CUdeviceptr);
+    pointer_attributes = "cuPointerGetAttributes": fn(c_uint, *const c_int, *const *mut c_void, CUdeviceptr);
     stream_create = "cuStreamCreate": fn(*mut CUstream, c_uint);
     stream_destroy = "cuStreamDestroy_v2": fn(CUstream);
     stream_synchronize = "cuStreamSynchronize": fn(CUstream);
     stream_wait_event = "cuStreamWaitEvent": fn(CUstream, CUevent, c_uint);
+    stream_context = "cuStreamGetCtx": fn(CUstream, *mut CUcontext);
+    stream_is_capturing = "cuStreamIsCapturing": fn(CUstream, *mut c_uint);
     event_create = "cuEventCreate": fn(*mut CUevent, c_uint);
     event_destroy = "cuEventDestroy_v2": fn(CUevent);
     event_record = "cuEventRecord": fn(CUevent, CUstream);
@@ -114,12 +128,32 @@ table! {
     copy_to_device = "cuMemcpyHtoDAsync_v2": fn(CUdeviceptr, *const c_void, usize, CUstream);
     copy_to_host = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, CUdeviceptr, usize, CUstream);
     copy_on_device = "cuMemcpyDtoDAsync_v2": fn(CUdeviceptr, CUdeviceptr, usize, CUstream);
+    launch_host = "cuLaunchHostFunc": fn(CUstream, CUhostFn, *mut c_void);
     error_name = "cuGetErrorName": fn(Code, *mut *const c_char);
     error_string = "cuGetErrorString": fn(Code, *mut *const c_char);
     }
     optional {
     /// Relaxed capture mode for our threads, so that asking breaks nobody's capture.
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_uint);
+    /// Memory in stream order, since CUDA 11.2.
+    mem_alloc_async = "cuMemAllocAsync": fn(*mut CUdeviceptr, usize, CUstream);
+    mem_free_async = "cuMemFreeAsync": fn(CUdeviceptr, CUstream);
+    /// 12.0. A stream's number, which no other stream of the process has or had.
+    stream_id = "cuStreamGetId": fn(CUstream, *mut u64);
+    /// 11.3, of which CUDA 13 has no declaration any more: status, id, graph, dependencies and how many.
+    capture_info_v2 = "cuStreamGetCaptureInfo_v2": fn(
+        CUstream, *mut c_uint, *mut u64, *mut CUgraph, *mut *const c_void, *mut usize,
+    );
+    /// 12.3: the same, with the dependencies' edges.
+    capture_info_v3 = "cuStreamGetCaptureInfo_v3": fn(
+        CUstream, *mut c_uint, *mut u64, *mut CUgraph, *mut *const c_void, *mut *const c_void, *mut usize,
+    );
+    /// 11.3, and the two below: something that graphs keep, and a call when none does any more.
+    user_object_create = "cuUserObjectCreate": fn(
+        *mut CUuserObject, *mut c_void, unsafe extern "C" fn(*mut c_void), c_uint, c_uint,
+    );
+    user_object_release = "cuUserObjectRelease": fn(CUuserObject, c_uint);
+    graph_retain = "cuGraphRetainUserObject": fn(CUgraph, CUuserObject, c_uint, c_uint);
     }
 }
 

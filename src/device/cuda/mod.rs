@@ -6,8 +6,9 @@
 //! # Contexts
 //!
 //! The pool works in the device's primary context, the one that the runtime API, cudarc and the frameworks use too: it
-//! is retained when the device is opened and released when the last thing that needs it is gone. A thread of ours has it
-//! current all the time. On other threads each call pushes it, unless it is current already, and pops it again, so that
+//! is retained when the device is opened and released when the last thing that needs it is gone. A context that the
+//! server made can be [adopted](adopt()) instead; that is never destroyed here. A thread of ours has it current all the
+//! time. On other threads each call pushes it, unless it is current already, and pops it again, so that
 //! the caller's context is as it was.
 //!
 //! # Captures
@@ -22,21 +23,26 @@
 //! Where the driver ends before we do (a process that exits, a fork), nothing is called any more and everything is left
 //! as it is.
 
+mod adopt;
 mod api;
+mod graph;
+mod host;
+mod memory;
+mod pointers;
 
+use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+pub(crate) use self::adopt::{Adopted, adopt};
 use self::api::{Api, CUcontext, CUdevice, CUevent, CUstream, Code};
-use super::{DevicePtr, Driver, EventHandle, StreamHandle, Transfer};
+use super::{DevicePtr, Driver, EventHandle, Gone, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, Result};
 use crate::os;
 
-/// cuda.h: CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process.
-const PORTABLE: u32 = 1;
 /// cuda.h: CU_STREAM_NON_BLOCKING: no implicit order with the legacy default stream.
 const NON_BLOCKING: u32 = 1;
 /// cuda.h: CU_EVENT_DISABLE_TIMING, which makes recording several times cheaper.
@@ -52,14 +58,22 @@ thread_local! {
     static OURS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// One GPU.
+/// One context of a GPU.
 #[derive(Debug)]
-struct Cuda {
+pub(crate) struct Cuda {
     api: &'static Api,
     name: Arc<str>,
+    /// Counted as the driver counts.
+    ordinal: c_int,
     device: CUdevice,
     context: CUcontext,
     numa_node: Option<u32>,
+    /// Whether it has memory in stream order, and the driver the calls for it.
+    pools: bool,
+    /// The device's primary context, retained once. Others are the server's.
+    primary: bool,
+    /// What keeps a context of the server's alive, if it said so.
+    keeper: OnceLock<Box<dyn Any + Send + Sync>>,
     forks: u32,
 }
 
@@ -87,11 +101,23 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let mut device: CUdevice = 0;
     // SAFETY: writes a handle.
     said("cuDeviceGet", unsafe { (api.device_get)(&raw mut device, index) })?;
+    let pools = memory::has_pools(api, &name, device)?;
     let mut context: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a handle.
     said("cuDevicePrimaryCtxRetain", unsafe { (api.primary_retain)(&raw mut context, device) })?;
     let numa_node = numa_node(api, device);
-    Ok(Arc::new(Cuda { api, name, device, context, numa_node, forks: os::forks() }))
+    Ok(Arc::new(Cuda {
+        api,
+        name,
+        ordinal: index,
+        device,
+        context,
+        numa_node,
+        pools,
+        primary: true,
+        keeper: OnceLock::new(),
+        forks: os::forks(),
+    }))
 }
 
 /// The host's node that a GPU hangs on: as the driver knows it, or as the system does.
@@ -228,6 +254,10 @@ impl Driver for Cuda {
         "cuda"
     }
 
+    fn cuda(&self) -> Option<&Cuda> {
+        Some(self)
+    }
+
     fn enter_thread(&self) {
         // Where one of these fails the thread is like any other, and each call does it for itself.
         // SAFETY: our retained primary context.
@@ -250,17 +280,40 @@ impl Driver for Cuda {
     }
 
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        let _current = self.relaxed()?;
         // SAFETY: the caller's word: mapped, and stays so.
-        let code = unsafe { (self.api.host_register)(base.as_ptr().cast(), len, PORTABLE) };
-        self.said("cuMemHostRegister", code)
+        unsafe { self.host_register(base, len, false) }
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        let _current = self.relaxed()?;
         // SAFETY: the caller's word: registered once, unregistered once.
-        let code = unsafe { (self.api.host_unregister)(base.as_ptr().cast()) };
-        self.said("cuMemHostUnregister", code)
+        unsafe { self.host_unregister(base) }
+    }
+
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
+        // SAFETY: the caller's word: mapped, and stays so.
+        unsafe { self.host_register(base, len, read_only) }
+    }
+
+    unsafe fn unregister(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
+        // SAFETY: the caller's word: registered once, unregistered once.
+        unsafe { self.host_unregister(base) }
+    }
+
+    fn can_use(&self, kind: HostKind) -> Result<()> {
+        self.host_can_use(kind)
+    }
+
+    fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
+        self.host_allocate(len, kind)
+    }
+
+    unsafe fn free_host(&self, base: NonNull<u8>, _len: usize, kind: HostKind) -> Result<()> {
+        // SAFETY: the caller's word: allocated once, freed once.
+        unsafe { self.host_free(base, kind) }
+    }
+
+    fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
+        self.host_device_address(at)
     }
 
     fn allocate(&self, len: usize) -> Result<DevicePtr> {
@@ -276,6 +329,22 @@ impl Driver for Cuda {
         // SAFETY: allocated by us, freed once, and no longer in use by the contract.
         let code = unsafe { (self.api.mem_free)(ptr.0) };
         self.said("cuMemFree", code)
+    }
+
+    fn orders_memory(&self) -> bool {
+        self.pools
+    }
+
+    fn allocate_on(&self, on: StreamHandle, len: usize) -> Result<DevicePtr> {
+        self.pool_allocate(stream(on), len)
+    }
+
+    fn free_on(&self, on: StreamHandle, ptr: DevicePtr) -> Result<()> {
+        self.pool_free(stream(on), ptr)
+    }
+
+    fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
+        self.examine_range(ptr, len)
     }
 
     fn create_stream(&self) -> Result<StreamHandle> {
@@ -311,6 +380,8 @@ impl Driver for Cuda {
                 // SAFETY: both within allocations of ours.
                 self.said("cuMemcpyDtoDAsync", unsafe { (api.copy_on_device)(dst.0, src.0, len, stream) })
             }
+            // SAFETY: the caller's word for both.
+            Transfer::OnHost { src, dst, len } => unsafe { self.copy_on_host(stream, src, dst, len) },
         }
     }
 
@@ -355,11 +426,29 @@ impl Driver for Cuda {
         // SAFETY: handles of ours.
         self.said("cuStreamWaitEvent", unsafe { (self.api.stream_wait_event)(stream(on), event(handle), 0) })
     }
+
+    fn capturing(&self, on: StreamHandle) -> Result<bool> {
+        self.is_capturing(on)
+    }
+
+    fn capture_id(&self, on: StreamHandle) -> Result<Option<u64>> {
+        Ok(self.capture(on)?.map(|capture| capture.id))
+    }
+
+    fn keep_with_graph(&self, on: StreamHandle, gone: Gone) -> Result<Option<u64>> {
+        self.keep(on, gone)
+    }
 }
 
 impl Drop for Cuda {
     fn drop(&mut self) {
         if self.forks != os::forks() {
+            // The parent's.
+            std::mem::forget(self.keeper.take());
+            return;
+        }
+        if !self.primary {
+            // Its keeper goes now: no call follows.
             return;
         }
         let (api, device) = (self.api, self.device);

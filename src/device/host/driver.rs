@@ -10,10 +10,10 @@ use super::Refusal;
 use super::fault::{Call, Failure};
 use super::memory::Place;
 use super::node::Node;
-use super::stream::{Job, Promise, Ticket, Work};
+use super::stream::{Freeing, Job, Promise, Ticket, Work};
 use super::unit::Unit;
-use crate::device::{DevicePtr, Driver, EventHandle, Stepped, StreamHandle, Transfer};
-use crate::error::{Error, ErrorClass, Result};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
+use crate::error::{AddressFault, Error, ErrorClass, Result};
 use crate::os;
 
 /// Numbers driver objects, which own streams.
@@ -53,7 +53,7 @@ impl HostDriver {
     fn enter(&self, call: Call) -> Result<Twist> {
         let failure = self.node.faults.on_call(self.unit.ordinal, call);
         // A dead device still gives back what it was given.
-        if !matches!(call, Call::Unpin | Call::Free) {
+        if !matches!(call, Call::Unpin | Call::Free | Call::FreeOn | Call::FreeHost) {
             self.unit.check(call)?;
         }
         match failure {
@@ -72,7 +72,8 @@ impl HostDriver {
             Failure::Argument => refuse(ErrorClass::Argument, libc::EINVAL),
             Failure::Capture => refuse(ErrorClass::Capture, libc::EPERM),
             Failure::Stall => Ok(Twist::Stall),
-            Failure::RunsAnyway if call.queues() => Ok(Twist::FailAfter),
+            // Nobody would know the address of what was allocated all the same.
+            Failure::RunsAnyway if call.queues() && call != Call::AllocateOn => Ok(Twist::FailAfter),
             Failure::Moment | Failure::RunsAnyway => refuse(ErrorClass::Moment, libc::EAGAIN),
             Failure::Sticky => {
                 self.unit.kill("a fault was armed for a call, and killed the device");
@@ -119,6 +120,11 @@ impl HostDriver {
                 let (from, to) = (self.place(call, src, len)?, self.place(call, dst, len)?);
                 Ok(Job::OnDevice { from, to, len })
             }
+            Transfer::OnHost { src, dst, len } => {
+                self.host_address(call, src.addr(), len)?;
+                self.host_address(call, dst.addr(), len)?;
+                Ok(Job::OnHost { src, dst, len })
+            }
         }
     }
 
@@ -132,6 +138,44 @@ impl HostDriver {
                 Err(self.error(call, Refusal::argument(text)))
             }
         }
+    }
+
+    /// The bytes, as a range of addresses.
+    fn bytes(&self, call: Call, base: NonNull<u8>, len: usize) -> Result<Range<usize>> {
+        self.host_address(call, base.as_ptr().addr(), len)?;
+        if len == 0 {
+            return Err(self.error(call, Refusal::argument("no bytes")));
+        }
+        Ok(base.as_ptr().addr()..base.as_ptr().addr() + len)
+    }
+
+    /// Enters a range as pinned and locks the pages that it is on.
+    fn lock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
+        self.node.enter_pin(self.unit.ordinal, range).map_err(|refusal| self.error(call, refusal))?;
+        // Outside of the lock: this can take seconds.
+        let (base, len) = outwards(base, range);
+        os::lock(base, len).inspect_err(|_| {
+            // Entered above by us, so it is there.
+            let _ = self.node.leave_pin(self.unit.ordinal, range);
+        })
+    }
+
+    /// Takes a pinned range out and unlocks the pages that no other range is on. (One that comes onto the same page at this
+    /// very moment may find it unlocked, which costs it speed at worst.)
+    fn unlock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
+        if self.node.uses(range) {
+            let text = format!("{range:#x?} is used by a copy that is queued or running");
+            return Err(self.error(call, Refusal::argument(text)));
+        }
+        let own =
+            self.node.leave_pin(self.unit.ordinal, range).map_err(|refusal| self.error(call, refusal))?;
+        let (first, _) = outwards(base, range);
+        // SAFETY: `own` is within the pages that the range is on, which are mapped.
+        let start = unsafe { first.add(own.start - first.as_ptr().addr()) };
+        if own.is_empty() {
+            return Ok(());
+        }
+        os::unlock(start, own.len()).map_err(|error| self.error(call, Refusal::argument(error.to_string())))
     }
 
     fn unknown_event<T>(&self, call: Call, event: EventHandle) -> Result<T> {
@@ -156,24 +200,77 @@ impl Driver for HostDriver {
         let call = Call::Pin;
         self.enter(call)?;
         let range = self.pages(call, base, len)?;
-        self.node.enter_pin(self.unit.ordinal, &range).map_err(|refusal| self.error(call, refusal))?;
-        // Outside of the lock: this can take seconds.
-        os::lock(base, len).inspect_err(|_| {
-            // Entered above by us, so it is there.
-            let _ = self.node.leave_pin(self.unit.ordinal, &range);
-        })
+        self.lock(call, base, &range)
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
         let call = Call::Unpin;
         self.enter(call)?;
         let range = self.pages(call, base, len)?;
-        if self.node.uses(&range) {
-            let text = format!("{range:#x?} is used by a copy that is queued or running");
-            return Err(self.error(call, Refusal::argument(text)));
+        self.unlock(call, base, &range)
+    }
+
+    unsafe fn register(&self, base: NonNull<u8>, len: usize, _read_only: bool) -> Result<()> {
+        let call = Call::Pin;
+        self.enter(call)?;
+        let range = self.bytes(call, base, len)?;
+        self.lock(call, base, &range)
+    }
+
+    unsafe fn unregister(&self, base: NonNull<u8>, len: usize) -> Result<()> {
+        let call = Call::Unpin;
+        self.enter(call)?;
+        let range = self.bytes(call, base, len)?;
+        self.unlock(call, base, &range)
+    }
+
+    fn can_use(&self, _: HostKind) -> Result<()> {
+        Ok(())
+    }
+
+    fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
+        let call = Call::AllocateHost;
+        self.enter(call)?;
+        let base = os::map(len, 1)?;
+        os::dont_fork(base, len);
+        let entered = self.pages(call, base, len).and_then(|range| {
+            if let HostKind::Locked(_) = kind {
+                self.lock(call, base, &range)?;
+            }
+            self.node.enter_block(self.unit.ordinal, &range, kind);
+            Ok(())
+        });
+        entered.map(|()| base).inspect_err(|_| {
+            // SAFETY: mapped above, and known to nobody.
+            let _ = unsafe { os::unmap(base, len) };
+        })
+    }
+
+    unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()> {
+        let call = Call::FreeHost;
+        self.enter(call)?;
+        let range = self.pages(call, base, len)?;
+        self.node
+            .leave_block(self.unit.ordinal, &range, kind)
+            .map_err(|refusal| self.error(call, refusal))?;
+        if let HostKind::Locked(_) = kind {
+            self.unlock(call, base, &range).inspect_err(|_| {
+                self.node.enter_block(self.unit.ordinal, &range, kind);
+            })?;
         }
-        self.node.leave_pin(self.unit.ordinal, &range).map_err(|refusal| self.error(call, refusal))?;
-        os::unlock(base, len).map_err(|error| self.error(call, Refusal::argument(error.to_string())))
+        // SAFETY: mapped when it was allocated, and by the caller's word used by nobody.
+        unsafe { os::unmap(base, len) }
+    }
+
+    fn device_address(&self, at: NonNull<u8>) -> Result<u64> {
+        let call = Call::DeviceAddress;
+        self.enter(call)?;
+        let address = at.as_ptr().addr();
+        if !self.node.is_pinned(address) {
+            let text = format!("{address:#x} is not pinned");
+            return Err(self.error(call, Refusal::fault(text)));
+        }
+        Ok(address as u64)
     }
 
     fn allocate(&self, len: usize) -> Result<DevicePtr> {
@@ -185,6 +282,51 @@ impl Driver for HostDriver {
     fn free(&self, ptr: DevicePtr) -> Result<()> {
         self.enter(Call::Free)?;
         self.unit.memory.free(ptr.0).map_err(|refusal| self.error(Call::Free, refusal))
+    }
+
+    fn orders_memory(&self) -> bool {
+        true
+    }
+
+    fn allocate_on(&self, stream: StreamHandle, len: usize) -> Result<DevicePtr> {
+        let call = Call::AllocateOn;
+        let twist = self.enter(call)?;
+        let stream = self.unit.find(call, stream.0)?;
+        let (address, birth) =
+            self.unit.memory.allocate_later(len).map_err(|refusal| self.error(call, refusal))?;
+        let queued = self.unit.submit(call, &stream, Work::Allocate(birth), twist == Twist::Stall);
+        queued.inspect_err(|_| drop(self.unit.memory.free(address)))?;
+        Ok(DevicePtr(address))
+    }
+
+    fn free_on(&self, stream: StreamHandle, ptr: DevicePtr) -> Result<()> {
+        let call = Call::FreeOn;
+        let twist = self.enter(call)?;
+        // A dead device gives it back at once, whatever became of the stream.
+        let stream = self.unit.is_alive().then(|| self.unit.find(call, stream.0)).transpose()?;
+        self.unit.memory.begin_free(ptr.0).map_err(|refusal| self.error(call, refusal))?;
+        // Dropped without having run, because the device died or the stream went, it gives the memory back as well.
+        let death = Freeing { unit: Arc::downgrade(&self.unit), address: ptr.0 };
+        if let Some(stream) = stream {
+            self.unit.submit(call, &stream, Work::Free(death), twist == Twist::Stall)?;
+        }
+        self.leave(call, twist)
+    }
+
+    fn examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
+        self.enter(Call::Examine)?;
+        let host = || match usize::try_from(ptr.0) {
+            Ok(at) if self.node.has_pinned(at) => AddressFault::Host { registered: true },
+            _ if os::is_host_memory(ptr.0) == Some(true) => AddressFault::Host { registered: false },
+            _ => AddressFault::Unknown,
+        };
+        let found = self.unit.memory.examine(ptr.0, len);
+        found.map_err(|fault| Error::BadAddress {
+            device: self.unit.name.to_string(),
+            address: ptr.0,
+            len,
+            fault: fault.unwrap_or_else(host),
+        })
     }
 
     fn create_stream(&self) -> Result<StreamHandle> {
@@ -279,6 +421,15 @@ impl Driver for HostDriver {
         }
         self.leave(call, twist)
     }
+}
+
+/// The pages that a range is on.
+fn outwards(base: NonNull<u8>, range: &Range<usize>) -> (NonNull<u8>, usize) {
+    let page = os::page_size();
+    let front = range.start % page;
+    // SAFETY: the start of the page that the first byte is on, which is mapped as that byte is.
+    let first = unsafe { base.sub(front) };
+    (first, (front + range.len()).next_multiple_of(page))
 }
 
 impl Stepped for HostDriver {

@@ -12,14 +12,26 @@ use parking_lot::Mutex;
 /// A call that a device serves: what a fault can be armed for, and what a trace is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Call {
-    /// Locking host pages.
+    /// Locking host pages, registering host memory.
     Pin,
-    /// Unlocking host pages.
+    /// Unlocking host pages, unregistering host memory.
     Unpin,
+    /// Taking host memory of the device's own.
+    AllocateHost,
+    /// Giving host memory of the device's own back.
+    FreeHost,
+    /// Asking where the device sees host memory.
+    DeviceAddress,
     /// Taking device memory.
     Allocate,
     /// Giving device memory back.
     Free,
+    /// Taking device memory in a stream's order.
+    AllocateOn,
+    /// Giving device memory back in a stream's order.
+    FreeOn,
+    /// Looking at memory that others allocated.
+    Examine,
     /// Making a stream.
     CreateStream,
     /// Destroying a stream.
@@ -42,11 +54,17 @@ pub enum Call {
 
 impl Call {
     /// Every kind of call, for tests that go through all of them.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 19] = [
         Self::Pin,
         Self::Unpin,
+        Self::AllocateHost,
+        Self::FreeHost,
+        Self::DeviceAddress,
         Self::Allocate,
         Self::Free,
+        Self::AllocateOn,
+        Self::FreeOn,
+        Self::Examine,
         Self::CreateStream,
         Self::DestroyStream,
         Self::Copy,
@@ -64,8 +82,14 @@ impl Call {
         match self {
             Self::Pin => "pin",
             Self::Unpin => "unpin",
+            Self::AllocateHost => "allocate_host",
+            Self::FreeHost => "free_host",
+            Self::DeviceAddress => "device_address",
             Self::Allocate => "allocate",
             Self::Free => "free",
+            Self::AllocateOn => "allocate_on",
+            Self::FreeOn => "free_on",
+            Self::Examine => "examine",
             Self::CreateStream => "create_stream",
             Self::DestroyStream => "destroy_stream",
             Self::Copy => "copy",
@@ -81,7 +105,15 @@ impl Call {
     /// Whether the call puts an operation into a stream's queue.
     #[must_use]
     pub const fn queues(self) -> bool {
-        matches!(self, Self::Copy | Self::CopyBlocking | Self::Record | Self::WaitEvent)
+        matches!(
+            self,
+            Self::Copy
+                | Self::CopyBlocking
+                | Self::AllocateOn
+                | Self::FreeOn
+                | Self::Record
+                | Self::WaitEvent
+        )
     }
 }
 
@@ -96,7 +128,7 @@ pub enum Failure {
     /// [`Sticky`](crate::ErrorClass::Sticky).
     Sticky,
     /// Fails with class [`Moment`](crate::ErrorClass::Moment), but the operation is queued and runs all the same. For
-    /// a call that queues nothing, the same as [`Failure::Moment`].
+    /// a call that queues nothing, and for an allocation, the same as [`Failure::Moment`].
     RunsAnyway,
     /// Fails with class [`Capture`](crate::ErrorClass::Capture); nothing happens.
     Capture,

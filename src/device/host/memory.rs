@@ -10,7 +10,9 @@
 //! waits in a buffer of its own until it is written.
 //!
 //! *Life.* An operation in a queue keeps its allocation's memory alive. Running it after the memory was freed is an
-//! error that can be told, since a flag says so, and never an access to memory that somebody else has by now.
+//! error that can be told, since a flag says so, and never an access to memory that somebody else has by now. Memory in
+//! a stream's order has its addresses from the call on, as a real driver's has, and is there when that stream comes to
+//! it: to run a copy on it before is the same error.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
@@ -22,6 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::RwLock;
 
 use super::Refusal;
+use crate::error::AddressFault;
 use crate::os;
 
 /// Bytes under one lock.
@@ -45,6 +48,10 @@ pub(super) struct Allocation {
     layout: Layout,
     data: NonNull<u8>,
     stripes: Box<[RwLock<()>]>,
+    /// In a stream's order: not there yet. Set once, by [`Birth`].
+    unborn: AtomicBool,
+    /// In a stream's order: to be freed there.
+    dying: AtomicBool,
     freed: AtomicBool,
 }
 
@@ -54,7 +61,7 @@ unsafe impl Send for Allocation {}
 unsafe impl Sync for Allocation {}
 
 impl Allocation {
-    fn new(address: u64, len: usize) -> Option<Self> {
+    fn new(address: u64, len: usize, unborn: bool) -> Option<Self> {
         let layout = Layout::from_size_align(len, HEAP_ALIGN).ok().filter(|layout| layout.size() > 0)?;
         let data = if len >= MAPPED {
             let data = os::map(len, MAPPED).ok()?;
@@ -66,12 +73,15 @@ impl Allocation {
             NonNull::new(unsafe { alloc_zeroed(layout) })?
         };
         let stripes = (0..len.div_ceil(STRIPE)).map(|_| RwLock::new(())).collect();
-        Some(Self { address, layout, data, stripes, freed: AtomicBool::new(false) })
+        let (unborn, dying, freed) =
+            (AtomicBool::new(unborn), AtomicBool::new(false), AtomicBool::new(false));
+        Some(Self { address, layout, data, stripes, unborn, dying, freed })
     }
 
-    /// Whether the memory was given back, so that nothing should use it any more.
-    pub(super) fn is_freed(&self) -> bool {
-        self.freed.load(Ordering::Acquire)
+    /// Whether the memory was given back or is not there yet, so that nothing should use it.
+    pub(super) fn is_absent(&self) -> bool {
+        // Acquire: pair with the stores of whoever freed it, and of its `Birth`.
+        self.freed.load(Ordering::Acquire) || self.unborn.load(Ordering::Acquire)
     }
 
     fn len(&self) -> usize {
@@ -147,8 +157,8 @@ pub(super) struct Place {
 }
 
 impl Place {
-    pub(super) fn is_freed(&self) -> bool {
-        self.allocation.is_freed()
+    pub(super) fn is_absent(&self) -> bool {
+        self.allocation.is_absent()
     }
 
     /// Whether copying front to back from here to `to` would overwrite bytes before they are read.
@@ -174,6 +184,17 @@ impl Place {
     pub(super) unsafe fn write(&self, at: usize, from: *const u8, len: usize) {
         // SAFETY: the caller's promise.
         unsafe { self.allocation.write(self.offset + at, from, len) }
+    }
+}
+
+/// Memory that is there from the moment on when its stream comes to this.
+#[derive(Debug)]
+pub(super) struct Birth(Arc<Allocation>);
+
+impl Birth {
+    pub(super) fn come(self) {
+        // Release: pairs with the acquire in `is_absent`.
+        self.0.unborn.store(false, Ordering::Release);
     }
 }
 
@@ -207,6 +228,15 @@ impl Memory {
     }
 
     pub(super) fn allocate(&self, len: usize) -> Result<u64, Refusal> {
+        self.enter(len, false).map(|allocation| allocation.address)
+    }
+
+    /// Memory in a stream's order: its address now, itself when that stream comes to it.
+    pub(super) fn allocate_later(&self, len: usize) -> Result<(u64, Birth), Refusal> {
+        self.enter(len, true).map(|allocation| (allocation.address, Birth(allocation)))
+    }
+
+    fn enter(&self, len: usize, unborn: bool) -> Result<Arc<Allocation>, Refusal> {
         if len == 0 {
             return Err(Refusal::argument("0 bytes of device memory were asked for"));
         }
@@ -222,12 +252,43 @@ impl Memory {
             )));
         };
         // Under the lock, for the gap to stay ours. Large memory is only mapped here; the first use pages it in.
-        let Some(allocation) = Allocation::new(address, len) else {
+        let Some(allocation) = Allocation::new(address, len, unborn) else {
             return Err(Refusal::out_of_memory(format!("the system has no {len} bytes for device memory")));
         };
         table.used += len;
-        table.by_address.insert(address, Arc::new(allocation));
-        Ok(address)
+        let allocation = Arc::new(allocation);
+        table.by_address.insert(address, Arc::clone(&allocation));
+        Ok(allocation)
+    }
+
+    /// Says that memory is to be freed in a stream's order. From here on no new copy may name it.
+    pub(super) fn begin_free(&self, address: u64) -> Result<(), Refusal> {
+        let table = self.table.read();
+        // Relaxed: only told apart from a second call for the same memory.
+        match table.by_address.get(&address) {
+            Some(allocation) if !allocation.dying.swap(true, Ordering::Relaxed) => Ok(()),
+            _ => Err(self.no_such(address, "is not the start of an allocation")),
+        }
+    }
+
+    /// Whether a range that somebody names is memory of this device. `Err(None)`: it is no device's.
+    pub(super) fn examine(&self, address: u64, len: usize) -> Result<(), Option<AddressFault>> {
+        let table = self.table.read();
+        let below = table.by_address.range(..=address).next_back();
+        let here = below.filter(|(start, allocation)| {
+            // Relaxed: a matter of when exactly it was asked.
+            address - *start < allocation.len() as u64 && !allocation.dying.load(Ordering::Relaxed)
+        });
+        let Some((start, allocation)) = here else {
+            let owner = self.owner(address);
+            return Err(owner.map(|owner| AddressFault::OtherDevice { device: format!("host:{owner}") }));
+        };
+        let left = allocation.len() - (address - start) as usize;
+        if len > left {
+            let (start, size, over) = (*start, allocation.len(), len - left);
+            return Err(Some(AddressFault::PastEnd { start, size, over }));
+        }
+        Ok(())
     }
 
     pub(super) fn free(&self, address: u64) -> Result<(), Refusal> {
@@ -250,7 +311,8 @@ impl Memory {
     /// Checks a range and finds the allocation that it lies in.
     pub(super) fn find(&self, address: u64, len: usize) -> Result<Place, Refusal> {
         let table = self.table.read();
-        let Some((_, allocation)) = table.by_address.range(..=address).next_back() else {
+        let below = table.by_address.range(..=address).next_back();
+        let Some((_, allocation)) = below.filter(|(_, found)| !found.dying.load(Ordering::Relaxed)) else {
             return Err(self.no_such(address, "is outside of any allocation"));
         };
         let (start, size) = (allocation.address, allocation.len());
@@ -270,13 +332,18 @@ impl Memory {
     }
 
     fn no_such(&self, address: u64, what: &str) -> Refusal {
-        let owner = (address >> SPACE_BITS).checked_sub(1);
-        Refusal::fault(match owner {
-            Some(owner) if owner != u64::from(self.ordinal) && owner < u64::from(super::MAX_DEVICES) => {
+        Refusal::fault(match self.owner(address) {
+            Some(owner) => {
                 format!("device address {address:#x} belongs to host:{owner}, not to host:{}", self.ordinal)
             }
-            _ => format!("device address {address:#x} {what}"),
+            None => format!("device address {address:#x} {what}"),
         })
+    }
+
+    /// The other device whose addresses it is among.
+    fn owner(&self, address: u64) -> Option<u64> {
+        let owner = (address >> SPACE_BITS).checked_sub(1)?;
+        (owner != u64::from(self.ordinal) && owner < u64::from(super::MAX_DEVICES)).then_some(owner)
     }
 }
 

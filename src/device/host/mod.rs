@@ -38,7 +38,7 @@
 //!   them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
 //!   [`HostNode::live`] comes to zero.
 //! - A queued copy whose device memory was freed before the copy ran kills the device, as accelerators die of an illegal
-//!   address.
+//!   address. So does one that runs on memory in a stream's order before that stream has come to the allocation.
 //!
 //! What is asked about a device that the node does not have reads as zero, and orders to it do nothing.
 

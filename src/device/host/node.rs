@@ -14,7 +14,7 @@ use super::fault::{Call, Failure, Fault, FaultBook};
 use super::stream::{Next, Outcome, Random, Scratch, Stream, Ticket};
 use super::unit::Unit;
 use super::{HostConfig, Refusal};
-use crate::device::Driver;
+use crate::device::{Driver, HostKind};
 use crate::error::{Error, Result};
 
 /// What moves a node without threads.
@@ -31,6 +31,8 @@ pub(super) struct Node {
     pub(super) faults: FaultBook,
     /// Pinned ranges by their start: end, and the device that pinned them.
     pins: Mutex<BTreeMap<usize, (usize, u32)>>,
+    /// Host memory that devices allocated, by its start: end, the device, the kind.
+    blocks: Mutex<BTreeMap<usize, (usize, u32, HostKind)>>,
     /// Held while an operation runs, so that operations run one at a time. `None`: the node has threads.
     stepper: Option<Mutex<Stepper>>,
 }
@@ -47,6 +49,7 @@ impl Node {
             units: units.collect(),
             faults: FaultBook::default(),
             pins: Mutex::default(),
+            blocks: Mutex::default(),
             stepper,
         })
     }
@@ -139,19 +142,63 @@ impl Node {
         Ok(())
     }
 
-    /// Takes a pinned range out again.
-    pub(super) fn leave_pin(&self, ordinal: u32, range: &Range<usize>) -> Result<(), Refusal> {
+    /// Takes a pinned range out again. The pages that it was on and no other one is.
+    pub(super) fn leave_pin(&self, ordinal: u32, range: &Range<usize>) -> Result<Range<usize>, Refusal> {
         let mut pins = self.pins.lock();
         if pins.get(&range.start) != Some(&(range.end, ordinal)) {
             return Err(Refusal::argument(format!("{range:#x?} is not what host:{ordinal} has pinned")));
         }
         pins.remove(&range.start);
+        let page = crate::os::page_size();
+        let (mut start, mut end) = (range.start / page * page, range.end.next_multiple_of(page));
+        if pins.range(..range.start).next_back().is_some_and(|(_, pin)| pin.0 > start) {
+            start += page;
+        }
+        if pins.range(range.end..end).next().is_some() {
+            end -= page;
+        }
+        Ok(start..end.max(start))
+    }
+
+    /// Whether a pinned range has this address.
+    pub(super) fn is_pinned(&self, address: usize) -> bool {
+        let pins = self.pins.lock();
+        pins.range(..=address).next_back().is_some_and(|(_, pin)| address < pin.0)
+    }
+
+    /// Enters host memory that a device allocated.
+    pub(super) fn enter_block(&self, ordinal: u32, range: &Range<usize>, kind: HostKind) {
+        self.blocks.lock().insert(range.start, (range.end, ordinal, kind));
+    }
+
+    /// Takes it out again.
+    pub(super) fn leave_block(
+        &self,
+        ordinal: u32,
+        range: &Range<usize>,
+        kind: HostKind,
+    ) -> Result<(), Refusal> {
+        let mut blocks = self.blocks.lock();
+        if blocks.get(&range.start) != Some(&(range.end, ordinal, kind)) {
+            return Err(Refusal::argument(format!("{range:#x?} is not what host:{ordinal} has allocated")));
+        }
+        blocks.remove(&range.start);
         Ok(())
+    }
+
+    /// Whether any device of the node has pinned the memory there.
+    pub(super) fn has_pinned(&self, address: usize) -> bool {
+        self.pins.lock().range(..=address).next_back().is_some_and(|(_, (end, _))| address < *end)
     }
 
     /// Whether any queued copy of the node uses these host addresses.
     pub(super) fn uses(&self, range: &Range<usize>) -> bool {
         self.units().any(|unit| unit.uses(range))
+    }
+
+    fn allocated(&self, ordinal: u32) -> usize {
+        let blocks = self.blocks.lock();
+        blocks.iter().filter(|(_, block)| block.1 == ordinal).map(|(start, block)| block.0 - start).sum()
     }
 
     fn pinned(&self, ordinal: u32) -> usize {
@@ -173,6 +220,8 @@ pub struct HostUsage {
     pub allocated_bytes: usize,
     /// Bytes of host memory that the device has pinned.
     pub pinned_bytes: usize,
+    /// Bytes of host memory that the device has allocated itself. Those that are page-locked count as pinned, too.
+    pub host_bytes: usize,
     /// Operations queued or running.
     pub queued: usize,
 }
@@ -347,6 +396,7 @@ impl HostNode {
             allocations,
             allocated_bytes,
             pinned_bytes: self.0.pinned(device),
+            host_bytes: self.0.allocated(device),
             queued: unit.queued(),
         }
     }

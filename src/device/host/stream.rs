@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::memory::{Place, STRIPE};
+use super::memory::{Birth, Place, STRIPE};
 use super::unit::Unit;
 
 /// Bytes that a copy moves between two looks at whether its device is alive.
@@ -33,6 +33,7 @@ pub(super) enum Job {
     Upload { src: *const u8, to: Place, len: usize },
     Download { from: Place, dst: *mut u8, len: usize },
     OnDevice { from: Place, to: Place, len: usize },
+    OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
 // SAFETY: the host memory is the submitter's promise, made for whichever thread runs the job (`Driver::copy`).
@@ -42,30 +43,32 @@ unsafe impl Send for Job {}
 enum Stopped {
     /// The device died.
     Dead,
-    /// It was to use device memory that had been freed.
-    Freed,
+    /// It was to use device memory that was not there: freed, or not yet allocated in its stream's order.
+    Absent,
 }
 
 impl Job {
     /// The host addresses that the copy uses.
-    fn host_range(&self) -> Range<usize> {
+    fn host_ranges(&self) -> [Range<usize>; 2] {
         match *self {
-            Self::Upload { src, len, .. } => src.addr()..src.addr() + len,
-            Self::Download { dst, len, .. } => dst.addr()..dst.addr() + len,
-            Self::OnDevice { .. } => 0..0,
+            Self::Upload { src, len, .. } => [src.addr()..src.addr() + len, 0..0],
+            Self::Download { dst, len, .. } => [dst.addr()..dst.addr() + len, 0..0],
+            Self::OnDevice { .. } => [0..0, 0..0],
+            Self::OnHost { src, dst, len } => [src.addr()..src.addr() + len, dst.addr()..dst.addr() + len],
         }
     }
 
-    fn uses_freed_memory(&self) -> bool {
+    fn uses_absent_memory(&self) -> bool {
         match self {
-            Self::Upload { to: place, .. } | Self::Download { from: place, .. } => place.is_freed(),
-            Self::OnDevice { from, to, .. } => from.is_freed() || to.is_freed(),
+            Self::Upload { to: place, .. } | Self::Download { from: place, .. } => place.is_absent(),
+            Self::OnDevice { from, to, .. } => from.is_absent() || to.is_absent(),
+            Self::OnHost { .. } => false,
         }
     }
 
     fn run(&self, stream: &Stream, unit: &Unit, scratch: &mut Scratch) -> Result<(), Stopped> {
-        if self.uses_freed_memory() {
-            return Err(Stopped::Freed);
+        if self.uses_absent_memory() {
+            return Err(Stopped::Absent);
         }
         match *self {
             Self::Upload { src, ref to, len } => parts(len, PART, false, stream, unit, |at, n| {
@@ -88,6 +91,10 @@ impl Job {
                     unsafe { to.write(at, bounce.as_ptr(), n) };
                 })
             }
+            Self::OnHost { src, dst, len } => parts(len, PART, false, stream, unit, |at, n| {
+                // SAFETY: as for uploads and downloads; source and target are two buffers.
+                unsafe { dst.add(at).copy_from_nonoverlapping(src.add(at), n) }
+            }),
         }
     }
 }
@@ -175,10 +182,28 @@ impl Drop for Promise {
     }
 }
 
+/// Device memory that is to be freed when this goes, whether its turn has come or it is dropped with the queue.
+#[derive(Debug)]
+pub(super) struct Freeing {
+    pub(super) unit: Weak<Unit>,
+    pub(super) address: u64,
+}
+
+impl Drop for Freeing {
+    fn drop(&mut self) {
+        if let Some(unit) = self.unit.upgrade() {
+            // Checked when it was submitted, and nobody else frees it.
+            let _ = unit.memory.free(self.address);
+        }
+    }
+}
+
 /// What an operation does.
 #[derive(Debug)]
 pub(super) enum Work {
     Copy { job: Job, promise: Option<Promise> },
+    Allocate(Birth),
+    Free(Freeing),
     Record { slot: u32, number: u64 },
     Wait { on: Arc<Stream>, position: u64 },
 }
@@ -224,7 +249,7 @@ pub(super) struct Queue {
     operations: VecDeque<Operation>,
     submitted: u64,
     /// The host addresses that the operation being run uses.
-    busy: Option<Range<usize>>,
+    busy: Option<[Range<usize>; 2]>,
     hung: bool,
     destroyed: bool,
     end: End,
@@ -357,12 +382,13 @@ impl Stream {
 
     /// Whether an operation that is not over uses any of these host addresses.
     pub(super) fn uses(&self, range: &Range<usize>) -> bool {
-        let overlaps =
-            |used: &Range<usize>| !used.is_empty() && used.start < range.end && range.start < used.end;
+        let overlaps = |used: &[Range<usize>; 2]| {
+            used.iter().any(|used| !used.is_empty() && used.start < range.end && range.start < used.end)
+        };
         let queue = self.queue.lock();
         queue.busy.as_ref().is_some_and(overlaps)
             || queue.operations.iter().any(|operation| match &operation.work {
-                Work::Copy { job, .. } => overlaps(&job.host_range()),
+                Work::Copy { job, .. } => overlaps(&job.host_ranges()),
                 _ => false,
             })
     }
@@ -407,14 +433,17 @@ impl Stream {
         let Some(Operation { position, work, .. }) = queue.operations.pop_front() else { return };
         let job = match work {
             Work::Copy { job, promise } => {
-                queue.busy = Some(job.host_range());
+                queue.busy = Some(job.host_ranges());
                 let ran = MutexGuard::unlocked(queue, || job.run(self, unit, scratch));
                 queue.busy = None;
                 if let Err(stopped) = ran {
                     // The operation is not over: nothing behind it may look complete.
                     MutexGuard::unlocked(queue, || {
-                        if matches!(stopped, Stopped::Freed) {
-                            unit.kill("a queued copy was to use device memory that had been freed");
+                        if matches!(stopped, Stopped::Absent) {
+                            unit.kill(
+                                "a queued copy was to use device memory that had been freed, or was not yet \
+                                 allocated in its stream's order",
+                            );
                         }
                         drop((job, promise));
                     });
@@ -424,6 +453,15 @@ impl Stream {
             }
             Work::Record { slot, number } => {
                 unit.events.complete(slot, number);
+                None
+            }
+            Work::Allocate(birth) => {
+                birth.come();
+                None
+            }
+            Work::Free(death) => {
+                // The memory goes with the last that names it, which can be here: not under the lock.
+                MutexGuard::unlocked(queue, || drop(death));
                 None
             }
             Work::Wait { .. } => None,

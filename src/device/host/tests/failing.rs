@@ -41,10 +41,13 @@ fn every_call_fails_as_told_and_does_nothing() {
         ] {
             let rig = Rig::stepped();
             let (stream, event, memory, host) = (rig.stream(), rig.event(), rig.memory(8), Host::new(8, 1));
+            let ordered = rig.driver.allocate_on(stream, 8).unwrap();
+            while rig.node.step() {}
             let page = crate::os::page_size();
             let [base, other] = [(); 2].map(|()| crate::os::map(page, 1).unwrap());
             // SAFETY: mapped until the end, and used by no copy.
             unsafe { rig.driver.pin(base, page).unwrap() };
+            let block = rig.driver.allocate_host(page, HostKind::Managed).unwrap();
             let before = rig.node.live(0);
             arm(&rig, call, 0, failure);
             // SAFETY: as above.
@@ -52,8 +55,14 @@ fn every_call_fails_as_told_and_does_nothing() {
                 match call {
                     Call::Pin => rig.driver.pin(other, page),
                     Call::Unpin => rig.driver.unpin(base, page),
+                    Call::AllocateHost => rig.driver.allocate_host(page, HostKind::Managed).map(drop),
+                    Call::FreeHost => rig.driver.free_host(block, page, HostKind::Managed),
+                    Call::DeviceAddress => rig.driver.device_address(base).map(drop),
                     Call::Allocate => rig.driver.allocate(8).map(drop),
                     Call::Free => rig.driver.free(memory),
+                    Call::AllocateOn => rig.driver.allocate_on(stream, 8).map(drop),
+                    Call::FreeOn => rig.driver.free_on(stream, ordered),
+                    Call::Examine => rig.driver.examine(memory, 8),
                     Call::CreateStream => rig.driver.create_stream().map(drop),
                     Call::DestroyStream => rig.driver.destroy_stream(stream),
                     Call::Copy => rig.try_upload(stream, &host, memory),
@@ -74,15 +83,19 @@ fn every_call_fails_as_told_and_does_nothing() {
             // SAFETY: as above.
             unsafe {
                 rig.driver.unpin(base, page).unwrap();
+                rig.driver.free_host(block, page, HostKind::Managed).unwrap();
                 crate::os::unmap(base, page).unwrap();
                 crate::os::unmap(other, page).unwrap();
             }
             rig.driver.free(memory).unwrap();
+            rig.driver.free_on(stream, ordered).unwrap();
             // Dead or not, the device lets go of these, once.
             let _ = rig.driver.destroy_stream(stream);
             let _ = rig.driver.destroy_event(event);
             let _ = rig.driver.destroy_stream(stream);
             let _ = rig.driver.destroy_event(event);
+            // What a stream was still to free it frees, destroyed or not.
+            while rig.node.step() {}
             assert_eq!(rig.node.live(0), HostUsage::default(), "{call:?} {failure:?}");
         }
     }

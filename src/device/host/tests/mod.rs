@@ -1,6 +1,8 @@
 //! The host device against the contract's rules, and against what its own page promises.
 
 mod failing;
+mod hostmem;
+mod ordered;
 mod stepped;
 mod threads;
 
@@ -9,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::device::{DevicePtr, Driver, EventHandle, StreamHandle, Transfer};
+use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::ErrorClass;
 
 /// Host memory that copies use while the test still has it. What the tests read and write, they do when no copy does.

@@ -9,6 +9,15 @@ use crate::world::*;
 
 /// What every call begins and ends with.
 pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
+    if let Some(code) = crate::hostfn::refused(name) {
+        return code;
+    }
+    let code = locked(name, body);
+    crate::graphs::run_due();
+    code
+}
+
+fn locked(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
     let mut guard = world();
     let Some(world) = guard.as_mut() else { return INVALID_VALUE };
     *world.counts.entry(name).or_default() += 1;
@@ -17,6 +26,10 @@ pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32
     }
     if !world.ready && !matches!(name, "cuInit" | "cuDriverGetVersion") {
         let refused: Outcome = world.violate("INIT-1", name, NOT_INITIALIZED);
+        return refused.err().unwrap_or_default();
+    }
+    if crate::graphs::is_destructor() {
+        let refused: Outcome = world.violate("GRA-1", name, NOT_PERMITTED);
         return refused.err().unwrap_or_default();
     }
     let mut due = None;
@@ -45,7 +58,7 @@ pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32
 ///
 /// # Safety
 /// `to` is null or valid for a write.
-unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> Outcome {
+pub unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> Outcome {
     if to.is_null() {
         return world.violate("ARG-1", name, INVALID_VALUE);
     }
@@ -125,6 +138,7 @@ unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 
         100 => c"CUDA_ERROR_NO_DEVICE",
         101 => c"CUDA_ERROR_INVALID_DEVICE",
         201 => c"CUDA_ERROR_INVALID_CONTEXT",
+        215 => c"CUDA_ERROR_UNSUPPORTED_LIMIT",
         400 => c"CUDA_ERROR_INVALID_HANDLE",
         600 => c"CUDA_ERROR_NOT_READY",
         700 => c"CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -132,9 +146,12 @@ unsafe extern "C" fn cuGetErrorName(code: u32, text: *mut *const c_char) -> u32 
         712 => c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
         713 => c"CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
         719 => c"CUDA_ERROR_LAUNCH_FAILED",
+        800 => c"CUDA_ERROR_NOT_PERMITTED",
         803 => c"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
         900 => c"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         901 => c"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+        905 => c"CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
+        906 => c"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
         907 => c"CUDA_ERROR_CAPTURED_EVENT",
         908 => c"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
         _ => {
@@ -189,7 +206,7 @@ unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> u32 {
 }
 
 /// A context that a thread may have current: none, or one that exists.
-fn usable(w: &mut World, name: &str, context: usize) -> Outcome {
+pub fn usable(w: &mut World, name: &str, context: usize) -> Outcome {
     match w.contexts.get(&context) {
         None if context != 0 => w.violate("CTX-2", format!("{name}: {context:#x}"), CONTEXT_IS_DESTROYED),
         _ => Ok(()),
@@ -236,11 +253,14 @@ unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
 // --- memory ------------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
-extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, _flags: c_uint) -> u32 {
+extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, flags: c_uint) -> u32 {
     call("cuMemHostRegister_v2", |w| {
         w.current("cuMemHostRegister_v2")?;
         w.unsafe_call("cuMemHostRegister_v2")?;
-        w.register(start as usize, len)
+        w.may_register(start as usize, len, flags)?;
+        w.register(start as usize, len)?;
+        w.registered_as(start as usize, flags);
+        Ok(())
     })
 }
 
@@ -269,6 +289,9 @@ extern "C" fn cuMemFree_v2(address: u64) -> u32 {
     call("cuMemFree_v2", |w| {
         w.current("cuMemFree_v2")?;
         w.unsafe_call("cuMemFree_v2")?;
+        if w.hosts.is_managed(address as usize) {
+            return w.free_host(address as usize, true);
+        }
         w.free(address)
     })
 }
@@ -278,6 +301,7 @@ fn copy(name: &'static str, src: Place, dst: Place, len: usize, stream: *mut c_v
         w.stream(name, stream as usize)?;
         w.check(name, src, len)?;
         w.check(name, dst, len)?;
+        w.may_write(name, dst, len)?;
         w.submit(name, stream as usize, Op::Copy { src, dst, len }).map(drop)
     })
 }
@@ -300,10 +324,10 @@ extern "C" fn cuMemcpyDtoDAsync_v2(dst: u64, src: u64, len: usize, stream: *mut 
 // --- streams -----------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamCreate(stream: *mut *mut c_void, _flags: c_uint) -> u32 {
+unsafe extern "C" fn cuStreamCreate(stream: *mut *mut c_void, flags: c_uint) -> u32 {
     call("cuStreamCreate", |w| {
         let context = w.current("cuStreamCreate")?;
-        let made = w.create_stream(context);
+        let made = w.create_stream(context, flags & 1 == 0);
         // SAFETY: as above.
         unsafe { write(w, "cuStreamCreate", stream, made as *mut c_void) }
     })
@@ -316,6 +340,7 @@ extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
 
 /// From outside of a capture nothing may wait for it.
 fn not_captured(w: &mut World, name: &str, stream: usize) -> Outcome {
+    w.not_implicit(name, stream)?;
     if let Some(capture) = &mut w.stream(name, stream)?.capture {
         capture.spoiled = true;
         return w.violate("CAP-2", format!("{name} on {stream:#x}"), CAPTURE_UNSUPPORTED);
@@ -333,7 +358,8 @@ extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> u32 {
         let upto = w.stream(NAME, stream as usize)?.submitted;
         hung = w.hung;
         if !hung {
-            w.run(stream as usize, upto);
+            let stream = w.resolved(stream as usize);
+            w.run(stream, upto);
         }
         Ok(())
     });
@@ -345,8 +371,10 @@ extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> u32 {
             if let Err(code) = world.stream(NAME, stream as usize).map(|s| s.submitted) {
                 return code;
             }
-            world.run(stream as usize, u64::MAX);
+            let stream = world.resolved(stream as usize);
+            world.run(stream, u64::MAX);
         }
+        crate::graphs::run_due();
     }
     code
 }
@@ -366,43 +394,16 @@ extern "C" fn cuStreamWaitEvent(stream: *mut c_void, event: *mut c_void, _flags:
                 CAPTURED_EVENT,
             );
         }
-        w.stream(NAME, stream as usize)?;
+        if let Some(capture) = &mut w.stream(NAME, stream as usize)?.capture {
+            capture.spoiled = true;
+            let text = format!("{NAME}: {event:?} is not of the capture of {stream:?}");
+            return w.violate("CAP-6", text, CAPTURE_ISOLATION);
+        }
         match recorded {
             // Never recorded: nothing to wait for.
             None => Ok(()),
             Some((on, upto)) => w.submit(NAME, stream as usize, Op::Wait { stream: on, upto }).map(drop),
         }
-    })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuStreamBeginCapture_v2(stream: *mut c_void, mode: c_uint) -> u32 {
-    call("cuStreamBeginCapture_v2", |w| {
-        let stream = w.stream("cuStreamBeginCapture_v2", stream as usize)?;
-        if stream.capture.is_some() || mode > 2 {
-            return Err(INVALID_VALUE);
-        }
-        stream.capture = Some(Capture { mode, thread: thread(), spoiled: false, nodes: 0 });
-        Ok(())
-    })
-}
-
-/// The graph that is written is the number of its nodes: nothing can be done with it.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuStreamEndCapture(stream: *mut c_void, graph: *mut *mut c_void) -> u32 {
-    const NAME: &str = "cuStreamEndCapture";
-    call(NAME, |w| {
-        let Some(capture) = w.stream(NAME, stream as usize)?.capture.take() else {
-            return Err(INVALID_VALUE);
-        };
-        if capture.mode != 2 && capture.thread != thread() {
-            w.stream(NAME, stream as usize)?.capture = Some(Capture { spoiled: true, ..capture });
-            return w.violate("CAP-4", format!("{stream:?}"), CAPTURE_WRONG_THREAD);
-        }
-        let nodes = if capture.spoiled { 0 } else { capture.nodes };
-        // SAFETY: as above.
-        unsafe { write(w, NAME, graph, nodes as *mut c_void) }?;
-        if capture.spoiled { Err(CAPTURE_INVALIDATED) } else { Ok(()) }
     })
 }
 

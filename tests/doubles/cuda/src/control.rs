@@ -54,6 +54,12 @@ extern "C" fn standin_hang(hung: bool) {
     with(|w| w.hung = hung);
 }
 
+/// While it is set, new streams get the handles of destroyed ones, as a driver's do.
+#[unsafe(no_mangle)]
+extern "C" fn standin_reuse(reuse: bool) {
+    with(|w| w.reuse = reuse);
+}
+
 /// How often a call was made.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn standin_calls(name: *const c_char) -> u64 {
@@ -75,7 +81,12 @@ unsafe extern "C" fn standin_report(to: *mut u8, len: usize) -> usize {
         let retained: usize = w.devices.iter().filter_map(|d| d.primary).map(|(_, count)| count).sum();
         let there = w.owned(None).map(|(what, n)| (what, n + w.left.get(what).copied().unwrap_or(0)));
         let leaks = [("contexts", retained)].into_iter().chain(there);
-        for (what, count) in leaks.chain([("registrations", w.registered.len())]).filter(|leak| leak.1 > 0) {
+        let more = [
+            ("registrations", w.registered.len()),
+            ("graphs", w.graphs.count()),
+            ("objects", w.graphs.objects()),
+        ];
+        for (what, count) in leaks.chain(more).filter(|leak| leak.1 > 0) {
             let _ = writeln!(all, "leak {what} {count}");
         }
         // Asked for, whatever came of it: releasing is the last call that anyone makes.

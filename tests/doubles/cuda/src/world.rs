@@ -4,6 +4,8 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard};
 
+use crate::graphs::Graphs;
+
 pub const INVALID_VALUE: u32 = 1;
 pub const OUT_OF_MEMORY: u32 = 2;
 pub const NOT_INITIALIZED: u32 = 3;
@@ -11,13 +13,17 @@ pub const DEINITIALIZED: u32 = 4;
 pub const NO_DEVICE: u32 = 100;
 pub const INVALID_DEVICE: u32 = 101;
 pub const INVALID_CONTEXT: u32 = 201;
+pub const UNSUPPORTED_LIMIT: u32 = 215;
 pub const INVALID_HANDLE: u32 = 400;
 pub const NOT_READY: u32 = 600;
 pub const CONTEXT_IS_DESTROYED: u32 = 709;
 pub const ALREADY_REGISTERED: u32 = 712;
 pub const NOT_REGISTERED: u32 = 713;
+pub const NOT_PERMITTED: u32 = 800;
 pub const CAPTURE_UNSUPPORTED: u32 = 900;
 pub const CAPTURE_INVALIDATED: u32 = 901;
+pub const CAPTURE_ISOLATION: u32 = 905;
+pub const CAPTURE_IMPLICIT: u32 = 906;
 pub const CAPTURED_EVENT: u32 = 907;
 pub const CAPTURE_WRONG_THREAD: u32 = 908;
 
@@ -52,8 +58,22 @@ pub struct Context {
 }
 
 pub struct Block {
-    context: usize,
-    bytes: Vec<u8>,
+    pub context: usize,
+    pub bytes: Vec<u8>,
+    pub kind: Kind,
+}
+
+/// How device memory came about.
+pub enum Kind {
+    Plain,
+    Managed,
+    /// By `cuMemMap`.
+    Mapped,
+    /// In stream order: whether its stream has come to it, and whether it is to be freed.
+    Pool {
+        born: bool,
+        dying: bool,
+    },
 }
 
 /// One side of a copy.
@@ -63,7 +83,7 @@ pub enum Place {
     Device(u64),
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Op {
     Copy {
         src: Place,
@@ -76,17 +96,28 @@ pub enum Op {
         upto: u64,
     },
     Record,
+    Host(crate::hostfn::Task),
+    /// Memory in stream order begins, and ends.
+    Allocate(u64),
+    Free(u64),
+    /// A launch of a graph is over: these user objects lose a reference.
+    Launched(Vec<usize>),
 }
 
 pub struct Capture {
     pub mode: u32,
     pub thread: usize,
     pub spoiled: bool,
-    pub nodes: usize,
+    pub graph: usize,
+    pub id: u64,
 }
 
 pub struct Stream {
     pub context: usize,
+    /// Unlike its handle, never another's.
+    pub id: u64,
+    /// In order with the legacy default stream.
+    pub blocking: bool,
     pub queue: VecDeque<Op>,
     /// Operations run so far, and submitted so far.
     pub done: u64,
@@ -125,8 +156,17 @@ pub struct World {
     pub streams: BTreeMap<usize, Stream>,
     pub events: BTreeMap<usize, Event>,
     pub blocks: BTreeMap<u64, Block>,
+    /// The legacy default stream of each context that has used it.
+    pub legacy: BTreeMap<usize, usize>,
+    pub graphs: Graphs,
+    /// Whether new streams get the handles of destroyed ones.
+    pub reuse: bool,
+    pub stream_ids: u64,
     /// Registered host memory: start and length.
     pub registered: BTreeMap<usize, usize>,
+    pub pointers: crate::pointers::Pointers,
+    /// Host memory that the driver knows more about.
+    pub hosts: crate::host::Hosts,
     pub violations: Vec<String>,
     pub notes: HashMap<&'static str, u64>,
     pub counts: BTreeMap<&'static str, u64>,
@@ -166,11 +206,11 @@ pub fn thread() -> usize {
     THREAD.get()
 }
 
-fn number(name: &str, otherwise: u64) -> u64 {
+pub fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
-fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
+pub fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
     start < other + other_len && other < start + len
 }
 
@@ -199,8 +239,8 @@ impl World {
 
     /// As when it was loaded; but no handle is ever used twice.
     pub fn reset(&mut self) {
-        let (next, next_address) = (self.next, self.next_address);
-        *self = Self { next, next_address, ..Self::default() };
+        let (next, next_address, stream_ids) = (self.next, self.next_address, self.stream_ids);
+        *self = Self { next, next_address, stream_ids, ..Self::default() };
         self.configure();
     }
 
@@ -213,7 +253,7 @@ impl World {
         *self.notes.entry(what).or_default() += 1;
     }
 
-    fn fresh(&mut self) -> usize {
+    pub fn fresh(&mut self) -> usize {
         self.next += 16;
         self.next
     }
@@ -239,7 +279,9 @@ impl World {
         match attribute {
             // CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID; -1: none is known.
             134 => Ok(self.devices[device].numa_node),
-            _ => Err(INVALID_VALUE),
+            // CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED.
+            115 => Ok(number("PINPOOL_STANDIN_POOLS", 1) as i32),
+            _ => self.hosts.attribute(attribute).ok_or(INVALID_VALUE),
         }
     }
 
@@ -264,26 +306,42 @@ impl World {
             Some((context, _)) => {
                 let context = *context;
                 self.devices[device].primary = None;
-                self.contexts.remove(&context);
-                for (what, count) in self.owned(Some(context)) {
-                    *self.left.entry(what).or_default() += count;
-                }
-                // What the context had goes with it; nothing of that runs any more.
-                self.streams.retain(|_, s| s.context != context);
-                self.events.retain(|_, e| e.context != context);
-                self.blocks.retain(|_, b| b.context != context);
+                self.end_context(context);
             }
         }
         Ok(())
     }
 
+    /// A context of the device that is not its primary one.
+    pub fn other_context(&mut self, device: usize) -> usize {
+        let context = self.fresh();
+        self.contexts.insert(context, Context { device, dead: None });
+        context
+    }
+
+    pub fn end_context(&mut self, context: usize) {
+        self.contexts.remove(&context);
+        for (what, count) in self.owned(Some(context)) {
+            *self.left.entry(what).or_default() += count;
+        }
+        // What the context had goes with it; nothing of that runs any more.
+        self.legacy.remove(&context);
+        self.streams.retain(|_, s| s.context != context);
+        self.events.retain(|_, e| e.context != context);
+        self.blocks.retain(|_, b| b.context != context);
+        self.hosts.forget(context);
+    }
+
     /// What a context has, or all of them together.
-    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 3] {
+    pub fn owned(&self, of: Option<usize>) -> [(&'static str, usize); 4] {
         let is = |context: usize| of.is_none_or(|of| of == context);
-        let streams = self.streams.values().filter(|s| is(s.context) && !s.destroyed).count();
+        let legacy = |handle: &usize| self.legacy.values().any(|h| h == handle);
+        let there = |(handle, s): &(&usize, &Stream)| is(s.context) && !s.destroyed && !legacy(handle);
+        let streams = self.streams.iter().filter(there).count();
         let events = self.events.values().filter(|e| is(e.context)).count();
         let blocks = self.blocks.values().filter(|b| is(b.context)).count();
-        [("streams", streams), ("events", events), ("allocations", blocks)]
+        let hosts = self.hosts.count(is);
+        [("streams", streams), ("events", events), ("allocations", blocks), ("hosts", hosts)]
     }
 
     /// The current context, which must be alive.
@@ -305,10 +363,15 @@ impl World {
         if let Some(context) = self.contexts.get_mut(&context) {
             context.dead.get_or_insert(code);
         }
+        let mut launched = Vec::new();
         for stream in self.streams.values_mut().filter(|s| s.context == context) {
-            stream.queue.clear();
+            launched.extend(stream.queue.drain(..).filter_map(|op| match op {
+                Op::Launched(objects) => Some(objects),
+                _ => None,
+            }));
             stream.done = stream.submitted;
         }
+        launched.into_iter().for_each(|objects| self.let_go(&objects));
     }
 
     // --- captures ------------------------------------------------------------------------------------------------
@@ -343,6 +406,7 @@ impl World {
     /// A stream of the current context.
     pub fn stream(&mut self, call: &str, handle: usize) -> Outcome<&mut Stream> {
         let current = self.current(call)?;
+        let handle = self.resolved(handle);
         match self.streams.get(&handle) {
             None | Some(Stream { destroyed: true, .. }) => {
                 return self.violate("STR-1", format!("{call}: no stream {handle:#x}"), INVALID_HANDLE);
@@ -376,13 +440,19 @@ impl World {
         self.events.get_mut(&handle).ok_or(INVALID_HANDLE)
     }
 
-    pub fn create_stream(&mut self, context: usize) -> usize {
-        let handle = self.fresh();
+    pub fn create_stream(&mut self, context: usize, blocking: bool) -> usize {
+        let old = self.reusable();
+        let handle = old.unwrap_or_else(|| self.fresh());
+        // Events that were recorded on the stream before, if there was one, are complete.
+        let submitted = old.and_then(|old| self.streams.get(&old)).map_or(0, |s| s.submitted);
+        self.stream_ids += 1;
         let stream = Stream {
             context,
+            id: self.stream_ids,
+            blocking,
             queue: VecDeque::new(),
-            done: 0,
-            submitted: 0,
+            done: submitted,
+            submitted,
             capture: None,
             destroyed: false,
         };
@@ -399,12 +469,14 @@ impl World {
 
     /// Queues an operation, or makes it a node of the graph that is being captured.
     pub fn submit(&mut self, call: &str, handle: usize, op: Op) -> Outcome<u64> {
+        self.not_implicit(call, handle)?;
         let stream = self.stream(call, handle)?;
-        if let Some(capture) = &mut stream.capture {
+        if let Some(capture) = &stream.capture {
             if capture.spoiled {
                 return Err(CAPTURE_INVALIDATED);
             }
-            capture.nodes += 1;
+            let graph = capture.graph;
+            self.add_node(graph, op);
             return Ok(0);
         }
         stream.queue.push_back(op);
@@ -421,7 +493,11 @@ impl World {
                 // What is waited for was submitted before, so this ends.
                 Op::Wait { stream, upto } => self.run(stream, upto),
                 Op::Record => {}
+                Op::Launched(objects) => self.let_go(&objects),
                 Op::Copy { src, dst, len } => self.copy(src, dst, len),
+                Op::Host(task) => self.run_host(task),
+                Op::Allocate(at) => self.run_allocate(at),
+                Op::Free(at) => self.run_free(at),
             }
             if let Some(stream) = self.streams.get_mut(&handle) {
                 stream.done += 1;
@@ -430,7 +506,7 @@ impl World {
     }
 
     /// Runs everything that uses such memory.
-    fn run_users(&mut self, uses: impl Fn(&Place, usize) -> bool) -> bool {
+    pub fn run_users(&mut self, uses: impl Fn(&Place, usize) -> bool) -> bool {
         let users = |s: &Stream| {
             let last = s.queue.iter().rposition(|op| match op {
                 Op::Copy { src, dst, len } => uses(src, *len) || uses(dst, *len),
@@ -448,6 +524,11 @@ impl World {
 
     fn copy(&mut self, src: Place, dst: Place, len: usize) {
         // The ranges were checked when the copy was submitted, and memory in use is not freed before its copies ran.
+        for place in [src, dst] {
+            if let Place::Device(at) = place {
+                self.check_born(at, len);
+            }
+        }
         let mut bytes = vec![0; len];
         match src {
             // SAFETY: whoever submitted it vouched for the range until the copy was seen complete.
@@ -474,6 +555,7 @@ impl World {
 
     pub fn record(&mut self, event: usize, stream: usize) -> Outcome {
         let call = "cuEventRecord";
+        let stream = self.resolved(stream);
         let (context, was) = {
             let event = self.event(call, event)?;
             (event.context, event.recorded.filter(|_| !event.seen))
@@ -537,7 +619,7 @@ impl World {
     pub fn destroy_stream(&mut self, handle: usize) -> Outcome {
         let stream = self.stream("cuStreamDestroy", handle)?;
         stream.destroyed = true;
-        let copies = stream.queue.iter().filter(|op| matches!(op, Op::Copy { .. })).count();
+        let copies = stream.queue.iter().filter(|op| matches!(op, Op::Copy { .. } | Op::Host(_))).count();
         let upto = stream.submitted;
         if copies > 0 {
             let _: Outcome = self.violate("STR-2", format!("{handle:#x} has {copies} copies queued"), 0);
@@ -572,6 +654,7 @@ impl World {
             let _: Outcome = self.violate("MEM-4", format!("{start:#x} is used by a queued copy"), 0);
         }
         self.registered.remove(&start);
+        self.hosts.read_only.remove(&start);
         Ok(())
     }
 
@@ -584,11 +667,23 @@ impl World {
         if used.checked_add(len).is_none_or(|sum| sum > self.devices[device].memory) {
             return Err(OUT_OF_MEMORY);
         }
+        let at = self.address(len);
+        self.blocks.insert(at, Block { context, bytes: vec![0xA5; len], kind: Kind::Plain });
+        Ok(at)
+    }
+
+    /// Addresses that nothing else has or had.
+    pub fn address(&mut self, len: usize) -> u64 {
         let at = self.next_address;
         // Room between two, so that leaving one never means reaching the next.
         self.next_address += (len as u64).next_multiple_of(4096) + 4096;
-        self.blocks.insert(at, Block { context, bytes: vec![0xA5; len] });
-        Ok(at)
+        at
+    }
+
+    pub fn be(&mut self, at: u64, kind: Kind) {
+        if let Some(block) = self.blocks.get_mut(&at) {
+            block.kind = kind;
+        }
     }
 
     pub fn free(&mut self, at: u64) -> Outcome {
@@ -602,7 +697,7 @@ impl World {
         Ok(())
     }
 
-    fn block(&mut self, at: u64, len: usize) -> Option<(&mut Block, usize)> {
+    pub fn block(&mut self, at: u64, len: usize) -> Option<(&mut Block, usize)> {
         let (start, block) = self.blocks.range_mut(..=at).next_back()?;
         let offset = (at - start) as usize;
         (offset.checked_add(len)? <= block.bytes.len()).then_some((block, offset))
@@ -613,6 +708,8 @@ impl World {
         match place {
             Place::Device(at) => {
                 let context = self.current(call)?;
+                self.check_heap(call, at)?;
+                self.check_dying(call, at, len)?;
                 match self.block(at, len).map(|(block, _)| block.context) {
                     Some(of) if of == context => Ok(()),
                     Some(_) => {
@@ -626,7 +723,7 @@ impl World {
                 if at == 0 {
                     return self.violate("MEM-6", format!("{call}: a null pointer"), INVALID_VALUE);
                 }
-                if self.registered.iter().any(within) {
+                if self.registered.iter().any(within) || self.hosts.has(at, len) {
                     return Ok(());
                 }
                 if self.registered.iter().any(|(s, l)| overlaps(at, len, *s, *l)) {

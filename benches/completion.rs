@@ -1,0 +1,716 @@
+//! What it costs to know when a copy is done, beside the driver's own ways to know it.
+//!
+//! # Tracking (`--only track`)
+//!
+//! Threads with a stream each upload 4 KiB or 64 KiB again and again. Each contender submits a batch of copies, then
+//! waits until the batch's last copy is done, by asking every 2 us, all in the same way; so as much is in flight for one
+//! as for the other, and the waiting costs them alike.
+//!
+//! | contender | a copy is |
+//! | --- | --- |
+//! | `bare` | `cuMemcpyHtoDAsync` from registered memory, and nothing else (one event a batch, to wait for) |
+//! | `event` | the same and `cuEventRecord` of an event of its own, from a ring, without timing: the gate's measure |
+//! | `pool_kept` | `upload` of a buffer that the thread keeps; the batch's buffers come back from their handles |
+//! | `pool_fresh` | `checkout`, `upload`, drop: the buffer returns by itself |
+//! | `pool_shared` | `upload` of a clone of an `Arc` of a buffer that many copies read, drop |
+//! | `pool_foreign` | as `pool_fresh`, on threads without a current context, which the pool then has to make current |
+//! | `event_sync` | as `event`, but the batch ends with `cuStreamSynchronize` |
+//! | `pool_sync` | as `pool_fresh`, but the batch ends with the pool's `Stream::synchronize` |
+//!
+//! All but `pool_foreign` run with the context current, as in a thread that works with the GPU. Fresh buffers are not
+//! filled: they are declared to be written, since filling them is no tracking. Sources and targets are as many distinct
+//! ranges for each contender as a batch has copies.
+//!
+//! *all in* is the time of whole batches, by copies; *submit* leaves out the waiting at each batch's end: what the
+//! submitting thread pays. Both are means over the threads. *reaper* is the processor time of the pool's own thread.
+//!
+//! # Latency (`--only latency`)
+//!
+//! One thread, one copy of 4 KiB at a time, from before the call until the thread knows that it is done: by asking
+//! `cuEventQuery` without a pause (`polled`), by `InFlight::wait` (`pool_wait`), by `cuEventSynchronize` of an event with
+//! blocking sync (`blocking`), by awaiting the handle in a task whose executor sleeps (`pool_await`), by
+//! `cuStreamSynchronize` (`stream_sync`). Once back to back, and once with 2 ms of sleep before each, when all threads
+//! concerned sleep.
+//!
+//! # The reaper (`--only reaper`)
+//!
+//! Its processor time while one copy is in flight behind a kernel that runs for 10 s (`--seconds`), half of the time with
+//! nobody waiting and half with a thread in `wait`; and while nothing is in flight, for 2 s. The kernel has to be on the
+//! pool's stream: where that stream's handle cannot be known (see `benches/driver/spy.c`), copies of tens of GiB within
+//! the device stand in for the kernel, and the output says so.
+//!
+//! # Running it
+//!
+//! `cargo bench --bench completion`, or the executable by itself. `--quick` makes it short; `--rounds`, `--batch`,
+//! `--threads 1,16`, `--seconds` change what they say. Without a GPU the contenders of the pool run alone, on the host
+//! device, which shows that they run and nothing more.
+#![allow(missing_docs, unsafe_code)]
+
+mod driver;
+mod measure;
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::{Arc, Barrier};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use driver::{Address, Driver, Event, Kernel, Pinned};
+use measure::{Rounds, Spread, at_most, line, number, numbers, processor_time, quantile, spin, wanted};
+use pinpool::{Device, DeviceBuffer, DeviceSlice, InFlight, PinnedBuf, Pool, Stream, Unpinned};
+
+/// What the pool's thread is called.
+const REAPER: &str = "pinpool-reap-";
+/// Between two looks at a batch's last copy.
+const PAUSE: Duration = Duration::from_micros(2);
+
+fn pool(device: &Device, capacity: usize) -> Pool {
+    let builder = Pool::builder(device).capacity(capacity).initial(capacity);
+    // On the host device it does not matter here whether pages are locked.
+    let builder = if device.name().starts_with("host") { builder.unpinned(Unpinned::Allow) } else { builder };
+    let pool = builder.build().expect("memory for a pool");
+    let pinning = pool.wait_pinned(None).expect("pinning ends");
+    assert!(pinning.error.is_none(), "{pinning:?}");
+    pool
+}
+
+// --- tracking ----------------------------------------------------------------------------------------------------------
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Bare,
+    Event,
+    Kept,
+    Fresh,
+    Shared,
+    Foreign,
+    EventSync,
+    PoolSync,
+}
+
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Bare => "bare",
+            Self::Event => "event",
+            Self::Kept => "pool_kept",
+            Self::Fresh => "pool_fresh",
+            Self::Shared => "pool_shared",
+            Self::Foreign => "pool_foreign",
+            Self::EventSync => "event_sync",
+            Self::PoolSync => "pool_sync",
+        }
+    }
+
+    fn is_raw(self) -> bool {
+        matches!(self, Self::Bare | Self::Event | Self::EventSync)
+    }
+}
+
+/// One row of figures.
+#[derive(Clone, Copy)]
+struct Track {
+    len: usize,
+    threads: usize,
+    batch: usize,
+    /// Batches in a turn, for each thread.
+    batches: usize,
+    rounds: usize,
+}
+
+/// What a thread needs to call the driver itself.
+struct Raw {
+    driver: &'static Driver,
+    stream: driver::Stream,
+    source: Pinned,
+    target: Address,
+    events: Vec<Event>,
+    last: Event,
+}
+
+impl Raw {
+    fn new(driver: &'static Driver, track: Track) -> Self {
+        Self {
+            driver,
+            stream: driver.stream(),
+            source: Pinned::new(driver, track.len * track.batch),
+            target: driver.allocate(track.len * track.batch),
+            events: (0..track.batch).map(|_| driver.event()).collect(),
+            last: driver.event(),
+        }
+    }
+
+    /// One batch. The time of the submitting alone.
+    fn batch(&self, way: Way, len: usize) -> Duration {
+        let driver = self.driver;
+        let since = Instant::now();
+        for (i, &event) in self.events.iter().enumerate() {
+            // SAFETY: both have room for as many copies as there are events, and live until the batch is done.
+            unsafe {
+                let target = Address(self.target.0 + (i * len) as u64);
+                driver.upload(target, self.source.memory.at(i * len), len, self.stream);
+            }
+            if way != Way::Bare {
+                driver.record(event, self.stream);
+            }
+        }
+        if way == Way::Bare {
+            driver.record(self.last, self.stream);
+        }
+        let submitted = since.elapsed();
+        match way {
+            Way::EventSync => driver.synchronize(self.stream),
+            Way::Bare => wait(|| driver.is_done(self.last)),
+            _ => {
+                let &last = self.events.last().expect("a batch is not empty");
+                wait(|| driver.is_done(last));
+            }
+        }
+        submitted
+    }
+}
+
+/// Until it is so, asking now and then: alike for all.
+fn wait(mut done: impl FnMut() -> bool) {
+    while !done() {
+        spin(PAUSE);
+    }
+}
+
+/// What a thread needs to go through the pool.
+struct Pooled {
+    pool: Pool,
+    stream: Stream,
+    targets: Vec<DeviceSlice>,
+    kept: Vec<PinnedBuf>,
+    shared: Vec<Arc<PinnedBuf>>,
+    flights: Vec<InFlight<PinnedBuf>>,
+}
+
+/// A buffer whose bytes count as written.
+#[inline(always)]
+fn checkout(pool: &Pool, len: usize) -> PinnedBuf {
+    let mut buf = pool.checkout(len).expect("the pool is large enough");
+    // SAFETY: as long as its capacity at most. The pool's pages are mapped and were touched, so there are bytes; which
+    // ones does not matter here.
+    unsafe { buf.assume_written(len) };
+    buf
+}
+
+impl Pooled {
+    fn new(device: &Device, pool: &Pool, track: Track) -> Self {
+        let memory = device.alloc(track.len * track.batch).expect("device memory");
+        let slice = |i: usize| memory.slice(i * track.len..(i + 1) * track.len).expect("within the memory");
+        Self {
+            pool: pool.clone(),
+            stream: device.stream().expect("a stream"),
+            targets: (0..track.batch).map(slice).collect(),
+            kept: (0..track.batch).map(|_| checkout(pool, track.len)).collect(),
+            shared: (0..track.batch).map(|_| Arc::new(checkout(pool, track.len))).collect(),
+            flights: Vec::with_capacity(track.batch),
+        }
+    }
+
+    /// One batch. The time of the submitting alone.
+    fn batch(&mut self, way: Way, len: usize) -> Duration {
+        let since = Instant::now();
+        match way {
+            Way::Kept => {
+                for (buf, target) in self.kept.drain(..).zip(&self.targets) {
+                    self.flights.push(self.stream.upload(buf, target).expect("a copy"));
+                }
+                let submitted = since.elapsed();
+                let last = self.flights.last().expect("a batch is not empty");
+                wait(|| last.is_done().expect("the device works"));
+                for flight in self.flights.drain(..) {
+                    self.kept.push(flight.wait().expect("the device works"));
+                }
+                submitted
+            }
+            Way::Shared => {
+                let mut last = None;
+                for (buf, target) in self.shared.iter().zip(&self.targets) {
+                    last = Some(self.stream.upload(buf.clone(), target).expect("a copy"));
+                }
+                let (submitted, last) = (since.elapsed(), last.expect("a batch is not empty"));
+                wait(|| last.is_done().expect("the device works"));
+                submitted
+            }
+            _ => {
+                let mut last = None;
+                for target in &self.targets {
+                    let buf = checkout(&self.pool, len);
+                    // The one before is dropped here.
+                    last = Some(self.stream.upload(buf, target).expect("a copy"));
+                }
+                let (submitted, last) = (since.elapsed(), last.expect("a batch is not empty"));
+                if way == Way::PoolSync {
+                    drop(last);
+                    self.stream.synchronize().expect("the device works");
+                } else {
+                    wait(|| last.is_done().expect("the device works"));
+                }
+                submitted
+            }
+        }
+    }
+}
+
+/// What a turn took, in ns a copy.
+#[derive(Clone, Copy, Default)]
+struct Turn {
+    all: f64,
+    submit: f64,
+    /// Processor time of the reaper, noted by the first thread alone, over all threads' copies.
+    reaper: f64,
+}
+
+/// One thread's turns, by round and contender.
+fn track_thread(
+    driver: Option<&'static Driver>,
+    device: &Device,
+    pool: &Pool,
+    ways: &[Way],
+    track: Track,
+    first: bool,
+    barrier: &Barrier,
+) -> Vec<Vec<Turn>> {
+    let enter = || driver.into_iter().for_each(Driver::enter);
+    enter();
+    let raw = driver.map(|driver| Raw::new(driver, track));
+    let mut pooled = Pooled::new(device, pool, track);
+    let copies = (track.batches * track.batch) as f64;
+    let reaper = || if first { processor_time(REAPER) } else { Duration::ZERO };
+    let mut rounds = Vec::new();
+    // The first round warms up.
+    for round in 0..=track.rounds {
+        let mut turns = vec![Turn::default(); ways.len()];
+        // Each contender comes first in some rounds, so that none always follows the same one.
+        for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
+            let way = ways[i];
+            let mut batch = || match &raw {
+                Some(raw) if way.is_raw() => raw.batch(way, track.len),
+                _ => pooled.batch(way, track.len),
+            };
+            if way == Way::Foreign {
+                driver.into_iter().for_each(Driver::leave);
+            }
+            batch();
+            let before = reaper();
+            barrier.wait();
+            let since = Instant::now();
+            let submitted: Duration = (0..track.batches).map(|_| batch()).sum();
+            let all = since.elapsed();
+            barrier.wait();
+            let reaper = reaper().saturating_sub(before);
+            enter();
+            turns[i] = Turn {
+                all: all.as_nanos() as f64 / copies,
+                submit: submitted.as_nanos() as f64 / copies,
+                reaper: reaper.as_nanos() as f64 / copies / track.threads as f64,
+            };
+        }
+        if round > 0 {
+            rounds.push(turns);
+        }
+    }
+    rounds
+}
+
+fn track(driver: Option<&'static Driver>, device: &Device) {
+    let rounds = number("rounds", if measure::quick() { 5 } else { 25 });
+    let batch = number("batch", 128);
+    let default: &[usize] = if driver.is_some() && !measure::quick() { &[1, 16] } else { &[1, 2] };
+    let copies = if measure::quick() { 1024 } else { 8192 };
+    let mut ways = vec![Way::Kept, Way::Fresh, Way::Shared, Way::PoolSync];
+    if driver.is_some() {
+        ways = vec![
+            Way::Bare,
+            Way::Event,
+            Way::Kept,
+            Way::Fresh,
+            Way::Shared,
+            Way::Foreign,
+            Way::EventSync,
+            Way::PoolSync,
+        ];
+    }
+    let at = |way: Way| ways.iter().position(|&w| w == way);
+    for len in [4 << 10, 64 << 10] {
+        for threads in numbers("threads", default) {
+            let batches = (copies / threads / batch).max(1);
+            let track = Track { len, threads, batch, batches, rounds };
+            let (all, submit, reaper) = track_all(driver, device, &ways, track);
+            println!(
+                "\ntracking, {} KiB, {threads} threads: median of {rounds} rounds by turns, {} copies a turn, \
+                 {batch} in flight a thread at most",
+                len >> 10,
+                batches * batch * threads,
+            );
+            println!(
+                "{:<14} {:>9} {:>17} {:>8} {:>15} {:>9} {:>8} {:>9}",
+                "", "all in ns", "quartiles", "ratio", "quartiles", "submit ns", "ratio", "reaper ns"
+            );
+            let base = at(Way::Event).unwrap_or(0);
+            for (i, way) in ways.iter().enumerate() {
+                let (ns, ratio) = (all.spread(i), all.ratio(i, base));
+                println!(
+                    "{:<14} {:>9.0} {:>8.0} {:>8.0} {:>8.3} {:>7.3} {:>7.3} {:>9.0} {:>8.3} {:>9.0}",
+                    way.name(),
+                    ns.mid,
+                    ns.low,
+                    ns.high,
+                    ratio.mid,
+                    ratio.low,
+                    ratio.high,
+                    submit.spread(i).mid,
+                    submit.ratio(i, base).mid,
+                    reaper.spread(i).mid,
+                );
+            }
+            for (i, way) in ways.iter().enumerate() {
+                line(format!("track_{}_{len}", way.name()), threads, all.spread(i));
+                line(format!("submit_{}_{len}", way.name()), threads, submit.spread(i));
+            }
+            let (Some(bare), Some(event)) = (at(Way::Bare), at(Way::Event)) else { continue };
+            let ratio = all.ratio(event, bare);
+            println!(
+                "an event each over bare copies: {:.3} ({:.3} to {:.3})",
+                ratio.mid, ratio.low, ratio.high
+            );
+            for (way, to) in [
+                (Way::Kept, Way::Event),
+                (Way::Fresh, Way::Event),
+                (Way::Shared, Way::Event),
+                (Way::PoolSync, Way::EventSync),
+            ] {
+                let (Some(i), Some(j)) = (at(way), at(to)) else { continue };
+                let what = |figure| {
+                    format!(
+                        "{} KiB, {threads} threads, {figure}: {} over {}",
+                        len >> 10,
+                        way.name(),
+                        to.name()
+                    )
+                };
+                at_most(what("all in"), all.ratio(i, j), 1.02, None);
+                at_most(what("submit"), submit.ratio(i, j), 1.02, None);
+            }
+        }
+    }
+}
+
+/// The figures of all threads: means over them, round by round.
+fn track_all(
+    driver: Option<&'static Driver>,
+    device: &Device,
+    ways: &[Way],
+    track: Track,
+) -> (Rounds, Rounds, Rounds) {
+    // Kept, shared and fresh ones, and as many again.
+    let each = track.len + track.len / 8 + 4096;
+    let pool = pool(device, (4 * track.threads * track.batch * each).next_multiple_of(1 << 20));
+    let barrier = Barrier::new(track.threads);
+    let threads: Vec<Vec<Vec<Turn>>> = std::thread::scope(|scope| {
+        let (pool, barrier) = (&pool, &barrier);
+        let start =
+            |n: usize| scope.spawn(move || track_thread(driver, device, pool, ways, track, n == 0, barrier));
+        let running: Vec<_> = (0..track.threads).map(start).collect();
+        running.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
+    });
+    let new = || Rounds::new(ways.len());
+    let (mut all, mut submit, mut reaper) = (new(), new(), new());
+    for round in 0..track.rounds {
+        for way in 0..ways.len() {
+            let sum =
+                |part: fn(Turn) -> f64| threads.iter().map(|thread| part(thread[round][way])).sum::<f64>();
+            all.add(way, sum(|t| t.all) / track.threads as f64);
+            submit.add(way, sum(|t| t.submit) / track.threads as f64);
+            reaper.add(way, sum(|t| t.reaper));
+        }
+    }
+    (all, submit, reaper)
+}
+
+// --- latency -----------------------------------------------------------------------------------------------------------
+
+/// The smallest executor: it sleeps until it is woken.
+fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let mut future = pin!(future);
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut context = Context::from_waker(&waker);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Knowing {
+    Polled,
+    PoolWait,
+    Blocking,
+    PoolAwait,
+    StreamSync,
+}
+
+impl Knowing {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Polled => "polled",
+            Self::PoolWait => "pool_wait",
+            Self::Blocking => "blocking",
+            Self::PoolAwait => "pool_await",
+            Self::StreamSync => "stream_sync",
+        }
+    }
+}
+
+fn latency(driver: Option<&'static Driver>, device: &Device) {
+    const LEN: usize = 4 << 10;
+    let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
+    let mut ways = vec![Knowing::PoolWait, Knowing::PoolAwait];
+    if let Some(driver) = driver {
+        ways.splice(0..0, [Knowing::Polled, Knowing::StreamSync]);
+        if driver.can_wait() {
+            ways.push(Knowing::Blocking);
+        } else {
+            println!("the driver has no cuEventSynchronize: no blocking wait to compare with");
+        }
+    }
+    let pool = pool(device, 4 << 20);
+    let stream = device.stream().expect("a stream");
+    let memory = device.alloc(LEN).expect("device memory");
+    let mut buf = Some(checkout(&pool, LEN));
+    let raw = driver.map(|driver| {
+        driver.enter();
+        let events = (driver.event(), driver.blocking_event());
+        (driver, driver.stream(), Pinned::new(driver, LEN), driver.allocate(LEN), events)
+    });
+    // One copy, from before the call until it is known to be done; in ns.
+    let mut once = |way: Knowing| -> f64 {
+        let since = Instant::now();
+        match way {
+            Knowing::PoolWait | Knowing::PoolAwait => {
+                let flight = buf.take().map(|buf| stream.upload(buf, &memory).expect("a copy"));
+                let flight = flight.expect("it came back");
+                let back = if way == Knowing::PoolWait { flight.wait() } else { block_on(flight) };
+                buf = Some(back.expect("the device works"));
+            }
+            _ => {
+                let (driver, stream, source, target, (event, blocking)) = raw.as_ref().expect("a driver");
+                // SAFETY: both have so many bytes and live longer than the copy.
+                unsafe { driver.upload(*target, source.memory.at(0), LEN, *stream) };
+                match way {
+                    Knowing::Polled => {
+                        driver.record(*event, *stream);
+                        while !driver.is_done(*event) {
+                            std::hint::spin_loop();
+                        }
+                    }
+                    Knowing::Blocking => {
+                        driver.record(*blocking, *stream);
+                        driver.wait(*blocking);
+                    }
+                    _ => driver.synchronize(*stream),
+                }
+            }
+        }
+        since.elapsed().as_nanos() as f64
+    };
+    for (title, idle, samples) in
+        [("back to back", Duration::ZERO, 64), ("after 2 ms without work", Duration::from_millis(2), 16)]
+    {
+        let mut medians = Rounds::new(ways.len());
+        let mut samples_of = vec![Vec::new(); ways.len()];
+        for round in 0..=rounds {
+            for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
+                let one = |_| {
+                    if !idle.is_zero() {
+                        std::thread::sleep(idle);
+                    }
+                    once(ways[i])
+                };
+                let taken: Vec<f64> = (0..samples).map(one).collect();
+                if round > 0 {
+                    medians.add(i, quantile(&taken, 0.5));
+                    samples_of[i].extend(taken);
+                }
+            }
+        }
+        println!(
+            "\nlatency, 4 KiB, one copy at a time, {title}: {rounds} rounds by turns, {samples} copies each"
+        );
+        println!("{:<14} {:>9} {:>9} {:>9} {:>9}", "", "median ns", "p90", "p99", "worst");
+        for (i, way) in ways.iter().enumerate() {
+            let [mid, p90, p99, worst] = [0.5, 0.9, 0.99, 1.0].map(|q| quantile(&samples_of[i], q));
+            println!("{:<14} {mid:>9.0} {p90:>9.0} {p99:>9.0} {worst:>9.0}", way.name());
+            let suffix = if idle.is_zero() { "" } else { "_idle" };
+            line(format!("latency_{}{suffix}_{LEN}", way.name()), 1, Spread::of(&samples_of[i]));
+        }
+        let at = |way: Knowing| ways.iter().position(|&w| w == way);
+        if let (Some(pool), Some(driver)) = (at(Knowing::PoolWait), at(Knowing::Polled)) {
+            at_most(
+                format!("wait() over a polled event, {title}"),
+                medians.ratio(pool, driver),
+                2.0,
+                Some(1.2),
+            );
+        }
+        if let (Some(pool), Some(driver)) = (at(Knowing::PoolAwait), at(Knowing::Blocking)) {
+            let what = format!("a task's wake-up over a blocking event wait, {title}");
+            at_most(what, medians.ratio(pool, driver), 1.0, Some(0.5));
+        }
+    }
+}
+
+// --- the reaper --------------------------------------------------------------------------------------------------------
+
+/// Processor time over the time that `during` takes, both in seconds: of the reaper, and of the whole process.
+fn load(during: impl FnOnce()) -> (f64, f64, f64) {
+    let (since, reaper, all) = (Instant::now(), processor_time(REAPER), processor_time(""));
+    during();
+    let seconds = since.elapsed().as_secs_f64();
+    let taken = |before: Duration, prefix| processor_time(prefix).saturating_sub(before).as_secs_f64();
+    (taken(reaper, REAPER), taken(all, ""), seconds)
+}
+
+/// What keeps the pool's stream busy.
+enum Busy {
+    Kernel(Kernel, driver::Stream),
+    Copies(DeviceBuffer),
+}
+
+impl Busy {
+    /// About so long.
+    fn submit(&self, driver: &Driver, stream: &Stream, time: Duration) {
+        match self {
+            Self::Kernel(kernel, raw) => driver.spin(*kernel, 1, time.as_nanos() as u64, *raw),
+            Self::Copies(memory) => {
+                let half = memory.len() / 2;
+                let copy = || {
+                    let (from, to) = (memory.slice(..half), memory.slice(half..));
+                    drop(stream.copy(from, to).expect("a copy"));
+                };
+                let since = Instant::now();
+                for _ in 0..4 {
+                    copy();
+                }
+                stream.synchronize().expect("the device works");
+                let each = since.elapsed().as_secs_f64() / 4.0;
+                for _ in 0..(time.as_secs_f64() / each).ceil() as usize {
+                    copy();
+                }
+            }
+        }
+    }
+}
+
+fn reaper(driver: Option<&'static Driver>, device: &Device) {
+    let seconds = number("seconds", if measure::quick() { 2 } else { 10 });
+    let pool = pool(device, 4 << 20);
+    let print = |what: &str, (reaper, all, seconds): (f64, f64, f64), gate: f64| {
+        let share = reaper / seconds * 100.0;
+        println!(
+            "{what}: reaper {:.1} ms, the whole process {:.1} ms of processor time in {seconds:.2} s",
+            reaper * 1e3,
+            all * 1e3
+        );
+        at_most(
+            format!("{what}, reaper, in per cent of a core"),
+            Spread { low: share, mid: share, high: share },
+            gate,
+            None,
+        );
+    };
+    println!("\nthe reaper's processor time");
+    let Some(driver) = driver else {
+        println!("behind a long kernel: skipped without a GPU");
+        return idle(device, &pool, print);
+    };
+    driver.enter();
+    let (stream, raw) = driver.watch(|| device.stream().expect("a stream"));
+    let memory = device.alloc(4096).expect("device memory");
+    let busy = match (driver.spin_kernel(), raw) {
+        (Some(kernel), Some(raw)) => {
+            println!("behind a kernel of {seconds} s on the pool's own stream");
+            Busy::Kernel(kernel, raw)
+        }
+        (Some(_), None) => {
+            // As much as there is, so that the copies are long.
+            let sizes = [64, 32, 16, 8, 4].map(|gib: usize| gib << 30);
+            let Some(memory) = sizes.iter().find_map(|&len| device.alloc(len).ok()) else {
+                println!(
+                    "behind a long kernel: skipped, the stream's handle is not known, nor is there device memory"
+                );
+                return idle(device, &pool, print);
+            };
+            println!(
+                "behind {seconds} s of copies of {} GiB within the device, since the stream's handle is not known: \
+                 these finish now and then, unlike one kernel",
+                memory.len() >> 31
+            );
+            Busy::Copies(memory)
+        }
+        _ => {
+            println!("behind a long kernel: skipped, the driver launches none");
+            return idle(device, &pool, print);
+        }
+    };
+    busy.submit(driver, &stream, Duration::from_secs(seconds as u64));
+    let since = Instant::now();
+    let upload = || stream.upload(checkout(&pool, 4096), &memory).expect("a copy");
+    // Dropped: nobody waits for it.
+    drop(upload());
+    let waited = upload();
+    let half = Duration::from_secs(seconds as u64) / 2;
+    let alone = load(|| std::thread::sleep(half));
+    assert!(!waited.is_done().expect("the device works"), "the stream is not as busy as it should be");
+    let joined = load(|| drop(waited.wait().expect("the device works")));
+    println!("in flight for {:.2} s", since.elapsed().as_secs_f64());
+    print("nobody waits", alone, 2.0);
+    print("a thread waits", joined, 2.0);
+    drop(stream);
+    idle(device, &pool, print);
+}
+
+/// Nothing is in flight.
+fn idle(device: &Device, pool: &Pool, print: impl Fn(&str, (f64, f64, f64), f64)) {
+    let stream = device.stream().expect("a stream");
+    let memory = device.alloc(4096).expect("device memory");
+    drop(stream.upload(checkout(pool, 4096), &memory).expect("a copy"));
+    stream.synchronize().expect("the device works");
+    // Whatever lingers after work.
+    std::thread::sleep(Duration::from_millis(200));
+    // Nothing, but for the grain of the clocks.
+    print("an idle pool", load(|| std::thread::sleep(Duration::from_secs(2))), 0.01);
+}
+
+fn main() {
+    let driver = driver::find();
+    let device = match driver {
+        Some(_) => Device::open("cuda:0").expect("the driver is there"),
+        None => {
+            println!("the pool alone, on the host device: nothing here is comparable with a GPU");
+            Device::open("host").expect("the host device is always there")
+        }
+    };
+    if wanted("track") {
+        track(driver, &device);
+    }
+    if wanted("latency") {
+        latency(driver, &device);
+    }
+    if wanted("reaper") {
+        reaper(driver, &device);
+    }
+}

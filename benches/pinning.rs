@@ -1,0 +1,344 @@
+//! How fast memory is pinned and unpinned, beside `cuMemHostAlloc`, and what another process feels of it.
+//!
+//! # What is measured
+//!
+//! | contender | what it does |
+//! | --- | --- |
+//! | `host_alloc` | one `cuMemHostAlloc` of 8 GiB (`--alloc-gib`), and `cuMemFreeHost` |
+//! | `pool_N` | builds a pool whose first region is as large as its capacity of 24 GiB (`--gib`; 1 GiB by default), pinned by `pin_threads(N)`, waits until all of it is pinned, and drops it |
+//! | `pool_N_small` | the same with `HugePages::Never` |
+//!
+//! *pin* is bytes over the time from before the first call until all is pinned, touching included; *first* is the time
+//! until the first checkout (of 1 MiB) was served, building included. *unpin* is bytes over the time from dropping the
+//! pool until the process has given the memory back to the system, unmapping included: seen by its resident size, which is
+//! looked at every millisecond. Contenders take turns, several rounds; a round's ratio is to that round's `host_alloc`.
+//! Before the first round as much memory is once mapped, touched and unmapped, since a virtual machine may be given its
+//! memory only then.
+//!
+//! *worst neighbour* is the longest `cuMemGetInfo` of a second process meanwhile, which this one starts (itself, with
+//! `--neighbour`) and which calls it all the time, with 100 us between two calls; what a call takes while nobody pins is
+//! printed first. A call that is under way when a contender ends is waited for and counted.
+//!
+//! # Running it
+//!
+//! `cargo bench --bench pinning -- --gib 24`, or the executable by itself. `--threads 4,8`, `--rounds`, `--alloc-gib`
+//! change what they say. Without a GPU the pool runs alone, on the host device, with page locks as far as the system
+//! grants them.
+#![allow(missing_docs, unsafe_code)]
+
+mod driver;
+mod measure;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use driver::{Driver, Mapped};
+use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, quantile};
+use pinpool::{Device, HugePages, Pool, Unpinned};
+
+const GIB: usize = 1 << 30;
+
+// --- the neighbour -----------------------------------------------------------------------------------------------------
+
+/// The second process: calls the driver all the time. `begin` forgets what was, `end` says how long calls took since.
+fn neighbour() {
+    #[derive(Default)]
+    struct Calls {
+        taken: Vec<f64>,
+        /// Calls since the process began.
+        ended: u64,
+    }
+    let driver = Driver::open().expect("the driver was there for the first process");
+    let (calls, changed) = (Mutex::new(Calls::default()), Condvar::new());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            driver.enter();
+            loop {
+                let since = Instant::now();
+                driver.memory_info();
+                let taken = since.elapsed().as_secs_f64();
+                let mut calls = calls.lock().expect("nobody panics");
+                calls.taken.push(taken);
+                calls.ended += 1;
+                drop(calls);
+                changed.notify_all();
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        });
+        println!("ready");
+        for line in std::io::stdin().lines() {
+            let guard = calls.lock().expect("nobody panics");
+            if line.is_ok_and(|line| line == "begin") {
+                let mut guard = guard;
+                guard.taken.clear();
+                println!("begun");
+            } else {
+                // The call under way belongs to what was measured.
+                let until = guard.ended + 1;
+                let guard = changed.wait_while(guard, |calls| calls.ended < until).expect("nobody panics");
+                let [mid, worst] = [0.5, 1.0].map(|q| quantile(&guard.taken, q));
+                println!("{mid} {worst} {}", guard.taken.len());
+            }
+        }
+        // The first process is gone.
+        std::process::exit(0);
+    });
+}
+
+/// What the neighbour's calls took.
+#[derive(Clone, Copy)]
+struct Felt {
+    median: f64,
+    worst: f64,
+    calls: usize,
+}
+
+/// The first process's end of it.
+struct Neighbour {
+    child: Child,
+    ask: ChildStdin,
+    answer: BufReader<ChildStdout>,
+}
+
+impl Neighbour {
+    fn start() -> Self {
+        let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));
+        let command = command.arg("--neighbour").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("this executable can be started again");
+        let (ask, answer) = (child.stdin.take().expect("piped"), child.stdout.take().expect("piped"));
+        let mut neighbour = Self { child, ask, answer: BufReader::new(answer) };
+        assert_eq!(neighbour.read(), "ready");
+        neighbour
+    }
+
+    fn read(&mut self) -> String {
+        let mut text = String::new();
+        self.answer.read_line(&mut text).expect("the neighbour answers");
+        text.trim().into()
+    }
+
+    fn begin(&mut self) {
+        writeln!(self.ask, "begin").expect("the neighbour listens");
+        assert_eq!(self.read(), "begun");
+    }
+
+    fn end(&mut self) -> Felt {
+        writeln!(self.ask, "end").expect("the neighbour listens");
+        let text = self.read();
+        let mut parts = text.split(' ').map(|part| part.parse::<f64>().expect("a number"));
+        let mut next = || parts.next().expect("three numbers");
+        Felt { median: next(), worst: next(), calls: next() as usize }
+    }
+}
+
+impl Drop for Neighbour {
+    fn drop(&mut self) {
+        // Ours, and by its handle.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+// --- the contenders ----------------------------------------------------------------------------------------------------
+
+/// What one contender took in one round, in seconds.
+#[derive(Clone, Copy)]
+struct Taken {
+    bytes: usize,
+    pin: f64,
+    first: f64,
+    unpin: f64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    HostAlloc,
+    Pool { threads: usize, small: bool },
+}
+
+impl Way {
+    fn name(self) -> String {
+        match self {
+            Self::HostAlloc => "host_alloc".into(),
+            Self::Pool { threads, small } => format!("pool_{threads}{}", if small { "_small" } else { "" }),
+        }
+    }
+}
+
+/// Bytes that are resident.
+fn resident() -> usize {
+    let text = std::fs::read_to_string("/proc/self/statm").expect("/proc is there");
+    let pages = text.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok());
+    // SAFETY: asks for a number.
+    pages.expect("a number of pages") * unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize
+}
+
+fn host_alloc(driver: &Driver, bytes: usize) -> Taken {
+    let since = Instant::now();
+    let start = driver.host_alloc(bytes);
+    let pin = since.elapsed().as_secs_f64();
+    let since = Instant::now();
+    // SAFETY: just allocated, and not used.
+    unsafe { driver.host_free(start) };
+    Taken { bytes, pin, first: pin, unpin: since.elapsed().as_secs_f64() }
+}
+
+fn pool(device: &Device, bytes: usize, threads: usize, small: bool) -> Taken {
+    let before = resident();
+    let builder = Pool::builder(device).capacity(bytes).initial(bytes).region(bytes);
+    let builder = builder.pin_threads(threads);
+    let builder = if small { builder.huge_pages(HugePages::Never) } else { builder };
+    let builder = if device.name().starts_with("host") { builder.unpinned(Unpinned::Allow) } else { builder };
+    let since = Instant::now();
+    let pool = builder.build().expect("memory for a pool");
+    let buf = pool.checkout(1 << 20).expect("the pool is larger");
+    let first = since.elapsed().as_secs_f64();
+    let pinning = pool.wait_pinned(None).expect("pinning ends");
+    let pin = since.elapsed().as_secs_f64();
+    assert!(pinning.error.is_none() && pinning.ready == bytes, "{pinning:?}");
+    drop(buf);
+    let since = Instant::now();
+    drop(pool);
+    // All but a hundredth: other things come and go.
+    while resident() > before + bytes / 100 {
+        assert!(since.elapsed() < Duration::from_secs(60), "the memory does not come back");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Taken { bytes, pin, first, unpin: since.elapsed().as_secs_f64() }
+}
+
+/// Has the system give the machine its memory.
+fn warm_up(bytes: usize) {
+    let each = (bytes / 8).next_multiple_of(4096);
+    std::thread::scope(|scope| {
+        let mapping: Vec<_> = (0..8).map(|_| scope.spawn(move || Mapped::new(each))).collect();
+        // All there at once, and only then unmapped.
+        let mapped: Vec<Mapped> = mapping.into_iter().map(|m| m.join().expect("memory")).collect();
+        drop(mapped);
+    });
+}
+
+fn main() {
+    if flag("neighbour") {
+        return neighbour();
+    }
+    let driver = driver::find();
+    let device = match driver {
+        Some(_) => Device::open("cuda:0").expect("the driver is there"),
+        None => {
+            println!("the pool alone, on the host device: nothing here is comparable with a GPU");
+            Device::open("host").expect("the host device is always there")
+        }
+    };
+    let bytes = number("gib", 1) * GIB;
+    let alloc_bytes = number("alloc-gib", 8.min(bytes / GIB)) * GIB;
+    let rounds = number("rounds", 3);
+    let threads = numbers("threads", &[4, 8]);
+    let mut ways = Vec::new();
+    let mut neighbour = None;
+    if let Some(driver) = driver {
+        if driver.can_host_alloc() {
+            ways.push(Way::HostAlloc);
+        } else {
+            println!("the driver has no cuMemHostAlloc: nothing to compare with");
+        }
+        if driver.can_memory_info() {
+            neighbour = Some(Neighbour::start());
+        } else {
+            println!("the driver has no cuMemGetInfo: no neighbour");
+        }
+    }
+    for small in [false, true] {
+        ways.extend(threads.iter().map(|&threads| Way::Pool { threads, small }));
+    }
+    warm_up(bytes.max(alloc_bytes));
+    if let Some(neighbour) = &mut neighbour {
+        neighbour.begin();
+        std::thread::sleep(Duration::from_secs(1));
+        let Felt { median, worst, calls } = neighbour.end();
+        println!(
+            "a neighbour's cuMemGetInfo while nobody pins: median {:.3} ms, worst {:.3} ms of {calls}",
+            median * 1e3,
+            worst * 1e3
+        );
+    }
+
+    let new = || Rounds::new(ways.len());
+    let (mut pin, mut unpin, mut first, mut worst) = (new(), new(), new(), new());
+    let mut calls = vec![0; ways.len()];
+    for round in 0..rounds {
+        for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
+            neighbour.iter_mut().for_each(Neighbour::begin);
+            let taken = match (ways[i], driver) {
+                (Way::HostAlloc, Some(driver)) => host_alloc(driver, alloc_bytes),
+                (Way::HostAlloc, None) => unreachable!("not without a driver"),
+                (Way::Pool { threads, small }, _) => pool(&device, bytes, threads, small),
+            };
+            if let Some(felt) = neighbour.as_mut().map(Neighbour::end) {
+                worst.add(i, felt.worst * 1e3);
+                calls[i] += felt.calls;
+            }
+            pin.add(i, taken.bytes as f64 / taken.pin / 1e9);
+            unpin.add(i, taken.bytes as f64 / taken.unpin / 1e9);
+            first.add(i, taken.first * 1e3);
+        }
+    }
+
+    println!(
+        "\npinning {} GiB (host_alloc: {}): median of {rounds} rounds by turns",
+        bytes / GIB,
+        alloc_bytes / GIB
+    );
+    println!(
+        "{:<14} {:>9} {:>15} {:>11} {:>11} {:>20} {:>9}",
+        "", "pin GB/s", "quartiles", "first ms", "unpin GB/s", "worst neighbour ms", "of calls"
+    );
+    for (i, way) in ways.iter().enumerate() {
+        let speed = pin.spread(i);
+        let worst = worst.values(i).iter().copied().fold(f64::NAN, f64::max);
+        println!(
+            "{:<14} {:>9.2} {:>7.2} {:>7.2} {:>11.1} {:>11.2} {worst:>20.3} {:>9}",
+            way.name(),
+            speed.mid,
+            speed.low,
+            speed.high,
+            first.spread(i).mid,
+            unpin.spread(i).mid,
+            calls[i],
+        );
+    }
+    for (i, way) in ways.iter().enumerate() {
+        let threads = if let Way::Pool { threads, .. } = way { *threads } else { 1 };
+        line(format!("pin_gb_per_s_{}", way.name()), threads, pin.spread(i));
+        line(format!("unpin_gb_per_s_{}", way.name()), threads, unpin.spread(i));
+        line(format!("first_checkout_ms_{}", way.name()), threads, first.spread(i));
+    }
+    let base = ways.iter().position(|&way| way == Way::HostAlloc);
+    for (i, way) in ways.iter().enumerate() {
+        let Way::Pool { threads, .. } = way else { continue };
+        if let Some(base) = base {
+            let ratio = pin.ratio(i, base);
+            match threads {
+                4 => at_least(format!("{} over host_alloc", way.name()), ratio, 8.0, None),
+                8 => at_least(format!("{} over host_alloc", way.name()), ratio, 12.0, Some(14.0)),
+                _ => println!("{} over host_alloc: {:.2}", way.name(), ratio.mid),
+            }
+        }
+        let whole = bytes as f64 / (pin.spread(i).mid * 1e6);
+        println!(
+            "{}: the first checkout after {:.1} ms of {whole:.1} ms, {:.1}%",
+            way.name(),
+            first.spread(i).mid,
+            first.spread(i).mid / whole * 100.0
+        );
+        if neighbour.is_some() {
+            // The worst of all rounds is what counts, not their median.
+            let all = worst.values(i);
+            let worst = all.iter().copied().fold(f64::NAN, f64::max);
+            let spread = Spread { low: quantile(all, 0.25), mid: worst, high: quantile(all, 0.75) };
+            at_most(format!("{}, a neighbour's worst call in ms", way.name()), spread, 10.0, Some(4.0));
+        }
+    }
+}

@@ -1,0 +1,365 @@
+//! Values of the caller's whose bytes are copied from where they are: registered with a device, lent like a buffer, and
+//! unregistered when nobody uses them any more.
+//!
+//! The value and its registration are one object, counted: the [`Registered`] has it, and so does each entry on a timeline
+//! that a copy made. The last to let go of it has the worker unregister the bytes and drop the value, in this order; so no
+//! value goes while a device may read it, and nobody waits for a driver by dropping something. What cannot be
+//! unregistered is leaked.
+//!
+//! Who has the [`Registered`] itself has nothing in flight: a copy takes it by value and gives it back when it is done. An
+//! `Arc` of one is lent as an `Arc`, which the timeline shares, so that it is not the owner's alone before the copy is done.
+//! Therefore the value may be read through a shared reference and written through an exclusive one, although the timeline
+//! may still have its share for a moment after that; it only ever drops it.
+
+use std::cell::UnsafeCell;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use stable_deref_trait::StableDeref;
+
+use super::{DeviceContext, Lend, sealed};
+use crate::error::{Error, RegisterError, Result};
+use crate::runtime::Device;
+use crate::stream::timeline::{Keep, Lent};
+
+/// A value whose bytes are page-locked where they are: a mapped file, shared memory, a vector. Made by
+/// [`Device::register`].
+///
+/// It derefs to its bytes. Copies read them without staging, like those of a [`PinnedBuf`](crate::PinnedBuf):
+/// [`upload`](crate::Stream::upload) and [`hold`](crate::Stream::hold) take it by value, or an `Arc` of it for several at
+/// once; [`download`](crate::Stream::download) writes into one whose value can be written to. Any device of the family may
+/// use it, not only the one that registered it.
+///
+/// Dropped, it is unregistered and the value is dropped when the last copy that uses it has landed, on the device's worker
+/// thread; nobody waits. [`into_inner`](Self::into_inner) gives the value back.
+///
+/// It is outside of every pool: it counts against no capacity, and is in
+/// [`Device::registered_bytes`](Device::registered_bytes) alone.
+///
+/// In the child of a fork it is left alone: neither unregistered nor dropped.
+pub struct Registered<T: Send + Sync + 'static>(Arc<Locked<T>>);
+
+/// A registered value. Dropping it unregisters.
+struct Locked<T: Send + Sync + 'static> {
+    /// # Invariant
+    /// Reached through a [`Registered`] as that is borrowed, and by the last owner's drop.
+    value: UnsafeCell<Value<T>>,
+    range: Range,
+    read_only: bool,
+    context: Arc<DeviceContext>,
+}
+
+struct Value<T> {
+    /// In a box, so that the value does not move while its bytes are in use: a value that moves may count as all that
+    /// reaches them.
+    there: ManuallyDrop<Box<T>>,
+    /// It was taken out, with the [`Registered`] itself.
+    taken: bool,
+}
+
+impl<T> Value<T> {
+    fn take(&mut self) -> Option<Box<T>> {
+        // SAFETY: taken once.
+        (!std::mem::replace(&mut self.taken, true)).then(|| unsafe { ManuallyDrop::take(&mut self.there) })
+    }
+}
+
+/// The bytes that are registered.
+#[derive(Clone, Copy, Debug)]
+struct Range {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: an address; what it points at is sent along or kept by who sends it.
+unsafe impl Send for Range {}
+
+// SAFETY: the value is Send, and so is all else but the address of its bytes.
+unsafe impl<T: Send + Sync + 'static> Send for Locked<T> {}
+// SAFETY: by the invariant of `value` it is shared as a `&Registered<T>` is, which gives out `&T`, and `T` is Sync.
+unsafe impl<T: Send + Sync + 'static> Sync for Locked<T> {}
+
+impl<T: Send + Sync + 'static> Drop for Locked<T> {
+    fn drop(&mut self) {
+        let Some(value) = self.value.get_mut().take() else { return };
+        let (context, range) = (self.context.clone(), self.range);
+        // In the child of a fork the job is forgotten, and the value with it.
+        self.context.worker().send(move || match unregister(&context, range) {
+            // The caller's own type; should dropping it panic, the worker goes on.
+            Ok(()) => drop(value),
+            Err(_) => std::mem::forget(value),
+        });
+    }
+}
+
+/// On the worker. Nobody uses the bytes any more.
+fn unregister(context: &DeviceContext, range: Range) -> Result<()> {
+    // SAFETY: registered once, unregistered once, and the last copy that used it was seen complete.
+    let undone = unsafe { context.driver().unregister(range.base, range.len) };
+    match &undone {
+        Ok(()) => context.count_unregistered(range.len),
+        Err(error) => tracing::error!(
+            target: "pinpool::region", device = context.name(), bytes = range.len, %error,
+            "a value cannot be unregistered: it is leaked"
+        ),
+    }
+    undone
+}
+
+impl Device {
+    /// Page-locks a value's bytes where they are, so that copies from them (and to them, where it can be written to) need
+    /// no staging. Waits for the device's worker thread, as long as the system takes to lock them; one call for all of
+    /// them, since a copy may not cross from one registration into another. CUDA refuses a call for 512 GiB or more, and
+    /// Linux 6.11 to 6.13 for 2 GiB: register parts then.
+    ///
+    /// The bytes may start anywhere. Their address and their contents stay as they are. What can be registered: a
+    /// `Vec<u8>`, a `Box<[u8]>`, an `Arc<[u8]>`, `memmap2`'s mappings (with that crate's feature `stable_deref_trait`), and
+    /// all else that derefs to bytes that stay where they are.
+    ///
+    /// # Errors
+    /// With the value as it was: [`Error::Empty`]; what the driver says, with the remedy. CUDA refuses bytes that are
+    /// registered already (712), memory of its own, and memory that cannot be written to or whose pages cannot be pinned
+    /// for writing: mappings opened for reading, and shared mappings of files on most disk file systems. These are for
+    /// [`register_read_only`](Self::register_read_only).
+    pub fn register<T>(&self, value: T) -> Result<Registered<T>, RegisterError<T>>
+    where
+        T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
+    {
+        self.register_as(value, false)
+    }
+
+    /// The same for bytes that devices only read, and that may be mapped for reading only (CUDA:
+    /// `CU_MEMHOSTREGISTER_READ_ONLY`, where the device supports it; elsewhere the driver may refuse such mappings). Copies
+    /// from it are like any other; a download into it is refused.
+    ///
+    /// It is a call of its own, and not tried where `register` fails, so that what may be done with the result does not
+    /// depend on the file system, the driver and the device.
+    ///
+    /// # Errors
+    /// As for [`register`](Self::register).
+    pub fn register_read_only<T>(&self, value: T) -> Result<Registered<T>, RegisterError<T>>
+    where
+        T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
+    {
+        self.register_as(value, true)
+    }
+
+    /// Bytes of values that are [registered](Self::register) with this device and not unregistered yet, those that are
+    /// leaked included. Pools have their own count.
+    #[must_use]
+    pub fn registered_bytes(&self) -> usize {
+        self.context().registered()
+    }
+
+    fn register_as<T>(&self, value: T, read_only: bool) -> Result<Registered<T>, RegisterError<T>>
+    where
+        T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
+    {
+        let value = Box::new(value);
+        let bytes: &[u8] = &value;
+        let range = Range { base: NonNull::from(bytes).cast(), len: bytes.len() };
+        let context = self.context().clone();
+        let refused = |error, value: Box<T>| Err(RegisterError { error, memory: Some(*value) });
+        if range.len == 0 {
+            return refused(Error::Empty, value);
+        }
+        if let Err(error) = context.alive() {
+            return refused(error, value);
+        }
+        let maker = context.clone();
+        let registered = context.worker().call(move || {
+            let Range { base, len } = { range };
+            // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is dropped only when they
+            // were unregistered.
+            maker.noting(unsafe { maker.driver().register(base, len, read_only) })
+        });
+        if let Err(error) = registered {
+            return refused(error, value);
+        }
+        context.count_registered(range.len);
+        let value = UnsafeCell::new(Value { there: ManuallyDrop::new(value), taken: false });
+        Ok(Registered(Arc::new(Locked { value, range, read_only, context })))
+    }
+}
+
+impl<T: Send + Sync + 'static> Registered<T> {
+    /// Bytes.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "never empty")]
+    pub fn len(&self) -> usize {
+        self.0.range.len
+    }
+
+    /// Whether devices may only read it.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.0.read_only
+    }
+
+    /// The value.
+    #[must_use]
+    pub fn get_ref(&self) -> &T {
+        // SAFETY: by the invariant nobody has it exclusively while we are borrowed; it is taken out with us only.
+        unsafe { &(*self.0.value.get()).there }
+    }
+
+    /// Where `device` sees the first byte. Raw, as for [`PinnedBuf::device_address`](crate::PinnedBuf::device_address).
+    ///
+    /// # Errors
+    /// [`Error::WrongDevice`] for a device of another family, [`Error::Unsupported`] for one that cannot map host memory,
+    /// [`Error::Forked`]; what the driver says.
+    pub fn device_address(&self, device: &Device) -> Result<u64> {
+        let context = device.context();
+        if context.forked() {
+            return Err(Error::Forked);
+        }
+        if !self.is_for(context) {
+            return Err(Error::WrongDevice { device: device.name().into() });
+        }
+        context.alive()?;
+        context.noting(context.driver().device_address(self.0.range.base))
+    }
+
+    /// Unregisters and gives the value back. Waits for the device's worker thread, not for any copy: there is none.
+    ///
+    /// # Errors
+    /// What the driver says, [`Error::Forked`]. The value is leaked then, since the device may still reach it.
+    pub fn into_inner(self) -> Result<T> {
+        // SAFETY: by the invariant: we are its owner, and nothing is borrowed.
+        let value = unsafe { &mut *self.0.value.get() }.take();
+        let Some(value) = value else { return Err(Error::Closed) };
+        let (context, range) = (self.0.context.clone(), self.0.range);
+        match self.0.context.worker().call(move || unregister(&context, range)) {
+            Ok(()) => Ok(*value),
+            Err(error) => {
+                std::mem::forget(value);
+                Err(error)
+            }
+        }
+    }
+
+    /// Registered memory is for all devices of a family.
+    fn is_for(&self, context: &DeviceContext) -> bool {
+        context.driver().family() == self.0.context.driver().family()
+    }
+}
+
+impl<T> Registered<T>
+where
+    T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    /// Where a device is to write.
+    pub(crate) fn landing(&mut self) -> Result<(*mut u8, usize)> {
+        if self.0.read_only {
+            return Err(Error::Unsupported(
+                "the value was registered for reading only; register it with Device::register".into(),
+            ));
+        }
+        let bytes: &mut [u8] = self;
+        Ok((bytes.as_mut_ptr(), bytes.len()))
+    }
+}
+
+impl<T> Deref for Registered<T>
+where
+    T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.get_ref()
+    }
+}
+
+impl<T> DerefMut for Registered<T>
+where
+    T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: by the invariant: we are borrowed exclusively, so nothing is in flight, and it is taken out with us only.
+        let value: &mut Box<T> = unsafe { &mut (*self.0.value.get()).there };
+        value
+    }
+}
+
+impl<T> AsRef<[u8]> for Registered<T>
+where
+    T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registered")
+            .field("len", &self.len())
+            .field("read_only", &self.0.read_only)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A timeline's share of a value, or of an `Arc` of one.
+struct Share<S>(S);
+
+impl<S: Send> Keep for Share<S> {
+    fn quarantine(self: Box<Self>) {
+        // Nobody can prove that the device is done with it: never unregistered, never dropped.
+        std::mem::forget(self);
+    }
+}
+
+impl<S> fmt::Debug for Share<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Registered")
+    }
+}
+
+impl<T> Lend for Registered<T> where T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static {}
+impl<T> Lend for Arc<Registered<T>> where T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static {}
+
+impl<T> sealed::Lend for Registered<T>
+where
+    T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    #[allow(private_interfaces)]
+    fn lend(&self) -> Lent {
+        Lent::Object(Box::new(Share(self.0.clone())))
+    }
+    fn finish(self, _: Option<usize>) -> Result<Self> {
+        Ok(self)
+    }
+    fn abandon(self) {}
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+    #[allow(private_interfaces)]
+    fn serves(&self, context: &DeviceContext) -> bool {
+        self.is_for(context)
+    }
+}
+
+impl<T> sealed::Lend for Arc<Registered<T>>
+where
+    T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    #[allow(private_interfaces)]
+    fn lend(&self) -> Lent {
+        Lent::Object(Box::new(Share(self.clone())))
+    }
+    fn finish(self, _: Option<usize>) -> Result<Self> {
+        Ok(self)
+    }
+    fn abandon(self) {}
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+    #[allow(private_interfaces)]
+    fn serves(&self, context: &DeviceContext) -> bool {
+        self.is_for(context)
+    }
+}

@@ -1,0 +1,95 @@
+//! Copies between two buffers of pools, in a stream's order.
+//!
+//! For data that the CPU is to move after one copy of the device's and before another, without anybody waiting: out of a
+//! landing buffer into the buffer that feeds the next copy, say.
+
+use std::ops::RangeBounds;
+
+use super::{Landing, NOT_YET, OUTSIDE};
+use crate::buffer::{InFlight, Lend};
+use crate::device::Transfer;
+use crate::device::memory::bounds;
+use crate::error::{Error, Result, SubmitError};
+use crate::stream::Stream;
+use crate::stream::timeline::Lent;
+
+impl Stream {
+    /// Copies all that was written to `src` into `landing`, which must be at least as long, in this stream's order:
+    /// after what was submitted to it before, and before what is submitted to it later. Both buffers come back in
+    /// flight, each by its own handle, and the target's length is then the number of bytes copied.
+    ///
+    /// Returns when the copy was submitted. The CPU does the work: on a GPU a host function of the stream
+    /// (`cuLaunchHostFunc`), which holds the stream up for some 30 us and while it copies, because the driver's own
+    /// copies between host memory keep the caller until the stream has come to them (CUDA driver API, "API
+    /// synchronization behavior": "fully synchronous with respect to the host").
+    ///
+    /// # Errors
+    /// With both buffers: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], [`Error::Capturing`], a lost
+    /// device; [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as for
+    /// [`upload`](Self::upload).
+    #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
+    pub fn copy_host<B: Lend, L: Landing>(
+        &self,
+        src: B,
+        landing: L,
+    ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
+        self.copy_host_part(src, .., landing)
+    }
+
+    /// Copies a part of what was written to `src`.
+    ///
+    /// # Errors
+    /// As for [`copy_host`](Self::copy_host), and [`Error::OutOfRange`].
+    #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
+    pub fn copy_host_part<B: Lend, L: Landing>(
+        &self,
+        src: B,
+        part: impl RangeBounds<usize>,
+        mut landing: L,
+    ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
+        let checked = (|| {
+            if !src.serves(self.timeline().context()) {
+                return Err(Error::WrongDevice { device: self.device().name().into() });
+            }
+            let (start, end) = bounds(part, src.bytes().len())?;
+            let (target, capacity) = landing.target(self)?;
+            if end - start > capacity {
+                return Err(Error::TooSmall { need: end - start, have: capacity });
+            }
+            self.timeline().usable()?;
+            self.timeline().not_capturing("a copy between host buffers", OUTSIDE)?;
+            Ok((&src.bytes()[start..end], target))
+        })();
+        let (bytes, target) = match checked {
+            Ok(checked) => checked,
+            Err(error) => return Err(SubmitError::refused(error, (src, landing))),
+        };
+        let len = bytes.len();
+        let transfer = Transfer::OnHost { src: bytes.as_ptr(), dst: target, len };
+        let source = match self.timeline().begin(src.lend(), None) {
+            Ok(submission) => submission,
+            Err((error, _)) => return Err(SubmitError::refused(error, (src, landing))),
+        };
+        let mut sent = InFlight::new(self.ticket(NOT_YET), src, None);
+        let (lent, pending) = landing.lend();
+        let submission = match self.timeline().begin(lent, None) {
+            Ok(submission) => submission,
+            // As in `download`; the source, entered before the stream was lost, is quarantined with it.
+            Err((error, lent)) => {
+                if let Lent::Claimed(key) = lent {
+                    std::mem::forget(pending);
+                    self.timeline().unclaim(key);
+                }
+                return Err(SubmitError { error, buffer: None });
+            }
+        };
+        let mut landed = InFlight::new(self.ticket(NOT_YET), L::Landed::from(pending), Some(len));
+        // SAFETY: the two entries keep source and target, which are two buffers, until a mark after this call is seen
+        // complete.
+        let result = unsafe { self.driver_copy(transfer) };
+        // Under one tick or two: both are covered by a mark after the copy.
+        sent.submitted(source.commit());
+        landed.submitted(submission.commit());
+        result.map(|()| (sent, landed)).map_err(|error| SubmitError { error, buffer: None })
+    }
+}

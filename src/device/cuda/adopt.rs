@@ -1,0 +1,199 @@
+//! Contexts and streams that others made.
+//!
+//! # Contexts
+//!
+//! Most servers are in the primary context, which is recognised: adopting it is opening the device. Any other context is
+//! worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came from it is gone,
+//! and a little longer, so its owner can leave something with us that is dropped after the last call: the *keeper*.
+//!
+//! # Streams
+//!
+//! A handle does not name a stream for good: the driver gives the handle of a destroyed stream to a new one. What does is
+//! the driver's stream id (`cuStreamGetId`, CUDA 12.0), so that is what a stream is known by; without it nothing is
+//! concluded from two handles being equal.
+//!
+//! `CU_STREAM_PER_THREAD` names another stream on every thread, and our marks are recorded by several: it is refused.
+
+use std::any::Any;
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::{Arc, OnceLock};
+
+use super::api::{Api, CUcontext, CUdevice, CUstream, Code};
+use super::{Cuda, Current, check, memory, numa_node, stream};
+use crate::device::{Driver, StreamHandle};
+use crate::error::{Error, Result};
+use crate::os;
+
+/// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that we use.
+const LEGACY: usize = 1;
+/// cuda.h: CU_STREAM_PER_THREAD.
+const PER_THREAD: usize = 2;
+/// cuda.h: CUDA_ERROR_NOT_SUPPORTED.
+const NOT_SUPPORTED: Code = Code(801);
+
+/// What an adopted context is.
+pub(crate) enum Adopted {
+    /// The primary context of the device with this ordinal.
+    Primary(u32),
+    /// Another one, under a name for it that is the same each time.
+    Other { key: String, driver: Arc<dyn Driver> },
+}
+
+/// The driver of a context that somebody else made.
+///
+/// # Safety
+/// `context` is a CUDA context, and is not destroyed before the driver is dropped.
+pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
+    let name: Arc<str> = "cuda".into();
+    if context.is_null() {
+        return Err(Error::Config(
+            "a null context was to be adopted; pass the one that cuCtxCreate or cuCtxGetCurrent gave".into(),
+        ));
+    }
+    let api = Api::get(&name)?;
+    let said = |call, code| check(api, &name, call, code);
+    let device = {
+        // SAFETY: the caller's word: a context.
+        said("cuCtxPushCurrent", unsafe { (api.ctx_push)(context) })?;
+        let _current = Current { api, pushed: true, mode: None };
+        let mut device: CUdevice = 0;
+        // SAFETY: writes a handle.
+        said("cuCtxGetDevice", unsafe { (api.ctx_get_device)(&raw mut device) })?;
+        device
+    };
+    let ordinal = ordinal(api, &name, device)?;
+    if is_primary(api, &name, device, context)? {
+        return Ok(Adopted::Primary(ordinal));
+    }
+    let name: Arc<str> = format!("cuda:{ordinal} (adopted context)").into();
+    let key = format!("cuda context {:#x}", context as usize);
+    let keeper = OnceLock::new();
+    let pools = memory::has_pools(api, &name, device)?;
+    let driver = Cuda {
+        ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
+        numa_node: numa_node(api, device),
+        pools,
+        api,
+        name,
+        device,
+        context,
+        primary: false,
+        keeper,
+        forks: os::forks(),
+    };
+    Ok(Adopted::Other { key, driver: Arc::new(driver) })
+}
+
+/// Which of the devices, counted as [`super::driver`] counts them, has this handle.
+fn ordinal(api: &Api, name: &Arc<str>, device: CUdevice) -> Result<u32> {
+    let mut count: c_int = 0;
+    // SAFETY: writes a number.
+    check(api, name, "cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })?;
+    for index in 0..count {
+        let mut handle: CUdevice = 0;
+        // SAFETY: writes a handle.
+        check(api, name, "cuDeviceGet", unsafe { (api.device_get)(&raw mut handle, index) })?;
+        if handle == device {
+            return Ok(index.unsigned_abs());
+        }
+    }
+    Err(Error::Unavailable {
+        device: name.to_string(),
+        why: "the context is of a device that cuDeviceGet does not list".into(),
+    })
+}
+
+fn is_primary(api: &Api, name: &Arc<str>, device: CUdevice, context: CUcontext) -> Result<bool> {
+    let (mut flags, mut active): (c_uint, c_int) = (0, 0);
+    // SAFETY: writes two numbers.
+    let code = unsafe { (api.primary_state)(device, &raw mut flags, &raw mut active) };
+    check(api, name, "cuDevicePrimaryCtxGetState", code)?;
+    if active == 0 {
+        // Not asked further: retaining it would make it.
+        return Ok(false);
+    }
+    let mut primary: CUcontext = std::ptr::null_mut();
+    // SAFETY: writes a handle.
+    let code = unsafe { (api.primary_retain)(&raw mut primary, device) };
+    check(api, name, "cuDevicePrimaryCtxRetain", code)?;
+    // SAFETY: retained above. It is somebody else's too, so this is never the last.
+    let code = unsafe { (api.primary_release)(device) };
+    check(api, name, "cuDevicePrimaryCtxRelease", code)?;
+    Ok(primary == context)
+}
+
+impl Cuda {
+    pub(crate) fn raw_context(&self) -> *mut c_void {
+        self.context
+    }
+
+    /// Keeps `keeper` until the last call in this context was made; the first that is left with it.
+    pub(crate) fn keep_context(&self, keeper: Box<dyn Any + Send + Sync>) {
+        // A later one says the same about the same context, and is not needed.
+        let _ = self.keeper.set(keeper);
+    }
+
+    pub(crate) fn is_capturing(&self, on: StreamHandle) -> Result<bool> {
+        let _current = self.current()?;
+        let mut status: c_uint = 0;
+        // SAFETY: a stream that is alive, and a place for a number.
+        let code = unsafe { (self.api.stream_is_capturing)(stream(on), &raw mut status) };
+        // Spoiled is capturing too: nothing can be submitted before the capture was ended.
+        self.said("cuStreamIsCapturing", code).map(|()| status != 0)
+    }
+
+    /// The handle by which a stream of this context is called, after everything was looked at that can be looked at.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for the per-thread default stream, [`Error::WrongContext`], [`Error::Capturing`].
+    ///
+    /// # Safety
+    /// `raw` is a stream that is alive, or one of the special handles.
+    pub(crate) unsafe fn recognise(&self, raw: *mut c_void) -> Result<StreamHandle> {
+        let handle = match raw as usize {
+            PER_THREAD => {
+                return Err(Error::Unsupported(
+                    "CU_STREAM_PER_THREAD is another stream on every thread, so that one timeline cannot stand for it; \
+                     create a stream with cuStreamCreate and adopt that"
+                        .into(),
+                ));
+            }
+            0 | LEGACY => StreamHandle(LEGACY as u64),
+            other => StreamHandle(other as u64),
+        };
+        {
+            // Current, since it is what the special handles mean.
+            let _current = self.relaxed()?;
+            let mut context: CUcontext = std::ptr::null_mut();
+            // SAFETY: a stream that is alive, by the caller's word, and a place for a handle.
+            let code = unsafe { (self.api.stream_context)(stream(handle), &raw mut context) };
+            self.said("cuStreamGetCtx", code)?;
+            if context != self.context {
+                return Err(Error::WrongContext { device: self.name.to_string() });
+            }
+        }
+        if self.is_capturing(handle)? {
+            return Err(Error::Capturing {
+                what: "adopting the stream",
+                remedy: "adopt it before the capture begins",
+            });
+        }
+        Ok(handle)
+    }
+
+    /// The driver's number for a stream that is not capturing. `None`: this driver has no numbers for streams.
+    pub(crate) fn stream_id(&self, on: StreamHandle) -> Result<Option<u64>> {
+        let Some(ask) = self.api.stream_id else { return Ok(None) };
+        let _current = self.relaxed()?;
+        let mut id = 0_u64;
+        // SAFETY: a stream that is alive, and a place for a number.
+        match unsafe { ask(stream(on), &raw mut id) } {
+            NOT_SUPPORTED => Ok(None),
+            code => self.said("cuStreamGetId", code).map(|()| Some(id)),
+        }
+    }
+
+    pub(crate) fn raw_stream(on: StreamHandle) -> CUstream {
+        stream(on)
+    }
+}

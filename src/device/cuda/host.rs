@@ -1,0 +1,192 @@
+//! Host memory, as the driver knows it: registered, allocated by the driver itself, and managed.
+//!
+//! # Registering
+//!
+//! `cuMemHostRegister` takes ranges that start and end anywhere, refuses those that overlap a registered one by a byte,
+//! and lets two live on one page. A copy that starts in one registration and ends outside of it is refused, even where
+//! another begins: so what is to be copied in one piece is registered in one piece. Everything is registered as
+//! portable, that is, for every context of the process.
+//!
+//! No flag asks for a mapping into the device's address space. Where addresses are unified, which they are on every
+//! platform that this crate supports, all registered memory is mapped (runtime API manual, `cudaHostRegisterDefault`;
+//! seen on driver 580).
+//!
+//! # Refusals
+//!
+//! The driver says little about why it refuses: 1 stands for a range that is not mapped, for one that cannot be written
+//! to, for a shared mapping of a file whose file system does not let its pages be pinned for writing (ext4 and its like on
+//! newer kernels; memory file systems do), and for memory of the driver's own. The error lists the remedies.
+
+use std::ffi::c_int;
+use std::ptr::NonNull;
+
+use super::api::Code;
+use super::{Cuda, check};
+use crate::device::{HostAllocFlags, HostKind};
+use crate::error::{DeviceError, Error, Result};
+
+/// cuda.h: CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process.
+const REGISTER_PORTABLE: u32 = 1;
+/// cuda.h: CU_MEMHOSTREGISTER_READ_ONLY: the device only reads it.
+const REGISTER_READ_ONLY: u32 = 8;
+/// cuda.h: CU_MEMHOSTALLOC_PORTABLE, _DEVICEMAP and _WRITECOMBINED.
+const ALLOC_PORTABLE: u32 = 1;
+const ALLOC_MAPPED: u32 = 2;
+const ALLOC_WRITE_COMBINED: u32 = 4;
+/// cuda.h: CU_MEM_ATTACH_GLOBAL: any stream of any device may use it.
+const ATTACH_GLOBAL: u32 = 1;
+
+/// cuda.h: CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY.
+const CAN_MAP_HOST_MEMORY: c_int = 19;
+/// cuda.h: CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS: host and device may use managed memory at the same time.
+const CONCURRENT_MANAGED_ACCESS: c_int = 89;
+/// cuda.h: CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED. Older drivers do not know it.
+const READ_ONLY_REGISTER: c_int = 113;
+
+const ALREADY_REGISTERED: Code = Code(712);
+const INVALID_VALUE: Code = Code(1);
+const NOT_SUPPORTED: Code = Code(801);
+
+impl Cuda {
+    /// Whether the device has an attribute. One that the driver does not know it has not.
+    fn has(&self, attribute: c_int) -> Result<bool> {
+        let mut value: c_int = 0;
+        // SAFETY: writes a number.
+        match unsafe { (self.api.device_attribute)(&raw mut value, attribute, self.device) } {
+            INVALID_VALUE => Ok(false),
+            code => self.said("cuDeviceGetAttribute", code).map(|()| value != 0),
+        }
+    }
+
+    /// # Safety
+    /// The range is mapped, and stays so until it was unregistered.
+    pub(super) unsafe fn host_register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
+        let _current = self.relaxed()?;
+        // Where the device does not know the flag, memory that can be written to is registered without it.
+        let flags = match read_only && self.has(READ_ONLY_REGISTER)? {
+            true => REGISTER_PORTABLE | REGISTER_READ_ONLY,
+            false => REGISTER_PORTABLE,
+        };
+        // SAFETY: the caller's word.
+        let code = unsafe { (self.api.host_register)(base.as_ptr().cast(), len, flags) };
+        self.said("cuMemHostRegister", code).map_err(|error| advise(error, remedy(code, read_only)))
+    }
+
+    /// # Safety
+    /// Registered once, unregistered once, and no copy uses it.
+    pub(super) unsafe fn host_unregister(&self, base: NonNull<u8>) -> Result<()> {
+        let _current = self.relaxed()?;
+        // SAFETY: the caller's word.
+        let code = unsafe { (self.api.host_unregister)(base.as_ptr().cast()) };
+        self.said("cuMemHostUnregister", code)
+    }
+
+    pub(super) fn host_can_use(&self, kind: HostKind) -> Result<()> {
+        match kind {
+            HostKind::Managed if !self.has(CONCURRENT_MANAGED_ACCESS)? => Err(Error::Unsupported(format!(
+                "{}: the host may not touch managed memory while the device works (CONCURRENT_MANAGED_ACCESS is 0), so a pool \
+                 cannot be made of it; use Backing::Registered or Backing::HostAlloc",
+                self.name
+            ))),
+            HostKind::Managed | HostKind::Locked(_) => Ok(()),
+        }
+    }
+
+    pub(super) fn host_allocate(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>> {
+        self.host_can_use(kind)?;
+        let _current = self.relaxed()?;
+        let (call, address) = match kind {
+            HostKind::Locked(HostAllocFlags { portable, mapped, write_combined }) => {
+                let flag = |on, flag| if on { flag } else { 0 };
+                let flags = flag(portable, ALLOC_PORTABLE)
+                    | flag(mapped, ALLOC_MAPPED)
+                    | flag(write_combined, ALLOC_WRITE_COMBINED);
+                let mut at = std::ptr::null_mut();
+                // SAFETY: writes an address.
+                let code = unsafe { (self.api.host_alloc)(&raw mut at, len, flags) };
+                self.said("cuMemHostAlloc", code)?;
+                ("cuMemHostAlloc", at.cast())
+            }
+            HostKind::Managed => {
+                let mut at = 0;
+                // SAFETY: writes an address.
+                let code = unsafe { (self.api.managed_alloc)(&raw mut at, len, ATTACH_GLOBAL) };
+                self.said("cuMemAllocManaged", code)?;
+                // An address of both the host and the device.
+                ("cuMemAllocManaged", std::ptr::with_exposed_provenance_mut(at as usize))
+            }
+        };
+        NonNull::new(address)
+            .ok_or_else(|| Error::OutOfMemory { wanted: len, text: format!("{call} gave no address") })
+    }
+
+    /// # Safety
+    /// Allocated once as this kind, freed once, and nobody uses it.
+    pub(super) unsafe fn host_free(&self, base: NonNull<u8>, kind: HostKind) -> Result<()> {
+        let _current = self.relaxed()?;
+        match kind {
+            HostKind::Locked(_) => {
+                // SAFETY: the caller's word.
+                self.said("cuMemFreeHost", unsafe { (self.api.host_free)(base.as_ptr().cast()) })
+            }
+            HostKind::Managed => {
+                let address = base.as_ptr().expose_provenance() as u64;
+                // SAFETY: the caller's word.
+                self.said("cuMemFree", unsafe { (self.api.mem_free)(address) })
+            }
+        }
+    }
+
+    pub(super) fn host_device_address(&self, at: NonNull<u8>) -> Result<u64> {
+        let _current = self.relaxed()?;
+        let mut address = 0;
+        // SAFETY: writes an address; one that the driver does not know is refused.
+        let code = unsafe { (self.api.host_device_pointer)(&raw mut address, at.as_ptr().cast(), 0) };
+        check(self.api, &self.name, "cuMemHostGetDevicePointer", code).map(|()| address).map_err(|error| {
+            if code == INVALID_VALUE && self.has(CAN_MAP_HOST_MEMORY) == Ok(false) {
+                return Error::Unsupported(format!(
+                    "{} cannot map host memory (CAN_MAP_HOST_MEMORY is 0); copy the buffer instead",
+                    self.name
+                ));
+            }
+            advise(
+                error,
+                (code == INVALID_VALUE)
+                    .then_some("the memory is not pinned for this device; copy the buffer instead"),
+            )
+        })
+    }
+}
+
+/// What to do where registering is refused with that code.
+fn remedy(code: Code, read_only: bool) -> Option<&'static str> {
+    match code {
+        ALREADY_REGISTERED => Some(
+            "a part of it is registered already, by this crate, the runtime or another library: register it once and share the \
+             value (Arc), or copy by way of a pool's buffer",
+        ),
+        INVALID_VALUE if read_only => Some(
+            "a part of it is not mapped for reading, or the driver allocated it itself, and then it is pinned as it is",
+        ),
+        INVALID_VALUE => Some(
+            "a part of it is not mapped for reading and writing, or it is a shared mapping of a file whose pages cannot be \
+             pinned for writing: use register_read_only for uploads, or a private mapping, or a memory file system; memory that \
+             the driver allocated itself is pinned as it is",
+        ),
+        NOT_SUPPORTED => Some(
+            "this device or system cannot register host memory: copy by way of a pool with Backing::HostAlloc",
+        ),
+        _ => None,
+    }
+}
+
+/// Adds to a driver's words what to do.
+fn advise(error: Error, remedy: Option<&str>) -> Error {
+    match (error, remedy) {
+        (Error::Device(error), Some(remedy)) => {
+            let text = format!("{}; {remedy}", error.text).into();
+            Error::Device(DeviceError { text, ..error })
+        }
+        (error, _) => error,
+    }
+}

@@ -1,0 +1,181 @@
+//! Memory that the caller has and the pool may cut up: pinned where it is, kept as a region, and dropped when that goes.
+//!
+//! The pool uses the whole pages inside of it. They are pinned extent by extent, each in a job of its own, as for regions
+//! of ours; but nothing is handed out before all of them are, so that whatever fails, the caller gets the memory back as
+//! it was. Nothing is written to it until a segment of it is handed out.
+
+use std::ops::DerefMut;
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use stable_deref_trait::StableDeref;
+
+use super::source::{Source, page};
+use super::{Extent, Region, RegionId, RegionInfo, Regions, Unpinned};
+use crate::error::{Error, ErrorClass, RegisterError, Result};
+
+/// Memory that is to be adopted.
+pub(crate) struct Adoptee<T> {
+    /// In a box, so that the value itself does not move while its bytes are in use: a value that moves may count as all
+    /// that reaches them.
+    memory: Box<T>,
+    /// Its whole pages.
+    base: NonNull<u8>,
+    len: usize,
+}
+
+impl<T> Adoptee<T>
+where
+    T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
+{
+    /// Finds the whole pages of it.
+    pub(crate) fn new(memory: T) -> Result<Self, RegisterError<T>> {
+        let mut memory = Box::new(memory);
+        let bytes: &mut [u8] = &mut memory;
+        let (have, page) = (bytes.len(), page());
+        let front = bytes.as_ptr().align_offset(page);
+        match bytes.get_mut(front..).map(|rest| (rest.len() / page * page, NonNull::from(rest).cast::<u8>()))
+        {
+            Some((len, base)) if len > 0 => Ok(Self { memory, base, len }),
+            _ => {
+                let error = Error::NoWholePage { len: have, page };
+                Err(RegisterError { error, memory: Some(*memory) })
+            }
+        }
+    }
+
+    /// Bytes that the pool can use.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Nothing was registered, or not any more.
+    pub(crate) fn refused(self, error: Error) -> RegisterError<T> {
+        RegisterError { error, memory: Some(*self.memory) }
+    }
+}
+
+/// A range that a job on the worker is about.
+#[derive(Clone, Copy)]
+struct Piece {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the memory is owned by the adoption, which waits for the job.
+unsafe impl Send for Piece {}
+
+impl Regions {
+    /// Pins memory and makes it a region, of which nothing is handed out yet: [`Regions::served`] is to follow. Waits for
+    /// the worker. On an error nothing of it is pinned.
+    pub(crate) fn adopt<T>(&self, adoptee: Adoptee<T>) -> Result<Adopted, RegisterError<T>>
+    where
+        T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
+    {
+        let len = adoptee.len;
+        {
+            let mut progress = self.progress.lock();
+            progress.busy += 1;
+            progress.pinning.wanted += len;
+        }
+        let before = Instant::now();
+        let mut extents: Vec<Extent> = Vec::new();
+        let mut offset = 0;
+        while offset < len {
+            // SAFETY: within the memory.
+            let start = unsafe { adoptee.base.add(offset) };
+            let piece = Piece { start, len: self.options.extent.min(len - offset) };
+            match self.pin_piece(piece) {
+                Ok(pinned) => extents.push(Extent { offset, len: piece.len, pinned }),
+                Err(error) => {
+                    let clean = self.roll_back(&adoptee, &extents);
+                    // Not an attempt of the pool's to grow: the caller gets the error.
+                    self.ended(len, None);
+                    if clean {
+                        return Err(adoptee.refused(error));
+                    }
+                    std::mem::forget(adoptee.memory);
+                    return Err(RegisterError { error, memory: None });
+                }
+            }
+            offset += piece.len;
+        }
+        // Relaxed: only different, not in any order with anything else.
+        let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
+        let pieces = extents.iter().map(|e| (e.offset, e.len, e.pinned)).collect();
+        let source = Source::Adopted(adoptee.memory);
+        let region =
+            Region { id, base: adoptee.base, len, extents, node: None, ready: 0, whole: false, source };
+        let info = region.info();
+        let mut progress = self.progress.lock();
+        progress.regions.push(region);
+        progress.pinning.busy += before.elapsed();
+        Ok(Adopted { info, pieces })
+    }
+
+    /// All of an adopted region was handed over.
+    pub(crate) fn served(&self, id: RegionId) {
+        self.settled(id);
+        self.progress.lock().busy -= 1;
+        self.wake();
+    }
+
+    /// Whether it is pinned, which it need not be where the configuration says so.
+    fn pin_piece(&self, piece: Piece) -> Result<bool> {
+        let context = self.context.clone();
+        let pinned = self.context.worker().call(move || {
+            let Piece { start, len } = { piece };
+            // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unpinned.
+            context.noting(unsafe { context.driver().pin(start, len) })
+        });
+        match pinned {
+            Ok(()) => Ok(true),
+            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
+                tracing::warn!(
+                    target: "pinpool::region", device = self.context.name(), bytes = piece.len, error = %e,
+                    "adopted memory is not pinned: copies from it are slower and may block"
+                );
+                Ok(false)
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Unpins what was pinned, the last first. Whether nothing is pinned any more.
+    fn roll_back<T>(&self, adoptee: &Adoptee<T>, extents: &[Extent]) -> bool {
+        let mut clean = true;
+        for extent in extents.iter().rev().filter(|e| e.pinned) {
+            // SAFETY: within the memory.
+            let start = unsafe { adoptee.base.add(extent.offset) };
+            let (piece, context) = (Piece { start, len: extent.len }, self.context.clone());
+            let unpinned = self.context.worker().call(move || {
+                let Piece { start, len } = { piece };
+                // SAFETY: pinned once, unpinned once, and never handed out.
+                unsafe { context.driver().unpin(start, len) }
+            });
+            if let Err(error) = unpinned {
+                tracing::error!(
+                    target: "pinpool::region", device = self.context.name(), bytes = adoptee.len, %error,
+                    "adopted memory cannot be unpinned: it is leaked"
+                );
+                clean = false;
+            }
+        }
+        clean
+    }
+}
+
+/// An adopted region whose extents are to be handed over.
+pub(crate) struct Adopted {
+    pub(crate) info: RegionInfo,
+    /// Offset, length, and whether it is pinned.
+    pieces: Vec<(usize, usize, bool)>,
+}
+
+impl Adopted {
+    pub(crate) fn pieces(&self) -> impl Iterator<Item = (NonNull<u8>, usize, bool)> + '_ {
+        // SAFETY: within the region.
+        self.pieces.iter().map(|&(offset, len, pinned)| (unsafe { self.info.base.add(offset) }, len, pinned))
+    }
+}

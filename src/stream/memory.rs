@@ -1,0 +1,74 @@
+//! Device memory in a stream's order.
+//!
+//! The driver's own allocator works so: memory is there for what is submitted to the stream after the call, and goes
+//! when the stream comes to the call that frees it. Two things are added, so that every copy call can take it. The
+//! allocation has a tick of its stream's timeline, and before another stream uses the memory it waits for that stream,
+//! unless the tick is known to be complete. And the memory is freed when no hold is left, so that no use of it is under
+//! way on any stream.
+
+use std::sync::Arc;
+
+use super::Stream;
+use super::timeline::{Lent, Timeline};
+use crate::device::StreamHandle;
+use crate::device::memory::{DeviceBuffer, Home};
+use crate::error::{Error, Result};
+
+impl Stream {
+    /// Device memory of `len` bytes in this stream's order, uninitialised, aligned to 256 bytes at least.
+    ///
+    /// It can be used at once: on this stream nothing has to be waited for, and when a copy of this crate uses it on
+    /// another stream of the device, that stream is made to wait for what this one was told so far, until the
+    /// allocation is known to have happened. (For kernels of your own on other streams that is up to you:
+    /// [`wait_for`](Self::wait_for).) Neither allocating nor freeing synchronises the device. It is freed in this
+    /// stream's order once the last handle is gone and the last copy in flight is done; the stream lives until then.
+    ///
+    /// On a GPU this is `cuMemAllocAsync`, from the device's current memory pool, whose settings are left as they are: by
+    /// the driver's default a pool gives back to the system what is free when a stream, an event or the context is next
+    /// *synchronised with*, which this crate itself hardly ever does. A server that wants to keep memory, or to see it
+    /// go, sets `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` or calls `cuMemPoolTrimTo`.
+    ///
+    /// Where a device has no such memory (a driver before CUDA 11.2, a device without memory pools) this is
+    /// [`Device::alloc`](crate::Device::alloc): usable alike, but the device may be synchronised.
+    ///
+    /// # Errors
+    /// As for [`Device::alloc`](crate::Device::alloc); [`Error::Capturing`]; what the stream was lost with.
+    pub fn alloc(&self, len: usize) -> Result<DeviceBuffer> {
+        if len == 0 {
+            return Err(Error::ZeroLength);
+        }
+        self.timeline.usable()?;
+        self.timeline
+            .not_capturing("an allocation in the stream's order", "allocate before the capture begins")?;
+        let context = self.timeline.context();
+        if !context.driver().orders_memory() {
+            return self.device.alloc(len);
+        }
+        // As for a copy: the entry first, its tick after the driver was called. So the mark of that tick covers the
+        // allocation, and once it is complete the memory is there for everyone.
+        let submission = self.timeline.begin(Lent::Object(Box::new(())), None).map_err(|(error, _)| error)?;
+        let made = context.noting(context.driver().allocate_on(self.timeline.stream(), len));
+        let tick = submission.commit();
+        Ok(DeviceBuffer::ordered(context, made?, len, self.timeline.clone(), tick))
+    }
+}
+
+/// Memory that was allocated on this stream keeps it. While that memory is in flight here the two hold each other; the
+/// holds go when their tick is complete, or when the device is lost, and leave nothing behind.
+impl Home for Timeline {
+    fn handle(&self) -> StreamHandle {
+        self.stream()
+    }
+
+    fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()> {
+        if user == self.stream() || self.is_complete(tick)? {
+            return Ok(());
+        }
+        // An event of a capture would draw the other stream into it.
+        self.not_capturing(
+            "the use of memory whose own stream has not come to it yet",
+            "synchronise with that stream before it is captured",
+        )?;
+        self.wait_here(user)
+    }
+}

@@ -1,0 +1,93 @@
+//! Stream-ready reuse: segments that are claimed while they are in flight, for later work on the same stream.
+
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::Timeline;
+use super::held::{Entry, Held};
+use crate::depot::{Depot, Segment};
+use crate::device::memory::Allocation;
+use crate::freelist::{Word, state};
+use crate::segment::Class;
+
+/// A segment that was claimed for stream-ready reuse before its tick was complete.
+#[derive(Debug)]
+pub(super) struct Claim {
+    pub(super) tick: u64,
+    pub(super) segment: Segment,
+    pub(super) word: Word,
+    pub(super) memory: Option<Arc<Allocation>>,
+    pub(super) bytes: usize,
+    pub(super) landed: bool,
+}
+
+impl Timeline {
+    /// Claims a segment of this class and depot that is in flight here alone and whose handle was dropped: the youngest,
+    /// since the oldest is the next to be free anyway.
+    pub(crate) fn claim(&self, depot: &Depot, class: Class) -> Option<(usize, Segment)> {
+        // While the stream is being captured, nothing that is submitted comes after what is in flight.
+        if self.forked() || !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
+            return None;
+        }
+        let mut state = self.state.lock();
+        let fits = |entry: &Entry| match &entry.held {
+            Held::Segment { segment, word } => {
+                // The handle may be dropped just now: only a word that says DETACHED, in this generation, is claimed.
+                let from = word.with(state::DETACHED);
+                #[cfg(pinpool_planted = "claim_on_sight")]
+                let from = segment.slot().word();
+                segment.depot().number() == depot.number()
+                    && segment.class() == Some(class)
+                    && segment.slot().exchange(from, state::CLAIMED).is_ok()
+            }
+            _ => false,
+        };
+        let at = state.entries.iter().rposition(|(_, entry)| fits(entry))?;
+        let (tick, entry) = state.entries.remove(at)?;
+        let Held::Segment { segment, word } = entry.held else { return None };
+        state.flight_of(depot.number()).claimed += entry.bytes;
+        let alias = segment.alias();
+        let claim = Claim { tick, segment, word, memory: entry.memory, bytes: entry.bytes, landed: false };
+        Some((state.claims.insert(claim), alias))
+    }
+
+    /// Books the length that the claimer asked for.
+    pub(crate) fn rebook_claim(&self, key: usize, len: usize) {
+        let mut state = self.state.lock();
+        state.claims[key].segment.rebook(len);
+    }
+
+    /// Until when a claimed segment is not host-ready. `None`: it is.
+    pub(crate) fn claimed_until(&self, key: usize) -> Option<u64> {
+        let state = self.state.lock();
+        let claim = &state.claims[key];
+        (!claim.landed).then_some(claim.tick)
+    }
+
+    /// A claimed segment that became host-ready leaves the timeline. `None`: it was quarantined.
+    pub(crate) fn resolve_claim(&self, key: usize) -> Option<Segment> {
+        let claim = self.state.lock().claims.remove(key);
+        debug_assert!(claim.landed, "resolved a claim that has not landed");
+        (claim.segment.slot().word().state() == state::OUT).then_some(claim.segment)
+    }
+
+    /// A claimed segment was not used: back under its old tick, or to its depot if that is complete.
+    pub(crate) fn unclaim(&self, key: usize) {
+        if self.forked() {
+            return;
+        }
+        let mut state = self.state.lock();
+        let Claim { tick, segment, word, memory, bytes, landed } = state.claims.remove(key);
+        if !landed && segment.slot().exchange(word.with(state::CLAIMED), state::DETACHED).is_ok() {
+            state.flight_of(segment.depot().number()).claimed -= bytes;
+            state.insert(tick, Entry { held: Held::Segment { segment, word }, memory, bytes });
+            return;
+        }
+        drop(state);
+        if segment.slot().word().state() == state::OUT {
+            // SAFETY: landed: every mark that covers it was seen complete, and the claimer gives it up here.
+            unsafe { segment.release() };
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! What an entry holds, and what becomes of it when the device is done or never will be.
+//!
+//! For each segment the handle and the timeline meet in its state word ([`crate::freelist::slot`]); [`settle`] and
+//! [`condemn`] are the timeline's side of that. What follows from them for others (returning, dropping, waking) is put
+//! down in [`After`] and done when the lock is released.
+
+#![allow(unsafe_code)]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use crate::depot::{Segment, Wake};
+use crate::device::memory::Allocation;
+use crate::freelist::{Word, state};
+use crate::sync::{AtomicU32, Ordering};
+
+/// What keeps memory from being reused until its tick is complete.
+#[derive(Debug)]
+pub(crate) enum Held {
+    /// A segment, with the word that it had when it went in flight.
+    Segment { segment: Segment, word: Word },
+    /// A segment held by several timelines at once.
+    Joint(Arc<Joint>),
+    /// Anything else: it is dropped when the device is done with it.
+    Object(Box<dyn Keep>),
+    /// Only the entry's device memory.
+    Nothing,
+}
+
+/// What is lent to a timeline.
+#[derive(Debug)]
+pub(crate) enum Lent {
+    /// A segment that is out.
+    Segment(Segment),
+    /// A segment claimed from this timeline, by its key.
+    Claimed(usize),
+    /// One timeline's part of a joint hold.
+    Joint(Arc<Joint>),
+    Object(Box<dyn Keep>),
+}
+
+/// Something that a hold owns.
+pub(crate) trait Keep: Send + std::fmt::Debug {
+    /// Nobody can prove that the device is done with it: leak what the device may touch.
+    fn quarantine(self: Box<Self>);
+}
+
+impl Keep for () {
+    fn quarantine(self: Box<Self>) {}
+}
+
+/// A segment that comes back when several timelines are done with it.
+#[derive(Debug)]
+pub(crate) struct Joint {
+    segment: Segment,
+    word: Word,
+    left: AtomicU32,
+}
+
+impl Joint {
+    /// For `timelines` of them; the segment is in flight from here on.
+    pub(crate) fn new(segment: Segment, timelines: u32) -> Arc<Self> {
+        let word = segment.set(state::FLIGHT);
+        segment.depot().joint_in_flight(segment.granted() as isize);
+        Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
+    }
+
+    /// One of them is done. Whether it was the last, and the handle is gone: then the segment is the caller's.
+    pub(super) fn land(&self) -> Option<Segment> {
+        // AcqRel: the last one sees what all the others saw complete.
+        if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
+            return None;
+        }
+        self.segment.depot().joint_in_flight(-(self.segment.granted() as isize));
+        settle(&self.segment, self.word)
+    }
+
+    /// A part of the hold could not be placed: nobody will know when the segment is free.
+    pub(crate) fn give_up(&self) {
+        if let Some(segment) = self.quarantine() {
+            segment.quarantine();
+        }
+    }
+
+    pub(super) fn quarantine(&self) -> Option<Segment> {
+        let lost = condemn(&self.segment, self.word);
+        if lost.is_some() {
+            self.segment.depot().joint_in_flight(-(self.segment.granted() as isize));
+        }
+        lost
+    }
+}
+
+/// The device is done with a segment: leave it to its handle, or take it if that is gone.
+pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
+    match segment.slot().exchange(word, state::LANDED) {
+        Ok(_) => None,
+        Err(found) if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") => {
+            // Nobody else leaves DETACHED but the claimer, and both are under the timeline's lock.
+            segment.slot().exchange(found, state::OUT).ok().map(|_| segment.alias())
+        }
+        Err(_) => None,
+    }
+}
+
+/// The device will never be known to be done with it.
+pub(super) fn condemn(segment: &Segment, word: Word) -> Option<Segment> {
+    let slot = segment.slot();
+    [state::FLIGHT, state::DETACHED, state::CLAIMED]
+        .into_iter()
+        .any(|from| slot.exchange(word.with(from), state::QUARANTINED).is_ok())
+        .then(|| segment.alias())
+}
+
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) held: Held,
+    pub(super) memory: Option<Arc<Allocation>>,
+    pub(super) bytes: usize,
+}
+
+/// What is done after the lock is released.
+#[derive(Debug, Default)]
+pub(super) struct After {
+    pub(super) returned: Vec<Segment>,
+    pub(super) quarantined: Vec<Segment>,
+    /// Objects that the device may use for good. They book what they leak, which can wake somebody.
+    pub(super) condemned: Vec<Box<dyn Keep>>,
+    pub(super) dropped: Vec<(Held, Option<Arc<Allocation>>)>,
+    pub(super) wakes: Vec<Wake>,
+}
+
+impl After {
+    pub(super) fn run(self) {
+        for segment in self.returned {
+            // SAFETY: settled: the handle is gone and every mark that covers it was seen complete.
+            unsafe { segment.release() };
+        }
+        for segment in self.quarantined {
+            segment.quarantine();
+        }
+        self.condemned.into_iter().for_each(|object| object.quarantine());
+        for (held, memory) in self.dropped {
+            // Objects are the caller's own types: their drop may panic, and must not take the reaper along.
+            if catch_unwind(AssertUnwindSafe(|| drop((held, memory)))).is_err() {
+                tracing::error!(target: "pinpool::stream", "dropping an object that a hold kept panicked");
+            }
+        }
+        self.wakes.into_iter().for_each(Wake::wake);
+    }
+}

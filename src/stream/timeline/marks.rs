@@ -1,0 +1,278 @@
+//! Marks: closing ticks, asking about them, and what follows when one is seen complete or never will be.
+
+use super::held::After;
+use super::{TRIES, Timeline};
+use crate::device::{EventHandle, StreamHandle};
+use crate::error::{Error, ErrorClass, Result};
+use crate::sync::Ordering;
+use std::sync::Arc;
+
+impl Timeline {
+    // --- marking -----------------------------------------------------------------------------------------------------
+
+    /// Closes the open tick, if anything is in it, and records its mark. Failing is no error of the caller's: the entries
+    /// wait for a later mark.
+    pub(crate) fn close(&self) {
+        let _ = self.close_open();
+    }
+
+    /// The same, for those who want to know.
+    pub(super) fn close_open(&self) -> Result<()> {
+        // For each stream that was shared meanwhile, or on which a mark failed, a capture may have begun since.
+        match self.is_capturing() {
+            Ok(false) => self.close_with(false, |_| Ok(())),
+            Ok(true) => Err(Error::Capturing { what: "recording a mark", remedy: "end the capture first" }),
+            Err(error) => {
+                self.not_marked(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// The same for who has just submitted, and asked before.
+    pub(super) fn close_submitted(&self) {
+        let _ = self.close_with(false, |_| Ok(()));
+    }
+
+    /// Makes `waiter`, a stream of the same device, start its later work only after everything submitted here so far.
+    pub(crate) fn wait_here(self: &Arc<Self>, waiter: StreamHandle) -> Result<()> {
+        self.usable()?;
+        // The mark is new even where nothing is in flight: work that we do not see may be on the stream.
+        self.close_with(true, |event| self.context.noting(self.context.driver().wait_event(waiter, event)))?;
+        if !std::mem::replace(&mut self.state.lock().listed, true) {
+            self.reaper.list(self);
+        }
+        Ok(())
+    }
+
+    /// Closes the open tick and records its mark; `recorded` sees the event before anyone may recycle it.
+    fn close_with(&self, always: bool, recorded: impl FnOnce(EventHandle) -> Result<()>) -> Result<()> {
+        if self.forked() {
+            return Err(Error::Forked);
+        }
+        // The event first: without one nothing is closed.
+        let event = self.context.event().inspect_err(|error| self.not_marked(error))?;
+        let tick = {
+            let mut state = self.state.lock();
+            let nothing = state.open_entries == 0 && state.unmarked == 0 && !always;
+            if nothing || state.lost.is_some() {
+                let lost = state.lost.clone();
+                drop(state);
+                self.context.recycle(event);
+                return lost.map_or(Ok(()), Err);
+            }
+            let tick = state.open;
+            state.open += 1;
+            (state.open_entries, state.open_bytes) = (0, 0);
+            state.unmarked = state.unmarked.max(tick);
+            tick
+        };
+        #[cfg(pinpool_planted = "mark_before_record")]
+        self.state.lock().marks.push_back((tick, event));
+        // Where recording fails the event may have been recorded all the same, so nobody may record it again before a
+        // later mark is complete. That mark is due in any case.
+        let result = self.context.noting(self.context.driver().record(event, self.stream));
+        result.inspect_err(|error| {
+            {
+                let mut state = self.state.lock();
+                let later = state.open;
+                state.doubtful.push((later, event));
+                // On a stream that was given up meanwhile nothing is due any more.
+                if state.lost.is_none() {
+                    state.unmarked = state.unmarked.max(tick);
+                }
+            }
+            self.not_marked(error);
+        })?;
+        let used = recorded(event);
+        let mut state = self.state.lock();
+        if state.lost.is_some() && !cfg!(pinpool_planted = "mark_after_loss") {
+            // Given up meanwhile: nobody takes marks off the list any more. See there for the event.
+            drop(state);
+            if self.is_dead() {
+                self.context.recycle(event);
+            }
+            return used;
+        }
+        #[cfg(not(pinpool_planted = "mark_before_record"))]
+        state.marks.push_back((tick, event));
+        if state.unmarked <= tick {
+            state.unmarked = 0;
+        }
+        state.unrecorded = 0;
+        used
+    }
+
+    /// Recording failed. The reaper tries again, since a later mark covers the same entries.
+    fn not_marked(&self, error: &Error) {
+        let give_up = {
+            let mut state = self.state.lock();
+            if state.open_entries > 0 && state.unmarked == 0 {
+                // Not even an event: closing is due all the same.
+                state.seen = state.open;
+            }
+            gives_up(&mut state.unrecorded, error)
+        };
+        tracing::debug!(target: "pinpool::stream", device = self.context.name(), %error, give_up, "a mark could not be recorded");
+        if give_up {
+            self.lose(error);
+        }
+    }
+
+    // --- asking ------------------------------------------------------------------------------------------------------
+
+    /// Asks about the oldest marks, unless somebody else does. Whether anything landed.
+    pub(crate) fn ask(&self) -> bool {
+        // Looked at first: an exchange, failing or not, would take the line away from the one who asks.
+        // Acquire: pairs with the release below, so that askers follow one another.
+        if self.forked()
+            || self.asking.load(Ordering::Relaxed)
+            || self.asking.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
+        {
+            return false;
+        }
+        let mut progress = false;
+        loop {
+            let Some((tick, event)) = self.state.lock().marks.front().copied() else { break };
+            match self.context.noting(self.context.driver().query(event)) {
+                Ok(true) => {
+                    // On a stream that was lost meanwhile a dead device's events were given back with the other marks.
+                    if self.land(tick) || !self.is_dead() {
+                        self.context.recycle(event);
+                    }
+                    progress = true;
+                }
+                Ok(false) => break,
+                // Not ready to be asked: neither completion nor loss.
+                Err(error) if error.class() == ErrorClass::Moment => break,
+                // Recorded into a capture, by all we know: it will never be complete. A new mark covers the same ticks.
+                Err(error) if error.class() == ErrorClass::Capture && self.is_shared() => {
+                    self.forget_mark(tick, event);
+                    break;
+                }
+                Err(error) => {
+                    if !gives_up(&mut self.state.lock().unasked, &error) {
+                        break;
+                    }
+                    self.asking.store(false, Ordering::Release);
+                    self.lose(&error);
+                    return true;
+                }
+            }
+        }
+        self.asking.store(false, Ordering::Release);
+        progress
+    }
+
+    /// The front mark is none. Its event may be recorded again when a later mark is complete, which is due.
+    fn forget_mark(&self, tick: u64, event: EventHandle) {
+        let mut state = self.state.lock();
+        // What a lost stream had is dealt with.
+        if state.lost.is_none() && state.marks.front() == Some(&(tick, event)) {
+            state.marks.pop_front();
+            let later = state.open;
+            state.doubtful.push((later, event));
+            state.unmarked = state.unmarked.max(tick);
+        }
+    }
+
+    /// The front mark was seen complete, and covers all ticks up to `tick`. `false`: the stream was lost meanwhile.
+    fn land(&self, tick: u64) -> bool {
+        let mut after = After::default();
+        let mut state = self.state.lock();
+        if state.lost.is_some() {
+            return false;
+        }
+        state.marks.pop_front();
+        state.unasked = 0;
+        if tick > self.completed.load(Ordering::Relaxed) {
+            state.land(tick, &mut after);
+            // Release: pairs with the acquire in `is_complete`. Raised under the lock, after the entries were settled.
+            self.completed.store(tick, Ordering::Release);
+            state.take_wakes(&mut after, |t| t <= tick);
+        }
+        let mut certain = Vec::new();
+        state.doubtful.retain(|&(later, event)| {
+            let is_certain = later <= tick;
+            if is_certain {
+                certain.push(event);
+            }
+            !is_certain
+        });
+        drop(state);
+        certain.into_iter().for_each(|event| self.context.recycle(event));
+        after.run();
+        true
+    }
+
+    /// Nobody will ever know what is complete on this stream: what is in flight is quarantined, who waits is told.
+    pub(crate) fn lose(&self, error: &Error) {
+        let mut after = After::default();
+        let mut state = self.state.lock();
+        if state.lost.is_none() {
+            tracing::error!(
+                target: "pinpool::stream",
+                device = self.context.name(),
+                %error,
+                entries = state.entries.len(),
+                "a stream is lost; what is in flight on it is quarantined"
+            );
+            state.lost = Some(error.clone());
+        }
+        let marks = std::mem::take(&mut state.marks).into_iter().chain(std::mem::take(&mut state.doubtful));
+        state.quarantine(self.is_dead(), &mut after);
+        state.take_wakes(&mut after, |_| true);
+        drop(state);
+        // A dead device lets go of its events. Those of one that is alive may still be recorded, for all we know: nobody
+        // may use or destroy them.
+        if self.is_dead() {
+            marks.for_each(|(_, event)| self.context.recycle(event));
+        }
+        after.run();
+    }
+
+    /// The reaper's look: closes what has been open since the last look (or at once, with `now`), and asks.
+    pub(crate) fn pass(&self, now: bool) -> bool {
+        if self.forked() {
+            return false;
+        }
+        if let Some(error) = self.context.poisoned() {
+            self.lose(error);
+        }
+        let due = {
+            let mut state = self.state.lock();
+            let due = (state.open_entries > 0 && (now || state.seen == state.open)) || state.unmarked > 0;
+            state.seen = state.open;
+            due
+        };
+        if due {
+            self.close();
+        }
+        self.ask()
+    }
+
+    /// Takes the timeline off the reaper's list if nothing is going on. The reaper's own call.
+    pub(crate) fn unlist(&self) -> bool {
+        let mut state = self.state.lock();
+        let idle = state.is_idle();
+        if idle {
+            state.listed = false;
+        }
+        idle
+    }
+
+    /// Whether nothing is in flight.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.state.lock().is_idle()
+    }
+}
+
+/// Counts a failed attempt. Whether there is to be no other.
+pub(super) fn gives_up(failures: &mut u32, error: &Error) -> bool {
+    // A capture says nothing about the stream's work, and ends sooner or later.
+    if error.class() == ErrorClass::Capture {
+        return false;
+    }
+    *failures += 1;
+    error.is_sticky() || *failures >= TRIES
+}

@@ -1,0 +1,196 @@
+//! Waiting for a tick, as a thread or as a task.
+
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use super::held::After;
+use super::{State, Timeline};
+use crate::depot::Wake;
+use crate::error::{Error, Result};
+use crate::sync::{Ordering, drop_waker, thread};
+
+/// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// Someone who waits for a tick.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) id: u64,
+    pub(super) tick: u64,
+    pub(super) wake: Wake,
+}
+
+/// Names someone who waits. The place may be another's by now, the number is never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WaitKey {
+    place: usize,
+    id: u64,
+}
+
+impl Timeline {
+    /// Whether a tick is complete.
+    ///
+    /// # Errors
+    /// The stream is lost: it never will be.
+    pub(crate) fn is_complete(&self, tick: u64) -> Result<bool> {
+        // Acquire: pairs with the release in `land`.
+        if self.completed.load(Ordering::Acquire) >= tick {
+            return Ok(true);
+        }
+        if self.forked() {
+            return Err(Error::Forked);
+        }
+        let state = self.state.lock();
+        match &state.lost {
+            Some(_) if self.completed.load(Ordering::Acquire) >= tick => Ok(true),
+            Some(error) => Err(error.clone()),
+            None => Ok(false),
+        }
+    }
+
+    /// The same, after having had a look.
+    pub(crate) fn poll_complete(&self, tick: u64) -> Result<bool> {
+        if self.completed.load(Ordering::Acquire) < tick {
+            self.pass(true);
+        }
+        self.is_complete(tick)
+    }
+
+    /// Closes the tick if it is still open, so that its completion can be seen.
+    ///
+    /// # Errors
+    /// [`Error::Capturing`]: no mark can be recorded before the capture was ended.
+    fn flush(&self, tick: u64) -> Result<()> {
+        let (open, unmarked) = {
+            let state = self.state.lock();
+            (state.open, state.unmarked)
+        };
+        // What failed is tried again by the reaper, but for a capture that this very thread may be about to end.
+        if tick >= open || (tick <= unmarked && self.is_shared()) {
+            if let Err(error @ Error::Capturing { .. }) = self.close_open() {
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until a tick is complete.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], or what the stream was lost with.
+    pub(crate) fn wait(self: &Arc<Self>, tick: u64, deadline: Option<Instant>) -> Result<()> {
+        if self.is_complete(tick)? {
+            return Ok(());
+        }
+        let since = Instant::now();
+        let late = |now: Instant| deadline.is_some_and(|d| now >= d);
+        self.flush(tick)?;
+        if let Some(stepped) = self.context.driver().stepped() {
+            loop {
+                self.pass(true);
+                if self.is_complete(tick)? {
+                    return Ok(());
+                }
+                // A device that cannot move by itself will not do so later either.
+                if !stepped.step() && !self.poll_complete(tick)? {
+                    return Err(Error::Timeout(since.elapsed()));
+                }
+            }
+        }
+        while since.elapsed() < SPIN {
+            if !self.ask() {
+                std::hint::spin_loop();
+                thread_yield();
+            }
+            if self.is_complete(tick)? {
+                return Ok(());
+            }
+        }
+        loop {
+            let key = {
+                let mut state = self.state.lock();
+                if state.lost.is_some() || self.completed.load(Ordering::Relaxed) >= tick {
+                    None
+                } else {
+                    Some(state.wait(tick, Wake::Thread(thread::current())))
+                }
+            };
+            if let Some(key) = key {
+                self.reaper.hurry(self);
+                thread::park_until(deadline);
+                let _thread = self.state.lock().stop_waiting(key);
+            }
+            if self.is_complete(tick)? {
+                return Ok(());
+            }
+            if late(Instant::now()) {
+                return Err(Error::Timeout(since.elapsed()));
+            }
+        }
+    }
+
+    /// Leaves a waker, in place of the one left before under `key`. `true`: complete already, nothing was left.
+    pub(crate) fn wake_later(
+        self: &Arc<Self>,
+        tick: u64,
+        key: &mut Option<WaitKey>,
+        waker: &Waker,
+    ) -> Result<bool> {
+        self.forget_waker(key);
+        // During a capture the reaper makes up for it later, and a task can wait for that.
+        let _ = self.flush(tick);
+        if self.poll_complete(tick)? {
+            return Ok(true);
+        }
+        // Cloned before the lock: that is the caller's code.
+        let waker = waker.clone();
+        {
+            let mut state = self.state.lock();
+            if state.lost.is_none() && self.completed.load(Ordering::Relaxed) < tick {
+                *key = Some(state.wait(tick, Wake::Task(waker)));
+            }
+        }
+        if key.is_some() {
+            self.reaper.hurry(self);
+            return Ok(false);
+        }
+        self.is_complete(tick)
+    }
+
+    /// Takes the waker back.
+    pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
+        // In the child of a fork the lock may be anyone's.
+        if let Some(key) = key.take().filter(|_| !self.forked()) {
+            // Dropped after the lock, since a task may go with it, and buffers with the task.
+            let waker = self.state.lock().stop_waiting(key);
+            drop_waker(waker);
+        }
+    }
+}
+
+impl State {
+    pub(super) fn take_wakes(&mut self, after: &mut After, due: impl Fn(u64) -> bool) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let places: Vec<usize> = self.waiting.iter().filter(|(_, w)| due(w.tick)).map(|(k, _)| k).collect();
+        after.wakes.extend(places.into_iter().map(|k| self.waiting.remove(k).wake));
+    }
+
+    fn wait(&mut self, tick: u64, wake: Wake) -> WaitKey {
+        self.next_wait += 1;
+        let id = self.next_wait;
+        WaitKey { place: self.waiting.insert(Waiting { id, tick, wake }), id }
+    }
+
+    #[must_use = "to be dropped after the lock"]
+    fn stop_waiting(&mut self, key: WaitKey) -> Option<Wake> {
+        let theirs = self.waiting.get(key.place).is_some_and(|w| w.id == key.id);
+        theirs.then(|| self.waiting.remove(key.place).wake)
+    }
+}
+
+fn thread_yield() {
+    crate::sync::yield_now();
+}

@@ -1,0 +1,175 @@
+//! The suite's part about memory: copies between host memory, device memory in stream order, and memory by its address.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pinpool::{AddressFault, DeviceBuffer, Error, PinnedBuf, SubmitError};
+
+use super::{Subject, bytes, fetch, filled};
+
+pub fn host_copies(on: &Subject) {
+    let (pool, stream) = (on.pool(16 << 20), on.stream());
+    let memory = on.alloc(70_000);
+    for (round, len) in [1, 63, 4096, 65_537, (3 << 20) + 7].into_iter().enumerate() {
+        let sent = bytes(round, len);
+        let (from, to) = (filled(&pool, &sent), pool.checkout(len + 5).unwrap());
+        let (from, to) = stream.copy_host(from, to).unwrap();
+        assert!(*to.wait().unwrap() == *sent, "{len} bytes");
+        assert!(*from.wait().unwrap() == *sent, "a copy leaves its source as it was");
+    }
+    for round in 0..10 {
+        // In the stream's order: what is copied has only just been downloaded, and is uploaded next.
+        let sent = bytes(round, 70_000);
+        stream.upload_blocking(&sent, &memory).unwrap();
+        let first = stream.download(&memory, pool.checkout(70_000).unwrap()).unwrap();
+        let shared = Arc::new(filled(&pool, &bytes(round + 1, 70_000)));
+        let landing = pool.checkout_on(&stream, 10_000).unwrap();
+        let (from, to) = stream.copy_host_part(shared.clone(), 60_000.., landing).unwrap();
+        drop(from);
+        let to = to.wait().unwrap();
+        assert!(first.is_done().unwrap(), "a later copy was done first");
+        assert!(*to == bytes(round + 1, 70_000)[60_000..]);
+        assert!(*first.wait().unwrap() == *sent);
+        // Dropped at once, and wanted again at once.
+        drop(stream.copy_host(shared, to).map(drop).unwrap_err());
+        let (from, to) = (filled(&pool, &sent), pool.checkout(70_000).unwrap());
+        drop(stream.copy_host(from, to).unwrap());
+    }
+    let sent = bytes(0, 100);
+    let pair = |len| (filled(&pool, &sent), pool.checkout(len).unwrap());
+    let refused = |(from, to): (PinnedBuf, PinnedBuf), part: std::ops::Range<usize>| match stream
+        .copy_host_part(from, part, to)
+    {
+        Err(SubmitError { error, buffer: Some((from, _)) }) if *from == *sent => error,
+        wrong => panic!("not refused with its buffers: {wrong:?}"),
+    };
+    assert_eq!(refused(pair(99), 0..100), Error::TooSmall { need: 100, have: 99 });
+    assert_eq!(refused(pair(100), 50..101), Error::OutOfRange { start: 50, end: 101, len: 100 });
+    assert_eq!(refused(pair(100), 50..50), Error::Empty);
+    let landing = pool.checkout_on(&on.stream(), 100).unwrap();
+    let error = stream.copy_host(filled(&pool, &sent), landing).unwrap_err().error;
+    assert_eq!(error, Error::WrongStream);
+    stream.synchronize().unwrap();
+    let stats = pool.stats();
+    assert_eq!((stats.in_flight_bytes, stats.checked_out_bytes, stats.quarantined_bytes), (0, 0, 0));
+    pool.check().unwrap();
+}
+
+pub fn ordered(on: &Subject) {
+    let pool = on.pool(8 << 20);
+    let (home, other) = (on.stream(), on.stream());
+    let kept = on.alloc(50_000);
+    for round in 0..30 {
+        let sent = bytes(round, 50_000);
+        let memory = home.alloc(50_000).unwrap();
+        assert_eq!((memory.len(), memory.address() % 256), (50_000, 0));
+        // At once, on its own stream or on another one, the first use being of each kind.
+        let user = if round % 2 == 0 { &home } else { &other };
+        match round % 3 {
+            0 => drop(user.upload(filled(&pool, &sent), &memory).unwrap()),
+            1 => user.upload_blocking(&sent, &memory).unwrap(),
+            _ => {
+                drop(user.upload(filled(&pool, &sent), &kept).unwrap());
+                drop(user.copy(&kept, &memory).unwrap());
+            }
+        }
+        drop(user.copy(&memory, &kept).unwrap());
+        if round % 5 == 0 {
+            drop(user.download(memory.slice(1..), pool.checkout(49_999).unwrap()).unwrap());
+        }
+        drop(memory);
+        // Would be given the same memory, were it freed early.
+        let next = home.alloc(50_000).unwrap();
+        drop(home.upload(filled(&pool, &[0xEE; 50_000]), &next).unwrap());
+        drop(next);
+        assert!(fetch(&pool, user, &kept) == sent, "round {round}");
+    }
+    // The stream's last handle goes first, with and without work in flight, and nothing was ever written.
+    let memory = on.stream().alloc(1000).unwrap();
+    home.upload_blocking(&[3; 1000], &memory).unwrap();
+    assert!(fetch(&pool, &other, &memory) == [3; 1000]);
+    drop(memory);
+    let brief = on.stream();
+    let memory = brief.alloc(1000).unwrap();
+    let sent = brief.upload(filled(&pool, &[4; 1000]), &memory).unwrap();
+    drop((brief, memory));
+    assert!(*sent.wait().unwrap() == [4; 1000]);
+    let unused = on.stream();
+    drop(unused.alloc(1000).unwrap());
+    unused.synchronize().unwrap();
+    assert_eq!(home.alloc(0).unwrap_err(), Error::ZeroLength);
+    assert!(home.alloc(usize::MAX / 4).is_err());
+    home.synchronize().unwrap();
+    assert_eq!(on.device.lost(), None);
+}
+
+/// Says when it is dropped.
+struct Owner {
+    _memory: DeviceBuffer,
+    gone: Arc<AtomicBool>,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.gone.store(true, Ordering::SeqCst);
+    }
+}
+
+pub fn by_address(on: &Subject) {
+    let (pool, stream) = (on.pool(8 << 20), on.stream());
+    // Plain memory, and memory in stream order that is there for everybody.
+    let pooled = stream.alloc(300_000).unwrap();
+    stream.synchronize().unwrap();
+    for memory in [on.alloc(300_000), pooled] {
+        let gone = Arc::new(AtomicBool::new(false));
+        let owner = Owner { _memory: memory.clone(), gone: gone.clone() };
+        let (at, sent) = (memory.address(), bytes(1, 200_000));
+        drop(memory);
+        // SAFETY: the owner keeps it, and only this stream uses it.
+        let raw = unsafe { on.device.raw_memory(at + 100_000, 200_000, owner) }.unwrap();
+        assert_eq!((raw.len(), raw.address(), raw.device()), (200_000, at + 100_000, on.device.name()));
+        drop(stream.upload(filled(&pool, &sent), &raw).unwrap());
+        drop(stream.copy(raw.slice(..50_000), raw.slice(50_000..100_000)).unwrap());
+        let mut back = vec![0; 50_000];
+        stream.download_blocking(raw.slice(50_000..100_000), &mut back).unwrap();
+        assert!(back == sent[..50_000]);
+        stream.upload_blocking(&[7; 10], raw.slice(10..20)).unwrap();
+        // The last handle goes with the copy, which holds the owner.
+        let landing = pool.checkout(100_000).unwrap();
+        let last = stream.download(raw.slice(100_000..).unwrap(), landing).unwrap();
+        drop(raw);
+        assert!(*last.wait().unwrap() == sent[100_000..]);
+        while !gone.load(Ordering::SeqCst) {
+            on.pump();
+        }
+    }
+    let memory = on.alloc(1000);
+    let refused = |address: u64, len: usize| {
+        // SAFETY: refused.
+        match unsafe { on.device.raw_memory(address, len, "owner".to_owned()) } {
+            Err(SubmitError {
+                error: Error::BadAddress { address: a, len: l, fault, .. },
+                buffer: Some(owner),
+            }) => {
+                assert_eq!((a, l, &*owner), (address, len, "owner"));
+                fault
+            }
+            wrong => panic!("{wrong:?}"),
+        }
+    };
+    let at = memory.address();
+    assert_eq!(refused(at, 1001), AddressFault::PastEnd { start: at, size: 1000, over: 1 });
+    assert_eq!(refused(at + 10, 1010), AddressFault::PastEnd { start: at, size: 1000, over: 20 });
+    assert!(matches!(refused(at + 10, usize::MAX), AddressFault::PastEnd { .. }));
+    assert_eq!(refused(0, 1), AddressFault::Null);
+    let local = [0_u8; 16];
+    assert_eq!(refused(local.as_ptr() as u64, 16), AddressFault::Host { registered: false });
+    let pinned = pool.checkout(16).unwrap();
+    let registered = pinned.is_pinned();
+    assert_eq!(refused(pinned.as_ptr() as u64, 16), AddressFault::Host { registered });
+    assert_eq!(refused(16, 16), AddressFault::Unknown);
+    // SAFETY: refused.
+    let empty = unsafe { on.device.raw_memory(at, 0, ()) }.unwrap_err();
+    assert_eq!(empty.error, Error::Empty);
+    assert_eq!(on.device.lost(), None);
+}

@@ -1,0 +1,429 @@
+//! Where host memory comes from: what the driver allocates, what the pool adopts, values that are registered.
+
+#![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
+
+use std::fs::File;
+use std::io::Write;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::FromRawFd;
+
+use memmap2::{Mmap, MmapMut};
+use pinpool::{Backing, ErrorClass, HostAllocFlags, Lend, RegionInfo, Registered, StableDeref};
+
+use super::*;
+
+const PAGE: usize = 64 << 10;
+const HANG: Duration = Duration::from_secs(20);
+
+/// Bytes, and whether they were dropped.
+struct Watched {
+    bytes: Vec<u8>,
+    dropped: Arc<AtomicUsize>,
+}
+
+impl Watched {
+    fn new(bytes: Vec<u8>) -> (Self, Arc<AtomicUsize>) {
+        let dropped = Arc::new(AtomicUsize::new(0));
+        (Self { bytes, dropped: dropped.clone() }, dropped)
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.bytes.fill(0xDD);
+        self.dropped.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Deref for Watched {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl DerefMut for Watched {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+// SAFETY: a vector that is not resized stays where it is.
+unsafe impl StableDeref for Watched {}
+
+/// Until it is so.
+fn until(on: &Subject, what: &str, mut so: impl FnMut() -> bool) {
+    let since = std::time::Instant::now();
+    while !so() {
+        assert!(since.elapsed() < HANG, "never: {what}");
+        on.pump();
+    }
+}
+
+/// Registers a value. `None`: the host's memlock limit is used up, by pools that are about to end or for good.
+fn register<T>(on: &Subject, mut value: T, read_only: bool) -> Option<Registered<T>>
+where
+    T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
+{
+    for _ in 0..200 {
+        let registered =
+            if read_only { on.device.register_read_only(value) } else { on.device.register(value) };
+        match registered {
+            Ok(registered) => return Some(registered),
+            Err(refused) => {
+                assert!(matches!(refused.error, Error::MemLock { .. }), "{}", refused.error);
+                value = refused.memory.unwrap();
+            }
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    println!("skipped: the memlock limit is used up");
+    None
+}
+
+fn upload<B: Lend + std::fmt::Debug>(stream: &Stream, from: B, to: &DeviceBuffer) -> B {
+    stream.upload(from, to).unwrap().wait().unwrap()
+}
+
+pub fn backings(on: &Subject) {
+    let flags =
+        (0..8).map(|i| HostAllocFlags { portable: i & 1 > 0, mapped: i & 2 > 0, write_combined: i & 4 > 0 });
+    let driver = flags.map(Backing::HostAlloc).chain([Backing::Managed]);
+    for backing in [Backing::default()].into_iter().chain(driver) {
+        let pool = Pool::builder(&on.device)
+            .capacity(16 * PAGE)
+            .initial(4 * PAGE)
+            .region(4 * PAGE)
+            .extent(2 * PAGE)
+            .backing(backing)
+            .unpinned(Unpinned::Allow)
+            .build()
+            .unwrap();
+        pool.wait_pinned(Some(HANG)).unwrap();
+        let regions = pool.regions();
+        // What the driver gives has no mapping in common.
+        let lengths: Vec<usize> = regions.iter().map(|r| r.len).collect();
+        let own = backing == Backing::Registered;
+        assert_eq!(lengths, if own { vec![4 * PAGE] } else { vec![2 * PAGE; 2] }, "{backing:?}");
+        assert!(regions.iter().all(|r| r.base.as_ptr().addr() % 4096 == 0), "{regions:?}");
+        let (stream, memory) = (on.stream(), on.alloc(PAGE));
+        // Enough for the pool to grow.
+        let bufs: Vec<PinnedBuf> = (0..14).map(|i| filled(&pool, &bytes(i, PAGE - 4096))).collect();
+        pool.wait_pinned(Some(HANG)).unwrap();
+        let stats = pool.stats();
+        assert_eq!(stats.pinned_bytes + stats.unpinned_bytes, 16 * PAGE, "{backing:?}: {stats:?}");
+        let managed = backing == Backing::Managed;
+        assert!(!managed || stats.unpinned_bytes == 16 * PAGE, "managed memory is not pinned: {stats:?}");
+        assert!(bufs.iter().all(|b| !managed || !b.is_pinned()));
+        if stats.unpinned_bytes == 0 {
+            assert!(bufs.iter().all(PinnedBuf::is_pinned));
+        }
+        for (i, buf) in bufs.into_iter().enumerate() {
+            drop(upload(&stream, buf, &memory));
+            assert!(fetch(&pool, &stream, &memory)[..PAGE - 4096] == bytes(i, PAGE - 4096), "{backing:?}");
+        }
+        pool.check().unwrap();
+        assert_eq!(pool.trim(4 * PAGE), 12 * PAGE, "{backing:?}");
+        assert_eq!((pool.stats().pinned_bytes + pool.stats().unpinned_bytes), 4 * PAGE);
+        assert_eq!(pool.trim(0), 4 * PAGE);
+        assert_eq!(pool.regions(), []);
+        // And grows anew.
+        drop(filled(&pool, b"again"));
+        assert!(pool.shutdown(HANG).drained);
+    }
+}
+
+fn base(info: &RegionInfo) -> usize {
+    info.base.as_ptr().addr()
+}
+
+pub fn adopted(on: &Subject) {
+    let pool = Pool::builder(&on.device)
+        .capacity(16 * PAGE)
+        .initial(0)
+        .region(2 * PAGE)
+        .extent(2 * PAGE)
+        .unpinned(Unpinned::Allow)
+        .build()
+        .unwrap();
+    let content = bytes(1, 5 * PAGE + 777);
+    let (watched, dropped) = Watched::new(content.clone());
+    let (start, end) = (watched.as_ptr().addr(), watched.as_ptr().addr() + watched.len());
+    let info = pool.adopt(watched).unwrap();
+    assert!(start <= base(&info) && base(&info) + info.len <= end && base(&info) % 4096 == 0);
+    // All of its whole pages, whatever a page is here.
+    assert!(info.len > 4 * PAGE && base(&info) - start < PAGE && end - (base(&info) + info.len) < PAGE);
+    assert_eq!(pool.regions(), [info]);
+    // SAFETY: mapped as long as the region is there, and nothing was handed out.
+    let seen = unsafe { std::slice::from_raw_parts(info.base.as_ptr(), info.len) };
+    assert!(*seen == content[base(&info) - start..][..info.len], "adopting changed what was there");
+    let stats = pool.stats();
+    assert_eq!(stats.pinned_bytes + stats.unpinned_bytes, info.len);
+    assert_eq!((stats.pinned_bytes, stats.free_bytes), (info.pinned, info.len));
+    // Served like any other.
+    let (stream, memory) = (on.stream(), on.alloc(PAGE));
+    for round in 0..10 {
+        let buf = filled(&pool, &bytes(round, PAGE));
+        assert!((start..end).contains(&buf.as_ptr().addr()), "the pool has no other memory");
+        drop(upload(&stream, buf, &memory));
+        assert!(fetch(&pool, &stream, &memory) == bytes(round, PAGE));
+    }
+    pool.check().unwrap();
+    // In use it stays.
+    let held = filled(&pool, b"held");
+    assert_eq!((pool.trim(0), dropped.load(Ordering::SeqCst)), (0, 0));
+    drop(held);
+    let boxed = pool.adopt(vec![9_u8; 3 * PAGE].into_boxed_slice()).unwrap();
+    assert!(boxed.len >= 2 * PAGE);
+    pool.adopt(MmapMut::map_anon(2 * PAGE).unwrap()).unwrap();
+    assert_eq!(pool.regions().len(), 3);
+    let held = info.len + boxed.len + 2 * PAGE;
+    assert_eq!(pool.trim(0), held);
+    until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
+    assert_eq!((pool.regions(), pool.stats().pinned_bytes), (vec![], 0));
+    // With the pool it goes as well, and not while a buffer is out.
+    let (watched, dropped) = Watched::new(content);
+    pool.adopt(watched).unwrap();
+    let last = filled(&pool, b"last");
+    drop(pool);
+    std::thread::sleep(Duration::from_millis(5));
+    assert_eq!((dropped.load(Ordering::SeqCst), &*last), (0, &b"last"[..]));
+    drop(last);
+    until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
+}
+
+pub fn adopting_refused(on: &Subject) {
+    let pool = Pool::builder(&on.device)
+        .capacity(8 * PAGE)
+        .initial(2 * PAGE)
+        .unpinned(Unpinned::Allow)
+        .build()
+        .unwrap();
+    pool.wait_pinned(Some(HANG)).unwrap();
+    let before = (pool.stats(), pool.pinning().wanted);
+    let refused = pool.adopt(bytes(3, 4095)).unwrap_err();
+    assert!(matches!(refused.error, Error::NoWholePage { len: 4095, .. }), "{}", refused.error);
+    assert!(refused.memory.unwrap() == bytes(3, 4095));
+    assert!(matches!(pool.adopt(Vec::new()).unwrap_err().error, Error::NoWholePage { len: 0, .. }));
+    let large = MmapMut::map_anon(7 * PAGE).unwrap();
+    let at = large.as_ptr();
+    let refused = pool.adopt(large).unwrap_err();
+    let expected = Error::OverCapacity { len: 7 * PAGE, room: 6 * PAGE, capacity: 8 * PAGE };
+    assert_eq!((&refused.error, refused.error.class()), (&expected, ErrorClass::Moment));
+    let large = refused.memory.unwrap();
+    assert_eq!(large.as_ptr(), at);
+    assert_eq!((pool.stats(), pool.pinning().wanted), before);
+    // As the error says.
+    pool.trim(0);
+    pool.adopt(large).unwrap();
+    pool.check().unwrap();
+    pool.shutdown(HANG);
+    let refused = pool.adopt(vec![5; 2 * PAGE]).unwrap_err();
+    assert_eq!((refused.error, refused.memory), (Error::Closed, Some(vec![5; 2 * PAGE])));
+}
+
+pub fn registered(on: &Subject) {
+    let (pool, stream, memory) = (on.pool(4 << 20), on.stream(), on.alloc(300_000));
+    let refused = on.device.register(Vec::new()).unwrap_err();
+    assert_eq!((refused.error, refused.memory), (Error::Empty, Some(Vec::new())));
+    let before = on.device.registered_bytes();
+    let content = bytes(1, 300_000);
+    let vec = content.clone();
+    let at = vec.as_ptr();
+    let Some(mut value) = register(on, vec, false) else { return };
+    assert!(value.as_ptr() == at && *value == *content && value.len() == 300_000 && !value.is_read_only());
+    assert_eq!(on.device.registered_bytes() - before, 300_000);
+    assert_eq!(pool.stats().pinned_bytes + pool.stats().unpinned_bytes, 4 << 20, "outside of every pool");
+    // Up as a whole, in part, held, written to in between.
+    value = upload(&stream, value, &memory);
+    assert!(fetch(&pool, &stream, &memory) == content);
+    value[..1000].fill(7);
+    let part = stream.upload_part(value, 500..2500, memory.slice(100..2100)).unwrap();
+    value = part.wait().unwrap();
+    let mut expected = content.clone();
+    expected[100..600].fill(7);
+    expected[600..2100].copy_from_slice(&content[1000..2500]);
+    assert!(fetch(&pool, &stream, &memory) == expected);
+    value = stream.hold(value).unwrap().wait().unwrap();
+    // Down: the front of it is written, the rest stays.
+    value.fill(1);
+    value = stream.download(memory.slice(0..200_000), value).unwrap().wait().unwrap();
+    assert!(value[..200_000] == expected[..200_000] && value[200_000..].iter().all(|b| *b == 1));
+    // Refusals give it back.
+    let refused = stream.upload(value, memory.slice(0..100)).unwrap_err();
+    assert_eq!(refused.error, Error::TooSmall { need: 300_000, have: 100 });
+    let refused = stream.upload_part(refused.buffer.unwrap(), 10..300_001, &memory).unwrap_err();
+    assert!(matches!(refused.error, Error::OutOfRange { .. }));
+    value = refused.buffer.unwrap();
+    // Shared by several copies.
+    let shared = Arc::new(value);
+    let streams: Vec<Stream> = (0..3).map(|_| on.stream()).collect();
+    let memories: Vec<DeviceBuffer> = (0..3).map(|_| on.alloc(300_000)).collect();
+    for (stream, memory) in streams.iter().zip(&memories) {
+        drop(stream.upload(shared.clone(), memory).unwrap());
+    }
+    for (stream, memory) in streams.iter().zip(&memories) {
+        assert!(fetch(&pool, stream, memory) == **shared);
+    }
+    let mut shared = shared;
+    let value = loop {
+        match Arc::try_unwrap(shared) {
+            Ok(value) => break value,
+            Err(still) => shared = still,
+        }
+        on.pump();
+    };
+    let last = value.to_vec();
+    let vec = value.into_inner().unwrap();
+    assert!(vec.as_ptr() == at && vec == last);
+    assert_eq!(on.device.registered_bytes(), before);
+    // Other devices of the family may use what one has registered.
+    if let Some(other) = &on.other {
+        let Some(value) = register(on, vec, false) else { return };
+        let (stream, memory) = (other.stream().unwrap(), other.alloc(300_000).unwrap());
+        let value = upload(&stream, value, &memory);
+        assert_eq!(value.len(), 300_000);
+        let mut back = vec![0; 300_000];
+        stream.download_blocking(&memory, &mut back).unwrap();
+        assert!(back == last);
+    }
+}
+
+pub fn registered_is_kept(on: &Subject) {
+    let (pool, stream) = (on.pool(4 << 20), on.stream());
+    let before = on.device.registered_bytes();
+    for (shared, waits) in [(false, false), (true, false), (false, true), (true, true)] {
+        // A page that nobody else has a part of.
+        let content = bytes(usize::from(shared), 200_001);
+        let (watched, dropped) = Watched::new(content.clone());
+        let Some(value) = register(on, watched, false) else { return };
+        let memory = on.alloc(200_001);
+        if shared {
+            let value = Arc::new(value);
+            let flights = [(); 2].map(|()| stream.upload(value.clone(), &memory).unwrap());
+            drop(value);
+            flights.into_iter().for_each(|f| if waits { drop(f.wait().unwrap()) } else { drop(f) });
+        } else {
+            let flight = stream.upload(value, &memory).unwrap();
+            if waits { drop(flight.wait().unwrap()) } else { drop(flight) }
+        }
+        // Its bytes are overwritten when it is dropped: if that was too early, it shows here.
+        assert!(fetch(&pool, &stream, &memory) == content);
+        until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
+    }
+    until(on, "all is unregistered", || on.device.registered_bytes() == before);
+    // Downloads write to it until they have landed, whoever has let go of it.
+    let (watched, dropped) = Watched::new(vec![0; 100_000]);
+    let Some(value) = register(on, watched, false) else { return };
+    let memory = on.alloc(100_000);
+    drop(stream.download(&memory, value).unwrap());
+    stream.synchronize().unwrap();
+    until(on, "the value is dropped", || dropped.load(Ordering::SeqCst) == 1);
+}
+
+fn file(content: &[u8]) -> File {
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(content).unwrap();
+    file
+}
+
+fn shared_memory(content: &[u8]) -> File {
+    // SAFETY: a name that ends with a zero byte.
+    let fd = unsafe { libc::memfd_create(c"pinpool".as_ptr(), libc::MFD_CLOEXEC) };
+    assert!(fd >= 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: just made, and nobody else's.
+    let mut file = unsafe { File::from_raw_fd(fd) };
+    file.write_all(content).unwrap();
+    file
+}
+
+pub fn read_only(on: &Subject) {
+    let (pool, stream, memory) = (on.pool(4 << 20), on.stream(), on.alloc(123_456));
+    let content = bytes(4, 123_456);
+    // SAFETY: nobody else has the file.
+    let map = unsafe { Mmap::map(&file(&content)) }.unwrap();
+    let at = map.as_ptr();
+    let Some(value) = register(on, map, true) else { return };
+    assert!(value.is_read_only() && value.as_ptr() == at);
+    let value = upload(&stream, value, &memory);
+    assert!(fetch(&pool, &stream, &memory) == content);
+    let map = value.into_inner().unwrap();
+    assert!(map.as_ptr() == at && *map == *content);
+    // It need not be mapped for reading only; but nothing is downloaded into it.
+    let Some(value) = register(on, bytes(5, 123_456), true) else { return };
+    let refused = stream.download(&memory, value).unwrap_err();
+    assert!(refused.error.to_string().contains("reading only"), "{}", refused.error);
+    let value = refused.buffer.unwrap();
+    assert!(*value == *bytes(5, 123_456));
+    drop(stream.upload(value, &memory).unwrap());
+    assert!(fetch(&pool, &stream, &memory) == bytes(5, 123_456));
+}
+
+pub fn mapped(on: &Subject) {
+    let (pool, stream, memory) = (on.pool(4 << 20), on.stream(), on.alloc(123_456));
+    let content = bytes(6, 123_456);
+    let shared = shared_memory(&content);
+    // SAFETY: only this test has the files, and reads them by other ways when no copy writes to them.
+    let maps = unsafe { [MmapMut::map_mut(&shared), memmap2::MmapOptions::new().map_copy(&file(&content))] };
+    for map in maps.map(Result::unwrap) {
+        let at = map.as_ptr();
+        let Some(value) = register(on, map, false) else { return };
+        assert!(value.as_ptr() == at && *value == *content);
+        let mut value = upload(&stream, value, &memory);
+        assert!(fetch(&pool, &stream, &memory) == content);
+        value.reverse();
+        let value = upload(&stream, value, &memory);
+        let back = stream.download(&memory, value).unwrap().wait().unwrap().into_inner().unwrap();
+        assert!(back.as_ptr() == at && back.iter().eq(content.iter().rev()));
+    }
+    // What was downloaded into shared memory is there for all who have it.
+    // SAFETY: as above.
+    let other = unsafe { Mmap::map(&shared) }.unwrap();
+    assert!(other.iter().eq(content.iter().rev()));
+    // Shared memory can be a part of a pool as well.
+    let adopting = Pool::builder(&on.device).capacity(8 * PAGE).initial(0).unpinned(Unpinned::Allow);
+    let adopting = adopting.build().unwrap();
+    let shared = shared_memory(&vec![8; 3 * PAGE]);
+    // SAFETY: as above.
+    let map = unsafe { MmapMut::map_mut(&shared) }.unwrap();
+    let info = adopting.adopt(map).unwrap();
+    assert_eq!(info.len, 3 * PAGE);
+    // SAFETY: as above.
+    let other = unsafe { Mmap::map(&shared) }.unwrap();
+    assert!(other.iter().all(|b| *b == 8), "adopting changed what was there");
+    let buf = upload(&stream, filled(&adopting, b"seen by others"), &memory);
+    let offset = buf.as_ptr().addr() - base(&info);
+    assert_eq!(&other[offset..offset + 14], b"seen by others");
+}
+
+pub fn addresses(on: &Subject) {
+    for backing in [Backing::Registered, Backing::HostAlloc(HostAllocFlags::default()), Backing::Managed] {
+        let pool = Pool::builder(&on.device).capacity(8 * PAGE).backing(backing).unpinned(Unpinned::Allow);
+        let pool = pool.build().unwrap();
+        let bufs = [filled(&pool, b"one"), filled(&pool, b"another")];
+        for buf in &bufs {
+            match buf.device_address(&on.device) {
+                Ok(address) => assert!(address % 64 == 0 && address > 0),
+                Err(error) => assert!(!buf.is_pinned() && backing != Backing::Managed, "{error}"),
+            }
+        }
+        let apart = |a: u64, b: u64| a.wrapping_sub(b);
+        if let [Ok(a), Ok(b)] = [0, 1].map(|i| bufs[i].device_address(&on.device)) {
+            let on_host = apart(bufs[0].as_ptr().addr() as u64, bufs[1].as_ptr().addr() as u64);
+            assert_eq!(apart(a, b), on_host, "as far apart as on the host");
+        }
+        if let Some(other) = &on.other {
+            assert!(matches!(bufs[0].device_address(other), Err(Error::WrongDevice { .. })));
+            let both = Pool::builder(&on.device).device(other).capacity(2 * PAGE).backing(backing);
+            let both = both.unpinned(Unpinned::Allow).build().unwrap();
+            let buf = filled(&both, b"both");
+            let (a, b) = (buf.device_address(&on.device), buf.device_address(other));
+            assert_eq!(a.is_ok(), b.is_ok());
+        }
+    }
+    let Some(value) = register(on, bytes(1, 5000), false) else { return };
+    assert!(value.device_address(&on.device).unwrap() > 0);
+    if let Some(other) = &on.other {
+        assert!(value.device_address(other).unwrap() > 0);
+    }
+}

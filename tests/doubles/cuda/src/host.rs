@@ -1,0 +1,249 @@
+//! Host memory that is more than registered: allocated by the driver, managed, registered as only read; and the devices'
+//! attributes, which say what of it there is.
+//!
+//! Allocations are real memory, filled with 0xA5. Every other one starts 512 bytes into a page, since that is what the
+//! driver does with small ones and nothing promises more.
+
+#![allow(non_snake_case)]
+
+use std::alloc::Layout;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{c_int, c_uint, c_void};
+
+use crate::calls::{call, write};
+use crate::world::*;
+
+const NOT_SUPPORTED: u32 = 801;
+const PAGE: usize = 4096;
+const READ_ONLY: u32 = 8;
+
+const CAN_MAP_HOST_MEMORY: i32 = 19;
+const UNIFIED_ADDRESSING: i32 = 41;
+const CONCURRENT_MANAGED_ACCESS: i32 = 89;
+const READ_ONLY_REGISTER: i32 = 113;
+
+struct Host {
+    context: usize,
+    len: usize,
+    managed: bool,
+    /// What the system gave.
+    block: (usize, Layout),
+}
+
+/// See the file's page.
+#[derive(Default)]
+pub struct Hosts {
+    blocks: BTreeMap<usize, Host>,
+    /// Starts of registrations that are only read.
+    pub read_only: BTreeSet<usize>,
+    /// Where they differ from a large GPU's.
+    attributes: BTreeMap<i32, i32>,
+    made: usize,
+}
+
+impl Hosts {
+    /// Allocations of some contexts.
+    pub fn count(&self, of: impl Fn(usize) -> bool) -> usize {
+        self.blocks.values().filter(|b| of(b.context)).count()
+    }
+
+    /// A context goes, and its allocations with it. (Their memory stays: somebody may still look at it.)
+    pub fn forget(&mut self, context: usize) {
+        self.blocks.retain(|_, b| b.context != context);
+    }
+
+    fn find(&self, at: usize, len: usize) -> Option<&Host> {
+        let (start, host) = self.blocks.range(..=at).next_back()?;
+        (at + len <= start + host.len).then_some(host)
+    }
+
+    /// Whether these bytes are of one allocation.
+    pub fn has(&self, at: usize, len: usize) -> bool {
+        self.find(at, len).is_some()
+    }
+
+    /// Whether it is the start of managed memory.
+    pub fn is_managed(&self, at: usize) -> bool {
+        self.blocks.get(&at).is_some_and(|b| b.managed)
+    }
+
+    pub fn attribute(&self, attribute: i32) -> Option<i32> {
+        let usual = match attribute {
+            CAN_MAP_HOST_MEMORY | UNIFIED_ADDRESSING | CONCURRENT_MANAGED_ACCESS | READ_ONLY_REGISTER => 1,
+            _ => return None,
+        };
+        Some(self.attributes.get(&attribute).copied().unwrap_or(usual))
+    }
+
+    fn lacks(&self, attribute: i32) -> bool {
+        self.attribute(attribute) != Some(1)
+    }
+}
+
+/// Whether all of it is mapped for reading, and for writing if that is asked for.
+fn is_mapped(start: usize, len: usize, written: bool) -> bool {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mut at = start;
+    for line in maps.lines() {
+        let mut words = line.split(' ');
+        let (range, mode) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        let parse = |text: &str| usize::from_str_radix(text, 16).unwrap_or(0);
+        let (from, to) = range.split_once('-').map_or((0, 0), |(a, b)| (parse(a), parse(b)));
+        if (from..to).contains(&at) && mode.starts_with('r') && (!written || mode[1..].starts_with('w')) {
+            at = to;
+        }
+    }
+    at >= start + len
+}
+
+impl World {
+    /// What is refused before overlaps are looked for.
+    pub fn may_register(&mut self, start: usize, len: usize, flags: u32) -> Outcome {
+        if flags & !15 != 0 {
+            return self.violate("HST-7", format!("cuMemHostRegister with flags {flags:#x}"), INVALID_VALUE);
+        }
+        let read_only = flags & READ_ONLY != 0;
+        if read_only && self.hosts.lacks(READ_ONLY_REGISTER) {
+            return self.violate("HST-8", format!("{start:#x}"), NOT_SUPPORTED);
+        }
+        if len == 0 || start == 0 || start.checked_add(len).is_none() {
+            return Ok(());
+        }
+        if self.hosts.blocks.iter().any(|(s, b)| overlaps(start, len, *s, b.len)) {
+            return self.violate("HST-3", format!("{len} bytes at {start:#x}"), INVALID_VALUE);
+        }
+        if !is_mapped(start, len, !read_only) {
+            return self.violate("HST-5", format!("{len} bytes at {start:#x}"), INVALID_VALUE);
+        }
+        Ok(())
+    }
+
+    /// It was registered.
+    pub fn registered_as(&mut self, start: usize, flags: u32) {
+        if flags & READ_ONLY != 0 {
+            self.hosts.read_only.insert(start);
+        }
+    }
+
+    /// A copy may not write to memory that is only read.
+    pub fn may_write(&mut self, call: &str, dst: Place, len: usize) -> Outcome {
+        let Place::Host(at) = dst else { return Ok(()) };
+        let registered = &self.registered;
+        let within = |s: &usize| registered.get(s).is_some_and(|l| overlaps(at, len, *s, *l));
+        if self.hosts.read_only.iter().any(within) {
+            return self.violate("HST-6", format!("{call}: {len} bytes at {at:#x}"), INVALID_VALUE);
+        }
+        Ok(())
+    }
+
+    fn allocate_host(&mut self, context: usize, len: usize, managed: bool) -> Outcome<usize> {
+        let layout = Layout::from_size_align(len + PAGE, PAGE).map_err(|_| OUT_OF_MEMORY)?;
+        // SAFETY: not of size zero.
+        let block = unsafe { std::alloc::alloc(layout) };
+        if block.is_null() {
+            return Err(OUT_OF_MEMORY);
+        }
+        // SAFETY: as long as that.
+        unsafe { block.write_bytes(0xA5, len + PAGE) };
+        self.hosts.made += 1;
+        let at = block as usize + if self.hosts.made.is_multiple_of(2) { 512 } else { 0 };
+        self.hosts.blocks.insert(at, Host { context, len, managed, block: (block as usize, layout) });
+        Ok(at)
+    }
+
+    /// Frees what was allocated in that way.
+    pub fn free_host(&mut self, at: usize, managed: bool) -> Outcome {
+        let Some(len) = self.hosts.blocks.get(&at).filter(|b| b.managed == managed).map(|b| b.len) else {
+            return self.violate("HST-1", format!("{at:#x}"), INVALID_VALUE);
+        };
+        if self.run_users(|place, n| matches!(place, Place::Host(p) if overlaps(*p, n, at, len))) {
+            let _: Outcome = self.violate("HST-2", format!("{at:#x} is used by a queued copy"), 0);
+        }
+        if let Some(Host { block: (block, layout), .. }) = self.hosts.blocks.remove(&at) {
+            // SAFETY: allocated with that layout, and freed once.
+            unsafe { std::alloc::dealloc(block as *mut u8, layout) };
+        }
+        Ok(())
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemHostAlloc(start: *mut *mut c_void, len: usize, flags: c_uint) -> u32 {
+    const NAME: &str = "cuMemHostAlloc";
+    call(NAME, |w| {
+        let context = w.current(NAME)?;
+        w.unsafe_call(NAME)?;
+        if flags & !7 != 0 {
+            return w.violate("HST-7", format!("{NAME} with flags {flags:#x}"), INVALID_VALUE);
+        }
+        // Nothing, and no error.
+        let at = if len == 0 { 0 } else { w.allocate_host(context, len, false)? };
+        // SAFETY: as above.
+        unsafe { write(w, NAME, start, at as *mut c_void) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFreeHost(start: *mut c_void) -> u32 {
+    call("cuMemFreeHost", |w| {
+        w.current("cuMemFreeHost")?;
+        w.unsafe_call("cuMemFreeHost")?;
+        w.free_host(start as usize, false)
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAllocManaged(start: *mut u64, len: usize, flags: c_uint) -> u32 {
+    const NAME: &str = "cuMemAllocManaged";
+    call(NAME, |w| {
+        let context = w.current(NAME)?;
+        w.unsafe_call(NAME)?;
+        if !matches!(flags, 1 | 2) {
+            return w.violate("HST-7", format!("{NAME} with flags {flags:#x}"), INVALID_VALUE);
+        }
+        if len == 0 {
+            return Err(INVALID_VALUE);
+        }
+        if w.hosts.lacks(CONCURRENT_MANAGED_ACCESS) {
+            let _: Outcome = w.violate("HST-9", NAME, 0);
+        }
+        let at = w.allocate_host(context, len, true)?;
+        // SAFETY: as above.
+        unsafe { write(w, NAME, start, at as u64) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemHostGetDevicePointer_v2(
+    address: *mut u64,
+    start: *mut c_void,
+    flags: c_uint,
+) -> u32 {
+    const NAME: &str = "cuMemHostGetDevicePointer_v2";
+    call(NAME, |w| {
+        w.current(NAME)?;
+        if flags != 0 {
+            return w.violate("HST-7", format!("{NAME} with flags {flags:#x}"), INVALID_VALUE);
+        }
+        // The device cannot, which is no mistake of the caller's: there is no other way to ask for one page.
+        if w.hosts.lacks(CAN_MAP_HOST_MEMORY) {
+            return Err(INVALID_VALUE);
+        }
+        let at = start as usize;
+        let registered = w.registered.iter().any(|(s, l)| (*s..s + l).contains(&at));
+        let allocated = w.hosts.find(at, 1).is_some_and(|b| !b.managed);
+        if !registered && !allocated {
+            return w.violate("HST-4", format!("{at:#x}"), INVALID_VALUE);
+        }
+        // SAFETY: as above.
+        unsafe { write(w, NAME, address, at as u64) }
+    })
+}
+
+/// Gives the devices another value of an attribute.
+#[unsafe(no_mangle)]
+extern "C" fn standin_attribute(attribute: c_int, value: c_int) {
+    if let Some(world) = world().as_mut() {
+        world.hosts.attributes.insert(attribute, value);
+    }
+}

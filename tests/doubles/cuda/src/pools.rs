@@ -1,0 +1,83 @@
+//! Memory in stream order: allocated and freed as operations of a stream, from the device's one pool.
+//!
+//! An allocation has its address at once, and attributes with it; what it is good for begins when its stream comes to
+//! it. After the call that frees it the address is nothing any more (so it was seen on driver 580: the attributes are
+//! gone when `cuMemFreeAsync` has returned), and the memory goes when the stream comes to that.
+
+use std::ffi::c_void;
+
+use crate::calls::{call, write};
+use crate::world::*;
+
+/// The handle of the pool, as attributes show it.
+pub const POOL: usize = 0x9001;
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, len: usize, stream: *mut c_void) -> u32 {
+    const NAME: &str = "cuMemAllocAsync";
+    call(NAME, |w| {
+        let context = w.current(NAME)?;
+        w.stream(NAME, stream as usize)?;
+        let at = w.allocate(context, len)?;
+        w.be(at, Kind::Pool { born: false, dying: false });
+        w.submit(NAME, stream as usize, Op::Allocate(at))?;
+        // SAFETY: as above.
+        unsafe { write(w, NAME, address, at) }
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> u32 {
+    const NAME: &str = "cuMemFreeAsync";
+    call(NAME, |w| {
+        w.stream(NAME, stream as usize)?;
+        match w.blocks.get_mut(&address).map(|b| &mut b.kind) {
+            Some(Kind::Pool { dying, .. }) if !*dying => *dying = true,
+            _ => {
+                return w.violate(
+                    "POOL-3",
+                    format!("{address:#x} is no allocation in stream order"),
+                    INVALID_VALUE,
+                );
+            }
+        }
+        w.submit(NAME, stream as usize, Op::Free(address)).map(drop)
+    })
+}
+
+impl World {
+    /// A stream has come to an allocation.
+    pub fn run_allocate(&mut self, at: u64) {
+        if let Some(Kind::Pool { born, .. }) = self.blocks.get_mut(&at).map(|b| &mut b.kind) {
+            *born = true;
+        }
+    }
+
+    /// A stream has come to where memory is freed. What is ordered before that has run by now.
+    pub fn run_free(&mut self, at: u64) {
+        let Some(len) = self.blocks.get(&at).map(|b| b.bytes.len() as u64) else { return };
+        if self.run_users(|place, _| matches!(place, Place::Device(p) if (at..at + len).contains(p))) {
+            let _: Outcome =
+                self.violate("POOL-4", format!("{at:#x} is used by a copy that is not in order with it"), 0);
+        }
+        self.blocks.remove(&at);
+    }
+
+    /// A copy runs that uses device memory.
+    pub fn check_born(&mut self, at: u64, len: usize) {
+        let unborn = |b: &Block| matches!(b.kind, Kind::Pool { born: false, .. });
+        if self.block(at, len).is_some_and(|(block, _)| unborn(block)) {
+            let _: Outcome =
+                self.violate("POOL-1", format!("{at:#x} is used before its allocation's turn has come"), 0);
+        }
+    }
+
+    /// A copy is submitted that names device memory.
+    pub fn check_dying(&mut self, call: &str, at: u64, len: usize) -> Outcome {
+        let dying = |b: &Block| matches!(b.kind, Kind::Pool { dying: true, .. });
+        if self.block(at, len).is_some_and(|(block, _)| dying(block)) {
+            return self.violate("POOL-2", format!("{call}: {at:#x} was freed"), INVALID_VALUE);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,92 @@
+//! One pool for two GPUs of a node.
+
+use pinpool::{Device, Pool};
+
+use crate::churn::{can_check, churn, count};
+use crate::{Gpu, doubles, filled, open, poison, skip, until};
+
+/// The two, and a pool for both. `None`: there is one GPU.
+fn open_two(gpu: &Gpu, test: &str) -> Option<(Device, Device, Pool)> {
+    let devices = gpu.raw.devices();
+    if devices < 2 {
+        println!("{test}: skipped, there is one GPU");
+        assert!(!doubles::required_device("cuda:1"), "{test}: PINPOOL_REQUIRE names cuda:1");
+        return None;
+    }
+    let (first, second) = (open(0), open(1));
+    let pool = Pool::builder(&first).device(&second).capacity(256 << 20).initial(16 << 20);
+    Some((first, second, pool.build().expect("a pool")))
+}
+
+pub fn both(gpu: &Gpu) {
+    const TEST: &str = "one_pool_for_two_gpus";
+    let Some((first, second, pool)) = open_two(gpu, TEST) else { return };
+    let count = count(gpu) / 2;
+    let totals = std::thread::scope(|scope| {
+        let parts = [(0, &first), (1, &second)].map(|(ordinal, device)| {
+            let pool = &pool;
+            scope.spawn(move || {
+                let kernels = gpu.kernels_of(ordinal).filter(|_| can_check(gpu, device));
+                churn(gpu, pool, (device, ordinal), kernels.as_ref(), (6, 3), count)
+            })
+        });
+        parts.map(|part| part.join().expect("a GPU's part"))
+    });
+    until("all is back", || pool.stats().in_flight_bytes == 0);
+    for (ordinal, totals) in totals.iter().enumerate() {
+        println!("{TEST}: cuda:{ordinal}: {totals:?}");
+        totals.judge();
+    }
+    // One's buffers and streams are refused by the other, whatever the pool.
+    let (stream, memory) = (first.stream().expect("a stream"), second.alloc(100).expect("device memory"));
+    let refused = stream.upload(filled(&pool, 100, 1), &memory).expect_err("memory of the other GPU");
+    assert!(matches!(refused.error, pinpool::Error::WrongDevice { .. }), "{}", refused.error);
+    pool.check().expect("the pool is whole");
+    gpu.no_violations();
+    if gpu.real && !can_check(gpu, &first) {
+        skip(TEST, "checked on the host only: raw streams and addresses are not switched on");
+    }
+}
+
+pub fn one_dies(gpu: &Gpu) {
+    const TEST: &str = "a_dead_gpu_leaves_the_other_serving";
+    const LEN: usize = 100_000;
+    let Some((first, second, pool)) = open_two(gpu, TEST) else { return };
+    let (stream, memory) = (first.stream().expect("a stream"), first.alloc(LEN).expect("device memory"));
+    let fault = poison::Fault::new(gpu, 0);
+    if !poison::stall(gpu, 0, &stream) {
+        return skip(TEST, "raw streams are not switched on");
+    }
+    let waited = stream.upload(filled(&pool, LEN, 1), &memory).expect("an upload");
+    drop(stream.upload(filled(&pool, LEN, 2), &memory).expect("an upload"));
+    let count = count(gpu) / 4;
+    let (error, during) = std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| waited.wait().expect_err("it never ran"));
+        // On the stand-in nothing moves while it hangs, on either GPU: there it serves only afterwards.
+        let serving = gpu.real.then(|| {
+            scope.spawn(|| {
+                let kernels = gpu.kernels_of(1).filter(|_| can_check(gpu, &second));
+                churn(gpu, &pool, (&second, 1), kernels.as_ref(), (4, 2), count)
+            })
+        });
+        fault.strike();
+        (waiter.join().expect("the waiter"), serving.map(|thread| thread.join().expect("the other GPU")))
+    });
+    assert!(error.is_sticky(), "{error}");
+    until("all of the dead one is quarantined", || pool.stats().in_flight_bytes == 0);
+    assert!(first.lost().is_some());
+    assert_eq!(second.lost(), None);
+    let kernels = gpu.kernels_of(1).filter(|_| can_check(gpu, &second));
+    let after = churn(gpu, &pool, (&second, 1), kernels.as_ref(), (4, 2), count);
+    let stats = pool.stats();
+    println!(
+        "{TEST}: cuda:0 died with: {error}; cuda:1 meanwhile {during:?}, afterwards {after:?}; {} bytes quarantined",
+        stats.quarantined_bytes
+    );
+    during.iter().for_each(crate::churn::Totals::judge);
+    after.judge();
+    assert!(stats.quarantined_bytes >= 2 * LEN, "{stats:?}");
+    assert_eq!(second.lost(), None);
+    pool.check().expect("the pool is whole");
+    gpu.no_violations();
+}
