@@ -3,11 +3,13 @@
 //! `cargo run --release --features cudarc --example cudarc` needs an NVIDIA GPU. What the server does on its stream and what
 //! the pool copies there follow each other in order; nobody waits in between.
 
+#![allow(unsafe_code, reason = "cudarc's unsafe calls")]
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, LaunchConfig, PushKernelArg};
 use pinpool::cudarc::CudarcStream;
-use pinpool::{Pool, PinnedBuf};
+use pinpool::{PinnedBuf, Pool};
 
 /// Doubles each of `n` floats.
 const KERNEL: &str = r"
@@ -75,6 +77,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         println!("round {round}: {FLOATS} floats up, doubled, and back");
     }
     let stats = pool.stats();
-    println!("{} checkouts of {} pinned bytes, {} in flight", stats.checkouts, stats.pinned_bytes, stats.in_flight_bytes);
+    println!(
+        "{} checkouts of {} pinned bytes, {} in flight",
+        stats.checkouts, stats.pinned_bytes, stats.in_flight_bytes
+    );
     Ok(())
 }

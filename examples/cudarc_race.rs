@@ -5,6 +5,8 @@
 //! device's memory with 0x11; a round is stale if the CPU reads any 0xEE after it was told that it may read. All of it is
 //! safe code, but for switching event tracking off.
 
+#![allow(unsafe_code, reason = "cudarc's unsafe calls")]
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream};

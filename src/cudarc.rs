@@ -40,8 +40,8 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use ::cudarc::driver::{
-    CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice, HostSlice,
-    SyncOnDrop,
+    CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice,
+    HostSlice, SyncOnDrop,
 };
 
 use crate::buffer::{InFlight, Lend, PinnedBuf};
@@ -113,7 +113,7 @@ impl CudarcStream {
         &self,
         src: &impl Slice<T>,
         landing: L,
-    ) -> Result<InFlight<PinnedBuf>, SubmitError<L>> {
+    ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         match self.source(src) {
             Ok((range, _recorded_after)) => self.ours.download(range, landing),
             Err(error) => Err(SubmitError::refused(error, landing)),
@@ -163,7 +163,7 @@ impl CudarcStream {
         }
         // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later happens
         // on its own stream, which is this one or waits for the event that the guard records.
-        let range = unsafe { self.ours.device().raw_memory(address, bytes) }?;
+        let range = unsafe { self.ours.device().raw_memory(address, bytes, ()) }?;
         Ok((range, guard))
     }
 }

@@ -270,6 +270,16 @@ pub enum Error {
         /// What to do instead.
         remedy: &'static str,
     },
+    /// A slice of cudarc's on another stream than its own, where cudarc does not keep track of what is done to it.
+    #[error(
+        "the slice belongs to another stream, and cudarc records no events for it on {device} (event tracking is off, or was \
+         when the slice was made, or there is no stream but the default one): nothing would order the slice's next use, or \
+         its end, after the copy; copy on the slice's own stream"
+    )]
+    Unordered {
+        /// The device that the slice is on.
+        device: String,
+    },
     /// A stream-ready buffer was used on another stream than the one it is ready on.
     #[error(
         "a stream-ready buffer can be used only on the stream it was checked out on; wait for it to use it elsewhere"

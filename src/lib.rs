@@ -80,6 +80,7 @@
 //! | `config` | how a pool is set up | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
 //! | `copy` | copies between buffers and device memory | yes |
+//! | `cudarc` | cudarc's contexts, streams and slices beside the pool | yes |
 //! | `cuda` | what only CUDA has | |
 //!
 //! # Features
@@ -87,6 +88,7 @@
 //! | feature | default | what it adds |
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
+//! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
 //! | `cli` | no | the `pinpool` command, with which files can be moved to a device and back |
 //!
 //! The host device is always there. Features are additive. Support for Ascend is planned behind the same contract and
@@ -119,6 +121,8 @@ mod config;
 mod copy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "cudarc")]
+pub mod cudarc;
 mod depot;
 mod device;
 mod error;

@@ -115,6 +115,7 @@ mod control;
 mod graphs;
 mod host;
 mod hostfn;
+mod others;
 mod pointers;
 mod pools;
 mod streams;

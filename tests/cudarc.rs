@@ -1,0 +1,269 @@
+//! cudarc beside the pool: one context, one stream, and whose bytes have landed when the CPU reads them.
+//!
+//! On a GPU where there is one, else on the stand-in driver, which cudarc finds as `libcuda.so` on the library path and
+//! which runs every copy as late as the rules allow. Each test has a process of its own.
+
+#![cfg(all(feature = "cudarc", target_os = "linux"))]
+#![allow(unsafe_code, reason = "cudarc's unsafe calls")]
+
+mod doubles;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::{CudaContext, CudaStream};
+use doubles::StandIn;
+use pinpool::cudarc::{self as shared, CudarcStream};
+use pinpool::{Device, Error, Pool};
+
+const OLD: u8 = 0xEE;
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// Runs the body in a child; with the stand-in, nothing may be left behind and no rule broken.
+fn beside(test: &str, body: impl FnOnce()) {
+    if std::env::var_os("BESIDE").is_some() {
+        body();
+        if let Some(stand_in) = doubles::is_set().then(StandIn::of_this_process).flatten() {
+            let report = stand_in.final_report();
+            assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+        }
+        return;
+    }
+    let folder;
+    let library;
+    let environment: Vec<(&str, &str)> = match doubles::real_driver() {
+        Ok((_, text)) => {
+            println!("{test}: on {text}");
+            vec![("BESIDE", "1")]
+        }
+        Err(why) => {
+            assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU: {why}");
+            let Some(built) = doubles::named_or_built() else {
+                return println!("{test}: skipped, {why}, and there is no cargo to build the stand-in with");
+            };
+            (folder, library) = named(&built);
+            vec![("BESIDE", "1"), ("LD_LIBRARY_PATH", &folder), (doubles::PATH, &library)]
+        }
+    };
+    let child = doubles::child(test, &environment, LIMIT);
+    print!("{}", child.stdout);
+    eprint!("{}", child.stderr);
+    assert!(
+        child.status.is_some_and(|s| s.success()),
+        "{test}: the child {}: {}",
+        child.how(),
+        child.last_words()
+    );
+    assert!(child.stdout.contains("1 passed"), "{test} did not run");
+}
+
+/// The stand-in by the name that cudarc looks for.
+fn named(built: &Path) -> (String, String) {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cudarc");
+    std::fs::create_dir_all(&folder).unwrap();
+    let name = folder.join("libcuda.so");
+    // Another test may be doing the same: what it leaves is the same, too.
+    let mine = folder.join(format!("libcuda.so.{}", std::process::id()));
+    let _ = std::fs::remove_file(&mine);
+    std::os::unix::fs::symlink(built, &mine).unwrap();
+    std::fs::rename(&mine, &name).unwrap();
+    (folder.to_str().unwrap().into(), name.to_str().unwrap().into())
+}
+
+fn bytes(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i.wrapping_mul(37) ^ i >> 7).wrapping_add(seed.wrapping_mul(101)) as u8).collect()
+}
+
+/// Memory of `bytes` on a stream, there by now.
+fn on_device(stream: &Arc<CudaStream>, bytes: &[u8]) -> cudarc::driver::CudaSlice<u8> {
+    let slice = stream.clone_htod(bytes).unwrap();
+    stream.synchronize().unwrap();
+    slice
+}
+
+fn pool(device: &Device, len: usize) -> Pool {
+    Pool::builder(device).capacity(4 * len + (1 << 20)).extent(len + (1 << 20)).build().unwrap()
+}
+
+/// A context and a stream for each way in which cudarc keeps order.
+fn ways() -> Vec<(&'static str, Arc<CudaStream>)> {
+    let (single, tracked, untracked) =
+        (CudaContext::new(0).unwrap(), CudaContext::new(0).unwrap(), CudaContext::new(0).unwrap());
+    // SAFETY: nothing in this context is used on more than one stream.
+    unsafe { untracked.disable_event_tracking() };
+    vec![
+        ("the default stream", single.default_stream()),
+        ("a stream of its own", tracked.new_stream().unwrap()),
+        ("a stream of its own, event tracking off", untracked.new_stream().unwrap()),
+    ]
+}
+
+#[test]
+fn what_the_pool_says_has_landed_has() {
+    const LEN: usize = if cfg!(debug_assertions) { 1 << 20 } else { 256 << 20 };
+    beside("what_the_pool_says_has_landed_has", || {
+        for (way, stream) in ways() {
+            let new = bytes(1, LEN);
+            let device = on_device(&stream, &new);
+            let shared = CudarcStream::new(&stream).unwrap();
+            let pool = pool(shared.device(), LEN);
+            let mut stale = 0;
+            for _ in 0..5 {
+                // SAFETY: written in full before it is read.
+                let mut theirs = unsafe { stream.context().alloc_pinned_with_flags::<u8>(LEN, 0) }.unwrap();
+                theirs.as_mut_slice().unwrap().fill(OLD);
+                stream.memcpy_dtoh(&device, &mut theirs).unwrap();
+                stale += usize::from(theirs.as_slice().unwrap() != new);
+                stream.synchronize().unwrap();
+
+                let mut ours = pool.checkout(LEN).unwrap();
+                ours.try_resize(LEN, OLD).unwrap();
+                let landed = shared.download_from(&device, ours).unwrap().wait().unwrap();
+                assert!(*landed == *new, "{way}: the pool's buffer is stale");
+                let landing = pool.checkout_on(&shared, LEN).unwrap();
+                let landed = shared.download_from(&device, landing).unwrap().wait().unwrap();
+                assert!(*landed == *new, "{way}: the pool's stream-ready buffer is stale");
+            }
+            // Of another project: told, and not judged.
+            println!("{way}: {stale} of 5 rounds stale with cudarc's own pinned slice, 0 with the pool");
+        }
+    });
+}
+
+#[test]
+fn copies_are_in_order_with_what_cudarc_does() {
+    const LEN: usize = 100_000;
+    beside("copies_are_in_order_with_what_cudarc_does", || {
+        for (way, stream) in ways() {
+            let shared = CudarcStream::new(&stream).unwrap();
+            let pool = pool(shared.device(), LEN);
+            let mut slice = on_device(&stream, &vec![0; LEN]);
+            for round in 0..20 {
+                let sent = bytes(round, LEN);
+                let mut buf = pool.checkout(LEN).unwrap();
+                buf.extend_from_slice(&sent);
+                // Dropped at once: the next round's buffer may be the same segment.
+                drop(shared.upload_to(buf, &mut slice).unwrap());
+                // cudarc copies what was uploaded, on the same stream, and it comes back by either way.
+                let copied = slice.try_clone().unwrap();
+                let landing = pool.checkout_on(&shared, LEN).unwrap();
+                let ours = shared.download_from(&copied, landing).unwrap().wait().unwrap();
+                assert!(*ours == *sent, "{way}: round {round}, by the pool");
+                assert!(stream.clone_dtoh(&slice).unwrap() == sent, "{way}: round {round}, by cudarc");
+            }
+            // Parts, and other types.
+            let mut floats = stream.clone_htod(&[0_f32; 8]).unwrap();
+            let mut buf = pool.checkout(8).unwrap();
+            buf.try_extend_from(&[1.5_f32, -2.0]).unwrap();
+            shared.upload_to(buf, &mut floats.slice_mut(3..5)).unwrap().wait().unwrap();
+            let back = pool.checkout(32).unwrap();
+            let back = shared.download_from(&floats.slice(2..6), back).unwrap().wait().unwrap();
+            assert_eq!(back.view::<f32>().unwrap(), [0.0, 1.5, -2.0, 0.0], "{way}");
+            // Dropped while a copy of it is in flight: freed behind it.
+            let landing = pool.checkout(LEN).unwrap();
+            let flight = shared.download_from(&slice, landing).unwrap();
+            let expected = bytes(19, LEN);
+            drop(slice);
+            assert!(*flight.wait().unwrap() == *expected, "{way}: freed before it was read");
+        }
+    });
+}
+
+#[test]
+fn a_buffer_given_to_cudarc_is_read_before_it_is_given_back() {
+    const LEN: usize = 300_000;
+    beside("a_buffer_given_to_cudarc_is_read_before_it_is_given_back", || {
+        for (way, stream) in ways() {
+            let device = shared::device(stream.context()).unwrap();
+            let pool = Pool::builder(&device).capacity(LEN + 8192).build().unwrap();
+            let mut slice = on_device(&stream, &vec![0; LEN]);
+            for round in 0..5 {
+                let sent = bytes(round, LEN);
+                let mut buf = pool.checkout(LEN).unwrap();
+                buf.extend_from_slice(&sent);
+                stream.memcpy_htod(&buf, &mut slice).unwrap();
+                // The next one, which is the same memory, is written at once.
+                drop(buf);
+                pool.checkout(LEN).unwrap().try_resize(LEN, OLD).unwrap();
+                assert!(stream.clone_dtoh(&slice).unwrap() == sent, "{way}: round {round}");
+                let mut buf = pool.checkout(LEN).unwrap();
+                buf.try_resize(LEN, OLD).unwrap();
+                stream.memcpy_dtoh(&slice, &mut buf).unwrap();
+                assert!(*buf == *sent, "{way}: round {round}, back");
+            }
+        }
+    });
+}
+
+#[test]
+fn what_nothing_would_order_is_refused_with_the_buffer() {
+    beside("what_nothing_would_order_is_refused_with_the_buffer", || {
+        let [default, own, untracked] = ways().try_into().unwrap();
+        let pool = pool(&shared::device(own.1.context()).unwrap(), 4096);
+        let filled = || {
+            let mut buf = pool.checkout(64).unwrap();
+            buf.extend_from_slice(&[7; 64]);
+            buf
+        };
+        // Another stream of the same context: cudarc tracks it, or it does not.
+        let mut slice = on_device(&own.1, &[0; 64]);
+        let other = CudarcStream::new(&own.1.context().new_stream().unwrap()).unwrap();
+        other.upload_to(filled(), &mut slice).unwrap().wait().unwrap();
+        assert_eq!(own.1.clone_dtoh(&slice).unwrap(), [7; 64]);
+        let mut slice = on_device(&untracked.1, &[0; 64]);
+        let stranger = CudarcStream::new(&default.1).unwrap();
+        for _ in 0..2 {
+            let refused = stranger.upload_to(filled(), &mut slice).unwrap_err();
+            assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
+            assert_eq!(*refused.buffer.unwrap(), [7; 64]);
+        }
+        let refused = stranger.download_from(&slice, filled()).unwrap_err();
+        assert!(matches!(refused.error, Error::Unordered { .. }) && refused.buffer.is_some());
+        // Made while tracking was off, used while it is on.
+        let late = CudaContext::new(0).unwrap();
+        // SAFETY: nothing is used on more than one stream meanwhile.
+        unsafe { late.disable_event_tracking() };
+        let (first, second) = (late.new_stream().unwrap(), late.new_stream().unwrap());
+        let mut slice = on_device(&first, &[0; 64]);
+        // SAFETY: as above.
+        unsafe { late.enable_event_tracking() };
+        let refused = CudarcStream::new(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
+        assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
+        // Its own stream orders it.
+        CudarcStream::new(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
+        assert_eq!(first.clone_dtoh(&slice).unwrap(), [7; 64]);
+        // Too small, with the buffer; and a landing that is too small.
+        let mut small = on_device(&own.1, &[0; 8]);
+        let own = CudarcStream::new(&own.1).unwrap();
+        let refused = own.upload_to(filled(), &mut small).unwrap_err();
+        assert!(matches!(refused.error, Error::TooSmall { need: 64, have: 8 }) && refused.buffer.is_some());
+        let refused = own.download_from(&slice, pool.checkout(8).unwrap()).unwrap_err();
+        assert!(
+            matches!(refused.error, Error::TooSmall { .. }) && refused.buffer.is_some(),
+            "{}",
+            refused.error
+        );
+    });
+}
+
+#[test]
+fn a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must() {
+    const LEN: usize = 50_000;
+    beside("a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must", || {
+        for (way, stream) in ways() {
+            let (once, again) = (CudarcStream::new(&stream).unwrap(), CudarcStream::new(&stream).unwrap());
+            assert_eq!(once.device().name(), "cuda:0", "the primary context");
+            assert_eq!(shared::device(stream.context()).unwrap().name(), "cuda:0");
+            let pool = pool(once.device(), LEN);
+            let sent = bytes(3, LEN);
+            let slice = on_device(&stream, &sent);
+            // Ready on the one is ready on the other.
+            let landing = pool.checkout_on(&once, LEN).unwrap();
+            let flight = again.download_from(&slice, landing).unwrap();
+            // All of cudarc's handles go first.
+            drop((once, again, slice, stream));
+            assert!(*flight.wait().unwrap() == *sent, "{way}");
+        }
+    });
+}
