@@ -322,7 +322,12 @@ impl Timeline {
     /// The driver was called: the entry joins under the tick that is open now.
     fn commit(self: &Arc<Self>, key: usize, early: Option<u64>) -> u64 {
         let mut after = After::default();
+        #[cfg(pinpool_planted = "shared_seen_early")]
+        let shared = self.is_shared();
         let mut state = self.state.lock();
+        // Under the lock: whoever shares the stream after this closes the tick.
+        #[cfg(not(pinpool_planted = "shared_seen_early"))]
+        let shared = self.is_shared();
         let entry = state.pending.remove(key);
         let tick = early.unwrap_or(state.open);
         state.open_entries += 1;
@@ -331,8 +336,7 @@ impl Timeline {
         if state.lost.is_some() {
             state.quarantine(self.is_dead(), &mut after);
         }
-        // Under the lock: whoever shares the stream after this closes the tick.
-        let lingers = self.lingers && !self.is_shared();
+        let lingers = self.lingers && !shared;
         let close = !lingers || state.open_entries >= TICK_ENTRIES || state.open_bytes >= TICK_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
         drop(state);
