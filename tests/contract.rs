@@ -30,6 +30,9 @@ struct Subject {
     other: Option<Device>,
     /// Lets a device that does not move by itself make a step.
     pump: Option<HostNode>,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams have handles"))]
+    /// Whether others have the handles of its streams, which must make no difference.
+    shared: bool,
 }
 
 impl Subject {
@@ -43,7 +46,12 @@ impl Subject {
     }
 
     fn stream(&self) -> Stream {
-        self.device.stream().unwrap()
+        let stream = self.device.stream().unwrap();
+        #[cfg(feature = "cuda")]
+        if self.shared {
+            pinpool::cuda::raw_stream(&stream).unwrap();
+        }
+        stream
     }
 
     fn alloc(&self, len: usize) -> DeviceBuffer {
@@ -73,22 +81,26 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
     }
     fn with_threads(config: HostConfig) -> Result<Subject, Error> {
         let (_, device, other) = on(config)?;
-        Ok(Subject { device, other: Some(other), pump: None })
+        Ok(Subject { device, other: Some(other), pump: None, shared: false })
     }
     vec![
         ("host:0", "the system's", || {
-            Ok(Subject { device: Device::open("host:0")?, other: None, pump: None })
+            Ok(Subject { device: Device::open("host:0")?, other: None, pump: None, shared: false })
         }),
         ("host:0", "with threads", || with_threads(HostConfig::new())),
         ("host:0", "late", || with_threads(HostConfig::new().late(Duration::from_micros(200), 7))),
         ("host:0", "stepped", || {
             let (node, device, other) = on(HostConfig::new().stepped(11))?;
-            Ok(Subject { device, other: Some(other), pump: Some(node) })
+            Ok(Subject { device, other: Some(other), pump: Some(node), shared: false })
         }),
         ("cuda:0", "the first GPU", || {
             let device = Device::open("cuda:0")?;
             // Only where there is more than one.
-            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None })
+            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None, shared: false })
+        }),
+        ("cuda:0", "the first GPU, its streams given out", || {
+            let device = Device::open("cuda:0")?;
+            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None, shared: true })
         }),
     ]
 }
@@ -167,7 +179,7 @@ fn the_contract_holds_on_gpus() {
         let report = stand_in.final_report();
         assert!(report.over, "a device is still open: {report:?}");
         assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
-        assert_eq!(run, TESTS.len() + 1, "the stand-in has two GPUs");
+        assert_eq!(run, 2 * (TESTS.len() + 1), "the stand-in has two GPUs");
     }
 }
 

@@ -150,6 +150,7 @@ impl Timeline {
     }
 
     /// Of a stream that others made. `claims`: nothing else will ever be known by this timeline.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
     pub(crate) fn adopted(
         context: Arc<Context>,
         stream: StreamHandle,
@@ -237,6 +238,7 @@ impl Timeline {
     }
 
     /// From here on others can reach the stream.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
     pub(crate) fn share(&self) {
         {
             let _state = self.state.lock();
@@ -247,6 +249,7 @@ impl Timeline {
     }
 
     /// Leaves `keeper` with the timeline, unless it has one: then that keeps the same stream alive.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
     pub(crate) fn keep(&self, keeper: Box<dyn Any + Send + Sync>) {
         let _ = self.keeper.set(keeper);
     }
