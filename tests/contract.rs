@@ -119,6 +119,7 @@ const TESTS: &[Test] = &[
     ("one buffer feeds several streams", shared),
     ("stream-ready buffers", stream_ready),
     ("refusals give the buffer back", refusals),
+    ("what needs a capture is refused without one", uncaptured),
     ("blocking copies", blocking),
     ("plain memory where the pool is short", plain),
     ("aligned and large buffers", aligned),
@@ -445,6 +446,24 @@ fn foreign(on: &Subject) {
     let near = on.alloc(100);
     drop(stream.upload(buf, &near).unwrap());
     assert!(fetch(&both, &stream, &near) == sent && fetch(&both, &stranger, &far) == sent);
+}
+
+fn uncaptured(on: &Subject) {
+    let (pool, stream, memory) = (on.pool(1 << 20), on.stream(), on.alloc(1000));
+    let sent = bytes(1, 1000);
+    let shared = Arc::new(filled(&pool, &sent));
+    let errors = [
+        refusal(stream.upload_captured(filled(&pool, &sent), &memory), &sent),
+        refusal(stream.download_captured(&memory, filled(&pool, &sent)), &sent),
+        refusal(stream.hold_captured(filled(&pool, &sent)), &sent),
+        stream.upload_captured(shared.clone(), &memory).unwrap_err().into(),
+    ];
+    for error in errors {
+        assert!(matches!(error, Error::NotCapturing { .. }), "{error}");
+    }
+    assert_eq!(Arc::strong_count(&shared), 1);
+    drop(shared);
+    assert_eq!(pool.stats().checked_out_bytes, 0);
 }
 
 fn blocking(on: &Subject) {
