@@ -367,10 +367,11 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
         let (pool, stream, memory) =
             (pool(&device, 2 << 20), adopt(&device, raw), device.alloc(LEN).unwrap());
         let sent = bytes(1, LEN);
+        let buf = filled(&pool, &sent);
+        // It asks, and is told no; and has to ask again for as long as this thread may be held up before it captures.
         (1..=900).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
-        let flight = stream.upload(filled(&pool, &sent), &memory).unwrap();
-        // It has asked, and was told no.
         (1..=1500).for_each(|nth| d.fail("cuStreamIsCapturing", nth, 0, false));
+        let flight = stream.upload(buf, &memory).unwrap();
         gpu.begin_capture(raw, 1);
         until("an event of the capture was asked about", || {
             d.report().violations.iter().any(|v| v.starts_with("CAP-3"))
