@@ -379,3 +379,68 @@ fn plain_memory_takes_its_place_only_where_that_is_allowed() {
     assert_eq!(pool.trim(0), 2 * PAGE + info.len);
     pool.check().unwrap();
 }
+
+#[test]
+fn adopting_and_trimming_go_on_while_others_check_out() {
+    let node = node(false);
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(24 * PAGE).initial(0).region(2 * PAGE).extent(2 * PAGE);
+    let pool = pool.unpinned(Unpinned::Allow).build().unwrap();
+    let there = Arc::new(AtomicUsize::new(0));
+    let (adopted, refused) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let (pool, there, adopted, refused) = (&pool, &there, &adopted, &refused);
+            scope.spawn(move || {
+                for round in 0..100 {
+                    let len = (1 + (round + thread) % 7) * PAGE;
+                    let content = bytes(round, len);
+                    match pool.adopt(Counted::new(content.clone(), there)) {
+                        Ok(info) => {
+                            assert!(info.len >= len - PAGE);
+                            adopted.fetch_add(1, Ordering::Relaxed);
+                        }
+                        Err(back) => {
+                            let full = matches!(back.error, Error::OverCapacity { .. });
+                            let small = matches!(back.error, Error::NoWholePage { .. });
+                            assert!(full || small, "{}", back.error);
+                            assert!(*back.memory.unwrap() == *content);
+                            refused.fetch_add(1, Ordering::Relaxed);
+                        }
+                    }
+                    if round % 3 == 0 {
+                        pool.trim(4 * PAGE);
+                    }
+                }
+            });
+            scope.spawn(move || {
+                for round in 0..400 {
+                    let len = 1000 + round * 97 % PAGE;
+                    let mut buf = pool.checkout_timeout(len, HANG).unwrap();
+                    buf.extend_from_slice(&bytes(round, len));
+                    std::thread::yield_now();
+                    assert!(*buf == *bytes(round, len), "somebody else has the same memory");
+                }
+            });
+        }
+        scope.spawn(|| {
+            for _ in 0..50 {
+                pool.check().unwrap();
+                let stats = pool.stats();
+                assert!(stats.pinned_bytes + stats.unpinned_bytes <= 24 * PAGE, "{stats:?}");
+                std::thread::yield_now();
+            }
+        });
+    });
+    println!("{adopted:?} adopted, {refused:?} refused");
+    assert!(adopted.into_inner() > 0);
+    pool.trim(0);
+    let (stats, pinning) = (pool.stats(), pool.pinning());
+    assert_eq!((stats.pinned_bytes + stats.unpinned_bytes, pinning.wanted, pinning.ready), (0, 0, 0));
+    drop((pool, device));
+    let since = Instant::now();
+    while (there.load(Ordering::SeqCst), node.live(0)) != (0, HostUsage::default()) {
+        assert!(since.elapsed() < HANG, "{there:?} values, {:?}", node.live(0));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
