@@ -253,8 +253,8 @@ pub enum Error {
     /// The stream is being captured into a graph, and this call can be no part of one. Nothing was submitted, and the
     /// capture is as it was.
     #[error(
-        "{what} was refused, since the stream is being captured into a graph: nothing runs now, and whenever the graph is \
-         launched later it would run again; {remedy}"
+        "{what} was refused: the stream is being captured into a graph, where it would spoil the capture, or happen again with \
+         every launch; {remedy}"
     )]
     Capturing {
         /// What was refused.

@@ -48,6 +48,8 @@
 //!   order by [`Stream::alloc`], that of others by [`Device::raw_memory`].
 //! - Checking out: [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms;
 //!   [`Pool::checkout_or_unpinned`] where plain memory is better than none. [`Request`] names alignment and reserve.
+//! - Where memory comes from: [`PoolBuilder::backing`] for the pool's own, [`Pool::adopt`] for memory that the pool may
+//!   cut up, [`Device::register`] for values that are copied from where they are.
 //! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
 //!   that others submit; [`Stream::copy_host`] from buffer to buffer.
 //! - Sharing: a server's own CUDA contexts and streams are adopted, and ours given out, by the module `cuda` (feature
@@ -101,7 +103,7 @@
 //! | target | what |
 //! | --- | --- |
 //! | `pinpool::device` | opening; a device that is lost; device memory or events that cannot be freed |
-//! | `pinpool::region` | pinning (a span), memory that is not pinned, pinning that ended early, mappings that leak |
+//! | `pinpool::region` | pinning and allocating (spans), memory that is not pinned, pinning that ended early, what leaks |
 //! | `pinpool::pool` | building, waiting and shutdown (spans), plain memory given out instead |
 //! | `pinpool::stream` | marks that cannot be made, what is quarantined |
 //!

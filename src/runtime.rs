@@ -34,6 +34,7 @@ struct Inner {
     context: Arc<Context>,
     reaper: Reaper,
     /// Streams that others can reach, by the driver's number for each, which is never another's.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
     streams: Mutex<HashMap<u64, Weak<Timeline>>>,
 }
 

@@ -37,6 +37,9 @@ struct Subject {
     other: Option<Device>,
     /// Lets a device that does not move by itself make a step.
     pump: Option<HostNode>,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams have handles"))]
+    /// Whether others have the handles of its streams, which must make no difference.
+    shared: bool,
 }
 
 impl Subject {
@@ -50,7 +53,12 @@ impl Subject {
     }
 
     fn stream(&self) -> Stream {
-        self.device.stream().unwrap()
+        let stream = self.device.stream().unwrap();
+        #[cfg(feature = "cuda")]
+        if self.shared {
+            pinpool::cuda::raw_stream(&stream).unwrap();
+        }
+        stream
     }
 
     fn alloc(&self, len: usize) -> DeviceBuffer {
@@ -80,22 +88,26 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
     }
     fn with_threads(config: HostConfig) -> Result<Subject, Error> {
         let (_, device, other) = on(config)?;
-        Ok(Subject { device, other: Some(other), pump: None })
+        Ok(Subject { device, other: Some(other), pump: None, shared: false })
     }
     vec![
         ("host:0", "the system's", || {
-            Ok(Subject { device: Device::open("host:0")?, other: None, pump: None })
+            Ok(Subject { device: Device::open("host:0")?, other: None, pump: None, shared: false })
         }),
         ("host:0", "with threads", || with_threads(HostConfig::new())),
         ("host:0", "late", || with_threads(HostConfig::new().late(Duration::from_micros(200), 7))),
         ("host:0", "stepped", || {
             let (node, device, other) = on(HostConfig::new().stepped(11))?;
-            Ok(Subject { device, other: Some(other), pump: Some(node) })
+            Ok(Subject { device, other: Some(other), pump: Some(node), shared: false })
         }),
         ("cuda:0", "the first GPU", || {
             let device = Device::open("cuda:0")?;
             // Only where there is more than one.
-            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None })
+            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None, shared: false })
+        }),
+        ("cuda:0", "the first GPU, its streams given out", || {
+            let device = Device::open("cuda:0")?;
+            Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None, shared: true })
         }),
     ]
 }
@@ -114,6 +126,7 @@ const TESTS: &[Test] = &[
     ("one buffer feeds several streams", shared),
     ("stream-ready buffers", stream_ready),
     ("refusals give the buffer back", refusals),
+    ("what needs a capture is refused without one", uncaptured),
     ("blocking copies", blocking),
     ("plain memory where the pool is short", plain),
     ("aligned and large buffers", aligned),
@@ -185,7 +198,7 @@ fn the_contract_holds_on_gpus() {
         let report = stand_in.final_report();
         assert!(report.over, "a device is still open: {report:?}");
         assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
-        assert_eq!(run, TESTS.len() + 1, "the stand-in has two GPUs");
+        assert_eq!(run, 2 * (TESTS.len() + 1), "the stand-in has two GPUs");
     }
 }
 
@@ -459,6 +472,24 @@ fn foreign(on: &Subject) {
     let near = on.alloc(100);
     drop(stream.upload(buf, &near).unwrap());
     assert!(fetch(&both, &stream, &near) == sent && fetch(&both, &stranger, &far) == sent);
+}
+
+fn uncaptured(on: &Subject) {
+    let (pool, stream, memory) = (on.pool(1 << 20), on.stream(), on.alloc(1000));
+    let sent = bytes(1, 1000);
+    let shared = Arc::new(filled(&pool, &sent));
+    let errors = [
+        refusal(stream.upload_captured(filled(&pool, &sent), &memory), &sent),
+        refusal(stream.download_captured(&memory, filled(&pool, &sent)), &sent),
+        refusal(stream.hold_captured(filled(&pool, &sent)), &sent),
+        stream.upload_captured(shared.clone(), &memory).unwrap_err().into(),
+    ];
+    for error in errors {
+        assert!(matches!(error, Error::NotCapturing { .. }), "{error}");
+    }
+    assert_eq!(Arc::strong_count(&shared), 1);
+    drop(shared);
+    assert_eq!(pool.stats().checked_out_bytes, 0);
 }
 
 fn blocking(on: &Subject) {

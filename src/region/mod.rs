@@ -51,7 +51,8 @@ const ROOM: u32 = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub(crate) u64);
 
-/// What to do when the system refuses to lock pages.
+/// What to do when the system refuses to lock pages. (Managed memory is never locked, and not refused for that: see
+/// [`Backing::Managed`].)
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Unpinned {
     /// An error.
@@ -485,7 +486,8 @@ impl Drop for Regions {
     fn drop(&mut self) {
         let regions = std::mem::take(&mut self.progress.get_mut().regions);
         if self.context.forked() {
-            return;
+            // Values of the caller's may do anything when they are dropped.
+            return std::mem::forget(regions);
         }
         for region in regions {
             self.let_go(region);

@@ -387,6 +387,25 @@ fn loom_tick_in_two_closings() {
 }
 
 #[test]
+fn loom_share_closes() {
+    model("marks: one submits while the stream's handle is given out", 3, || {
+        let setup = Setup::new();
+        let segment = setup.take().unwrap();
+        let submitter = spawn({
+            let setup = setup.clone();
+            move || drop(setup.upload(segment))
+        });
+        step();
+        setup.timeline.share();
+        submitter.join().unwrap();
+        // From here on others may submit: no mark may be recorded later for what was submitted before.
+        setup.timeline.ask();
+        assert!(setup.timeline.is_idle(), "a tick stayed open");
+        setup.finish();
+    });
+}
+
+#[test]
 fn loom_landing_wakes() {
     struct Task(thread::Thread);
     impl TaskWake for Task {

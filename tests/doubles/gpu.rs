@@ -14,9 +14,12 @@ use super::{HANG, StandIn, again, is_set, required};
 /// The driver's handles and numbers, all of the size of a register.
 type Word = usize;
 
+/// A driver's entry points by their names.
+pub struct Raw(Library);
+
 /// The first GPU, whose primary context is current on this thread.
 pub struct Gpu {
-    library: Library,
+    raw: Raw,
     /// Where it is no real one.
     pub stand_in: Option<StandIn>,
     pub context: Word,
@@ -45,29 +48,12 @@ pub fn on_stand_in(test: &str, body: impl FnOnce(&Gpu, &StandIn)) {
     }
 }
 
-impl Gpu {
-    fn open() -> Self {
-        static ALONE: Mutex<()> = Mutex::new(());
-        let alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+impl Raw {
+    /// The driver that this process uses.
+    pub fn open() -> Self {
         let path = std::env::var_os(super::PATH).map_or_else(|| PathBuf::from("libcuda.so.1"), PathBuf::from);
         // SAFETY: a driver, or the stand-in: neither has preconditions.
-        let library = unsafe { Library::new(path) }.expect("the driver can be loaded");
-        let mut gpu = Self { library, stand_in: StandIn::of_this_process(), context: 0, _alone: alone };
-        assert_eq!(gpu.call("cuInit", &[0]), 0);
-        gpu.context = gpu.made("cuDevicePrimaryCtxRetain", &[0]);
-        gpu.current(gpu.context);
-        gpu
-    }
-
-    /// Everything of the test is dropped.
-    fn close(&self) {
-        self.current(0);
-        assert_eq!(self.call("cuDevicePrimaryCtxRelease_v2", &[0]), 0);
-        if let Some(stand_in) = &self.stand_in {
-            let report = stand_in.final_report();
-            assert!(report.over, "a device is still open: {report:?}");
-            assert_eq!((report.violations, report.leaks), (vec![], vec![]));
-        }
+        Self(unsafe { Library::new(path) }.expect("the driver can be loaded"))
     }
 
     /// A driver call whose arguments are numbers and pointers.
@@ -77,7 +63,7 @@ impl Gpu {
         unsafe {
             macro_rules! with {
                 ($($index:literal)*) => {{
-                    let function = self.library.get::<unsafe extern "C" fn($(word!($index)),*) -> u32>(name.as_bytes());
+                    let function = self.0.get::<unsafe extern "C" fn($(word!($index)),*) -> u32>(name.as_bytes());
                     function.unwrap_or_else(|e| panic!("{name}: {e}"))($(a[$index]),*)
                 }};
             }
@@ -95,6 +81,34 @@ impl Gpu {
                 _ => with!(0 1 2 3 4),
             }
         }
+    }
+}
+
+impl Gpu {
+    fn open() -> Self {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut gpu =
+            Self { raw: Raw::open(), stand_in: StandIn::of_this_process(), context: 0, _alone: alone };
+        assert_eq!(gpu.call("cuInit", &[0]), 0);
+        gpu.context = gpu.made("cuDevicePrimaryCtxRetain", &[0]);
+        gpu.current(gpu.context);
+        gpu
+    }
+
+    /// Everything of the test is dropped.
+    fn close(&self) {
+        self.current(0);
+        assert_eq!(self.call("cuDevicePrimaryCtxRelease_v2", &[0]), 0);
+        if let Some(stand_in) = &self.stand_in {
+            let report = stand_in.final_report();
+            assert!(report.over, "a device is still open: {report:?}");
+            assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+        }
+    }
+
+    pub fn call(&self, name: &str, a: &[Word]) -> u32 {
+        self.raw.call(name, a)
     }
 
     /// The same for one that writes a word to its first argument.

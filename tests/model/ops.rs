@@ -255,7 +255,7 @@ fn op(calm: bool) -> BoxedStrategy<Op> {
             Op::Fault(d, c, n, f, vec![out, up.clone(), up, Op::Reap(d), Op::Reap(d)])
         },
     );
-    let call = prop::sample::select(Call::ALL.to_vec());
+    let call = prop::sample::select(crate::scripted::calls());
     let any = (0..DEVICES, call, 0u64..2, failure, prop::collection::vec(under, 1..4))
         .prop_map(|(d, c, n, f, ops)| Op::Fault(d, c, n, f, ops));
     let fault = prop_oneof![4 => strikes, 1 => any];

@@ -15,9 +15,20 @@ const FAILURES: [Failure; 6] = [
 
 /// Every call that the model's operations make, with every failure.
 pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
-    let others = [Call::AllocateOn, Call::FreeOn, Call::Examine];
-    let made = Call::ALL.into_iter().filter(move |call| !others.contains(call));
-    made.flat_map(|call| FAILURES.map(|failure| (call, failure)))
+    calls().into_iter().flat_map(|call| FAILURES.map(|failure| (call, failure)))
+}
+
+/// The calls that the model's pool makes. (The others are in `host_memory.rs` and `faults.rs`.)
+pub fn calls() -> Vec<Call> {
+    let elsewhere = [
+        Call::AllocateHost,
+        Call::FreeHost,
+        Call::DeviceAddress,
+        Call::AllocateOn,
+        Call::FreeOn,
+        Call::Examine,
+    ];
+    Call::ALL.into_iter().filter(|call| !elsewhere.contains(call)).collect()
 }
 
 fn setup(end: End) -> Setup {
@@ -58,9 +69,14 @@ fn failing(call: Call, failure: Failure) -> Vec<Op> {
         Call::Copy => vec![up(0, Keep::Keep)],
         Call::CreateEvent | Call::Record | Call::Query => vec![up(0, Keep::Keep), Op::Reap(0)],
         Call::WaitEvent => vec![Op::WaitFor(1, 0), Op::WaitFor(0, 1)],
-        Call::DestroyEvent | Call::AllocateOn | Call::FreeOn | Call::Examine => vec![],
-        // Not made by what the model does: see `host_memory.rs`.
-        Call::AllocateHost | Call::FreeHost | Call::DeviceAddress => vec![],
+        // The last ones are not made.
+        Call::DestroyEvent
+        | Call::AllocateHost
+        | Call::FreeHost
+        | Call::DeviceAddress
+        | Call::AllocateOn
+        | Call::FreeOn
+        | Call::Examine => vec![],
     };
     let mut ops: Vec<Op> = Vec::new();
     if call == Call::CreateEvent {

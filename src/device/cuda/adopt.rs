@@ -55,7 +55,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
     let device = {
         // SAFETY: the caller's word: a context.
         said("cuCtxPushCurrent", unsafe { (api.ctx_push)(context) })?;
-        let _current = Current { api, pushed: true, mode: None };
+        let _current = Current::relaxed(api, true);
         let mut device: CUdevice = 0;
         // SAFETY: writes a handle.
         said("cuCtxGetDevice", unsafe { (api.ctx_get_device)(&raw mut device) })?;
@@ -112,6 +112,7 @@ fn is_primary(api: &Api, name: &Arc<str>, device: CUdevice, context: CUcontext) 
         // Not asked further: retaining it would make it.
         return Ok(false);
     }
+    let _relaxed = Current::relaxed(api, false);
     let mut primary: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a handle.
     let code = unsafe { (api.primary_retain)(&raw mut primary, device) };

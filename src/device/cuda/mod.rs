@@ -90,6 +90,7 @@ unsafe impl Sync for Cuda {}
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("cuda:{ordinal}").into();
     let api = Api::get(&name)?;
+    let _relaxed = Current::relaxed(api, false);
     let said = |call, code| check(api, &name, call, code);
     let mut count: c_int = 0;
     // SAFETY: writes a number.
@@ -164,6 +165,25 @@ struct Current<'a> {
     mode: Option<u32>,
 }
 
+impl<'a> Current<'a> {
+    /// For calls that a capture elsewhere could forbid, or be spoiled by. `pushed`: whether a context was pushed before.
+    fn relaxed(api: &'a Api, pushed: bool) -> Self {
+        let mut current = Self { api, pushed, mode: None };
+        current.relax();
+        current
+    }
+
+    fn relax(&mut self) {
+        if let (Some(exchange), false) = (self.api.exchange_capture_mode, OURS.get()) {
+            let mut mode = RELAXED;
+            // SAFETY: exchanges a number of this thread's.
+            if unsafe { exchange(&raw mut mode) } == Code::SUCCESS {
+                self.mode = Some(mode);
+            }
+        }
+    }
+}
+
 impl Drop for Current<'_> {
     fn drop(&mut self) {
         if let (Some(mode), Some(exchange)) = (&mut self.mode, self.api.exchange_capture_mode) {
@@ -199,13 +219,7 @@ impl Cuda {
     /// The same, for a call that a capture elsewhere could forbid, or be spoiled by.
     fn relaxed(&self) -> Result<Current<'_>> {
         let mut current = self.current()?;
-        if let (Some(exchange), false) = (self.api.exchange_capture_mode, OURS.get()) {
-            let mut mode = RELAXED;
-            // SAFETY: exchanges a number of this thread's.
-            if unsafe { exchange(&raw mut mode) } == Code::SUCCESS {
-                current.mode = Some(mode);
-            }
-        }
+        current.relax();
         Ok(current)
     }
 
@@ -453,6 +467,7 @@ impl Drop for Cuda {
         }
         let (api, device) = (self.api, self.device);
         let release = move || {
+            let _relaxed = Current::relaxed(api, false);
             // After an error the driver is ending, and nothing is left to do.
             // SAFETY: retained once when this was made.
             let _ = unsafe { (api.primary_release)(device) };

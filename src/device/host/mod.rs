@@ -27,6 +27,12 @@
 //! must wait for. If it cannot, because something is hung or stalled, it is taken out of the queue and fails with
 //! class [`Moment`](crate::ErrorClass::Moment). (With threads it waits until the device is resumed.)
 //!
+//! # Host memory
+//!
+//! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and write the range down: two that
+//! overlap are refused, two that share a page are not. What the device allocates itself is a mapping, locked unless it is
+//! managed memory. The device sees all of it at the host's own addresses.
+//!
 //! # Failing
 //!
 //! - [`HostNode::fail`] and [`HostNode::fail_any`] arm [`Fault`]s. With [`HostNode::start_trace`] a test learns how many

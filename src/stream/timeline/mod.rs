@@ -150,6 +150,7 @@ impl Timeline {
     }
 
     /// Of a stream that others made. `claims`: nothing else will ever be known by this timeline.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
     pub(crate) fn adopted(
         context: Arc<Context>,
         stream: StreamHandle,
@@ -237,6 +238,7 @@ impl Timeline {
     }
 
     /// From here on others can reach the stream.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
     pub(crate) fn share(&self) {
         {
             let _state = self.state.lock();
@@ -247,6 +249,7 @@ impl Timeline {
     }
 
     /// Leaves `keeper` with the timeline, unless it has one: then that keeps the same stream alive.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
     pub(crate) fn keep(&self, keeper: Box<dyn Any + Send + Sync>) {
         let _ = self.keeper.set(keeper);
     }
@@ -322,7 +325,12 @@ impl Timeline {
     /// The driver was called: the entry joins under the tick that is open now.
     fn commit(self: &Arc<Self>, key: usize, early: Option<u64>) -> u64 {
         let mut after = After::default();
+        #[cfg(pinpool_planted = "shared_seen_early")]
+        let shared = self.is_shared();
         let mut state = self.state.lock();
+        // Under the lock: whoever shares the stream after this closes the tick.
+        #[cfg(not(pinpool_planted = "shared_seen_early"))]
+        let shared = self.is_shared();
         let entry = state.pending.remove(key);
         let tick = early.unwrap_or(state.open);
         state.open_entries += 1;
@@ -331,8 +339,7 @@ impl Timeline {
         if state.lost.is_some() {
             state.quarantine(self.is_dead(), &mut after);
         }
-        // Under the lock: whoever shares the stream after this closes the tick.
-        let lingers = self.lingers && !self.is_shared();
+        let lingers = self.lingers && !shared;
         let close = !lingers || state.open_entries >= TICK_ENTRIES || state.open_bytes >= TICK_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
         drop(state);
