@@ -335,6 +335,7 @@ behaviour! {
     copies_are_as_late_as_they_may_be (ready) |d| {
         let (stream, other, event) = (d.stream(), d.stream(), d.event());
         let (memory, mut bytes, mut back) = (d.memory(64), vec![1; 64], vec![0; 64]);
+        assert_eq!((d.register(&mut bytes), d.register(&mut back)), (0, 0));
         assert_eq!(d.upload(memory, &bytes, stream), 0);
         // Too early: the copy reads what is there when it runs.
         bytes.fill(2);
@@ -347,8 +348,23 @@ behaviour! {
         d.broken(&[]);
     }
 
+    memory_that_is_not_registered_is_copied_during_the_call (ready) |d| {
+        let (stream, memory) = (d.stream(), d.memory(64));
+        let (mut bytes, mut back, mut late) = (vec![1; 64], vec![0; 64], vec![0; 64]);
+        assert_eq!(d.register(&mut late), 0);
+        assert_eq!(d.upload(memory, &bytes, stream), 0);
+        bytes.fill(2);
+        assert_eq!(d.download(&mut late, memory, stream), 0);
+        assert_eq!(late, [0; 64]);
+        assert_eq!(d.download(&mut back, memory, stream), 0);
+        assert_eq!(back, [1; 64], "as it was when the call was made");
+        assert_eq!(late, [1; 64], "in the stream's order");
+        d.broken(&[]);
+    }
+
     a_query_says_no_first_and_only_covers_what_came_before (ready) |d| {
         let (stream, memory, bytes, mut back) = (d.stream(), d.memory(64), vec![1; 64], vec![0; 64]);
+        assert_eq!(d.register(&mut back), 0);
         let mut refused = 0;
         for _ in 0..20 {
             let event = d.event();
@@ -379,6 +395,7 @@ behaviour! {
     a_sticky_error_stays_and_ends_all_copies (ready) |d| {
         let (stream, event) = (d.stream(), d.event());
         let (memory, mut back) = (d.memory(64), vec![0; 64]);
+        assert_eq!(d.register(&mut back), 0);
         assert_eq!(d.download(&mut back, memory, stream), 0);
         assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
         d.stand_in.kill(0, 700);

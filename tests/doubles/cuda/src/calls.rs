@@ -302,7 +302,18 @@ fn copy(name: &'static str, src: Place, dst: Place, len: usize, stream: *mut c_v
         w.check(name, src, len)?;
         w.check(name, dst, len)?;
         w.may_write(name, dst, len)?;
-        w.submit(name, stream as usize, Op::Copy { src, dst, len }).map(drop)
+        let captured = w.stream(name, stream as usize)?.capture.is_some();
+        // Memory that is not page-locked: its bytes are taken at once, and there when the call returns.
+        if !captured && w.is_pageable(src, len) {
+            let bytes = w.bytes(src, len);
+            return w.submit(name, stream as usize, Op::Staged { bytes, dst }).map(drop);
+        }
+        let upto = w.submit(name, stream as usize, Op::Copy { src, dst, len })?;
+        if !captured && !w.hung && w.is_pageable(dst, len) {
+            let stream = w.resolved(stream as usize);
+            w.run(stream, upto);
+        }
+        Ok(())
     })
 }
 

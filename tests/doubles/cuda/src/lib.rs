@@ -79,9 +79,9 @@
 //! | GRA-4 | releases more references than a user object has, or destroys a graph that is being captured | 1 |
 //! | ARG-1 | passes null where something is written | 1 |
 //!
-//! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. (A driver stages
-//! it, and has read a small source when the call returns; here it is copied as late as any.) After a sticky error every
-//! call that touches the context gives its code, and what was queued never runs.
+//! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. Its bytes are taken
+//! during the call, and there when the call returns, as the driver manual has it ("API synchronization behavior"). After a
+//! sticky error every call that touches the context gives its code, and what was queued never runs.
 //!
 //! # Where drivers differ
 //!

@@ -91,6 +91,11 @@ pub enum Op {
         len: usize,
     },
     /// Wait until the other stream has come so far.
+    /// A copy whose source was read when it was submitted.
+    Staged {
+        bytes: Vec<u8>,
+        dst: Place,
+    },
     Wait {
         stream: usize,
         upto: u64,
@@ -495,6 +500,12 @@ impl World {
                 Op::Record => {}
                 Op::Launched(objects) => self.let_go(&objects),
                 Op::Copy { src, dst, len } => self.copy(src, dst, len),
+                Op::Staged { bytes, dst } => {
+                    if let Place::Device(at) = dst {
+                        self.check_born(at, bytes.len());
+                    }
+                    self.write(dst, &bytes);
+                }
                 Op::Host(task) => self.run_host(task),
                 Op::Allocate(at) => self.run_allocate(at),
                 Op::Free(at) => self.run_free(at),
@@ -510,6 +521,7 @@ impl World {
         let users = |s: &Stream| {
             let last = s.queue.iter().rposition(|op| match op {
                 Op::Copy { src, dst, len } => uses(src, *len) || uses(dst, *len),
+                Op::Staged { bytes, dst } => uses(dst, bytes.len()),
                 _ => false,
             });
             last.map(|at| s.done + at as u64 + 1)
@@ -529,26 +541,45 @@ impl World {
                 self.check_born(at, len);
             }
         }
+        let bytes = self.bytes(src, len);
+        self.write(dst, &bytes);
+    }
+
+    /// What is there now.
+    pub fn bytes(&mut self, src: Place, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         match src {
             // SAFETY: whoever submitted it vouched for the range until the copy was seen complete.
             Place::Host(from) => unsafe {
                 std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), len);
             },
-            Place::Device(at) => match self.block(at, len) {
-                Some((block, offset)) => bytes.copy_from_slice(&block.bytes[offset..offset + len]),
-                None => return,
-            },
+            Place::Device(at) => {
+                if let Some((block, offset)) = self.block(at, len) {
+                    bytes.copy_from_slice(&block.bytes[offset..offset + len]);
+                }
+            }
         }
+        bytes
+    }
+
+    fn write(&mut self, dst: Place, bytes: &[u8]) {
+        let len = bytes.len();
         match dst {
             // SAFETY: as above.
             Place::Host(to) => unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, len) },
             Place::Device(at) => {
                 if let Some((block, offset)) = self.block(at, len) {
-                    block.bytes[offset..offset + len].copy_from_slice(&bytes);
+                    block.bytes[offset..offset + len].copy_from_slice(bytes);
                 }
             }
         }
+    }
+
+    /// Whether it is host memory that is not page-locked.
+    pub fn is_pageable(&self, place: Place, len: usize) -> bool {
+        let Place::Host(at) = place else { return false };
+        let within = |(s, l): (&usize, &usize)| at >= *s && at + len <= s + l;
+        !self.registered.iter().any(within) && !self.hosts.has(at, len)
     }
 
     // --- events --------------------------------------------------------------------------------------------------
@@ -619,7 +650,11 @@ impl World {
     pub fn destroy_stream(&mut self, handle: usize) -> Outcome {
         let stream = self.stream("cuStreamDestroy", handle)?;
         stream.destroyed = true;
-        let copies = stream.queue.iter().filter(|op| matches!(op, Op::Copy { .. } | Op::Host(_))).count();
+        let copies = stream
+            .queue
+            .iter()
+            .filter(|op| matches!(op, Op::Copy { .. } | Op::Staged { .. } | Op::Host(_)))
+            .count();
         let upto = stream.submitted;
         if copies > 0 {
             let _: Outcome = self.violate("STR-2", format!("{handle:#x} has {copies} copies queued"), 0);
