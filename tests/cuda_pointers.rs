@@ -450,12 +450,15 @@ fn memory_in_stream_order_has_its_errors() {
         assert!(error.is_retryable() && error.to_string().contains("cuMemAllocAsync"), "{error}");
         assert!(device.alloc(1 << 40).unwrap_err().is_retryable());
         // The wait for the allocation is refused: so is the copy, with its buffer, and nothing was submitted.
+        // (While nothing moves, so that there is something to wait for.)
+        d.0.hang(true);
         let memory = home.alloc(1000).unwrap();
         d.0.fail("cuStreamWaitEvent", 1, 1, false);
         let refusal = other.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap_err();
         assert!(refusal.error.to_string().contains("cuStreamWaitEvent"), "{}", refusal.error);
         assert!(*refusal.buffer.unwrap() == bytes(1, 1000));
         assert_eq!(d.calls("cuMemcpyHtoDAsync_v2"), 0);
+        d.0.hang(false);
         drop(other.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap());
         assert!(fetch(&pool, &other, &memory) == bytes(1, 1000));
         // A free that fails leaks that memory, and nothing else.

@@ -157,7 +157,7 @@ rules! {
     mem_2_only_what_is_registered_is_unregistered (ready) |d| {
         let mut bytes = d.pages(2, 0);
         d.registers(0, &mut bytes);
-        says!(d, 713, "cuMemHostUnregister", bytes[PAGE..].as_ptr());
+        says!(d, 1, "cuMemHostUnregister", bytes[PAGE..].as_ptr());
         says!(d, 0, "cuMemHostUnregister", bytes.as_ptr());
         says!(d, 713, "cuMemHostUnregister", bytes.as_ptr());
         d.broken(&["MEM-2", "MEM-2"]);

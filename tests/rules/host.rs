@@ -42,7 +42,7 @@ rules! {
         says!(d, 1, "cuMemHostRegister_v2", locked, PAGE, 1);
         says!(d, 1, "cuMemHostRegister_v2", managed + 100, 10, 1);
         d.broken(&["HST-3", "HST-3"]);
-        says!(d, 713, "cuMemHostUnregister", locked);
+        says!(d, 1, "cuMemHostUnregister", locked);
     }
 
     hst_4_only_known_host_memory_has_an_address_on_the_device (ready) |d| {

@@ -78,8 +78,8 @@ rules! {
         assert_eq!(status, 2, "spoiled");
         says!(d, 0, "cuStreamIsCapturing", other, &raw mut status);
         assert_eq!(status, 1);
-        says!(d, 900, "cuStreamBeginCapture_v2", 0, 2);
-        d.broken(&["CAP-5"]);
+        says!(d, 906, "cuStreamBeginCapture_v2", 0, 2);
+        d.broken(&["CAP-5", "CAP-5"]);
     }
 
     cap_6_a_capture_waits_for_nothing_of_outside (ready) |d| {

@@ -107,6 +107,7 @@ extern "C" fn cuStreamBeginCapture_v2(stream: *mut c_void, mode: c_uint) -> u32 
             return Err(INVALID_VALUE);
         }
         if stream as usize <= 1 {
+            w.not_implicit(NAME, stream as usize)?;
             return Err(CAPTURE_UNSUPPORTED);
         }
         let graph = w.fresh();

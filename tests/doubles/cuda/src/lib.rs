@@ -43,7 +43,7 @@
 //! | EVT-3 | records an event again that is not complete | covers the new place only |
 //! | EVT-4 | destroys an event that is recorded and not complete | it is gone |
 //! | MEM-1 | registers memory that overlaps what is registered | 712 |
-//! | MEM-2 | unregisters what is not registered, or not from its start | 713 |
+//! | MEM-2 | unregisters what is not registered, or not from its start | 713, and 1 inside of what is page-locked |
 //! | MEM-3 | registers nothing, or past the end of the address space | 1 |
 //! | MEM-4 | unregisters memory that a queued copy uses | it is done |
 //! | MEM-5 | hands memory to an asynchronous copy that is registered in part | 1 |
@@ -99,6 +99,16 @@
 //! | STR-1 | 3: cuStreamSynchronize | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | EVT-1 | 2: cuEventQuery | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | EVT-1 | 3: cuEventDestroy_v2 | 400 | not tried | - | a handle of something destroyed: undefined there |
+//! | CTX-6 | 7: cuCtxDestroy_v2 | 201 | not tried | - | a handle of something destroyed: undefined there |
+//! | GRA-1 | 0: all of it | 0 | not tried | - | a call from the driver's own callback: undefined there, and it may never come back |
+//! | GRA-3 | 2: cuGraphDestroy | 1 | not tried | - | a handle of something destroyed: undefined there |
+//! | GRA-3 | 3: cuGraphRetainUserObject | 1 | not tried | - | a handle of something destroyed: undefined there |
+//! | GRA-3 | 5: cuGraphExecDestroy | 1 | not tried | - | a handle of something destroyed: undefined there |
+//! | GRA-3 | 6: cuGraphLaunch | 1 | not tried | - | a handle of something destroyed: undefined there |
+//! | GRA-3 | 8: cuUserObjectRelease | 1 | not tried | - | a handle of something destroyed: undefined there |
+//! | GRA-4 | 1: cuUserObjectRelease | 1 | 0 | 580.159.04 | more references than there are: the driver does not look |
+//! | GRA-4 | 4: cuGraphDestroy | 1 | not tried | - | a graph that is still being captured belongs to the capture: undefined there |
+//! | HOST-1 | 0: all of it | 0 | not tried | - | a call from the driver's own callback: undefined there, and it may never come back |
 //!
 //! # Control
 //!

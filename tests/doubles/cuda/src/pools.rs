@@ -33,6 +33,8 @@ extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> u32 {
         w.stream(NAME, stream as usize)?;
         match w.blocks.get_mut(&address).map(|b| &mut b.kind) {
             Some(Kind::Pool { dying, .. }) if !*dying => *dying = true,
+            // Plain memory may be freed in a stream's order, too.
+            Some(kind @ Kind::Plain) => *kind = Kind::Pool { born: true, dying: true },
             _ => {
                 return w.violate(
                     "POOL-3",

@@ -681,7 +681,10 @@ impl World {
 
     pub fn unregister(&mut self, start: usize) -> Outcome {
         let Some(len) = self.registered.get(&start).copied() else {
-            return self.violate("MEM-2", format!("{start:#x} is not registered"), NOT_REGISTERED);
+            // Page-locked, and not the start of a registration: the driver knows it.
+            let known = !self.is_pageable(Place::Host(start), 1);
+            let code = if known { INVALID_VALUE } else { NOT_REGISTERED };
+            return self.violate("MEM-2", format!("{start:#x} is not registered"), code);
         };
         let used =
             self.run_users(|place, n| matches!(place, Place::Host(at) if overlaps(*at, n, start, len)));
