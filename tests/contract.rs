@@ -109,6 +109,10 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
             let device = Device::open("cuda:0")?;
             Ok(Subject { device, other: Device::open("cuda:1").ok(), pump: None, shared: true })
         }),
+        ("cuda:1", "the second GPU", || {
+            let device = Device::open("cuda:1")?;
+            Ok(Subject { device, other: Device::open("cuda:0").ok(), pump: None, shared: false })
+        }),
     ]
 }
 
@@ -198,7 +202,7 @@ fn the_contract_holds_on_gpus() {
         let report = stand_in.final_report();
         assert!(report.over, "a device is still open: {report:?}");
         assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
-        assert_eq!(run, 2 * (TESTS.len() + 1), "the stand-in has two GPUs");
+        assert_eq!(run, 3 * (TESTS.len() + 1), "the stand-in has two GPUs");
     }
 }
 

@@ -53,6 +53,8 @@ pub fn one_dies(gpu: &Gpu) {
     const LEN: usize = 100_000;
     let Some((first, second, pool)) = open_two(gpu, TEST) else { return };
     let (stream, memory) = (first.stream().expect("a stream"), first.alloc(LEN).expect("device memory"));
+    // Loaded beforehand: a driver may tell whoever loads a module of what has happened on another GPU (seen: 580.159.04).
+    let kernels = gpu.kernels_of(1).filter(|_| can_check(gpu, &second));
     let fault = poison::Fault::new(gpu, 0);
     if !poison::stall(gpu, 0, &stream) {
         return skip(TEST, "raw streams are not switched on");
@@ -63,12 +65,9 @@ pub fn one_dies(gpu: &Gpu) {
     let (error, during) = std::thread::scope(|scope| {
         let waiter = scope.spawn(|| waited.wait().expect_err("it never ran"));
         // On the stand-in nothing moves while it hangs, on either GPU: there it serves only afterwards.
-        let serving = gpu.real.then(|| {
-            scope.spawn(|| {
-                let kernels = gpu.kernels_of(1).filter(|_| can_check(gpu, &second));
-                churn(gpu, &pool, (&second, 1), kernels.as_ref(), (4, 2), count)
-            })
-        });
+        let serving = gpu
+            .real
+            .then(|| scope.spawn(|| churn(gpu, &pool, (&second, 1), kernels.as_ref(), (4, 2), count)));
         fault.strike();
         (waiter.join().expect("the waiter"), serving.map(|thread| thread.join().expect("the other GPU")))
     });
@@ -76,7 +75,6 @@ pub fn one_dies(gpu: &Gpu) {
     until("all of the dead one is quarantined", || pool.stats().in_flight_bytes == 0);
     assert!(first.lost().is_some());
     assert_eq!(second.lost(), None);
-    let kernels = gpu.kernels_of(1).filter(|_| can_check(gpu, &second));
     let after = churn(gpu, &pool, (&second, 1), kernels.as_ref(), (4, 2), count);
     let stats = pool.stats();
     println!(
