@@ -4,6 +4,29 @@
 //! goes on as before. Its kernels and the pool's copies then follow each other in stream order, and what the pool uploads
 //! is in the server's own `CudaSlice`.
 //!
+//! ```no_run
+//! # fn demo(
+//! #     server_stream: std::sync::Arc<cudarc::driver::CudaStream>,
+//! #     activations: &mut cudarc::driver::CudaSlice<f32>,
+//! #     logits: &cudarc::driver::CudaSlice<f32>,
+//! #     bytes: &[u8],
+//! # ) -> pinpool::Result<()> {
+//! use pinpool::Pool;
+//! use pinpool::cudarc::CudarcStream;
+//!
+//! let stream = CudarcStream::new(&server_stream)?; // an Arc<CudaStream>
+//! let pool = Pool::builder(stream.device()).build()?;
+//!
+//! let mut buf = pool.checkout(bytes.len())?;
+//! buf.extend_from_slice(bytes);
+//! drop(stream.upload_to(buf, activations)?); // a CudaSlice<f32>, for the server's next kernel on that stream
+//!
+//! let landing = pool.checkout_on(&stream, logits.num_bytes())?;
+//! let back = stream.download_from(logits, landing)?.wait()?;
+//! println!("{:?}", back.view::<f32>()?);
+//! # Ok(()) }
+//! ```
+//!
 //! # How cudarc's slices stay safe
 //!
 //! A `CudaSlice` belongs to a stream, on which it is freed, and cudarc keeps two events with it, so that work on other

@@ -20,7 +20,7 @@ use crate::stream::timeline::Timeline;
 /// A device: the thing on the other side of a copy.
 ///
 /// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`), `host` or `host:N` (a device without any accelerator, see
-/// [`crate::host`]), `auto` (`cuda:0` if it can be opened, else `host:0`; the log says why).
+/// [`crate::host`]), `auto` (the first GPU that can be opened, else `host:0`; the log says why).
 ///
 /// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
 /// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; with the
@@ -209,13 +209,20 @@ fn driver(name: &str) -> Result<Arc<dyn Driver>> {
 /// The first device of those that can be opened here.
 fn best() -> Result<Arc<dyn Driver>> {
     #[cfg(feature = "cuda")]
-    match crate::device::cuda::driver(0) {
-        Ok(driver) => {
-            tracing::info!(target: "pinpool::device", "auto: taking cuda:0");
-            return Ok(driver);
-        }
-        Err(error) => {
-            tracing::info!(target: "pinpool::device", %error, "auto: cuda:0 cannot be opened, taking host:0");
+    for ordinal in 0.. {
+        match crate::device::cuda::driver(ordinal) {
+            Ok(driver) => {
+                tracing::info!(target: "pinpool::device", "auto: taking cuda:{ordinal}");
+                return Ok(driver);
+            }
+            // This one is taken, or broken: another may not be.
+            Err(error @ Error::Device(_)) => {
+                tracing::info!(target: "pinpool::device", %error, "auto: cuda:{ordinal} cannot be opened");
+            }
+            Err(error) => {
+                tracing::info!(target: "pinpool::device", %error, "auto: there is no GPU to take, taking host:0");
+                break;
+            }
         }
     }
     #[cfg(not(feature = "cuda"))]

@@ -150,6 +150,20 @@ fn opening_fails_with_the_cause_and_the_remedy() {
 }
 
 #[test]
+fn auto_takes_the_next_gpu_where_the_first_cannot_be_had() {
+    const TEST: &str = "auto_takes_the_next_gpu_where_the_first_cannot_be_had";
+    if !doubles::is_set() {
+        // Taken by another process, as a GPU in exclusive mode is.
+        return doubles::again(TEST, &[("PINPOOL_STANDIN_FAIL", "cuDevicePrimaryCtxRetain:1:46")]);
+    }
+    let log = Log::default();
+    let best = tracing::subscriber::with_default(log.clone(), || Device::open("auto")).unwrap();
+    assert_eq!(best.name(), "cuda:1");
+    let said = log.0.lock().unwrap().join("\n");
+    assert!(said.contains("cuda:0 cannot be opened") && said.contains("taking cuda:1"), "{said}");
+}
+
+#[test]
 fn a_bad_ordinal_is_told_which_there_are() {
     on_stand_in("a_bad_ordinal_is_told_which_there_are", |_| {
         for name in ["cuda:2", "cuda:4294967295"] {
