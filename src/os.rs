@@ -104,10 +104,10 @@ mod linux {
         }
     }
 
-    /// Undoes [`map`].
+    /// Undoes [`map`], for all of it or for a part.
     ///
     /// # Safety
-    /// `base..base + len` is one whole range that `map` gave out, and nothing uses it any more.
+    /// `base..base + len` are whole pages of a range that `map` gave out, and nothing uses them any more.
     pub(crate) unsafe fn unmap(base: NonNull<u8>, len: usize) -> Result<()> {
         // SAFETY: the caller's promise.
         if unsafe { libc::munmap(base.as_ptr().cast(), len) } == 0 { Ok(()) } else { Err(refused(len)) }

@@ -196,25 +196,31 @@ impl Region {
             return free(context, base, len, kind);
         }
         let mut stuck = false;
-        for extent in self.extents.iter().filter(|e| e.pinned) {
+        for extent in &self.extents {
             // SAFETY: within the region.
             let start = unsafe { self.base.add(extent.offset) };
-            // SAFETY: pinned once, unpinned once, and nobody can reach it any more.
-            if let Err(error) = unsafe { context.driver().unpin(start, extent.len) } {
-                tracing::error!(
-                    target: "pinpool::region", device = context.name(), bytes = self.len, %error,
-                    "a region cannot be unpinned: its memory is leaked"
-                );
-                stuck = true;
+            if extent.pinned {
+                // SAFETY: pinned once, unpinned once, and nobody can reach it any more.
+                if let Err(error) = unsafe { context.driver().unpin(start, extent.len) } {
+                    tracing::error!(
+                        target: "pinpool::region", device = context.name(), bytes = extent.len, %error,
+                        "memory cannot be unpinned: it is leaked"
+                    );
+                    stuck = true;
+                    continue;
+                }
+            }
+            // One after the other: while a mapping goes, nobody in the process can map anything.
+            if matches!(self.source, Source::Mapped) {
+                // SAFETY: ours, and nobody can reach it any more.
+                leaked(context, unsafe { os::unmap(start, extent.len) });
             }
         }
-        match self.source {
-            source if stuck => std::mem::forget(source),
-            // SAFETY: ours, and nobody can reach it any more.
-            Source::Mapped => leaked(context, unsafe { os::unmap(self.base, self.len) }),
-            // The caller's own type; should dropping it panic, the worker goes on.
-            source => drop(source),
+        if stuck {
+            return std::mem::forget(self.source);
         }
+        // The caller's own type, where it is one; should dropping it panic, the worker goes on.
+        drop(self.source);
     }
 }
 

@@ -24,8 +24,10 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::os;
 
-/// Bytes touched in one go: some huge pages, so that nobody waits long for the last one.
+/// Bytes that a thread takes at a time: some huge pages, so that nobody waits long for the last one.
 const UNIT: usize = 16 << 20;
+/// Bytes that the system is asked for in one call: for as long as it lasts nobody in the process can map or unmap anything.
+const CALL: usize = 2 << 20;
 /// Longer for a unit than ordinary pages take on a slow machine, and less than making room for huge ones does.
 const SLOW: Duration = Duration::from_millis(100);
 /// Units in a row: a thread may lose its processor for a while.
@@ -61,6 +63,10 @@ struct Work {
     stop: AtomicBool,
     /// Slow units in a row. Relaxed: a count.
     slow: AtomicU32,
+    /// Whether the threads may begin: not before all are there, since a thread's stack is mapped, and mapping waits for
+    /// those who touch.
+    gate: Mutex<bool>,
+    opened: Condvar,
     progress: Mutex<Progress>,
     moved: Condvar,
 }
@@ -103,6 +109,8 @@ impl Toucher {
             next: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             slow: AtomicU32::new(0),
+            gate: Mutex::new(false),
+            opened: Condvar::new(),
             progress: Mutex::new(Progress::default()),
             moved: Condvar::new(),
         });
@@ -114,6 +122,7 @@ impl Toucher {
             let thread = std::thread::Builder::new().name("pinpool-touch".into()).spawn(move || {
                 // Memory is zeroed from next to it; elsewhere it only takes longer.
                 node.map(os::run_on_node);
+                work.wait_for_gate();
                 while work.step() {}
             });
             match thread {
@@ -124,6 +133,8 @@ impl Toucher {
                 }
             }
         }
+        *work.gate.lock() = true;
+        work.opened.notify_all();
         Self { work, threads: started }
     }
 
@@ -154,6 +165,13 @@ impl Drop for Toucher {
 impl Work {
     fn units(&self) -> usize {
         self.len.div_ceil(UNIT)
+    }
+
+    fn wait_for_gate(&self) {
+        let mut open = self.gate.lock();
+        while !*open {
+            self.opened.wait(&mut open);
+        }
     }
 
     /// Touches the next unit. `false`: there is none.
@@ -199,12 +217,16 @@ impl Work {
 
 /// Has the system provide the pages of a range that nobody uses yet.
 fn touch(base: NonNull<u8>, len: usize) {
-    if os::populate(base, len) {
-        return;
-    }
-    for at in (0..len).step_by(os::page_size()) {
-        // SAFETY: a page of the mapping, which nobody else uses yet; fresh pages hold zeros anyway.
-        unsafe { base.add(at).write_volatile(0) };
+    for start in (0..len).step_by(CALL) {
+        // SAFETY: within the mapping.
+        let (base, len) = (unsafe { base.add(start) }, CALL.min(len - start));
+        if os::populate(base, len) {
+            continue;
+        }
+        for at in (0..len).step_by(os::page_size()) {
+            // SAFETY: a page of the mapping, which nobody else uses yet; fresh pages hold zeros anyway.
+            unsafe { base.add(at).write_volatile(0) };
+        }
     }
 }
 
