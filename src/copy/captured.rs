@@ -162,6 +162,7 @@ impl Stream {
     ///
     /// # Errors
     /// With the buffer: as for [`upload`](Self::upload), [`Error::NotCapturing`] on a stream that is in no capture,
+    /// [`Error::Capturing`] for memory of [`Stream::alloc`] whose stream is not known to have come to it,
     /// [`Error::Unsupported`] on drivers before CUDA 11.3. With `buffer: None` what the driver said: the graph keeps the
     /// buffer then.
     pub fn upload_captured<B: Lend + Sync + 'static>(
@@ -174,7 +175,7 @@ impl Stream {
             match src.bytes().len() {
                 0 => Err(Error::Empty),
                 need if need > dst.len() => Err(Error::TooSmall { need, have: dst.len() }),
-                _ => Ok(dst),
+                _ => dst.is_there().map(|()| dst),
             }
         });
         let dst = match checked {
@@ -203,7 +204,10 @@ impl Stream {
         let checked = self.own(src).and_then(|src| {
             self.usable_for(&landing)?;
             let have = landing.capacity();
-            if src.len() > have { Err(Error::TooSmall { need: src.len(), have }) } else { Ok(src) }
+            if src.len() > have {
+                return Err(Error::TooSmall { need: src.len(), have });
+            }
+            src.is_there().map(|()| src)
         });
         let src = match checked {
             Ok(src) => src,

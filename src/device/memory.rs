@@ -30,6 +30,9 @@ pub(crate) trait Home: fmt::Debug + Send + Sync {
     /// Sees to it that later work on the stream `user`, of the same device, comes after everything that was submitted
     /// here up to `tick`.
     fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()>;
+
+    /// An error, unless everything that was submitted here up to `tick` is known to be complete.
+    fn is_there(self: Arc<Self>, tick: u64) -> Result<()>;
 }
 
 /// Where memory comes from, and so where it goes.
@@ -192,6 +195,14 @@ impl DeviceSlice {
     pub(crate) fn admit(&self, user: StreamHandle) -> Result<()> {
         match &self.allocation.origin {
             Origin::Ordered { home, tick } => home.clone().admit(*tick, user),
+            Origin::Plain | Origin::Foreign(_) => Ok(()),
+        }
+    }
+
+    /// The same for a graph, which may be launched on any stream: so it has to be there already.
+    pub(crate) fn is_there(&self) -> Result<()> {
+        match &self.allocation.origin {
+            Origin::Ordered { home, tick } => home.clone().is_there(*tick),
             Origin::Plain | Origin::Foreign(_) => Ok(()),
         }
     }

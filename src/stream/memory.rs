@@ -14,13 +14,16 @@ use crate::device::StreamHandle;
 use crate::device::memory::{DeviceBuffer, Home};
 use crate::error::{Error, Result};
 
+const NOT_THERE: &str = "the use of memory whose own stream has not come to it yet";
+const BEFORE: &str = "synchronise with that stream before the capture begins";
+
 impl Stream {
     /// Device memory of `len` bytes in this stream's order, uninitialised, aligned to 256 bytes at least.
     ///
     /// It can be used at once: on this stream nothing has to be waited for, and when a copy of this crate uses it on
     /// another stream of the device, that stream is made to wait for what this one was told so far, until the
     /// allocation is known to have happened. (For kernels of your own on other streams that is up to you:
-    /// [`wait_for`](Self::wait_for).) Neither allocating nor freeing synchronises the device. It is freed in this
+    /// [`wait_for`](Self::wait_for). A copy that becomes a part of a graph is refused until then.) Neither allocating nor freeing synchronises the device. It is freed in this
     /// stream's order once the last handle is gone and the last copy in flight is done; the stream lives until then.
     ///
     /// On a GPU this is `cuMemAllocAsync`, from the device's current memory pool, whose settings are left as they are: by
@@ -65,10 +68,14 @@ impl Home for Timeline {
             return Ok(());
         }
         // An event of a capture would draw the other stream into it.
-        self.not_capturing(
-            "the use of memory whose own stream has not come to it yet",
-            "synchronise with that stream before it is captured",
-        )?;
+        self.not_capturing(NOT_THERE, BEFORE)?;
         self.wait_here(user)
+    }
+
+    fn is_there(self: Arc<Self>, tick: u64) -> Result<()> {
+        if self.poll_complete(tick)? {
+            return Ok(());
+        }
+        Err(Error::Capturing { what: NOT_THERE, remedy: BEFORE })
     }
 }
