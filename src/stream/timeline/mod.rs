@@ -379,8 +379,12 @@ impl Drop for Timeline {
             return std::mem::forget(keeper);
         }
         if let Some(keeper) = keeper {
-            // It may destroy the stream, and be anything.
-            self.context.worker().send(move || drop(keeper));
+            // It may destroy the stream, and be anything. A context of others is kept until then, which the stream is in.
+            let driver = self.context.driver().clone();
+            self.context.worker().send(move || {
+                drop(keeper);
+                drop(driver);
+            });
         }
         if !self.destroy {
             return;
