@@ -23,8 +23,11 @@ impl Stream {
     /// It can be used at once: on this stream nothing has to be waited for, and when a copy of this crate uses it on
     /// another stream of the device, that stream is made to wait for what this one was told so far, until the
     /// allocation is known to have happened. (For kernels of your own on other streams that is up to you:
-    /// [`wait_for`](Self::wait_for). A copy that becomes a part of a graph is refused until then.) Neither allocating nor freeing synchronises the device. It is freed in this
-    /// stream's order once the last handle is gone and the last copy in flight is done; the stream lives until then.
+    /// [`wait_for`](Self::wait_for). A copy that becomes a part of a graph is refused until then.) It is freed by the
+    /// device's worker thread once the last handle is gone and the last copy in flight is done: in this stream's order, or
+    /// where others can reach the stream by `cuMemFree`, which gets into no capture of theirs and does not need the stream.
+    /// A stream of ours lives until then. Allocating never synchronises the device, and freeing in the stream's order
+    /// neither.
     ///
     /// On a GPU this is `cuMemAllocAsync`, from the device's current memory pool, whose settings are left as they are: by
     /// the driver's default a pool gives back to the system what is free when a stream, an event or the context is next
@@ -51,16 +54,21 @@ impl Stream {
         // allocation, and once it is complete the memory is there for everyone.
         let submission = self.timeline.begin(Lent::Object(Box::new(())), None).map_err(|(error, _)| error)?;
         let made = context.noting(context.driver().allocate_on(self.timeline.stream(), len));
+        let made = made.map(|ptr| DeviceBuffer::ordered(context, ptr, len, self.timeline.clone()));
+        if let Ok(buffer) = &made {
+            // So it is not freed before it was there.
+            submission.keep(buffer.allocation());
+        }
         let tick = submission.commit();
-        Ok(DeviceBuffer::ordered(context, made?, len, self.timeline.clone(), tick))
+        made.inspect(|buffer| buffer.there_from(tick))
     }
 }
 
 /// Memory that was allocated on this stream keeps it. While that memory is in flight here the two hold each other; the
 /// holds go when their tick is complete, or when the device is lost, and leave nothing behind.
 impl Home for Timeline {
-    fn handle(&self) -> StreamHandle {
-        self.stream()
+    fn handle(&self) -> Option<StreamHandle> {
+        (!self.is_shared()).then(|| self.stream())
     }
 
     fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()> {
