@@ -475,6 +475,19 @@ fn until_hung_is_over(d: &StandIn, pool: &Pool) {
 // --- trouble ---------------------------------------------------------------------------------------------------------
 
 #[test]
+fn a_wait_that_fails_leaves_no_event_behind() {
+    on_gpu("a_wait_that_fails_leaves_no_event_behind", |gpu| {
+        let Some(d) = &gpu.stand_in else { return };
+        let device = open();
+        for call in ["cuStreamWaitEvent", "cuEventRecord"] {
+            let (one, other) = (device.stream().unwrap(), device.stream().unwrap());
+            d.fail(call, 1, 999, false);
+            one.wait_for(&other).unwrap_err();
+        }
+    });
+}
+
+#[test]
 fn a_stream_that_was_destroyed_too_early_harms_nobody_else() {
     on_stand_in("a_stream_that_was_destroyed_too_early_harms_nobody_else", |gpu, d| {
         let device = open();
