@@ -88,7 +88,8 @@ impl<B> GraphBuf<B> {
     /// ([`PinnedBuf::assume_written`]). The graph's copies keep the address and the length that they were captured with.
     ///
     /// # Safety
-    /// While it is borrowed, no launch of a graph that reads or writes it is under way or begins.
+    /// - While it is borrowed, no launch of a graph that reads or writes it is under way or begins.
+    /// - It is not moved out (by [`std::mem::replace`], say): the graph goes on using its memory.
     #[must_use]
     pub unsafe fn get_mut(&mut self) -> &mut B {
         // SAFETY: as above, and we are borrowed for it.
@@ -251,12 +252,10 @@ impl Stream {
         let timeline = self.timeline();
         let context = timeline.context();
         let kept = Arc::new(Kept { buf: UnsafeCell::new(Some(buf)), _memory: memory });
-        let (theirs, home) = (kept.clone(), context.clone());
-        // Called from the driver's callback, where neither a driver call nor waiting is allowed: it only sends.
-        let gone = Box::new(move || {
-            let context = home.clone();
-            context.worker().send(move || drop((theirs, home)));
-        });
+        let (theirs, home, worker) = (kept.clone(), context.clone(), context.worker().clone());
+        // Called from the driver's callback, where neither a driver call nor waiting is allowed: it only sends. Nor is the
+        // last of a context let go there, whose owner may destroy it then; the last of a worker may be.
+        let gone = Box::new(move || worker.send(move || drop((theirs, home))));
         let error = match context.noting(context.driver().keep_with_graph(timeline.stream(), gone)) {
             Ok(Some(capture)) => return Ok((kept, capture)),
             Ok(None) => match timeline.is_capturing() {
