@@ -208,8 +208,7 @@ pub fn raw_context(device: &Device) -> Result<*mut c_void> {
 /// [module's page](self).
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a stream of a device that is no GPU; [`Error::Capturing`]; what the driver says; the device's
-/// loss.
+/// [`Error::Unsupported`] for a stream of a device that is no GPU; what the driver says; the device's loss.
 pub fn raw_stream(stream: &Stream) -> Result<*mut c_void> {
     let timeline = stream.timeline();
     let (context, handle) = (timeline.context(), timeline.stream());

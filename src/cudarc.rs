@@ -69,6 +69,7 @@ use ::cudarc::driver::{
 
 use crate::buffer::{InFlight, Lend, PinnedBuf};
 use crate::copy::Landing;
+use crate::device::StreamHandle;
 use crate::error::{Error, Result, SubmitError};
 use crate::runtime::Device;
 use crate::stream::Stream;
@@ -145,6 +146,7 @@ impl CudarcStream {
 
     fn source<'a, T>(&'a self, src: &'a impl Slice<T>) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
         let bytes = self.bytes::<T>(src)?;
+        self.not_capturing(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
         self.range(src.stream(), address, bytes, guard)
     }
@@ -155,6 +157,7 @@ impl CudarcStream {
     ) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
         let bytes = self.bytes::<T>(dst)?;
         let owner = dst.stream().clone();
+        self.not_capturing(&owner)?;
         let (address, guard) = dst.device_ptr_mut(&self.theirs);
         self.range(&owner, address, bytes, guard)
     }
@@ -167,6 +170,24 @@ impl CudarcStream {
         match slice.len() * size_of::<T>() {
             0 => Err(Error::Empty),
             bytes => Ok(bytes),
+        }
+    }
+
+    /// Before the guard: it makes our stream wait, which spoils a capture of that, and for events that the slice's own
+    /// stream may have recorded into one, which draws ours into it.
+    fn not_capturing(&self, owner: &Arc<CudaStream>) -> Result<()> {
+        const OUTSIDE: &str = "submit it outside the capture";
+        const WHAT: &str = "a copy of a slice of cudarc's";
+        let timeline = self.ours.timeline();
+        timeline.not_capturing(WHAT, OUTSIDE)?;
+        let (handle, context) = (owner.cu_stream() as usize as u64, timeline.context());
+        // The legacy default stream, which is never captured, is not to be asked about beside other captures.
+        if handle == 0 || handle == self.theirs.cu_stream() as usize as u64 {
+            return Ok(());
+        }
+        match context.noting(context.driver().capturing(StreamHandle(handle)))? {
+            true => Err(Error::Capturing { what: WHAT, remedy: OUTSIDE }),
+            false => Ok(()),
         }
     }
 

@@ -393,3 +393,39 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
         assert!(d.report().violations.iter().all(|v| v.starts_with("CAP-3")), "{:?}", d.report().violations);
     });
 }
+
+/// Memory in the order of a stream that has not come to it yet: other streams would have to wait, and one that is being
+/// captured cannot, nor can a graph, which runs on any stream at any time.
+#[test]
+fn memory_that_is_not_there_yet_spoils_no_capture_and_gets_into_no_graph() {
+    on_stand_in("memory_that_is_not_there_yet_spoils_no_capture_and_gets_into_no_graph", |gpu, d| {
+        let device = open();
+        let raw = gpu.stream();
+        let (pool, stream, home) = (pool(&device, 2 << 20), adopt(&device, raw), device.stream().unwrap());
+        let sent = bytes(1, LEN);
+        d.hang(true);
+        // Of another stream, and of the very stream, whose graph may be launched on others.
+        for memory in [home.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap()] {
+            gpu.begin_capture(raw, 1);
+            is_capturing(stream.upload_blocking(&sent, &memory));
+            is_capturing(stream.download_blocking(&memory, &mut [0; LEN]));
+            let buf = refused(stream.upload_captured(filled(&pool, &sent), &memory), &sent);
+            drop(refused(stream.download_captured(&memory, buf), &sent));
+            gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+        }
+        d.hang(false);
+        for memory in [home.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap()] {
+            (home.synchronize().unwrap(), stream.synchronize().unwrap());
+            gpu.begin_capture(raw, 1);
+            drop(stream.upload_captured(filled(&pool, &sent), &memory).unwrap());
+            let graph = gpu.end_capture(raw);
+            let executable = gpu.made("cuGraphInstantiateWithFlags", &[graph, 0]);
+            gpu.launch(executable, raw);
+            gpu.ok("cuGraphExecDestroy", &[executable]);
+            gpu.ok("cuGraphDestroy", &[graph]);
+            let landed = home.download(&memory, pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
+            assert!(*landed == *sent);
+        }
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}

@@ -9,8 +9,8 @@
 mod doubles;
 
 use std::ffi::c_void;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use doubles::gpu::{Gpu, bytes, filled, on_gpu, on_stand_in, pool, until};
@@ -304,6 +304,86 @@ fn an_owner_is_kept_for_as_long_as_it_is_needed() {
     });
 }
 
+/// Says that it is dropped, when it has taken its time.
+struct Says(&'static str, Duration, Arc<Mutex<Vec<&'static str>>>);
+
+impl Drop for Says {
+    fn drop(&mut self) {
+        std::thread::sleep(self.1);
+        self.2.lock().unwrap().push(self.0);
+    }
+}
+
+#[test]
+fn a_context_goes_after_the_streams_in_it() {
+    on_gpu("a_context_goes_after_the_streams_in_it", |gpu| {
+        let context = gpu.other_context();
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let says = |what, late| Says(what, Duration::from_millis(late), said.clone());
+        // SAFETY: destroyed below, when both keepers are gone.
+        let device = unsafe { cuda::adopt_context_with(context as *mut c_void, says("context", 0)) }.unwrap();
+        gpu.current(context);
+        let raw = gpu.stream();
+        gpu.current(gpu.context);
+        // SAFETY: as above.
+        let stream =
+            unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, says("stream", 50)) }.unwrap();
+        drop((device, stream));
+        until("both are dropped", || said.lock().unwrap().len() == 2);
+        assert_eq!(*said.lock().unwrap(), ["stream", "context"]);
+        gpu.current(context);
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+        gpu.current(gpu.context);
+        gpu.ok("cuCtxDestroy_v2", &[context]);
+    });
+}
+
+/// Nobody can know when memory is really freed, so nothing is promised about the stream until then.
+#[test]
+fn memory_may_outlive_the_stream_that_it_was_allocated_on() {
+    on_gpu("memory_may_outlive_the_stream_that_it_was_allocated_on", |gpu| {
+        let device = open();
+        let raw = gpu.stream();
+        let stream = adopt(&device, raw).unwrap();
+        let (used, unused) = (stream.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap());
+        stream.upload_blocking(&bytes(1, LEN), &used).unwrap();
+        stream.synchronize().unwrap();
+        // As `adopt_stream` has it: all that was submitted is known to be complete.
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+        let mut back = vec![0; LEN];
+        device.stream().unwrap().download_blocking(&used, &mut back).unwrap();
+        assert!(back == bytes(1, LEN));
+        drop((used, unused, stream));
+    });
+}
+
+/// Memory is freed by a thread of ours, at a time that nobody chooses: in the middle of a capture, too.
+#[test]
+fn freeing_memory_gets_into_no_capture() {
+    on_stand_in("freeing_memory_gets_into_no_capture", |gpu, d| {
+        let device = open();
+        let own = device.stream().unwrap();
+        let (raw, raw_own) = (gpu.stream(), cuda::raw_stream(&own).unwrap() as usize);
+        let freed = || calls(d, "cuMemFreeAsync") + calls(d, "cuMemFree_v2");
+        for (stream, raw) in [(adopt(&device, raw).unwrap(), raw), (own, raw_own)] {
+            let memory = stream.alloc(LEN).unwrap();
+            stream.synchronize().unwrap();
+            let before = freed();
+            gpu.begin_capture(raw, 1);
+            // Whoever asks does so just before the capture begins.
+            (1..=10).for_each(|nth| d.fail("cuStreamIsCapturing", nth, 0, false));
+            drop(memory);
+            until("it is freed", || freed() > before);
+            gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+            // The lies that are left.
+            (1..=10).for_each(|_| drop(cuda::raw_stream(&stream)));
+            stream.synchronize().unwrap();
+            let leaks = d.report().leaks;
+            assert!(!leaks.iter().any(|leak| leak.starts_with("allocations")), "not freed: {leaks:?}");
+        }
+    });
+}
+
 // --- identity --------------------------------------------------------------------------------------------------------
 
 #[test]
@@ -393,6 +473,19 @@ fn until_hung_is_over(d: &StandIn, pool: &Pool) {
 }
 
 // --- trouble ---------------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_wait_that_fails_leaves_no_event_behind() {
+    on_gpu("a_wait_that_fails_leaves_no_event_behind", |gpu| {
+        let Some(d) = &gpu.stand_in else { return };
+        let device = open();
+        for call in ["cuStreamWaitEvent", "cuEventRecord"] {
+            let (one, other) = (device.stream().unwrap(), device.stream().unwrap());
+            d.fail(call, 1, 999, false);
+            one.wait_for(&other).unwrap_err();
+        }
+    });
+}
 
 #[test]
 fn a_stream_that_was_destroyed_too_early_harms_nobody_else() {

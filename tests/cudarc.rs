@@ -273,3 +273,37 @@ fn a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must() {
         }
     });
 }
+
+/// cudarc's guards wait and record on the stream: what is refused is refused before that.
+#[test]
+fn a_slice_spoils_no_capture() {
+    use cudarc::driver::{result, sys};
+    beside("a_slice_spoils_no_capture", || {
+        let context = CudaContext::new(0).unwrap();
+        let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let mut slice = on_device(&other, &bytes(1, 1000));
+        let shared = CudarcStream::new(&one).unwrap();
+        let pool = pool(shared.device(), 1000);
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        for round in 0..2 {
+            // Of the stream that copies, and of the slice's own, whose events are the capture's from then on.
+            let captured = if round == 0 { &one } else { &other };
+            captured.begin_capture(mode).unwrap();
+            let mut buf = pool.checkout(1000).unwrap();
+            buf.extend_from_slice(&bytes(2, 1000));
+            let refused = shared.upload_to(buf, &mut slice).unwrap_err();
+            assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
+            let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
+            assert!(matches!(refused.error, Error::Capturing { .. }), "{}", refused.error);
+            assert!(*refused.buffer.unwrap() == *bytes(2, 1000));
+            // SAFETY: begun above; nobody else has the graph.
+            unsafe {
+                let graph = result::stream::end_capture(captured.cu_stream()).unwrap();
+                result::graph::destroy(graph).unwrap();
+            }
+        }
+        context.check_err().unwrap();
+        let landed = shared.download_from(&slice, pool.checkout(1000).unwrap()).unwrap().wait().unwrap();
+        assert!(*landed == *bytes(1, 1000));
+    });
+}

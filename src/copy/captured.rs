@@ -88,7 +88,8 @@ impl<B> GraphBuf<B> {
     /// ([`PinnedBuf::assume_written`]). The graph's copies keep the address and the length that they were captured with.
     ///
     /// # Safety
-    /// While it is borrowed, no launch of a graph that reads or writes it is under way or begins.
+    /// - While it is borrowed, no launch of a graph that reads or writes it is under way or begins.
+    /// - It is not moved out (by [`std::mem::replace`], say): the graph goes on using its memory.
     #[must_use]
     pub unsafe fn get_mut(&mut self) -> &mut B {
         // SAFETY: as above, and we are borrowed for it.
@@ -162,6 +163,7 @@ impl Stream {
     ///
     /// # Errors
     /// With the buffer: as for [`upload`](Self::upload), [`Error::NotCapturing`] on a stream that is in no capture,
+    /// [`Error::Capturing`] for memory of [`Stream::alloc`] whose stream is not known to have come to it,
     /// [`Error::Unsupported`] on drivers before CUDA 11.3. With `buffer: None` what the driver said: the graph keeps the
     /// buffer then.
     pub fn upload_captured<B: Lend + Sync + 'static>(
@@ -174,7 +176,7 @@ impl Stream {
             match src.bytes().len() {
                 0 => Err(Error::Empty),
                 need if need > dst.len() => Err(Error::TooSmall { need, have: dst.len() }),
-                _ => Ok(dst),
+                _ => dst.is_there().map(|()| dst),
             }
         });
         let dst = match checked {
@@ -203,7 +205,10 @@ impl Stream {
         let checked = self.own(src).and_then(|src| {
             self.usable_for(&landing)?;
             let have = landing.capacity();
-            if src.len() > have { Err(Error::TooSmall { need: src.len(), have }) } else { Ok(src) }
+            if src.len() > have {
+                return Err(Error::TooSmall { need: src.len(), have });
+            }
+            src.is_there().map(|()| src)
         });
         let src = match checked {
             Ok(src) => src,
@@ -247,12 +252,10 @@ impl Stream {
         let timeline = self.timeline();
         let context = timeline.context();
         let kept = Arc::new(Kept { buf: UnsafeCell::new(Some(buf)), _memory: memory });
-        let (theirs, home) = (kept.clone(), context.clone());
-        // Called from the driver's callback, where neither a driver call nor waiting is allowed: it only sends.
-        let gone = Box::new(move || {
-            let context = home.clone();
-            context.worker().send(move || drop((theirs, home)));
-        });
+        let (theirs, home, worker) = (kept.clone(), context.clone(), context.worker().clone());
+        // Called from the driver's callback, where neither a driver call nor waiting is allowed: it only sends. Nor is the
+        // last of a context let go there, whose owner may destroy it then; the last of a worker may be.
+        let gone = Box::new(move || worker.send(move || drop((theirs, home))));
         let error = match context.noting(context.driver().keep_with_graph(timeline.stream(), gone)) {
             Ok(Some(capture)) => return Ok((kept, capture)),
             Ok(None) => match timeline.is_capturing() {

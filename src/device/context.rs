@@ -17,7 +17,7 @@ const KEPT: usize = 1024;
 pub(crate) struct Context {
     id: u64,
     driver: Arc<dyn Driver>,
-    worker: Worker,
+    worker: Arc<Worker>,
     /// Events that were seen complete or never recorded, so that they may be recorded.
     events: Mutex<Vec<EventHandle>>,
     poison: OnceLock<Error>,
@@ -28,7 +28,7 @@ pub(crate) struct Context {
 
 impl Context {
     pub(crate) fn new(driver: Arc<dyn Driver>) -> Result<Arc<Self>> {
-        let worker = Worker::start(&driver)?;
+        let worker = Arc::new(Worker::start(&driver)?);
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(Self {
@@ -51,7 +51,7 @@ impl Context {
         &self.driver
     }
 
-    pub(crate) fn worker(&self) -> &Worker {
+    pub(crate) fn worker(&self) -> &Arc<Worker> {
         &self.worker
     }
 

@@ -5,8 +5,9 @@
 //!
 //! - *Plain*: ours, there for every stream at once, and freed by a call that may synchronise the device.
 //! - *Ordered*: ours, there in the order of the stream that it was allocated on, its [`Home`], and freed in that order.
-//!   Another stream that uses it is first made to wait for the home's. When it is freed every hold is gone, so each use
-//!   was seen complete, and it does not matter which stream made it.
+//!   Another stream that uses it is first made to wait for the home's. When it is freed every hold is gone, the home's
+//!   own for the allocation among them, so all was seen complete, and it does not matter which stream used it. Where
+//!   others can reach the home it is not freed there, since nobody can tell them when that happens.
 //! - *Foreign*: somebody else's. We keep what owns it, and let that go where we would free.
 //!
 //! Whatever the end is, it happens on the device's worker: the last handle may be dropped anywhere, under locks of the
@@ -14,7 +15,7 @@
 
 use std::fmt;
 use std::ops::{Bound, RangeBounds};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
@@ -24,21 +25,25 @@ use crate::error::{AddressFault, Error, ErrorClass, Result};
 
 /// The stream that memory was allocated on.
 pub(crate) trait Home: fmt::Debug + Send + Sync {
-    /// As the driver knows it.
-    fn handle(&self) -> StreamHandle;
+    /// The stream in whose order memory is freed. `None` where others can reach it: they may destroy it when all of its
+    /// work is done, or capture it at any time.
+    fn handle(&self) -> Option<StreamHandle>;
 
     /// Sees to it that later work on the stream `user`, of the same device, comes after everything that was submitted
     /// here up to `tick`.
     fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()>;
+
+    /// An error, unless everything that was submitted here up to `tick` is known to be complete.
+    fn is_there(self: Arc<Self>, tick: u64) -> Result<()>;
 }
 
 /// Where memory comes from, and so where it goes.
 enum Origin {
     Plain,
-    /// There from `tick` on.
+    /// There from `tick` on, which is told at the end of making it.
     Ordered {
         home: Arc<dyn Home>,
-        tick: u64,
+        tick: OnceLock<u64>,
     },
     /// The owner, if it is told. (The lock is never taken: it makes any owner `Sync`.)
     Foreign(Option<Mutex<Box<dyn Send>>>),
@@ -81,7 +86,10 @@ impl Drop for Allocation {
                 _ if ended => return,
                 Origin::Plain => context.driver().free(ptr),
                 // The stream goes only after that, if this was the last that needed it.
-                Origin::Ordered { home, .. } => context.driver().free_on(home.handle(), ptr),
+                Origin::Ordered { home, .. } => match home.handle() {
+                    Some(stream) => context.driver().free_on(stream, ptr),
+                    None => context.driver().free(ptr),
+                },
             };
             if let Err(error) = freed {
                 tracing::warn!(target: "pinpool::device", device = context.name(), %error, "device memory is leaked");
@@ -113,17 +121,22 @@ impl DeviceBuffer {
         Ok(Self(DeviceSlice { allocation: Allocation::plain(context, len)?, offset: 0, len }))
     }
 
-    /// What was allocated in a stream's order, up to `tick` there.
-    pub(crate) fn ordered(
-        context: &Arc<Context>,
-        ptr: DevicePtr,
-        len: usize,
-        home: Arc<dyn Home>,
-        tick: u64,
-    ) -> Self {
-        let origin = Origin::Ordered { home, tick };
+    /// What was allocated in a stream's order, by a call that is to get a tick there.
+    pub(crate) fn ordered(context: &Arc<Context>, ptr: DevicePtr, len: usize, home: Arc<dyn Home>) -> Self {
+        let origin = Origin::Ordered { home, tick: OnceLock::new() };
         let allocation = Arc::new(Allocation { context: context.clone(), ptr, len, origin });
         Self(DeviceSlice { allocation, offset: 0, len })
+    }
+
+    pub(crate) fn allocation(&self) -> Arc<Allocation> {
+        self.0.allocation()
+    }
+
+    /// The call got its tick. Before the buffer is anybody's.
+    pub(crate) fn there_from(&self, now: u64) {
+        if let Origin::Ordered { tick, .. } = &self.0.allocation.origin {
+            let _ = tick.set(now);
+        }
     }
 
     /// Where it starts in the device's memory. See [`DeviceSlice::address`].
@@ -191,7 +204,15 @@ impl DeviceSlice {
     /// most streams, there is nothing to do.
     pub(crate) fn admit(&self, user: StreamHandle) -> Result<()> {
         match &self.allocation.origin {
-            Origin::Ordered { home, tick } => home.clone().admit(*tick, user),
+            Origin::Ordered { home, tick } => home.clone().admit(told(tick), user),
+            Origin::Plain | Origin::Foreign(_) => Ok(()),
+        }
+    }
+
+    /// The same for a graph, which may be launched on any stream: so it has to be there already.
+    pub(crate) fn is_there(&self) -> Result<()> {
+        match &self.allocation.origin {
+            Origin::Ordered { home, tick } => home.clone().is_there(told(tick)),
             Origin::Plain | Origin::Foreign(_) => Ok(()),
         }
     }
@@ -230,6 +251,10 @@ impl DeviceSlice {
     pub(crate) fn is_of(&self, context: &Arc<Context>) -> bool {
         Arc::ptr_eq(&self.allocation.context, context)
     }
+}
+
+fn told(tick: &OnceLock<u64>) -> u64 {
+    tick.get().copied().unwrap_or(u64::MAX)
 }
 
 /// A range of `len` bytes as start and end.

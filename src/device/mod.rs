@@ -183,7 +183,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
     fn allocate(&self, len: usize) -> Result<DevicePtr>;
 
-    /// Frees device memory. It must not be in use.
+    /// Frees device memory, that of [`Driver::allocate_on`] too. It must not be in use, and an allocation in a stream's order
+    /// must have been seen complete.
     fn free(&self, ptr: DevicePtr) -> Result<()>;
 
     /// Whether this device has memory in the order of its streams, by the two calls below.

@@ -14,14 +14,20 @@ use crate::device::StreamHandle;
 use crate::device::memory::{DeviceBuffer, Home};
 use crate::error::{Error, Result};
 
+const NOT_THERE: &str = "the use of memory whose own stream has not come to it yet";
+const BEFORE: &str = "synchronise with that stream before the capture begins";
+
 impl Stream {
     /// Device memory of `len` bytes in this stream's order, uninitialised, aligned to 256 bytes at least.
     ///
     /// It can be used at once: on this stream nothing has to be waited for, and when a copy of this crate uses it on
     /// another stream of the device, that stream is made to wait for what this one was told so far, until the
     /// allocation is known to have happened. (For kernels of your own on other streams that is up to you:
-    /// [`wait_for`](Self::wait_for).) Neither allocating nor freeing synchronises the device. It is freed in this
-    /// stream's order once the last handle is gone and the last copy in flight is done; the stream lives until then.
+    /// [`wait_for`](Self::wait_for). A copy that becomes a part of a graph is refused until then.) It is freed by the
+    /// device's worker thread once the last handle is gone and the last copy in flight is done: in this stream's order, or
+    /// where others can reach the stream by `cuMemFree`, which gets into no capture of theirs and does not need the stream.
+    /// A stream of ours lives until then. Allocating never synchronises the device, and freeing in the stream's order
+    /// neither.
     ///
     /// On a GPU this is `cuMemAllocAsync`, from the device's current memory pool, whose settings are left as they are: by
     /// the driver's default a pool gives back to the system what is free when a stream, an event or the context is next
@@ -48,16 +54,21 @@ impl Stream {
         // allocation, and once it is complete the memory is there for everyone.
         let submission = self.timeline.begin(Lent::Object(Box::new(())), None).map_err(|(error, _)| error)?;
         let made = context.noting(context.driver().allocate_on(self.timeline.stream(), len));
+        let made = made.map(|ptr| DeviceBuffer::ordered(context, ptr, len, self.timeline.clone()));
+        if let Ok(buffer) = &made {
+            // So it is not freed before it was there.
+            submission.keep(buffer.allocation());
+        }
         let tick = submission.commit();
-        Ok(DeviceBuffer::ordered(context, made?, len, self.timeline.clone(), tick))
+        made.inspect(|buffer| buffer.there_from(tick))
     }
 }
 
 /// Memory that was allocated on this stream keeps it. While that memory is in flight here the two hold each other; the
 /// holds go when their tick is complete, or when the device is lost, and leave nothing behind.
 impl Home for Timeline {
-    fn handle(&self) -> StreamHandle {
-        self.stream()
+    fn handle(&self) -> Option<StreamHandle> {
+        (!self.is_shared()).then(|| self.stream())
     }
 
     fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()> {
@@ -65,10 +76,14 @@ impl Home for Timeline {
             return Ok(());
         }
         // An event of a capture would draw the other stream into it.
-        self.not_capturing(
-            "the use of memory whose own stream has not come to it yet",
-            "synchronise with that stream before it is captured",
-        )?;
+        self.not_capturing(NOT_THERE, BEFORE)?;
         self.wait_here(user)
+    }
+
+    fn is_there(self: Arc<Self>, tick: u64) -> Result<()> {
+        if self.poll_complete(tick)? {
+            return Ok(());
+        }
+        Err(Error::Capturing { what: NOT_THERE, remedy: BEFORE })
     }
 }

@@ -17,7 +17,7 @@ use slab::Slab;
 
 use super::api::{Api, CUdevice, CUstream};
 use super::{Cuda, check};
-use crate::device::{DevicePtr, StreamHandle};
+use crate::device::DevicePtr;
 use crate::error::{Error, Result};
 
 /// cuda.h: CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED.
@@ -91,11 +91,6 @@ impl Cuda {
     pub(super) fn pool_free(&self, stream: CUstream, ptr: DevicePtr) -> Result<()> {
         let Some(free) = self.api.mem_free_async else { return Err(self.no_pools()) };
         let _current = self.relaxed()?;
-        if self.is_capturing(StreamHandle(stream as usize as u64)).unwrap_or(false) {
-            // The memory is no part of the graph. This may wait for the device, which no call in stream order does.
-            // SAFETY: as below.
-            return self.said("cuMemFree", unsafe { (self.api.mem_free)(ptr.0) });
-        }
         // SAFETY: allocated by us on this stream, freed once, and no longer in use by the contract.
         self.said("cuMemFreeAsync", unsafe { free(ptr.0, stream) })
     }

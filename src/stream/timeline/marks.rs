@@ -38,11 +38,13 @@ impl Timeline {
     pub(crate) fn wait_here(self: &Arc<Self>, waiter: StreamHandle) -> Result<()> {
         self.usable()?;
         // The mark is new even where nothing is in flight: work that we do not see may be on the stream.
-        self.close_with(true, |event| self.context.noting(self.context.driver().wait_event(waiter, event)))?;
+        let closed = self
+            .close_with(true, |event| self.context.noting(self.context.driver().wait_event(waiter, event)));
+        // After an error too: the mark may be there, or due.
         if !std::mem::replace(&mut self.state.lock().listed, true) {
             self.reaper.list(self);
         }
-        Ok(())
+        closed
     }
 
     /// Closes the open tick and records its mark; `recorded` sees the event before anyone may recycle it.

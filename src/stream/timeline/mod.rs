@@ -233,7 +233,7 @@ impl Timeline {
     // --- streams that others can reach -------------------------------------------------------------------------------
 
     /// Whether others can submit to the stream.
-    fn is_shared(&self) -> bool {
+    pub(crate) fn is_shared(&self) -> bool {
         self.shared.load(std::sync::atomic::Ordering::Relaxed)
     }
 
@@ -379,8 +379,12 @@ impl Drop for Timeline {
             return std::mem::forget(keeper);
         }
         if let Some(keeper) = keeper {
-            // It may destroy the stream, and be anything.
-            self.context.worker().send(move || drop(keeper));
+            // It may destroy the stream, and be anything. A context of others is kept until then, which the stream is in.
+            let driver = self.context.driver().clone();
+            self.context.worker().send(move || {
+                drop(keeper);
+                drop(driver);
+            });
         }
         if !self.destroy {
             return;
@@ -511,6 +515,13 @@ pub(crate) struct Submission<'a> {
 }
 
 impl Submission<'_> {
+    /// Device memory that the driver has just given, to be kept like that of a copy.
+    pub(crate) fn keep(&self, memory: Arc<Allocation>) {
+        if let Some(key) = self.key {
+            self.timeline.state.lock().pending[key].memory = Some(memory);
+        }
+    }
+
     /// The driver was called, with whatever outcome. The tick under which the entry is in flight.
     pub(crate) fn commit(mut self) -> u64 {
         self.key.take().map_or(0, |key| self.timeline.commit(key, self.tick))
