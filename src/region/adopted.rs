@@ -7,12 +7,12 @@
 use std::ops::DerefMut;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use stable_deref_trait::StableDeref;
 
 use super::source::{Source, page};
-use super::{Extent, Region, RegionId, RegionInfo, Regions, Unpinned};
+use super::{Extent, Region, RegionId, RegionInfo, Regions, Unpinned, leave_room};
 use crate::error::{Error, ErrorClass, RegisterError, Result};
 
 /// Memory that is to be adopted.
@@ -81,12 +81,17 @@ impl Regions {
         }
         let before = Instant::now();
         let mut extents: Vec<Extent> = Vec::new();
-        let mut offset = 0;
+        let (mut offset, mut last, mut longest) = (0, None, Duration::ZERO);
         while offset < len {
+            // On the caller's thread, which waits anyway: the worker has others to serve.
+            leave_room(last);
             // SAFETY: within the memory.
             let start = unsafe { adoptee.base.add(offset) };
             let piece = Piece { start, len: self.options.extent.min(len - offset) };
-            match self.pin_piece(piece) {
+            let (pinned, took) = self.pin_piece(piece);
+            last = Some((Instant::now(), took));
+            longest = longest.max(took);
+            match pinned {
                 Ok(pinned) => extents.push(Extent { offset, len: piece.len, pinned }),
                 Err(error) => {
                     let clean = self.roll_back(&adoptee, &extents);
@@ -111,6 +116,7 @@ impl Regions {
         let mut progress = self.progress.lock();
         progress.regions.push(region);
         progress.pinning.busy += before.elapsed();
+        progress.pinning.longest_call = progress.pinning.longest_call.max(longest);
         Ok(Adopted { info, pieces })
     }
 
@@ -121,15 +127,18 @@ impl Regions {
         self.wake();
     }
 
-    /// Whether it is pinned, which it need not be where the configuration says so.
-    fn pin_piece(&self, piece: Piece) -> Result<bool> {
+    /// Whether it is pinned, which it need not be where the configuration says so; and how long the call took.
+    fn pin_piece(&self, piece: Piece) -> (Result<bool>, Duration) {
         let context = self.context.clone();
-        let pinned = self.context.worker().call(move || {
+        let called = self.context.worker().call(move || {
             let Piece { start, len } = { piece };
+            let before = Instant::now();
             // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unpinned.
-            context.noting(unsafe { context.driver().pin(start, len) })
+            let pinned = context.noting(unsafe { context.driver().pin(start, len) });
+            Ok((pinned, before.elapsed()))
         });
-        match pinned {
+        let (pinned, took) = called.unwrap_or_else(|error| (Err(error), Duration::ZERO));
+        let pinned = match pinned {
             Ok(()) => Ok(true),
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
                 tracing::warn!(
@@ -139,7 +148,8 @@ impl Regions {
                 Ok(false)
             }
             Err(e) => Err(e),
-        }
+        };
+        (pinned, took)
     }
 
     /// Unpins what was pinned, the last first. Whether nothing is pinned any more.

@@ -230,7 +230,8 @@ impl Regions {
         }
         let regions = self.clone();
         if let Some(kind) = self.options.backing.kind() {
-            let supply = Supply { len, came: 0, kind, serve: Box::new(serve), done: Box::new(done) };
+            let supply =
+                Supply { len, came: 0, kind, last: None, serve: Box::new(serve), done: Box::new(done) };
             return self.context.worker().send(move || regions.supply(supply));
         }
         self.context.worker().send(move || match regions.map(len) {
@@ -305,9 +306,7 @@ impl Regions {
         let start = unsafe { making.base.add(making.offset) };
         let before = Instant::now();
         making.toucher.wait(making.offset + extent);
-        if let Some((over, took)) = making.last {
-            std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
-        }
+        leave_room(making.last);
         let call = Instant::now();
         // SAFETY: the extent is mapped, and stays so until it was unpinned: `let_go` sees to it.
         let pinned = unsafe { self.context.driver().pin(start, extent) };
@@ -492,6 +491,13 @@ impl Drop for Regions {
         for region in regions {
             self.let_go(region);
         }
+    }
+}
+
+/// Waits before a call that pins, where the last one (when it was over, and how long it took) was just now.
+fn leave_room(last: Option<(Instant, Duration)>) {
+    if let Some((over, took)) = last {
+        std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
     }
 }
 

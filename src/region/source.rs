@@ -11,9 +11,9 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::{Extent, Region, RegionId, Regions, Unpinned, leaked};
+use super::{Extent, Region, RegionId, Regions, Unpinned, leaked, leave_room};
 use crate::device::context::Context;
 use crate::device::{HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
@@ -77,6 +77,8 @@ pub(super) struct Supply {
     /// Bytes that have come so far.
     pub(super) came: usize,
     pub(super) kind: HostKind,
+    /// When the last call was over, and how long it took.
+    pub(super) last: Option<(Instant, Duration)>,
     pub(super) serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     pub(super) done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
 }
@@ -111,9 +113,11 @@ impl Regions {
             target: "pinpool::region", "allocate", device = self.context.name(), bytes = len
         );
         let _entered = span.enter();
+        leave_room(supply.last);
         let before = Instant::now();
         let (base, source, pinned) = self.allocate(len, supply.kind)?;
         let took = before.elapsed();
+        supply.last = Some((Instant::now(), took));
         // Relaxed: only different, not in any order with anything else.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let extents = vec![Extent { offset: 0, len, pinned }];
@@ -155,12 +159,16 @@ impl Regions {
     fn allocate(&self, len: usize, kind: HostKind) -> Result<(NonNull<u8>, Source, bool)> {
         let ask = |len| self.context.noting(self.context.driver().allocate_host(len, kind));
         let locked = matches!(kind, HostKind::Locked(_));
-        let (allocated, whole) = match ask(len) {
-            Ok(base) if base.as_ptr().addr() % page() == 0 => (base, len),
-            Ok(base) => {
-                free(&self.context, base, len, kind);
-                (ask(len + page())?, len + page())
+        // One that does not start on a page is made again with a page more.
+        let asked = ask(len).and_then(|base| {
+            if base.as_ptr().addr() % page() == 0 {
+                return Ok((base, len));
             }
+            free(&self.context, base, len, kind);
+            ask(len + page()).map(|base| (base, len + page()))
+        });
+        let (allocated, whole) = match asked {
+            Ok(allocated) => allocated,
             Err(e)
                 if locked && self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment =>
             {
