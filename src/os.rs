@@ -164,15 +164,24 @@ mod linux {
         let Ok(list) = fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist")) else {
             return false;
         };
-        // SAFETY: a set of numbers, for which zeros are the empty one.
-        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-        let most = libc::CPU_SETSIZE as usize;
-        for cpu in cpu_list(&list).filter(|cpu| *cpu < most) {
+        let Some(mut set) = allowed_cpus() else { return false };
+        let (here, most): (Vec<usize>, _) = (cpu_list(&list).collect(), libc::CPU_SETSIZE as usize);
+        for cpu in (0..most).filter(|cpu| !here.contains(cpu)) {
             // SAFETY: within the set.
-            unsafe { libc::CPU_SET(cpu, &mut set) };
+            unsafe { libc::CPU_CLR(cpu, &mut set) };
         }
+        // Where nothing is left the kernel refuses.
         // SAFETY: the set lives for the call; 0 is this thread.
         unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) == 0 }
+    }
+
+    /// The processors that this thread may run on: an administrator, or the server, may have kept it from others.
+    pub(super) fn allowed_cpus() -> Option<libc::cpu_set_t> {
+        // SAFETY: a set of numbers, for which zeros are the empty one.
+        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+        // SAFETY: the set lives for the call, which fills it; 0 is this thread.
+        let asked = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) };
+        (asked == 0).then_some(set)
     }
 
     /// The numbers in a list such as `0-3,8`.
@@ -298,7 +307,9 @@ mod linux {
     /// a GPU's driver. Slow (it reads a table of the kernel's): for telling what an address is once it is known to be
     /// wrong. `None`: the table cannot be read.
     pub(crate) fn is_host_memory(address: u64) -> Option<bool> {
-        fs::read_to_string("/proc/self/maps").ok().map(|maps| maps_host_memory(&maps, address))
+        // The path of a mapped file can be any bytes.
+        let maps = fs::read("/proc/self/maps").ok()?;
+        Some(maps_host_memory(&String::from_utf8_lossy(&maps), address))
     }
 
     /// Lines read `from-to perms offset device inode path`, in hexadecimal, the path last and not always there.
@@ -595,6 +606,35 @@ mod tests {
             unmap(base, len).unwrap();
         }
         assert!(!populate(base, len), "what is not mapped cannot be populated");
+    }
+
+    #[test]
+    fn a_thread_stays_on_the_processors_that_it_was_given() {
+        // In a thread of its own, which ends with whatever it may run on.
+        let (given, kept) = std::thread::spawn(|| {
+            let cpus = || {
+                let set = linux::allowed_cpus().unwrap();
+                // SAFETY: within the set.
+                (0..libc::CPU_SETSIZE as usize)
+                    .filter(|cpu| unsafe { libc::CPU_ISSET(*cpu, &set) })
+                    .collect::<Vec<_>>()
+            };
+            let first = cpus()[0];
+            // SAFETY: a set of numbers, filled within; it lives for the call.
+            unsafe {
+                let mut set: libc::cpu_set_t = std::mem::zeroed();
+                libc::CPU_SET(first, &mut set);
+                assert_eq!(libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set), 0);
+            }
+            // Whatever is on that node: it may be all processors, or none where there is no such node.
+            for node in 0..4 {
+                run_on_node(node);
+            }
+            (vec![first], cpus())
+        })
+        .join()
+        .unwrap();
+        assert_eq!(given, kept);
     }
 
     #[test]

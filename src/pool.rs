@@ -947,13 +947,18 @@ impl PoolBuilder {
         let before = self.before_unpin.take().map(Arc::new);
         let numbers = Arc::new(AtomicU64::new(0));
         let nodes = self.nodes();
-        // Pinned by the worker of a device on the node.
+        // Pinned by the worker of a device on the node; by another's when all of those are lost.
         let regions = |(node, devices): &(Option<u32>, Vec<usize>)| {
             let before = before.clone();
             let call =
                 before.map(|b| Box::new(move |info: &RegionInfo| b(info)) as crate::region::BeforeUnpin);
             let options = RegionOptions { node: *node, ..plan.options };
-            Regions::new(self.devices[devices[0]].context().clone(), options, call, numbers.clone())
+            let others =
+                self.devices.iter().enumerate().filter(|(n, _)| !devices.contains(n)).map(|(n, _)| n);
+            let others = devices[1..].iter().copied().chain(others);
+            let others = others.map(|n| Arc::downgrade(self.devices[n].context())).collect();
+            let first = self.devices[devices[0]].context().clone();
+            Regions::new(first, others, options, call, numbers.clone())
         };
         let proper = |node| Store::new(&self.devices, &plan, plan.capacity, plan.region, regions(node));
         let main = proper(&nodes[0]);

@@ -209,6 +209,68 @@ fn no_pinned_memory_is_an_error_or_plain_memory_that_says_so() {
     });
 }
 
+/// Every other allocation of the stand-in's starts within a page, and is made again with a page more.
+#[test]
+fn plain_memory_takes_the_place_of_what_cannot_be_allocated_again() {
+    on_stand_in("plain_memory_takes_the_place_of_what_cannot_be_allocated_again", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let builder = small(&device).backing(allocating(HostAllocFlags::default()));
+        d.fail("cuMemHostAlloc", 3, 2, false);
+        let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
+        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+        assert_eq!((pinning.ready, pinning.error, d.struck()), (4 * PAGE, None, 1));
+        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
+        drop((pool, device));
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
+
+#[test]
+fn calls_that_adopt_and_allocate_count_as_calls_that_pin() {
+    on_stand_in("calls_that_adopt_and_allocate_count_as_calls_that_pin", |_| {
+        let device = Device::open("cuda:0").unwrap();
+        let pool = small(&device).initial(0).build().unwrap();
+        pool.adopt(MmapMut::map_anon(8 * PAGE).unwrap()).unwrap();
+        let pinning = pool.pinning();
+        assert!(pinning.longest_call > Duration::ZERO && pinning.busy >= pinning.longest_call, "{pinning:?}");
+        let allocated = small(&device).backing(allocating(HostAllocFlags::default())).build().unwrap();
+        let pinning = allocated.wait_pinned(Some(HANG)).unwrap();
+        assert!(pinning.longest_call > Duration::ZERO && pinning.busy >= pinning.longest_call, "{pinning:?}");
+    });
+}
+
+#[test]
+fn a_driver_that_has_ended_is_not_called_for_host_memory() {
+    on_stand_in("a_driver_that_has_ended_is_not_called_for_host_memory", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let registered = small(&device).build().unwrap();
+        let allocated = small(&device).backing(allocating(HostAllocFlags::default())).build().unwrap();
+        let managed = small(&device).backing(Backing::Managed).build().unwrap();
+        for pool in [&registered, &allocated, &managed] {
+            pool.wait_pinned(Some(HANG)).unwrap();
+        }
+        let (adopted, adopted_gone) = Watched::new(bytes(1, 4 * PAGE));
+        registered.adopt(adopted).unwrap();
+        let ((one, one_gone), (two, two_gone)) = (Watched::new(bytes(2, 100)), Watched::new(bytes(3, 100)));
+        let (one, two) = (device.register(one).unwrap(), device.register(two).unwrap());
+        d.fail("cuMemAlloc_v2", 1, 4, false);
+        assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::DriverEnd);
+        let before = d.report();
+        drop((one, registered, allocated, managed));
+        // The worker comes to this last.
+        assert!(two.into_inner().is_err_and(|e| e.class() == ErrorClass::DriverEnd));
+        let after = d.report();
+        let of = |report: &Report| {
+            ["cuMemHostUnregister", "cuMemFreeHost", "cuMemFree_v2"].map(|name| calls(report, name))
+        };
+        assert_eq!(of(&after), of(&before), "the driver may be gone, library and all");
+        // The driver may still reach it: it is leaked.
+        let gone = [&adopted_gone, &one_gone, &two_gone].map(|gone| gone.load(Ordering::SeqCst));
+        assert_eq!(gone, [0; 3]);
+    });
+}
+
 #[test]
 fn a_refused_registration_says_why_and_gives_the_value_back() {
     on_stand_in("a_refused_registration_says_why_and_gives_the_value_back", |d| {

@@ -6,7 +6,7 @@
 mod doubles;
 
 use doubles::{HANG, StandIn};
-use pinpool::{Device, Error, Pool, PoolBuilder, Request};
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, Request};
 
 const MIB: usize = 1 << 20;
 
@@ -139,4 +139,46 @@ fn what_cannot_be_near_is_refused() {
         let less = Pool::builder(&first).device(&second).capacity(4096).build().unwrap_err();
         assert!(less.to_string().contains("2 NUMA nodes"), "{less}");
     });
+}
+
+#[test]
+fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
+    for nodes in ["0,0", "0,1"] {
+        on_nodes("a_pool_grows_for_the_living_when_the_first_device_is_dead", nodes, |d| {
+            for (backing, known) in [
+                (Backing::Registered, true),
+                (Backing::Registered, false),
+                (Backing::HostAlloc(HostAllocFlags::default()), false),
+            ] {
+                let (first, second) = both();
+                let capacity = 32 * MIB;
+                let pool = builder(&first, &second).capacity(capacity).region(2 * MIB).backing(backing);
+                let pool = pool.build().unwrap();
+                let before = pool.wait_pinned(Some(HANG)).unwrap().ready;
+                d.kill(0, 700);
+                // Otherwise it is growing that finds out.
+                assert!(!known || first.alloc(1).unwrap_err().is_sticky());
+                let held: Vec<_> = (0..8).map(|_| pool.checkout_timeout(400_000, HANG).unwrap()).collect();
+                let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+                assert_eq!((pinning.error, pinning.wanted), (None, pinning.ready));
+                assert!(pinning.ready > before && first.lost().is_some());
+                let (stream, target) = (second.stream().unwrap(), second.alloc(400_000).unwrap());
+                for mut buf in held {
+                    buf.try_resize(400_000, 7).unwrap();
+                    drop(stream.upload(buf, &target).unwrap().wait().unwrap());
+                }
+                let adopted = pool.adopt(vec![0_u8; 3 * MIB]).map_err(|e| e.error).unwrap().len;
+                pool.check().unwrap();
+                // What the living device has pinned goes, and so does what the dead one had (which it cannot undo).
+                assert_eq!((pool.trim(0), pool.pinning().ready), (pinning.ready + adopted, 0));
+                assert!(pool.shutdown(HANG).drained);
+                drop((pool, stream, target, first, second));
+                d.final_report();
+                d.reset();
+            }
+        });
+        if doubles::is_set() {
+            return;
+        }
+    }
 }

@@ -372,3 +372,41 @@ fn the_callers_memory_is_left_alone_in_a_child() {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
+
+/// A task that was waiting in the parent is polled in the child, while threads of the parent hold the pool's locks.
+#[test]
+fn a_task_that_waits_is_told_in_a_child() {
+    use std::future::Future;
+    use std::pin::Pin;
+    use std::task::{Context, Poll, Waker};
+    let _alone = alone();
+    let stop = AtomicBool::new(false);
+    let device = device();
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let all: Vec<_> = std::iter::from_fn(|| pool.try_checkout(64 << 10).ok()).collect();
+    let mut waiting = pool.checkout_async(64 << 10);
+    assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    let _ = pool.stats();
+                }
+            });
+        }
+        let wrong = (0..50)
+            .map(|_| {
+                forked(|| match Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())) {
+                    Poll::Ready(Err(Error::Forked)) => 0,
+                    Poll::Ready(_) => 1,
+                    Poll::Pending => 2,
+                })
+            })
+            .find(|code| *code != Some(0));
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(wrong, None, "2: it waits for ever; None: it hangs");
+    });
+    drop(all);
+    assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())).is_ready());
+}

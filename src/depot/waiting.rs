@@ -59,6 +59,10 @@ impl Depot {
 
     /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
+        // In the child of a fork the lock may be anyone's, and nothing comes any more.
+        if self.forked() {
+            return Outcome::Failed(Error::Forked);
+        }
         let wake = waker.map(|w| Wake::Task(w.clone()));
         // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
         let (outcome, replaced) = self.core.lock().queue.look(key, wake);

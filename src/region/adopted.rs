@@ -6,13 +6,15 @@
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use stable_deref_trait::StableDeref;
 
 use super::source::{Source, page};
-use super::{Extent, Region, RegionId, RegionInfo, Regions, Unpinned};
+use super::{Extent, Region, RegionId, RegionInfo, Regions, Unpinned, leave_room};
+use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, RegisterError, Result};
 
 /// Memory that is to be adopted.
@@ -73,7 +75,7 @@ impl Regions {
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
-        let len = adoptee.len;
+        let (len, context) = (adoptee.len, self.context());
         {
             let mut progress = self.progress.lock();
             progress.busy += 1;
@@ -81,15 +83,20 @@ impl Regions {
         }
         let before = Instant::now();
         let mut extents: Vec<Extent> = Vec::new();
-        let mut offset = 0;
+        let (mut offset, mut last, mut longest) = (0, None, Duration::ZERO);
         while offset < len {
+            // On the caller's thread, which waits anyway: the worker has others to serve.
+            leave_room(last);
             // SAFETY: within the memory.
             let start = unsafe { adoptee.base.add(offset) };
             let piece = Piece { start, len: self.options.extent.min(len - offset) };
-            match self.pin_piece(piece) {
+            let (pinned, took) = self.pin_piece(&context, piece);
+            last = Some((Instant::now(), took));
+            longest = longest.max(took);
+            match pinned {
                 Ok(pinned) => extents.push(Extent { offset, len: piece.len, pinned }),
                 Err(error) => {
-                    let clean = self.roll_back(&adoptee, &extents);
+                    let clean = roll_back(&context, &adoptee, &extents);
                     // Not an attempt of the pool's to grow: the caller gets the error.
                     self.ended(len, None);
                     if clean {
@@ -105,12 +112,22 @@ impl Regions {
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let pieces = extents.iter().map(|e| (e.offset, e.len, e.pinned)).collect();
         let source = Source::Adopted(adoptee.memory);
-        let region =
-            Region { id, base: adoptee.base, len, extents, node: None, ready: 0, whole: false, source };
+        let region = Region {
+            id,
+            base: adoptee.base,
+            len,
+            extents,
+            node: None,
+            ready: 0,
+            whole: false,
+            source,
+            context,
+        };
         let info = region.info();
         let mut progress = self.progress.lock();
         progress.regions.push(region);
         progress.pinning.busy += before.elapsed();
+        progress.pinning.longest_call = progress.pinning.longest_call.max(longest);
         Ok(Adopted { info, pieces })
     }
 
@@ -121,49 +138,53 @@ impl Regions {
         self.wake();
     }
 
-    /// Whether it is pinned, which it need not be where the configuration says so.
-    fn pin_piece(&self, piece: Piece) -> Result<bool> {
-        let context = self.context.clone();
-        let pinned = self.context.worker().call(move || {
+    /// Whether it is pinned, which it need not be where the configuration says so; and how long the call took.
+    fn pin_piece(&self, device: &Arc<Context>, piece: Piece) -> (Result<bool>, Duration) {
+        let context = device.clone();
+        let called = device.worker().call(move || {
             let Piece { start, len } = { piece };
+            let before = Instant::now();
             // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unpinned.
-            context.noting(unsafe { context.driver().pin(start, len) })
+            let pinned = context.noting(unsafe { context.driver().pin(start, len) });
+            Ok((pinned, before.elapsed()))
         });
-        match pinned {
+        let (pinned, took) = called.unwrap_or_else(|error| (Err(error), Duration::ZERO));
+        let pinned = match pinned {
             Ok(()) => Ok(true),
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
                 tracing::warn!(
-                    target: "pinpool::region", device = self.context.name(), bytes = piece.len, error = %e,
+                    target: "pinpool::region", device = device.name(), bytes = piece.len, error = %e,
                     "adopted memory is not pinned: copies from it are slower and may block"
                 );
                 Ok(false)
             }
             Err(e) => Err(e),
-        }
+        };
+        (pinned, took)
     }
+}
 
-    /// Unpins what was pinned, the last first. Whether nothing is pinned any more.
-    fn roll_back<T>(&self, adoptee: &Adoptee<T>, extents: &[Extent]) -> bool {
-        let mut clean = true;
-        for extent in extents.iter().rev().filter(|e| e.pinned) {
-            // SAFETY: within the memory.
-            let start = unsafe { adoptee.base.add(extent.offset) };
-            let (piece, context) = (Piece { start, len: extent.len }, self.context.clone());
-            let unpinned = self.context.worker().call(move || {
-                let Piece { start, len } = { piece };
-                // SAFETY: pinned once, unpinned once, and never handed out.
-                unsafe { context.driver().unpin(start, len) }
-            });
-            if let Err(error) = unpinned {
-                tracing::error!(
-                    target: "pinpool::region", device = self.context.name(), bytes = adoptee.len, %error,
-                    "adopted memory cannot be unpinned: it is leaked"
-                );
-                clean = false;
-            }
+/// Unpins what was pinned, the last first. Whether nothing is pinned any more.
+fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent]) -> bool {
+    let mut clean = true;
+    for extent in extents.iter().rev().filter(|e| e.pinned) {
+        // SAFETY: within the memory.
+        let start = unsafe { adoptee.base.add(extent.offset) };
+        let (piece, context) = (Piece { start, len: extent.len }, device.clone());
+        let unpinned = device.worker().call(move || {
+            let Piece { start, len } = { piece };
+            // SAFETY: pinned once, unpinned once, and never handed out.
+            unsafe { context.driver().unpin(start, len) }
+        });
+        if let Err(error) = unpinned {
+            tracing::error!(
+                target: "pinpool::region", device = device.name(), bytes = adoptee.len, %error,
+                "adopted memory cannot be unpinned: it is leaked"
+            );
+            clean = false;
         }
-        clean
     }
+    clean
 }
 
 /// An adopted region whose extents are to be handed over.

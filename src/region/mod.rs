@@ -13,6 +13,14 @@
 //! enough for one call to take milliseconds, and between two calls there is a pause in proportion to the call, in which
 //! whoever waits for those locks gets them.
 //!
+//! # Several devices
+//!
+//! What one device has pinned serves all of its family. So one of them, on the node that the memory is for, does it; when
+//! that is lost, the next one that is not takes over, those on other nodes last. What a lost device has pinned stays its
+//! own.
+//!
+//! # Ending
+//!
 //! Pinning and unpinning happen on the device's worker thread only. A region goes when nobody can reach it any more; if
 //! its driver cannot unpin it, its mapping stays for good, since the device may still reach it.
 //!
@@ -27,8 +35,8 @@ mod touch;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -136,6 +144,8 @@ struct Region {
     /// Nothing is added to it any more.
     whole: bool,
     source: Source,
+    /// Of the device that made it, which is to undo that.
+    context: Arc<Context>,
 }
 
 // SAFETY: a region owns its mapping.
@@ -143,6 +153,7 @@ unsafe impl Send for Region {}
 
 /// A region that is being made.
 struct Making {
+    context: Arc<Context>,
     id: RegionId,
     base: NonNull<u8>,
     len: usize,
@@ -177,7 +188,11 @@ struct Progress {
 
 /// The regions of a pool.
 pub(crate) struct Regions {
+    /// The device that makes regions.
     context: Arc<Context>,
+    /// Those that take its place when it is lost. The pool has them open for as long as it grows; memory that never comes
+    /// back does not keep them open for good.
+    others: Vec<Weak<Context>>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,
     /// The last number given to a region, here or in another store of the same pool.
@@ -198,18 +213,36 @@ impl std::fmt::Debug for Regions {
 impl Regions {
     pub(crate) fn new(
         context: Arc<Context>,
+        others: Vec<Weak<Context>>,
         options: RegionOptions,
         before_unpin: Option<BeforeUnpin>,
         numbers: Arc<AtomicU64>,
     ) -> Arc<Self> {
         Arc::new(Self {
             context,
+            others,
             options,
             before_unpin: before_unpin.map(Arc::new),
             numbers,
             progress: Mutex::new(Progress::default()),
             changed: Condvar::new(),
         })
+    }
+
+    /// The first device that is not lost.
+    fn living(&self) -> Option<Arc<Context>> {
+        let others = self.others.iter().filter_map(Weak::upgrade);
+        std::iter::once(self.context.clone()).chain(others).find(|context| context.poisoned().is_none())
+    }
+
+    /// Whom to ask for memory. Where all are lost, the error says so.
+    fn context(&self) -> Arc<Context> {
+        self.living().unwrap_or_else(|| self.context.clone())
+    }
+
+    /// Whether another device takes over where one has failed with this.
+    fn goes_on_after(&self, error: Option<&Error>) -> bool {
+        error.is_some_and(|e| e.class() == ErrorClass::Sticky) && self.living().is_some()
     }
 
     /// Maps and pins `len` bytes on the device's worker thread, and hands each extent to `serve` as soon as it is
@@ -228,21 +261,24 @@ impl Regions {
             progress.pinning.wanted += len;
             progress.pinning.error = None;
         }
-        let regions = self.clone();
+        let (regions, context) = (self.clone(), self.context());
+        let device = context.clone();
         if let Some(kind) = self.options.backing.kind() {
-            let supply = Supply { len, came: 0, kind, serve: Box::new(serve), done: Box::new(done) };
-            return self.context.worker().send(move || regions.supply(supply));
+            let (serve, done) = (Box::new(serve), Box::new(done));
+            let supply = Supply { context, len, came: 0, kind, last: None, serve, done };
+            return device.worker().send(move || regions.supply(supply));
         }
-        self.context.worker().send(move || match regions.map(len) {
+        device.worker().send(move || match regions.map(len, &context) {
             Ok((id, base)) => {
                 let RegionOptions { threads, huge, node, .. } = regions.options;
                 // A device without threads of its own gets none here either.
-                let threads = if regions.context.worker().is_inline() { 0 } else { threads };
+                let threads = if context.worker().is_inline() { 0 } else { threads };
                 // SAFETY: mapped just now; extents are used after they were waited for, and what is left is unmapped by
                 // `finish`, after the toucher.
                 let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
                 let (serve, done) = (Box::new(serve), Box::new(done));
-                regions.go_on(Making { id, base, len, offset: 0, toucher, last: None, serve, done });
+                let making = Making { context, id, base, len, offset: 0, toucher, last: None, serve, done };
+                regions.go_on(making);
             }
             Err(error) => {
                 regions.ended(len, Some(&error));
@@ -252,14 +288,14 @@ impl Regions {
     }
 
     /// A mapping for a region that is being made.
-    fn map(&self, len: usize) -> Result<(RegionId, NonNull<u8>)> {
+    fn map(&self, len: usize, context: &Arc<Context>) -> Result<(RegionId, NonNull<u8>)> {
         let base = os::map(len, 2 << 20)?;
         // Where the system does not agree the pool works all the same.
         os::dont_fork(base, len);
         // Before anything is touched.
         if let Some(node) = self.options.node.filter(|node| !os::prefer_node(base, len, *node)) {
             tracing::debug!(
-                target: "pinpool::region", device = self.context.name(), node,
+                target: "pinpool::region", device = context.name(), node,
                 "the system does not let memory be taken from the device's own node"
             );
         }
@@ -275,6 +311,7 @@ impl Regions {
             ready: 0,
             whole: false,
             source: Source::Mapped,
+            context: context.clone(),
         });
         Ok((id, base))
     }
@@ -286,38 +323,37 @@ impl Regions {
             if !matches!(verdict, Ok(true)) {
                 return self.finish(making, verdict.err());
             }
-            if !self.context.worker().is_inline() {
+            if !making.context.worker().is_inline() {
                 break;
             }
         }
-        let regions = self.clone();
-        self.context.worker().send(move || regions.go_on(making));
+        let (regions, context) = (self.clone(), making.context.clone());
+        context.worker().send(move || regions.go_on(making));
     }
 
     /// Pins one extent and hands it over. Whether there is more to do.
     fn pin_next(&self, making: &mut Making) -> Result<bool> {
+        let context = making.context.clone();
         let extent = self.options.extent.min(making.len - making.offset);
         let span = tracing::info_span!(
-            target: "pinpool::region", "pin", device = self.context.name(), bytes = extent
+            target: "pinpool::region", "pin", device = context.name(), bytes = extent
         );
         let _entered = span.enter();
         // SAFETY: within the mapping.
         let start = unsafe { making.base.add(making.offset) };
         let before = Instant::now();
         making.toucher.wait(making.offset + extent);
-        if let Some((over, took)) = making.last {
-            std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
-        }
+        leave_room(making.last);
         let call = Instant::now();
         // SAFETY: the extent is mapped, and stays so until it was unpinned: `let_go` sees to it.
-        let pinned = unsafe { self.context.driver().pin(start, extent) };
+        let pinned = unsafe { context.driver().pin(start, extent) };
         let (took, longest) = (before.elapsed(), call.elapsed());
         making.last = Some((Instant::now(), longest));
-        let pinned = match self.context.noting(pinned) {
+        let pinned = match context.noting(pinned) {
             Ok(()) => true,
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
                 tracing::warn!(
-                    target: "pinpool::region", device = self.context.name(), bytes = extent, error = %e,
+                    target: "pinpool::region", device = context.name(), bytes = extent, error = %e,
                     "memory is not pinned: copies from it are slower and may block"
                 );
                 false
@@ -350,8 +386,8 @@ impl Regions {
     }
 
     /// No more extents: what is left of the mapping goes, what came stays.
-    fn finish(&self, making: Making, error: Option<Error>) {
-        let Making { id, base, len, offset, toucher, done, .. } = making;
+    fn finish(self: &Arc<Self>, making: Making, error: Option<Error>) {
+        let Making { context, id, base, len, offset, toucher, serve, done, .. } = making;
         // Before any of it is unmapped.
         drop(toucher);
         {
@@ -367,7 +403,12 @@ impl Regions {
         if offset < len {
             // SAFETY: the failed extent and what would have followed it: mapped, not pinned, never handed out.
             let unmapped = unsafe { os::unmap(base.add(offset), len - offset) };
-            leaked(&self.context, unmapped);
+            leaked(&context, unmapped);
+        }
+        if self.goes_on_after(error.as_ref()) {
+            // First, so that nobody who waits finds nothing on its way.
+            self.pin(len - offset, serve, move |came, error| done(offset + came, error));
+            return self.ended(len - offset, None);
         }
         self.ended(len - offset, error.as_ref());
         done(offset, error);
@@ -468,8 +509,8 @@ impl Regions {
     }
 
     fn let_go(&self, region: Region) {
-        let (context, before) = (self.context.clone(), self.before_unpin.clone());
-        self.context.worker().send(move || {
+        let (context, before) = (region.context.clone(), self.before_unpin.clone());
+        region.context.clone().worker().send(move || {
             if let Some(before) = before {
                 let info = region.info();
                 // The caller's code: should it panic, the region goes all the same.
@@ -492,6 +533,13 @@ impl Drop for Regions {
         for region in regions {
             self.let_go(region);
         }
+    }
+}
+
+/// Waits before a call that pins, where the last one (when it was over, and how long it took) was just now.
+fn leave_room(last: Option<(Instant, Duration)>) {
+    if let Some((over, took)) = last {
+        std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
     }
 }
 

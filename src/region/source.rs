@@ -11,9 +11,9 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::{Extent, Region, RegionId, Regions, Unpinned, leaked};
+use super::{Extent, Region, RegionId, Regions, Unpinned, leaked, leave_room};
 use crate::device::context::Context;
 use crate::device::{HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
@@ -73,10 +73,13 @@ impl std::fmt::Debug for Source {
 
 /// Memory that is being allocated by the driver, extent by extent.
 pub(super) struct Supply {
+    pub(super) context: Arc<Context>,
     pub(super) len: usize,
     /// Bytes that have come so far.
     pub(super) came: usize,
     pub(super) kind: HostKind,
+    /// When the last call was over, and how long it took.
+    pub(super) last: Option<(Instant, Duration)>,
     pub(super) serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     pub(super) done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
 }
@@ -93,27 +96,33 @@ impl Regions {
             let verdict = self.supply_next(&mut supply);
             if !matches!(verdict, Ok(true)) {
                 let (error, missing) = (verdict.err(), supply.len - supply.came);
+                if self.goes_on_after(error.as_ref()) {
+                    supply.context = self.context();
+                    break;
+                }
                 self.ended(missing, error.as_ref());
                 return (supply.done)(supply.came, error);
             }
-            if !self.context.worker().is_inline() {
+            if !supply.context.worker().is_inline() {
                 break;
             }
         }
-        let regions = self.clone();
-        self.context.worker().send(move || regions.supply(supply));
+        let (regions, context) = (self.clone(), supply.context.clone());
+        context.worker().send(move || regions.supply(supply));
     }
 
     /// Allocates one extent, makes it a region, and hands it over. Whether there is more to do.
     fn supply_next(&self, supply: &mut Supply) -> Result<bool> {
         let len = self.options.extent.min(supply.len - supply.came);
         let span = tracing::info_span!(
-            target: "pinpool::region", "allocate", device = self.context.name(), bytes = len
+            target: "pinpool::region", "allocate", device = supply.context.name(), bytes = len
         );
         let _entered = span.enter();
+        leave_room(supply.last);
         let before = Instant::now();
-        let (base, source, pinned) = self.allocate(len, supply.kind)?;
+        let (base, source, pinned) = self.allocate(&supply.context, len, supply.kind)?;
         let took = before.elapsed();
+        supply.last = Some((Instant::now(), took));
         // Relaxed: only different, not in any order with anything else.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let extents = vec![Extent { offset: 0, len, pinned }];
@@ -126,6 +135,7 @@ impl Regions {
             ready: 0,
             whole: false,
             source,
+            context: supply.context.clone(),
         });
         supply.came += len;
         let go_on = (supply.serve)(id, base, len, pinned);
@@ -152,20 +162,24 @@ impl Regions {
     }
 
     /// One extent: its first byte, what it is a part of, and whether it is pinned.
-    fn allocate(&self, len: usize, kind: HostKind) -> Result<(NonNull<u8>, Source, bool)> {
-        let ask = |len| self.context.noting(self.context.driver().allocate_host(len, kind));
+    fn allocate(&self, context: &Context, len: usize, kind: HostKind) -> Result<(NonNull<u8>, Source, bool)> {
+        let ask = |len| context.noting(context.driver().allocate_host(len, kind));
         let locked = matches!(kind, HostKind::Locked(_));
-        let (allocated, whole) = match ask(len) {
-            Ok(base) if base.as_ptr().addr() % page() == 0 => (base, len),
-            Ok(base) => {
-                free(&self.context, base, len, kind);
-                (ask(len + page())?, len + page())
+        // One that does not start on a page is made again with a page more.
+        let asked = ask(len).and_then(|base| {
+            if base.as_ptr().addr() % page() == 0 {
+                return Ok((base, len));
             }
+            free(context, base, len, kind);
+            ask(len + page()).map(|base| (base, len + page()))
+        });
+        let (allocated, whole) = match asked {
+            Ok(allocated) => allocated,
             Err(e)
                 if locked && self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment =>
             {
                 tracing::warn!(
-                    target: "pinpool::region", device = self.context.name(), bytes = len, error = %e,
+                    target: "pinpool::region", device = context.name(), bytes = len, error = %e,
                     "the driver gives no pinned memory, plain memory takes its place: copies from it are slower and may block"
                 );
                 let base = os::map(len, 2 << 20)?;
