@@ -50,6 +50,13 @@ turn:
 #[derive(Clone, Copy)]
 pub struct Stream(usize);
 
+impl Stream {
+    /// A stream of somebody else's, by the driver's handle for it.
+    pub fn of(handle: *mut c_void) -> Self {
+        Self(handle as usize)
+    }
+}
+
 /// An event's handle.
 #[derive(Clone, Copy)]
 pub struct Event(usize);
@@ -223,22 +230,6 @@ impl Driver {
         // SAFETY: writes a handle.
         self.check("cuStreamCreate", unsafe { (self.api.stream_create)(&raw mut made, NON_BLOCKING) });
         Stream(made as usize)
-    }
-
-    /// A stream that `make` creates, by its handle too, where that can be known: the driver was loaded through
-    /// `benches/driver/spy.c`, which remembers the stream that was created last.
-    pub fn watch<S>(&self, make: impl FnOnce() -> S) -> (S, Option<Stream>) {
-        let before = self.last_stream();
-        let made = make();
-        let handle = self.last_stream().filter(|&handle| handle != 0 && before != Some(handle));
-        (made, handle.map(Stream))
-    }
-
-    fn last_stream(&self) -> Option<usize> {
-        // SAFETY: `spy.c` has the signature.
-        let call = unsafe { self.library.get::<unsafe extern "C" fn() -> *mut c_void>(b"spy_last_stream\0") };
-        // SAFETY: reads a word.
-        call.ok().map(|call| unsafe { call() } as usize)
     }
 
     /// An event without timing.

@@ -147,6 +147,11 @@ fn verdict(
     println!("gate: {what}: {mid:.3} (quartiles {low:.3} to {high:.3}), {word} {gate}{aim}: {says}");
 }
 
+/// A ratio that is printed beside the gates and is none.
+pub fn beside(what: impl Display, Spread { low, mid, high }: Spread) {
+    println!("{what}: {mid:.3} (quartiles {low:.3} to {high:.3})");
+}
+
 /// A line for scripts: name, threads, median, quartiles; the name tells the unit where it is not ns an operation.
 pub fn line(name: impl Display, threads: usize, Spread { low, mid, high }: Spread) {
     println!("@ {name} {threads} {mid:.1} {low:.1} {high:.1}");

@@ -56,6 +56,13 @@ impl Raw {
         Self(unsafe { Library::new(path) }.expect("the driver can be loaded"))
     }
 
+    /// Any library of such calls; `Err` says why it cannot be loaded.
+    pub fn load(path: &std::path::Path) -> Result<Self, String> {
+        // SAFETY: CUDA's libraries have no preconditions.
+        let library = unsafe { Library::new(path) };
+        Ok(Self(library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?))
+    }
+
     /// A driver call whose arguments are numbers and pointers.
     pub fn call(&self, name: &str, a: &[Word]) -> u32 {
         // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a register

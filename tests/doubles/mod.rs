@@ -258,6 +258,12 @@ impl StandIn {
         }
     }
 
+    /// No call is to fail any more.
+    pub fn calm(&self) {
+        // SAFETY: as above.
+        unsafe { self.get::<extern "C" fn()>("standin_calm")() }
+    }
+
     pub fn struck(&self) -> u64 {
         // SAFETY: as above.
         unsafe { self.get::<extern "C" fn() -> u64>("standin_struck")() }

@@ -23,6 +23,7 @@ mod graphs;
 mod kernels;
 mod pointers;
 mod poison;
+mod runtime;
 mod two;
 
 use std::path::Path;
@@ -196,6 +197,7 @@ tests! {
     a_capture_elsewhere_survives_the_pool (Driver) graphs::survives;
     an_illegal_address_poisons_and_nothing_hangs (Driver) poison::illegal_address;
     a_wrong_argument_poisons_nothing (Driver) poison::wrong_argument;
+    the_runtime_api_works_beside_the_pool (Kernels) runtime::beside;
     one_pool_for_two_gpus (Driver) two::both;
     a_dead_gpu_leaves_the_other_serving (Driver) two::one_dies;
     the_legacy_default_stream_is_in_order_with_its_caller (Driver) adopted::legacy;

@@ -147,6 +147,11 @@ impl Raw {
         ask!(self, "cuCtxSetCurrent", context);
     }
 
+    /// The context that is current here.
+    pub fn current(&self) -> usize {
+        make!(self, "cuCtxGetCurrent")
+    }
+
     pub fn release(&self, device: usize) {
         ask!(self, "cuDevicePrimaryCtxRelease_v2", device);
     }

@@ -32,6 +32,12 @@ unsafe extern "C" fn standin_fail(name: *const c_char, nth: u64, code: u32, afte
     with(|w| w.faults.push(Fault { call, left: nth, code, after }));
 }
 
+/// No call is to fail any more.
+#[unsafe(no_mangle)]
+extern "C" fn standin_calm() {
+    with(|w| w.faults.clear());
+}
+
 /// How many calls were made to fail so far.
 #[unsafe(no_mangle)]
 extern "C" fn standin_struck() -> u64 {
