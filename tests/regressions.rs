@@ -407,3 +407,34 @@ fn a_region_goes_once_however_many_trim() {
     let (gone, left) = (*gone.lock().unwrap(), 4 * REGION);
     assert!((said..=said + left).contains(&gone), "{said} bytes were said to go, {gone} went");
 }
+
+/// A pool whose first device was lost could not grow any more, nor give memory back, though another one was well.
+#[test]
+fn a_pool_grows_as_long_as_one_device_is_left() {
+    const PIECE: usize = 200 << 10;
+    // Known to be lost before the pool grows, or found out by its growing; and either one of the two.
+    for (known, dead) in [(true, 0), (false, 0), (true, 1), (false, 1)] {
+        let node = HostNode::new(HostConfig::new().devices(2).memory(4 << 20)).unwrap();
+        let devices = [Device::on(&node, 0).unwrap(), Device::on(&node, 1).unwrap()];
+        let built = Pool::builder(&devices[0]).device(&devices[1]).capacity(2 << 20).initial(256 << 10);
+        let pool = built.region(256 << 10).extent(256 << 10).unpinned(Unpinned::Allow).build().unwrap();
+        node.kill(dead);
+        if known {
+            assert!(devices[dead as usize].alloc(1).unwrap_err().is_sticky());
+        }
+        let grown: Vec<_> =
+            (0..8).map(|_| pool.checkout_timeout(PIECE, Duration::from_secs(20)).unwrap()).collect();
+        let well = &devices[1 - dead as usize];
+        let (stream, memory) = (well.stream().unwrap(), well.alloc(PIECE).unwrap());
+        for mut buf in grown {
+            buf.try_resize(PIECE, 7).unwrap();
+            drop(stream.upload(buf, &memory).unwrap().wait().unwrap());
+        }
+        assert_eq!(pool.trim(0), 2 << 20, "all of it is free");
+        // Memory of the caller's too.
+        let adopted = pool.adopt(vec![0_u8; 512 << 10]).unwrap();
+        assert!(adopted.len >= 256 << 10);
+        pool.check().unwrap();
+        assert_eq!(well.lost(), None);
+    }
+}
