@@ -66,14 +66,14 @@ pub fn addresses(gpu: &Gpu) {
         }
     }
     if gpu.raw.devices() > 1 {
-        let other = gpu.raw.enter(1);
+        gpu.raw.enter(1);
         let foreign = gpu.raw.alloc(LEN);
         let error = bridge::raw_memory(&device, foreign, LEN).expect("switched on");
         println!("{TEST}: another device's: {}", error.expect_err("memory of cuda:1 on cuda:0"));
         gpu.raw.free(foreign);
-        gpu.raw.set_current(other);
-        gpu.raw.release(1);
+        // Not while it is current.
         gpu.raw.enter(0);
+        gpu.raw.release(1);
     }
     // What was taken works, checked by the caller's own eyes.
     let stream = device.stream().expect("a stream");

@@ -3,7 +3,7 @@
 use pinpool::{Device, Pool};
 
 use crate::churn::{can_check, churn, count};
-use crate::{Gpu, doubles, filled, open, poison, skip, until};
+use crate::{Gpu, HANG, doubles, filled, open, poison, skip, until};
 
 /// The two, and a pool for both. `None`: there is one GPU.
 fn open_two(gpu: &Gpu, test: &str) -> Option<(Device, Device, Pool)> {
@@ -84,7 +84,32 @@ pub fn one_dies(gpu: &Gpu) {
     during.iter().for_each(crate::churn::Totals::judge);
     after.judge();
     assert!(stats.quarantined_bytes >= 2 * LEN, "{stats:?}");
+    grows(gpu, TEST, &pool, &second);
     assert_eq!(second.lost(), None);
     pool.check().expect("the pool is whole");
+    gpu.no_violations();
+}
+
+/// More at once than is pinned: it has to be pinned for the living GPU, in a process where another one is dead.
+fn grows(gpu: &Gpu, test: &str, pool: &Pool, device: &Device) {
+    const EACH: usize = 1 << 20;
+    let before = pool.stats().pinned_bytes;
+    let (stream, memory) = (device.stream().expect("a stream"), device.alloc(EACH).expect("device memory"));
+    let seeds = 0..(before / EACH + 8) as u64;
+    let held: Vec<_> = seeds.map(|seed| (filled(pool, EACH, seed), seed)).collect();
+    let after = pool.stats().pinned_bytes;
+    println!("{test}: {} MiB pinned before, {} MiB when so much was wanted", before >> 20, after >> 20);
+    assert!(after > before, "{:?}", pool.pinning().error);
+    let mut wrong = 0;
+    for (buf, seed) in held {
+        drop(stream.upload(buf, &memory).expect("an upload"));
+        let landing = pool.checkout_timeout(EACH, HANG).expect("the pool has room");
+        let back = stream.download(&memory, landing).expect("a download").wait().expect("it lands");
+        wrong += crate::kernels::wrong(&back, seed);
+    }
+    assert_eq!(wrong, 0);
+    // What is idle goes back, as far as the living one has pinned it.
+    let gone = pool.trim(0);
+    println!("{test}: {} MiB went back, {} MiB stay pinned", gone >> 20, pool.stats().pinned_bytes >> 20);
     gpu.no_violations();
 }
