@@ -318,6 +318,9 @@ impl Pool {
     /// A stream-ready buffer for `stream`: free, or in flight on that very stream alone. Waits like
     /// [`checkout`](Self::checkout), but for less, since what is in flight on that stream can be had at once.
     ///
+    /// It blocks the thread. A task asks [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
+    /// [`checkout_async`](Self::checkout_async): a download lands in a [`PinnedBuf`] as well.
+    ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::WrongDevice`] for a stream of a device that the pool does not
     /// serve.
