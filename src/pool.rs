@@ -699,6 +699,9 @@ impl Pool {
     /// Closes the pool and waits until everything has come back, but not longer than `timeout`. What is still out then
     /// keeps its memory; it is logged, and counted in the result. Checkouts fail from the start with [`Error::Closed`].
     /// In the child of a fork it returns at once.
+    ///
+    /// Free memory stays pinned until [`trim(0)`](Self::trim), or until the last handle to the pool is dropped
+    /// and the device's worker thread has unpinned it. The call blocks the thread.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
         let span = tracing::info_span!(target: "pinpool::pool", "shutdown");
         let _entered = span.enter();
