@@ -43,6 +43,11 @@ pub use registered::Registered;
 /// its capacity is exactly the length asked for. Dropped, it goes back to its pool; it stays usable when the pool is
 /// dropped first.
 ///
+/// It derefs to the bytes that were written, which are none at first: `buf[..n]` panics until they are there.
+/// To fill it there are [`try_extend_from_slice`](Self::try_extend_from_slice), [`std::io::Write`]
+/// (`io::copy` from a file) and `bytes::BufMut` (tokio's `read_buf`). None of them needs the memory to be
+/// filled by `try_resize` first.
+///
 /// In the child of a fork a buffer's memory may not exist: leave it alone there.
 pub struct PinnedBuf {
     segment: Segment,
@@ -639,7 +644,8 @@ impl Tickets {
 /// Something a device may still read or write. Wait for it, await it (no runtime is assumed), ask, or drop it.
 ///
 /// Dropped, the buffer goes back to its pool once the device is done, with nobody waiting. An error means that nobody
-/// can prove that the device is done: the buffer is quarantined, and the error says why.
+/// can prove that the device is done: the buffer is quarantined, and the error says why. Whether the copies
+/// of dropped handles came through, [`Stream::synchronize`](crate::Stream::synchronize) tells afterwards.
 #[must_use = "dropping it is fine: the buffer returns by itself when the device is done; say so with `drop`"]
 pub struct InFlight<B: Lend> {
     tickets: Tickets,

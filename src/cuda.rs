@@ -156,9 +156,10 @@ pub unsafe fn adopt_stream(device: &Device, stream: *mut c_void) -> Result<Strea
     unsafe { adopt(device, stream, None) }
 }
 
-/// The same, with an owner of the stream, such as an `Arc` around it, that is kept for as long as anything needs the stream:
-/// handles to it and what is in flight on it. It is dropped on a thread of ours. If the stream was adopted before with a
-/// keeper that is still there, this one is dropped at once.
+/// The same, with an owner of the stream, such as an `Arc` around it, that is kept for as long as anything
+/// needs the stream: handles to it and what is in flight on it. It is dropped on the device's worker thread,
+/// where the context is current. If the stream was adopted before with a keeper that is still there, this one
+/// is dropped at once.
 ///
 /// # Errors
 /// As for [`adopt_stream`]; the keeper is dropped.

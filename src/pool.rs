@@ -318,6 +318,9 @@ impl Pool {
     /// A stream-ready buffer for `stream`: free, or in flight on that very stream alone. Waits like
     /// [`checkout`](Self::checkout), but for less, since what is in flight on that stream can be had at once.
     ///
+    /// It blocks the thread. A task asks [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
+    /// [`checkout_async`](Self::checkout_async): a download lands in a [`PinnedBuf`] as well.
+    ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::WrongDevice`] for a stream of a device that the pool does not
     /// serve.
@@ -696,6 +699,9 @@ impl Pool {
     /// Closes the pool and waits until everything has come back, but not longer than `timeout`. What is still out then
     /// keeps its memory; it is logged, and counted in the result. Checkouts fail from the start with [`Error::Closed`].
     /// In the child of a fork it returns at once.
+    ///
+    /// Free memory stays pinned until [`trim(0)`](Self::trim), or until the last handle to the pool is dropped
+    /// and the device's worker thread has unpinned it. The call blocks the thread.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
         let span = tracing::info_span!(target: "pinpool::pool", "shutdown");
         let _entered = span.enter();

@@ -19,8 +19,9 @@ use crate::stream::timeline::Timeline;
 
 /// A device: the thing on the other side of a copy.
 ///
-/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`), `host` or `host:N` (a device without any accelerator, see
-/// [`crate::host`]), `auto` (the first GPU that can be opened, else `host:0`; the log says why).
+/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`; `cuda` is `cuda:0`), `host` or `host:N` (a device
+/// without any accelerator, see [`crate::host`]), `auto` (the first GPU that can be opened, else `host:0`;
+/// the log says why). A server that needs a GPU names it, since `auto` goes on without one.
 ///
 /// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
 /// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; with the
@@ -133,7 +134,9 @@ impl Device {
     /// `owner` is whatever keeps the memory allocated, by value or as an `Arc`; `()` where something else sees to that.
     /// It is dropped when the last handle is gone and the last copy in flight is done, on the device's worker thread,
     /// which may wait for it. (Where a stream was lost and its device lives on, and in the child of a fork, it is
-    /// leaked: nobody knows whether the memory is still used.)
+    /// leaked: nobody knows whether the memory is still used.) On a GPU the device's context is current
+    /// there, and what it frees disturbs no capture. Its drop must not wait for a buffer of a pool: the pool
+    /// grows on that very thread.
     ///
     /// The range is checked here, once: on a GPU by `cuPointerGetAttributes`. Memory of `cuMemAlloc`, `cuMemAllocAsync`
     /// and `cuMemMap` passes, and so does managed memory. The check takes a microsecond or so and never waits. What an

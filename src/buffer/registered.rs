@@ -34,7 +34,8 @@ use crate::stream::timeline::{Keep, Lent};
 /// use it, not only the one that registered it.
 ///
 /// Dropped, it is unregistered and the value is dropped when the last copy that uses it has landed, on the device's worker
-/// thread; nobody waits. [`into_inner`](Self::into_inner) gives the value back.
+/// thread; nobody waits. (The value's drop must not wait for a buffer of a pool: the pool grows on that very
+/// thread.) [`into_inner`](Self::into_inner) gives the value back.
 ///
 /// It is outside of every pool: it counts against no capacity, and is in
 /// [`Device::registered_bytes`](Device::registered_bytes) alone.

@@ -68,6 +68,18 @@ unsafe impl<B: Send + Sync> Sync for Kept<B> {}
 /// // ... then it launches the graph.
 /// # Ok(()) }
 /// ```
+///
+/// What a launch has downloaded can be read when the caller has said how much that is:
+///
+/// ```no_run
+/// # fn demo(mut output: pinpool::GraphBuf<pinpool::PinnedBuf>) {
+/// // SAFETY: the launch was waited for, and the next one is not there yet.
+/// let bytes = unsafe { output.get_mut() };
+/// // SAFETY: the graph has filled the buffer.
+/// unsafe { bytes.assume_written(bytes.capacity()) };
+/// println!("{:?}", &bytes[..]);
+/// # }
+/// ```
 #[must_use = "dropping it is fine: the graph keeps the buffer; say so with `drop`"]
 pub struct GraphBuf<B> {
     kept: Arc<Kept<B>>,

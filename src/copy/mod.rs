@@ -266,7 +266,8 @@ impl Stream {
         result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
     }
 
-    /// Copies within the device, `src` to the front of `dst`.
+    /// Copies within the device, `src` to the front of `dst`. What ends up in `dst` is undefined where the
+    /// two overlap.
     ///
     /// # Errors
     /// As for [`upload`](Self::upload).
@@ -291,7 +292,12 @@ impl Stream {
         result.map(|()| InFlight::new(ticket, (), None))
     }
 
-    /// Keeps `buf` until everything submitted to this stream so far is done, for servers whose own kernels use it.
+    /// Keeps `buf` until everything submitted to this stream so far is done, for servers whose own kernels
+    /// use it: submit these first, then hold. `stream.hold(())?.await` lets a task wait for the stream, as
+    /// [`synchronize`](Self::synchronize) lets a thread.
+    ///
+    /// A refused hold keeps nothing and gives the buffer back, while kernels submitted before may still use
+    /// it: keep it until they are known to be done.
     ///
     /// # Errors
     /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a lost

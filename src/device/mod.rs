@@ -75,6 +75,12 @@ pub(crate) type Gone = Box<dyn FnOnce() + Send>;
 ///
 /// On the platforms that the crate supports all addresses are unified: there this memory is portable and mapped
 /// whatever is asked for (driver API manual, "Unified Addressing"). The flags are passed on as they are.
+///
+/// ```
+/// # use pinpool::{Backing, HostAllocFlags};
+/// // For PoolBuilder::backing: a pool of write-combined memory.
+/// let backing = Backing::HostAlloc(HostAllocFlags { write_combined: true, ..HostAllocFlags::default() });
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct HostAllocFlags {
     /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context of the process, not only for the first device's.

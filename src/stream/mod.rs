@@ -84,7 +84,7 @@ impl Stream {
         other.timeline.wait_here(self.timeline.stream())
     }
 
-    /// Waits until everything submitted so far is done.
+    /// Waits until everything submitted so far is done. (A task awaits `stream.hold(())?`.)
     ///
     /// # Errors
     /// [`Error::Capturing`]; what the stream was lost with.
