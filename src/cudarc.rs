@@ -23,8 +23,18 @@
 //!
 //! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not pinned.
 //! Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be in other hands.
-//! [`PinnedBuf`] is a `HostSlice` by itself, so hand over the buffer, not a slice of it: `memcpy_htod(&buf, ..)` returns
-//! when the copy is done. Better still is [`CudarcStream::upload_to`], which does not wait.
+//! [`PinnedBuf`] is a `HostSlice` by itself, so hand over the buffer, not a slice of it: `memcpy_htod(&buf, ..)` waits for
+//! the copy before it returns. But only as cudarc waits: where its context has an error on record, from an event that could
+//! not be recorded, say, or from a slice dropped by another thread, cudarc skips the wait, and returns `Ok` with the copy under
+//! way (seen with 0.19.10). [`CudarcStream::upload_to`] and [`CudarcStream::download_from`] do not rely on that, and do
+//! not wait either: prefer them.
+//!
+//! # Captures
+//!
+//! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream. What
+//! [the one who captures promises](crate::cuda#what-the-one-who-captures-promises) holds for cudarc's `begin_capture` and
+//! `end_capture` too, although these are safe to call: they are not called at the very time when another thread submits to
+//! the stream by this crate.
 //!
 //! # Features
 //!
@@ -73,10 +83,10 @@ impl CudarcStream {
     /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream.
     ///
     /// # Errors
-    /// As for [`device`], and [`Error::Unsupported`] for the per-thread default stream.
+    /// As for [`device`]; [`Error::Unsupported`] for the per-thread default stream; [`Error::Capturing`].
     pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let device = device(stream.context())?;
-        // SAFETY: the stream is alive, and ours keeps it so.
+        // SAFETY: the stream is alive, and ours keeps it so. The promise about captures is on the module's page.
         let ours =
             unsafe { crate::cuda::adopt_stream_with(&device, stream.cu_stream().cast(), stream.clone()) }?;
         Ok(Self { ours, theirs: stream.clone() })
@@ -92,8 +102,9 @@ impl CudarcStream {
     /// What is done to the slice afterwards, by cudarc or by the pool, comes after the copy.
     ///
     /// # Errors
-    /// As for [`Stream::upload`]; with the buffer [`Error::Unordered`] for a slice of another stream where cudarc tracks no
-    /// events, and [`Error::WrongDevice`] for one of another context.
+    /// As for [`Stream::upload`], [`Error::Capturing`] also where the slice's own stream is captured; with the buffer
+    /// [`Error::Unordered`] for a slice of another stream where cudarc tracks no events, and [`Error::WrongDevice`] for one
+    /// of another context.
     pub fn upload_to<B: Lend, T: bytemuck::AnyBitPattern>(
         &self,
         src: B,
@@ -223,7 +234,7 @@ impl<T> Slice<T> for CudaViewMut<'_, T> {}
 impl<T> SliceMut<T> for CudaSlice<T> {}
 impl<T> SliceMut<T> for CudaViewMut<'_, T> {}
 
-/// For cudarc's own copies, which with it return when they are done: see the module's page.
+/// For cudarc's own copies, which with it wait before they return, with one exception: see the module's page.
 impl HostSlice<u8> for PinnedBuf {
     fn len(&self) -> usize {
         Self::len(self)
