@@ -189,7 +189,9 @@ impl CudarcStream {
     ) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
         let same = owner.cu_stream() == self.theirs.cu_stream();
         let recorded = matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_)))
-            && self.theirs.context().is_managing_stream_synchronization();
+            && self.theirs.context().is_managing_stream_synchronization()
+            // There can be several for one context. This one says whether what is done to the slice waits for its events.
+            && owner.context().is_managing_stream_synchronization();
         if !same && !recorded {
             return Err(Error::Unordered { device: self.ours.device().name().into() });
         }

@@ -236,6 +236,14 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
         unsafe { late.enable_event_tracking() };
         let refused = CudarcStream::new(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
+        // Of another `CudaContext` for the same context, which has no stream but the default one: what it will do to the slice
+        // waits for no event.
+        let quiet = CudaContext::new(0).unwrap();
+        let mut lone = on_device(&quiet.default_stream(), &[0; 64]);
+        let refused = other.upload_to(filled(), &mut lone).unwrap_err();
+        assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
+        let refused = other.download_from(&lone, refused.buffer.unwrap()).unwrap_err();
+        assert!(matches!(refused.error, Error::Unordered { .. }) && refused.buffer.is_some());
         // Its own stream orders it.
         CudarcStream::new(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
         assert_eq!(first.clone_dtoh(&slice).unwrap(), [7; 64]);
