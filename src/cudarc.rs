@@ -103,15 +103,19 @@ impl CudarcStream {
     ///
     /// # Errors
     /// As for [`Stream::upload`], [`Error::Capturing`] also where the slice's own stream is captured; with the buffer
-    /// [`Error::Unordered`] for a slice of another stream where cudarc tracks no events, and [`Error::WrongDevice`] for one
-    /// of another context.
+    /// [`Error::Unordered`] for a slice of another stream where cudarc tracks no events, [`Error::WrongDevice`] for one of
+    /// another context, and what cudarc's context has noted ([`CudaContext::check_err`]), which would break the order.
     pub fn upload_to<B: Lend, T: bytemuck::AnyBitPattern>(
         &self,
         src: B,
         dst: &mut impl SliceMut<T>,
     ) -> Result<InFlight<B>, SubmitError<B>> {
         match self.target(dst) {
-            Ok((range, _recorded_after)) => self.ours.upload(src, range),
+            Ok((range, guard)) => {
+                let sent = self.ours.upload(src, range);
+                self.release(guard);
+                sent
+            }
             Err(error) => Err(SubmitError::refused(error, src)),
         }
     }
@@ -127,7 +131,11 @@ impl CudarcStream {
         landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         match self.source(src) {
-            Ok((range, _recorded_after)) => self.ours.download(range, landing),
+            Ok((range, guard)) => {
+                let sent = self.ours.download(range, landing);
+                self.release(guard);
+                sent
+            }
             Err(error) => Err(SubmitError::refused(error, landing)),
         }
     }
@@ -135,6 +143,7 @@ impl CudarcStream {
     fn source<'a, T>(&'a self, src: &'a impl Slice<T>) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
         let bytes = self.bytes::<T>(src)?;
         self.not_capturing(src.stream())?;
+        self.nothing_noted(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
         self.range(src.stream(), address, bytes, guard)
     }
@@ -146,6 +155,7 @@ impl CudarcStream {
         let bytes = self.bytes::<T>(dst)?;
         let owner = dst.stream().clone();
         self.not_capturing(&owner)?;
+        self.nothing_noted(&owner)?;
         let (address, guard) = dst.device_ptr_mut(&self.theirs);
         self.range(&owner, address, bytes, guard)
     }
@@ -179,6 +189,32 @@ impl CudarcStream {
         }
     }
 
+    /// The guard notes it where our stream could not be made to wait, and does not even try while anything is noted.
+    fn nothing_noted(&self, owner: &Arc<CudaStream>) -> Result<()> {
+        for context in [self.theirs.context(), owner.context()] {
+            let Err(error) = context.check_err() else { continue };
+            let context = self.ours.timeline().context();
+            return match context.driver().cuda() {
+                Some(cuda) => context.noting(Err(cuda.theirs("a call that cudarc noted", error.0 as u32))),
+                None => Ok(()),
+            };
+        }
+        Ok(())
+    }
+
+    /// The copy was submitted: has its event recorded, or else waits, so that the slice's next use comes after it either way.
+    fn release(&self, mut guard: SyncOnDrop<'_>) {
+        let SyncOnDrop::Record(target) = &mut guard else { return };
+        let context = self.theirs.context();
+        let managed = context.is_managing_stream_synchronization();
+        let Some((event, stream)) = target.take().filter(|_| managed) else { return };
+        if let Err(error) = event.record(stream) {
+            // Where this fails too the stream is lost, mostly with its device, which copies nothing any more.
+            let _ = self.ours.synchronize();
+            context.record_err::<()>(Err(error));
+        }
+    }
+
     /// A slice as memory that a copy can use, if what comes later is known to come after the copy.
     fn range<'a>(
         &self,
@@ -187,6 +223,7 @@ impl CudarcStream {
         bytes: usize,
         guard: SyncOnDrop<'a>,
     ) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
+        self.nothing_noted(owner)?;
         let same = owner.cu_stream() == self.theirs.cu_stream();
         let recorded = matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_)))
             && self.theirs.context().is_managing_stream_synchronization()
