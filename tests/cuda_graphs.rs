@@ -415,7 +415,8 @@ fn memory_that_is_not_there_yet_spoils_no_capture_and_gets_into_no_graph() {
         }
         d.hang(false);
         for memory in [home.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap()] {
-            (home.synchronize().unwrap(), stream.synchronize().unwrap());
+            home.synchronize().unwrap();
+            stream.synchronize().unwrap();
             gpu.begin_capture(raw, 1);
             drop(stream.upload_captured(filled(&pool, &sent), &memory).unwrap());
             let graph = gpu.end_capture(raw);
