@@ -706,7 +706,8 @@ impl<B: Lend> InFlight<B> {
     /// Waits until the device is done and gives the buffer back, host-ready.
     ///
     /// # Errors
-    /// What the stream was lost with. (On a stepped device also [`Error::Timeout`], where nothing can move any more.)
+    /// What the stream was lost with. [`Error::Capturing`] where that cannot be known before a capture of the stream ends;
+    /// the buffer then returns by itself. (On a stepped device also [`Error::Timeout`], where nothing can move any more.)
     pub fn wait(mut self) -> Result<B> {
         self.wait_all(None)?;
         self.finish()

@@ -46,8 +46,18 @@
 //!
 //! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not pinned.
 //! Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be in other hands.
-//! [`PinnedBuf`] is a `HostSlice` by itself, so hand over the buffer, not a slice of it: `memcpy_htod(&buf, ..)` returns
-//! when the copy is done. Better still is [`CudarcStream::upload_to`], which does not wait.
+//! [`PinnedBuf`] is a `HostSlice` by itself, so hand over the buffer, not a slice of it: `memcpy_htod(&buf, ..)` waits for
+//! the copy before it returns. But only as cudarc waits: where its context has an error on record, from an event that could
+//! not be recorded, say, or from a slice dropped by another thread, cudarc skips the wait, and returns `Ok` with the copy under
+//! way (seen with 0.19.10). [`CudarcStream::upload_to`] and [`CudarcStream::download_from`] do not rely on that, and do
+//! not wait either: prefer them.
+//!
+//! # Captures
+//!
+//! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream. What
+//! [the one who captures promises](crate::cuda#what-the-one-who-captures-promises) holds for cudarc's `begin_capture` and
+//! `end_capture` too, although these are safe to call: they are not called at the very time when another thread submits to
+//! the stream by this crate.
 //!
 //! # Features
 //!
@@ -96,10 +106,10 @@ impl CudarcStream {
     /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream.
     ///
     /// # Errors
-    /// As for [`device`], and [`Error::Unsupported`] for the per-thread default stream.
+    /// As for [`device`]; [`Error::Unsupported`] for the per-thread default stream; [`Error::Capturing`].
     pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let device = device(stream.context())?;
-        // SAFETY: the stream is alive, and ours keeps it so.
+        // SAFETY: the stream is alive, and ours keeps it so. The promise about captures is on the module's page.
         let ours =
             unsafe { crate::cuda::adopt_stream_with(&device, stream.cu_stream().cast(), stream.clone()) }?;
         Ok(Self { ours, theirs: stream.clone() })
@@ -115,15 +125,20 @@ impl CudarcStream {
     /// What is done to the slice afterwards, by cudarc or by the pool, comes after the copy.
     ///
     /// # Errors
-    /// As for [`Stream::upload`]; with the buffer [`Error::Unordered`] for a slice of another stream where cudarc tracks no
-    /// events, and [`Error::WrongDevice`] for one of another context.
+    /// As for [`Stream::upload`], [`Error::Capturing`] also where the slice's own stream is captured; with the buffer
+    /// [`Error::Unordered`] for a slice of another stream where cudarc tracks no events, [`Error::WrongDevice`] for one of
+    /// another context, and what cudarc's context has noted ([`CudaContext::check_err`]), which would break the order.
     pub fn upload_to<B: Lend, T: bytemuck::AnyBitPattern>(
         &self,
         src: B,
         dst: &mut impl SliceMut<T>,
     ) -> Result<InFlight<B>, SubmitError<B>> {
         match self.target(dst) {
-            Ok((range, _recorded_after)) => self.ours.upload(src, range),
+            Ok((range, guard)) => {
+                let sent = self.ours.upload(src, range);
+                self.release(guard);
+                sent
+            }
             Err(error) => Err(SubmitError::refused(error, src)),
         }
     }
@@ -139,7 +154,11 @@ impl CudarcStream {
         landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         match self.source(src) {
-            Ok((range, _recorded_after)) => self.ours.download(range, landing),
+            Ok((range, guard)) => {
+                let sent = self.ours.download(range, landing);
+                self.release(guard);
+                sent
+            }
             Err(error) => Err(SubmitError::refused(error, landing)),
         }
     }
@@ -147,6 +166,7 @@ impl CudarcStream {
     fn source<'a, T>(&'a self, src: &'a impl Slice<T>) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
         let bytes = self.bytes::<T>(src)?;
         self.not_capturing(src.stream())?;
+        self.nothing_noted(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
         self.range(src.stream(), address, bytes, guard)
     }
@@ -158,6 +178,7 @@ impl CudarcStream {
         let bytes = self.bytes::<T>(dst)?;
         let owner = dst.stream().clone();
         self.not_capturing(&owner)?;
+        self.nothing_noted(&owner)?;
         let (address, guard) = dst.device_ptr_mut(&self.theirs);
         self.range(&owner, address, bytes, guard)
     }
@@ -191,6 +212,32 @@ impl CudarcStream {
         }
     }
 
+    /// The guard notes it where our stream could not be made to wait, and does not even try while anything is noted.
+    fn nothing_noted(&self, owner: &Arc<CudaStream>) -> Result<()> {
+        for context in [self.theirs.context(), owner.context()] {
+            let Err(error) = context.check_err() else { continue };
+            let context = self.ours.timeline().context();
+            return match context.driver().cuda() {
+                Some(cuda) => context.noting(Err(cuda.theirs("a call that cudarc noted", error.0 as u32))),
+                None => Ok(()),
+            };
+        }
+        Ok(())
+    }
+
+    /// The copy was submitted: has its event recorded, or else waits, so that the slice's next use comes after it either way.
+    fn release(&self, mut guard: SyncOnDrop<'_>) {
+        let SyncOnDrop::Record(target) = &mut guard else { return };
+        let context = self.theirs.context();
+        let managed = context.is_managing_stream_synchronization();
+        let Some((event, stream)) = target.take().filter(|_| managed) else { return };
+        if let Err(error) = event.record(stream) {
+            // Where this fails too the stream is lost, mostly with its device, which copies nothing any more.
+            let _ = self.ours.synchronize();
+            context.record_err::<()>(Err(error));
+        }
+    }
+
     /// A slice as memory that a copy can use, if what comes later is known to come after the copy.
     fn range<'a>(
         &self,
@@ -199,9 +246,12 @@ impl CudarcStream {
         bytes: usize,
         guard: SyncOnDrop<'a>,
     ) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
+        self.nothing_noted(owner)?;
         let same = owner.cu_stream() == self.theirs.cu_stream();
         let recorded = matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_)))
-            && self.theirs.context().is_managing_stream_synchronization();
+            && self.theirs.context().is_managing_stream_synchronization()
+            // There can be several for one context. This one says whether what is done to the slice waits for its events.
+            && owner.context().is_managing_stream_synchronization();
         if !same && !recorded {
             return Err(Error::Unordered { device: self.ours.device().name().into() });
         }
@@ -246,7 +296,7 @@ impl<T> Slice<T> for CudaViewMut<'_, T> {}
 impl<T> SliceMut<T> for CudaSlice<T> {}
 impl<T> SliceMut<T> for CudaViewMut<'_, T> {}
 
-/// For cudarc's own copies, which with it return when they are done: see the module's page.
+/// For cudarc's own copies, which with it wait before they return, with one exception: see the module's page.
 impl HostSlice<u8> for PinnedBuf {
     fn len(&self) -> usize {
         Self::len(self)

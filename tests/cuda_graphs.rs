@@ -415,7 +415,8 @@ fn memory_that_is_not_there_yet_spoils_no_capture_and_gets_into_no_graph() {
         }
         d.hang(false);
         for memory in [home.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap()] {
-            (home.synchronize().unwrap(), stream.synchronize().unwrap());
+            home.synchronize().unwrap();
+            stream.synchronize().unwrap();
             gpu.begin_capture(raw, 1);
             drop(stream.upload_captured(filled(&pool, &sent), &memory).unwrap());
             let graph = gpu.end_capture(raw);
@@ -427,5 +428,29 @@ fn memory_that_is_not_there_yet_spoils_no_capture_and_gets_into_no_graph() {
             assert!(*landed == *sent);
         }
         assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+/// On the legacy default stream no mark can be made while a blocking stream is captured, perhaps by the very thread that
+/// would wait for it.
+#[test]
+fn waiting_on_the_legacy_stream_beside_a_capture_is_refused() {
+    on_stand_in("waiting_on_the_legacy_stream_beside_a_capture_is_refused", |gpu, d| {
+        let device = open();
+        let blocking = gpu.made("cuStreamCreate", &[0]);
+        let (pool, stream, memory) = (pool(&device, 2 << 20), adopt(&device, 0), device.alloc(LEN).unwrap());
+        let sent = bytes(1, LEN);
+        let buf = filled(&pool, &sent);
+        (1..=900).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
+        let flight = stream.upload(buf, &memory).unwrap();
+        gpu.begin_capture(blocking, 1);
+        let flight = match flight.wait_timeout(HANG) {
+            Err(SubmitError { error: Error::Capturing { .. }, buffer: Some(flight) }) => flight,
+            other => panic!("{other:?}"),
+        };
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(blocking)]);
+        assert!(*flight.wait().unwrap() == *sent);
+        round_trip(&pool, &stream, &memory, 2);
+        gpu.ok("cuStreamDestroy_v2", &[blocking]);
     });
 }

@@ -236,6 +236,14 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
         unsafe { late.enable_event_tracking() };
         let refused = CudarcStream::new(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
+        // Of another `CudaContext` for the same context, which has no stream but the default one: what it will do to the slice
+        // waits for no event.
+        let quiet = CudaContext::new(0).unwrap();
+        let mut lone = on_device(&quiet.default_stream(), &[0; 64]);
+        let refused = other.upload_to(filled(), &mut lone).unwrap_err();
+        assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
+        let refused = other.download_from(&lone, refused.buffer.unwrap()).unwrap_err();
+        assert!(matches!(refused.error, Error::Unordered { .. }) && refused.buffer.is_some());
         // Its own stream orders it.
         CudarcStream::new(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
         assert_eq!(first.clone_dtoh(&slice).unwrap(), [7; 64]);
@@ -305,5 +313,39 @@ fn a_slice_spoils_no_capture() {
         context.check_err().unwrap();
         let landed = shared.download_from(&slice, pool.checkout(1000).unwrap()).unwrap().wait().unwrap();
         assert!(*landed == *bytes(1, 1000));
+    });
+}
+
+/// cudarc notes errors and goes on, and does nothing for order while one is noted.
+#[test]
+fn an_error_that_cudarc_has_noted_breaks_no_order() {
+    beside("an_error_that_cudarc_has_noted_breaks_no_order", || {
+        let context = CudaContext::new(0).unwrap();
+        let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let shared = CudarcStream::new(&one).unwrap();
+        let pool = pool(shared.device(), 1000);
+        let filled = || {
+            let mut buf = pool.checkout(1000).unwrap();
+            buf.extend_from_slice(&bytes(2, 1000));
+            buf
+        };
+        let mut slice = on_device(&other, &bytes(1, 1000));
+        let noted = cudarc::driver::DriverError(cudarc::driver::sys::CUresult::CUDA_ERROR_NOT_FOUND);
+        // Before: the stream would not wait for what was done to the slice.
+        context.record_err::<()>(Err(noted));
+        let refused = shared.upload_to(filled(), &mut slice).unwrap_err();
+        assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
+        context.record_err::<()>(Err(noted));
+        let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
+        assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
+        let Some(d) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
+        d.fail("cuStreamWaitEvent", 1, 500, false);
+        let refused = shared.upload_to(filled(), &mut slice).unwrap_err();
+        assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
+        // After: the slice would not wait for the copy. (The first event is the pool's own.)
+        d.fail("cuEventRecord", 2, 500, false);
+        drop(shared.upload_to(filled(), &mut slice).unwrap());
+        assert_eq!(context.check_err().unwrap_err(), noted, "it is noted as ever");
+        assert!(other.clone_dtoh(&slice).unwrap() == bytes(2, 1000), "the copy was not waited for");
     });
 }

@@ -48,9 +48,10 @@ unsafe impl<B: Send + Sync> Sync for Kept<B> {}
 
 /// A buffer that a captured graph reads or writes: [`Stream::upload_captured`] and its like give it.
 ///
-/// The buffer and the device memory of its copy are kept until the graph, everything made from it (executable graphs,
-/// clones, graphs that have it as a child) and all launches of these are gone, whether this handle is kept or not. When
-/// both are gone, the buffer returns to its pool by itself. Until then it counts as checked out
+/// The buffer and the device memory of its copy are kept until the graph, everything made from it (executable graphs, those
+/// updated by `cuGraphExecUpdate` among them, clones, graphs that have it as a child) and all launches of these are gone,
+/// whether this handle is kept or not. When both are gone, the buffer returns to its pool by itself. Until then it counts as
+/// checked out
 /// ([`PoolStats::checked_out_bytes`](crate::PoolStats::checked_out_bytes)), and if the driver ends first, it never returns.
 ///
 /// Between launches the buffer can be refilled or read, which nobody but the caller can know to be safe.

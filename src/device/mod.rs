@@ -190,7 +190,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     fn allocate(&self, len: usize) -> Result<DevicePtr>;
 
     /// Frees device memory, that of [`Driver::allocate_on`] too. It must not be in use, and an allocation in a stream's order
-    /// must have been seen complete.
+    /// must have been seen complete: nothing is waited for then (CUDA programming guide on `cudaFree` and such memory).
     fn free(&self, ptr: DevicePtr) -> Result<()>;
 
     /// Whether this device has memory in the order of its streams, by the two calls below.

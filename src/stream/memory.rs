@@ -26,8 +26,9 @@ impl Stream {
     /// [`wait_for`](Self::wait_for). A copy that becomes a part of a graph is refused until then.) It is freed by the
     /// device's worker thread once the last handle is gone and the last copy in flight is done: in this stream's order, or
     /// where others can reach the stream by `cuMemFree`, which gets into no capture of theirs and does not need the stream.
-    /// A stream of ours lives until then. Allocating never synchronises the device, and freeing in the stream's order
-    /// neither.
+    /// A stream of ours lives until then. Neither allocating nor freeing synchronises the device (for `cuMemFree` of such
+    /// memory so says the CUDA programming guide, "Stream-Ordered Memory Allocator"). So kernels of your own must be done
+    /// with it before the last handle is dropped; that they were queued on this stream before is not enough.
     ///
     /// On a GPU this is `cuMemAllocAsync`, from the device's current memory pool, whose settings are left as they are: by
     /// the driver's default a pool gives back to the system what is free when a stream, an event or the context is next

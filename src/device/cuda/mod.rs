@@ -203,6 +203,12 @@ impl Cuda {
         check(self.api, &self.name, call, code)
     }
 
+    /// What a call of somebody else's in this context came back with.
+    #[cfg(feature = "cudarc")]
+    pub(crate) fn theirs(&self, call: &'static str, code: u32) -> Error {
+        failed(self.api, &self.name, call, Code(code))
+    }
+
     /// Makes our context current.
     fn current(&self) -> Result<Current<'_>> {
         let mut current: CUcontext = std::ptr::null_mut();

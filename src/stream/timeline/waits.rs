@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::held::After;
 use super::{State, Timeline};
 use crate::depot::Wake;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorClass, Result};
 use crate::sync::{Ordering, drop_waker, thread};
 
 /// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
@@ -68,8 +68,9 @@ impl Timeline {
         };
         // What failed is tried again by the reaper, but for a capture that this very thread may be about to end.
         if tick >= open || (tick <= unmarked && self.is_shared()) {
-            if let Err(error @ Error::Capturing { .. }) = self.close_open() {
-                return Err(error);
+            // (Of this stream, or on the legacy default stream of another.)
+            if self.close_open().is_err_and(|error| error.class() == ErrorClass::Capture) {
+                return Err(Error::Capturing { what: "recording a mark", remedy: "end the capture first" });
             }
         }
         Ok(())
