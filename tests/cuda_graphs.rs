@@ -393,3 +393,38 @@ fn a_mark_that_got_into_a_capture_is_made_again() {
         assert!(d.report().violations.iter().all(|v| v.starts_with("CAP-3")), "{:?}", d.report().violations);
     });
 }
+
+/// Memory in the order of a stream that has not come to it yet would have to be waited for, which would spoil the capture,
+/// or be missing when the graph is launched.
+#[test]
+fn memory_that_is_not_there_yet_is_refused_in_a_capture() {
+    on_stand_in("memory_that_is_not_there_yet_is_refused_in_a_capture", |gpu, d| {
+        let device = open();
+        let raw = gpu.stream();
+        let (pool, stream, home) = (pool(&device, 2 << 20), adopt(&device, raw), device.stream().unwrap());
+        let raw_home = cuda::raw_stream(&home).unwrap() as usize;
+        let sent = bytes(1, LEN);
+        d.hang(true);
+        let memory = home.alloc(LEN).unwrap();
+        for captured in [raw, raw_home] {
+            let stream = if captured == raw { &stream } else { &home };
+            gpu.begin_capture(captured, 0);
+            is_capturing(stream.upload_blocking(&sent, &memory));
+            is_capturing(stream.download_blocking(&memory, &mut [0; LEN]));
+            let mut buf = filled(&pool, &sent);
+            buf = refused(stream.upload(buf, &memory), &sent);
+            buf = refused(stream.upload_captured(buf, &memory), &sent);
+            drop(refused(stream.download_captured(&memory, buf), &sent));
+            gpu.ok("cuGraphDestroy", &[gpu.end_capture(captured)]);
+        }
+        d.hang(false);
+        home.synchronize().unwrap();
+        for captured in [raw, raw_home] {
+            let stream = if captured == raw { &stream } else { &home };
+            gpu.begin_capture(captured, 0);
+            drop(stream.upload_captured(filled(&pool, &sent), &memory).unwrap());
+            gpu.ok("cuGraphDestroy", &[gpu.end_capture(captured)]);
+        }
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}

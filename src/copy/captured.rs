@@ -24,13 +24,14 @@ use std::sync::Arc;
 use super::DeviceRange;
 use crate::buffer::{Lend, PinnedBuf};
 use crate::device::Transfer;
-use crate::device::memory::Allocation;
+use crate::device::memory::{Allocation, DeviceSlice};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::timeline::{Keep, Lent};
 
 const CAPTURING: &str = "making a copy a part of the graph";
 const SPOILED: &str = "the capture is spoiled: end it, and begin another";
+const NOT_THERE: &str = "the use of memory whose own stream has not come to it yet";
 const ENDED: &str =
     "the capture ended meanwhile; do not begin or end one while another thread submits to the same stream";
 
@@ -162,6 +163,7 @@ impl Stream {
     ///
     /// # Errors
     /// With the buffer: as for [`upload`](Self::upload), [`Error::NotCapturing`] on a stream that is in no capture,
+    /// [`Error::Capturing`] for a capture that is spoiled, and for memory of [`Stream::alloc`] that is not there yet,
     /// [`Error::Unsupported`] on drivers before CUDA 11.3. With `buffer: None` what the driver said: the graph keeps the
     /// buffer then.
     pub fn upload_captured<B: Lend + Sync + 'static>(
@@ -174,7 +176,7 @@ impl Stream {
             match src.bytes().len() {
                 0 => Err(Error::Empty),
                 need if need > dst.len() => Err(Error::TooSmall { need, have: dst.len() }),
-                _ => Ok(dst),
+                _ => self.is_there(&dst).map(|()| dst),
             }
         });
         let dst = match checked {
@@ -203,7 +205,10 @@ impl Stream {
         let checked = self.own(src).and_then(|src| {
             self.usable_for(&landing)?;
             let have = landing.capacity();
-            if src.len() > have { Err(Error::TooSmall { need: src.len(), have }) } else { Ok(src) }
+            if src.len() > have {
+                return Err(Error::TooSmall { need: src.len(), have });
+            }
+            self.is_there(&src).map(|()| src)
         });
         let src = match checked {
             Ok(src) => src,
@@ -227,6 +232,17 @@ impl Stream {
         }
         let (kept, _) = self.tie(buf, None, "hold_captured", "use hold where nothing is captured")?;
         Ok(GraphBuf { kept })
+    }
+
+    /// Refuses memory that a stream is still to come to: nothing orders a graph's launches behind that.
+    fn is_there(&self, memory: &DeviceSlice) -> Result<()> {
+        if memory.is_there()? || !self.timeline().is_capturing()? {
+            return Ok(());
+        }
+        Err(Error::Capturing {
+            what: NOT_THERE,
+            remedy: "synchronise with that stream before the capture begins",
+        })
     }
 
     fn usable_for<B: Lend>(&self, buf: &B) -> Result<()> {

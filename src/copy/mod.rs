@@ -365,6 +365,7 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        self.may_block()?;
         dst.admit(self.timeline().stream())?;
         let transfer = Transfer::Upload { src: src.as_ptr(), dst: dst.ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
@@ -381,6 +382,7 @@ impl Stream {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        self.may_block()?;
         src.admit(self.timeline().stream())?;
         let transfer = Transfer::Download { src: src.ptr(), dst: dst.as_mut_ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
@@ -408,12 +410,16 @@ impl Stream {
         context.noting(unsafe { context.driver().copy(self.timeline().stream(), transfer) })
     }
 
+    /// Before the driver hears of a blocking copy in any way.
+    fn may_block(&self) -> Result<()> {
+        self.timeline().usable()?;
+        self.timeline().not_capturing("a blocking copy", OUTSIDE)
+    }
+
     /// # Safety
     /// As for [`crate::device::Driver::copy_blocking`].
     unsafe fn driver_copy_blocking(&self, transfer: Transfer) -> Result<()> {
         let context = self.timeline().context();
-        self.timeline().usable()?;
-        self.timeline().not_capturing("a blocking copy", OUTSIDE)?;
         // SAFETY: the caller's word.
         context.noting(unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) })
     }

@@ -30,6 +30,9 @@ pub(crate) trait Home: fmt::Debug + Send + Sync {
     /// Sees to it that later work on the stream `user`, of the same device, comes after everything that was submitted
     /// here up to `tick`.
     fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()>;
+
+    /// Whether everything that was submitted here up to `tick` is known to be done.
+    fn has_come_to(self: Arc<Self>, tick: u64) -> Result<bool>;
 }
 
 /// Where memory comes from, and so where it goes.
@@ -193,6 +196,14 @@ impl DeviceSlice {
         match &self.allocation.origin {
             Origin::Ordered { home, tick } => home.clone().admit(*tick, user),
             Origin::Plain | Origin::Foreign(_) => Ok(()),
+        }
+    }
+
+    /// Whether the memory is there for everyone: for work that no stream's order brings behind the allocation.
+    pub(crate) fn is_there(&self) -> Result<bool> {
+        match &self.allocation.origin {
+            Origin::Ordered { home, tick } => home.clone().has_come_to(*tick),
+            Origin::Plain | Origin::Foreign(_) => Ok(true),
         }
     }
 
