@@ -6,7 +6,7 @@
 mod doubles;
 
 use doubles::{HANG, StandIn};
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, Request};
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, RegisterError, Request};
 
 const MIB: usize = 1 << 20;
 
@@ -181,4 +181,61 @@ fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
             return;
         }
     }
+}
+
+/// Growing, adopting, trimming, several at once and tasks that give up, on both nodes at the same time.
+#[test]
+fn nodes_are_used_from_many_threads() {
+    on_nodes("nodes_are_used_from_many_threads", "0,1", |_| {
+        let (first, second) = both();
+        let pool = builder(&first, &second).capacity(4 * MIB).initial(0).reserve("urgent", 256 << 10);
+        let pool = pool.build().unwrap();
+        let devices = [&first, &second];
+        std::thread::scope(|scope| {
+            for thread in 0..4_usize {
+                let pool = &pool;
+                scope.spawn(move || {
+                    for round in 0..150_usize {
+                        let near = devices[(thread + round) % 2];
+                        let len = [100, 5_000, 60_000, 200_000][(thread * 7 + round) % 4];
+                        let request = Request::new(len).near(near);
+                        match round % 6 {
+                            0 => drop(pool.checkout_many(&[request; 2], Some(HANG)).unwrap()),
+                            1 => drop(pool.checkout_async(request)),
+                            2 => {
+                                pool.trim(round * 4096);
+                            }
+                            3 => match pool.adopt(vec![7; 64 << 10]) {
+                                Ok(_) | Err(RegisterError { error: Error::OverCapacity { .. }, .. }) => {}
+                                Err(other) => panic!("{other}"),
+                            },
+                            4 => drop(
+                                pool.checkout_timeout(Request::new(len).reserve("urgent"), HANG).unwrap(),
+                            ),
+                            _ => {
+                                let stream = near.stream().unwrap();
+                                let memory = near.alloc(len).unwrap();
+                                let mut buf = pool.checkout_timeout(request, HANG).unwrap();
+                                buf.try_resize(len, thread as u8).unwrap();
+                                drop(stream.upload(buf, &memory).unwrap());
+                                let landing = pool.checkout_on(&stream, len).unwrap();
+                                let back = stream.download(&memory, landing).unwrap().wait().unwrap();
+                                assert!(back.iter().all(|b| *b == thread as u8));
+                            }
+                        }
+                        let (stats, pinning) = (pool.stats(), pool.pinning());
+                        assert!(stats.pinned_bytes <= stats.capacity_bytes, "{stats:?}");
+                        assert!(pinning.ready <= pinning.wanted && pinning.error.is_none(), "{pinning:?}");
+                    }
+                });
+            }
+        });
+        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+        assert_eq!(pinning.wanted, pinning.ready);
+        pool.check().unwrap();
+        // Those of the reserve stay.
+        assert_eq!((pool.trim(0), pool.pinning().wanted), (pinning.ready, 0));
+        assert_eq!(pool.stats().pinned_bytes, 256 << 10);
+        assert!(pool.shutdown(HANG).drained);
+    });
 }
