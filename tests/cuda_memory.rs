@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use doubles::{HANG, Report, StandIn};
 use memmap2::MmapMut;
 use pinpool::{
-    Backing, Device, DeviceBuffer, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool, PoolBuilder,
-    RegisterError, Registered, Result, StableDeref, Stream, SubmitError, Unpinned,
+    AddressFault, Backing, Device, DeviceBuffer, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool,
+    PoolBuilder, RegisterError, Registered, Result, StableDeref, Stream, SubmitError, Unpinned,
 };
 
 const PAGE: usize = 64 << 10;
@@ -737,5 +737,31 @@ fn every_call_fails_once() {
         println!("{runs} runs, {struck} calls made to fail");
         assert!(failures.is_empty(), "{failures:#?}");
         assert!(struck * 10 >= runs * 8, "{struck} of {runs} faults were met");
+    });
+}
+
+/// The driver knows what it has allocated itself as well as what was registered.
+#[test]
+fn a_pools_own_memory_is_told_from_ordinary_memory() {
+    on_stand_in("a_pools_own_memory_is_told_from_ordinary_memory", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        for backing in [Backing::Registered, allocating(HostAllocFlags::default())] {
+            let pool = small(&device).backing(backing).build().unwrap();
+            let buf = filled(&pool, b"host memory");
+            // SAFETY: refused.
+            let refusal = unsafe { device.raw_memory(buf.as_ptr() as u64, buf.len(), ()) }.unwrap_err();
+            let known = matches!(
+                refusal.error,
+                Error::BadAddress { fault: AddressFault::Host { registered: true }, .. }
+            );
+            assert!(known, "{backing:?}: {}", refusal.error);
+        }
+        let pool = small(&device).backing(Backing::Managed).build().unwrap();
+        let buf = filled(&pool, b"managed memory");
+        // SAFETY: the buffer outlives it, and nothing is copied.
+        drop(unsafe { device.raw_memory(buf.as_ptr() as u64, buf.len(), ()) }.unwrap());
+        drop((buf, pool, device));
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
     });
 }
