@@ -195,12 +195,14 @@ mod linux {
     }
 
     /// The NUMA node that a PCI device hangs on. `None`: the system does not say.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs are asked about"))]
     pub(crate) fn pci_node(bus: &str) -> Option<u32> {
         let path = format!("/sys/bus/pci/devices/{}/numa_node", bus.to_ascii_lowercase());
         fs::read_to_string(path).ok()?.trim().parse().ok()
     }
 
     /// The kernel's version, as major and minor number.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs are asked about"))]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         // SAFETY: text fields, for which zeros are empty strings.
         let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -213,6 +215,7 @@ mod linux {
         kernel_version(release.to_str().ok()?)
     }
 
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only GPUs are asked about"))]
     pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))

@@ -242,7 +242,13 @@ impl Regions {
 
     /// Whether another device takes over where one has failed with this.
     fn goes_on_after(&self, error: Option<&Error>) -> bool {
-        error.is_some_and(|e| e.class() == ErrorClass::Sticky) && self.living().is_some()
+        let Some((error, next)) = error.filter(|e| e.class() == ErrorClass::Sticky).zip(self.living()) else {
+            return false;
+        };
+        tracing::warn!(
+            target: "pinpool::region", device = next.name(), %error, "another device pins in place of a lost one"
+        );
+        true
     }
 
     /// Maps and pins `len` bytes on the device's worker thread, and hands each extent to `serve` as soon as it is

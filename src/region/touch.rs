@@ -175,14 +175,12 @@ impl Work {
         }
         let before = Instant::now();
         touch(base, len);
+        let mut gives_up = false;
         if guarded && !plain {
             if before.elapsed() < SLOW {
                 self.slow.store(0, Ordering::Relaxed);
-            } else if self.slow.fetch_add(1, Ordering::Relaxed) + 1 == PATIENCE {
-                tracing::info!(
-                    target: "pinpool::region",
-                    "huge pages do not come cheaply here: the rest of the region has ordinary ones"
-                );
+            } else {
+                gives_up = self.slow.fetch_add(1, Ordering::Relaxed) + 1 == PATIENCE;
             }
         }
         let mut progress = self.progress.lock();
@@ -193,6 +191,13 @@ impl Work {
         }
         drop(progress);
         self.moved.notify_all();
+        // After the unit was counted, which somebody waits for: a subscriber is the caller's code, and may panic.
+        if gives_up {
+            tracing::info!(
+                target: "pinpool::region",
+                "huge pages do not come cheaply here: the rest of the region has ordinary ones"
+            );
+        }
         true
     }
 }
