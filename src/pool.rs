@@ -646,7 +646,8 @@ impl Pool {
     /// inside of it. It counts against the capacity: leave room for it with
     /// [`initial`](crate::PoolBuilder::initial). Like every region it goes when it is idle and [trimmed](Self::trim), or makes
     /// way for another, or with the pool: then it is unpinned and the value is dropped, on the device's worker thread. It
-    /// is never part of a reserve. Forked children see it, unlike regions of the pool's own, as the system lets them.
+    /// is never part of a reserve, and where the pool's devices hang on several NUMA nodes it counts to the first one's
+    /// share, wherever it lies. Forked children see it, unlike regions of the pool's own, as the system lets them.
     ///
     /// Waits until all of it is pinned, one call for each [extent](crate::PoolBuilder::extent) with room for others in
     /// between: at the system's speed of pinning, some seconds for tens of gigabytes.

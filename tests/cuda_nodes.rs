@@ -239,3 +239,25 @@ fn nodes_are_used_from_many_threads() {
         assert!(pool.shutdown(HANG).drained);
     });
 }
+
+#[test]
+fn what_a_pool_starts_with_is_shared_out_and_not_rounded_away() {
+    on_nodes("what_a_pool_starts_with_is_shared_out_and_not_rounded_away", "0,1", |_| {
+        let (first, second) = both();
+        for (capacity, initial, expected) in [
+            (8 * MIB, 0, 0),
+            // A page is the least, and each node has one.
+            (8 * MIB, 64 << 10, 64 << 10),
+            (128 << 10, 64 << 10, 64 << 10),
+            (8 * MIB, 8 * MIB, 8 * MIB),
+            (8 * MIB, 4096, 8192),
+            (5 * 4096, 5 * 4096, 4 * 4096),
+        ] {
+            let pool = builder(&first, &second).capacity(capacity).initial(initial).build().unwrap();
+            pool.wait_pinned(Some(HANG)).unwrap();
+            assert_eq!(pool.stats().pinned_bytes, expected, "{initial} of {capacity}");
+        }
+        let more = builder(&first, &second).capacity(8 * MIB).initial(8 * MIB + 4096).build().unwrap_err();
+        assert!(matches!(&more, Error::Config(text) if text.contains("8392704")), "{more}");
+    });
+}
