@@ -46,7 +46,8 @@ impl<'a> Request<'a> {
         Self { len, align: SEGMENT_ALIGN, reserve: None, near: None }
     }
 
-    /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.)
+    /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.) Memory
+    /// that the driver allocates starts on a page only, so of each extent there as much may be lost in front.
     #[must_use]
     pub fn align(mut self, align: usize) -> Self {
         self.align = align;

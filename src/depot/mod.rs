@@ -255,7 +255,9 @@ impl Depot {
     /// Checks what can be refused without looking at the memory.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
         let placement = Placement::of(len, align)?;
-        let largest = self.config.largest;
+        // Where regions start less well aligned than that, a part of an extent is lost in front.
+        let lost = self.regions.as_ref().map_or(0, |regions| align.saturating_sub(regions.aligned()));
+        let largest = self.config.largest.saturating_sub(lost);
         if len > largest {
             return Err(Error::TooLong { len, largest });
         }

@@ -55,6 +55,9 @@ use touch::Toucher;
 /// The pause between two calls that pin, as a share of the first of them.
 const ROOM: u32 = 16;
 
+/// What regions of our own start on a multiple of, so that huge pages can back them.
+const REGION_ALIGN: usize = 2 << 20;
+
 /// A region's number in its pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub(crate) u64);
@@ -295,7 +298,7 @@ impl Regions {
 
     /// A mapping for a region that is being made.
     fn map(&self, len: usize, context: &Arc<Context>) -> Result<(RegionId, NonNull<u8>)> {
-        let base = os::map(len, 2 << 20)?;
+        let base = os::map(len, REGION_ALIGN)?;
         // Where the system does not agree the pool works all the same.
         os::dont_fork(base, len);
         // Before anything is touched.
