@@ -261,3 +261,38 @@ fn what_a_pool_starts_with_is_shared_out_and_not_rounded_away() {
         assert!(matches!(&more, Error::Config(text) if text.contains("8392704")), "{more}");
     });
 }
+
+/// The device that pins dies while many wait for what it was to pin.
+#[test]
+fn nobody_who_waits_notices_that_another_device_pins() {
+    on_nodes("nobody_who_waits_notices_that_another_device_pins", "0,0", |d| {
+        for backing in [Backing::Registered, Backing::HostAlloc(HostAllocFlags::default())] {
+            for round in 0..10 {
+                let (first, second) = both();
+                let builder = builder(&first, &second).capacity(24 * MIB).initial(0).backing(backing);
+                let pool = builder.region(2 * MIB).build().unwrap();
+                let got = std::thread::scope(|scope| {
+                    let threads = [0; 4].map(|_| {
+                        scope.spawn(|| {
+                            let get = |_| pool.checkout_timeout(400_000, HANG).unwrap();
+                            (0..5).map(get).collect::<Vec<_>>()
+                        })
+                    });
+                    while pool.stats().checkouts < round {
+                        std::thread::yield_now();
+                    }
+                    d.kill(0, 700);
+                    threads.map(|thread| thread.join().unwrap())
+                });
+                let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+                assert_eq!((pinning.wanted, pinning.error), (pinning.ready, None));
+                assert_eq!(pool.stats().pinned_bytes, pinning.ready);
+                pool.check().unwrap();
+                drop(got);
+                drop((pool, first, second));
+                d.final_report();
+                d.reset();
+            }
+        }
+    });
+}
