@@ -99,7 +99,7 @@ impl PoolBuilder {
     }
 
     /// Bytes that one thread may keep for itself at most, so that its next checkouts cost nothing; four times as much
-    /// may lie between threads. They are taken back when memory is short, and left to the pool when the thread ends.
+    /// may lie between threads; so much for each node where there are several, and for each reserve. They are taken back when memory is short, and left to the pool when the thread ends.
     /// Default: a 32nd of the capacity, at least 256 KiB and at most 64 MiB.
     pub fn thread_cache(mut self, bytes: usize) -> Self {
         self.thread_cache = Some(bytes);
@@ -181,11 +181,14 @@ impl PoolBuilder {
         if region == 0 || extent == 0 {
             return wrong(format!("regions and extents need at least one page ({page})"));
         }
-        let initial = down(self.initial.map_or(region, |bytes| bytes.div_ceil(nodes)));
-        if initial > share {
-            let wanted = self.initial.unwrap_or(initial);
-            return wrong(format!("{wanted} bytes to start with are more than the capacity of {left}"));
-        }
+        let initial = match self.initial {
+            Some(bytes) if down(bytes) > left => {
+                return wrong(format!("{bytes} bytes to start with are more than the capacity of {left}"));
+            }
+            // Each node has its part, if only a page.
+            Some(bytes) => up(down(bytes).div_ceil(nodes)).min(share),
+            None => region,
+        };
         let threads = self
             .pin_threads
             .unwrap_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8));

@@ -46,7 +46,8 @@ impl<'a> Request<'a> {
         Self { len, align: SEGMENT_ALIGN, reserve: None, near: None }
     }
 
-    /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.)
+    /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.) Memory
+    /// that the driver allocates starts on a page only, so of each extent there as much may be lost in front.
     #[must_use]
     pub fn align(mut self, align: usize) -> Self {
         self.align = align;
@@ -210,7 +211,9 @@ impl Pool {
     ///
     /// # Errors
     /// [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`], [`Error::Config`] for an unknown reserve;
-    /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`], and what made growing fail, when no wait can help.
+    /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`], and what made growing fail, when no wait can help;
+    /// [`Error::Exhausted`] in place of a wait on a thread of this crate (in a waker, or where an owner is dropped that was
+    /// left with it).
     #[inline(always)]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         let request = request.into();
@@ -520,6 +523,8 @@ impl Pool {
         };
         let depot = &errand.store.depot;
         let len = depot::sum(errand.wants.iter().map(|w| w.len));
+        // A thread of ours would wait for itself: it pins, or finds out what is done.
+        let patience = if crate::sync::own().is_some() { Patience::None } else { patience };
         let deadline = match patience {
             Patience::None => return Err(depot.exhausted(len)),
             Patience::Until(deadline) => Some(deadline),
@@ -649,7 +654,8 @@ impl Pool {
     /// inside of it. It counts against the capacity: leave room for it with
     /// [`initial`](crate::PoolBuilder::initial). Like every region it goes when it is idle and [trimmed](Self::trim), or makes
     /// way for another, or with the pool: then it is unpinned and the value is dropped, on the device's worker thread. It
-    /// is never part of a reserve. Forked children see it, unlike regions of the pool's own, as the system lets them.
+    /// is never part of a reserve, and where the pool's devices hang on several NUMA nodes it counts to the first one's
+    /// share, wherever it lies. Forked children see it, unlike regions of the pool's own, as the system lets them.
     ///
     /// Waits until all of it is pinned, one call for each [extent](crate::PoolBuilder::extent) with room for others in
     /// between: at the system's speed of pinning, some seconds for tens of gigabytes.

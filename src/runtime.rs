@@ -188,7 +188,7 @@ impl Device {
 fn driver(name: &str) -> Result<Arc<dyn Driver>> {
     let unknown = || Error::UnknownDevice {
         name: name.into(),
-        known: "a device is named auto, host, host:N, cuda, cuda:N, acl or acl:N".into(),
+        known: "a device is named auto, host, host:N, cuda or cuda:N".into(),
     };
     let (family, ordinal) = match name.split_once(':') {
         Some((family, ordinal)) => (family, ordinal.parse::<u32>().map_err(|_| unknown())?),

@@ -171,6 +171,30 @@ pub(crate) fn heavy() {
     }
 }
 
+/// Which of the crate's own threads this is. Code of the caller's runs there too (wakers, owners that are dropped), and must
+/// not wait for what only that very thread does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Own {
+    /// Pins, allocates, drops what others own.
+    Worker,
+    /// Finds out what is done.
+    Reaper,
+}
+
+std::thread_local! {
+    static OWN: std::cell::Cell<Option<Own>> = const { std::cell::Cell::new(None) };
+}
+
+/// This thread is one of the crate's own, for good.
+pub(crate) fn enter(own: Own) {
+    OWN.set(Some(own));
+}
+
+/// Whether, and which.
+pub(crate) fn own() -> Option<Own> {
+    OWN.get()
+}
+
 /// Wakes a task. Wakers are the caller's code, which may panic: whoever wakes has others to wake, and more to do.
 pub(crate) fn wake_task(waker: std::task::Waker) {
     if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| waker.wake())).is_err() {

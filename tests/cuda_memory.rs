@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use doubles::{HANG, Report, StandIn};
 use memmap2::MmapMut;
 use pinpool::{
-    Backing, Device, DeviceBuffer, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool, PoolBuilder,
-    RegisterError, Registered, Result, StableDeref, Stream, SubmitError, Unpinned,
+    AddressFault, Backing, Device, DeviceBuffer, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool,
+    PoolBuilder, RegisterError, Registered, Request, Result, StableDeref, Stream, SubmitError, Unpinned,
 };
 
 const PAGE: usize = 64 << 10;
@@ -737,5 +737,60 @@ fn every_call_fails_once() {
         println!("{runs} runs, {struck} calls made to fail");
         assert!(failures.is_empty(), "{failures:#?}");
         assert!(struck * 10 >= runs * 8, "{struck} of {runs} faults were met");
+    });
+}
+
+/// The driver knows what it has allocated itself as well as what was registered.
+#[test]
+fn a_pools_own_memory_is_told_from_ordinary_memory() {
+    on_stand_in("a_pools_own_memory_is_told_from_ordinary_memory", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        for backing in [Backing::Registered, allocating(HostAllocFlags::default())] {
+            let pool = small(&device).backing(backing).build().unwrap();
+            let buf = filled(&pool, b"host memory");
+            // SAFETY: refused.
+            let refusal = unsafe { device.raw_memory(buf.as_ptr() as u64, buf.len(), ()) }.unwrap_err();
+            let known = matches!(
+                refusal.error,
+                Error::BadAddress { fault: AddressFault::Host { registered: true }, .. }
+            );
+            assert!(known, "{backing:?}: {}", refusal.error);
+        }
+        let pool = small(&device).backing(Backing::Managed).build().unwrap();
+        let buf = filled(&pool, b"managed memory");
+        // SAFETY: the buffer outlives it, and nothing is copied.
+        drop(unsafe { device.raw_memory(buf.as_ptr() as u64, buf.len(), ()) }.unwrap());
+        drop((buf, pool, device));
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
+
+/// What no extent is sure to have room for is refused at once, instead of pinning all of the capacity in search of it.
+#[test]
+fn what_the_driver_allocates_starts_on_a_page_only() {
+    on_stand_in("what_the_driver_allocates_starts_on_a_page_only", |d| {
+        const MIB: usize = 1 << 20;
+        let device = Device::open("cuda:0").unwrap();
+        let largest = 2 * MIB + 4096 - 32;
+        for backing in [Backing::Registered, allocating(HostAllocFlags::default()), Backing::Managed] {
+            for (len, fits) in [(MIB, true), (largest, true), (largest + 1, false), (7 * MIB / 2, false)] {
+                let builder = Pool::builder(&device).capacity(64 * MIB).region(4 * MIB).extent(4 * MIB);
+                let pool = builder.initial(0).backing(backing).build().unwrap();
+                let got = pool.checkout_timeout(Request::new(len).align(2 * MIB), HANG);
+                if fits || backing == Backing::Registered {
+                    assert_eq!(got.unwrap().as_ptr().addr() % (2 * MIB), 0);
+                } else {
+                    assert_eq!(got.unwrap_err(), Error::TooLong { len, largest }, "{backing:?}");
+                    assert_eq!(pool.pinning().wanted, 0);
+                }
+                // A region or two, at any rate.
+                assert!(pool.pinning().wanted <= 12 * MIB, "{:?}", pool.pinning());
+                drop(pool.checkout_timeout(7 * MIB / 2, HANG).unwrap());
+            }
+        }
+        drop(device);
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
     });
 }

@@ -6,7 +6,7 @@
 mod doubles;
 
 use doubles::{HANG, StandIn};
-use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, Request};
+use pinpool::{Backing, Device, Error, HostAllocFlags, Pool, PoolBuilder, RegisterError, Request};
 
 const MIB: usize = 1 << 20;
 
@@ -181,4 +181,118 @@ fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
             return;
         }
     }
+}
+
+/// Growing, adopting, trimming, several at once and tasks that give up, on both nodes at the same time.
+#[test]
+fn nodes_are_used_from_many_threads() {
+    on_nodes("nodes_are_used_from_many_threads", "0,1", |_| {
+        let (first, second) = both();
+        let pool = builder(&first, &second).capacity(4 * MIB).initial(0).reserve("urgent", 256 << 10);
+        let pool = pool.build().unwrap();
+        let devices = [&first, &second];
+        std::thread::scope(|scope| {
+            for thread in 0..4_usize {
+                let pool = &pool;
+                scope.spawn(move || {
+                    for round in 0..150_usize {
+                        let near = devices[(thread + round) % 2];
+                        let len = [100, 5_000, 60_000, 200_000][(thread * 7 + round) % 4];
+                        let request = Request::new(len).near(near);
+                        match round % 6 {
+                            0 => drop(pool.checkout_many(&[request; 2], Some(HANG)).unwrap()),
+                            1 => drop(pool.checkout_async(request)),
+                            2 => {
+                                pool.trim(round * 4096);
+                            }
+                            3 => match pool.adopt(vec![7; 64 << 10]) {
+                                Ok(_) | Err(RegisterError { error: Error::OverCapacity { .. }, .. }) => {}
+                                Err(other) => panic!("{other}"),
+                            },
+                            4 => drop(
+                                pool.checkout_timeout(Request::new(len).reserve("urgent"), HANG).unwrap(),
+                            ),
+                            _ => {
+                                let stream = near.stream().unwrap();
+                                let memory = near.alloc(len).unwrap();
+                                let mut buf = pool.checkout_timeout(request, HANG).unwrap();
+                                buf.try_resize(len, thread as u8).unwrap();
+                                drop(stream.upload(buf, &memory).unwrap());
+                                let landing = pool.checkout_on(&stream, len).unwrap();
+                                let back = stream.download(&memory, landing).unwrap().wait().unwrap();
+                                assert!(back.iter().all(|b| *b == thread as u8));
+                            }
+                        }
+                        let (stats, pinning) = (pool.stats(), pool.pinning());
+                        assert!(stats.pinned_bytes <= stats.capacity_bytes, "{stats:?}");
+                        assert!(pinning.ready <= pinning.wanted && pinning.error.is_none(), "{pinning:?}");
+                    }
+                });
+            }
+        });
+        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+        assert_eq!(pinning.wanted, pinning.ready);
+        pool.check().unwrap();
+        // Those of the reserve stay.
+        assert_eq!((pool.trim(0), pool.pinning().wanted), (pinning.ready, 0));
+        assert_eq!(pool.stats().pinned_bytes, 256 << 10);
+        assert!(pool.shutdown(HANG).drained);
+    });
+}
+
+#[test]
+fn what_a_pool_starts_with_is_shared_out_and_not_rounded_away() {
+    on_nodes("what_a_pool_starts_with_is_shared_out_and_not_rounded_away", "0,1", |_| {
+        let (first, second) = both();
+        for (capacity, initial, expected) in [
+            (8 * MIB, 0, 0),
+            // A page is the least, and each node has one.
+            (8 * MIB, 64 << 10, 64 << 10),
+            (128 << 10, 64 << 10, 64 << 10),
+            (8 * MIB, 8 * MIB, 8 * MIB),
+            (8 * MIB, 4096, 8192),
+            (5 * 4096, 5 * 4096, 4 * 4096),
+        ] {
+            let pool = builder(&first, &second).capacity(capacity).initial(initial).build().unwrap();
+            pool.wait_pinned(Some(HANG)).unwrap();
+            assert_eq!(pool.stats().pinned_bytes, expected, "{initial} of {capacity}");
+        }
+        let more = builder(&first, &second).capacity(8 * MIB).initial(8 * MIB + 4096).build().unwrap_err();
+        assert!(matches!(&more, Error::Config(text) if text.contains("8392704")), "{more}");
+    });
+}
+
+/// The device that pins dies while many wait for what it was to pin.
+#[test]
+fn nobody_who_waits_notices_that_another_device_pins() {
+    on_nodes("nobody_who_waits_notices_that_another_device_pins", "0,0", |d| {
+        for backing in [Backing::Registered, Backing::HostAlloc(HostAllocFlags::default())] {
+            for round in 0..10 {
+                let (first, second) = both();
+                let builder = builder(&first, &second).capacity(24 * MIB).initial(0).backing(backing);
+                let pool = builder.region(2 * MIB).build().unwrap();
+                let got = std::thread::scope(|scope| {
+                    let threads = [0; 4].map(|_| {
+                        scope.spawn(|| {
+                            let get = |_| pool.checkout_timeout(400_000, HANG).unwrap();
+                            (0..5).map(get).collect::<Vec<_>>()
+                        })
+                    });
+                    while pool.stats().checkouts < round {
+                        std::thread::yield_now();
+                    }
+                    d.kill(0, 700);
+                    threads.map(|thread| thread.join().unwrap())
+                });
+                let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+                assert_eq!((pinning.wanted, pinning.error), (pinning.ready, None));
+                assert_eq!(pool.stats().pinned_bytes, pinning.ready);
+                pool.check().unwrap();
+                drop(got);
+                drop((pool, first, second));
+                d.final_report();
+                d.reset();
+            }
+        }
+    });
 }

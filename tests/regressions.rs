@@ -7,7 +7,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Checkout, Device, Error, Pool, PoolBuilder, Request, Stream, Unpinned};
+use pinpool::{Checkout, Device, Error, InFlight, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
 
 fn stepped(memory: usize) -> (HostNode, Device) {
     let node = HostNode::new(HostConfig::new().memory(memory).stepped(1)).unwrap();
@@ -437,4 +437,79 @@ fn a_pool_grows_as_long_as_one_device_is_left() {
         pool.check().unwrap();
         assert_eq!(well.lost(), None);
     }
+}
+
+/// What overflows is too long by the pool's own measure, as anything else that is.
+#[test]
+fn the_largest_length_is_the_pools_own_whatever_was_asked_for() {
+    let device = Device::open("host").unwrap();
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    for len in [2 << 20, usize::MAX / 2, usize::MAX] {
+        let error = pool.checkout(len).unwrap_err();
+        assert!(matches!(error, Error::TooLong { largest, .. } if largest <= 1 << 20), "{len}: {error}");
+    }
+}
+
+/// Threads of the crate run code of the caller's, which must not wait there for what only that thread does.
+#[test]
+fn nobody_waits_for_the_thread_that_he_is_on() {
+    use std::sync::mpsc;
+
+    let device = Device::open("host").unwrap();
+    let build = |initial| {
+        let builder = Pool::builder(&device).capacity(8 << 20).initial(initial).region(4 << 20);
+        builder.unpinned(Unpinned::Allow).build().unwrap()
+    };
+    // An owner is dropped on the thread that pins: a checkout there that has to grow is refused, not waited for.
+    struct Asks(Pool, mpsc::Sender<Result<PinnedBuf, Error>>);
+    impl Drop for Asks {
+        fn drop(&mut self) {
+            let _ = self.1.send(self.0.checkout(3 << 20));
+        }
+    }
+    let pool = build(4 << 20);
+    let _first = pool.checkout(3 << 20).unwrap();
+    let memory = device.alloc(64).unwrap();
+    let (tell, told) = mpsc::channel();
+    #[allow(unsafe_code, reason = "memory by its address")]
+    // SAFETY: the memory outlives what is made of it here.
+    let owned = unsafe { device.raw_memory(memory.address(), 64, Asks(pool.clone(), tell)) };
+    drop(owned.unwrap());
+    let asked = told.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
+    assert!(matches!(asked, Err(Error::Exhausted { .. })), "{asked:?}");
+    // It has made the pool grow all the same.
+    drop(pool.checkout(3 << 20).unwrap());
+
+    // A waker runs on the thread that finds out what is done.
+    struct Waits(Mutex<Option<InFlight<PinnedBuf>>>, mpsc::Sender<Option<Error>>);
+    impl Wake for Waits {
+        fn wake(self: Arc<Self>) {
+            if let Some(flight) = self.0.lock().unwrap().take() {
+                let _ = self.1.send(flight.wait().err());
+            }
+        }
+    }
+    let node = HostNode::new(HostConfig::new().late(Duration::from_millis(20), 3)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(8 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (stream, other, memory) =
+        (device.stream().unwrap(), device.stream().unwrap(), device.alloc(1 << 20).unwrap());
+    let upload = |stream: &Stream| {
+        let mut buf = pool.checkout(1 << 20).unwrap();
+        buf.try_resize(1 << 20, 1).unwrap();
+        stream.upload(buf, &memory).unwrap()
+    };
+    let (tell, told) = mpsc::channel();
+    let first = upload(&stream);
+    // Many more behind it, so that the other is under way when the first wakes.
+    let mut others: Vec<_> = (0..5).map(|_| upload(&other)).collect();
+    let waker = Waker::from(Arc::new(Waits(Mutex::new(others.pop()), tell)));
+    let mut first = Box::pin(first);
+    let polled = first.as_mut().poll(&mut Context::from_waker(&waker));
+    assert!(matches!(polled, Poll::Pending));
+    // Complete by then, or refused: but never waited for.
+    let error = told.recv_timeout(Duration::from_secs(20)).expect("it waits for itself");
+    assert!(matches!(error, None | Some(Error::Unsupported(_))), "{error:?}");
+    drop((first, others));
+    assert!(pool.shutdown(Duration::from_secs(20)).drained);
 }

@@ -254,8 +254,16 @@ impl Depot {
 
     /// Checks what can be refused without looking at the memory.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
-        let placement = Placement::of(len, align)?;
-        let largest = self.config.largest;
+        // What overflows is too long for any pool: for this one by its own measure.
+        let placement = Placement::of(len, align).map_err(|error| match error {
+            Error::TooLong { len, largest } => {
+                Error::TooLong { len, largest: largest.min(self.config.largest) }
+            }
+            error => error,
+        })?;
+        // Where regions start less well aligned than that, a part of an extent is lost in front.
+        let lost = self.regions.as_ref().map_or(0, |regions| align.saturating_sub(regions.aligned()));
+        let largest = self.config.largest.saturating_sub(lost);
         if len > largest {
             return Err(Error::TooLong { len, largest });
         }

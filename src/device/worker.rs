@@ -37,6 +37,7 @@ impl Worker {
         let spawned = std::thread::Builder::new()
             .name(format!("pinpool-{}", driver.name()))
             .spawn(move || {
+                crate::sync::enter(crate::sync::Own::Worker);
                 entering.enter_thread();
                 drop(entering);
                 for job in queue {

@@ -55,6 +55,9 @@ use touch::Toucher;
 /// The pause between two calls that pin, as a share of the first of them.
 const ROOM: u32 = 16;
 
+/// What regions of our own start on a multiple of, so that huge pages can back them.
+const REGION_ALIGN: usize = 2 << 20;
+
 /// A region's number in its pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub(crate) u64);
@@ -242,7 +245,13 @@ impl Regions {
 
     /// Whether another device takes over where one has failed with this.
     fn goes_on_after(&self, error: Option<&Error>) -> bool {
-        error.is_some_and(|e| e.class() == ErrorClass::Sticky) && self.living().is_some()
+        let Some((error, next)) = error.filter(|e| e.class() == ErrorClass::Sticky).zip(self.living()) else {
+            return false;
+        };
+        tracing::warn!(
+            target: "pinpool::region", device = next.name(), %error, "another device pins in place of a lost one"
+        );
+        true
     }
 
     /// Maps and pins `len` bytes on the device's worker thread, and hands each extent to `serve` as soon as it is
@@ -289,7 +298,7 @@ impl Regions {
 
     /// A mapping for a region that is being made.
     fn map(&self, len: usize, context: &Arc<Context>) -> Result<(RegionId, NonNull<u8>)> {
-        let base = os::map(len, 2 << 20)?;
+        let base = os::map(len, REGION_ALIGN)?;
         // Where the system does not agree the pool works all the same.
         os::dont_fork(base, len);
         // Before anything is touched.
@@ -452,6 +461,12 @@ impl Regions {
         }
         let since = Instant::now();
         let mut progress = self.progress.lock();
+        if progress.busy > 0 && crate::sync::own() == Some(crate::sync::Own::Worker) {
+            // It would wait for itself.
+            return Err(Error::Unsupported(
+                "a wait for memory on the thread that pins it; wait on a thread of your own".into(),
+            ));
+        }
         while progress.busy > 0 && !enough(&progress.pinning) {
             match deadline {
                 Some(deadline) => {

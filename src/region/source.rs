@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{Extent, Region, RegionId, Regions, Unpinned, leaked, leave_room};
+use super::{Extent, REGION_ALIGN, Region, RegionId, Regions, Unpinned, leaked, leave_room};
 use crate::device::context::Context;
 use crate::device::{HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
@@ -90,6 +90,11 @@ pub(super) fn page() -> usize {
 }
 
 impl Regions {
+    /// What each region starts on a multiple of.
+    pub(crate) fn aligned(&self) -> usize {
+        if self.options.backing.kind().is_some() { page() } else { REGION_ALIGN }
+    }
+
     /// Has the driver allocate the next extents, each in a job of its own.
     pub(super) fn supply(self: &Arc<Self>, mut supply: Supply) {
         loop {
@@ -182,7 +187,7 @@ impl Regions {
                     target: "pinpool::region", device = context.name(), bytes = len, error = %e,
                     "the driver gives no pinned memory, plain memory takes its place: copies from it are slower and may block"
                 );
-                let base = os::map(len, 2 << 20)?;
+                let base = os::map(len, REGION_ALIGN)?;
                 os::dont_fork(base, len);
                 return Ok((base, Source::Mapped, false));
             }

@@ -138,13 +138,11 @@ impl Toucher {
         Self { work, threads: started }
     }
 
-    /// Returns when the first `end` bytes have been touched.
+    /// Returns when the first `end` bytes have been touched. Touches what nobody has begun with.
     pub(super) fn wait(&self, end: usize) {
         let units = end.min(self.work.len).div_ceil(UNIT);
-        if self.threads.is_empty() {
-            while self.work.progress.lock().upto < units && self.work.step() {}
-            return;
-        }
+        // Whoever waits helps with what it waits for.
+        while self.work.next.load(Ordering::Relaxed) < units && self.work.step() {}
         let mut progress = self.work.progress.lock();
         while progress.upto < units {
             self.work.moved.wait(&mut progress);
@@ -193,14 +191,12 @@ impl Work {
         }
         let before = Instant::now();
         touch(base, len);
+        let mut gives_up = false;
         if guarded && !plain {
             if before.elapsed() < SLOW {
                 self.slow.store(0, Ordering::Relaxed);
-            } else if self.slow.fetch_add(1, Ordering::Relaxed) + 1 == PATIENCE {
-                tracing::info!(
-                    target: "pinpool::region",
-                    "huge pages do not come cheaply here: the rest of the region has ordinary ones"
-                );
+            } else {
+                gives_up = self.slow.fetch_add(1, Ordering::Relaxed) + 1 == PATIENCE;
             }
         }
         let mut progress = self.progress.lock();
@@ -211,6 +207,13 @@ impl Work {
         }
         drop(progress);
         self.moved.notify_all();
+        // After the unit was counted, which somebody waits for: a subscriber is the caller's code, and may panic.
+        if gives_up {
+            tracing::info!(
+                target: "pinpool::region",
+                "huge pages do not come cheaply here: the rest of the region has ordinary ones"
+            );
+        }
         true
     }
 }

@@ -35,6 +35,9 @@ impl Stream {
     /// *synchronised with*, which this crate itself hardly ever does. A server that wants to keep memory, or to see it
     /// go, sets `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD` or calls `cuMemPoolTrimTo`.
     ///
+    /// What is made a part of a graph ([`upload_captured`](Self::upload_captured)) can use it once this stream has come to
+    /// it, since the graph may be launched on any stream: [`synchronize`](Self::synchronize) before the capture begins.
+    ///
     /// Where a device has no such memory (a driver before CUDA 11.2, a device without memory pools) this is
     /// [`Device::alloc`](crate::Device::alloc): usable alike, but the device may be synchronised.
     ///

@@ -110,6 +110,7 @@ impl Reaper {
             std::thread::Builder::new()
                 .name(format!("pinpool-reap-{device}"))
                 .spawn(move || {
+                    crate::sync::enter(crate::sync::Own::Reaper);
                     driver.enter_thread();
                     drop(driver);
                     run(&shared);

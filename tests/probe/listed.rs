@@ -62,7 +62,7 @@ pub const LISTED: &[Listed] = &[
         step: 3,
         call: "cuMemcpyHtoDAsync_v2",
         stand_in: 1,
-        on_driver: OnDriver::Says(0, None),
+        on_driver: OnDriver::Says(0, Some("580.159.04")),
         why: UVA,
     },
     Listed {
@@ -70,7 +70,7 @@ pub const LISTED: &[Listed] = &[
         step: 4,
         call: "cuStreamSynchronize",
         stand_in: 400,
-        on_driver: OnDriver::Says(0, None),
+        on_driver: OnDriver::Says(0, Some("580.159.04")),
         why: OTHER_CURRENT,
     },
     Listed {
@@ -78,7 +78,7 @@ pub const LISTED: &[Listed] = &[
         step: 5,
         call: "cuEventQuery",
         stand_in: 400,
-        on_driver: OnDriver::Says(0, None),
+        on_driver: OnDriver::Says(0, Some("580.159.04")),
         why: OTHER_CURRENT,
     },
     not_tried("str_1_a_stream_that_is_gone", 2, "cuStreamDestroy_v2", 400, STALE),

@@ -86,6 +86,14 @@ impl Timeline {
         }
         let since = Instant::now();
         let late = |now: Instant| deadline.is_some_and(|d| now >= d);
+        if crate::sync::own() == Some(crate::sync::Own::Reaper) {
+            // It would wait for itself.
+            return Err(Error::Unsupported(
+                "a wait for a copy from a waker, which runs on the thread that finds out what is done; wake a task or thread \
+                 of your own, and wait there"
+                    .into(),
+            ));
+        }
         self.flush(tick)?;
         if let Some(stepped) = self.context.driver().stepped() {
             loop {

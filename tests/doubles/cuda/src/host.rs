@@ -57,6 +57,12 @@ impl Hosts {
         (at + len <= start + host.len).then_some(host)
     }
 
+    /// The allocation that has this byte: start, length, context, and whether it is managed.
+    pub fn around(&self, at: usize) -> Option<(usize, usize, usize, bool)> {
+        let (start, host) = self.blocks.range(..=at).next_back()?;
+        (at < start + host.len).then_some((*start, host.len, host.context, host.managed))
+    }
+
     /// Whether these bytes are of one allocation.
     pub fn has(&self, at: usize, len: usize) -> bool {
         self.find(at, len).is_some()

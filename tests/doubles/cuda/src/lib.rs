@@ -92,9 +92,9 @@
 //! | id | step | stand-in | driver | seen | why |
 //! | --- | --- | --- | --- | --- | --- |
 //! | CTX-2 | 3: cuCtxPushCurrent_v2 | 709 | not tried | - | a handle of something destroyed: undefined there |
-//! | CTX-5 | 3: cuMemcpyHtoDAsync_v2 | 1 | 0 | unseen | addresses are one space for all devices, so a stream may copy to another one's memory |
-//! | CTX-5 | 4: cuStreamSynchronize | 400 | 0 | unseen | a stream or event carries its context, so another one may be current |
-//! | CTX-5 | 5: cuEventQuery | 400 | 0 | unseen | a stream or event carries its context, so another one may be current |
+//! | CTX-5 | 3: cuMemcpyHtoDAsync_v2 | 1 | 0 | 580.159.04 | addresses are one space for all devices, so a stream may copy to another one's memory |
+//! | CTX-5 | 4: cuStreamSynchronize | 400 | 0 | 580.159.04 | a stream or event carries its context, so another one may be current |
+//! | CTX-5 | 5: cuEventQuery | 400 | 0 | 580.159.04 | a stream or event carries its context, so another one may be current |
 //! | STR-1 | 2: cuStreamDestroy_v2 | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | STR-1 | 3: cuStreamSynchronize | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | EVT-1 | 2: cuEventQuery | 400 | not tried | - | a handle of something destroyed: undefined there |

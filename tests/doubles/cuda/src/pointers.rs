@@ -47,6 +47,11 @@ impl World {
             let context = self.current("cuPointerGetAttributes").unwrap_or(0);
             return Known { context, kind: 1, ordinal: 0, range, ..nothing };
         }
+        if let Some((start, len, context, managed)) = self.hosts.around(at as usize) {
+            let ordinal = self.contexts.get(&context).map_or(-2, |c| c.device as c_int);
+            let (kind, range) = (if managed { 2 } else { 1 }, Some((start as u64, len)));
+            return Known { context, kind, managed, ordinal, range, ..nothing };
+        }
         let Some((start, block)) = self.blocks.range(..=at).next_back() else { return nothing };
         if at - start >= block.bytes.len() as u64 {
             return nothing;
