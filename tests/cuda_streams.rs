@@ -347,6 +347,8 @@ fn memory_may_outlive_the_stream_that_it_was_allocated_on() {
         let stream = adopt(&device, raw).unwrap();
         let (used, unused) = (stream.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap());
         stream.upload_blocking(&bytes(1, LEN), &used).unwrap();
+        // Freed when the stream has come to it, and not before.
+        drop(stream.alloc(LEN).unwrap());
         stream.synchronize().unwrap();
         // As `adopt_stream` has it: all that was submitted is known to be complete.
         gpu.ok("cuStreamDestroy_v2", &[raw]);

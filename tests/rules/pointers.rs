@@ -156,6 +156,18 @@ rules! {
         d.broken(&["POOL-4"]);
     }
 
+    pool_5_memory_is_freed_plainly_once_it_is_there (ready) |d| {
+        let stream = d.stream();
+        let memory = d.pooled(64, stream);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        says!(d, 0, "cuMemFree_v2", memory);
+        d.broken(&[]);
+        let memory = d.pooled(64, stream);
+        says!(d, 0, "cuMemFree_v2", memory);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        d.broken(&["POOL-5"]);
+    }
+
     host_1_host_functions_make_no_calls (ready) |d| {
         static ASKED: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         extern "C" fn asks(query: *mut std::ffi::c_void) {

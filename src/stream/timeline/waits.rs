@@ -69,7 +69,8 @@ impl Timeline {
         // What failed is tried again by the reaper, but for a capture that this very thread may be about to end.
         if tick >= open || (tick <= unmarked && self.is_shared()) {
             // (Of this stream, or on the legacy default stream of another.)
-            if self.close_open().is_err_and(|error| error.class() == ErrorClass::Capture) {
+            let closed = self.close_open();
+            if self.is_shared() && closed.is_err_and(|error| error.class() == ErrorClass::Capture) {
                 return Err(Error::Capturing { what: "recording a mark", remedy: "end the capture first" });
             }
         }

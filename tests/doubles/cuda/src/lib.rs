@@ -70,6 +70,7 @@
 //! | POOL-2 | names memory in a copy that was freed in stream order | 1 |
 //! | POOL-3 | frees in stream order what is not the start of such an allocation, or was freed | 1 |
 //! | POOL-4 | frees memory in stream order that a copy uses which is not ordered before | the copy runs first |
+//! | POOL-5 | frees memory in stream order by `cuMemFree` before the stream has come to the allocation | it is freed |
 //! | HOST-1 | makes a call from a host function | 800 |
 //! | CAP-5 | uses the legacy default stream while a blocking stream of its context is captured | 906, and the capture is spoiled |
 //! | CAP-6 | makes a capturing stream wait for an event of outside | 905, and the capture is spoiled |

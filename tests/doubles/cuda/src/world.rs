@@ -731,6 +731,9 @@ impl World {
         if self.run_users(|place, _| matches!(place, Place::Device(p) if (at..at + len).contains(p))) {
             let _: Outcome = self.violate("MEM-8", format!("{at:#x} is used by a queued copy"), 0);
         }
+        if self.blocks.get(&at).is_some_and(|b| matches!(b.kind, Kind::Pool { born: false, .. })) {
+            let _: Outcome = self.violate("POOL-5", format!("{at:#x} is not there yet"), 0);
+        }
         self.blocks.remove(&at);
         Ok(())
     }
