@@ -262,6 +262,25 @@ fn what_a_pool_starts_with_is_shared_out_and_not_rounded_away() {
     });
 }
 
+#[test]
+fn memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead() {
+    on_nodes("memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead", "0,0", |d| {
+        let (first, second) = both();
+        let pool = builder(&first, &second).initial(0).build().unwrap();
+        d.kill(0, 700);
+        let adopted = pool.adopt(vec![0_u8; MIB]).map_err(|e| e.error).unwrap();
+        assert!(first.lost().is_some() && adopted.pinned == adopted.len);
+        assert_eq!((pool.pinning().wanted, pool.trim(0)), (adopted.len, adopted.len));
+        // The worker has unpinned it when it has done what came later.
+        second.register(vec![0; 1]).map_err(|e| e.error).unwrap().into_inner().unwrap();
+        // Where all are dead, the caller is told, and has the memory back.
+        d.kill(1, 700);
+        let refused = pool.adopt(vec![0_u8; MIB]).unwrap_err();
+        assert!(refused.error.is_sticky() && refused.memory.is_some_and(|m| m.len() == MIB));
+        assert_eq!(pool.pinning().wanted, 0);
+    });
+}
+
 /// The device that pins dies while many wait for what it was to pin.
 #[test]
 fn nobody_who_waits_notices_that_another_device_pins() {

@@ -75,7 +75,7 @@ impl Regions {
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
-        let (len, context) = (adoptee.len, self.context());
+        let (len, mut context) = (adoptee.len, self.context());
         {
             let mut progress = self.progress.lock();
             progress.busy += 1;
@@ -95,6 +95,11 @@ impl Regions {
             longest = longest.max(took);
             match pinned {
                 Ok(pinned) => extents.push(Extent { offset, len: piece.len, pinned }),
+                // Found to be lost by this very call, before it has pinned anything.
+                Err(error) if extents.is_empty() && self.goes_on_after(Some(&error)) => {
+                    context = self.context();
+                    continue;
+                }
                 Err(error) => {
                     let clean = roll_back(&context, &adoptee, &extents);
                     // Not an attempt of the pool's to grow: the caller gets the error.
