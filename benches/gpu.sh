@@ -3,7 +3,7 @@
 #   benches/gpu.sh OUT [EXECUTABLES]
 # EXECUTABLES is a folder with the bench executables `completion`, `pinning` and `overlap`, and `checkout` if that is to be
 # run too (stripped ones of another machine will do); without it all are built here. In the environment: PIN_GIB, what is
-# pinned (24), SECONDS_BEHIND, how long the reaper's kernel runs (10), and PINPOOL_BENCH_THREADS for `checkout` (1,4,16).
+# pinned (24), SECONDS_BEHIND, how long the reaper's kernel runs (10), and PINPOOL_BENCH_THREADS for `checkout` (1,16).
 #
 # OUT/machine.txt says where it ran, OUT/tables.txt what each part printed, OUT/checkout.txt what `checkout` did (which uses
 # no GPU, but shows this machine), OUT/gates.txt the gates of all parts, and OUT/lines.txt all figures as lines of: name
@@ -65,7 +65,7 @@ part overlap 45 "$bin/overlap"
 part peers 150 bash "$here/peers/run.sh"
 
 if [ -x "$bin/checkout" ]; then
-    part checkout 150 env PINPOOL_BENCH_THREADS="${PINPOOL_BENCH_THREADS:-1,4,16}" "$bin/checkout"
+    part checkout 150 env PINPOOL_BENCH_THREADS="${PINPOOL_BENCH_THREADS:-1,16}" "$bin/checkout"
     mv "$work/checkout.txt" "$out/checkout.txt"
 fi
 

@@ -15,7 +15,7 @@
 //! Before the first round as much memory is once mapped, touched and unmapped, since a virtual machine may be given its
 //! memory only then.
 //!
-//! *worst neighbour* is the longest `cuMemGetInfo` of a second process meanwhile, which this one starts (itself, with
+//! *worst neighbour* (and, while memory is unpinned, *unpinning*) is the longest `cuMemGetInfo` of a second process meanwhile, which this one starts (itself, with
 //! `--neighbour`) and which calls it all the time, with 100 us between two calls; what a call takes while nobody pins is
 //! printed first. A call that is under way when a contender ends is waited for and counted.
 //!
@@ -39,6 +39,8 @@ use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, qu
 use pinpool::{Device, HugePages, Pool, Unpinned};
 
 const GIB: usize = 1 << 30;
+/// Between two contenders.
+const SETTLE: Duration = Duration::from_millis(300);
 
 // --- the neighbour -----------------------------------------------------------------------------------------------------
 
@@ -124,6 +126,15 @@ impl Neighbour {
         assert_eq!(self.read(), "begun");
     }
 
+    /// From pinning to unpinning: what was felt so far.
+    fn turn(neighbour: &mut Option<Self>) -> Option<Felt> {
+        neighbour.as_mut().map(|neighbour| {
+            let felt = neighbour.end();
+            neighbour.begin();
+            felt
+        })
+    }
+
     fn end(&mut self) -> Felt {
         writeln!(self.ask, "end").expect("the neighbour listens");
         let text = self.read();
@@ -146,6 +157,8 @@ impl Drop for Neighbour {
 /// What one contender took in one round, in seconds.
 #[derive(Clone, Copy)]
 struct Taken {
+    /// What the neighbour felt while memory was pinned, if there is one.
+    felt: Option<Felt>,
     bytes: usize,
     pin: f64,
     first: f64,
@@ -175,17 +188,24 @@ fn resident() -> usize {
     pages.expect("a number of pages") * unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize
 }
 
-fn host_alloc(driver: &Driver, bytes: usize) -> Taken {
+fn host_alloc(driver: &Driver, bytes: usize, neighbour: &mut Option<Neighbour>) -> Taken {
     let since = Instant::now();
     let start = driver.host_alloc(bytes);
     let pin = since.elapsed().as_secs_f64();
+    let felt = Neighbour::turn(neighbour);
     let since = Instant::now();
     // SAFETY: just allocated, and not used.
     unsafe { driver.host_free(start) };
-    Taken { bytes, pin, first: pin, unpin: since.elapsed().as_secs_f64() }
+    Taken { felt, bytes, pin, first: pin, unpin: since.elapsed().as_secs_f64() }
 }
 
-fn pool(device: &Device, bytes: usize, threads: usize, small: bool) -> Taken {
+fn pool(
+    device: &Device,
+    bytes: usize,
+    threads: usize,
+    small: bool,
+    neighbour: &mut Option<Neighbour>,
+) -> Taken {
     let before = resident();
     let builder = Pool::builder(device).capacity(bytes).initial(bytes).region(bytes);
     let builder = builder.pin_threads(threads);
@@ -199,6 +219,7 @@ fn pool(device: &Device, bytes: usize, threads: usize, small: bool) -> Taken {
     let pin = since.elapsed().as_secs_f64();
     assert!(pinning.error.is_none() && pinning.ready == bytes, "{pinning:?}");
     drop(buf);
+    let felt = Neighbour::turn(neighbour);
     let since = Instant::now();
     drop(pool);
     // All but a hundredth: other things come and go.
@@ -206,7 +227,7 @@ fn pool(device: &Device, bytes: usize, threads: usize, small: bool) -> Taken {
         assert!(since.elapsed() < Duration::from_secs(60), "the memory does not come back");
         std::thread::sleep(Duration::from_millis(1));
     }
-    Taken { bytes, pin, first, unpin: since.elapsed().as_secs_f64() }
+    Taken { felt, bytes, pin, first, unpin: since.elapsed().as_secs_f64() }
 }
 
 /// Has the system give the machine its memory.
@@ -266,18 +287,23 @@ fn main() {
     }
 
     let new = || Rounds::new(ways.len());
-    let (mut pin, mut unpin, mut first, mut worst) = (new(), new(), new(), new());
+    let (mut pin, mut unpin, mut first) = (new(), new(), new());
+    let (mut worst, mut worst_after) = (new(), new());
     let mut calls = vec![0; ways.len()];
     for round in 0..rounds {
         for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
+            // What the one before has freed is still being cleared away.
+            std::thread::sleep(SETTLE);
             neighbour.iter_mut().for_each(Neighbour::begin);
             let taken = match (ways[i], driver) {
-                (Way::HostAlloc, Some(driver)) => host_alloc(driver, alloc_bytes),
+                (Way::HostAlloc, Some(driver)) => host_alloc(driver, alloc_bytes, &mut neighbour),
                 (Way::HostAlloc, None) => unreachable!("not without a driver"),
-                (Way::Pool { threads, small }, _) => pool(&device, bytes, threads, small),
+                (Way::Pool { threads, small }, _) => pool(&device, bytes, threads, small, &mut neighbour),
             };
-            if let Some(felt) = neighbour.as_mut().map(Neighbour::end) {
+            let after = neighbour.as_mut().map(Neighbour::end);
+            if let (Some(felt), Some(after)) = (&taken.felt, after) {
                 worst.add(i, felt.worst * 1e3);
+                worst_after.add(i, after.worst * 1e3);
                 calls[i] += felt.calls;
             }
             pin.add(i, taken.bytes as f64 / taken.pin / 1e9);
@@ -292,14 +318,15 @@ fn main() {
         alloc_bytes / GIB
     );
     println!(
-        "{:<14} {:>9} {:>15} {:>11} {:>11} {:>20} {:>9}",
-        "", "pin GB/s", "quartiles", "first ms", "unpin GB/s", "worst neighbour ms", "of calls"
+        "{:<14} {:>9} {:>15} {:>11} {:>11} {:>20} {:>9} {:>12}",
+        "", "pin GB/s", "quartiles", "first ms", "unpin GB/s", "worst neighbour ms", "of calls", "unpinning"
     );
     for (i, way) in ways.iter().enumerate() {
         let speed = pin.spread(i);
-        let worst = worst.values(i).iter().copied().fold(f64::NAN, f64::max);
+        let most = |rounds: &Rounds| rounds.values(i).iter().copied().fold(f64::NAN, f64::max);
+        let (worst, after) = (most(&worst), most(&worst_after));
         println!(
-            "{:<14} {:>9.2} {:>7.2} {:>7.2} {:>11.1} {:>11.2} {worst:>20.3} {:>9}",
+            "{:<14} {:>9.2} {:>7.2} {:>7.2} {:>11.1} {:>11.2} {worst:>20.3} {:>9} {after:>12.3}",
             way.name(),
             speed.mid,
             speed.low,

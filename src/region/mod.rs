@@ -52,8 +52,10 @@ use source::{Source, Supply};
 pub use touch::HugePages;
 use touch::Toucher;
 
-/// The pause between two calls that pin, as a share of the first of them.
-const ROOM: u32 = 16;
+/// The pause between two calls that pin or unpin, as a share of the first of them.
+const ROOM: u32 = 32;
+/// Calls that are shorter keep nobody waiting.
+const SHORT: Duration = Duration::from_micros(200);
 
 /// What regions of our own start on a multiple of, so that huge pages can back them.
 const REGION_ALIGN: usize = 2 << 20;
@@ -551,9 +553,9 @@ impl Drop for Regions {
     }
 }
 
-/// Waits before a call that pins, where the last one (when it was over, and how long it took) was just now.
+/// Waits before a call that pins or unpins, where the last one (when it was over, and how long it took) was just now.
 fn leave_room(last: Option<(Instant, Duration)>) {
-    if let Some((over, took)) = last {
+    if let Some((over, took)) = last.filter(|(_, took)| *took > SHORT) {
         std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
     }
 }

@@ -215,12 +215,17 @@ impl Region {
             return free(context, base, len, kind);
         }
         let mut stuck = false;
+        let mut last = None;
         for extent in &self.extents {
             // SAFETY: within the region.
             let start = unsafe { self.base.add(extent.offset) };
             if extent.pinned {
+                leave_room(last);
+                let call = Instant::now();
                 // SAFETY: pinned once, unpinned once, and nobody can reach it any more.
-                if let Err(error) = unsafe { context.driver().unpin(start, extent.len) } {
+                let unpinned = unsafe { context.driver().unpin(start, extent.len) };
+                last = Some((Instant::now(), call.elapsed()));
+                if let Err(error) = unpinned {
                     tracing::error!(
                         target: "pinpool::region", device = context.name(), bytes = extent.len, %error,
                         "memory cannot be unpinned: it is leaked"
