@@ -56,11 +56,12 @@ msrv() { sed -n 's/^rust-version *= *"\([0-9.]*\)"/\1/p' Cargo.toml; }
 
 # The test targets that run code. Those that use trybuild run the compiler, and gain nothing from a sanitizer or mutants.
 run_tests() {
-    local file
+    local file name
     printf -- '--lib'
-    for file in tests/*.rs; do
+    for file in tests/*.rs tests/*/main.rs; do
         [ -e "$file" ] || continue
-        grep -q trybuild "$file" || printf -- ' --test %s' "$(basename "$file" .rs)"
+        name="$(basename "${file%/main.rs}" .rs)"
+        grep -q trybuild "$file" || printf -- ' --test %s' "$name"
     done
     printf '\n'
 }
