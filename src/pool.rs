@@ -796,12 +796,14 @@ impl Pool {
         stats
     }
 
-    /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or lands.
-    fn flight(&self, store: &Store) -> (usize, usize, u64) {
-        let mut sum = (store.depot.joint_bytes(), 0, 0);
+    /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or lands. No
+    /// number: something is half-way.
+    fn flight(&self, store: &Store) -> (usize, usize, Option<u64>) {
+        let mut sum = (store.depot.joint_bytes(), 0, Some(0));
         for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
             let (flight, moves) = timeline.flight(store.depot.number());
-            sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, sum.2 + moves);
+            let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
+            sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
         }
         sum
     }
@@ -833,7 +835,7 @@ impl Pool {
                 _ => census.quarantined += bytes,
             })?;
             let s = store.depot.snapshot();
-            if s == before && (in_flight, claimed, moves) == self.flight(store) {
+            if s == before && moves.is_some() && (in_flight, claimed, moves) == self.flight(store) {
                 let sum = s.free + s.out + s.quarantined + s.cut;
                 if sum != s.total {
                     return Err(format!("the parts sum to {sum} of {}: {s:?}", s.total));

@@ -222,6 +222,7 @@ impl Timeline {
             state.lost = Some(error.clone());
         }
         let marks = std::mem::take(&mut state.marks).into_iter().chain(std::mem::take(&mut state.doubtful));
+        self.booking.fetch_add(1, Ordering::Relaxed);
         state.quarantine(self.is_dead(), &mut after);
         state.take_wakes(&mut after, |_| true);
         drop(state);
@@ -231,6 +232,8 @@ impl Timeline {
             marks.for_each(|(_, event)| self.context.recycle(event));
         }
         after.run();
+        // Release: pairs with the acquire in `flight`.
+        self.booking.fetch_sub(1, Ordering::Release);
     }
 
     /// The reaper's look: closes what has been open since the last look (or at once, with `now`), and asks.

@@ -140,6 +140,9 @@ pub(crate) struct Timeline {
     completed: CachePadded<AtomicU64>,
     /// Whether somebody asks just now.
     asking: AtomicBool,
+    /// Who is about to book what was quarantined: raised under the state's lock, with the segments' words, and lowered when
+    /// their depots know. (Not loom's: only checks look.)
+    booking: std::sync::atomic::AtomicU32,
     state: Mutex<State>,
 }
 
@@ -179,6 +182,7 @@ impl Timeline {
             reaper,
             completed: CachePadded::new(AtomicU64::new(0)),
             asking: AtomicBool::new(false),
+            booking: std::sync::atomic::AtomicU32::new(0),
             state: Mutex::new(State {
                 open: 1,
                 open_entries: 0,
@@ -336,7 +340,9 @@ impl Timeline {
         state.open_entries += 1;
         state.open_bytes += entry.bytes;
         state.insert(tick, entry);
-        if state.lost.is_some() {
+        let lost = state.lost.is_some();
+        if lost {
+            self.booking.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             state.quarantine(self.is_dead(), &mut after);
         }
         let lingers = self.lingers && !shared;
@@ -347,6 +353,10 @@ impl Timeline {
             self.reaper.list(self);
         }
         after.run();
+        if lost {
+            // Release: pairs with the acquire in `flight`.
+            self.booking.fetch_sub(1, std::sync::atomic::Ordering::Release);
+        }
         if close {
             self.close_submitted();
         }
@@ -355,11 +365,14 @@ impl Timeline {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// Bytes of a depot that are in flight here, and how many of these are claimed; and a count of all changes so far.
-    pub(crate) fn flight(&self, depot: u64) -> (Flight, u64) {
+    /// Bytes of a depot that are in flight here, and how many of these are claimed; and a count of all changes so far, if
+    /// none is half-way.
+    pub(crate) fn flight(&self, depot: u64) -> (Flight, Option<u64>) {
         let state = self.state.lock();
         let flight = state.flights.iter().find(|f| f.0 == depot).map_or_else(Flight::default, |f| f.1);
-        (flight, state.moves)
+        // Acquire: pairs with the releases behind `booking`.
+        let booked = self.booking.load(std::sync::atomic::Ordering::Acquire) == 0;
+        (flight, booked.then_some(state.moves))
     }
 
     /// A mark for everything submitted so far, without an entry: for those who only need to know.
