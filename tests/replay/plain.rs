@@ -21,6 +21,7 @@ pub trait Remote: Send + Sync {
     fn write(&self, words: &[u64]);
     fn read(&self, words: &mut [u64]);
     /// Its address on the device.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's memory has one"))]
     fn at(&self) -> u64;
 }
 
