@@ -46,11 +46,11 @@
 //!
 //! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not pinned.
 //! Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be in other hands.
-//! [`PinnedBuf`] is a `HostSlice` by itself, so hand over the buffer, not a slice of it: `memcpy_htod(&buf, ..)` waits for
-//! the copy before it returns. But only as cudarc waits: where its context has an error on record, from an event that could
-//! not be recorded, say, or from a slice dropped by another thread, cudarc skips the wait, and returns `Ok` with the copy under
-//! way (seen with 0.19.10). [`CudarcStream::upload_to`] and [`CudarcStream::download_from`] do not rely on that, and do
-//! not wait either: prefer them.
+//! **Never hand a slice of a pinned buffer to cudarc's own copies.** [`CudarcStream::upload_to`] and
+//! [`CudarcStream::download_from`] take the buffer for as long as the copy needs it, and
+//! [`CudarcStream::upload_to_blocking`] and [`CudarcStream::download_from_blocking`] borrow it and return when the device
+//! has let go. ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's on purpose: cudarc skips the wait that such a
+//! slice asks for while its context has an error on record, and returns `Ok` with the copy under way, seen with 0.19.10.)
 //!
 //! # Captures
 //!
@@ -74,10 +74,10 @@ use std::sync::Arc;
 
 use ::cudarc::driver::{
     CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice,
-    HostSlice, SyncOnDrop,
+    SyncOnDrop,
 };
 
-use crate::buffer::{InFlight, Lend, PinnedBuf};
+use crate::buffer::{InFlight, Lend};
 use crate::copy::Landing;
 use crate::device::StreamHandle;
 use crate::error::{Error, Result, SubmitError};
@@ -161,6 +161,34 @@ impl CudarcStream {
             }
             Err(error) => Err(SubmitError::refused(error, landing)),
         }
+    }
+
+    /// Copies borrowed memory, pinned or not, to the front of a `CudaSlice` or `CudaViewMut` in stream order, and returns when
+    /// the device has let go of it, on an error too.
+    ///
+    /// # Errors
+    /// As for [`Stream::upload_blocking`] and [`upload_to`](Self::upload_to).
+    pub fn upload_to_blocking<T: bytemuck::AnyBitPattern>(
+        &self,
+        src: &[u8],
+        dst: &mut impl SliceMut<T>,
+    ) -> Result<()> {
+        let (range, guard) = self.target(dst)?;
+        let done = self.ours.upload_blocking(src, range);
+        self.release(guard);
+        done
+    }
+
+    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into borrowed memory in stream order, and returns when it has
+    /// landed. After an error the contents of `dst` are undefined.
+    ///
+    /// # Errors
+    /// As for [`Stream::download_blocking`] and [`upload_to`](Self::upload_to).
+    pub fn download_from_blocking<T>(&self, src: &impl Slice<T>, dst: &mut [u8]) -> Result<()> {
+        let (range, guard) = self.source(src)?;
+        let done = self.ours.download_blocking(range, dst);
+        self.release(guard);
+        done
     }
 
     fn source<'a, T>(&'a self, src: &'a impl Slice<T>) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
@@ -295,21 +323,3 @@ impl<T> Slice<T> for CudaView<'_, T> {}
 impl<T> Slice<T> for CudaViewMut<'_, T> {}
 impl<T> SliceMut<T> for CudaSlice<T> {}
 impl<T> SliceMut<T> for CudaViewMut<'_, T> {}
-
-/// For cudarc's own copies, which with it wait before they return, with one exception: see the module's page.
-impl HostSlice<u8> for PinnedBuf {
-    fn len(&self) -> usize {
-        Self::len(self)
-    }
-
-    unsafe fn stream_synced_slice<'a>(&'a self, stream: &'a CudaStream) -> (&'a [u8], SyncOnDrop<'a>) {
-        (self, SyncOnDrop::sync_stream(stream))
-    }
-
-    unsafe fn stream_synced_mut_slice<'a>(
-        &'a mut self,
-        stream: &'a CudaStream,
-    ) -> (&'a mut [u8], SyncOnDrop<'a>) {
-        (self, SyncOnDrop::sync_stream(stream))
-    }
-}

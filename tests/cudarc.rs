@@ -177,25 +177,25 @@ fn copies_are_in_order_with_what_cudarc_does() {
 }
 
 #[test]
-fn a_buffer_given_to_cudarc_is_read_before_it_is_given_back() {
+fn a_borrowed_buffer_is_read_before_the_call_returns() {
     const LEN: usize = 300_000;
-    beside("a_buffer_given_to_cudarc_is_read_before_it_is_given_back", || {
+    beside("a_borrowed_buffer_is_read_before_the_call_returns", || {
         for (way, stream) in ways() {
-            let device = shared::device(stream.context()).unwrap();
-            let pool = Pool::builder(&device).capacity(LEN + 8192).build().unwrap();
+            let shared = CudarcStream::new(&stream).unwrap();
+            let pool = Pool::builder(shared.device()).capacity(LEN + 8192).build().unwrap();
             let mut slice = on_device(&stream, &vec![0; LEN]);
             for round in 0..5 {
                 let sent = bytes(round, LEN);
                 let mut buf = pool.checkout(LEN).unwrap();
                 buf.extend_from_slice(&sent);
-                stream.memcpy_htod(&buf, &mut slice).unwrap();
+                shared.upload_to_blocking(&buf, &mut slice).unwrap();
                 // The next one, which is the same memory, is written at once.
                 drop(buf);
                 pool.checkout(LEN).unwrap().try_resize(LEN, OLD).unwrap();
                 assert!(stream.clone_dtoh(&slice).unwrap() == sent, "{way}: round {round}");
                 let mut buf = pool.checkout(LEN).unwrap();
                 buf.try_resize(LEN, OLD).unwrap();
-                stream.memcpy_dtoh(&slice, &mut buf).unwrap();
+                shared.download_from_blocking(&slice, &mut buf).unwrap();
                 assert!(*buf == *sent, "{way}: round {round}, back");
             }
         }
