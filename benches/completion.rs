@@ -22,7 +22,9 @@
 //! ranges for each contender as a batch has copies.
 //!
 //! *all in* is the time of whole batches, by copies; *submit* leaves out the waiting at each batch's end: what the
-//! submitting thread pays. Both are means over the threads. *reaper* is the processor time of the pool's own thread. The
+//! submitting thread pays. Both are means over the threads. *until* is the time until the last copy was seen done, in the
+//! median batch and in the one of twenty that takes longest, *after* what comes then, such as taking buffers back from
+//! their handles: both by copies as well. *reaper* is the processor time of the pool's own thread. The
 //! gate is on the whole, `all in`, with the same way of waiting on both sides; what is printed beside it is no gate:
 //! submitting alone leaves out what either side does later, and `event_sync` waits in the driver where `pool_sync` need not.
 //!
@@ -144,8 +146,8 @@ impl Raw {
         }
     }
 
-    /// One batch. The time of the submitting alone.
-    fn batch(&self, way: Way, len: usize) -> Duration {
+    /// One batch.
+    fn batch(&self, way: Way, len: usize) -> Parts {
         let driver = self.driver;
         let since = Instant::now();
         for (i, &event) in self.events.iter().enumerate() {
@@ -170,8 +172,16 @@ impl Raw {
                 wait(|| driver.is_done(last));
             }
         }
-        submitted
+        Parts { submit: submitted, until_seen: since.elapsed() }
     }
+}
+
+/// What a batch took until its last copy was submitted, and until that was seen done. Taking buffers back from their
+/// handles comes after.
+#[derive(Clone, Copy, Default)]
+struct Parts {
+    submit: Duration,
+    until_seen: Duration,
 }
 
 /// Until it is so, asking now and then: alike for all.
@@ -215,10 +225,11 @@ impl Pooled {
         }
     }
 
-    /// One batch. The time of the submitting alone.
-    fn batch(&mut self, way: Way, len: usize) -> Duration {
+    /// One batch.
+    fn batch(&mut self, way: Way, len: usize) -> Parts {
         let since = Instant::now();
-        match way {
+        let mut until_seen = None;
+        let submit = match way {
             Way::Kept => {
                 for (buf, target) in self.kept.drain(..).zip(&self.targets) {
                     self.flights.push(self.stream.upload(buf, target).expect("a copy"));
@@ -226,6 +237,7 @@ impl Pooled {
                 let submitted = since.elapsed();
                 let last = self.flights.last().expect("a batch is not empty");
                 wait(|| last.is_done().expect("the device works"));
+                until_seen = Some(since.elapsed());
                 for flight in self.flights.drain(..) {
                     self.kept.push(flight.wait().expect("the device works"));
                 }
@@ -256,7 +268,8 @@ impl Pooled {
                 }
                 submitted
             }
-        }
+        };
+        Parts { submit, until_seen: until_seen.unwrap_or_else(|| since.elapsed()) }
     }
 }
 
@@ -265,6 +278,11 @@ impl Pooled {
 struct Turn {
     all: f64,
     submit: f64,
+    /// From when a batch's last copy was seen done until the next batch begins.
+    after: f64,
+    /// Until a batch's last copy was seen done: the median batch, and the one of twenty that takes longest.
+    typical: f64,
+    longest: f64,
     /// Processor time of the reaper, noted by the first thread alone, over all threads' copies.
     reaper: f64,
 }
@@ -286,6 +304,7 @@ fn track_thread(
     let copies = (track.batches * track.batch) as f64;
     let reaper = || if first { processor_time(REAPER) } else { Duration::ZERO };
     let mut rounds = Vec::new();
+    let mut seen = Vec::with_capacity(track.batches);
     // The first round warms up.
     for round in 0..=track.rounds {
         let mut turns = vec![Turn::default(); ways.len()];
@@ -303,14 +322,24 @@ fn track_thread(
             let before = reaper();
             barrier.wait();
             let since = Instant::now();
-            let submitted: Duration = (0..track.batches).map(|_| batch()).sum();
+            let mut parts = Parts::default();
+            seen.clear();
+            for _ in 0..track.batches {
+                let Parts { submit, until_seen } = batch();
+                parts.submit += submit;
+                parts.until_seen += until_seen;
+                seen.push(until_seen.as_nanos() as f64);
+            }
             let all = since.elapsed();
             barrier.wait();
             let reaper = reaper().saturating_sub(before);
             enter();
             turns[i] = Turn {
                 all: all.as_nanos() as f64 / copies,
-                submit: submitted.as_nanos() as f64 / copies,
+                submit: parts.submit.as_nanos() as f64 / copies,
+                after: (all - parts.until_seen).as_nanos() as f64 / copies,
+                typical: quantile(&seen, 0.5) / track.batch as f64,
+                longest: quantile(&seen, 0.95) / track.batch as f64,
                 reaper: reaper.as_nanos() as f64 / copies / track.threads as f64,
             };
         }
@@ -344,7 +373,8 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
         for threads in numbers("threads", default) {
             let batches = (copies / threads / batch).max(1);
             let track = Track { len, threads, batch, batches, rounds };
-            let (all, submit, reaper) = track_all(driver, device, &ways, track);
+            let Tracked { all, submit, after, typical, longest, reaper } =
+                track_all(driver, device, &ways, track);
             println!(
                 "\ntracking, {} KiB, {threads} threads: median of {rounds} rounds by turns, {} copies a turn, \
                  {batch} in flight a thread at most",
@@ -352,14 +382,25 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
                 batches * batch * threads,
             );
             println!(
-                "{:<14} {:>9} {:>17} {:>8} {:>15} {:>9} {:>8} {:>9}",
-                "", "all in ns", "quartiles", "ratio", "quartiles", "submit ns", "ratio", "reaper ns"
+                "{:<14} {:>9} {:>17} {:>8} {:>15} {:>9} {:>8} {:>9} {:>9} {:>9} {:>9}",
+                "",
+                "all in ns",
+                "quartiles",
+                "ratio",
+                "quartiles",
+                "submit ns",
+                "ratio",
+                "until ns",
+                "1 of 20",
+                "after ns",
+                "reaper ns"
             );
             let base = at(Way::Event).unwrap_or(0);
             for (i, way) in ways.iter().enumerate() {
                 let (ns, ratio) = (all.spread(i), all.ratio(i, base));
                 println!(
-                    "{:<14} {:>9.0} {:>8.0} {:>8.0} {:>8.3} {:>7.3} {:>7.3} {:>9.0} {:>8.3} {:>9.0}",
+                    "{:<14} {:>9.0} {:>8.0} {:>8.0} {:>8.3} {:>7.3} {:>7.3} {:>9.0} {:>8.3} {:>9.0} \
+                     {:>9.0} {:>9.1} {:>9.0}",
                     way.name(),
                     ns.mid,
                     ns.low,
@@ -369,6 +410,9 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
                     ratio.high,
                     submit.spread(i).mid,
                     submit.ratio(i, base).mid,
+                    typical.spread(i).mid,
+                    longest.spread(i).mid,
+                    after.spread(i).mid,
                     reaper.spread(i).mid,
                 );
             }
@@ -408,13 +452,17 @@ fn track(driver: Option<&'static Driver>, device: &Device) {
     }
 }
 
-/// The figures of all threads: means over them, round by round.
-fn track_all(
-    driver: Option<&'static Driver>,
-    device: &Device,
-    ways: &[Way],
-    track: Track,
-) -> (Rounds, Rounds, Rounds) {
+/// Of all threads.
+struct Tracked {
+    all: Rounds,
+    submit: Rounds,
+    after: Rounds,
+    typical: Rounds,
+    longest: Rounds,
+    reaper: Rounds,
+}
+
+fn track_all(driver: Option<&'static Driver>, device: &Device, ways: &[Way], track: Track) -> Tracked {
     // Kept, shared and fresh ones, and as many again.
     let each = track.len + track.len / 8 + 4096;
     let pool = pool(device, (4 * track.threads * track.batch * each).next_multiple_of(1 << 20));
@@ -427,17 +475,22 @@ fn track_all(
         running.into_iter().map(|thread| thread.join().expect("no thread panics")).collect()
     });
     let new = || Rounds::new(ways.len());
-    let (mut all, mut submit, mut reaper) = (new(), new(), new());
+    let mut tracked =
+        Tracked { all: new(), submit: new(), after: new(), typical: new(), longest: new(), reaper: new() };
     for round in 0..track.rounds {
         for way in 0..ways.len() {
             let sum =
                 |part: fn(Turn) -> f64| threads.iter().map(|thread| part(thread[round][way])).sum::<f64>();
-            all.add(way, sum(|t| t.all) / track.threads as f64);
-            submit.add(way, sum(|t| t.submit) / track.threads as f64);
-            reaper.add(way, sum(|t| t.reaper));
+            let mean = |part: fn(Turn) -> f64| sum(part) / track.threads as f64;
+            tracked.all.add(way, mean(|t| t.all));
+            tracked.submit.add(way, mean(|t| t.submit));
+            tracked.after.add(way, mean(|t| t.after));
+            tracked.typical.add(way, mean(|t| t.typical));
+            tracked.longest.add(way, mean(|t| t.longest));
+            tracked.reaper.add(way, sum(|t| t.reaper));
         }
     }
-    (all, submit, reaper)
+    tracked
 }
 
 // --- latency -----------------------------------------------------------------------------------------------------------

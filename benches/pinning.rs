@@ -12,12 +12,12 @@
 //! until the first checkout (of 1 MiB) was served, building included. *unpin* is bytes over the time from dropping the
 //! pool until the process has given the memory back to the system, unmapping included: seen by its resident size, which is
 //! looked at every millisecond. Contenders take turns, several rounds; a round's ratio is to that round's `host_alloc`.
-//! Before the first round as much memory is once mapped, touched and unmapped, since a virtual machine may be given its
-//! memory only then.
+//! Before the first round nearly all free memory is once mapped, touched and unmapped: a virtual machine may be given its
+//! memory only then, and pinning pages that it has just been given was seen to take tens of milliseconds in one call.
 //!
 //! *worst neighbour* (and, while memory is unpinned, *unpinning*) is the longest `cuMemGetInfo` of a second process meanwhile, which this one starts (itself, with
 //! `--neighbour`) and which calls it all the time, with 100 us between two calls; what a call takes while nobody pins is
-//! printed first. A call that is under way when a contender ends is waited for and counted.
+//! printed first; *longest call* is the pool's longest pinning call, as it says itself. A call that is under way when a contender ends is waited for and counted.
 //!
 //! # Running it
 //!
@@ -49,6 +49,9 @@ fn neighbour() {
     #[derive(Default)]
     struct Calls {
         taken: Vec<f64>,
+        /// When each began, from `begin` on.
+        at: Vec<f64>,
+        begun: Option<Instant>,
         /// Calls since the process began.
         ended: u64,
     }
@@ -63,6 +66,9 @@ fn neighbour() {
                 let taken = since.elapsed().as_secs_f64();
                 let mut calls = calls.lock().expect("nobody panics");
                 calls.taken.push(taken);
+                let at =
+                    calls.begun.map_or(0.0, |begun| since.saturating_duration_since(begun).as_secs_f64());
+                calls.at.push(at);
                 calls.ended += 1;
                 drop(calls);
                 changed.notify_all();
@@ -75,13 +81,16 @@ fn neighbour() {
             if line.is_ok_and(|line| line == "begin") {
                 let mut guard = guard;
                 guard.taken.clear();
+                guard.at.clear();
+                guard.begun = Some(Instant::now());
                 println!("begun");
             } else {
                 // The call under way belongs to what was measured.
                 let until = guard.ended + 1;
                 let guard = changed.wait_while(guard, |calls| calls.ended < until).expect("nobody panics");
                 let [mid, worst] = [0.5, 1.0].map(|q| quantile(&guard.taken, q));
-                println!("{mid} {worst} {}", guard.taken.len());
+                let when = guard.taken.iter().position(|&taken| taken == worst).map_or(0.0, |i| guard.at[i]);
+                println!("{mid} {worst} {} {when}", guard.taken.len());
             }
         }
         // The first process is gone.
@@ -95,6 +104,8 @@ struct Felt {
     median: f64,
     worst: f64,
     calls: usize,
+    /// When the longest call began, in seconds from the beginning.
+    when: f64,
 }
 
 /// The first process's end of it.
@@ -139,8 +150,8 @@ impl Neighbour {
         writeln!(self.ask, "end").expect("the neighbour listens");
         let text = self.read();
         let mut parts = text.split(' ').map(|part| part.parse::<f64>().expect("a number"));
-        let mut next = || parts.next().expect("three numbers");
-        Felt { median: next(), worst: next(), calls: next() as usize }
+        let mut next = || parts.next().expect("four numbers");
+        Felt { median: next(), worst: next(), calls: next() as usize, when: next() }
     }
 }
 
@@ -163,6 +174,8 @@ struct Taken {
     pin: f64,
     first: f64,
     unpin: f64,
+    /// The pool's longest pinning call.
+    longest: f64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -196,7 +209,7 @@ fn host_alloc(driver: &Driver, bytes: usize, neighbour: &mut Option<Neighbour>) 
     let since = Instant::now();
     // SAFETY: just allocated, and not used.
     unsafe { driver.host_free(start) };
-    Taken { felt, bytes, pin, first: pin, unpin: since.elapsed().as_secs_f64() }
+    Taken { felt, bytes, pin, first: pin, unpin: since.elapsed().as_secs_f64(), longest: pin }
 }
 
 fn pool(
@@ -227,7 +240,16 @@ fn pool(
         assert!(since.elapsed() < Duration::from_secs(60), "the memory does not come back");
         std::thread::sleep(Duration::from_millis(1));
     }
-    Taken { felt, bytes, pin, first, unpin: since.elapsed().as_secs_f64() }
+    let longest = pinning.longest_call.as_secs_f64();
+    Taken { felt, bytes, pin, first, unpin: since.elapsed().as_secs_f64(), longest }
+}
+
+/// Bytes that can be had without anybody else's loss.
+fn available() -> usize {
+    let text = std::fs::read_to_string("/proc/meminfo").expect("/proc is there");
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<usize>().ok());
+    kib.expect("a number of KiB") << 10
 }
 
 /// Has the system give the machine its memory.
@@ -274,11 +296,12 @@ fn main() {
     for small in [false, true] {
         ways.extend(threads.iter().map(|&threads| Way::Pool { threads, small }));
     }
-    warm_up(bytes.max(alloc_bytes));
+    // On a machine without a GPU nothing is compared, and its memory may be wanted elsewhere.
+    warm_up(if driver.is_some() { available() / 10 * 9 } else { bytes.max(alloc_bytes) });
     if let Some(neighbour) = &mut neighbour {
         neighbour.begin();
         std::thread::sleep(Duration::from_secs(1));
-        let Felt { median, worst, calls } = neighbour.end();
+        let Felt { median, worst, calls, .. } = neighbour.end();
         println!(
             "a neighbour's cuMemGetInfo while nobody pins: median {:.3} ms, worst {:.3} ms of {calls}",
             median * 1e3,
@@ -288,7 +311,7 @@ fn main() {
 
     let new = || Rounds::new(ways.len());
     let (mut pin, mut unpin, mut first) = (new(), new(), new());
-    let (mut worst, mut worst_after) = (new(), new());
+    let (mut worst, mut worst_after, mut longest) = (new(), new(), new());
     let mut calls = vec![0; ways.len()];
     for round in 0..rounds {
         for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
@@ -305,10 +328,22 @@ fn main() {
                 worst.add(i, felt.worst * 1e3);
                 worst_after.add(i, after.worst * 1e3);
                 calls[i] += felt.calls;
+                if felt.worst > 10e-3 && ways[i] != Way::HostAlloc {
+                    println!(
+                        "round {round}, {}: a neighbour's call took {:.1} ms, {:.1} ms after the beginning of {:.1}; the \
+                         pool's longest pinning call {:.1} ms",
+                        ways[i].name(),
+                        felt.worst * 1e3,
+                        felt.when * 1e3,
+                        taken.pin * 1e3,
+                        taken.longest * 1e3
+                    );
+                }
             }
             pin.add(i, taken.bytes as f64 / taken.pin / 1e9);
             unpin.add(i, taken.bytes as f64 / taken.unpin / 1e9);
             first.add(i, taken.first * 1e3);
+            longest.add(i, taken.longest * 1e3);
         }
     }
 
@@ -318,15 +353,23 @@ fn main() {
         alloc_bytes / GIB
     );
     println!(
-        "{:<14} {:>9} {:>15} {:>11} {:>11} {:>20} {:>9} {:>12}",
-        "", "pin GB/s", "quartiles", "first ms", "unpin GB/s", "worst neighbour ms", "of calls", "unpinning"
+        "{:<14} {:>9} {:>15} {:>11} {:>11} {:>20} {:>9} {:>12} {:>12}",
+        "",
+        "pin GB/s",
+        "quartiles",
+        "first ms",
+        "unpin GB/s",
+        "worst neighbour ms",
+        "of calls",
+        "unpinning",
+        "longest call"
     );
     for (i, way) in ways.iter().enumerate() {
         let speed = pin.spread(i);
         let most = |rounds: &Rounds| rounds.values(i).iter().copied().fold(f64::NAN, f64::max);
         let (worst, after) = (most(&worst), most(&worst_after));
         println!(
-            "{:<14} {:>9.2} {:>7.2} {:>7.2} {:>11.1} {:>11.2} {worst:>20.3} {:>9} {after:>12.3}",
+            "{:<14} {:>9.2} {:>7.2} {:>7.2} {:>11.1} {:>11.2} {worst:>20.3} {:>9} {after:>12.3} {:>12.3}",
             way.name(),
             speed.mid,
             speed.low,
@@ -334,6 +377,7 @@ fn main() {
             first.spread(i).mid,
             unpin.spread(i).mid,
             calls[i],
+            most(&longest),
         );
     }
     for (i, way) in ways.iter().enumerate() {

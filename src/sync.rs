@@ -62,6 +62,12 @@ impl<T> Mutex<T> {
         assert!(!self.gone.load(Ordering::Relaxed), "locked after it was dropped");
         guard
     }
+
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        let guard = self.inner.try_lock().ok()?;
+        assert!(!self.gone.load(Ordering::Relaxed), "locked after it was dropped");
+        Some(guard)
+    }
 }
 
 #[cfg(loom)]

@@ -8,10 +8,10 @@
 
 mod doubles;
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use doubles::faults::{self, Fault};
 use doubles::{HANG, StandIn};
 use pinpool::{
     Device, DeviceBuffer, Error, ErrorClass, InFlight, Lend, PinnedBuf, Pool, Result, Stream, SubmitError,
@@ -578,9 +578,6 @@ impl Server {
     }
 }
 
-/// The call, which one of them, the code, and whether it is done all the same.
-type Fault<'a> = (&'a str, u64, u32, bool);
-
 /// Whether it ends the device, or the driver.
 fn is_final(fault: Option<Fault<'_>>) -> bool {
     fault.is_some_and(|f| [4, 700].contains(&f.2))
@@ -642,46 +639,31 @@ fn every_driver_call_fails_once() {
     const TEST: &str = "every_driver_call_fails_once";
     on_stand_in(TEST, |stand_in| {
         // A run that ends the device leaves threads and memory behind, so each has a process of its own.
-        if let Ok(fault) = std::env::var("FAULT") {
-            let parts: Vec<&str> = fault.split(':').collect();
-            let [name, nth, code] = parts[..] else { panic!("{fault}") };
-            let fault = (name, nth.parse().unwrap(), code.parse().unwrap(), false);
+        if let Some((name, nth, code)) = faults::named() {
+            let fault = (name.as_str(), nth, code, false);
             assert_eq!(run(stand_in, Some(fault)).0, Vec::<String>::new(), "{fault:?}");
             return;
         }
-        let (wrong, clean) = run(stand_in, None);
-        assert_eq!((wrong, clean.leaks), (vec![], vec![]), "without any fault");
-        let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
-        println!("{calls:?}");
-        assert!(calls.len() >= 31, "the scenario makes few of the calls");
-        let (mut runs, mut struck, mut failures) = (0, 0, Vec::new());
-        for (name, count) in &calls {
-            // Its first calls, one amid the others, and the last. Threads make them, so which is which varies.
-            let mut turns = vec![1, 2, count / 2, *count];
-            turns.retain(|nth| *nth > 0 && nth <= count);
-            turns.sort_unstable();
-            turns.dedup();
-            let queues =
-                ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchHostFunc", "cuMemFreeAsync"]
-                    .iter()
-                    .any(|q| name.starts_with(q));
-            for nth in turns {
-                for (code, after) in [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]) {
-                    if after && !queues {
-                        continue;
-                    }
-                    let (wrong, _) = run(stand_in, Some((name, nth, code, after)));
-                    (runs, struck) = (runs + 1, struck + stand_in.struck());
-                    failures.extend(wrong.iter().map(|w| format!("{name} {nth} {code} {after}: {w}")));
-                    assert!(failures.len() < 20, "{failures:#?}");
-                }
-                for code in [700, 4] {
-                    doubles::again(TEST, &[("FAULT", &format!("{name}:{nth}:{code}"))]);
-                }
-            }
-        }
-        println!("{runs} runs, {struck} calls made to fail");
-        assert!(failures.is_empty(), "{failures:#?}");
-        assert!(struck * 10 >= runs * 8, "{struck} of {runs} faults were met");
+        let queues = |name: &str| {
+            ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchHostFunc", "cuMemFreeAsync"]
+                .iter()
+                .any(|q| name.starts_with(q))
+        };
+        let sweep = faults::Sweep {
+            test: TEST,
+            // Its first calls, one amid the others, and the last.
+            turns: &|_, count| vec![1, 2, count / 2, count],
+            codes: &|name| {
+                let both = [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]);
+                both.filter(|(_, after)| !after || queues(name)).collect()
+            },
+            apart: &|_, _, _| vec![700, 4],
+            run: &mut |fault| {
+                let (wrong, report) = run(stand_in, fault);
+                assert!(fault.is_some() || report.calls.len() >= 31, "the scenario makes few of the calls");
+                (wrong, report)
+            },
+        };
+        sweep.all(stand_in, &[]);
     });
 }

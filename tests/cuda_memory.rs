@@ -8,12 +8,12 @@
 
 mod doubles;
 
-use std::collections::BTreeMap;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use doubles::faults::{self, Fault};
 use doubles::{HANG, Report, StandIn};
 use memmap2::MmapMut;
 use pinpool::{
@@ -636,14 +636,11 @@ impl User {
     }
 }
 
-/// The call, which one of them, the code, and whether it is done all the same.
-type Fault<'a> = (&'a str, u64, u32);
-
 /// A run with one call failing. What is wrong with it.
 fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
     stand_in.reset();
-    if let Some((name, nth, code)) = fault {
-        stand_in.fail(name, nth, code, false);
+    if let Some((name, nth, code, after)) = fault {
+        stand_in.fail(name, nth, code, after);
     }
     let lost = fault.is_some_and(|f| [4, 700].contains(&f.2));
     // A thread of its own, so that nothing of the driver's state of this thread outlives the run.
@@ -692,17 +689,11 @@ fn every_call_fails_once() {
     const TEST: &str = "every_call_fails_once";
     on_stand_in(TEST, |stand_in| {
         // A run that ends the device leaves threads and memory behind, so each has a process of its own.
-        if let Ok(fault) = std::env::var("FAULT") {
-            let parts: Vec<&str> = fault.split(':').collect();
-            let [name, nth, code] = parts[..] else { panic!("{fault}") };
-            let fault = (name, nth.parse().unwrap(), code.parse().unwrap());
+        if let Some((name, nth, code)) = faults::named() {
+            let fault = (name.as_str(), nth, code, false);
             assert_eq!(run(stand_in, Some(fault)).0, Vec::<String>::new(), "{fault:?}");
             return;
         }
-        let (wrong, clean) = run(stand_in, None);
-        assert_eq!((wrong, clean.leaks), (vec![], vec![]), "without any fault");
-        let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
-        println!("{calls:?}");
         const OURS: [&str; 8] = [
             "cuDeviceGetAttribute",
             "cuMemAllocManaged",
@@ -713,30 +704,24 @@ fn every_call_fails_once() {
             "cuMemHostRegister_v2",
             "cuMemHostUnregister",
         ];
-        assert!(OURS.iter().all(|name| calls.contains_key(*name)), "the scenario makes few of the calls");
-        let (mut runs, mut struck, mut failures) = (0, 0, Vec::new());
-        for (name, count) in &calls {
-            let ours = OURS.contains(&name.as_str());
+        let sweep = faults::Sweep {
+            test: TEST,
             // Each of ours that there is; of the others the first, one amid them and the last.
-            let mut turns: Vec<u64> =
-                if ours { (1..=*count).collect() } else { vec![1, (count / 2).max(1), *count] };
-            turns.dedup();
-            for nth in turns {
-                let codes: &[u32] = if ours { &[1, 2, 801, 900, 999] } else { &[1, 2] };
-                for code in codes {
-                    let (wrong, _) = run(stand_in, Some((name, nth, *code)));
-                    (runs, struck) = (runs + 1, struck + stand_in.struck());
-                    failures.extend(wrong.iter().map(|w| format!("{name} {nth} {code}: {w}")));
-                    assert!(failures.len() < 20, "{failures:#?}");
-                }
-                for code in [700, 4].iter().filter(|_| ours && [1, count / 2, *count].contains(&nth)) {
-                    doubles::again(TEST, &[("FAULT", &format!("{name}:{nth}:{code}"))]);
-                }
-            }
-        }
-        println!("{runs} runs, {struck} calls made to fail");
-        assert!(failures.is_empty(), "{failures:#?}");
-        assert!(struck * 10 >= runs * 8, "{struck} of {runs} faults were met");
+            turns: &|name, count| match OURS.contains(&name) {
+                true => (1..=count).collect(),
+                false => vec![1, count / 2, count],
+            },
+            codes: &|name| {
+                let codes: &[u32] = if OURS.contains(&name) { &[1, 2, 801, 900, 999] } else { &[1, 2] };
+                codes.iter().map(|&code| (code, false)).collect()
+            },
+            apart: &|name, nth, count| match OURS.contains(&name) && [1, count / 2, count].contains(&nth) {
+                true => vec![700, 4],
+                false => vec![],
+            },
+            run: &mut |fault| run(stand_in, fault),
+        };
+        sweep.all(stand_in, &OURS);
     });
 }
 

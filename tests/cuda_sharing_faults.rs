@@ -8,11 +8,11 @@
 
 mod doubles;
 
-use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use doubles::faults::{self, Fault};
 use doubles::gpu::{Raw, bytes};
 use doubles::{HANG, Report, StandIn};
 use pinpool::{Device, Error, InFlight, Lend, PinnedBuf, Pool, Result, Stream, SubmitError, cuda};
@@ -219,8 +219,6 @@ impl Server {
     }
 }
 
-type Fault<'a> = (&'a str, u64, u32, bool);
-
 fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
     stand_in.reset();
     if let Some((name, nth, code, after)) = fault {
@@ -273,21 +271,15 @@ fn every_call_of_sharing_fails_once() {
     };
     // A run that ends the device, or leaks a buffer and with it the device, leaves threads and memory behind, so each has a
     // process of its own.
-    if let Ok(fault) = std::env::var("FAULT") {
-        let parts: Vec<&str> = fault.split(':').collect();
-        let [name, nth, code] = parts[..] else { panic!("{fault}") };
-        let fault = (name, nth.parse().unwrap(), code.parse().unwrap(), false);
+    if let Some((name, nth, code)) = faults::named() {
+        let fault = (name.as_str(), nth, code, false);
         let (wrong, _) = run(&stand_in, Some(fault));
         // Where the driver has ended nothing can be opened, and the error says that it is not there.
         let wrong: Vec<_> = wrong.into_iter().filter(|w| !w.starts_with("adopt_context failed")).collect();
         assert_eq!(wrong, Vec::<String>::new(), "{fault:?}");
         return;
     }
-    let (wrong, clean) = run(&stand_in, None);
-    assert_eq!((wrong, clean.leaks), (vec![], vec![]), "without any fault");
-    let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
-    println!("{calls:?}");
-    for name in [
+    const WANTED: [&str; 9] = [
         "cuCtxGetDevice",
         "cuDevicePrimaryCtxGetState",
         "cuStreamGetCtx",
@@ -297,41 +289,27 @@ fn every_call_of_sharing_fails_once() {
         "cuUserObjectCreate",
         "cuUserObjectRelease",
         "cuGraphRetainUserObject",
-    ] {
-        assert!(calls.contains_key(name), "the scenario does not call {name}");
-    }
-    let (mut runs, mut struck, mut failures) = (0, 0, Vec::new());
-    for (name, count) in &calls {
-        let mut turns = vec![1, 2, 3, count / 2, *count];
-        turns.retain(|nth| *nth > 0 && nth <= count);
-        turns.sort_unstable();
-        turns.dedup();
-        let queues = ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuGraphRetain"];
-        let queues = queues.iter().any(|q| name.starts_with(q));
-        for nth in turns {
-            if name == "cuUserObjectRelease" {
-                for code in [1, 2, 900, 999] {
-                    doubles::again(TEST, &[("FAULT", &format!("{name}:{nth}:{code}"))]);
-                }
-                continue;
-            }
-            for (code, after) in [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]) {
-                if after && !queues {
-                    continue;
-                }
-                let (wrong, _) = run(&stand_in, Some((name, nth, code, after)));
-                (runs, struck) = (runs + 1, struck + stand_in.struck());
-                failures.extend(wrong.iter().map(|w| format!("{name} {nth} {code} {after}: {w}")));
-                assert!(failures.len() < 20, "{failures:#?}");
-            }
-            if nth <= 2 {
-                for code in [700, 4] {
-                    doubles::again(TEST, &[("FAULT", &format!("{name}:{nth}:{code}"))]);
-                }
-            }
-        }
-    }
-    println!("{runs} runs, {struck} calls made to fail");
-    assert!(failures.is_empty(), "{failures:#?}");
-    assert!(struck * 10 >= runs * 8, "{struck} of {runs} faults were met");
+    ];
+    // What it leaks keeps the device.
+    let leaks = |name: &str| name == "cuUserObjectRelease";
+    let queues = |name: &str| {
+        ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuGraphRetain"]
+            .iter()
+            .any(|q| name.starts_with(q))
+    };
+    let sweep = faults::Sweep {
+        test: TEST,
+        turns: &|_, count| vec![1, 2, 3, count / 2, count],
+        codes: &|name| {
+            let both = [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]);
+            both.filter(|(_, after)| !leaks(name) && (!after || queues(name))).collect()
+        },
+        apart: &|name, nth, _| match nth {
+            _ if leaks(name) => vec![1, 2, 900, 999],
+            1 | 2 => vec![700, 4],
+            _ => vec![],
+        },
+        run: &mut |fault| run(&stand_in, fault),
+    };
+    sweep.all(&stand_in, &WANTED);
 }

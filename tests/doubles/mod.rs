@@ -8,6 +8,7 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "loading a library and calling it")]
 
+pub mod faults;
 pub mod gpu;
 
 use std::ffi::CString;

@@ -220,6 +220,8 @@ impl Timeline {
                 "a stream is lost; what is in flight on it is quarantined"
             );
             state.lost = Some(error.clone());
+            // Release: pairs with the acquire in `is_complete`.
+            self.given_up.store(true, Ordering::Release);
         }
         let marks = std::mem::take(&mut state.marks).into_iter().chain(std::mem::take(&mut state.doubtful));
         self.booking.fetch_add(1, Ordering::Relaxed);
@@ -254,6 +256,24 @@ impl Timeline {
             self.close();
         }
         self.ask()
+    }
+
+    /// A look of someone who comes again, for the sake of one tick: closes it if it is open, and asks. Whoever is in the middle
+    /// of something here is not waited for.
+    pub(super) fn glance(&self, tick: u64) {
+        if self.forked() {
+            return;
+        }
+        if let Some(error) = self.context.poisoned() {
+            self.lose(error);
+        }
+        let due = self.state.try_lock().is_some_and(|state| {
+            (state.open_entries > 0 && tick >= state.open) || (state.unmarked > 0 && tick <= state.unmarked)
+        });
+        if due {
+            self.close();
+        }
+        self.ask();
     }
 
     /// Takes the timeline off the reaper's list if nothing is going on. The reaper's own call.

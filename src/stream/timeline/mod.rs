@@ -138,6 +138,9 @@ pub(crate) struct Timeline {
     keeper: OnceLock<Box<dyn Any + Send + Sync>>,
     reaper: Listing,
     completed: CachePadded<AtomicU64>,
+    /// Whether `lost` is set in the state, for those who only look. Set under the lock, with release, before anyone is woken;
+    /// pairs with the acquire in `is_complete`, which then reads the error under the lock.
+    given_up: AtomicBool,
     /// Whether somebody asks just now.
     asking: AtomicBool,
     /// Who is about to book what was quarantined: raised under the state's lock, with the segments' words, and lowered when
@@ -181,6 +184,7 @@ impl Timeline {
             keeper: OnceLock::new(),
             reaper,
             completed: CachePadded::new(AtomicU64::new(0)),
+            given_up: AtomicBool::new(false),
             asking: AtomicBool::new(false),
             booking: std::sync::atomic::AtomicU32::new(0),
             state: Mutex::new(State {

@@ -41,6 +41,10 @@ impl Timeline {
         if self.forked() {
             return Err(Error::Forked);
         }
+        // Acquire: pairs with the release in `lose`.
+        if !self.given_up.load(Ordering::Acquire) {
+            return Ok(false);
+        }
         let state = self.state.lock();
         match &state.lost {
             Some(_) if self.completed.load(Ordering::Acquire) >= tick => Ok(true),
@@ -52,7 +56,7 @@ impl Timeline {
     /// The same, after having had a look.
     pub(crate) fn poll_complete(&self, tick: u64) -> Result<bool> {
         if self.completed.load(Ordering::Acquire) < tick {
-            self.pass(true);
+            self.glance(tick);
         }
         self.is_complete(tick)
     }

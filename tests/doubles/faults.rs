@@ -1,0 +1,75 @@
+//! Every call that a scenario makes of the stand-in, made to fail once.
+//!
+//! A run without a fault says which calls there are and how often each is made; then there is one run for each call, each
+//! turn of it that is asked for, and each code. Threads make the calls, so how many there are varies with the load of the
+//! machine, and a fault that is set for one of the last may find none: that is no failure of the crate's. But each call
+//! must have been met at least by the fault for its first turn, else the sweep shows nothing of it.
+
+use std::collections::BTreeMap;
+
+use super::{Report, StandIn, again};
+
+/// The call, which one of them, the code, and whether it is done all the same.
+pub type Fault<'a> = (&'a str, u64, u32, bool);
+
+/// What is tried.
+pub struct Sweep<'a> {
+    /// The test, which is started again for each fault that needs a process of its own.
+    pub test: &'a str,
+    /// Of a call that is made so often: which ones are to fail.
+    pub turns: &'a dyn Fn(&str, u64) -> Vec<u64>,
+    /// With which codes, and whether what was asked for is done all the same.
+    pub codes: &'a dyn Fn(&str) -> Vec<(u32, bool)>,
+    /// Codes that end the device, or leave threads and memory behind: each in a process of its own.
+    pub apart: &'a dyn Fn(&str, u64, u64) -> Vec<u32>,
+    /// A run of the scenario. What is wrong with it.
+    pub run: &'a mut dyn FnMut(Option<Fault<'_>>) -> (Vec<String>, Report),
+}
+
+/// The fault that a process of its own was started for.
+pub fn named() -> Option<(String, u64, u32)> {
+    let fault = std::env::var("FAULT").ok()?;
+    let parts: Vec<&str> = fault.split(':').collect();
+    let [name, nth, code] = parts[..] else { panic!("{fault}") };
+    Some((name.into(), nth.parse().unwrap(), code.parse().unwrap()))
+}
+
+impl Sweep<'_> {
+    /// All of it. Each of `wanted` must be among the calls. How many calls were made to fail, besides those in processes of
+    /// their own.
+    pub fn all(self, stand_in: &StandIn, wanted: &[&str]) -> u64 {
+        let (wrong, clean) = (self.run)(None);
+        assert_eq!((wrong, clean.leaks), (vec![], vec![]), "without any fault");
+        let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
+        println!("{calls:?}");
+        for name in wanted {
+            assert!(calls.contains_key(*name), "the scenario does not call {name}");
+        }
+        let (mut runs, mut struck, mut failures, mut missed) = (0, 0, Vec::new(), Vec::new());
+        for (name, &count) in &calls {
+            let mut turns = (self.turns)(name, count);
+            turns.retain(|nth| *nth > 0 && *nth <= count);
+            turns.sort_unstable();
+            turns.dedup();
+            for nth in turns {
+                for (code, after) in (self.codes)(name) {
+                    let (wrong, _) = (self.run)(Some((name, nth, code, after)));
+                    let met = stand_in.struck();
+                    (runs, struck) = (runs + 1, struck + met);
+                    if nth == 1 && met == 0 {
+                        missed.push(format!("{name} {code} {after}"));
+                    }
+                    failures.extend(wrong.iter().map(|w| format!("{name} {nth} {code} {after}: {w}")));
+                    assert!(failures.len() < 20, "{failures:#?}");
+                }
+                for code in (self.apart)(name, nth, count) {
+                    again(self.test, &[("FAULT", &format!("{name}:{nth}:{code}"))]);
+                }
+            }
+        }
+        println!("{runs} runs, {struck} calls made to fail");
+        assert!(failures.is_empty(), "{failures:#?}");
+        assert!(missed.is_empty(), "made, and never made to fail: {missed:#?}");
+        struck
+    }
+}
