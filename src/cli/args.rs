@@ -28,6 +28,32 @@ pub enum Command {
     /// download's includes the checksums of what came back.
     #[command(after_help = EXIT_STATUS)]
     Load(Load),
+    /// Look for what stands in the way of pinning and copying here, and say how to put it right
+    ///
+    /// Looks at limits, control groups, memory, huge pages, NUMA, the kernel, the IOMMU and the accelerator's driver; then
+    /// pins a little, copies it both ways, compares every byte, and says how fast that was and should be. Nothing is
+    /// changed.
+    #[command(after_help = DOCTOR_STATUS)]
+    Doctor(Doctor),
+}
+
+const DOCTOR_STATUS: &str = "Exit status: 0 when no check failed (warnings may be there), 1 when one did, 2 for a command \
+                             line that cannot be obeyed.";
+
+#[derive(Debug, clap::Args)]
+pub struct Doctor {
+    /// The device: auto, host, host:N, cuda:N or acl:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: String,
+    /// The memory that the server's pool is to pin, which limits are compared with
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
+    pub capacity: usize,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+    /// Read /proc, /sys and /dev below this folder, for tests
+    #[arg(long, value_name = "DIR", hide = true)]
+    pub root: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Args)]

@@ -1,0 +1,414 @@
+//! The proof: a device is opened, a little memory is pinned through a real pool, copied both ways and compared, and the
+//! speed is set beside what this machine should give.
+//!
+//! What it should give is known by the PCIe link for a device on one; for the host device, whose copies are the
+//! processor's, by copying as much between two ordinary buffers at the same time of day. Several copies are in flight
+//! at once and the best of a few rounds counts, since a busy machine makes single ones slow. A device that does not
+//! answer is given up on after a while; its buffers are the pool's to keep then, and the findings are told all the same.
+
+use std::time::{Duration, Instant};
+
+use pinpool::{Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Stream, Unpinned};
+
+use super::report::{size, speed};
+use super::{Case, Check, Maker, Measured, Status, link};
+use crate::cli::doctor::place::By;
+
+/// Bytes to pin at most, and at least, whatever the capacity.
+const MOST: u64 = 64 << 20;
+const LEAST: u64 = 1 << 20;
+/// Copies in flight at once. Segments are an eighth larger than buffers at most, so as many eighths of the pool fit.
+const COUNT: usize = 6;
+const ROUNDS: usize = 5;
+/// Longer than any of this takes on a device that works.
+const HANG: Duration = Duration::from_secs(20);
+/// Below this share of what was expected, something is in the way.
+const POOR: f64 = 0.7;
+/// The host's own copies are measured beside those of a thread that has the processor's caches to share.
+const POOR_HOST: f64 = 0.4;
+
+/// Adds what came of opening, pinning and copying, and of the link that was copied over.
+pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
+    let mut measured = Measured::default();
+    checks.push(device(case));
+    if let Ok(device) = &case.device {
+        let (check, pool) = pin(case, device, &mut measured);
+        checks.push(check);
+        match pool {
+            Some(pool) => {
+                let result = copy(device, &pool, &mut measured);
+                // Now, while the link is still awake.
+                let links = links(case);
+                measured.expected = measured.expected.or_else(|| link::expected(&links));
+                checks.push(copied(case, result, &measured));
+                checks.push(link::link(case, &links));
+                pool.shutdown(HANG);
+                return measured;
+            }
+            None => checks.push(skipped("copy", "nothing could be pinned")),
+        }
+    } else {
+        checks.push(skipped("pin", "there is no device"));
+        checks.push(skipped("copy", "there is no device"));
+    }
+    checks.push(link::link(case, &links(case)));
+    measured
+}
+
+fn links(case: &Case) -> Vec<link::Link> {
+    case.addresses().first().map_or_else(Vec::new, |address| link::path(case.system, address))
+}
+
+/// The reason is in a check of its own, with its remedy.
+fn skipped(name: &'static str, why: &str) -> Check {
+    Check::warn(name, format!("not tried: {why}"), vec!["see the checks that failed above".into()])
+}
+
+/// Whether the device opens.
+fn device(case: &Case) -> Check {
+    const NAME: &str = "device";
+    match &case.device {
+        Ok(device) => {
+            let place = device.pci_address().map_or_else(String::new, |address| format!(" at {address}"));
+            let found = format!("{}{place}", device.name());
+            if case.maker.is_some() && !case.opened() {
+                let why = match case.maker {
+                    Some(Maker::Nvidia) => Device::open("cuda:0").err(),
+                    _ => Device::open("acl:0").err(),
+                };
+                let why = why.map_or_else(String::new, |error| format!(": {error}"));
+                return Check::warn(
+                    NAME,
+                    format!("{found}, though there are signs of an accelerator{why}"),
+                    vec![
+                        "see the checks of the driver above; a server that needs the accelerator names it"
+                            .into(),
+                    ],
+                );
+            }
+            Check::ok(NAME, found)
+        }
+        Err(error) => {
+            let fix = match error {
+                Error::UnknownDevice { .. } => case.remedies(&[
+                    (By::Shell, "check CUDA_VISIBLE_DEVICES, and nvidia-smi -L for what there is".into()),
+                    (By::Docker, "check --gpus, CUDA_VISIBLE_DEVICES and NVIDIA_VISIBLE_DEVICES".into()),
+                    (By::Kubernetes, "raise nvidia.com/gpu in resources.limits".into()),
+                ]),
+                _ => vec!["as the message says, and see the checks of the driver above".into()],
+            };
+            Check::fail(NAME, one_line(error), fix)
+        }
+    }
+}
+
+/// Builds a small pool, all of it pinned.
+fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Check, Option<Pool>) {
+    const NAME: &str = "pin";
+    let bytes = case.capacity.clamp(LEAST, MOST) as usize;
+    let start = Instant::now();
+    let built = Pool::builder(device).capacity(bytes).initial(bytes).unpinned(Unpinned::Refuse).build();
+    let pinned = built.and_then(|pool| {
+        let pinning = pool.wait_pinned(Some(HANG))?;
+        let took = start.elapsed();
+        match pinning.error {
+            Some(error) => Err(error),
+            None => Ok((pool, took)),
+        }
+    });
+    match pinned {
+        Ok((pool, took)) => {
+            measured.pin = rate(bytes, took);
+            let at = measured.pin.map_or_else(String::new, |rate| format!(" at {}", speed(rate)));
+            (Check::ok(NAME, format!("{}{at}, on {} threads", size(bytes as u64), pin_threads())), Some(pool))
+        }
+        Err(error) => {
+            let fix = match &error {
+                Error::MemLock { .. } => "see memlock above".to_owned(),
+                Error::OutOfMemory { .. } => "see memory, cgroup and address-space above".to_owned(),
+                _ => "see the checks above; pinpool -v doctor prints the library's log".to_owned(),
+            };
+            (
+                Check::fail(
+                    NAME,
+                    format!("{} could not be pinned: {}", size(bytes as u64), one_line(&error)),
+                    vec![fix],
+                ),
+                None,
+            )
+        }
+    }
+}
+
+/// As many as a pool takes by default.
+fn pin_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8)
+}
+
+/// How copying can fail.
+enum Fault {
+    Error(Error),
+    /// What came back is not what went out.
+    Wrong {
+        at: usize,
+    },
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self::Error(error)
+    }
+}
+
+/// Copies up, down and up again, looks at every byte that came back, and takes the times.
+fn copy(device: &Device, pool: &Pool, measured: &mut Measured) -> Result<(), Fault> {
+    let stats = pool.stats();
+    let part = ((stats.pinned_bytes + stats.unpinned_bytes) / 8) & !4095;
+    let memory = device.alloc(part * COUNT)?;
+    let stream = device.stream()?;
+    let mut sources = Vec::new();
+    for index in 0..COUNT {
+        let mut buf = pool.checkout(part)?;
+        fill(&mut buf, index)?;
+        sources.push(buf);
+    }
+    let sent: Vec<Vec<u8>> = sources.iter().map(|buf| buf.to_vec()).collect();
+    let mut up = Duration::MAX;
+    for _ in 0..ROUNDS {
+        let (bufs, took) = round(sources, |index, buf| {
+            stream.upload(buf, memory.slice(index * part..(index + 1) * part)).map_err(Error::from)
+        })?;
+        (sources, up) = (bufs, up.min(took));
+    }
+    let mut landings = sources;
+    let mut down = Duration::MAX;
+    for _ in 0..ROUNDS {
+        // What was there must not pass for what is to come.
+        landings.iter_mut().try_for_each(|buf| {
+            buf.clear();
+            buf.try_resize(part, 0)
+        })?;
+        let (bufs, took) =
+            round(landings, |index, buf| back(&stream, &memory, index * part..(index + 1) * part, buf))?;
+        (landings, down) = (bufs, down.min(took));
+        if let Some(at) = wrong(&landings, &sent) {
+            return Err(Fault::Wrong { at });
+        }
+    }
+    measured.upload = rate(part * COUNT, up);
+    measured.download = rate(part * COUNT, down);
+    if device.pci_address().is_none() && device.name().starts_with("host") {
+        measured.expected = own(&sent);
+    }
+    Ok(())
+}
+
+/// The first byte, counted through all buffers, that is not what it should be.
+fn wrong<T: std::ops::Deref<Target = [u8]>>(got: &[T], sent: &[Vec<u8>]) -> Option<usize> {
+    let mut before = 0;
+    for (got, sent) in got.iter().zip(sent) {
+        let got: &[u8] = got;
+        if got != sent.as_slice() {
+            let same = got.iter().zip(sent).take_while(|(a, b)| a == b).count();
+            return Some(before + same);
+        }
+        before += sent.len();
+    }
+    None
+}
+
+fn back(
+    stream: &Stream,
+    memory: &DeviceBuffer,
+    range: std::ops::Range<usize>,
+    buf: PinnedBuf,
+) -> Result<InFlight<PinnedBuf>, Error> {
+    stream.download(memory.slice(range), buf).map_err(Error::from)
+}
+
+/// Submits a copy of each buffer, waits for them all, and says how long that took.
+fn round(
+    bufs: Vec<PinnedBuf>,
+    submit: impl Fn(usize, PinnedBuf) -> Result<InFlight<PinnedBuf>, Error>,
+) -> Result<(Vec<PinnedBuf>, Duration), Error> {
+    let start = Instant::now();
+    let flights =
+        bufs.into_iter().enumerate().map(|(index, buf)| submit(index, buf)).collect::<Result<Vec<_>, _>>()?;
+    let mut back = Vec::with_capacity(flights.len());
+    for flight in flights {
+        back.push(flight.wait_timeout(HANG).map_err(Error::from)?);
+    }
+    Ok((back, start.elapsed()))
+}
+
+/// Bytes that do not repeat, and are others in each run: device memory may still have those of an earlier one.
+fn fill(buf: &mut PinnedBuf, index: usize) -> Result<(), Error> {
+    let now = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.subsec_nanos());
+    let mut state = (u64::from(std::process::id()) << 32 | u64::from(now)) ^ (index as u64) << 56 | 1;
+    let mut block = [0; 4096];
+    while buf.remaining() > 0 {
+        for word in block.chunks_exact_mut(8) {
+            // Marsaglia's xorshift with the shifts 13, 7, 17.
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            word.copy_from_slice(&state.to_le_bytes());
+        }
+        let part = buf.remaining().min(block.len());
+        buf.try_extend_from_slice(&block[..part])?;
+    }
+    Ok(())
+}
+
+/// What the processor gives when one thread copies as much between ordinary buffers.
+fn own(from: &[Vec<u8>]) -> Option<f64> {
+    let mut to: Vec<Vec<u8>> = from.to_vec();
+    let best = (0..ROUNDS).map(|_| {
+        let start = Instant::now();
+        for (to, from) in to.iter_mut().zip(from) {
+            to.copy_from_slice(std::hint::black_box(from));
+        }
+        std::hint::black_box(&mut to);
+        start.elapsed()
+    });
+    rate(from.iter().map(Vec::len).sum(), best.min()?)
+}
+
+/// What came of the copies.
+fn copied(case: &Case, result: Result<(), Fault>, measured: &Measured) -> Check {
+    const NAME: &str = "copy";
+    match result {
+        Err(Fault::Wrong { at }) => {
+            return Check::fail(
+                NAME,
+                format!("byte {at} came back wrong"),
+                vec![
+                    "test the machine's memory (memtest86+) and the device (for NVIDIA: dcgmi diag -r 3), and look for \
+                     errors: sudo dmesg | grep -iE 'xid|aer|mce'"
+                        .into(),
+                ],
+            );
+        }
+        Err(Fault::Error(error)) => {
+            return Check::fail(
+                NAME,
+                one_line(&error),
+                vec![
+                    "see whether others have the device's memory, and sudo dmesg for its driver's errors"
+                        .into(),
+                ],
+            );
+        }
+        Ok(()) => {}
+    }
+    let (Some(up), Some(down)) = (measured.upload, measured.download) else {
+        return Check::ok(NAME, "every byte came back; too fast to measure");
+    };
+    let mut found = format!("every byte came back; up at {}, down at {}", speed(up), speed(down));
+    let Some(expected) = measured.expected else { return Check::ok(NAME, found) };
+    let (against, poor) =
+        if case.opened() { ("its link should give", POOR) } else { ("this processor copies at", POOR_HOST) };
+    found += &format!("; {against} {}", speed(expected));
+    if up.min(down) >= expected * poor {
+        return Check::ok(NAME, found);
+    }
+    let mut fix = vec!["run it again when nothing else copies or computes".into()];
+    if case.opened() {
+        fix.push("look at link and iommu, and at numa: memory on another node is slower".into());
+    }
+    Check { name: NAME, status: Status::Warn, found, fix }
+}
+
+/// GB/s of 10^9 bytes.
+fn rate(bytes: usize, time: Duration) -> Option<f64> {
+    (!time.is_zero()).then(|| bytes as f64 / time.as_secs_f64() / 1e9)
+}
+
+fn one_line(error: &Error) -> String {
+    error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::place::Place;
+    use super::super::system::System;
+    use super::*;
+    use pinpool::host::{Call, Failure, Fault as Planned, HostConfig, HostNode};
+
+    fn case(system: &System) -> Case<'_> {
+        let device = Device::on(&HostNode::new(HostConfig::new()).unwrap(), 0);
+        Case { system, place: Place::of(system), spec: "host", device, capacity: 1 << 20, maker: None }
+    }
+
+    #[test]
+    fn a_wrong_byte_is_found_and_fails() {
+        let sent = vec![vec![1; 100], vec![2; 100]];
+        let mut got = sent.clone();
+        assert_eq!(wrong(&got, &sent), None);
+        got[1][99] = 3;
+        assert_eq!(wrong(&got, &sent), Some(199));
+        got[0][7] = 3;
+        assert_eq!(wrong(&got, &sent), Some(7));
+        got[0].truncate(5);
+        assert_eq!(wrong(&got, &sent), Some(5));
+
+        let nowhere = tempfile::tempdir().unwrap();
+        let system = System::new(nowhere.path());
+        let check = copied(&case(&system), Err(Fault::Wrong { at: 7 }), &Measured::default());
+        assert_eq!((check.status, check.fix.len()), (Status::Fail, 1));
+        assert!(check.found.contains("byte 7"), "{check:?}");
+    }
+
+    #[test]
+    fn slow_copies_are_told_and_fast_ones_are_not() {
+        let nowhere = tempfile::tempdir().unwrap();
+        let system = System::new(nowhere.path());
+        let case = case(&system);
+        let measured = |up, expected| Measured { pin: None, upload: Some(up), download: Some(9.0), expected };
+        assert_eq!(copied(&case, Ok(()), &measured(9.0, Some(10.0))).status, Status::Ok);
+        assert_eq!(copied(&case, Ok(()), &measured(0.1, None)).status, Status::Ok);
+        let slow = copied(&case, Ok(()), &measured(1.0, Some(10.0)));
+        assert_eq!(slow.status, Status::Warn);
+        assert!(slow.found.contains("1.0 GB/s") && slow.found.contains("10.0 GB/s"), "{slow:?}");
+    }
+
+    #[test]
+    fn copies_go_both_ways_and_are_compared() {
+        let nowhere = tempfile::tempdir().unwrap();
+        let system = System::new(nowhere.path());
+        let case = case(&system);
+        let device = case.device.as_ref().unwrap();
+        let pool = Pool::builder(device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        let mut measured = Measured::default();
+        assert!(copy(device, &pool, &mut measured).is_ok());
+        assert!(measured.upload.is_some() && measured.download.is_some());
+        let stats = pool.stats();
+        assert_eq!(stats.checkouts as usize, COUNT);
+        assert_eq!(stats.checked_out_bytes + stats.in_flight_bytes, 0);
+    }
+
+    #[test]
+    fn a_device_that_fails_is_told() {
+        let nowhere = tempfile::tempdir().unwrap();
+        let system = System::new(nowhere.path());
+        let mut checks = Vec::new();
+        probe(&case(&system), &mut checks);
+        if checks[1].status == Status::Fail {
+            println!("skipped: {}", checks[1].found);
+            return;
+        }
+        for call in [Call::CreateStream, Call::Allocate, Call::Copy, Call::Pin] {
+            let node = HostNode::new(HostConfig::new()).unwrap();
+            let mut case = case(&system);
+            case.device = Device::on(&node, 0);
+            node.fail(Planned { device: 0, call, nth: 0, failure: Failure::Sticky });
+            let mut checks = Vec::new();
+            probe(&case, &mut checks);
+            let failed: Vec<&str> =
+                checks.iter().filter(|check| check.status == Status::Fail).map(|check| check.name).collect();
+            assert_eq!(failed, [if call == Call::Pin { "pin" } else { "copy" }], "{call:?}: {checks:?}");
+            let names: Vec<&str> = checks.iter().map(|check| check.name).collect();
+            assert_eq!(names, ["device", "pin", "copy", "link"]);
+        }
+    }
+}
