@@ -48,6 +48,9 @@ pub struct Doctor {
     /// The memory that the server's pool is to pin, which limits are compared with
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
     pub capacity: usize,
+    /// The memory that is pinned and copied to see how it goes; at least 1MiB
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = size)]
+    pub pin: usize,
     /// Print one JSON object instead of text
     #[arg(long)]
     pub json: bool,

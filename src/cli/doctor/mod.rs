@@ -91,6 +91,8 @@ struct Case<'a> {
     device: Result<Device, Error>,
     /// Bytes that the server's pool is to have.
     capacity: u64,
+    /// Bytes to pin and copy for a trial.
+    trial: u64,
     /// The accelerator's maker, where one was asked for, was opened, or shows.
     maker: Option<Maker>,
 }
@@ -153,19 +155,20 @@ pub fn run(args: &Doctor) -> ExitCode {
         return ExitCode::from(EXIT_USAGE);
     }
     let system = System::new(args.root.as_deref().unwrap_or(Path::new("/")));
-    let findings = examine(&system, &args.device, args.capacity as u64);
+    let findings = examine(&system, args);
     let written = report::print(&findings, args.json);
     if findings.worst() == Status::Fail || !written { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS }
 }
 
-fn examine(system: &System, spec: &str, capacity: u64) -> Findings {
+fn examine(system: &System, args: &Doctor) -> Findings {
+    let (spec, capacity, trial) = (args.device.as_str(), args.capacity as u64, args.pin as u64);
     let device = Device::open(spec);
     let maker = maker_of(spec).or_else(|| maker_of(device.as_ref().map_or("", Device::name)));
     let maker = match maker {
         None if spec == "auto" => shown(system),
         maker => maker,
     };
-    let case = Case { system, place: Place::of(system), spec, device, capacity, maker };
+    let case = Case { system, place: Place::of(system), spec, device, capacity, trial, maker };
     let mut checks = vec![
         place::container(&case),
         place::wsl(&case),

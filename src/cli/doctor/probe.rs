@@ -14,8 +14,7 @@ use super::report::{size, speed};
 use super::{Case, Check, Maker, Measured, Status, link};
 use crate::cli::doctor::place::By;
 
-/// Bytes to pin at most, and at least, whatever the capacity.
-const MOST: u64 = 64 << 20;
+/// Bytes to pin at least: less says nothing.
 const LEAST: u64 = 1 << 20;
 /// Copies in flight at once. Segments are an eighth larger than buffers at most, so as many eighths of the pool fit.
 const COUNT: usize = 6;
@@ -105,7 +104,7 @@ fn device(case: &Case) -> Check {
 /// Builds a small pool, all of it pinned.
 fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Check, Option<Pool>) {
     const NAME: &str = "pin";
-    let bytes = case.capacity.clamp(LEAST, MOST) as usize;
+    let bytes = case.trial.min(case.capacity).max(LEAST) as usize;
     let start = Instant::now();
     let built = Pool::builder(device).capacity(bytes).initial(bytes).unpinned(Unpinned::Refuse).build();
     let pinned = built.and_then(|pool| {
@@ -337,7 +336,15 @@ mod tests {
 
     fn case(system: &System) -> Case<'_> {
         let device = Device::on(&HostNode::new(HostConfig::new()).unwrap(), 0);
-        Case { system, place: Place::of(system), spec: "host", device, capacity: 1 << 20, maker: None }
+        Case {
+            system,
+            place: Place::of(system),
+            spec: "host",
+            device,
+            capacity: 1 << 20,
+            trial: 1 << 20,
+            maker: None,
+        }
     }
 
     #[test]
