@@ -52,7 +52,16 @@ const NAMES: [&str; 20] = [
 fn doctor() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pinpool"));
     command.arg("doctor").stdin(Stdio::null());
-    for name in ["KUBERNETES_SERVICE_HOST", "LD_LIBRARY_PATH", "PINPOOL_LIBCUDA", "PINPOOL_LIBASCENDCL"] {
+    for name in [
+        "KUBERNETES_SERVICE_HOST",
+        "LD_LIBRARY_PATH",
+        "PINPOOL_LIBCUDA",
+        "PINPOOL_LIBASCENDCL",
+        "ASCEND_TOOLKIT_HOME",
+        "ASCEND_HOME_PATH",
+        "NO_COLOR",
+        "CLICOLOR_FORCE",
+    ] {
         command.env_remove(name);
     }
     command

@@ -13,7 +13,12 @@ fn a_gpu_that_is_well_but_for_its_library() {
         .is("device-files", "ok", &["/dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0"], &[])
         .is("library", "ok", &["Cargo.toml"], &[])
         .is("numa", "ok", &[], &[])
-        .is("device", "fail", &["could not be loaded"], &[]);
+        .is(
+            "device",
+            "fail",
+            &[if cfg!(feature = "cuda") { "could not be loaded" } else { "no support" }],
+            &[],
+        );
 }
 
 #[test]
@@ -34,12 +39,7 @@ fn the_kernels_part_of_the_driver() {
     machine.without_link(&driver).link(&driver, "../../../../bus/pci/drivers/vfio-pci");
     machine.gpu("1MiB").is("driver", "fail", &["vfio-pci"], &["drivers/vfio-pci/unbind"]);
     machine.file("/.dockerenv", "").without_link(&driver);
-    machine.gpu("1MiB").is(
-        "driver",
-        "fail",
-        &[],
-        &["docker run: install NVIDIA's driver on the container's host"],
-    );
+    machine.gpu("1MiB").is("driver", "fail", &[], &["on the container's host: install NVIDIA's driver"]);
 }
 
 #[test]
@@ -50,6 +50,10 @@ fn a_library_of_another_version_than_the_kernels_part() {
     machine.gpu("1MiB").is("driver", "fail", &["580.159.03", "575.51.03"], &["restart"]);
     machine.file("/.dockerenv", "");
     machine.gpu("1MiB").is("driver", "fail", &[], &["take libcuda out of the image"]);
+    // The interface's number, as in WSL, is none of the driver's.
+    machine.without_link("/usr/lib/x86_64-linux-gnu/libcuda.so.1");
+    machine.link("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "libcuda.so.1.1");
+    machine.gpu("1MiB").is("driver", "ok", &["580.159.03"], &[]);
 }
 
 #[test]
@@ -152,6 +156,12 @@ fn ascend_has_files_of_its_own() {
         .is("driver", "ok", &["25.0.rc1"], &[])
         .is("device-files", "ok", &["/dev/davinci0, /dev/davinci1"], &[])
         .is("library", "ok", &["/usr/lib64/libascendcl.so"], &[]);
+    // Where CANN is, whether its script was sourced or not.
+    machine.without("/usr/lib64/libascendcl.so").file("/usr/local/Ascend/cann/lib64/libascendcl.so", "");
+    look("acl:0").is("library", "ok", &["/usr/local/Ascend/cann/lib64/libascendcl.so"], &[]);
+    machine.file("/opt/cann/lib64/libascendcl.so", "");
+    let mut command = machine.doctor("acl:0", "1MiB");
+    findings(command.env("ASCEND_TOOLKIT_HOME", "/opt/cann")).is("library", "ok", &["/opt/cann/lib64"], &[]);
 }
 
 #[test]
@@ -199,7 +209,7 @@ fn windows_below() {
 /// The stand-in driver's GPU, on a fabricated bus: what is expected of its link, and said about it.
 #[cfg(feature = "cuda")]
 #[test]
-fn a_gpus_link() {
+fn what_a_link_should_give_on_a_gpu() {
     use crate::doubles;
     // Where the stand-in says that its first device is.
     const ADDRESS: &str = "ffff:ff:00.7";

@@ -68,25 +68,15 @@ fn nvidia(case: &Case, name: &'static str) -> Check {
         return Check::ok(name, "that of Windows, by /dev/dxg");
     }
     let install = |found: String| {
-        lacking(
-            case,
-            name,
-            found,
-            &[
-                (
-                    By::Shell,
-                    "install NVIDIA's driver (on Ubuntu: sudo ubuntu-drivers install), then restart".into(),
-                ),
-                (
-                    By::Docker,
-                    "install NVIDIA's driver on the container's host; containers use that one".into(),
-                ),
-                (
-                    By::Kubernetes,
-                    "install NVIDIA's driver on the node, by the GPU operator or the node's image".into(),
-                ),
-            ],
-        )
+        let fix = if case.place.kind == Kind::Machine {
+            (By::Shell, "install NVIDIA's driver (on Ubuntu: sudo ubuntu-drivers install), then restart")
+        } else {
+            (
+                By::Kernel,
+                "install NVIDIA's driver (in a cluster by the GPU operator); containers use their host's",
+            )
+        };
+        lacking(case, name, found, &[(fix.0, fix.1.into())])
     };
     let text = case.system.read("/proc/driver/nvidia/version");
     let version = text.as_deref().and_then(|text| parse::version(text.lines().next()?)).map(str::to_owned);
@@ -134,11 +124,14 @@ fn nvidia(case: &Case, name: &'static str) -> Check {
         ));
     }
     // A package that was updated under a running system: the library's file carries the version in its name.
-    let library = library_dirs()
+    let library = loader_dirs()
         .iter()
+        // CUDA's packages for newer libraries on older drivers put theirs into such a folder.
+        .filter(|dir| !dir.contains("compat"))
         .find_map(|dir| case.system.link(&format!("{dir}/libcuda.so.1")))
         .and_then(|file| Some(file.strip_prefix("libcuda.so.")?.to_owned()))
-        .filter(|library| library.contains('.'));
+        // Some systems have the interface's number there (1.1), not the driver's.
+        .filter(|library| library.split('.').next().is_some_and(|major| major.len() > 2));
     match library.filter(|library| *library != version && !version.starts_with(&format!("{library}."))) {
         Some(library) => lacking(
             case,
@@ -267,7 +260,7 @@ fn nvidia_pod() -> (By, String) {
 }
 
 /// Where loaders look, the environment's folders first.
-fn library_dirs() -> Vec<String> {
+fn loader_dirs() -> Vec<String> {
     const USUAL: [&str; 8] = [
         "/usr/lib/wsl/lib",
         "/lib/x86_64-linux-gnu",
@@ -281,6 +274,19 @@ fn library_dirs() -> Vec<String> {
     let named = env::var("LD_LIBRARY_PATH").unwrap_or_default();
     let named = named.split(':').filter(|dir| !dir.is_empty()).map(str::to_owned).collect::<Vec<_>>();
     named.into_iter().chain(USUAL.map(str::to_owned)).collect()
+}
+
+/// Where CANN puts its library: where its variables say, and where its installers do.
+fn cann_dirs() -> Vec<String> {
+    const USUAL: [&str; 3] = [
+        "/usr/local/Ascend/ascend-toolkit/latest",
+        "/usr/local/Ascend/cann",
+        "/usr/local/Ascend/nnrt/latest",
+    ];
+    let named =
+        ["ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"].into_iter().filter_map(|name| env::var(name).ok());
+    let homes = named.filter(|home| !home.is_empty()).chain(USUAL.map(str::to_owned));
+    homes.map(|home| format!("{home}/lib64")).collect()
 }
 
 /// The library that is loaded at run time.
@@ -300,7 +306,11 @@ pub fn library(case: &Case) -> Check {
             lacking(case, NAME, found, &[(By::Pool, format!("correct or unset {variable}"))])
         };
     }
-    let found = library_dirs().into_iter().find(|dir| case.system.exists(&format!("{dir}/{name}")));
+    let mut dirs = loader_dirs();
+    if case.maker == Some(Maker::Huawei) {
+        dirs.extend(cann_dirs());
+    }
+    let found = dirs.into_iter().find(|dir| case.system.exists(&format!("{dir}/{name}")));
     if let Some(dir) = found {
         // The toolkit's stub has every symbol, and no driver behind it.
         if dir.trim_end_matches('/').ends_with("/stubs") {

@@ -42,18 +42,19 @@ pub fn memlock(case: &Case) -> Check {
     }
     let mut found = format!("at most {}, the pool wants {}; {why}", size(soft), size(case.capacity));
     let kib = case.capacity.saturating_add(locked).div_ceil(1024);
-    // Up to the hard limit anyone may raise it.
-    let shell = match limit.hard {
-        Some(hard) if hard < kib.saturating_mul(1024) => {
+    // Up to the hard limit anyone may raise it, wherever the server starts.
+    let start = match limit.hard {
+        Some(hard) if hard < kib.saturating_mul(1024) => (
+            By::Shell,
             "sudo prlimit --memlock=unlimited:unlimited --pid $$, then start the server from there; for logins: \
              * - memlock unlimited in /etc/security/limits.conf"
-                .into()
-        }
-        _ => format!("ulimit -l {kib}, then start the server from there"),
+                .into(),
+        ),
+        _ => (By::Start, format!("ulimit -l {kib}, then start the server from there")),
     };
     let fix = case.remedies(&[
+        start,
         (By::Systemd, "LimitMEMLOCK=infinity under [Service] (sudo systemctl edit UNIT), then restart it".into()),
-        (By::Shell, shell),
         (By::Docker, "--ulimit memlock=-1:-1 (or --cap-add IPC_LOCK, not for rootless containers)".into()),
         (
             By::Kubernetes,

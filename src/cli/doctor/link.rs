@@ -70,7 +70,7 @@ pub fn path(system: &System, address: &str) -> Vec<Link> {
         // A bridge's upper end is in its own folder, so each link is there once on the way, by its lower end; ports of
         // a root or a switch that point downward show the same link again, which changes nothing.
         links.extend(Link::read(system, dir));
-        dir = &dir[..dir.len() - name.len()].trim_end_matches('/');
+        dir = dir[..dir.len() - name.len()].trim_end_matches('/');
     }
     links
 }

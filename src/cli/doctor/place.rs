@@ -33,8 +33,10 @@ pub enum Kind {
 /// Where a remedy is applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
-    /// In the shell that starts the server.
+    /// In the shell that starts the server, on a machine of one's own.
     Shell,
+    /// In the shell or script that starts the server, in a container as well.
+    Start,
     /// In the service's unit.
     Systemd,
     /// On the command line of `docker run` and `podman run`.
@@ -92,7 +94,7 @@ impl Place {
             By::Systemd => !contained && !self.wsl,
             By::Docker => matches!(self.kind, Kind::Docker | Kind::Podman | Kind::Container),
             By::Kubernetes => matches!(self.kind, Kind::Kubernetes | Kind::Container),
-            By::Kernel | By::Pool => true,
+            By::Start | By::Kernel | By::Pool => true,
         }
     }
 
@@ -104,7 +106,7 @@ impl Place {
 
     fn label(&self, by: By) -> String {
         match by {
-            By::Shell => "shell".into(),
+            By::Shell | By::Start => "shell".into(),
             By::Systemd => match &self.unit {
                 Some(unit) => format!("systemd, in {unit}"),
                 None => "systemd, in the server's unit".into(),

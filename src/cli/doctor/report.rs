@@ -71,7 +71,8 @@ fn text(findings: &Findings) -> String {
     let mut text = format!("device {}, a pool of {}\n\n", findings.device, size(findings.capacity));
     for check in &findings.checks {
         let (style, word) = (check.status.style(), check.status.word());
-        text += &format!("{style}{word:<4}{style:#}  {:<width$}  {}\n", check.name, check.found);
+        text += &format!("{style}{word:<4}{style:#}  {:<width$}  ", check.name);
+        text += &wrapped(&check.found, width + 8);
         for fix in &check.fix {
             text += &format!("{:>indent$}  fix: {fix}\n", "", indent = width + 6);
         }
@@ -84,6 +85,28 @@ fn text(findings: &Findings) -> String {
         count(Status::Fail)
     );
     text
+}
+
+/// Columns that a line of findings may have.
+const COLUMNS: usize = 110;
+
+/// Lines of whole words, all but the first behind an indent. (Remedies are not broken up: they are to be copied.)
+fn wrapped(text: &str, indent: usize) -> String {
+    let mut lines = String::new();
+    let mut column = indent;
+    for (index, word) in text.split(' ').enumerate() {
+        let len = word.chars().count();
+        if index > 0 && column + 1 + len > COLUMNS {
+            lines += &format!("\n{:indent$}", "");
+            column = indent;
+        } else if index > 0 {
+            lines.push(' ');
+            column += 1;
+        }
+        lines += word;
+        column += len;
+    }
+    lines + "\n"
 }
 
 /// An amount of memory for people, as the system counts it.
@@ -107,6 +130,17 @@ pub fn speed(gb_per_s: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_findings_are_wrapped_between_words() {
+        assert_eq!(wrapped("a b", 4), "a b\n");
+        let text = wrapped(&["word"; 60].join(" "), 20);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.iter().map(|l| l.split_whitespace().count()).sum::<usize>(), 60);
+        assert!(lines[1..].iter().all(|l| l.starts_with(&format!("{:20}word", "")) && l.len() <= COLUMNS));
+        let long = "x".repeat(300);
+        assert_eq!(wrapped(&format!("a {long}"), 4), format!("a\n    {long}\n"));
+    }
 
     #[test]
     fn sizes_are_told() {
