@@ -29,6 +29,7 @@ mod system;
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use pinpool::{Device, Error};
 
@@ -93,6 +94,8 @@ struct Case<'a> {
     capacity: u64,
     /// Bytes to pin and copy for a trial.
     trial: u64,
+    /// Longer than any step of it takes on a device that works.
+    patience: Duration,
     /// The accelerator's maker, where one was asked for, was opened, or shows.
     maker: Option<Maker>,
 }
@@ -121,6 +124,11 @@ impl Case<'_> {
         self.place.remedies(all)
     }
 }
+
+/// Bytes to pin and copy, where nothing else is asked for: few, and enough to reach full speed.
+const TRIAL: u64 = 64 << 20;
+/// Less says nothing.
+const LEAST_TRIAL: u64 = 1 << 20;
 
 /// GB/s of 10^9 bytes; what was not measured is missing.
 #[derive(Clone, Copy, Debug, Default)]
@@ -161,14 +169,24 @@ pub fn run(args: &Doctor) -> ExitCode {
 }
 
 fn examine(system: &System, args: &Doctor) -> Findings {
-    let (spec, capacity, trial) = (args.device.as_str(), args.capacity as u64, args.pin as u64);
+    let (spec, capacity) = (args.device.as_str(), args.capacity as u64);
+    let trial = args.pin.map_or(capacity.min(TRIAL), |bytes| bytes as u64).max(LEAST_TRIAL);
     let device = Device::open(spec);
     let maker = maker_of(spec).or_else(|| maker_of(device.as_ref().map_or("", Device::name)));
     let maker = match maker {
         None if spec == "auto" => shown(system),
         maker => maker,
     };
-    let case = Case { system, place: Place::of(system), spec, device, capacity, trial, maker };
+    let case = Case {
+        system,
+        place: Place::of(system),
+        spec,
+        device,
+        capacity,
+        trial,
+        patience: Duration::from_secs(20),
+        maker,
+    };
     let mut checks = vec![
         place::container(&case),
         place::wsl(&case),
