@@ -50,6 +50,11 @@ fn a_library_of_another_version_than_the_kernels_part() {
     machine.gpu("1MiB").is("driver", "fail", &["580.159.03", "575.51.03"], &["restart"]);
     machine.file("/.dockerenv", "");
     machine.gpu("1MiB").is("driver", "fail", &[], &["take libcuda out of the image"]);
+    // A newer library for an older driver, as CUDA's packages for that have it, is on purpose.
+    machine.link("/usr/local/cuda/compat/libcuda.so.1", "libcuda.so.590.44.01").without("/.dockerenv");
+    let mut command = machine.doctor("cuda:0", "1MiB");
+    command.env("PINPOOL_LIBCUDA", "/nowhere").env("LD_LIBRARY_PATH", "/usr/local/cuda/compat");
+    findings(&mut command).is("driver", "fail", &["575.51.03"], &[]);
     // The interface's number, as in WSL, is none of the driver's.
     machine.without_link("/usr/lib/x86_64-linux-gnu/libcuda.so.1");
     machine.link("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "libcuda.so.1.1");
@@ -203,7 +208,11 @@ fn windows_below() {
         .gpu("1MiB")
         .is("wsl", "warn", &["Windows"], &[".wslconfig", "wsl --shutdown"])
         .is("driver", "ok", &["/dev/dxg"], &[])
-        .is("device-files", "ok", &["/dev/dxg"], &[]);
+        .is("device-files", "ok", &["/dev/dxg"], &[])
+        .is("container", "ok", &["none"], &[]);
+    // Which systemd calls a container of its own.
+    machine.file("/run/systemd/container", "wsl\n");
+    machine.gpu("1MiB").is("container", "ok", &["none"], &[]);
 }
 
 /// The stand-in driver's GPU, on a fabricated bus: what is expected of its link, and said about it.

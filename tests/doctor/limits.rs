@@ -43,6 +43,9 @@ fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
     // As a service.
     machine.file("/proc/self/cgroup", "0::/system.slice/model-server.service\n");
     machine.host("256MiB").is("memlock", "fail", &[], &["in model-server.service: LimitMEMLOCK=infinity"]);
+    // A user's session is one by name only.
+    machine.file("/proc/self/cgroup", "0::/user.slice/user-1000.slice/user@1000.service\n");
+    machine.host("256MiB").is("memlock", "fail", &[], &["in the server's unit: LimitMEMLOCK"]);
 }
 
 #[test]
