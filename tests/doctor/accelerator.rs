@@ -67,10 +67,10 @@ fn the_drivers_files() {
     machine.nvidia().without("/dev/nvidia-uvm");
     machine
         .gpu("1MiB")
-        .is("device-files", "fail", &["missing: /dev/nvidia-uvm"], &["sudo nvidia-modprobe -u -c 0"])
+        .is("device-files", "fail", &["missing: /dev/nvidia-uvm"], &["sudo nvidia-modprobe -u -c=0"])
         .spares("device-files", "docker");
     machine.without("/dev/nvidia0");
-    machine.gpu("1MiB").is("device-files", "fail", &["/dev/nvidiaN"], &["sudo nvidia-modprobe -c 0"]);
+    machine.gpu("1MiB").is("device-files", "fail", &["/dev/nvidiaN"], &["sudo nvidia-modprobe -c=0"]);
     machine.file("/.dockerenv", "");
     machine.gpu("1MiB").is("device-files", "fail", &[], &["--gpus all", "--device /dev/nvidia-uvm"]);
     machine.without("/.dockerenv").file("/run/.containerenv", "");

@@ -53,7 +53,7 @@ fn every_level_of_the_unified_hierarchy_can_bind() {
             "cgroup",
             "fail",
             &["2 GiB (memory.max of /sys/fs/cgroup/user.slice)", "ends a process"],
-            &["MemoryMax=6442450944", "| sudo tee /sys/fs/cgroup/user.slice/memory.max"],
+            &["sudo systemctl set-property user.slice MemoryMax=6442450944"],
         )
         .spares("cgroup", "docker");
     machine.host("1GiB").is("cgroup", "ok", &["memory.max of /sys/fs/cgroup/user.slice)"], &[]);
@@ -83,6 +83,22 @@ fn a_high_mark_slows_down() {
         &["MemoryHigh="],
     );
     machine.host("512MiB").is("cgroup", "ok", &[], &[]);
+    // A group that is nobody's but the administrator's.
+    machine.file("/proc/self/cgroup", "0::/mine/inner\n");
+    machine.group("/sys/fs/cgroup/mine", &[("memory.high", "1073741824")]);
+    machine.host("4GiB").is(
+        "cgroup",
+        "warn",
+        &[],
+        &["echo 6442450944 | sudo tee /sys/fs/cgroup/mine/memory.high"],
+    );
+    machine.group("/sys/fs/cgroup/mine/inner", &[("memory.max", "1073741824")]);
+    machine.host("4GiB").is(
+        "cgroup",
+        "fail",
+        &[],
+        &["echo 6442450944 | sudo tee /sys/fs/cgroup/mine/inner/memory.max"],
+    );
 }
 
 #[test]
@@ -159,7 +175,10 @@ fn huge_pages_that_are_off() {
     machine.host("1MiB").is("huge-pages", "ok", &["madvise"], &[]);
     set("enabled", "always [madvise] never\n");
     set("hugepages-2048kB/enabled", "always [inherit] madvise never\n");
-    machine.host("1MiB").is("huge-pages", "ok", &["madvise"], &[]);
+    machine.host("1MiB").is("huge-pages", "ok", &["2 MiB: madvise, defrag"], &[]);
+    set("enabled", "always madvise [never]\n");
+    machine.host("1MiB").is("huge-pages", "warn", &["are off"], &["transparent_hugepage/enabled"]);
+    set("enabled", "always [madvise] never\n");
     set("hugepages-2048kB/enabled", "always inherit madvise [never]\n");
     machine.host("1MiB").is("huge-pages", "warn", &["of 2 MiB are off"], &["hugepages-2048kB/enabled"]);
     set("hugepages-2048kB/enabled", "always [inherit] madvise never\n");
@@ -233,7 +252,12 @@ fn memory_next_to_the_device() {
     machine.gpu("4GiB").is("numa", "warn", &["on node 1, which has 2 GiB"], &["a capacity of 2 GiB or less"]);
     machine.gpu("1GiB").is("numa", "ok", &["on node 1"], &[]);
     machine.pci(GPU, "0x10de", "0x030200", -1);
-    machine.gpu("1GiB").is("numa", "warn", &["does not say"], &["firmware"]);
+    machine.gpu("1GiB").is(
+        "numa",
+        "warn",
+        &["does not say"],
+        &["sudo tee /sys/bus/pci/devices/0000:65:00.0/numa_node"],
+    );
     // The host device is nowhere.
     machine.host("4GiB").is("numa", "ok", &["node 1: 2 GiB"], &[]);
 }

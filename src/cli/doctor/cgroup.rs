@@ -5,7 +5,7 @@
 //! `memory.max`), or slows all of it down for as long as it is above `memory.high`. Any level above the process's own
 //! can be the one that binds; what a container sees of them depends on its mounts.
 
-use super::place::{By, Kind};
+use super::place::By;
 use super::report::size;
 use super::system::System;
 use super::{Case, Check, parse};
@@ -57,8 +57,8 @@ pub fn cgroup(case: &Case) -> Check {
     };
     if let Some((left, level)) = hard.filter(|(left, _)| left / 5 * 4 < case.capacity) {
         let bytes = enough(level);
-        let mut fix = vec![
-            (By::Systemd, format!("MemoryMax={bytes} under [Service], then restart it")),
+        let mut fix = set(level, "MemoryMax", file, bytes);
+        fix.extend([
             (
                 By::Docker,
                 format!("--memory={bytes} (or docker update --memory={bytes} --memory-swap={bytes})"),
@@ -70,11 +70,7 @@ pub fn cgroup(case: &Case) -> Check {
                     bytes.div_ceil(1 << 20)
                 ),
             ),
-        ];
-        if case.place.kind == Kind::Machine {
-            let file = format!("{}/{file}", level.path.trim_end_matches('/'));
-            fix.push((By::Shell, format!("echo {bytes} | sudo tee {file}")));
-        }
+        ]);
         fix.push((By::Pool, format!("a capacity of {} or less", size(left / 5 * 4))));
         let found = said(left, level, file, level.max);
         let fix = case.remedies(&fix);
@@ -91,6 +87,16 @@ pub fn cgroup(case: &Case) -> Check {
     }
     if let Some((left, level)) = soft.filter(|(left, _)| *left < case.capacity) {
         let bytes = enough(level);
+        let mut fix = set(level, "MemoryHigh", file_high, bytes);
+        fix.extend([
+            (By::Docker, format!("echo {bytes} into {file_high} of its group, on the host")),
+            (
+                By::Kubernetes,
+                "resources.requests.memory the same as limits.memory, with which no memory.high is set"
+                    .into(),
+            ),
+            (By::Pool, format!("a capacity of {} or less", size(left / 5 * 4))),
+        ]);
         return Check::warn(
             NAME,
             format!(
@@ -99,16 +105,7 @@ pub fn cgroup(case: &Case) -> Check {
                 said(left, level, file_high, level.high),
                 size(case.capacity)
             ),
-            case.remedies(&[
-                (By::Systemd, format!("MemoryHigh={bytes} under [Service], then restart it")),
-                (By::Docker, format!("echo {bytes} into {file_high} of its group, on the host")),
-                (
-                    By::Kubernetes,
-                    "resources.requests.memory the same as limits.memory, with which no memory.high is set"
-                        .into(),
-                ),
-                (By::Pool, format!("a capacity of {} or less", size(left / 5 * 4))),
-            ]),
+            case.remedies(&fix),
         );
     }
     Check::ok(
@@ -118,6 +115,15 @@ pub fn cgroup(case: &Case) -> Check {
             None => format!("no limit (cgroup v{version}, {} levels seen)", levels.len()),
         },
     )
+}
+
+/// How a machine's administrator raises a limit: systemd writes those of its own groups again, others are plain files.
+fn set(level: &Level, property: &str, file: &str, bytes: u64) -> Vec<(By, String)> {
+    let name = level.path.rsplit('/').next().unwrap_or_default();
+    if [".service", ".slice", ".scope"].iter().any(|kind| name.ends_with(kind)) {
+        return vec![(By::Shell, format!("sudo systemctl set-property {name} {property}={bytes}"))];
+    }
+    vec![(By::Shell, format!("echo {bytes} | sudo tee {}/{file}", level.path.trim_end_matches('/')))]
 }
 
 /// The version of the hierarchy that counts memory, and the groups from this process's upward.

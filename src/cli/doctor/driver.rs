@@ -110,7 +110,7 @@ fn nvidia(case: &Case, name: &'static str) -> Check {
                     By::Kernel,
                     format!(
                         "install NVIDIA's driver, keep the other away (echo blacklist {holder} | sudo tee \
-                         /etc/modprobe.d/blacklist-{holder}.conf; sudo update-initramfs -u) and restart"
+                         /etc/modprobe.d/blacklist-{holder}.conf; sudo update-initramfs -u, or sudo dracut -f) and restart"
                     ),
                 )],
             ),
@@ -178,9 +178,9 @@ pub fn files(case: &Case) -> Check {
         return match maker {
             Maker::Nvidia => {
                 let shell = if only_uvm {
-                    "sudo nvidia-modprobe -u -c 0 (loads nvidia-uvm and makes its file)".into()
+                    "sudo nvidia-modprobe -u -c=0 (loads nvidia-uvm and makes its file)".into()
                 } else {
-                    "sudo nvidia-modprobe -c 0 && sudo nvidia-modprobe -u -c 0".into()
+                    "sudo nvidia-modprobe -c=0 && sudo nvidia-modprobe -u -c=0".into()
                 };
                 lacking(case, NAME, found, &[(By::Shell, shell), gpus(case), nvidia_pod()])
             }
@@ -189,7 +189,7 @@ pub fn files(case: &Case) -> Check {
                 NAME,
                 found,
                 &[
-                    (By::Shell, "install the Ascend driver, or load it: sudo systemctl restart ascend-driver".into()),
+                    (By::Shell, "install the Ascend driver and firmware, then restart (npu-smi info shows the cards)".into()),
                     (
                         By::Docker,
                         "--device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm --device \

@@ -58,8 +58,10 @@ pub fn numa(case: &Case) -> Check {
             found.push(format!("{address}: the system does not say which node it is on"));
             fix.push((
                 By::Kernel,
-                "set the firmware to show NUMA (NPS or sub-NUMA settings), or have the hypervisor pass the topology on"
-                    .into(),
+                format!(
+                    "have the firmware or the hypervisor show the topology; who knows the node can set it: echo NODE | \
+                     sudo tee /sys/bus/pci/devices/{address}/numa_node"
+                ),
             ));
             continue;
         };

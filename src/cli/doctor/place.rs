@@ -131,7 +131,7 @@ impl Place {
     /// A word on the kernel's command line.
     pub fn boot(words: &str) -> String {
         format!(
-            "{words} on the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then update-grub and reboot)"
+            "{words} on the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then update-grub or grub2-mkconfig, and reboot)"
         )
     }
 }
