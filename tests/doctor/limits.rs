@@ -230,6 +230,34 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
     assert_ne!(found.check("copy")["status"], "fail");
 }
 
+/// In a user namespace everybody has all capabilities, and may lock no more for it.
+#[test]
+fn without_the_right_to_lock_a_user_namespace_gives_none() {
+    let works = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
+    if !works.is_ok_and(|output| output.status.success()) {
+        println!("skipped: there is no unshare, or user namespaces are forbidden");
+        return;
+    }
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", env!("CARGO_BIN_EXE_pinpool"), "doctor", "--device", "host"]);
+    // SAFETY: only a system call is made between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            let limit = libc::rlimit { rlim_cur: 65_536, rlim_max: 65_536 };
+            match libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+    }
+    findings(&mut command).is("memlock", "fail", &["user namespace"], &[]).is(
+        "pin",
+        "fail",
+        &["65536 bytes"],
+        &[],
+    );
+}
+
 #[test]
 fn under_a_real_limit_of_the_address_space_the_check_sees_it() {
     // Sanitizers reserve terabytes of addresses, and cannot run with less.

@@ -149,8 +149,15 @@ fn version_1_is_found_by_its_mount() {
 #[test]
 fn without_a_controller_no_group_counts() {
     let machine = Machine::healthy();
-    machine.without("/sys/fs/cgroup");
+    // The root of all groups has no limit, and so no such files.
+    machine.without("/sys/fs/cgroup").file("/sys/fs/cgroup/cgroup.controllers", "cpu io memory\n");
     machine.host("4GiB").is("cgroup", "ok", &["no group counts memory"], &[]);
+    // A hierarchy of its own, without any controller, beside none that counts memory.
+    machine.file("/proc/self/cgroup", "1:name=systemd:/\n");
+    machine.host("4GiB").is("cgroup", "ok", &["no group counts memory"], &[]);
+    // What is not mounted can have any limit.
+    machine.without("/sys/fs/cgroup").file("/proc/self/cgroup", "0::/\n");
+    machine.host("4GiB").is("cgroup", "warn", &["/sys/fs/cgroup cannot be read"], &[]);
 }
 
 #[test]

@@ -32,9 +32,17 @@ pub fn cgroup(case: &Case) -> Check {
     if case.system.read("/proc/self/cgroup").is_none() {
         return Check::unseen(NAME, "/proc/self/cgroup");
     }
-    let Some((version, levels)) = levels(case.system) else {
+    let Some((version, point, levels)) = levels(case.system) else {
         return Check::ok(NAME, "no group counts memory here");
     };
+    if levels.is_empty() {
+        // A mount that is there and has no such files is the root of all groups, which has no limit.
+        return if case.system.list(&point).is_empty() {
+            Check::unseen(NAME, &point)
+        } else {
+            Check::ok(NAME, format!("no group counts memory here (cgroup v{version})"))
+        };
+    }
     let tightest = |limit: fn(&Level) -> Option<u64>| {
         let left = |level: &Level| level.left(limit(level));
         levels.iter().filter_map(|level| Some((left(level)?, level))).min_by_key(|(left, _)| *left)
@@ -126,8 +134,8 @@ fn set(level: &Level, property: &str, file: &str, bytes: u64) -> Vec<(By, String
     vec![(By::Shell, format!("echo {bytes} | sudo tee {}/{file}", level.path.trim_end_matches('/')))]
 }
 
-/// The version of the hierarchy that counts memory, and the groups from this process's upward.
-fn levels(system: &System) -> Option<(u32, Vec<Level>)> {
+/// The version of the hierarchy that counts memory, where it is mounted, and the groups from this process's upward.
+fn levels(system: &System) -> Option<(u32, String, Vec<Level>)> {
     let groups = system.read("/proc/self/cgroup")?;
     let mounts = parse::mounts(&system.read("/proc/self/mountinfo").unwrap_or_default());
     let counts = |options: &str| options.split(',').any(|option| option == "memory");
@@ -158,7 +166,7 @@ fn levels(system: &System) -> Option<(u32, Vec<Level>)> {
             None => Some(""),
         };
     }
-    (!levels.is_empty()).then_some((version, levels))
+    Some((version, point, levels))
 }
 
 fn level_v2(system: &System, path: String) -> Option<Level> {
