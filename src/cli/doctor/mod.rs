@@ -134,6 +134,7 @@ const LEAST_TRIAL: u64 = 1 << 20;
 #[derive(Clone, Copy, Debug, Default)]
 struct Measured {
     pin: Option<f64>,
+    touch: Option<f64>,
     upload: Option<f64>,
     download: Option<f64>,
     expected: Option<f64>,

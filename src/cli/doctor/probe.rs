@@ -1,22 +1,29 @@
 //! The proof: a device is opened, a little memory is pinned through a real pool, copied both ways and compared, and the
 //! speed is set beside what this machine should give.
 //!
-//! What it should give is known by the PCIe link for a device on one; for the host device, whose copies are the
-//! processor's, by copying as much between two ordinary buffers at the same time of day. Several copies are in flight
-//! at once and the best of a few rounds counts, since a busy machine makes single ones slow. A device that does not
-//! answer is given up on after a while; its buffers are the pool's to keep then, and the findings are told all the same.
+//! What copies should give is known by the PCIe link for a device on one; for the host device, whose copies are the
+//! processor's, by copying as much between ordinary buffers right after. What pinning should give is told by touching as
+//! much ordinary memory, which is most of the work.
+//!
+//! Several copies are in flight at once and the best of a few rounds counts, since a busy machine makes single ones slow;
+//! speeds only ever warn. A device that does not answer is given up on after a while; its buffers are the pool's to keep
+//! then, and the findings are told all the same.
 
 use std::time::{Duration, Instant};
 
 use pinpool::{Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Stream, Unpinned};
 
+use super::place::By;
 use super::report::{size, speed};
 use super::{Case, Check, Maker, Measured, Status, link, parse};
-use crate::cli::doctor::place::By;
 
 /// Bytes of one copy at most: large enough for full speed, and far below what one extent holds.
 const PART: usize = 16 << 20;
 const ROUNDS: usize = 5;
+/// Bytes from which on the speed of pinning says something; below, it is that of starting threads.
+const TELLING: usize = 32 << 20;
+/// Below this share of the speed of touching, pinning is held up by something.
+const POOR_PIN: f64 = 0.25;
 /// Below this share of what was expected, something is in the way.
 const POOR: f64 = 0.7;
 /// The host's own copies are measured beside those of a thread that has the processor's caches to share.
@@ -120,7 +127,7 @@ fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Check, Option<
                 format!(", {} of it on huge pages", size(now.saturating_sub(before).min(bytes as u64)))
             });
             let found = format!("{}{at} on {} threads{huge}", size(bytes as u64), pin_threads());
-            (Check::ok(NAME, found), Some(pool))
+            (pinned_at(case, found, bytes, measured), Some(pool))
         }
         Err(error) => {
             let fix = match &error {
@@ -144,6 +151,50 @@ fn pin(case: &Case, device: &Device, measured: &mut Measured) -> (Check, Option<
 /// whatever the root. `None`: the kernel does not say (before Linux 4.14).
 fn huge_bytes() -> Option<u64> {
     parse::kib(&std::fs::read_to_string("/proc/self/smaps_rollup").ok()?, "AnonHugePages")
+}
+
+/// The speed of pinning beside that of touching as much ordinary memory, which the system has to provide just so.
+fn pinned_at(case: &Case, found: String, bytes: usize, measured: &mut Measured) -> Check {
+    const NAME: &str = "pin";
+    if bytes < TELLING {
+        return Check::ok(NAME, found);
+    }
+    measured.touch = touch(bytes);
+    match (measured.pin, measured.touch) {
+        (Some(pin), Some(touch)) => {
+            let found = format!("{found}; ordinary memory comes at {}", speed(touch));
+            if pin >= touch * POOR_PIN {
+                return Check::ok(NAME, found);
+            }
+            let mut fix = vec!["run it again when nothing else pins or maps memory".to_owned()];
+            fix.push("look at fragmentation: making room for huge pages takes long".into());
+            if case.opened() {
+                fix.push(
+                    "look at iommu, and at what others ask of the driver meanwhile: it serves one at a time"
+                        .into(),
+                );
+            }
+            Check::warn(NAME, format!("{found}, several times as fast"), fix)
+        }
+        _ => Check::ok(NAME, found),
+    }
+}
+
+/// GB/s at which the system provides fresh memory to as many threads.
+fn touch(bytes: usize) -> Option<f64> {
+    // Asked for zeros, the allocator takes this much from the system, which provides each page when it is written to.
+    let mut memory = vec![0_u8; bytes];
+    let part = bytes.div_ceil(pin_threads());
+    let start = Instant::now();
+    let touched = std::thread::scope(|scope| {
+        memory.chunks_mut(part).all(|part| {
+            let work = || part.chunks_mut(4096).for_each(|page| page[0] = 1);
+            std::thread::Builder::new().spawn_scoped(scope, work).is_ok()
+        })
+    });
+    std::hint::black_box(&mut memory);
+    // Where a thread cannot be had, a part was left out.
+    if touched { rate(bytes, start.elapsed()) } else { None }
 }
 
 /// As many as a pool takes by default.
@@ -389,12 +440,33 @@ mod tests {
         let nowhere = tempfile::tempdir().unwrap();
         let system = System::new(nowhere.path());
         let case = case(&system);
-        let measured = |up, expected| Measured { pin: None, upload: Some(up), download: Some(9.0), expected };
+        let measured = |up, expected| Measured {
+            upload: Some(up),
+            download: Some(9.0),
+            expected,
+            ..Measured::default()
+        };
         assert_eq!(copied(&case, Ok(()), &measured(9.0, Some(10.0))).status, Status::Ok);
         assert_eq!(copied(&case, Ok(()), &measured(0.1, None)).status, Status::Ok);
         let slow = copied(&case, Ok(()), &measured(1.0, Some(10.0)));
         assert_eq!(slow.status, Status::Warn);
         assert!(slow.found.contains("1.0 GB/s") && slow.found.contains("10.0 GB/s"), "{slow:?}");
+    }
+
+    #[test]
+    fn slow_pinning_is_told() {
+        let nowhere = tempfile::tempdir().unwrap();
+        let system = System::new(nowhere.path());
+        let case = case(&system);
+        let mut measured = Measured { pin: Some(1e-6), ..Measured::default() };
+        let check = pinned_at(&case, "little".into(), TELLING, &mut measured);
+        assert_eq!(check.status, Status::Warn, "{check:?}");
+        assert!(check.fix.iter().any(|fix| fix.contains("fragmentation")) && measured.touch.unwrap() > 0.0);
+        measured.pin = Some(1e6);
+        assert_eq!(pinned_at(&case, "much".into(), TELLING, &mut measured).status, Status::Ok);
+        // Too little to judge.
+        measured.pin = Some(1e-6);
+        assert_eq!(pinned_at(&case, "little".into(), TELLING - 1, &mut measured).status, Status::Ok);
     }
 
     #[test]

@@ -59,6 +59,7 @@ fn json(findings: &Findings) -> Value {
         "checks": findings.checks.iter().map(check).collect::<Vec<_>>(),
         "measured": {
             "pin_gb_per_s": findings.measured.pin,
+            "touch_gb_per_s": findings.measured.touch,
             "upload_gb_per_s": findings.measured.upload,
             "download_gb_per_s": findings.measured.download,
             "expected_gb_per_s": findings.measured.expected,
