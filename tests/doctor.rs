@@ -84,11 +84,16 @@ fn findings(command: &mut Command) -> Findings {
     assert_eq!(text.lines().count(), 1, "{command:?}: {text}\n{}", stderr(&output));
     assert!(!stderr(&output).contains("panicked"), "{}", stderr(&output));
     let value: Value = serde_json::from_str(&text).unwrap();
+    let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+    assert_eq!(keys(&value), ["capacity_bytes", "checks", "device", "measured", "status"]);
+    assert_eq!(
+        keys(&value["measured"]),
+        ["download_gb_per_s", "expected_gb_per_s", "pin_gb_per_s", "touch_gb_per_s", "upload_gb_per_s"]
+    );
     let checks = value["checks"].as_array().unwrap();
     assert_eq!(checks.iter().map(|c| c["name"].as_str().unwrap()).collect::<Vec<_>>(), NAMES);
     for check in checks {
-        let keys: Vec<&String> = check.as_object().unwrap().keys().collect();
-        assert_eq!(keys, ["fix", "found", "name", "status"]);
+        assert_eq!(keys(check), ["fix", "found", "name", "status"]);
         assert!(!check["found"].as_str().unwrap().is_empty());
         // Who is told that something is wrong is told what to do.
         match check["status"].as_str().unwrap() {
