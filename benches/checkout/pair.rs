@@ -6,7 +6,9 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use super::Contender;
-use super::stores::{LIVE, MIXED, Malloc, PLAIN, Pinpool, Queues, Stacks, Store, TwoFetchAdds, pool};
+use super::stores::{
+    LIVE, MIXED, Malloc, PLAIN, Pinpool, PinpoolPlain, Queues, Stacks, Store, TwoFetchAdds, pool,
+};
 
 /// What each thread does.
 #[derive(Clone, Copy)]
@@ -112,7 +114,10 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
     let pool = pool((2 * held).clamp(128 << 20, 1 << 30));
     vec![
         entry("two_fetch_adds", TwoFetchAdds, work, n),
-        entry("pinpool", Pinpool { pool, sizes }, work, n),
+        match work {
+            Work::Pair => entry("pinpool", PinpoolPlain { pool, len: PLAIN[0] }, work, n),
+            _ => entry("pinpool", Pinpool { pool, sizes }, work, n),
+        },
         entry("array_queue", Queues::new(sizes, most_threads * each), work, n),
         entry("parking_lot_vec", Stacks::new(sizes, most_threads * each), work, n),
         entry("mimalloc", Malloc { allocator: mimalloc::MiMalloc, sizes }, work, n),
@@ -123,7 +128,7 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
 /// So many checkouts and returns on this thread, and nothing else: for a tool that counts instructions.
 pub fn count(pairs: u64) {
     let pool = pool(64 << 20);
-    let store = Pinpool { pool, sizes: PLAIN };
+    let store = PinpoolPlain { pool, len: PLAIN[0] };
     for _ in 0..pairs {
         let buf = store.take(&mut (), black_box(0));
         store.give(&mut (), buf);

@@ -11,8 +11,8 @@ use super::Contender;
 use super::stores::{PLAIN, pool, touch};
 
 /// From one thread to another through a queue: `make` on this thread, drop on the other.
-pub fn relay<T: Send>(iters: u64, mut make: impl FnMut() -> T) -> Duration {
-    let queue = ArrayQueue::new(256);
+pub fn relay<T: Send>(iters: u64, room: usize, mut make: impl FnMut() -> T) -> Duration {
+    let queue = ArrayQueue::new(room);
     let barrier = Barrier::new(2);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -72,14 +72,14 @@ pub fn contenders() -> Vec<Contender> {
         time(n).mul_f64(iters as f64 / (n * TOGETHER) as f64)
     };
     let tokens = move |_: usize, iters| {
-        batches(iters, &|n| relay(n, || (0..TOGETHER as usize).map(black_box).collect::<Vec<_>>()))
+        batches(iters, &|n| relay(n, 4, || (0..TOGETHER as usize).map(black_box).collect::<Vec<_>>()))
     };
     let together = move |_: usize, iters| {
-        batches(iters, &|n| relay(n, || (0..TOGETHER).map(|_| checkout(&many)).collect::<Vec<_>>()))
+        batches(iters, &|n| relay(n, 4, || (0..TOGETHER).map(|_| checkout(&many)).collect::<Vec<_>>()))
     };
     vec![
-        Contender::new("bare_token", |_, iters| relay(iters, || black_box(1usize))),
-        Contender::new("pinpool", move |_, iters| relay(iters, || checkout(&one))),
+        Contender::new("bare_token", |_, iters| relay(iters, 256, || black_box(1usize))),
+        Contender::new("pinpool", move |_, iters| relay(iters, 256, || checkout(&one))),
         Contender::new("bare_tokens_64", tokens),
         Contender::new("pinpool_64", together),
         Contender::new("same_thread", same_thread),

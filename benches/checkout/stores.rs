@@ -60,6 +60,29 @@ impl Store for Pinpool {
     }
 }
 
+/// The same where all buffers have one length, which it reads from memory each time.
+pub struct PinpoolPlain {
+    pub pool: Pool,
+    pub len: usize,
+}
+
+impl Store for PinpoolPlain {
+    type Local = ();
+    type Buf = PinnedBuf;
+    fn local(&self) {}
+    #[inline(always)]
+    fn take(&self, (): &mut (), _: usize) -> PinnedBuf {
+        let mut buf = self.pool.checkout(self.len).expect("the pool is large enough");
+        // SAFETY: just checked out, and longer than 0.
+        unsafe { touch(buf.as_mut_ptr()) };
+        buf
+    }
+    #[inline(always)]
+    fn give(&self, (): &mut (), buf: PinnedBuf) {
+        drop(buf);
+    }
+}
+
 /// The measure: what any bookkeeping in a word that nobody else touches costs once it is atomic.
 pub struct TwoFetchAdds;
 

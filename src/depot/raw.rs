@@ -54,6 +54,13 @@ impl Fresh {
         Self(Segment { depot: NonNull::from(depot), slot: grant.slot, tag })
     }
 
+    /// # Safety
+    /// From [`Segment::into_parts`], once: of a segment with this length, of which nothing has been written that counts.
+    pub(crate) unsafe fn from_parts((depot, slot): (NonNull<Depot>, NonNull<Slot>), len: usize) -> Self {
+        // SAFETY: a segment that is out keeps its depot alive, and the caller's word.
+        unsafe { Self::new(depot.as_ref(), Grant { slot, len }) }
+    }
+
     #[inline(always)]
     pub(crate) fn into_segment(self) -> Segment {
         self.0
@@ -70,6 +77,11 @@ impl Segment {
     #[inline(always)]
     fn list(&self) -> usize {
         (self.tag >> LIST) as usize
+    }
+
+    /// Its addresses. Two of them, and no length: so much a function can return in registers.
+    pub(crate) fn into_parts(self) -> (NonNull<Depot>, NonNull<Slot>) {
+        (self.depot, self.slot)
     }
 
     /// First byte.
