@@ -24,6 +24,7 @@
 //! | `churn_65536` | `churn.rs` | as the first with 4 KiB, where 65,536 segments were out and a random half was returned, and in bursts that outrun what a thread caches |
 //! | `first_of_a_class` | `runs.rs` | a checkout that has to cut a new run, beside the system call that a page costs |
 //! | `hand_over` | `waiting.rs` | two threads wait for one segment by turns, beside a mutex and a condition variable |
+//! | `on_a_stream` | `stream.rs` | with a GPU: check out, hold on a stream, drop |
 //! | `tails` | `tails.rs` | single hits by the clock, while regions come and go and copies are reaped: quantiles |
 //!
 //! `glibc` and `mimalloc` are called through their own functions and are not the global allocator. They are asked for
@@ -34,7 +35,7 @@
 //!
 //! `cargo bench --bench checkout`, or the executable by itself: with `--bench` it runs criterion's groups and then the
 //! table, without only the table; `--only GROUP,GROUP` runs these. `PINPOOL_BENCH_THREADS=1,2,4` sets the numbers of
-//! threads, `PINPOOL_BENCH_QUICK=1` makes everything short. `--pairs N` only makes N checkouts and returns, for a tool that
+//! threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set these. `--pairs N` only makes N checkouts and returns, for a tool that
 //! counts instructions (`.ci/instructions`).
 #![allow(missing_docs, unsafe_code)]
 
@@ -46,6 +47,7 @@ mod pair;
 mod relay;
 mod runs;
 mod stores;
+mod stream;
 mod tails;
 mod waiting;
 
@@ -79,7 +81,8 @@ struct Group {
 fn table(group: &Group, quick: bool) {
     let Group { name: title, contenders, threads, shorter } = group;
     let (rounds, iters) = if quick { (7, 20_000) } else { (41, 200_000) };
-    let iters = iters / shorter;
+    let (rounds, iters) =
+        (measure::number("rounds", rounds), measure::number("operations", iters) as u64 / shorter);
     println!("\n{title}: median of {rounds} rounds by turns, {iters} operations each");
     println!("{:>8} {:<18} {:>9} {:>9}   quartiles of the ratio", "threads", "", "ns", "ratio");
     for &n in threads {
@@ -127,7 +130,7 @@ fn main() {
     let most = threads.iter().copied().max().unwrap_or(1);
 
     type Make = Box<dyn Fn() -> Vec<Contender>>;
-    let all: [(&str, Make, &[usize], u64); 8] = [
+    let all: [(&str, Make, &[usize], u64); 9] = [
         ("checkout_return", Box::new(move || pair::contenders(Work::Pair, most)), &threads, 1),
         ("floor", Box::new(floor::contenders), &[1], 1),
         ("checkout_return_64_live", Box::new(move || pair::contenders(Work::Live, most)), &threads, 1),
@@ -136,6 +139,7 @@ fn main() {
         ("churn_65536", Box::new(churn::churned), &[1], 1),
         ("first_of_a_class", Box::new(runs::contenders), &[1], 100),
         ("hand_over", Box::new(waiting::contenders), &[2], 20),
+        ("on_a_stream", Box::new(stream::contenders), &threads, 10),
     ];
     let wanted = all.into_iter().filter(|(name, ..)| measure::wanted(name));
     let groups: Vec<Group> = wanted
