@@ -12,6 +12,7 @@ use std::fmt;
 use std::future::Future;
 use std::ops::DerefMut;
 use std::pin::Pin;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, Waker};
@@ -21,9 +22,9 @@ use stable_deref_trait::StableDeref;
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{self, Depot, DepotConfig, Fresh, Outcome, Take, Wake, Want};
+use crate::depot::{self, Depot, DepotConfig, Fresh, Outcome, Segment, Take, Wake, Want};
 use crate::error::{Error, RegisterError, Result};
-use crate::freelist::state;
+use crate::freelist::{Slot, state};
 use crate::region::{Pinning, RegionInfo, RegionOptions, Regions};
 use crate::runtime::Device;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
@@ -216,17 +217,7 @@ impl Pool {
     /// left with it).
     #[inline(always)]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
-            None => self.checkout_slow(
-                request.len,
-                request.align,
-                request.reserve,
-                request.near,
-                Patience::Forever,
-            ),
-        }
+        self.checkout_with(request.into(), || Patience::Forever)
     }
 
     /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed.
@@ -235,13 +226,7 @@ impl Pool {
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
     #[inline(always)]
     pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
-            None => {
-                self.checkout_slow(request.len, request.align, request.reserve, request.near, Patience::None)
-            }
-        }
+        self.checkout_with(request.into(), || Patience::None)
     }
 
     /// A host-ready buffer, waiting for at most so long.
@@ -254,14 +239,27 @@ impl Pool {
         request: impl Into<Request<'a>>,
         timeout: Duration,
     ) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
+        self.checkout_with(request.into(), || Patience::until(timeout))
+    }
+
+    /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow path
+    /// too, it would be in memory, put there in words and moved on in wider pieces, for which the processor has to wait.
+    #[inline(always)]
+    #[allow(unsafe_code)]
+    fn checkout_with(&self, request: Request<'_>, patience: impl FnOnce() -> Patience) -> Result<PinnedBuf> {
+        let fresh = match self.hit_with(request, Depot::hit) {
+            Some(fresh) => fresh,
             None => {
-                let patience = Patience::until(timeout);
-                self.checkout_slow(request.len, request.align, request.reserve, request.near, patience)
+                let mut error = Error::Closed;
+                let Request { len, align, reserve, near } = request;
+                match self.checkout_slow(len, align, reserve, near, patience(), &mut error) {
+                    // SAFETY: returned just now, for this request.
+                    Some(parts) => unsafe { Fresh::from_parts(parts, len) },
+                    None => return Err(error),
+                }
             }
-        }
+        };
+        Ok(fresh.into())
     }
 
     /// A host-ready buffer, for a task. Any runtime will do. Dropping the future leaves no trace.
@@ -352,8 +350,8 @@ impl Pool {
             return Err(Error::WrongDevice { device: stream.device().name().into() });
         }
         let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
-        if let Some(buf) = self.hit(request) {
-            return Ok(ready(buf));
+        if let Some(fresh) = self.hit_with(request, Depot::hit) {
+            return Ok(ready(fresh.into()));
         }
         let errand = self.errand(&[request])?;
         if let Some(mut granted) = self.try_errand(&errand)? {
@@ -372,7 +370,8 @@ impl Pool {
                 }
             }
         }
-        self.checkout_slow(request.len, request.align, request.reserve, request.near, patience).map(ready)
+        let bufs = self.acquire(&[request], patience)?;
+        bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
     /// Takes back a buffer that went out as a token.
@@ -384,9 +383,13 @@ impl Pool {
         store.and_then(|s| PinnedBuf::redeem(&s.depot, token)).ok_or(Error::StaleToken)
     }
 
-    /// A hit in this thread's shard, and nothing else.
+    /// By way of `hit` only: in this thread's shard, or in a rack.
     #[inline(always)]
-    fn hit(&self, request: Request<'_>) -> Option<PinnedBuf> {
+    fn hit_with(
+        &self,
+        request: Request<'_>,
+        hit: impl FnOnce(&Depot, Class, usize) -> Option<Fresh>,
+    ) -> Option<Fresh> {
         if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
             return None;
         }
@@ -395,7 +398,7 @@ impl Pool {
             None => &self.0.main,
             Some((near, _)) => self.near(near)?,
         };
-        store.depot.hit(class, request.len).map(PinnedBuf::from)
+        hit(&store.depot, class, request.len)
     }
 
     /// The store on the node of a device. `None`: the pool does not serve it.
@@ -415,9 +418,21 @@ impl Pool {
         reserve: Option<&str>,
         near: Option<(u64, &str)>,
         patience: Patience,
-    ) -> Result<PinnedBuf> {
+        error: &mut Error,
+    ) -> Option<(NonNull<Depot>, NonNull<Slot>)> {
         let request = Request { len, align, reserve, near };
-        self.acquire(&[request], patience)?.pop().ok_or(Error::ZeroLength)
+        // What another thread has left on a rack costs little, and less than all that follows.
+        if let Some(fresh) = self.hit_with(request, Depot::refill) {
+            self.missed();
+            return Some(fresh.into_segment().into_parts());
+        }
+        match self.acquire(&[request], patience) {
+            Ok(mut bufs) => bufs.pop().map(PinnedBuf::into_segment).map(Segment::into_parts),
+            Err(why) => {
+                *error = why;
+                None
+            }
+        }
     }
 
     /// Checks requests, and finds where they may be served from.
@@ -825,10 +840,10 @@ impl Pool {
             let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();
             store.depot.check(|state, bytes| match state {
-                state::FREE => census.free += bytes,
-                state::OUT | state::LANDED => census.checked_out += bytes,
-                state::FLIGHT | state::DETACHED => census.in_flight += bytes,
-                state::CLAIMED => {
+                None => census.free += bytes,
+                Some(state::HOST | state::LANDED) => census.checked_out += bytes,
+                Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
+                Some(state::CLAIMED) => {
                     census.in_flight += bytes;
                     census.claimed += bytes;
                 }
