@@ -136,6 +136,7 @@ mod runtime;
 pub mod segment;
 mod stream;
 mod sync;
+pub mod telemetry;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;

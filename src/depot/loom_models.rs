@@ -57,6 +57,7 @@ impl Store {
             step: 0,
             timeless: true,
             serves: Vec::new(),
+            track: false,
         };
         let depot = Depot::new(config, None);
         let base = NonNull::new(std::ptr::without_provenance_mut(PAGE)).unwrap();

@@ -42,6 +42,10 @@ impl Fresh {
     pub(crate) fn into_segment(self) -> Segment {
         self.0
     }
+
+    pub(crate) fn segment(&self) -> &Segment {
+        &self.0
+    }
 }
 
 impl Segment {

@@ -148,6 +148,11 @@ impl Slot {
         Word(self.word.load(Ordering::Relaxed)).class()
     }
 
+    /// Has the segment's return take the slow path. Whether it will.
+    pub(crate) fn watch(&self) -> bool {
+        self.class().is_none()
+    }
+
     /// FREE to OUT, by the one who just took it out of a list. Relaxed: the owner is alone with it.
     #[inline(always)]
     pub(crate) fn mark_taken(&self) -> Word {

@@ -8,6 +8,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::depot::{Segment, Wake};
 use crate::device::memory::Allocation;
@@ -43,6 +44,11 @@ pub(crate) enum Lent {
 pub(crate) trait Keep: Send + std::fmt::Debug {
     /// Nobody can prove that the device is done with it: leak what the device may touch.
     fn quarantine(self: Box<Self>);
+
+    /// The address of the slot that it keeps, for reports.
+    fn slot(&self) -> Option<usize> {
+        None
+    }
 }
 
 impl Keep for () {
@@ -63,6 +69,11 @@ impl Joint {
         let word = segment.set(state::FLIGHT);
         segment.depot().joint_in_flight(segment.granted() as isize);
         Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
+    }
+
+    /// The address of its slot, for reports.
+    pub(super) fn slot(&self) -> usize {
+        std::ptr::from_ref(self.segment.slot()).addr()
     }
 
     /// One of them is done. Whether it was the last, and the handle is gone: then the segment is the caller's.
@@ -117,6 +128,8 @@ pub(super) struct Entry {
     pub(super) held: Held,
     pub(super) memory: Option<Arc<Allocation>>,
     pub(super) bytes: usize,
+    /// When it was submitted, if it is one of those that are timed.
+    pub(super) since: Option<Instant>,
 }
 
 /// What is done after the lock is released.
@@ -128,6 +141,8 @@ pub(super) struct After {
     pub(super) condemned: Vec<Box<dyn Keep>>,
     pub(super) dropped: Vec<(Held, Option<Arc<Allocation>>)>,
     pub(super) wakes: Vec<Wake>,
+    /// When those were submitted that were timed and have landed.
+    pub(super) flown: Vec<Instant>,
 }
 
 impl After {
@@ -135,6 +150,13 @@ impl After {
         for segment in self.returned {
             // SAFETY: settled: the handle is gone and every mark that covers it was seen complete.
             unsafe { segment.release() };
+        }
+        if !self.quarantined.is_empty() {
+            let bytes: usize = self.quarantined.iter().map(Segment::granted).sum();
+            tracing::error!(
+                target: "pinpool::stream::quarantine", buffers = self.quarantined.len(), bytes,
+                "buffers are quarantined: nobody can prove that the device is done with them"
+            );
         }
         for segment in self.quarantined {
             segment.quarantine();
