@@ -13,8 +13,8 @@ use std::future::Future;
 use std::ops::DerefMut;
 use std::panic::Location;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -857,6 +857,10 @@ impl Pool {
         &self.0.name
     }
 
+    pub(crate) fn downgrade(&self) -> WeakPool {
+        WeakPool(Arc::downgrade(&self.0))
+    }
+
     /// The depots of all stores.
     pub(crate) fn depots(&self) -> impl Iterator<Item = &Arc<Depot>> {
         self.stores().map(|store| &store.depot)
@@ -1147,6 +1151,22 @@ impl Drop for Inner {
         self.main.depot.close();
         self.nodes.iter().for_each(|n| n.1.depot.close());
         self.reserves.iter().for_each(|r| r.1.depot.close());
+    }
+}
+
+/// A pool that is not kept open.
+#[derive(Clone)]
+pub(crate) struct WeakPool(Weak<Inner>);
+
+impl WeakPool {
+    pub(crate) fn upgrade(&self) -> Option<Pool> {
+        self.0.upgrade().map(Pool)
+    }
+}
+
+impl fmt::Debug for WeakPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeakPool").finish_non_exhaustive()
     }
 }
 

@@ -109,7 +109,7 @@ impl Histogram {
     }
 
     /// The buckets, shortest first.
-    pub fn buckets(&self) -> impl ExactSizeIterator<Item = Bucket> + '_ {
+    pub fn buckets(&self) -> impl DoubleEndedIterator<Item = Bucket> + ExactSizeIterator + '_ {
         self.counts.iter().enumerate().map(|(i, count)| Bucket {
             upper: Self::BOUNDS_NS.get(i).map(|ns| Duration::from_nanos(*ns)),
             count: *count,

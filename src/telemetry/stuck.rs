@@ -89,6 +89,8 @@ pub struct Awaited {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
+    /// Its slot, so that one that was reported is known again.
+    pub(super) slot: usize,
     /// Bytes that it takes of the pool.
     pub granted: usize,
     /// Bytes that were asked for, if its checkout was entered.
@@ -121,6 +123,7 @@ pub(crate) fn find<'a>(
         let age = entry.map_or(Duration::ZERO, |entry| now.saturating_duration_since(entry.since));
         if age >= threshold {
             let buffer = StuckBuffer {
+                slot: segment.slot,
                 granted: segment.granted,
                 requested: entry.and_then(|entry| entry.len),
                 age,
@@ -175,7 +178,7 @@ pub(crate) fn report<'a>(
 }
 
 /// One buffer of a report.
-fn emit(pool: &str, buffer: &StuckBuffer) {
+pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
     let at = buffer.awaited.first();
     tracing::warn!(
         target: "pinpool::pool::stuck",
