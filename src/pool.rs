@@ -439,6 +439,15 @@ impl Pool {
     /// A hit in this thread's shard, and nothing else.
     #[inline(always)]
     fn hit(&self, request: Request<'_>) -> Option<PinnedBuf> {
+        self.hit_with(request, Depot::hit)
+    }
+
+    #[inline(always)]
+    fn hit_with(
+        &self,
+        request: Request<'_>,
+        hit: impl FnOnce(&Depot, Class, usize) -> Option<Fresh>,
+    ) -> Option<PinnedBuf> {
         if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
             return None;
         }
@@ -447,7 +456,7 @@ impl Pool {
             None => &self.0.main,
             Some((near, _)) => self.near(near)?,
         };
-        store.depot.hit(class, request.len).map(PinnedBuf::from)
+        hit(&store.depot, class, request.len).map(PinnedBuf::from)
     }
 
     /// The store on the node of a device. `None`: the pool does not serve it.
@@ -471,6 +480,11 @@ impl Pool {
     ) -> Result<PinnedBuf> {
         let Origin { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
+        // What another thread has left on a rack costs little, and less than all that follows.
+        if let Some(buf) = self.hit_with(request, Depot::refill) {
+            self.missed();
+            return Ok(buf);
+        }
         self.acquire(&[request], patience, site.unwrap_or(Location::caller()))?.pop().ok_or(Error::ZeroLength)
     }
 
@@ -584,16 +598,15 @@ impl Pool {
     /// Makes buffers of what was granted on the slow path, and enters some of them in the ledger, or all.
     fn entered(
         &self,
-        granted: Vec<Fresh>,
+        mut granted: Vec<Fresh>,
         tags: impl IntoIterator<Item = Option<&'static str>>,
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
         // Counted already. Relaxed: any number will do.
         let sampled = self.0.misses.load(Ordering::Relaxed) % SAMPLE == 1;
-        for (fresh, tag) in granted.iter().zip(tags) {
-            let depot = fresh.segment().depot();
-            if sampled || depot.tracks() {
-                depot.enter(fresh.segment(), Origin { tag, site: Some(site) });
+        for (fresh, tag) in granted.iter_mut().zip(tags) {
+            if sampled || fresh.segment().depot().tracks() {
+                Depot::enter(fresh, Origin { tag, site: Some(site) });
             }
         }
         granted.into_iter().map(PinnedBuf::from).collect()
@@ -955,10 +968,10 @@ impl Pool {
             let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();
             store.depot.check(|state, bytes| match state {
-                state::FREE => census.free += bytes,
-                state::OUT | state::LANDED => census.checked_out += bytes,
-                state::FLIGHT | state::DETACHED => census.in_flight += bytes,
-                state::CLAIMED => {
+                None => census.free += bytes,
+                Some(state::HOST | state::LANDED) => census.checked_out += bytes,
+                Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
+                Some(state::CLAIMED) => {
                     census.in_flight += bytes;
                     census.claimed += bytes;
                 }

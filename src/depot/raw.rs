@@ -3,7 +3,7 @@
 use std::ptr::NonNull;
 
 use super::{Depot, Grant};
-use crate::freelist::{Slot, Word};
+use crate::freelist::{LISTS, Slot};
 use crate::segment::Class;
 
 /// The right to a segment that is out. Not `Drop`: who holds it decides what becomes of it, and forgetting it leaks the
@@ -16,8 +16,13 @@ use crate::segment::Class;
 pub(crate) struct Segment {
     depot: NonNull<Depot>,
     slot: NonNull<Slot>,
-    len: usize,
+    /// Bytes that were asked for, and above them which list of a shard it belongs to: a return that had to load that from
+    /// the slot would find its list, and with it whatever it reads and writes, only after the checkout has found the slot.
+    tag: u64,
 }
+
+/// Where in a tag the list is. No length comes near: the longest extent has 43 bits.
+const LIST: u32 = 56;
 
 // SAFETY: the depot and the slot are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
@@ -35,7 +40,18 @@ impl Fresh {
     /// The grant is this depot's, made just now, and nobody else uses it.
     #[inline(always)]
     pub(super) unsafe fn new(depot: &Depot, grant: Grant) -> Self {
-        Self(Segment { depot: NonNull::from(depot), slot: grant.slot, len: grant.len })
+        // SAFETY: granted, so alive.
+        let list = unsafe { grant.slot.as_ref() }.list();
+        // SAFETY: the caller's word.
+        unsafe { Self::of_list(depot, grant, list) }
+    }
+
+    /// # Safety
+    /// As for [`Fresh::new`], and `list` is the slot's.
+    #[inline(always)]
+    pub(super) unsafe fn of_list(depot: &Depot, grant: Grant, list: usize) -> Self {
+        let tag = grant.len as u64 | (list as u64) << LIST;
+        Self(Segment { depot: NonNull::from(depot), slot: grant.slot, tag })
     }
 
     #[inline(always)]
@@ -46,13 +62,23 @@ impl Fresh {
     pub(crate) fn segment(&self) -> &Segment {
         &self.0
     }
+
+    /// Has its return take the slow path, so that it can be noted there: to this name of it no list belongs.
+    pub(super) fn watch(&mut self) {
+        self.0.tag = self.0.len() as u64 | (LISTS as u64) << LIST;
+    }
 }
 
 impl Segment {
     /// Bytes that were asked for.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
-        self.len
+        (self.tag & ((1 << LIST) - 1)) as usize
+    }
+
+    #[inline(always)]
+    fn list(&self) -> usize {
+        (self.tag >> LIST) as usize
     }
 
     /// First byte.
@@ -95,13 +121,13 @@ impl Segment {
 
     /// Another name's length, after [`Segment::rebook`] through this one's alias.
     pub(crate) fn relabel(&mut self, len: usize) {
-        self.len = len;
+        self.tag = self.tag >> LIST << LIST | len as u64;
     }
 
     /// Changes what it counts as asked for, for a claimer that asks for another length.
     pub(crate) fn rebook(&mut self, len: usize) {
-        self.depot().rebook(self.len, len);
-        self.len = len;
+        self.depot().rebook(self.len(), len);
+        self.relabel(len);
     }
 
     /// Returns it to the pool.
@@ -111,16 +137,12 @@ impl Segment {
     #[inline(always)]
     pub(crate) unsafe fn release(self) {
         // SAFETY: the invariant, and the caller's word.
-        unsafe { Depot::put(self.depot, self.slot, self.len) }
+        unsafe { Depot::put(self.depot, self.slot, self.len(), self.list()) }
     }
 
     /// Takes it out of use for good. Its word already says so.
     pub(crate) fn quarantine(self) {
         // SAFETY: the invariant; a quarantined segment is never returned.
         unsafe { Depot::quarantine(self.depot, self.slot) }
-    }
-
-    pub(crate) fn set(&self, state: u16) -> Word {
-        self.slot().set(state)
     }
 }

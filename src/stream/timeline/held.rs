@@ -66,7 +66,7 @@ pub(crate) struct Joint {
 impl Joint {
     /// For `timelines` of them; the segment is in flight from here on.
     pub(crate) fn new(segment: Segment, timelines: u32) -> Arc<Self> {
-        let word = segment.set(state::FLIGHT);
+        let word = segment.slot().depart();
         segment.depot().joint_in_flight(segment.granted() as isize);
         Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
     }
@@ -108,7 +108,7 @@ pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
         Ok(_) => None,
         Err(found) if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") => {
             // Nobody else leaves DETACHED but the claimer, and both are under the timeline's lock.
-            segment.slot().exchange(found, state::OUT).ok().map(|_| segment.alias())
+            segment.slot().exchange(found, state::HOST).ok().map(|_| segment.alias())
         }
         Err(_) => None,
     }
