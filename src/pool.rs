@@ -118,6 +118,8 @@ struct Inner {
     devices: Vec<Device>,
     name: String,
     misses: AtomicU64,
+    /// Of the misses, those that nothing cached could serve.
+    slow: AtomicU64,
     fallbacks: AtomicU64,
     fallback_bytes: AtomicU64,
     errors: ErrorTally,
@@ -602,8 +604,9 @@ impl Pool {
         tags: impl IntoIterator<Item = Option<&'static str>>,
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
-        // Counted already. Relaxed: any number will do.
-        let sampled = self.0.misses.load(Ordering::Relaxed) % SAMPLE == 1;
+        // Relaxed: any one of so many will do. Misses are not counted for it: others than these are among them, and where
+        // the two kinds take turns always the same numbers would come here.
+        let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, tag) in granted.iter_mut().zip(tags) {
             if sampled || fresh.segment().depot().tracks() {
                 Depot::enter(fresh, Origin { tag, site: Some(site) });
@@ -1140,6 +1143,7 @@ impl PoolBuilder {
             devices: std::mem::take(&mut self.devices),
             name,
             misses: AtomicU64::new(0),
+            slow: AtomicU64::new(0),
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
             errors: ErrorTally::default(),

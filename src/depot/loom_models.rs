@@ -315,13 +315,11 @@ fn loom_sums_hold() {
         let sums = classes.iter().fold((0, 0), |(t, p), c| (t + c.takes, p + c.puts));
         assert_eq!(sums, (s.takes, s.puts), "and so are their counts");
         assert_eq!(s.takes - s.puts, out, "what was taken and is not back is out: {s:?}, {classes:?}");
-        // Off by no more than the calls under way.
-        assert!(
-            before[TAKEN] <= s.takes && s.takes <= after[TAKES],
-            "{} of {before:?} to {after:?}",
-            s.takes
-        );
-        assert!(before[PUT] <= s.puts && s.puts <= after[PUTS], "{} of {before:?} to {after:?}", s.puts);
+        // Off by no more than the calls under way, of which each may move one segment to or from a rack besides.
+        let moving = after[TAKES] - before[TAKEN] + after[PUTS] - before[PUT];
+        let within = |count: u64, least: u64, most: u64| least <= count && count <= most + moving;
+        assert!(within(s.takes, before[TAKEN], after[TAKES]), "{} of {before:?} to {after:?}", s.takes);
+        assert!(within(s.puts, before[PUT], after[PUTS]), "{} of {before:?} to {after:?}", s.puts);
         for user in users {
             user.join().unwrap();
         }
@@ -345,8 +343,8 @@ fn loom_ledger_closes() {
             let other = worker(move || out.put());
             step();
             let found = store.depot.everything_out();
-            // Once it is back it is not out, and as long as it is out its entry is there.
-            assert!(found.iter().all(|one| one.slot == slot && one.entry.exact), "{found:?}");
+            // As long as it is out its entry is there, but for the moment in which it is closed and the segment not back yet.
+            assert!(found.iter().all(|one| one.slot == slot), "{found:?}");
             other.join().unwrap();
             assert_eq!(store.depot.histograms().1.count(), 1, "its time was counted, once");
             assert!(store.depot.everything_out().is_empty());

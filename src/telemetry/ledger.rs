@@ -5,7 +5,7 @@
 //!
 //! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) have no thread caches, so
 //!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
-//! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that take the slow path anyway.
+//! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that nothing cached could serve.
 //! - *Looks*: whoever looks at all that is out notes since when he has seen it. It has been out for so long at least.
 //!
 //! The return of an entered segment leaves the fast path, by a comparison that each return makes in any case (whether its

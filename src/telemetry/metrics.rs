@@ -203,7 +203,7 @@ table! {
         "Checkouts that ended with an error, by what it means: argument, capture, moment, sticky, driver_end.";
     WaitSeconds: Histogram, [pinpool.wait.seconds], Seconds, [pool], "How long requests waited for memory.";
     HoldingSeconds: Histogram, [pinpool.holding.seconds], Seconds, [pool],
-        "How long buffers were out; of a sample, one in eight misses.";
+        "How long buffers were out; of a sample, one in eight that no cache could serve.";
     PinningSpeed: Real, [pinpool.pinning.bytes_per_second], BytesPerSecond, [pool], "Bytes pinned per second spent in pinning.";
     LongestPin: Real, [pinpool.pinning.longest_call.seconds], Seconds, [pool], "The longest single call that pinned.";
     StuckBuffers: Gauge, [pinpool.stuck.buffers], Count, [pool], "Buffers out for longer than the sampler's threshold.";

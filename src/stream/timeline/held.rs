@@ -89,6 +89,7 @@ impl Joint {
     /// A part of the hold could not be placed: nobody will know when the segment is free.
     pub(crate) fn give_up(&self) {
         if let Some(segment) = self.quarantine() {
+            log_quarantine(1, segment.granted());
             segment.quarantine();
         }
     }
@@ -112,6 +113,13 @@ pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
         }
         Err(_) => None,
     }
+}
+
+fn log_quarantine(buffers: usize, bytes: usize) {
+    tracing::error!(
+        target: "pinpool::stream::quarantine", buffers, bytes,
+        "buffers are quarantined: nobody can prove that the device is done with them"
+    );
 }
 
 /// The device will never be known to be done with it.
@@ -152,11 +160,7 @@ impl After {
             unsafe { segment.release() };
         }
         if !self.quarantined.is_empty() {
-            let bytes: usize = self.quarantined.iter().map(Segment::granted).sum();
-            tracing::error!(
-                target: "pinpool::stream::quarantine", buffers = self.quarantined.len(), bytes,
-                "buffers are quarantined: nobody can prove that the device is done with them"
-            );
+            log_quarantine(self.quarantined.len(), self.quarantined.iter().map(Segment::granted).sum());
         }
         for segment in self.quarantined {
             segment.quarantine();
