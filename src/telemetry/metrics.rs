@@ -66,12 +66,12 @@ impl Metric {
 }
 
 /// A value to be sent.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Value {
     Count(u64),
     Level(u64),
     Real(f64),
-    Durations(Histogram),
+    Durations(Box<Histogram>),
 }
 
 /// The labels that a value has.
@@ -120,23 +120,23 @@ macro_rules! event {
 /// The events that a value makes.
 macro_rules! send {
     (Counter, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Count(count) = $value {
+        if let Value::Count(count) = *$value {
             event!(monotonic_counter, $name, count, $labels)
         }
     };
     (Gauge, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Level(level) = $value {
+        if let Value::Level(level) = *$value {
             event!(gauge, $name, level, $labels)
         }
     };
     (Real, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Real(real) = $value {
+        if let Value::Real(real) = *$value {
             event!(gauge, $name, real, $labels)
         }
     };
     (Histogram, $name:tt, $value:ident, $labels:ident) => {
         if let Value::Durations(durations) = $value {
-            for (seconds, count) in thinned(&durations) {
+            for (seconds, count) in thinned(durations) {
                 for _ in 0..count {
                     event!(histogram, $name, seconds, $labels)
                 }
@@ -166,7 +166,6 @@ macro_rules! table {
 
         /// Sends a value as events.
         pub(super) fn send_event(id: Id, value: &Value, labels: &Labels) {
-            let value = *value;
             match id {
                 $(Id::$id => send!($kind, [$first $(.$rest)*], value, labels),)*
             }
