@@ -102,6 +102,11 @@ impl PinnedBuf {
         Self { segment, len }
     }
 
+    /// What it is made of, in place of the buffer.
+    pub(crate) fn into_segment(self) -> Segment {
+        self.into_parts().0
+    }
+
     fn into_parts(self) -> (Segment, usize) {
         let this = ManuallyDrop::new(self);
         (this.segment.alias(), this.len)

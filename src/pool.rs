@@ -13,6 +13,7 @@ use std::future::Future;
 use std::ops::DerefMut;
 use std::panic::Location;
 use std::pin::Pin;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -22,9 +23,9 @@ use stable_deref_trait::StableDeref;
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{self, Depot, DepotConfig, DepotSnapshot, Fresh, Outcome, Take, Wake, Want};
+use crate::depot::{self, Depot, DepotConfig, DepotSnapshot, Fresh, Outcome, Segment, Take, Wake, Want};
 use crate::error::{Error, RegisterError, Result};
-use crate::freelist::state;
+use crate::freelist::{Slot, state};
 use crate::region::{Pinning, RegionInfo, RegionOptions, Regions};
 use crate::runtime::Device;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
@@ -250,18 +251,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
-            None => self.checkout_slow(
-                request.len,
-                request.align,
-                request.reserve,
-                request.near,
-                Origin { tag: request.tag, site: Some(Location::caller()) },
-                Patience::Forever,
-            ),
-        }
+        self.checkout_with(request.into(), || Patience::Forever)
     }
 
     /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed.
@@ -271,15 +261,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
-            None => {
-                let origin = Origin { tag: request.tag, site: Some(Location::caller()) };
-                let Request { len, align, reserve, near, .. } = request;
-                self.checkout_slow(len, align, reserve, near, origin, Patience::None)
-            }
-        }
+        self.checkout_with(request.into(), || Patience::None)
     }
 
     /// A host-ready buffer, waiting for at most so long.
@@ -293,15 +275,29 @@ impl Pool {
         request: impl Into<Request<'a>>,
         timeout: Duration,
     ) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
+        self.checkout_with(request.into(), || Patience::until(timeout))
+    }
+
+    /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow path
+    /// too, it would be in memory, put there in words and moved on in wider pieces, for which the processor has to wait.
+    #[inline(always)]
+    #[track_caller]
+    #[allow(unsafe_code)]
+    fn checkout_with(&self, request: Request<'_>, patience: impl FnOnce() -> Patience) -> Result<PinnedBuf> {
+        let fresh = match self.hit_with(request, Depot::hit) {
+            Some(fresh) => fresh,
             None => {
-                let origin = Origin { tag: request.tag, site: Some(Location::caller()) };
-                let Request { len, align, reserve, near, .. } = request;
-                self.checkout_slow(len, align, reserve, near, origin, Patience::until(timeout))
+                let mut error = Error::Closed;
+                let Request { len, align, reserve, near, tag } = request;
+                let origin = Origin { tag, site: Some(Location::caller()) };
+                match self.checkout_slow(len, align, reserve, near, origin, patience(), &mut error) {
+                    // SAFETY: returned just now, for this request.
+                    Some(parts) => unsafe { Fresh::from_parts(parts, len) },
+                    None => return Err(error),
+                }
             }
-        }
+        };
+        Ok(fresh.into())
     }
 
     /// A host-ready buffer, for a task. Any runtime will do. Dropping the future leaves no trace.
@@ -404,8 +400,8 @@ impl Pool {
             return Err(Error::WrongDevice { device: stream.device().name().into() });
         }
         let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
-        if let Some(buf) = self.hit(request) {
-            return Ok(ready(buf));
+        if let Some(fresh) = self.hit_with(request, Depot::hit) {
+            return Ok(ready(fresh.into()));
         }
         let errand = self.errand(&[request])?;
         if let Some(mut granted) = self.try_errand(&errand)? {
@@ -426,7 +422,8 @@ impl Pool {
                 }
             }
         }
-        self.acquire(&[request], patience, site)?.pop().map(ready).ok_or(Error::ZeroLength)
+        let bufs = self.acquire(&[request], patience, site)?;
+        bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
     /// Takes back a buffer that went out as a token.
@@ -438,18 +435,13 @@ impl Pool {
         store.and_then(|s| PinnedBuf::redeem(&s.depot, token)).ok_or(Error::StaleToken)
     }
 
-    /// A hit in this thread's shard, and nothing else.
-    #[inline(always)]
-    fn hit(&self, request: Request<'_>) -> Option<PinnedBuf> {
-        self.hit_with(request, Depot::hit)
-    }
-
+    /// By way of `hit` only: in this thread's shard, or in a rack.
     #[inline(always)]
     fn hit_with(
         &self,
         request: Request<'_>,
         hit: impl FnOnce(&Depot, Class, usize) -> Option<Fresh>,
-    ) -> Option<PinnedBuf> {
+    ) -> Option<Fresh> {
         if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
             return None;
         }
@@ -458,7 +450,7 @@ impl Pool {
             None => &self.0.main,
             Some((near, _)) => self.near(near)?,
         };
-        hit(&store.depot, class, request.len).map(PinnedBuf::from)
+        hit(&store.depot, class, request.len)
     }
 
     /// The store on the node of a device. `None`: the pool does not serve it.
@@ -471,6 +463,7 @@ impl Pool {
     /// Everything else. Takes the request in parts: whole, it would be written to memory before each hit.
     #[cold]
     #[inline(never)]
+    #[allow(clippy::too_many_arguments, reason = "see above")]
     fn checkout_slow(
         &self,
         len: usize,
@@ -479,15 +472,22 @@ impl Pool {
         near: Option<(u64, &str)>,
         origin: Origin,
         patience: Patience,
-    ) -> Result<PinnedBuf> {
+        error: &mut Error,
+    ) -> Option<(NonNull<Depot>, NonNull<Slot>)> {
         let Origin { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
         // What another thread has left on a rack costs little, and less than all that follows.
-        if let Some(buf) = self.hit_with(request, Depot::refill) {
+        if let Some(fresh) = self.hit_with(request, Depot::refill) {
             self.missed();
-            return Ok(buf);
+            return Some(fresh.into_segment().into_parts());
         }
-        self.acquire(&[request], patience, site.unwrap_or(Location::caller()))?.pop().ok_or(Error::ZeroLength)
+        match self.acquire(&[request], patience, site.unwrap_or(Location::caller())) {
+            Ok(mut bufs) => bufs.pop().map(PinnedBuf::into_segment).map(Segment::into_parts),
+            Err(why) => {
+                *error = why;
+                None
+            }
+        }
     }
 
     /// Checks requests, and finds where they may be served from.

@@ -6,6 +6,11 @@ use super::{Depot, Grant};
 use crate::freelist::{LISTS, Slot};
 use crate::segment::Class;
 
+/// The address without [`WATCHED`]. A slot's is not zero without it.
+fn unwatched(slot: NonNull<Slot>) -> NonNull<Slot> {
+    NonNull::new(slot.as_ptr().map_addr(|at| at & !WATCHED)).unwrap_or(slot)
+}
+
 /// The right to a segment that is out. Not `Drop`: who holds it decides what becomes of it, and forgetting it leaks the
 /// segment, never more.
 ///
@@ -23,6 +28,10 @@ pub(crate) struct Segment {
 
 /// Where in a tag the list is. No length comes near: the longest extent has 43 bits.
 const LIST: u32 = 56;
+
+/// In the address of a slot on its way: the return is watched.
+const WATCHED: usize = 1;
+const _: () = assert!(align_of::<Slot>() > WATCHED);
 
 // SAFETY: the depot and the slot are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
@@ -54,6 +63,19 @@ impl Fresh {
         Self(Segment { depot: NonNull::from(depot), slot: grant.slot, tag })
     }
 
+    /// # Safety
+    /// From [`Segment::into_parts`], once: of a segment with this length, of which nothing has been written that counts.
+    pub(crate) unsafe fn from_parts((depot, slot): (NonNull<Depot>, NonNull<Slot>), len: usize) -> Self {
+        let watched = slot.addr().get() & WATCHED != 0;
+        let slot = if watched { unwatched(slot) } else { slot };
+        // SAFETY: a segment that is out keeps its depot alive, and the caller's word.
+        let mut fresh = unsafe { Self::new(depot.as_ref(), Grant { slot, len }) };
+        if watched {
+            fresh.watch();
+        }
+        fresh
+    }
+
     #[inline(always)]
     pub(crate) fn into_segment(self) -> Segment {
         self.0
@@ -79,6 +101,13 @@ impl Segment {
     #[inline(always)]
     fn list(&self) -> usize {
         (self.tag >> LIST) as usize
+    }
+
+    /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is watched
+    /// is in a bit that a slot's address does not use.
+    pub(crate) fn into_parts(self) -> (NonNull<Depot>, NonNull<Slot>) {
+        let watched = if self.list() == LISTS { WATCHED } else { 0 };
+        (self.depot, self.slot.map_addr(|at| at | watched))
     }
 
     /// First byte.

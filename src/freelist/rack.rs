@@ -82,14 +82,23 @@ pub(crate) struct Rack {
 
 impl Rack {
     pub(crate) fn new() -> Self {
-        Self::default()
+        let rack = Self::default();
+        // Loom does not see that making something once comes before its use by others.
+        if cfg!(loom) {
+            rack.hooks();
+        }
+        rack
+    }
+
+    fn hooks(&self) -> &[Hook; HOOKS] {
+        self.hooks.get_or_init(|| Box::new(std::array::from_fn(|_| Hook::new())))
     }
 
     /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all hooks are taken. `hint` spreads
     /// threads over the hooks.
     pub(super) fn put<'a>(&self, hint: usize, batch: impl ExactSizeIterator<Item = *mut Slot> + 'a) -> bool {
         debug_assert!(batch.len() <= BATCH);
-        let hooks = self.hooks.get_or_init(|| Box::new(std::array::from_fn(|_| Hook::new())));
+        let hooks = self.hooks();
         let Some(hook) =
             (0..HOOKS).map(|i| &hooks[hint.wrapping_add(i) % HOOKS]).find(|hook| hook.enter(EMPTY))
         else {
