@@ -670,6 +670,37 @@ impl Arena {
         found >= count
     }
 
+    /// Visits every segment that is not in its run, so that it is out or cached, with the bytes that it was given.
+    pub(crate) fn for_each_given(&self, mut visit: impl FnMut(&Slot, usize)) {
+        let mut here = Vec::new();
+        for (_, run) in &self.runs {
+            here.clear();
+            here.resize(run.count as usize, false);
+            let first = run.slots.as_ptr().addr();
+            for slot in run.list.iter() {
+                here[(std::ptr::from_ref(slot).addr() - first) / size_of::<Slot>()] = true;
+            }
+            for n in (0..run.count).filter(|n| !here[*n as usize]) {
+                // SAFETY: the run's own slot, alive as long as the run.
+                let slot = unsafe { self.slot(run, n).as_ref() };
+                // A single segment that is back, its tail out, is none any more.
+                if slot.class().is_some() || run.alone > 0 {
+                    visit(slot, slot.class().map_or(run.alone, Class::stride));
+                }
+            }
+        }
+    }
+
+    /// How many segments of each class were cut, and how many of these lie in their run, run by run.
+    pub(crate) fn for_each_class(&self, mut visit: impl FnMut(Class, u64, u64)) {
+        for (_, run) in &self.runs {
+            if let Some(class) = run.class {
+                let segments = if Self::is_single(run) { 1 } else { run.count };
+                visit(class, segments.into(), run.list.len().into());
+            }
+        }
+    }
+
     /// Bytes of the tables beside the memory.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn table_bytes(&self) -> usize {

@@ -618,6 +618,10 @@ impl sealed::Lend for () {
 struct SharedBuf(Arc<PinnedBuf>);
 
 impl Keep for SharedBuf {
+    fn slot(&self) -> Option<usize> {
+        Some(std::ptr::from_ref(self.0.segment.slot()).addr())
+    }
+
     fn quarantine(self: Box<Self>) {
         let segment = self.0.segment.alias();
         let word = segment.slot().word();

@@ -21,6 +21,8 @@ pub struct PoolBuilder {
     pub(crate) pin_threads: Option<usize>,
     pub(crate) reserves: Vec<(String, usize)>,
     pub(crate) before_unpin: Option<BeforeUnpin>,
+    pub(crate) name: Option<String>,
+    pub(crate) track: bool,
 }
 
 /// Everything decided.
@@ -32,6 +34,7 @@ pub(crate) struct Plan {
     pub(crate) region: usize,
     pub(crate) thread_cache: usize,
     pub(crate) shared_cache: usize,
+    pub(crate) track: bool,
     pub(crate) options: RegionOptions,
 }
 
@@ -50,6 +53,8 @@ impl PoolBuilder {
             pin_threads: None,
             reserves: Vec::new(),
             before_unpin: None,
+            name: None,
+            track: false,
         }
     }
 
@@ -147,6 +152,24 @@ impl PoolBuilder {
         self
     }
 
+    /// What the pool is called in events, statistics and reports. Default: `pool-N`, where N counts the process's pools.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// Whether every checkout is entered in a ledger, with its time, its [tag](crate::Request::tag) and the place in the
+    /// program that asked for it, for [`Pool::stuck`](crate::Pool::stuck) and for the histogram of holding. Default: no.
+    ///
+    /// It is for finding leaks, and costs what the pool is otherwise built to avoid: threads keep nothing for themselves
+    /// ([`thread_cache`](Self::thread_cache) counts as 0, and every checkout as a miss), each checkout and each return takes
+    /// the pool's lock and reads the clock, some 0.2 us where nobody else wants the lock, and an entry takes about 100 bytes
+    /// for as long as its buffer is out.
+    pub fn track_checkouts(mut self, track: bool) -> Self {
+        self.track = track;
+        self
+    }
+
     pub(crate) fn plan(&self) -> Result<Plan> {
         let page = crate::os::page_size().max(PAGE);
         let down = |bytes: usize| bytes / page * page;
@@ -206,13 +229,15 @@ impl PoolBuilder {
         if let Some(kind) = self.backing.kind() {
             self.devices.iter().try_for_each(|d| d.context().driver().can_use(kind))?;
         }
-        let thread_cache = self.thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
+        let thread_cache = if self.track { Some(0) } else { self.thread_cache };
+        let thread_cache = thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
         Ok(Plan {
             capacity: share,
             initial,
             region,
             thread_cache,
             shared_cache: thread_cache.saturating_mul(4),
+            track: self.track,
             options: RegionOptions {
                 extent,
                 threads,

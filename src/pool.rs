@@ -11,10 +11,11 @@
 use std::fmt;
 use std::future::Future;
 use std::ops::DerefMut;
+use std::panic::Location;
 use std::pin::Pin;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -22,13 +23,16 @@ use stable_deref_trait::StableDeref;
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{self, Depot, DepotConfig, Fresh, Outcome, Segment, Take, Wake, Want};
+use crate::depot::{self, Depot, DepotConfig, DepotSnapshot, Fresh, Outcome, Segment, Take, Wake, Want};
 use crate::error::{Error, RegisterError, Result};
 use crate::freelist::{Slot, state};
 use crate::region::{Pinning, RegionInfo, RegionOptions, Regions};
 use crate::runtime::Device;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
+use crate::telemetry::counters::{ErrorCounts, ErrorTally};
+use crate::telemetry::ledger::{Origin, SAMPLE};
+use crate::telemetry::stuck;
 
 /// What is asked for. A plain length is a request too: `pool.checkout(4096)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,13 +42,14 @@ pub struct Request<'a> {
     reserve: Option<&'a str>,
     /// The context of the device that it is to be near, and its name.
     near: Option<(u64, &'a str)>,
+    tag: Option<&'static str>,
 }
 
 impl<'a> Request<'a> {
     /// A buffer of `len` bytes.
     #[must_use]
     pub fn new(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None }
+        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: None }
     }
 
     /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.) Memory
@@ -80,10 +85,20 @@ impl<'a> Request<'a> {
     }
 }
 
+impl Request<'_> {
+    /// What the buffer is for, as [`Pool::stuck`] shall say it. Kept where the checkout is
+    /// [entered](PoolBuilder::track_checkouts), and costs nothing elsewhere.
+    #[must_use]
+    pub fn tag(mut self, tag: &'static str) -> Self {
+        self.tag = Some(tag);
+        self
+    }
+}
+
 impl From<usize> for Request<'_> {
     #[inline(always)]
     fn from(len: usize) -> Self {
-        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None }
+        Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: None }
     }
 }
 
@@ -102,9 +117,15 @@ struct Inner {
     nodes: Vec<(Vec<u64>, Store)>,
     reserves: Vec<(String, Store)>,
     devices: Vec<Device>,
+    name: String,
     misses: AtomicU64,
+    /// Of the misses, those that nothing cached could serve.
+    slow: AtomicU64,
     fallbacks: AtomicU64,
     fallback_bytes: AtomicU64,
+    errors: ErrorTally,
+    /// When the last report on what is stuck was made.
+    reported: parking_lot::Mutex<Option<Instant>>,
 }
 
 /// A depot and the regions that feed it. The reserves have one each, since bytes that only some may take must not be in
@@ -143,6 +164,11 @@ pub struct PoolStats {
     pub cut_bytes: usize,
     /// Bytes asked for by all that is checked out, in flight or quarantined.
     pub requested_bytes: usize,
+    /// Bytes given to these: the sum of the three.
+    pub granted_bytes: usize,
+    /// The difference: bytes lost to rounding, which are within the three. (What is lost between segments is
+    /// [`cut_bytes`](Self::cut_bytes).)
+    pub rounding_bytes: usize,
     /// The longest free range in one piece, not counting what threads keep.
     pub largest_free_bytes: usize,
     /// The cap on pinned and unpinned bytes.
@@ -155,6 +181,10 @@ pub struct PoolStats {
     pub misses: u64,
     /// Times that what threads keep was taken back.
     pub collects: u64,
+    /// Regions asked of the system because a request found nothing, those that came only in part or not at all among them.
+    pub growths: u64,
+    /// Times that pinning ended early.
+    pub growth_failures: u64,
     /// Requests that had to wait.
     pub waits: u64,
     /// Waits given up.
@@ -165,6 +195,9 @@ pub struct PoolStats {
     pub unpinned_fallbacks: u64,
     /// Their bytes.
     pub unpinned_fallback_bytes: u64,
+    /// Checkouts that ended with an error, by what it means. [`Error::Exhausted`] and [`Error::Timeout`] are matters of the
+    /// moment; one that then falls back to plain memory is among them.
+    pub errors: ErrorCounts,
 }
 
 /// How [`Pool::shutdown`] ended.
@@ -216,6 +249,7 @@ impl Pool {
     /// [`Error::Exhausted`] in place of a wait on a thread of this crate (in a waker, or where an owner is dropped that was
     /// left with it).
     #[inline(always)]
+    #[track_caller]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), || Patience::Forever)
     }
@@ -225,6 +259,7 @@ impl Pool {
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
     #[inline(always)]
+    #[track_caller]
     pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), || Patience::None)
     }
@@ -234,6 +269,7 @@ impl Pool {
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Timeout`].
     #[inline]
+    #[track_caller]
     pub fn checkout_timeout<'a>(
         &self,
         request: impl Into<Request<'a>>,
@@ -245,14 +281,16 @@ impl Pool {
     /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow path
     /// too, it would be in memory, put there in words and moved on in wider pieces, for which the processor has to wait.
     #[inline(always)]
+    #[track_caller]
     #[allow(unsafe_code)]
     fn checkout_with(&self, request: Request<'_>, patience: impl FnOnce() -> Patience) -> Result<PinnedBuf> {
         let fresh = match self.hit_with(request, Depot::hit) {
             Some(fresh) => fresh,
             None => {
                 let mut error = Error::Closed;
-                let Request { len, align, reserve, near } = request;
-                match self.checkout_slow(len, align, reserve, near, patience(), &mut error) {
+                let Request { len, align, reserve, near, tag } = request;
+                let origin = Origin { tag, site: Some(Location::caller()) };
+                match self.checkout_slow(len, align, reserve, near, origin, patience(), &mut error) {
                     // SAFETY: returned just now, for this request.
                     Some(parts) => unsafe { Fresh::from_parts(parts, len) },
                     None => return Err(error),
@@ -264,6 +302,7 @@ impl Pool {
 
     /// A host-ready buffer, for a task. Any runtime will do. Dropping the future leaves no trace.
     #[must_use = "nothing happens until it is awaited"]
+    #[track_caller]
     pub fn checkout_async<'a>(&self, request: impl Into<Request<'a>>) -> Checkout {
         Checkout(self.checkout_many_async([request.into()]))
     }
@@ -272,22 +311,26 @@ impl Pool {
     ///
     /// # Errors
     /// As for [`checkout_timeout`](Self::checkout_timeout); all requests must name the same reserve or none.
+    #[track_caller]
     pub fn checkout_many(
         &self,
         requests: &[Request<'_>],
         timeout: Option<Duration>,
     ) -> Result<Vec<PinnedBuf>> {
         let patience = timeout.map_or(Patience::Forever, Patience::until);
-        self.acquire(requests, patience)
+        self.acquire(requests, patience, Location::caller())
     }
 
     /// The same for a task.
     #[must_use = "nothing happens until it is awaited"]
+    #[track_caller]
     pub fn checkout_many_async<'a>(&self, requests: impl AsRef<[Request<'a>]>) -> CheckoutMany {
         let requests = requests.as_ref();
         // What borrows the caller's string is looked up now; the future owns the rest.
         let errand = self.errand(requests).map(|e| (e.first, e.store.depot.number(), e.wants));
-        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None }
+        let tags = requests.iter().map(|r| r.tag).collect();
+        let site = Location::caller();
+        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None, tags, site }
     }
 
     /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted. Plain memory
@@ -295,6 +338,7 @@ impl Pool {
     ///
     /// # Errors
     /// As for [`try_checkout`](Self::try_checkout) but [`Error::Exhausted`]; [`Error::OutOfMemory`].
+    #[track_caller]
     pub fn checkout_or_unpinned<'a>(&self, request: impl Into<Request<'a>>) -> Result<HostBuf> {
         let request = request.into();
         match self.try_checkout(request) {
@@ -304,11 +348,14 @@ impl Pool {
                 self.0.fallback_bytes.fetch_add(request.len as u64, Ordering::Relaxed);
                 if self.0.fallbacks.fetch_add(1, Ordering::Relaxed) == 0 {
                     tracing::warn!(
-                        target: "pinpool::pool", bytes = request.len, %error,
+                        target: "pinpool::pool::fallback", pool = self.name(), bytes = request.len, %error,
                         "the pool is short: plain memory is given out; further ones are counted, and logged as debug"
                     );
                 } else {
-                    tracing::debug!(target: "pinpool::pool", bytes = request.len, "plain memory is given out");
+                    tracing::debug!(
+                        target: "pinpool::pool::fallback", pool = self.name(), bytes = request.len, %error,
+                        "the pool is short: plain memory is given out"
+                    );
                 }
                 Ok(HostBuf::Unpinned(buf))
             }
@@ -325,16 +372,18 @@ impl Pool {
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::WrongDevice`] for a stream of a device that the pool does not
     /// serve.
+    #[track_caller]
     pub fn checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
-        self.checkout_on_with(stream, request.into(), Patience::Forever)
+        self.checkout_on_with(stream, request.into(), Patience::Forever, Location::caller())
     }
 
     /// The same without waiting.
     ///
     /// # Errors
     /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`].
+    #[track_caller]
     pub fn try_checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
-        self.checkout_on_with(stream, request.into(), Patience::None)
+        self.checkout_on_with(stream, request.into(), Patience::None, Location::caller())
     }
 
     fn checkout_on_with(
@@ -342,6 +391,7 @@ impl Pool {
         stream: &Stream,
         request: Request<'_>,
         patience: Patience,
+        site: &'static Location<'static>,
     ) -> Result<StreamBuf> {
         let timeline = stream.timeline();
         let own = (timeline.context().id(), stream.device().name());
@@ -356,7 +406,8 @@ impl Pool {
         let errand = self.errand(&[request])?;
         if let Some(mut granted) = self.try_errand(&errand)? {
             self.missed();
-            return granted.pop().map(|fresh| ready(fresh.into())).ok_or(Error::ZeroLength);
+            let mut bufs = self.entered(std::mem::take(&mut granted), [request.tag], site);
+            return bufs.pop().map(ready).ok_or(Error::ZeroLength);
         }
         if let Placement::Class(class) = errand.wants[0].placement {
             let stores = std::iter::once(errand.store).chain(errand.first.is_some().then_some(&self.0.main));
@@ -366,11 +417,12 @@ impl Pool {
                     // Both names of the segment, ours and the claim's, are to carry the new length.
                     timeline.rebook_claim(key, request.len);
                     segment.relabel(request.len);
+                    depot.enter_again(&segment, Origin { tag: request.tag, site: Some(site) });
                     return Ok(StreamBuf::claimed(timeline.clone(), key, segment));
                 }
             }
         }
-        let bufs = self.acquire(&[request], patience)?;
+        let bufs = self.acquire(&[request], patience, site)?;
         bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
@@ -411,22 +463,25 @@ impl Pool {
     /// Everything else. Takes the request in parts: whole, it would be written to memory before each hit.
     #[cold]
     #[inline(never)]
+    #[allow(clippy::too_many_arguments, reason = "see above")]
     fn checkout_slow(
         &self,
         len: usize,
         align: usize,
         reserve: Option<&str>,
         near: Option<(u64, &str)>,
+        origin: Origin,
         patience: Patience,
         error: &mut Error,
     ) -> Option<(NonNull<Depot>, NonNull<Slot>)> {
-        let request = Request { len, align, reserve, near };
+        let Origin { tag, site } = origin;
+        let request = Request { len, align, reserve, near, tag };
         // What another thread has left on a rack costs little, and less than all that follows.
         if let Some(fresh) = self.hit_with(request, Depot::refill) {
             self.missed();
             return Some(fresh.into_segment().into_parts());
         }
-        match self.acquire(&[request], patience) {
+        match self.acquire(&[request], patience, site.unwrap_or(Location::caller())) {
             Ok(mut bufs) => bufs.pop().map(PinnedBuf::into_segment).map(Segment::into_parts),
             Err(why) => {
                 *error = why;
@@ -526,14 +581,66 @@ impl Pool {
         }
     }
 
-    fn acquire(&self, requests: &[Request<'_>], patience: Patience) -> Result<Vec<PinnedBuf>> {
+    fn acquire(
+        &self,
+        requests: &[Request<'_>],
+        patience: Patience,
+        site: &'static Location<'static>,
+    ) -> Result<Vec<PinnedBuf>> {
+        let since = Instant::now();
+        match self.acquire_all(requests, patience, since) {
+            Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
+            Err(error) => {
+                self.failed(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes buffers of what was granted on the slow path, and enters some of them in the ledger, or all.
+    fn entered(
+        &self,
+        mut granted: Vec<Fresh>,
+        tags: impl IntoIterator<Item = Option<&'static str>>,
+        site: &'static Location<'static>,
+    ) -> Vec<PinnedBuf> {
+        // Relaxed: any one of so many will do. Misses are not counted for it: others than these are among them, and where
+        // the two kinds take turns always the same numbers would come here.
+        let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
+        for (fresh, tag) in granted.iter_mut().zip(tags) {
+            if sampled || fresh.segment().depot().tracks() {
+                Depot::enter(fresh, Origin { tag, site: Some(site) });
+            }
+        }
+        granted.into_iter().map(PinnedBuf::from).collect()
+    }
+
+    /// A checkout ended with an error.
+    fn failed(&self, error: &Error) {
+        self.0.errors.note(error);
+        if let Error::Timeout(waited) = error {
+            let mut reported = self.0.reported.lock();
+            let now = Instant::now();
+            if reported.is_none_or(|last| now.duration_since(last) >= stuck::PAUSE) {
+                *reported = Some(now);
+                drop(reported);
+                stuck::report(self.name(), *waited, self.depots(), &self.0.devices);
+            }
+        }
+    }
+
+    fn acquire_all(
+        &self,
+        requests: &[Request<'_>],
+        patience: Patience,
+        since: Instant,
+    ) -> Result<Vec<Fresh>> {
         if requests.is_empty() {
             return Ok(Vec::new());
         }
-        let since = Instant::now();
         let errand = self.errand(requests)?;
         let growing = match self.try_hard(&errand)? {
-            Found::Granted(granted) => return Ok(buffers(granted)),
+            Found::Granted(granted) => return Ok(granted),
             Found::Nothing { growing } => growing,
         };
         let depot = &errand.store.depot;
@@ -545,19 +652,17 @@ impl Pool {
             Patience::Until(deadline) => Some(deadline),
             Patience::Forever => None,
         };
-        let span = tracing::debug_span!(target: "pinpool::pool", "wait", bytes = len);
+        let span = tracing::debug_span!(target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
         let _entered = span.enter();
         let key = depot.join(errand.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
-        let granted = if self.stepped() {
-            self.wait_stepped(errand.store, key, since)
-        } else {
-            self.reap();
-            if let Some(bufs) = errand.first.and_then(|first| self.wait_grown(depot, key, &first, deadline)) {
-                return Ok(bufs);
-            }
-            depot.wait(key, deadline, since)
-        };
-        granted.map(buffers)
+        if self.stepped() {
+            return self.wait_stepped(errand.store, key, since);
+        }
+        self.reap();
+        if let Some(granted) = errand.first.and_then(|first| self.wait_grown(depot, key, &first, deadline)) {
+            return Ok(granted);
+        }
+        depot.wait(key, deadline, since)
     }
 
     /// Waiting for a reserve while memory for the pool proper is on its way: the first that has something. `None`: the
@@ -568,7 +673,7 @@ impl Pool {
         key: usize,
         first: &[Want],
         deadline: Option<Instant>,
-    ) -> Option<Vec<PinnedBuf>> {
+    ) -> Option<Vec<Fresh>> {
         let waker = Waker::from(Arc::new(Unparks(crate::sync::thread::current())));
         loop {
             let (grown, over) = self.take_grown(first, &waker);
@@ -585,12 +690,12 @@ impl Pool {
 
     /// What the pool proper has got meanwhile for a request that waits for a reserve, and whether it gets no more. If it
     /// does, the waker hears of it.
-    fn take_grown(&self, first: &[Want], waker: &Waker) -> (Option<Vec<PinnedBuf>>, bool) {
+    fn take_grown(&self, first: &[Want], waker: &Waker) -> (Option<Vec<Fresh>>, bool) {
         let main = &self.0.main;
         // Asked first: what comes between the two is not overlooked.
         let over = main.regions.poll(waker).is_some();
         let granted = self.try_all(main, first).ok().flatten();
-        (granted.map(buffers), over)
+        (granted, over)
     }
 
     /// Waiting where nothing moves by itself: this thread moves the devices.
@@ -621,11 +726,12 @@ impl Pool {
     #[must_use]
     pub fn pinning(&self) -> Pinning {
         let mut sum = Pinning::default();
-        for Pinning { wanted, ready, busy, longest_call, error } in
+        for Pinning { wanted, ready, made, busy, longest_call, error } in
             self.growing().map(|s| s.regions.pinning())
         {
             sum.wanted += wanted;
             sum.ready += ready;
+            sum.made += made;
             sum.busy += busy;
             sum.longest_call = sum.longest_call.max(longest_call);
             sum.error = sum.error.or(error);
@@ -683,7 +789,7 @@ impl Pool {
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
-        let span = tracing::info_span!(target: "pinpool::pool", "adopt");
+        let span = tracing::info_span!(target: "pinpool::pool", "adopt", pool = self.name());
         let _entered = span.enter();
         self.0.main.depot.adopt(memory)
     }
@@ -724,7 +830,7 @@ impl Pool {
     /// Free memory stays pinned until [`trim(0)`](Self::trim), or until the last handle to the pool is dropped
     /// and the device's worker thread has unpinned it. The call blocks the thread.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
-        let span = tracing::info_span!(target: "pinpool::pool", "shutdown");
+        let span = tracing::info_span!(target: "pinpool::pool", "shutdown", pool = self.name());
         let _entered = span.enter();
         let deadline = Instant::now().checked_add(timeout);
         // In the child of a fork nothing is left to be waited for, nor to be asked.
@@ -747,7 +853,7 @@ impl Pool {
             if left <= stuck || late || (stepped && !moved) {
                 if left > 0 {
                     tracing::error!(
-                        target: "pinpool::pool", outstanding = left, quarantined_bytes,
+                        target: "pinpool::pool::outstanding", pool = self.name(), outstanding = left, quarantined_bytes,
                         "the pool was shut down with buffers still out: their memory is kept"
                     );
                 }
@@ -760,6 +866,21 @@ impl Pool {
     }
 
     // --- looking -----------------------------------------------------------------------------------------------------
+
+    /// What the pool is called in events, statistics and reports: see [`PoolBuilder::name`].
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    pub(crate) fn downgrade(&self) -> WeakPool {
+        WeakPool(Arc::downgrade(&self.0))
+    }
+
+    /// The depots of all stores.
+    pub(crate) fn depots(&self) -> impl Iterator<Item = &Arc<Depot>> {
+        self.stores().map(|store| &store.depot)
+    }
 
     fn stores(&self) -> impl Iterator<Item = &Store> {
         self.growing().chain(self.0.reserves.iter().map(|r| &r.1))
@@ -779,15 +900,21 @@ impl Pool {
     /// Bytes and counts, reserves included. Costs a few microseconds, and nothing to those who check out.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
+        self.stats_of(|depot| depot.snapshot())
+    }
+
+    /// The same of snapshots of the depots that the caller takes, one of each.
+    pub(crate) fn stats_of(&self, mut snapshot: impl FnMut(&Depot) -> DepotSnapshot) -> PoolStats {
         let mut stats = PoolStats {
             misses: self.0.misses.load(Ordering::Relaxed),
             unpinned_fallbacks: self.0.fallbacks.load(Ordering::Relaxed),
             unpinned_fallback_bytes: self.0.fallback_bytes.load(Ordering::Relaxed),
+            errors: self.0.errors.read(),
             ..PoolStats::default()
         };
         for store in self.stores().filter(|s| !s.depot.forked()) {
             let (in_flight, claimed, _) = self.flight(store);
-            let s = store.depot.snapshot();
+            let s = snapshot(&store.depot);
             let in_flight = in_flight.min(s.out);
             stats.pinned_bytes += s.total - s.unpinned;
             stats.unpinned_bytes += s.unpinned;
@@ -804,10 +931,14 @@ impl Pool {
             stats.checkouts += s.takes;
             stats.returns += s.puts;
             stats.collects += s.stats.collects;
+            stats.growths += s.stats.growths;
+            stats.growth_failures += s.stats.growth_failures;
             stats.waits += s.stats.waits;
             stats.timeouts += s.stats.timeouts;
             stats.waiting += s.waiting;
         }
+        stats.granted_bytes = stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes;
+        stats.rounding_bytes = stats.granted_bytes.saturating_sub(stats.requested_bytes);
         stats
     }
 
@@ -885,10 +1016,6 @@ impl Pool {
     }
 }
 
-fn buffers(granted: Vec<Fresh>) -> Vec<PinnedBuf> {
-    granted.into_iter().map(PinnedBuf::from).collect()
-}
-
 /// What was found without waiting.
 enum Found {
     Granted(Vec<Fresh>),
@@ -943,6 +1070,7 @@ impl Store {
             step,
             timeless: devices[0].context().driver().stepped().is_some(),
             serves: devices.iter().map(|d| d.context().id()).collect(),
+            track: plan.track,
         };
         Self { depot: Depot::new(config, Some(regions.clone())), regions }
     }
@@ -970,7 +1098,11 @@ impl PoolBuilder {
     pub fn build(mut self) -> Result<Pool> {
         let plan = self.plan()?;
         self.devices[0].context().alive()?;
-        let span = tracing::info_span!(target: "pinpool::pool", "build", capacity = self.capacity);
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
+        let name = self.name.take().unwrap_or_else(number);
+        let span =
+            tracing::info_span!(target: "pinpool::pool", "build", pool = name, capacity = self.capacity);
         let _entered = span.enter();
         // One call for all stores: whoever registered a region elsewhere does not care whose it is.
         let before = self.before_unpin.take().map(Arc::new);
@@ -1009,9 +1141,13 @@ impl PoolBuilder {
             nodes: others,
             reserves: reserves.into_iter().map(|(name, store, _)| (name, store)).collect(),
             devices: std::mem::take(&mut self.devices),
+            name,
             misses: AtomicU64::new(0),
+            slow: AtomicU64::new(0),
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
+            errors: ErrorTally::default(),
+            reported: parking_lot::Mutex::new(None),
         }));
         for store in pool.growing() {
             store.start(plan.initial)?;
@@ -1032,6 +1168,22 @@ impl Drop for Inner {
         self.main.depot.close();
         self.nodes.iter().for_each(|n| n.1.depot.close());
         self.reserves.iter().for_each(|r| r.1.depot.close());
+    }
+}
+
+/// A pool that is not kept open.
+#[derive(Clone)]
+pub(crate) struct WeakPool(Weak<Inner>);
+
+impl WeakPool {
+    pub(crate) fn upgrade(&self) -> Option<Pool> {
+        self.0.upgrade().map(Pool)
+    }
+}
+
+impl fmt::Debug for WeakPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeakPool").finish_non_exhaustive()
     }
 }
 
@@ -1064,10 +1216,12 @@ pub struct CheckoutMany {
     waiting: Option<(Arc<Depot>, usize)>,
     /// Wants for the pool proper, while memory for it is on its way.
     first: Option<Vec<Want>>,
+    tags: Vec<Option<&'static str>>,
+    site: &'static Location<'static>,
 }
 
 impl CheckoutMany {
-    fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<PinnedBuf>>> {
+    fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<Fresh>>> {
         let Some(errand) = self.errand.take() else { return Ok(None) };
         let (first, number, wants) = errand?;
         if wants.is_empty() {
@@ -1079,7 +1233,7 @@ impl CheckoutMany {
         };
         let errand = Errand { first, store, wants };
         let growing = match pool.try_hard(&errand)? {
-            Found::Granted(granted) => return Ok(Some(buffers(granted))),
+            Found::Granted(granted) => return Ok(Some(granted)),
             Found::Nothing { growing } => growing,
         };
         let depot = store.depot.clone();
@@ -1094,8 +1248,22 @@ impl Future for CheckoutMany {
     type Output = Result<Vec<PinnedBuf>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if let Some(bufs) = self.start(cx).transpose() {
-            return Poll::Ready(bufs);
+        let granted = std::task::ready!(self.poll_granted(cx));
+        let pool = &self.pool;
+        Poll::Ready(match granted {
+            Ok(granted) => Ok(pool.entered(granted, self.tags.iter().copied(), self.site)),
+            Err(error) => {
+                pool.failed(&error);
+                Err(error)
+            }
+        })
+    }
+}
+
+impl CheckoutMany {
+    fn poll_granted(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<Fresh>>> {
+        if let Some(granted) = self.start(cx).transpose() {
+            return Poll::Ready(granted);
         }
         let Some((depot, key)) = self.waiting.take() else {
             return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
@@ -1105,15 +1273,15 @@ impl Future for CheckoutMany {
                 self.waiting = Some((depot.clone(), key));
                 let Some(first) = self.first.take() else { return Poll::Pending };
                 let (grown, over) = self.pool.take_grown(&first, cx.waker());
-                if let Some(bufs) = grown {
+                if let Some(granted) = grown {
                     self.waiting = None;
                     depot.leave(key, false);
-                    return Poll::Ready(Ok(bufs));
+                    return Poll::Ready(Ok(granted));
                 }
                 self.first = (!over).then_some(first);
                 Poll::Pending
             }
-            Outcome::Granted(granted) => Poll::Ready(Ok(buffers(granted))),
+            Outcome::Granted(granted) => Poll::Ready(Ok(granted)),
             Outcome::Failed(error) => Poll::Ready(Err(error)),
         }
     }

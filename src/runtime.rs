@@ -52,6 +52,8 @@ impl Device {
         if !cfg!(target_os = "linux") {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
         }
+        let span = tracing::info_span!(target: "pinpool::device", "open", device = name);
+        let _entered = span.enter();
         let driver = driver(name)?;
         Self::known(driver.name().to_owned(), driver)
     }

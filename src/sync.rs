@@ -63,6 +63,10 @@ impl<T> Mutex<T> {
         guard
     }
 
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.inner.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let guard = self.inner.try_lock().ok()?;
         assert!(!self.gone.load(Ordering::Relaxed), "locked after it was dropped");

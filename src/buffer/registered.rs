@@ -103,7 +103,7 @@ fn unregister(context: &DeviceContext, range: Range) -> Result<()> {
     match &undone {
         Ok(()) => context.count_unregistered(range.len),
         Err(error) => tracing::error!(
-            target: "pinpool::region", device = context.name(), bytes = range.len, %error,
+            target: "pinpool::region::leak", device = context.name(), bytes = range.len, %error,
             "a value cannot be unregistered: it is leaked"
         ),
     }

@@ -138,6 +138,7 @@ impl Depot {
         if let Some(error) = error {
             // Kept for those who have asked for this growth and have not joined the queue yet.
             core.stunted = Some(error.clone());
+            core.stats.growth_failures += 1;
         }
         if core.growing == 0 {
             let mut queue = std::mem::take(&mut core.queue);
@@ -268,6 +269,7 @@ impl Core {
         // What alignment adds is an upper bound: a region starts well aligned.
         let bytes = self.step.max(need).min(left);
         self.growing += bytes;
+        self.stats.growths += 1;
         self.stunted = None;
         Some(Growth { going, bytes })
     }

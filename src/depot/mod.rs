@@ -28,6 +28,7 @@
 
 #![allow(unsafe_code)]
 
+mod census;
 mod fork;
 mod growth;
 mod lease;
@@ -47,10 +48,12 @@ use slab::Slab;
 use crate::arena::Arena;
 use crate::error::{Error, Result};
 use crate::freelist::shard::{Held, Put};
-use crate::freelist::{Gate, Rack, Roster, Shard, Slot, list_of, listed, mode, state};
+use crate::freelist::{Gate, LISTS, Rack, Roster, Shard, Slot, list_of, listed, mode, state};
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
+use crate::telemetry::counters::ClassTally;
+use crate::telemetry::ledger::Ledger;
 
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
@@ -76,6 +79,8 @@ pub(crate) struct DepotConfig {
     pub(crate) timeless: bool,
     /// The devices served, by [`crate::device::context::Context::id`].
     pub(crate) serves: Vec<u64>,
+    /// Every checkout is entered in the ledger. There is no thread cache then.
+    pub(crate) track: bool,
 }
 
 /// See the module's page.
@@ -106,6 +111,9 @@ struct Core {
     /// Counted on the slow path, over all classes.
     takes: u64,
     puts: u64,
+    /// The same by class.
+    classes: ClassTally,
+    ledger: Ledger,
     /// Granted and requested bytes taken less returned on the slow path (wrapping, since a hit may return them).
     granted: u64,
     requested: u64,
@@ -136,6 +144,9 @@ pub(crate) struct Stats {
     pub(crate) collects: u64,
     pub(crate) waits: u64,
     pub(crate) timeouts: u64,
+    /// Regions that were asked of the system for a request, and those that came in part or not at all.
+    pub(crate) growths: u64,
+    pub(crate) growth_failures: u64,
 }
 
 /// A depot's bytes and counts at one moment.
@@ -188,6 +199,8 @@ impl Depot {
                 nonce: 0,
                 takes: 0,
                 puts: 0,
+                classes: ClassTally::new(),
+                ledger: Ledger::default(),
                 granted: 0,
                 requested: 0,
                 quarantined: 0,
@@ -488,11 +501,11 @@ impl Depot {
             }
         }
         // SAFETY: the caller's word, passed on.
-        unsafe { Self::put_slow(this, slot, len) }
+        unsafe { Self::put_slow(this, slot, len, list) }
     }
 
     #[cold]
-    unsafe fn put_slow(this: NonNull<Self>, slot: NonNull<Slot>, len: usize) {
+    unsafe fn put_slow(this: NonNull<Self>, slot: NonNull<Slot>, len: usize, list: usize) {
         // SAFETY: as in `put`.
         let depot = unsafe { this.as_ref() };
         if depot.forked() {
@@ -500,6 +513,11 @@ impl Depot {
         }
         // SAFETY: alive, and the caller's.
         if let Some(class) = unsafe { slot.as_ref() }.class() {
+            if list == LISTS {
+                // Not for want of a list, but because somebody wants to know when it comes back.
+                #[cfg(not(pinpool_planted = "ledger_left_open"))]
+                depot.core.lock().ledger.close(slot.addr().get());
+            }
             // SAFETY: as above.
             if unsafe { depot.make_room(class, slot, len) } {
                 return;
@@ -510,7 +528,10 @@ impl Depot {
         let mut wakes = Vec::new();
         let mut core = depot.core.lock();
         // SAFETY: the slot is alive until it is given.
-        core.granted = core.granted.wrapping_sub(unsafe { core.arena.granted(slot) } as u64);
+        let (granted, class) = unsafe { (core.arena.granted(slot), slot.as_ref().class()) };
+        core.granted = core.granted.wrapping_sub(granted as u64);
+        core.classes.gave(class, granted);
+        core.ledger.close(slot.addr().get());
         core.requested = core.requested.wrapping_sub(len as u64);
         core.puts += 1;
         // SAFETY: alive, the caller's, in no list.
@@ -720,17 +741,6 @@ impl Depot {
         unsafe { this.as_ref().core.lock().arena.pinned(slot) }
     }
 
-    /// Books bytes that several timelines hold together.
-    pub(crate) fn joint_in_flight(&self, change: isize) {
-        // Relaxed: a sum, not a signal.
-        self.joint.fetch_add(change as u64, StdOrdering::Relaxed);
-    }
-
-    /// What is booked there.
-    pub(crate) fn joint_bytes(&self) -> usize {
-        self.joint.load(StdOrdering::Relaxed) as usize
-    }
-
     /// Books another requested length for a segment that stays out.
     fn rebook(&self, from: usize, to: usize) {
         let mut core = self.core.lock();
@@ -753,45 +763,6 @@ impl Depot {
         }
         let (_, segment, written) = core.tokens.remove(key);
         Some((segment, written))
-    }
-
-    /// Bytes and counts. Exact when nobody moves; otherwise the parts still sum to the whole.
-    pub(crate) fn snapshot(&self) -> DepotSnapshot {
-        let core = self.core.lock();
-        let bytes = core.arena.bytes();
-        let (mut takes, mut puts, mut out, mut requested) =
-            (core.takes, core.puts, core.granted, core.requested);
-        for shard in core.roster.shards() {
-            requested = requested.wrapping_add(shard.requested());
-            for class in Class::all() {
-                let count = shard.count(class);
-                takes = takes.wrapping_add(count.takes);
-                puts = puts.wrapping_add(count.puts);
-                let net = count.takes.wrapping_sub(count.puts);
-                out = out.wrapping_add(net.wrapping_mul(class.stride() as u64));
-            }
-        }
-        // A call under way may be counted on one side only: never below nothing, never more than there is.
-        let taken = (out as i64).max(0) as usize;
-        let taken = taken.min(bytes.total - bytes.cut).max(core.quarantined);
-        let free = bytes.total - bytes.cut - taken;
-        DepotSnapshot {
-            total: bytes.total,
-            unpinned: bytes.unpinned,
-            free,
-            cached: free.saturating_sub(bytes.free),
-            out: taken - core.quarantined,
-            requested: (requested as i64).max(0) as usize,
-            quarantined: core.quarantined,
-            quarantined_segments: core.quarantined_segments,
-            cut: bytes.cut,
-            largest_free: bytes.largest_free,
-            takes,
-            puts,
-            waiting: core.queue.len(),
-            growing: core.growing,
-            stats: core.stats,
-        }
     }
 
     /// Walks every invariant while everyone is kept out; `visit` sees each segment's state (`None`: free) and bytes.
@@ -868,7 +839,9 @@ impl Core {
     fn took(&mut self, slot: NonNull<Slot>, len: usize) -> Grant {
         self.takes += 1;
         // SAFETY: just taken from its run: alive, and ours alone.
-        self.granted = self.granted.wrapping_add(unsafe { self.arena.granted(slot) } as u64);
+        let (granted, class) = unsafe { (self.arena.granted(slot), slot.as_ref().class()) };
+        self.granted = self.granted.wrapping_add(granted as u64);
+        self.classes.took(class, granted);
         self.requested = self.requested.wrapping_add(len as u64);
         Grant { slot, len }
     }

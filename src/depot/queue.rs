@@ -23,6 +23,7 @@ use crate::error::Error;
 use crate::freelist::Slot;
 use crate::segment::Placement;
 use crate::sync::{thread::Thread, wake_task};
+use crate::telemetry::counters::Histogram;
 
 /// A head that was passed so often is passed no more.
 pub(crate) const PASSES: u32 = 64;
@@ -96,6 +97,8 @@ pub(crate) struct Queue {
     order: VecDeque<usize>,
     /// Pools on a stepped device ignore the clock, so that a seed reproduces.
     timeless: bool,
+    /// How long those waited who wait no more, whatever they got.
+    waited: Histogram,
 }
 
 impl Queue {
@@ -110,6 +113,11 @@ impl Queue {
 
     pub(crate) fn len(&self) -> usize {
         self.order.len()
+    }
+
+    /// Times from joining to the end of the wait: a grant, an error, or giving up.
+    pub(crate) fn waited(&self) -> &Histogram {
+        &self.waited
     }
 
     /// Joins at the end.
@@ -148,7 +156,10 @@ impl Queue {
     /// after the lock.
     pub(crate) fn leave(&mut self, key: usize) -> (Outcome, Option<Wake>) {
         self.order.retain(|&k| k != key);
-        let Waiter { outcome, wake, .. } = self.waiters.remove(key);
+        let Waiter { outcome, wake, since, .. } = self.waiters.remove(key);
+        if matches!(outcome, Outcome::Waiting) {
+            self.waited.record(since.elapsed());
+        }
         (outcome, wake)
     }
 
@@ -182,6 +193,7 @@ impl Queue {
         self.order.retain(|&k| k != key);
         let waiter = &mut self.waiters[key];
         waiter.outcome = outcome;
+        self.waited.record(waiter.since.elapsed());
         wakes.extend(waiter.wake.take());
     }
 

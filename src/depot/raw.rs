@@ -3,8 +3,13 @@
 use std::ptr::NonNull;
 
 use super::{Depot, Grant};
-use crate::freelist::Slot;
+use crate::freelist::{LISTS, Slot};
 use crate::segment::Class;
+
+/// The address without [`WATCHED`]. A slot's is not zero without it.
+fn unwatched(slot: NonNull<Slot>) -> NonNull<Slot> {
+    NonNull::new(slot.as_ptr().map_addr(|at| at & !WATCHED)).unwrap_or(slot)
+}
 
 /// The right to a segment that is out. Not `Drop`: who holds it decides what becomes of it, and forgetting it leaks the
 /// segment, never more.
@@ -23,6 +28,10 @@ pub(crate) struct Segment {
 
 /// Where in a tag the list is. No length comes near: the longest extent has 43 bits.
 const LIST: u32 = 56;
+
+/// In the address of a slot on its way: the return is watched.
+const WATCHED: usize = 1;
+const _: () = assert!(align_of::<Slot>() > WATCHED);
 
 // SAFETY: the depot and the slot are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
@@ -57,13 +66,28 @@ impl Fresh {
     /// # Safety
     /// From [`Segment::into_parts`], once: of a segment with this length, of which nothing has been written that counts.
     pub(crate) unsafe fn from_parts((depot, slot): (NonNull<Depot>, NonNull<Slot>), len: usize) -> Self {
+        let watched = slot.addr().get() & WATCHED != 0;
+        let slot = if watched { unwatched(slot) } else { slot };
         // SAFETY: a segment that is out keeps its depot alive, and the caller's word.
-        unsafe { Self::new(depot.as_ref(), Grant { slot, len }) }
+        let mut fresh = unsafe { Self::new(depot.as_ref(), Grant { slot, len }) };
+        if watched {
+            fresh.watch();
+        }
+        fresh
     }
 
     #[inline(always)]
     pub(crate) fn into_segment(self) -> Segment {
         self.0
+    }
+
+    pub(crate) fn segment(&self) -> &Segment {
+        &self.0
+    }
+
+    /// Has its return take the slow path, so that it can be noted there: to this name of it no list belongs.
+    pub(super) fn watch(&mut self) {
+        self.0.tag = self.0.len() as u64 | (LISTS as u64) << LIST;
     }
 }
 
@@ -79,9 +103,11 @@ impl Segment {
         (self.tag >> LIST) as usize
     }
 
-    /// Its addresses. Two of them, and no length: so much a function can return in registers.
+    /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is watched
+    /// is in a bit that a slot's address does not use.
     pub(crate) fn into_parts(self) -> (NonNull<Depot>, NonNull<Slot>) {
-        (self.depot, self.slot)
+        let watched = if self.list() == LISTS { WATCHED } else { 0 };
+        (self.depot, self.slot.map_addr(|at| at | watched))
     }
 
     /// First byte.

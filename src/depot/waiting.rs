@@ -94,7 +94,9 @@ impl Depot {
             for Grant { slot, len } in grants {
                 // SAFETY: granted, so out and alive, and the waiter never saw it.
                 unsafe {
-                    core.granted = core.granted.wrapping_sub(core.arena.granted(slot) as u64);
+                    let granted = core.arena.granted(slot);
+                    core.granted = core.granted.wrapping_sub(granted as u64);
+                    core.classes.gave(slot.as_ref().class(), granted);
                     core.arena.give(slot);
                 }
                 core.requested = core.requested.wrapping_sub(len as u64);
@@ -213,11 +215,13 @@ impl Core {
     }
 
     fn grant(&mut self, wakes: &mut Vec<Wake>) {
-        let Self { arena, queue, takes, granted, requested, .. } = self;
+        let Self { arena, queue, takes, granted, requested, classes, .. } = self;
         queue.serve(arena, wakes, |arena, grant| {
             *takes += 1;
             // SAFETY: just taken from its run: alive, and ours alone.
-            *granted = granted.wrapping_add(unsafe { arena.granted(grant.slot) } as u64);
+            let (bytes, class) = unsafe { (arena.granted(grant.slot), grant.slot.as_ref().class()) };
+            *granted = granted.wrapping_add(bytes as u64);
+            classes.took(class, bytes);
             *requested = requested.wrapping_add(grant.len as u64);
         });
     }

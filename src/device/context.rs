@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use super::worker::Worker;
 use super::{Driver, EventHandle};
 use crate::error::{Error, ErrorClass, Result};
+use crate::telemetry::counters::{ErrorTally, SharedHistogram};
 
 /// Events that are kept for reuse. More than this were in use at once only in a burst.
 const KEPT: usize = 1024;
@@ -23,6 +24,12 @@ pub(crate) struct Context {
     poison: OnceLock<Error>,
     /// Bytes of callers' values that are registered.
     registered: AtomicUsize,
+    /// What the driver answered with an error.
+    errors: ErrorTally,
+    /// Times from submitting to being seen complete, of a sample.
+    flights: SharedHistogram,
+    /// What was submitted to, and landed on, streams that are no more.
+    past: [AtomicU64; 2],
     forks: u32,
 }
 
@@ -38,6 +45,9 @@ impl Context {
             events: Mutex::new(Vec::new()),
             poison: OnceLock::new(),
             registered: AtomicUsize::new(0),
+            errors: ErrorTally::default(),
+            flights: SharedHistogram::new(),
+            past: Default::default(),
             forks: crate::os::forks(),
         }))
     }
@@ -78,6 +88,26 @@ impl Context {
         self.registered.fetch_sub(bytes, Ordering::Relaxed);
     }
 
+    pub(crate) fn errors(&self) -> &ErrorTally {
+        &self.errors
+    }
+
+    pub(crate) fn flights(&self) -> &SharedHistogram {
+        &self.flights
+    }
+
+    /// What was submitted to, and landed on, streams that are no more.
+    pub(crate) fn past(&self) -> [u64; 2] {
+        // Relaxed, here and below: sums, not signals.
+        [self.past[0].load(Ordering::Relaxed), self.past[1].load(Ordering::Relaxed)]
+    }
+
+    /// A stream ends.
+    pub(crate) fn count_past(&self, submitted: u64, landed: u64) {
+        self.past[0].fetch_add(submitted, Ordering::Relaxed);
+        self.past[1].fetch_add(landed, Ordering::Relaxed);
+    }
+
     /// The error that the device was lost with, if it was.
     pub(crate) fn poisoned(&self) -> Option<&Error> {
         self.poison.get()
@@ -91,8 +121,9 @@ impl Context {
     /// Looks at the outcome of a driver call: a sticky error means that the device is lost from here on.
     pub(crate) fn noting<R>(&self, result: Result<R>) -> Result<R> {
         if let Err(error) = &result {
+            self.errors.note(error);
             if error.is_sticky() && self.poison.set(error.clone()).is_ok() {
-                tracing::error!(target: "pinpool::device", device = self.name(), %error, "the device is lost");
+                tracing::error!(target: "pinpool::device::lost", device = self.name(), %error, "the device is lost");
             }
         }
         result
@@ -133,7 +164,7 @@ impl Drop for Context {
         self.worker.send(move || {
             for event in events {
                 if let Err(error) = driver.destroy_event(event) {
-                    tracing::warn!(target: "pinpool::device", device = driver.name(), %error, "an event is leaked");
+                    tracing::warn!(target: "pinpool::device::leak", device = driver.name(), %error, "an event is leaked");
                 }
             }
         });

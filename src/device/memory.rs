@@ -92,7 +92,7 @@ impl Drop for Allocation {
                 },
             };
             if let Err(error) = freed {
-                tracing::warn!(target: "pinpool::device", device = context.name(), %error, "device memory is leaked");
+                tracing::warn!(target: "pinpool::device::leak", device = context.name(), %error, "device memory is leaked");
             }
         });
     }

@@ -34,7 +34,7 @@ pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIter
 }
 
 /// How many these are.
-const LISTS: usize = LISTED.end - LISTED.start;
+pub(crate) const LISTS: usize = LISTED.end - LISTED.start;
 
 /// Which list of a shard, or which rack, is this class's; [`LISTS`] if there is none. Outside of models it is the class's
 /// index.

@@ -93,6 +93,15 @@ fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
 }
 
+/// The same for what was filled and drained, after it was counted as come and gone. Release: pairs with the acquire in
+/// `Shard::count`.
+fn note(counter: &AtomicU64, n: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Release);
+}
+
+/// How often counters that change while they are read are read again. (Not in models, where each read is a step.)
+const READS: usize = if cfg!(loom) { 0 } else { 8 };
+
 /// A shard. Its own cache lines: nobody else writes there while its owner works.
 #[derive(Debug)]
 #[repr(C, align(128))]
@@ -275,14 +284,29 @@ impl Shard {
         unsafe { self.cells.get_unchecked(list) }
     }
 
-    /// What was counted. Exact while nobody moves.
+    /// What was counted. Exact while nobody moves. Otherwise never less than what was counted when the call began.
+    ///
+    /// The four counters belong together and are read one after the other. What the owner does in between would show as
+    /// if so many segments were out, or back, so where that was more than one call it is read again: a reader that lost its
+    /// processor in between would report nonsense.
     pub(crate) fn count(&self, class: Class) -> Count {
         let list = list_of(class);
         let (Some(cell), Some(aside)) = (self.cells.get(list), self.asides.get(list)) else {
             return Count::default();
         };
-        let [came, went, filled, drained] =
-            [&cell.came, &cell.went, &aside.filled, &aside.drained].map(|n| n.load(Ordering::Relaxed));
+        // Acquire: pairs with the releases in `note`. What was filled and drained is read first, so that it is never more
+        // than what came and went. The other two keep their order by it.
+        let read =
+            || [&aside.filled, &aside.drained, &cell.came, &cell.went].map(|n| n.load(Ordering::Acquire));
+        let mut seen = read();
+        for _ in 0..READS {
+            let again = read();
+            if again[..2] == seen[..2] && again[2].wrapping_sub(seen[2]) <= 1 {
+                break;
+            }
+            seen = again;
+        }
+        let [filled, drained, came, went] = seen;
         Count {
             takes: went.wrapping_sub(drained),
             puts: came.wrapping_sub(filled),
@@ -393,7 +417,7 @@ impl Held<'_> {
                 unsafe { chain.push(slot) };
                 break;
             }
-            add(&aside.filled, 1);
+            note(&aside.filled, 1);
         }
         chain
     }
@@ -405,7 +429,7 @@ impl Held<'_> {
         let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return chain };
         while chain.len() < count {
             let Some(slot) = cell.pop() else { break };
-            add(&aside.drained, 1);
+            note(&aside.drained, 1);
             // SAFETY: what was in the list is alive, free, and by now in no list.
             unsafe { chain.push(slot) };
         }
@@ -427,7 +451,7 @@ impl Held<'_> {
             return 0;
         }
         add(&cell.went, have - from);
-        add(&aside.drained, have - from);
+        note(&aside.drained, have - from);
         (have - from) as u32
     }
 
@@ -440,7 +464,7 @@ impl Held<'_> {
         };
         let count = rack.take(self.shard.number as usize, |slot| {
             if cell.push(slot) {
-                add(&aside.filled, 1);
+                note(&aside.filled, 1);
             } else {
                 // SAFETY: it hung in the rack, so it is alive and free, and by now in no list.
                 unsafe { rest.push(slot) };

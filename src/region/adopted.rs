@@ -132,6 +132,7 @@ impl Regions {
         let mut progress = self.progress.lock();
         progress.regions.push(region);
         progress.pinning.busy += before.elapsed();
+        progress.pinning.made += len;
         progress.pinning.longest_call = progress.pinning.longest_call.max(longest);
         Ok(Adopted { info, pieces })
     }
@@ -158,7 +159,7 @@ impl Regions {
             Ok(()) => Ok(true),
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
                 tracing::warn!(
-                    target: "pinpool::region", device = device.name(), bytes = piece.len, error = %e,
+                    target: "pinpool::region::unpinned", device = device.name(), bytes = piece.len, error = %e,
                     "adopted memory is not pinned: copies from it are slower and may block"
                 );
                 Ok(false)
@@ -183,7 +184,7 @@ fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent])
         });
         if let Err(error) = unpinned {
             tracing::error!(
-                target: "pinpool::region", device = device.name(), bytes = adoptee.len, %error,
+                target: "pinpool::region::leak", device = device.name(), bytes = adoptee.len, %error,
                 "adopted memory cannot be unpinned: it is leaked"
             );
             clean = false;

@@ -122,12 +122,22 @@ pub struct Pinning {
     pub wanted: usize,
     /// Bytes that the pool can serve from.
     pub ready: usize,
-    /// Time spent in pinning, touching included.
+    /// Bytes that came since the pool was built, those that have gone again or were not pinned after all included.
+    pub made: usize,
+    /// Time spent in pinning these, touching included.
     pub busy: Duration,
     /// The longest single pinning call: what other users of the driver may have had to wait for.
     pub longest_call: Duration,
     /// Why the last attempt ended early, if it did.
     pub error: Option<Error>,
+}
+
+impl Pinning {
+    /// Bytes pinned per second of the time spent in pinning. `None` before the first.
+    #[must_use]
+    pub fn bytes_per_second(&self) -> Option<f64> {
+        (!self.busy.is_zero()).then(|| self.made as f64 / self.busy.as_secs_f64())
+    }
 }
 
 #[derive(Debug)]
@@ -169,6 +179,8 @@ struct Making {
     last: Option<(Instant, Duration)>,
     serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
+    /// From being asked for until all of it came, or no more does.
+    span: tracing::Span,
 }
 
 // SAFETY: only the address keeps it from being Send, and the mapping is the region's.
@@ -274,9 +286,11 @@ impl Regions {
         }
         let (regions, context) = (self.clone(), self.context());
         let device = context.clone();
+        let span =
+            tracing::info_span!(target: "pinpool::region", "grow", device = context.name(), bytes = len);
         if let Some(kind) = self.options.backing.kind() {
             let (serve, done) = (Box::new(serve), Box::new(done));
-            let supply = Supply { context, len, came: 0, kind, last: None, serve, done };
+            let supply = Supply { context, len, came: 0, kind, last: None, serve, done, span };
             return device.worker().send(move || regions.supply(supply));
         }
         device.worker().send(move || match regions.map(len, &context) {
@@ -288,7 +302,8 @@ impl Regions {
                 // `finish`, after the toucher.
                 let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
                 let (serve, done) = (Box::new(serve), Box::new(done));
-                let making = Making { context, id, base, len, offset: 0, toucher, last: None, serve, done };
+                let making =
+                    Making { context, id, base, len, offset: 0, toucher, last: None, serve, done, span };
                 regions.go_on(making);
             }
             Err(error) => {
@@ -347,7 +362,7 @@ impl Regions {
         let context = making.context.clone();
         let extent = self.options.extent.min(making.len - making.offset);
         let span = tracing::info_span!(
-            target: "pinpool::region", "pin", device = context.name(), bytes = extent
+            target: "pinpool::region", parent: &making.span, "pin", device = context.name(), bytes = extent
         );
         let _entered = span.enter();
         // SAFETY: within the mapping.
@@ -364,7 +379,7 @@ impl Regions {
             Ok(()) => true,
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
                 tracing::warn!(
-                    target: "pinpool::region", device = context.name(), bytes = extent, error = %e,
+                    target: "pinpool::region::unpinned", device = context.name(), bytes = extent, error = %e,
                     "memory is not pinned: copies from it are slower and may block"
                 );
                 false
@@ -390,6 +405,7 @@ impl Regions {
                 region.whole = making.offset == making.len;
             }
             pinning.busy += took;
+            pinning.made += extent;
             pinning.longest_call = pinning.longest_call.max(longest);
         }
         self.wake();
@@ -430,7 +446,7 @@ impl Regions {
         progress.busy -= 1;
         progress.pinning.wanted -= missing;
         if let Some(error) = error {
-            tracing::warn!(target: "pinpool::region", device = self.context.name(), missing, %error, "pinning ended early");
+            tracing::warn!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early");
             progress.pinning.error = Some(error.clone());
         }
         drop(progress);
@@ -562,6 +578,6 @@ fn leave_room(last: Option<(Instant, Duration)>) {
 
 fn leaked(context: &Context, unmapped: Result<()>) {
     if let Err(error) = unmapped {
-        tracing::error!(target: "pinpool::region", device = context.name(), %error, "a mapping is leaked");
+        tracing::error!(target: "pinpool::region::leak", device = context.name(), %error, "a mapping is leaked");
     }
 }

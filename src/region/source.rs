@@ -82,6 +82,8 @@ pub(super) struct Supply {
     pub(super) last: Option<(Instant, Duration)>,
     pub(super) serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     pub(super) done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
+    /// From being asked for until all of it came, or no more does.
+    pub(super) span: tracing::Span,
 }
 
 /// The unit in which the pool can use memory.
@@ -120,7 +122,7 @@ impl Regions {
     fn supply_next(&self, supply: &mut Supply) -> Result<bool> {
         let len = self.options.extent.min(supply.len - supply.came);
         let span = tracing::info_span!(
-            target: "pinpool::region", "allocate", device = supply.context.name(), bytes = len
+            target: "pinpool::region", parent: &supply.span, "allocate", device = supply.context.name(), bytes = len
         );
         let _entered = span.enter();
         leave_room(supply.last);
@@ -148,6 +150,7 @@ impl Regions {
         {
             let mut progress = self.progress.lock();
             progress.pinning.busy += took;
+            progress.pinning.made += len;
             progress.pinning.longest_call = progress.pinning.longest_call.max(took);
         }
         self.wake();
@@ -184,7 +187,7 @@ impl Regions {
                 if locked && self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment =>
             {
                 tracing::warn!(
-                    target: "pinpool::region", device = context.name(), bytes = len, error = %e,
+                    target: "pinpool::region::unpinned", device = context.name(), bytes = len, error = %e,
                     "the driver gives no pinned memory, plain memory takes its place: copies from it are slower and may block"
                 );
                 let base = os::map(len, REGION_ALIGN)?;
@@ -227,7 +230,7 @@ impl Region {
                 last = Some((Instant::now(), call.elapsed()));
                 if let Err(error) = unpinned {
                     tracing::error!(
-                        target: "pinpool::region", device = context.name(), bytes = extent.len, %error,
+                        target: "pinpool::region::leak", device = context.name(), bytes = extent.len, %error,
                         "memory cannot be unpinned: it is leaked"
                     );
                     stuck = true;
@@ -253,7 +256,7 @@ fn free(context: &Context, base: NonNull<u8>, len: usize, kind: HostKind) {
     // SAFETY: allocated once, freed once, and nobody uses it.
     if let Err(error) = unsafe { context.driver().free_host(base, len, kind) } {
         tracing::error!(
-            target: "pinpool::region", device = context.name(), bytes = len, %error,
+            target: "pinpool::region::leak", device = context.name(), bytes = len, %error,
             "memory of the driver's cannot be freed: it is leaked"
         );
     }

@@ -57,6 +57,12 @@ impl Stream {
         &self.timeline
     }
 
+    /// A number that no other stream of this process has or had: its name in statistics, events and reports.
+    #[must_use]
+    pub fn number(&self) -> u64 {
+        self.timeline.number()
+    }
+
     /// The device that the stream belongs to.
     #[must_use]
     pub fn device(&self) -> &Device {

@@ -95,7 +95,7 @@ impl Cuda {
         let released = self.said("cuUserObjectRelease", unsafe { release(object, 1) });
         if let Err(error) = released {
             tracing::warn!(
-                target: "pinpool::device", device = &*self.name, %error,
+                target: "pinpool::device::leak", device = &*self.name, %error,
                 "a reference to a graph's buffer is leaked, and with it the buffer"
             );
         }

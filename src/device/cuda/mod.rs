@@ -494,7 +494,7 @@ impl Drop for Cuda {
         // a thread the context stays.
         let started = std::thread::Builder::new().name(format!("pinpool-end-{}", self.name)).spawn(release);
         if let Err(error) = started {
-            tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "a context is leaked");
+            tracing::warn!(target: "pinpool::device::leak", device = &*self.name, %error, "a context is leaked");
         }
     }
 }

@@ -133,7 +133,7 @@ impl Drop for Allocation {
         if self.len() >= MAPPED {
             // SAFETY: mapped with this length, and nobody else has it any more.
             if let Err(error) = unsafe { os::unmap(self.data, self.len()) } {
-                tracing::warn!(target: "pinpool::device", %error, "device memory is leaked");
+                tracing::warn!(target: "pinpool::device::leak", %error, "device memory is leaked");
             }
             return;
         }

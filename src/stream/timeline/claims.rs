@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::Timeline;
 use super::held::{Entry, Held};
@@ -19,6 +20,7 @@ pub(super) struct Claim {
     pub(super) word: Word,
     pub(super) memory: Option<Arc<Allocation>>,
     pub(super) bytes: usize,
+    pub(super) since: Option<Instant>,
     pub(super) landed: bool,
 }
 
@@ -45,10 +47,12 @@ impl Timeline {
         };
         let at = state.entries.iter().rposition(|(_, entry)| fits(entry))?;
         let (tick, entry) = state.entries.remove(at)?;
-        let Held::Segment { segment, word } = entry.held else { return None };
-        state.flight_of(depot.number()).claimed += entry.bytes;
+        let Entry { held: Held::Segment { segment, word }, memory, bytes, since } = entry else {
+            return None;
+        };
+        state.flight_of(depot.number()).claimed += bytes;
         let alias = segment.alias();
-        let claim = Claim { tick, segment, word, memory: entry.memory, bytes: entry.bytes, landed: false };
+        let claim = Claim { tick, segment, word, memory, bytes, since, landed: false };
         Some((state.claims.insert(claim), alias))
     }
 
@@ -78,10 +82,10 @@ impl Timeline {
             return;
         }
         let mut state = self.state.lock();
-        let Claim { tick, segment, word, memory, bytes, landed } = state.claims.remove(key);
+        let Claim { tick, segment, word, memory, bytes, since, landed } = state.claims.remove(key);
         if !landed && segment.slot().exchange(word.with(state::CLAIMED), state::DETACHED).is_ok() {
             state.flight_of(segment.depot().number()).claimed -= bytes;
-            state.insert(tick, Entry { held: Held::Segment { segment, word }, memory, bytes });
+            state.insert(tick, Entry { held: Held::Segment { segment, word }, memory, bytes, since });
             return;
         }
         drop(state);

@@ -8,6 +8,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::depot::{Segment, Wake};
 use crate::device::memory::Allocation;
@@ -43,6 +44,11 @@ pub(crate) enum Lent {
 pub(crate) trait Keep: Send + std::fmt::Debug {
     /// Nobody can prove that the device is done with it: leak what the device may touch.
     fn quarantine(self: Box<Self>);
+
+    /// The address of the slot that it keeps, for reports.
+    fn slot(&self) -> Option<usize> {
+        None
+    }
 }
 
 impl Keep for () {
@@ -65,6 +71,11 @@ impl Joint {
         Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
     }
 
+    /// The address of its slot, for reports.
+    pub(super) fn slot(&self) -> usize {
+        std::ptr::from_ref(self.segment.slot()).addr()
+    }
+
     /// One of them is done. Whether it was the last, and the handle is gone: then the segment is the caller's.
     pub(super) fn land(&self) -> Option<Segment> {
         // AcqRel: the last one sees what all the others saw complete.
@@ -78,6 +89,7 @@ impl Joint {
     /// A part of the hold could not be placed: nobody will know when the segment is free.
     pub(crate) fn give_up(&self) {
         if let Some(segment) = self.quarantine() {
+            log_quarantine(1, segment.granted());
             segment.quarantine();
         }
     }
@@ -103,6 +115,13 @@ pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
     }
 }
 
+fn log_quarantine(buffers: usize, bytes: usize) {
+    tracing::error!(
+        target: "pinpool::stream::quarantine", buffers, bytes,
+        "buffers are quarantined: nobody can prove that the device is done with them"
+    );
+}
+
 /// The device will never be known to be done with it.
 pub(super) fn condemn(segment: &Segment, word: Word) -> Option<Segment> {
     let slot = segment.slot();
@@ -117,6 +136,8 @@ pub(super) struct Entry {
     pub(super) held: Held,
     pub(super) memory: Option<Arc<Allocation>>,
     pub(super) bytes: usize,
+    /// When it was submitted, if it is one of those that are timed.
+    pub(super) since: Option<Instant>,
 }
 
 /// What is done after the lock is released.
@@ -128,6 +149,8 @@ pub(super) struct After {
     pub(super) condemned: Vec<Box<dyn Keep>>,
     pub(super) dropped: Vec<(Held, Option<Arc<Allocation>>)>,
     pub(super) wakes: Vec<Wake>,
+    /// When those were submitted that were timed and have landed.
+    pub(super) flown: Vec<Instant>,
 }
 
 impl After {
@@ -135,6 +158,9 @@ impl After {
         for segment in self.returned {
             // SAFETY: settled: the handle is gone and every mark that covers it was seen complete.
             unsafe { segment.release() };
+        }
+        if !self.quarantined.is_empty() {
+            log_quarantine(self.quarantined.len(), self.quarantined.iter().map(Segment::granted).sum());
         }
         for segment in self.quarantined {
             segment.quarantine();

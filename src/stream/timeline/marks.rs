@@ -6,6 +6,7 @@ use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::sync::Ordering;
 use std::sync::Arc;
+use std::time::Instant;
 
 impl Timeline {
     // --- marking -----------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ impl Timeline {
             }
             gives_up(&mut state.unrecorded, error)
         };
-        tracing::debug!(target: "pinpool::stream", device = self.context.name(), %error, give_up, "a mark could not be recorded");
+        tracing::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "a mark could not be recorded");
         if give_up {
             self.lose(error);
         }
@@ -189,6 +190,11 @@ impl Timeline {
         state.unasked = 0;
         if tick > self.completed.load(Ordering::Relaxed) {
             state.land(tick, &mut after);
+            if !after.flown.is_empty() {
+                let now = Instant::now();
+                let flights = self.context.flights();
+                after.flown.drain(..).for_each(|since| flights.record(now.saturating_duration_since(since)));
+            }
             // Release: pairs with the acquire in `is_complete`. Raised under the lock, after the entries were settled.
             self.completed.store(tick, Ordering::Release);
             state.take_wakes(&mut after, |t| t <= tick);
@@ -213,8 +219,9 @@ impl Timeline {
         let mut state = self.state.lock();
         if state.lost.is_none() {
             tracing::error!(
-                target: "pinpool::stream",
+                target: "pinpool::stream::lost",
                 device = self.context.name(),
+                stream = self.number,
                 %error,
                 entries = state.entries.len(),
                 "a stream is lost; what is in flight on it is quarantined"

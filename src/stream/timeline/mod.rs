@@ -44,16 +44,18 @@
 //! # Files
 //!
 //! Here are ticks and entries: what is submitted. [`marks`]: what closes, asks and lands. [`held`]: what an entry keeps.
-//! [`waits`]: who waits. [`claims`]: stream-ready reuse.
+//! [`waits`]: who waits. [`claims`]: stream-ready reuse. [`look`]: what statistics and reports see.
 
 mod claims;
 mod held;
+mod look;
 mod marks;
 mod waits;
 
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use crossbeam::utils::CachePadded;
 use slab::Slab;
@@ -61,6 +63,7 @@ use slab::Slab;
 use self::claims::Claim;
 use self::held::{After, Entry, Held, condemn, settle};
 pub(crate) use self::held::{Joint, Keep, Lent};
+pub use self::look::Mark;
 pub(crate) use self::waits::WaitKey;
 use self::waits::Waiting;
 use super::reaper::Listing;
@@ -78,6 +81,8 @@ const TICK_BYTES: usize = 4 << 20;
 /// How often in a row recording or asking may fail before what waits for a mark is given up. (Under loom at once, since
 /// each try is a part of the model.)
 const TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
+/// One in so many submissions to a stream is timed, the first among them: reading the clock would be felt beside a record.
+pub(crate) const TIMED: u64 = 16;
 
 /// Bytes of one depot on this timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -112,6 +117,9 @@ struct State {
     flights: Vec<(u64, Flight)>,
     /// Counts changes of what is in flight, so that who looks twice knows whether anything happened in between.
     moves: u64,
+    /// Entries so far, and those of them that have landed.
+    submitted: u64,
+    landed: u64,
     lost: Option<Error>,
     /// Whether the reaper has this timeline on its list.
     listed: bool,
@@ -122,6 +130,8 @@ struct State {
 /// See the module's page.
 #[derive(Debug)]
 pub(crate) struct Timeline {
+    /// Never another's in this process.
+    number: u64,
     context: Arc<Context>,
     stream: StreamHandle,
     /// Whether ticks may stay open for a while, where nobody else submits.
@@ -174,7 +184,9 @@ impl Timeline {
         reaper: Listing,
     ) -> Arc<Self> {
         let lingers = !context.driver().record_may_block();
+        static NUMBERS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(1);
         let timeline = Arc::new(Self {
+            number: NUMBERS.fetch_add(1, std::sync::atomic::Ordering::Relaxed),
             context,
             stream,
             lingers,
@@ -203,6 +215,8 @@ impl Timeline {
                 next_wait: 0,
                 flights: Vec::new(),
                 moves: 0,
+                submitted: 0,
+                landed: 0,
                 lost: None,
                 listed: false,
                 seen: 0,
@@ -214,6 +228,10 @@ impl Timeline {
 
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.number
     }
 
     pub(crate) fn stream(&self) -> StreamHandle {
@@ -316,7 +334,7 @@ impl Timeline {
                         // The copy that the claim stands behind still uses its device memory.
                         state.insert(
                             claim.tick,
-                            Entry { held: Held::Nothing, memory: claim.memory, bytes: 0 },
+                            Entry { held: Held::Nothing, memory: claim.memory, bytes: 0, since: claim.since },
                         );
                     }
                 }
@@ -326,7 +344,11 @@ impl Timeline {
             Lent::Object(object) => (Held::Object(object), 0),
         };
         state.moves += 1;
-        let key = state.pending.insert(Entry { held, memory, bytes });
+        // Under loom none: nothing depends on it.
+        let timed = !cfg!(loom) && state.submitted % TIMED == 0;
+        state.submitted += 1;
+        let since = timed.then(Instant::now);
+        let key = state.pending.insert(Entry { held, memory, bytes, since });
         Ok(Submission { timeline: self, key: Some(key), tick: planted_tick(&state) })
     }
 
@@ -403,13 +425,15 @@ impl Drop for Timeline {
                 drop(driver);
             });
         }
+        let state = self.state.get_mut();
+        self.context.count_past(state.submitted, state.landed);
         if !self.destroy {
             return;
         }
         let (driver, stream) = (self.context.driver().clone(), self.stream);
         self.context.worker().send(move || {
             if let Err(error) = driver.destroy_stream(stream) {
-                tracing::warn!(target: "pinpool::stream", device = driver.name(), %error, "a stream is leaked");
+                tracing::warn!(target: "pinpool::stream::leak", device = driver.name(), %error, "a stream is leaked");
             }
         });
     }
@@ -452,7 +476,9 @@ impl State {
 
     fn land(&mut self, tick: u64, after: &mut After) {
         while self.entries.front().is_some_and(|(t, _)| *t <= tick) {
-            let Some((_, Entry { held, memory, bytes })) = self.entries.pop_front() else { break };
+            let Some((_, Entry { held, memory, bytes, since })) = self.entries.pop_front() else { break };
+            self.landed += 1;
+            after.flown.extend(since);
             match held {
                 Held::Segment { segment, word } => {
                     self.flight(segment.depot()).bytes -= bytes;
@@ -494,7 +520,7 @@ impl State {
                 std::mem::forget(memory);
             }
         };
-        for (_, Entry { held, memory, bytes }) in std::mem::take(&mut self.entries) {
+        for (_, Entry { held, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
             match held {
                 Held::Segment { segment, word } => {
                     self.flight(segment.depot()).bytes -= bytes;

@@ -1,0 +1,237 @@
+//! Looking at a depot: its bytes and counts, by size class too, and everything that is out.
+//!
+//! What threads count in their shards is added up without stopping them. Under the depot's lock nothing moves on the slow
+//! path meanwhile; calls on the fast path do, so each part is exact when nobody moves, and otherwise off by no more than
+//! the calls that are made while it is looked: one segment each, or, where a call fills or empties a thread's list, as many
+//! as that list may hold. Each shard's numbers are read once, and everything is worked out from that one reading. So the
+//! parts sum to the whole at any time.
+
+use std::collections::HashSet;
+
+use super::{Core, Depot, DepotSnapshot, Fresh, Segment, StdOrdering, mode};
+use crate::freelist::{Slot, state};
+use crate::segment::{CLASSES, Class};
+use crate::telemetry::counters::Histogram;
+use crate::telemetry::ledger::{Checkout, Entry, Origin};
+
+/// Segments of one size class. `None` for those without: large or aligned ones, which have a run of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ClassCount {
+    pub(crate) class: Option<Class>,
+    /// Segments that were cut and can be checked out.
+    pub(crate) free: u64,
+    /// Of these, those in shards and racks.
+    pub(crate) cached: u64,
+    /// Checked out, in flight or quarantined.
+    pub(crate) out: u64,
+    /// Bytes of these.
+    pub(crate) out_bytes: usize,
+    pub(crate) takes: u64,
+    pub(crate) puts: u64,
+}
+
+/// A segment that is out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OutSegment {
+    /// Stands for its slot. Only to be compared.
+    pub(crate) slot: usize,
+    pub(crate) state: u16,
+    pub(crate) granted: usize,
+    /// What the ledger has on it.
+    pub(crate) entry: Entry,
+}
+
+/// What stands for a slot.
+fn name(slot: &Slot) -> usize {
+    std::ptr::from_ref(slot).addr()
+}
+
+impl Depot {
+    /// Bytes and counts. Exact when nobody moves; otherwise the parts still sum to the whole.
+    pub(crate) fn snapshot(&self) -> DepotSnapshot {
+        self.count(&self.core.lock(), None)
+    }
+
+    /// The same, with the parts by size class, of which those that were ever used are listed.
+    pub(crate) fn snapshot_by_class(&self) -> (DepotSnapshot, Vec<ClassCount>) {
+        let mut classes = Vec::new();
+        let snapshot = self.count(&self.core.lock(), Some(&mut classes));
+        (snapshot, classes)
+    }
+
+    fn count(&self, core: &Core, classes: Option<&mut Vec<ClassCount>>) -> DepotSnapshot {
+        let bytes = core.arena.bytes();
+        let (mut takes, mut puts, mut out, mut requested) =
+            (core.takes, core.puts, core.granted, core.requested);
+        let mut by_class = classes.as_ref().map(|_| core.by_class());
+        for shard in core.roster.shards() {
+            requested = requested.wrapping_add(shard.requested());
+            for class in Class::all() {
+                let count = shard.count(class);
+                takes = takes.wrapping_add(count.takes);
+                puts = puts.wrapping_add(count.puts);
+                let net = count.takes.wrapping_sub(count.puts);
+                out = out.wrapping_add(net.wrapping_mul(class.stride() as u64));
+                if let Some(by_class) = &mut by_class {
+                    #[cfg(pinpool_planted = "classes_counted_apart")]
+                    let count = shard.count(class);
+                    let all = &mut by_class[class.index()];
+                    all.takes = all.takes.wrapping_add(count.takes);
+                    all.puts = all.puts.wrapping_add(count.puts);
+                }
+            }
+        }
+        if let (Some(classes), Some(by_class)) = (classes, by_class) {
+            classes.extend(by_class.into_iter().map(ClassCount::settled).filter(ClassCount::is_used));
+            // The sum of the parts, each as it is shown.
+            out = classes.iter().map(|c| c.out_bytes as u64).sum();
+        }
+        // A call under way may be counted on one side only: never below nothing, never more than there is.
+        let taken = (out as i64).max(0) as usize;
+        let taken = taken.min(bytes.total - bytes.cut).max(core.quarantined);
+        let free = bytes.total - bytes.cut - taken;
+        DepotSnapshot {
+            total: bytes.total,
+            unpinned: bytes.unpinned,
+            free,
+            cached: free.saturating_sub(bytes.free),
+            out: taken - core.quarantined,
+            requested: (requested as i64).max(0) as usize,
+            quarantined: core.quarantined,
+            quarantined_segments: core.quarantined_segments,
+            cut: bytes.cut,
+            largest_free: bytes.largest_free,
+            takes,
+            puts,
+            waiting: core.queue.len(),
+            growing: core.growing,
+            stats: core.stats,
+        }
+    }
+
+    /// How long requests waited for memory, and how long buffers that were timed were out.
+    pub(crate) fn histograms(&self) -> (Histogram, Histogram) {
+        let core = self.core.lock();
+        (*core.queue.waited(), *core.ledger.holding())
+    }
+
+    /// Whether every checkout is to be entered in the ledger.
+    pub(crate) fn tracks(&self) -> bool {
+        self.config.track
+    }
+
+    /// Enters a checkout in the ledger, before anybody else has the buffer.
+    pub(crate) fn enter(fresh: &mut Fresh, origin: Origin) {
+        fresh.watch();
+        let segment = fresh.segment();
+        segment.depot().core.lock().ledger.enter(name(segment.slot()), segment.len(), origin);
+    }
+
+    /// The same for a segment that may be in it already: then its entry starts anew, else none is made.
+    pub(crate) fn enter_again(&self, segment: &Segment, origin: Origin) {
+        let mut core = self.core.lock();
+        if core.ledger.has(name(segment.slot())) {
+            core.ledger.enter(name(segment.slot()), segment.len(), origin);
+        }
+    }
+
+    /// Everything that is out. Walks all segments that were cut, under the depot's lock, and keeps everyone out of their
+    /// shards meanwhile.
+    pub(crate) fn everything_out(&self) -> Vec<OutSegment> {
+        let mut out = Vec::new();
+        if self.forked() {
+            return out;
+        }
+        let mut core = self.core.lock();
+        self.gate.quiesce(mode::INSPECT, &core.roster);
+        let mut cached = HashSet::new();
+        for held in core.roster.quiet() {
+            Class::all().for_each(|class| held.for_each(class, |slot| _ = cached.insert(name(slot))));
+        }
+        self.racks.iter().for_each(|rack| rack.for_each(|slot| _ = cached.insert(name(slot))));
+        let returns: Vec<u64> =
+            Class::all().map(Some).chain([None]).map(|class| core.returns(class)).collect();
+        let Core { arena, ledger, .. } = &mut *core;
+        let mut look = ledger.look();
+        arena.for_each_given(|slot, granted| {
+            if cached.contains(&name(slot)) {
+                return;
+            }
+            let word = slot.word();
+            let checkout = Checkout {
+                slot: name(slot),
+                generation: word.generation(),
+                // On its way it cannot have been returned and checked out again: that would be another generation.
+                returns: (word.state() == state::HOST)
+                    .then(|| returns[slot.class().map_or(CLASSES, Class::index)]),
+            };
+            out.push(OutSegment {
+                slot: name(slot),
+                state: word.state(),
+                granted,
+                entry: look.see(&checkout),
+            });
+        });
+        look.end();
+        self.gate.open(mode::INSPECT, &core.roster);
+        out
+    }
+
+    /// Books bytes that several timelines hold together, which none of them counts.
+    pub(crate) fn joint_in_flight(&self, change: isize) {
+        // Relaxed: a sum, not a signal.
+        self.joint.fetch_add(change as u64, StdOrdering::Relaxed);
+    }
+
+    /// What is booked there.
+    pub(crate) fn joint_bytes(&self) -> usize {
+        self.joint.load(StdOrdering::Relaxed) as usize
+    }
+}
+
+impl Core {
+    /// Segments of a class that came back so far. Exact while everyone is kept out.
+    fn returns(&self, class: Option<Class>) -> u64 {
+        let here = self.classes.of(class).1;
+        let shards = self.roster.shards().filter_map(|shard| class.map(|class| shard.count(class).puts));
+        shards.fold(here, u64::wrapping_add)
+    }
+
+    /// What is counted under the lock, for each class by its index, and then for what has none.
+    fn by_class(&self) -> Vec<ClassCount> {
+        let count = |class: Option<Class>| {
+            let (takes, puts) = self.classes.of(class);
+            ClassCount { class, free: 0, cached: 0, out: 0, out_bytes: 0, takes, puts }
+        };
+        let mut all: Vec<ClassCount> = Class::all().map(Some).chain([None]).map(count).collect();
+        // All that were cut, until it is known how many of them are out.
+        self.arena.for_each_class(|class, segments, in_runs| {
+            all[class.index()].free += segments;
+            all[class.index()].cached += segments - in_runs;
+        });
+        if let Some(large) = all.last_mut() {
+            large.out = large.takes.wrapping_sub(large.puts);
+            large.out_bytes = self.classes.large_bytes();
+        }
+        all
+    }
+}
+
+impl ClassCount {
+    /// Divides what was cut into what is out and what is free.
+    fn settled(mut self) -> Self {
+        if let Some(class) = self.class {
+            let out = (self.takes.wrapping_sub(self.puts) as i64).max(0) as u64;
+            self.out = out.min(self.free);
+            self.out_bytes = self.out as usize * class.stride();
+            self.free -= self.out;
+            // What is not in its run is out or cached.
+            self.cached = self.cached.saturating_sub(self.out);
+        }
+        self
+    }
+
+    fn is_used(&self) -> bool {
+        self.takes > 0 || self.free > 0
+    }
+}

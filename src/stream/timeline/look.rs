@@ -1,0 +1,109 @@
+//! What statistics and reports see of a timeline: how far it is, and which mark each buffer on it waits for.
+
+use super::held::{Entry, Held};
+use super::{Flight, Timeline};
+use crate::sync::Ordering;
+
+/// What the completion of a buffer's work hangs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Mark {
+    /// The driver is being called to submit it.
+    Submitting,
+    /// Nothing is recorded behind it yet: its tick is still open.
+    Due,
+    /// The event is recorded and the device has not reached it.
+    Recorded,
+    /// Recording the event failed, or it went into a graph; it is tried again.
+    Failing,
+    /// The stream is lost: it will never be known.
+    Lost,
+}
+
+impl Mark {
+    /// The same in words of one word each, as events have it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Submitting => "submitting",
+            Self::Due => "due",
+            Self::Recorded => "recorded",
+            Self::Failing => "failing",
+            Self::Lost => "lost",
+        }
+    }
+}
+
+/// A timeline at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Look {
+    /// Entries so far, and those of them that have landed.
+    pub(crate) submitted: u64,
+    pub(crate) landed: u64,
+    /// Entries in flight, their driver calls under way among them. Claims that have not landed are not.
+    pub(crate) entries: usize,
+    /// Bytes in flight, over all depots.
+    pub(crate) flight: Flight,
+    /// The open tick, and the highest that is known to be complete.
+    pub(crate) open: u64,
+    pub(crate) completed: u64,
+    /// Marks that were recorded and not seen complete.
+    pub(crate) marks: usize,
+    pub(crate) lost: bool,
+}
+
+impl Timeline {
+    /// How far it is.
+    pub(crate) fn look(&self) -> Look {
+        let state = self.state.lock();
+        let mut flight = Flight::default();
+        for (_, part) in &state.flights {
+            flight.bytes += part.bytes;
+            flight.claimed += part.claimed;
+        }
+        Look {
+            submitted: state.submitted,
+            landed: state.landed,
+            entries: state.entries.len() + state.pending.len(),
+            flight,
+            open: state.open,
+            // Raised under the lock that we hold.
+            completed: self.completed.load(Ordering::Relaxed),
+            marks: state.marks.len(),
+            lost: state.lost.is_some(),
+        }
+    }
+
+    /// Everything on it that keeps a segment: the address of its slot, its tick, and the mark that it waits for.
+    pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(usize, u64, Mark)) {
+        let state = self.state.lock();
+        let mark = |tick: u64| match () {
+            () if state.lost.is_some() => Mark::Lost,
+            () if state.marks.iter().any(|(covers, _)| *covers >= tick) => Mark::Recorded,
+            () if tick <= state.unmarked => Mark::Failing,
+            () => Mark::Due,
+        };
+        for (_, entry) in &state.pending {
+            if let Some(slot) = slot_of(entry) {
+                visit(slot, state.open, Mark::Submitting);
+            }
+        }
+        for (tick, entry) in &state.entries {
+            if let Some(slot) = slot_of(entry) {
+                visit(slot, *tick, mark(*tick));
+            }
+        }
+        for (_, claim) in state.claims.iter().filter(|(_, claim)| !claim.landed) {
+            visit(std::ptr::from_ref(claim.segment.slot()).addr(), claim.tick, mark(claim.tick));
+        }
+    }
+}
+
+fn slot_of(entry: &Entry) -> Option<usize> {
+    match &entry.held {
+        Held::Segment { segment, .. } => Some(std::ptr::from_ref(segment.slot()).addr()),
+        Held::Joint(joint) => Some(joint.slot()),
+        Held::Object(object) => object.slot(),
+        Held::Nothing => None,
+    }
+}

@@ -1,0 +1,427 @@
+//! The sampler: looks at pools from time to time, and sends what it sees.
+//!
+//! It takes a [snapshot](Pool::snapshot) of each pool, works out what came since the one before, and sends that as events
+//! and, with the feature `metrics`, to the `metrics` facade. Besides, it looks for what an operator has to act on: buffers
+//! that have been out for too long, and streams on which nothing gets done. All the work is the sampler's own, on its own
+//! thread or on that of whoever polls it; those who check out notice the looks for stuck buffers (they are kept out of
+//! their caches for as long as one takes), and nothing else.
+//!
+//! It holds no pool: a pool that is dropped is closed all the same, and is not looked at any more.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::counters::{ErrorCounts, Histogram};
+use super::metrics::{self, Id, Labels, Value};
+use super::snapshot::{ClassStats, DeviceStats, StreamStats};
+use super::stuck;
+use crate::error::{Error, Result};
+use crate::pool::{Pool, PoolStats, WeakPool};
+use crate::region::Pinning;
+use crate::runtime::Device;
+
+/// Stuck buffers that one poll logs at most.
+const LISTED: usize = 8;
+
+/// Looks at pools, and sends what it sees: metrics, and events about what is stuck. See [`METRICS`](super::METRICS).
+///
+/// Name all pools that share a device to one sampler: what is counted for a device is sent once for each sampler.
+///
+/// ```
+/// use std::time::Duration;
+/// use pinpool::telemetry::Sampler;
+/// use pinpool::{Device, Pool, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// let pool = Pool::builder(&device).name("weights").unpinned(Unpinned::Allow).build()?;
+/// // On a thread of its own, until `sampling` is dropped. `poll` does the same on the caller's.
+/// let sampling = Sampler::new(&pool).stuck_after(Duration::from_secs(30)).spawn(Duration::from_secs(10))?;
+/// # drop(sampling);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Debug)]
+#[must_use = "it looks only when it is polled or spawned"]
+pub struct Sampler {
+    pools: Vec<Watched>,
+    devices: HashMap<u64, WatchedDevice>,
+    events: bool,
+    #[cfg(feature = "metrics")]
+    recorder: bool,
+    #[cfg(feature = "metrics")]
+    described: bool,
+    stuck_after: Option<Duration>,
+    /// When it looked for stuck buffers last.
+    looked: Option<Instant>,
+}
+
+/// A pool, and what was seen of it last.
+#[derive(Debug)]
+struct Watched {
+    pool: WeakPool,
+    stats: PoolStats,
+    classes: Vec<ClassStats>,
+    waiting: Histogram,
+    holding: Histogram,
+    /// The stuck buffers that were logged, by their slots.
+    logged: HashSet<usize>,
+}
+
+/// A device, and what was seen of it last.
+#[derive(Debug, Default)]
+struct WatchedDevice {
+    submitted: u64,
+    completed: u64,
+    flight: Histogram,
+    errors: ErrorCounts,
+    streams: HashMap<u64, WatchedStream>,
+}
+
+#[derive(Debug)]
+struct WatchedStream {
+    completed: u64,
+    tick: u64,
+    /// When anything got done, as far as we have seen.
+    since: Instant,
+    logged: bool,
+}
+
+/// A sampler at work on a thread of its own. Dropping it ends the thread, and waits for the poll that it may be in.
+#[derive(Debug)]
+#[must_use = "dropping it ends the sampling"]
+pub struct Sampling {
+    stop: Option<SyncSender<()>>,
+    thread: Option<JoinHandle<()>>,
+    forks: u32,
+}
+
+impl Sampler {
+    /// Of one pool. What was counted before the first poll is sent with it.
+    pub fn new(pool: &Pool) -> Self {
+        let sampler = Self {
+            pools: Vec::new(),
+            devices: HashMap::new(),
+            events: true,
+            #[cfg(feature = "metrics")]
+            recorder: true,
+            #[cfg(feature = "metrics")]
+            described: false,
+            stuck_after: Some(Duration::from_secs(60)),
+            looked: None,
+        };
+        sampler.pool(pool)
+    }
+
+    /// One more pool.
+    pub fn pool(mut self, pool: &Pool) -> Self {
+        self.pools.push(Watched {
+            pool: pool.downgrade(),
+            stats: PoolStats::default(),
+            classes: Vec::new(),
+            waiting: Histogram::default(),
+            holding: Histogram::default(),
+            logged: HashSet::new(),
+        });
+        self
+    }
+
+    /// Whether metrics are sent as events, of the level INFO. Default: yes.
+    pub fn events(mut self, events: bool) -> Self {
+        self.events = events;
+        self
+    }
+
+    /// Whether metrics are sent to the recorder of the `metrics` facade. Default: yes.
+    #[cfg(feature = "metrics")]
+    pub fn recorder(mut self, recorder: bool) -> Self {
+        self.recorder = recorder;
+        self
+    }
+
+    /// How long a buffer may be out, and how long a stream may get nothing done while work is in flight on it, before that
+    /// is logged, once each. `Duration::MAX`: never. Default: a minute.
+    ///
+    /// Buffers are looked for four times in so long, at polls, so ages that are not known exactly are short by as much. A
+    /// look takes milliseconds for large pools: see [`Pool::stuck`].
+    pub fn stuck_after(mut self, threshold: Duration) -> Self {
+        self.stuck_after = (threshold < Duration::MAX).then_some(threshold);
+        self
+    }
+
+    /// Looks once, on this thread. Whether any of the pools is still there.
+    ///
+    /// Subscribers and recorders are called from here, and from nowhere else, with what is sent.
+    pub fn poll(&mut self) -> bool {
+        #[cfg(feature = "metrics")]
+        if self.recorder && !std::mem::replace(&mut self.described, true) {
+            metrics::describe();
+        }
+        let now = Instant::now();
+        let look = self.stuck_after.filter(|after| {
+            self.looked.is_none_or(|looked| now.saturating_duration_since(looked) >= *after / 4)
+        });
+        if look.is_some() {
+            self.looked = Some(now);
+        }
+        let mut sender = Sender::new(self);
+        let mut seen: Vec<Device> = Vec::new();
+        self.pools.retain_mut(|watched| {
+            let Some(pool) = watched.pool.upgrade() else { return false };
+            watched.send(&pool, &mut sender, look);
+            for device in pool.devices() {
+                if seen.iter().all(|known| known.context().id() != device.context().id()) {
+                    seen.push(device.clone());
+                }
+            }
+            true
+        });
+        let present: HashSet<u64> = seen.iter().map(|device| device.context().id()).collect();
+        self.devices.retain(|id, _| present.contains(id));
+        for device in seen {
+            let watched = self.devices.entry(device.context().id()).or_default();
+            watched.send(&device.stats(), &mut sender, now, self.stuck_after);
+        }
+        !self.pools.is_empty()
+    }
+
+    /// Polls on a thread of its own, at once and then in this interval (of at least 10 ms), until the pools are gone or the
+    /// handle is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where no thread can be started.
+    pub fn spawn(mut self, interval: Duration) -> Result<Sampling> {
+        let interval = interval.max(Duration::from_millis(10));
+        let (stop, stopped) = sync_channel::<()>(0);
+        let thread = std::thread::Builder::new()
+            .name("pinpool-sample".into())
+            .spawn(move || {
+                while self.poll() && matches!(stopped.recv_timeout(interval), Err(RecvTimeoutError::Timeout))
+                {
+                }
+            })
+            .map_err(|e| Error::Unavailable {
+                device: "the sampler".into(),
+                why: format!("no thread could be started: {e}"),
+            })?;
+        Ok(Sampling { stop: Some(stop), thread: Some(thread), forks: crate::os::forks() })
+    }
+}
+
+impl Drop for Sampling {
+    fn drop(&mut self) {
+        let (stop, thread) = (self.stop.take(), self.thread.take());
+        if self.forks != crate::os::forks() {
+            // The thread is the parent's.
+            return std::mem::forget((stop, thread));
+        }
+        // It hears that nobody is left to stop it.
+        drop(stop);
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
+            // What a subscriber or recorder panicked with is theirs.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Where values go.
+struct Sender {
+    events: bool,
+    #[cfg(feature = "metrics")]
+    recorder: bool,
+}
+
+impl Sender {
+    fn new(sampler: &Sampler) -> Self {
+        Self {
+            events: sampler.events,
+            #[cfg(feature = "metrics")]
+            recorder: sampler.recorder,
+        }
+    }
+
+    fn send(&mut self, id: Id, value: Value, labels: &Labels) {
+        if self.events {
+            metrics::send_event(id, &value, labels);
+        }
+        #[cfg(feature = "metrics")]
+        if self.recorder {
+            metrics::send_to_recorder(id, &value, labels);
+        }
+    }
+
+    fn level(&mut self, id: Id, level: usize, labels: &Labels) {
+        self.send(id, Value::Level(level as u64), labels);
+    }
+
+    /// What came since.
+    fn count(&mut self, id: Id, now: u64, before: u64, labels: &Labels) {
+        self.send(id, Value::Count(now.saturating_sub(before)), labels);
+    }
+
+    fn durations(&mut self, id: Id, now: &Histogram, before: &Histogram, labels: &Labels) {
+        let new = now.since(before);
+        if new.count() > 0 {
+            self.send(id, Value::Durations(Box::new(new)), labels);
+        }
+    }
+
+    fn errors(&mut self, id: Id, now: ErrorCounts, before: ErrorCounts, labels: &Labels) {
+        for ((class, now), (_, before)) in now.by_class().into_iter().zip(before.by_class()) {
+            self.count(id, now, before, &Labels { class: Some(class), ..labels.clone() });
+        }
+    }
+}
+
+impl Watched {
+    fn send(&mut self, pool: &Pool, to: &mut Sender, look: Option<Duration>) {
+        let name = Some(pool.name().to_owned());
+        let labels = &Labels { pool: name.clone(), ..Labels::default() };
+        let now = pool.snapshot();
+        self.send_bytes(&now.pool, to, labels);
+        self.send_counts(&now.pool, to, labels);
+        to.durations(Id::WaitSeconds, &now.waiting, &self.waiting, labels);
+        to.durations(Id::HoldingSeconds, &now.holding, &self.holding, labels);
+        send_pinning(&now.pinning, to, labels);
+        for class in &now.classes {
+            let stride = class.stride.map_or_else(|| "large".to_owned(), |stride| stride.to_string());
+            let labels = &Labels { stride: Some(stride), ..labels.clone() };
+            to.send(Id::ClassFree, Value::Level(class.free), labels);
+            to.send(Id::ClassOut, Value::Level(class.out), labels);
+            to.send(Id::ClassCached, Value::Level(class.cached), labels);
+            let before = self.classes.iter().find(|c| c.stride == class.stride).map_or(0, |c| c.checkouts);
+            to.count(Id::ClassCheckouts, class.checkouts, before, labels);
+        }
+        if let Some(threshold) = look {
+            self.send_stuck(pool, to, labels, threshold);
+        }
+        (self.stats, self.classes, self.waiting, self.holding) =
+            (now.pool, now.classes, now.waiting, now.holding);
+    }
+
+    fn send_bytes(&self, now: &PoolStats, to: &mut Sender, labels: &Labels) {
+        let states = [
+            ("free", now.free_bytes),
+            ("checked_out", now.checked_out_bytes),
+            ("in_flight", now.in_flight_bytes),
+            ("quarantined", now.quarantined_bytes),
+            ("cut", now.cut_bytes),
+        ];
+        for (state, bytes) in states {
+            to.level(Id::MemoryBytes, bytes, &Labels { state: Some(state), ..labels.clone() });
+        }
+        let levels = [
+            (Id::LockedBytes, now.pinned_bytes),
+            (Id::UnlockedBytes, now.unpinned_bytes),
+            (Id::CapacityBytes, now.capacity_bytes),
+            (Id::CachedBytes, now.cached_bytes),
+            (Id::ClaimedBytes, now.claimed_bytes),
+            (Id::RequestedBytes, now.requested_bytes),
+            (Id::RoundingBytes, now.rounding_bytes),
+            (Id::LargestFreeBytes, now.largest_free_bytes),
+            (Id::Waiting, now.waiting),
+        ];
+        levels.into_iter().for_each(|(id, level)| to.level(id, level, labels));
+    }
+
+    fn send_counts(&self, now: &PoolStats, to: &mut Sender, labels: &Labels) {
+        let was = &self.stats;
+        let counts = [
+            (Id::Checkouts, now.checkouts, was.checkouts),
+            (Id::Returns, now.returns, was.returns),
+            (Id::Misses, now.misses, was.misses),
+            (Id::Collects, now.collects, was.collects),
+            (Id::Growths, now.growths, was.growths),
+            (Id::GrowthFailures, now.growth_failures, was.growth_failures),
+            (Id::Waits, now.waits, was.waits),
+            (Id::Timeouts, now.timeouts, was.timeouts),
+            (Id::Fallbacks, now.unpinned_fallbacks, was.unpinned_fallbacks),
+            (Id::FallbackBytes, now.unpinned_fallback_bytes, was.unpinned_fallback_bytes),
+        ];
+        counts.into_iter().for_each(|(id, now, before)| to.count(id, now, before, labels));
+        to.errors(Id::Errors, now.errors, was.errors, labels);
+    }
+
+    fn send_stuck(&mut self, pool: &Pool, to: &mut Sender, labels: &Labels, threshold: Duration) {
+        let found = stuck::find(threshold, pool.depots(), pool.devices());
+        to.level(Id::StuckBuffers, found.len(), labels);
+        to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
+        // Those that are not stuck any more are logged again if they are one day.
+        let logged = found.iter().map(|buffer| buffer.slot).collect();
+        let logged = std::mem::replace(&mut self.logged, logged);
+        let new = found.iter().filter(|buffer| !logged.contains(&buffer.slot));
+        new.take(LISTED).for_each(|buffer| stuck::emit(pool.name(), buffer));
+    }
+}
+
+fn send_pinning(now: &Pinning, to: &mut Sender, labels: &Labels) {
+    to.send(Id::PinningSpeed, Value::Real(now.bytes_per_second().unwrap_or(0.0)), labels);
+    to.send(Id::LongestPin, Value::Real(now.longest_call.as_secs_f64()), labels);
+}
+
+impl WatchedDevice {
+    fn send(&mut self, stats: &DeviceStats, to: &mut Sender, now: Instant, stuck_after: Option<Duration>) {
+        let labels = &Labels { device: Some(stats.name.clone()), ..Labels::default() };
+        to.durations(Id::FlightSeconds, &stats.flight, &self.flight, labels);
+        to.errors(Id::DeviceErrors, stats.errors, self.errors, labels);
+        to.count(Id::DeviceSubmitted, stats.submitted, self.submitted, labels);
+        to.count(Id::DeviceCompleted, stats.completed, self.completed, labels);
+        to.level(Id::DeviceRegistered, stats.registered_bytes, labels);
+        to.level(Id::DeviceLost, usize::from(stats.lost.is_some()), labels);
+        let mut stuck = 0;
+        for stream in &stats.streams {
+            let labels = &Labels { stream: Some(stream.stream.to_string()), ..labels.clone() };
+            to.level(Id::StreamBytes, stream.in_flight_bytes, labels);
+            to.level(Id::StreamEntries, stream.in_flight, labels);
+            stuck += usize::from(self.is_stuck(&stats.name, stream, now, stuck_after));
+        }
+        to.level(Id::StuckStreams, stuck, labels);
+        let gone: Vec<u64> =
+            self.streams.keys().copied().filter(|n| stats.streams.iter().all(|s| s.stream != *n)).collect();
+        for stream in gone {
+            // The last value that is seen of it.
+            let labels = &Labels { stream: Some(stream.to_string()), ..labels.clone() };
+            to.level(Id::StreamBytes, 0, labels);
+            to.level(Id::StreamEntries, 0, labels);
+            self.streams.remove(&stream);
+        }
+        // A stream that ends between two readings is counted late, never twice.
+        self.submitted = self.submitted.max(stats.submitted);
+        self.completed = self.completed.max(stats.completed);
+        (self.flight, self.errors) = (stats.flight, stats.errors);
+    }
+
+    /// Whether a stream has had work in flight for so long, and nothing of it got done.
+    fn is_stuck(
+        &mut self,
+        device: &str,
+        stream: &StreamStats,
+        now: Instant,
+        after: Option<Duration>,
+    ) -> bool {
+        let (completed, tick) = (stream.completed, stream.completed_tick);
+        let fresh = || WatchedStream { completed, tick, since: now, logged: false };
+        let watched = self.streams.entry(stream.stream).or_insert_with(fresh);
+        if stream.in_flight == 0 || stream.lost || (watched.completed, watched.tick) != (completed, tick) {
+            *watched = fresh();
+            return false;
+        }
+        let idle = now.saturating_duration_since(watched.since);
+        let stuck = after.is_some_and(|after| idle >= after);
+        if stuck && !std::mem::replace(&mut watched.logged, true) {
+            tracing::warn!(
+                target: "pinpool::stream::stuck",
+                device,
+                stream = stream.stream,
+                tick = stream.tick,
+                completed = stream.completed_tick,
+                marks = stream.marks,
+                entries = stream.in_flight,
+                bytes = stream.in_flight_bytes,
+                seconds = idle.as_secs_f64(),
+                "a stream gets nothing done: its kernels or copies hang, or an event of others holds it"
+            );
+        }
+        stuck
+    }
+}

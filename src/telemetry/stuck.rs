@@ -1,0 +1,200 @@
+//! The report on buffers that have been out for long: which, since when, and what they wait for.
+//!
+//! A pool that runs dry is either too small or somebody keeps what he has. The report tells which: for each buffer that is
+//! out it puts together what three places know, one after the other and without holding two of their locks at once:
+//!
+//! - the depot: that the segment is out, in which state, and since when ([`super::ledger`]);
+//! - the streams: on which of them it is in flight, under which tick, and whether that tick's mark is recorded;
+//! - whoever asked for it: tag and call site, where the checkout was entered.
+//!
+//! What is returned or lands between the looks may still be listed, or be listed without its stream.
+
+use std::collections::HashMap;
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::depot::Depot;
+use crate::freelist::state;
+use crate::runtime::Device;
+pub use crate::stream::timeline::Mark;
+
+/// Reports that nobody asked for come at most so often.
+pub(crate) const PAUSE: Duration = Duration::from_secs(60);
+/// Buffers that such a report lists at most.
+const LISTED: usize = 8;
+
+/// What has become of a buffer that is out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum BufferState {
+    /// In somebody's hands: a `PinnedBuf`, a token, a stream-ready buffer that was free. One that is shared by `Arc` and
+    /// lent to a device says so by [`awaited`](StuckBuffer::awaited).
+    CheckedOut,
+    /// A device may still use it, and somebody has its handle.
+    InFlight,
+    /// A device may still use it. Its handle was dropped: it returns by itself when the device is done.
+    Returning,
+    /// The device is done; the handle has not been waited for, nor dropped.
+    Landed,
+    /// Claimed for later work on the same stream before the device was done.
+    Claimed,
+    /// Never to be reused.
+    Quarantined,
+}
+
+impl BufferState {
+    /// The state in words of one word each, as events and metrics have it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::CheckedOut => "checked_out",
+            Self::InFlight => "in_flight",
+            Self::Returning => "returning",
+            Self::Landed => "landed",
+            Self::Claimed => "claimed",
+            Self::Quarantined => "quarantined",
+        }
+    }
+
+    fn of(word: u16) -> Self {
+        match word {
+            state::FLIGHT => Self::InFlight,
+            state::DETACHED => Self::Returning,
+            state::LANDED => Self::Landed,
+            state::CLAIMED => Self::Claimed,
+            state::QUARANTINED => Self::Quarantined,
+            _ => Self::CheckedOut,
+        }
+    }
+}
+
+/// The place on a stream that a buffer waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Awaited {
+    /// The device's name.
+    pub device: Arc<str>,
+    /// The stream, by [`Stream::number`](crate::Stream::number).
+    pub stream: u64,
+    /// The tick under which the buffer is in flight there.
+    pub tick: u64,
+    /// The last tick of the stream that is known to be complete.
+    pub completed: u64,
+    /// What has become of the mark that covers the tick.
+    pub mark: Mark,
+}
+
+/// A buffer that has been out for long.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct StuckBuffer {
+    /// Its slot, so that one that was reported is known again.
+    pub(super) slot: usize,
+    /// Bytes that it takes of the pool.
+    pub granted: usize,
+    /// Bytes that were asked for, if its checkout was entered.
+    pub requested: Option<usize>,
+    /// How long it has been out: exactly, or at least so long.
+    pub age: Duration,
+    /// Whether `age` counts from the checkout itself, and not from the first look that saw it out.
+    pub exact: bool,
+    /// What has become of it.
+    pub state: BufferState,
+    /// What it waits for, on each stream where it is in flight: none for what is in somebody's hands, several for a hold
+    /// over several streams.
+    pub awaited: Vec<Awaited>,
+    /// The tag that it was asked for with ([`Request::tag`](crate::Request::tag)), if its checkout was entered.
+    pub tag: Option<&'static str>,
+    /// Where it was asked for, if its checkout was entered.
+    pub site: Option<&'static Location<'static>>,
+}
+
+/// All buffers that have been out for at least so long, oldest first.
+pub(crate) fn find<'a>(
+    threshold: Duration,
+    depots: impl Iterator<Item = &'a Arc<Depot>>,
+    devices: &[Device],
+) -> Vec<StuckBuffer> {
+    let now = Instant::now();
+    let mut found: HashMap<usize, StuckBuffer> = HashMap::new();
+    for segment in depots.flat_map(|depot| depot.everything_out()) {
+        let entry = segment.entry;
+        let age = now.saturating_duration_since(entry.since);
+        if age >= threshold {
+            let buffer = StuckBuffer {
+                slot: segment.slot,
+                granted: segment.granted,
+                requested: entry.len,
+                age,
+                exact: entry.exact,
+                state: BufferState::of(segment.state),
+                awaited: Vec::new(),
+                tag: entry.origin.tag,
+                site: entry.origin.site,
+            };
+            found.insert(segment.slot, buffer);
+        }
+    }
+    if found.is_empty() {
+        return Vec::new();
+    }
+    for device in devices.iter().filter(|device| !device.context().forked()) {
+        let name: Arc<str> = device.name().into();
+        for timeline in device.listing().known() {
+            let (stream, completed) = (timeline.number(), timeline.look().completed);
+            timeline.for_each_kept(|slot, tick, mark| {
+                if let Some(buffer) = found.get_mut(&slot) {
+                    buffer.awaited.push(Awaited { device: name.clone(), stream, tick, completed, mark });
+                }
+            });
+        }
+    }
+    let mut all: Vec<StuckBuffer> = found.into_values().collect();
+    all.sort_by_key(|buffer| std::cmp::Reverse((buffer.age, buffer.granted)));
+    all
+}
+
+/// Logs what is out, since a wait for memory has timed out.
+pub(crate) fn report<'a>(
+    pool: &str,
+    waited: Duration,
+    depots: impl Iterator<Item = &'a Arc<Depot>>,
+    devices: &[Device],
+) {
+    // The look is not for nobody.
+    if !tracing::enabled!(target: "pinpool::pool::stuck", tracing::Level::WARN) {
+        return;
+    }
+    let all = find(Duration::ZERO, depots, devices);
+    let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();
+    tracing::warn!(
+        target: "pinpool::pool::stuck", pool, waited_seconds = waited.as_secs_f64(), buffers = all.len(), bytes,
+        "a wait for memory timed out; the buffers that have been out for longest follow"
+    );
+    for buffer in all.iter().take(LISTED) {
+        emit(pool, buffer);
+    }
+}
+
+/// One buffer of a report.
+pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
+    let at = buffer.awaited.first();
+    tracing::warn!(
+        target: "pinpool::pool::stuck",
+        pool,
+        state = buffer.state.name(),
+        bytes = buffer.granted,
+        requested = buffer.requested,
+        age_seconds = buffer.age.as_secs_f64(),
+        exact = buffer.exact,
+        device = at.map(|at| &*at.device),
+        stream = at.map(|at| at.stream),
+        tick = at.map(|at| at.tick),
+        completed = at.map(|at| at.completed),
+        mark = at.map(|at| at.mark.name()),
+        tag = buffer.tag,
+        site = buffer.site.map(tracing::field::display),
+        "a buffer is out"
+    );
+}
