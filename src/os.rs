@@ -202,7 +202,10 @@ mod linux {
     }
 
     /// The kernel's version, as major and minor number.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only accelerators' drivers ask")
+    )]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         // SAFETY: text fields, for which zeros are empty strings.
         let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -215,7 +218,10 @@ mod linux {
         kernel_version(release.to_str().ok()?)
     }
 
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only accelerators' drivers ask")
+    )]
     pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
@@ -325,7 +331,8 @@ mod linux {
         let path = fields.nth(3).unwrap_or_default();
         // Drivers reserve the addresses of their devices without any permission, or map them from a device of theirs.
         // Shared memory is mapped from "devices" too (/dev/zero, /dev/shm), which are none.
-        let is_window = path.starts_with("/dev/nvidia") || path.starts_with("/dev/dxg");
+        let windows = ["/dev/nvidia", "/dev/dxg", "/dev/davinci", "/dev/devmm_svm"];
+        let is_window = windows.iter().any(|window| path.starts_with(window));
         !permissions.starts_with("--") && !is_window
     }
 
@@ -465,7 +472,10 @@ mod other {
         None
     }
 
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only accelerators' drivers ask")
+    )]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         None
     }
