@@ -27,7 +27,7 @@
 //!
 //! `libascendcl.so` as the system's loader finds it (CANN's `set_env.sh` tells it where), else in `lib64` of
 //! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH`, else where CANN's installers put it. [`use_library`] or the environment
-//! variable `PINPOOL_ACL_LIBRARY` names another one; then nothing else is tried. The calls of January 2022 are required;
+//! variable `PINPOOL_LIBASCENDCL` names another one; then nothing else is tried. The calls of January 2022 are required;
 //! later ones are used where they are there ([`about`] lists them). `aclInit` is called, and may have been called before
 //! by others; `aclFinalize` never is, since it ends the library for the whole process.
 //!

@@ -318,6 +318,30 @@ mod linux {
         Some(maps_host_memory(&String::from_utf8_lossy(&maps), address))
     }
 
+    /// Whether this process may write to all of a range, by the same table. `None`: it cannot be read.
+    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    pub(crate) fn is_writable(start: usize, len: usize) -> Option<bool> {
+        let maps = fs::read("/proc/self/maps").ok()?;
+        Some(maps_writable(&String::from_utf8_lossy(&maps), start, start + len))
+    }
+
+    /// Whether mappings that can be written to cover the range. They are listed in order.
+    pub(super) fn maps_writable(maps: &str, start: usize, end: usize) -> bool {
+        let mut at = start;
+        for line in maps.lines() {
+            let mut fields = line.split_ascii_whitespace();
+            let range = fields.next().and_then(|range| range.split_once('-'));
+            let permissions = fields.next().unwrap_or_default();
+            let Some((from, to)) = range else { continue };
+            let parse = |text| usize::from_str_radix(text, 16);
+            let (Ok(from), Ok(to)) = (parse(from), parse(to)) else { continue };
+            if from <= at && at < to && permissions.starts_with("rw") {
+                at = to;
+            }
+        }
+        at >= end
+    }
+
     /// Lines read `from-to perms offset device inode path`, in hexadecimal, the path last and not always there.
     pub(super) fn maps_host_memory(maps: &str, address: u64) -> bool {
         let within = |line: &&str| {
@@ -500,6 +524,11 @@ mod other {
         None
     }
 
+    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    pub(crate) fn is_writable(_start: usize, _len: usize) -> Option<bool> {
+        None
+    }
+
     pub(crate) fn membarrier_register() -> bool {
         false
     }
@@ -669,6 +698,29 @@ mod tests {
         let local = 1_u8;
         assert_eq!(is_host_memory(&raw const local as u64), Some(true));
         assert_eq!(is_host_memory(1), Some(false));
+    }
+
+    #[test]
+    fn tells_what_can_be_written_to() {
+        let maps = "1000-3000 rw-p 00000000 00:00 0\n\
+                    3000-4000 rw-s 00000000 00:00 0\n\
+                    5000-6000 r--p 00000000 08:01 1 /a file\n\
+                    6000-7000 rw-p 00000000 00:00 0\n";
+        for (start, end, expected) in [
+            (0x1000, 0x4000, true),
+            (0x1800, 0x3001, true),
+            (0x3fff, 0x4000, true),
+            (0x3fff, 0x4001, false),
+            (0x5000, 0x5001, false),
+            (0x5000, 0x7000, false),
+            (0x6000, 0x7000, true),
+            (0x0, 0x2000, false),
+        ] {
+            assert_eq!(linux::maps_writable(maps, start, end), expected, "{start:#x}..{end:#x}");
+        }
+        let mut local = 1_u8;
+        assert_eq!(is_writable((&raw mut local).addr(), 1), Some(true));
+        assert_eq!(is_writable(1, 1), Some(false));
     }
 
     #[test]

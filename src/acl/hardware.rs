@@ -29,7 +29,7 @@
 //! ```
 //!
 //! With `PINPOOL_REQUIRE` naming an Ascend device the machine's own library is used, and a device that cannot be opened is a
-//! failure. `PINPOOL_ACL_LIBRARY` names the library where it is in an odd place.
+//! failure. `PINPOOL_LIBASCENDCL` names the library where it is in an odd place.
 //!
 //! # What to send back
 //!

@@ -214,7 +214,8 @@ impl Acl {
     pub fn message(&self) -> Option<String> {
         // SAFETY: acl.h has the signature; what it gives is null or a string until the next call.
         unsafe {
-            let text = self.stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")();
+            let text =
+                self.stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")();
             (!text.is_null()).then(|| std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned())
         }
     }

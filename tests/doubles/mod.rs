@@ -12,6 +12,7 @@
 
 pub mod ascendcl;
 pub mod gpu;
+pub mod npu;
 
 use std::ffi::CString;
 use std::io::Read;

@@ -113,14 +113,18 @@ impl Acl {
         let handle = StreamHandle(raw.expose_provenance() as u64);
         let event = self.event_create()?;
         let recorded = self.event_record(event, handle);
-        // Destroying one that is not complete is allowed, and waits for nothing.
-        let destroyed = self.event_destroy(event);
-        match recorded {
-            Err(Error::Device(error)) if error.code == i64::from(Code::STREAM_CONTEXT.0) => {
-                return Err(Error::WrongContext { device: self.name.to_string() });
-            }
-            recorded => recorded.and(destroyed)?,
+        if let Err(error) = recorded {
+            // Destroying waits for nothing, whatever became of it.
+            let destroyed = self.event_destroy(event);
+            return match error {
+                Error::Device(error) if error.code == i64::from(Code::STREAM_CONTEXT.0) => {
+                    destroyed.and(Err(Error::WrongContext { device: self.name.to_string() }))
+                }
+                error => Err(error),
+            };
         }
+        // It may be a long time before it is complete.
+        self.events.set_aside(event);
         self.foreign.0.lock().insert(handle.0);
         Ok(handle)
     }

@@ -9,7 +9,7 @@
 //!
 //! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` tells it where), else in the toolkit that
 //! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path given to
-//! [`use_library`], or by the environment variable `PINPOOL_ACL_LIBRARY`, comes before all that, and then nothing else is
+//! [`use_library`], or by the environment variable `PINPOOL_LIBASCENDCL`, comes before all that, and then nothing else is
 //! tried. The choice is made once in a process. A library that was loaded is never unloaded.
 //!
 //! # Beginning and ending
@@ -70,7 +70,7 @@ const _: () = assert!(size_of::<MallocAttribute>() == 12 && size_of::<MallocConf
 const _: () = assert!(size_of::<PointerAttributes>() == 28);
 
 /// Names the library to load.
-const PATH: &str = "PINPOOL_ACL_LIBRARY";
+const PATH: &str = "PINPOOL_LIBASCENDCL";
 const FILE: &str = "libascendcl.so";
 /// Where CANN's environment script says that it is, and where its installers put it by default.
 const HOMES: [&str; 2] = ["ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"];
@@ -209,7 +209,7 @@ impl Api {
             let set = || std::env::var_os(PATH).filter(|path| !path.is_empty());
             Self::load(
                 chosen.or_else(|| {
-                    set().map(|path| (path, "PINPOOL_ACL_LIBRARY names it; correct or unset that"))
+                    set().map(|path| (path, "PINPOOL_LIBASCENDCL names it; correct or unset that"))
                 }),
             )
         });

@@ -20,7 +20,7 @@
 use std::ffi::{c_int, c_void};
 
 use super::api::AclStream;
-use super::host::is_locked;
+use super::host::{cuts, is_locked};
 use super::{Acl, stream};
 use crate::device::callback;
 use crate::device::{DevicePtr, StreamHandle, Transfer};
@@ -106,9 +106,17 @@ impl Acl {
             let _current = self.current()?;
             // Nothing of this copy was submitted when it fails.
             self.drained_stream(on)?;
-            let Call { dst, src, len, kind } = call;
-            // SAFETY: the caller's word; the device's memory is within its allocation.
-            self.said("aclrtMemcpy", unsafe { (self.api.copy)(dst, len, src, len, kind) })
+            let host: *const u8 =
+                if call.kind == HOST_TO_DEVICE { call.src.cast() } else { call.dst.cast_const().cast() };
+            let cuts = if call.kind == DEVICE_TO_DEVICE { Vec::new() } else { cuts(host, call.len) };
+            let mut from = 0;
+            cuts.into_iter().chain([call.len]).try_for_each(|to| {
+                let (dst, src) = (call.dst.wrapping_byte_add(from), call.src.wrapping_byte_add(from));
+                let len = to - from;
+                from = to;
+                // SAFETY: the caller's word; the device's memory is within its allocation.
+                self.said("aclrtMemcpy", unsafe { (self.api.copy)(dst, len, src, len, call.kind) })
+            })
         };
         if copied.is_err() {
             self.let_go();

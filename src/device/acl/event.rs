@@ -75,6 +75,8 @@ pub(super) struct Events {
     /// Events of the older kinds at a time.
     most: usize,
     brief: Mutex<Brief>,
+    /// Those that were recorded to find something out, and are used again once they are complete.
+    aside: Mutex<Vec<EventHandle>>,
 }
 
 impl Events {
@@ -85,12 +87,17 @@ impl Events {
             (_, _, Some(create)) => Kind::Flagged(create),
             _ => Kind::Plain,
         };
-        Self { kind, most: most(api.soc().as_deref()), brief: Mutex::default() }
+        Self { kind, most: most(api.soc().as_deref()), brief: Mutex::default(), aside: Mutex::default() }
     }
 
     /// Whether recording one may wait for others to be destroyed.
     pub(super) fn may_block(&self) -> bool {
         matches!(self.kind, Kind::Plain)
+    }
+
+    /// For later: it may not be complete.
+    pub(super) fn set_aside(&self, event: EventHandle) {
+        self.aside.lock().push(event);
     }
 
     pub(super) fn call(&self) -> &'static str {
@@ -123,6 +130,14 @@ fn raw(handle: EventHandle) -> AclEvent {
 
 impl Acl {
     pub(super) fn event_create(&self) -> Result<EventHandle> {
+        // Taken in a statement of its own: no call is made under the lock.
+        let aside = self.events.aside.lock().pop();
+        if let Some(event) = aside {
+            match self.event_query(event) {
+                Ok(true) => return Ok(event),
+                _ => self.events.set_aside(event),
+            }
+        }
         match self.events.kind {
             Kind::Lasting(create) => {
                 let _current = self.current()?;
@@ -135,6 +150,17 @@ impl Acl {
             Kind::Flagged(_) | Kind::Plain => {
                 self.alive()?;
                 Ok(EventHandle(self.events.brief.lock().slots.insert(None) as u64))
+            }
+        }
+    }
+
+    /// Nothing is in flight any more, and the device is about to be let go.
+    pub(super) fn events_end(&self) {
+        let aside = std::mem::take(&mut *self.events.aside.lock());
+        for event in aside {
+            // What others have queued before it may still run; destroying waits for nothing.
+            if let Err(error) = self.event_destroy(event) {
+                tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
             }
         }
     }

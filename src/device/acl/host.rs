@@ -15,7 +15,11 @@
 //! # Registering
 //!
 //! `aclrtHostRegister` takes whole pages of 4 KiB only, and refuses a page that is registered. Values start and end
-//! anywhere, so the pages around their ends are registered with them; a value on a page of another one is refused.
+//! anywhere, so the pages around their ends are registered with them; a value on a page of another one is refused. There is
+//! no registration for reading only, and memory that is mapped so is refused.
+//!
+//! Their neighbours on those pages may be borrowed for a blocking copy, page-locked in a part of them. The library asks
+//! where an address is and takes the rest to be there too; so such a copy is made in pieces ([`cuts`]).
 //!
 //! # What is page-locked
 //!
@@ -45,9 +49,8 @@ use crate::os;
 
 /// What `aclrtHostRegister` takes: pages of that size, whatever the system's are.
 const REGISTER_PAGE: usize = 4096;
-/// acl_rt.h: aclrtHostRegisterType.
+/// acl_rt.h: aclrtHostRegisterType's ACL_HOST_REGISTER_MAPPED; the others are reserved.
 const REGISTER_MAPPED: c_int = 0;
-const REGISTER_READ_ONLY: c_int = 8;
 /// acl_rt.h: aclrtMallocAttrType's ACL_RT_MEM_ATTR_VA_FLAG.
 const VA_FLAG: c_int = 3;
 
@@ -105,6 +108,22 @@ fn locked(at: usize, len: usize) -> Option<(usize, Locked)> {
 /// Whether a range is page-locked, all of it in one piece.
 pub(super) fn is_locked(at: *const u8, len: usize) -> bool {
     locked(at.addr(), len).is_some()
+}
+
+/// Where in a range page-locked memory begins or ends, in bytes from its start, in order.
+pub(super) fn cuts(at: *const u8, len: usize) -> Vec<usize> {
+    let (at, end) = (at.addr(), at.addr() + len);
+    let mut cuts = Vec::new();
+    for (&start, found) in LOCKED.read().range(..end) {
+        let (from, to) = match found.source {
+            Source::Allocated { .. } => (start, start + found.len),
+            Source::Registered { from, to, .. } => (from, to),
+        };
+        cuts.extend([from, to].into_iter().filter(|edge| (at + 1..end).contains(edge)).map(|edge| edge - at));
+    }
+    cuts.sort_unstable();
+    cuts.dedup();
+    cuts
 }
 
 impl Acl {
@@ -221,15 +240,22 @@ impl Acl {
                 self.name
             )));
         }
-        let kind = if read_only { REGISTER_READ_ONLY } else { REGISTER_MAPPED };
+        if os::is_writable(from, to - from) == Some(false) {
+            let what = if read_only { "only reads" } else { "can write" };
+            return Err(Error::Unsupported(format!(
+                "{}: this memory cannot be written to, and Ascend has no registration for memory that a device {what} but its \
+                 process cannot: copy by way of a pool's buffer, or map it privately and for writing",
+                self.name
+            )));
+        }
         let pages = base.as_ptr().map_addr(|_| from);
         let mut device = std::ptr::null_mut();
         {
             let _current = self.current()?;
             // SAFETY: the caller's word; the rest of the pages at both ends is mapped because its neighbours are.
-            let code = unsafe { register(pages.cast(), (to - from) as u64, kind, &raw mut device) };
-            self.said("aclrtHostRegister", code)
-                .map_err(|error| remedy(code).map_or(error.clone(), |remedy| advise(error, &remedy)))?;
+            let code =
+                unsafe { register(pages.cast(), (to - from) as u64, REGISTER_MAPPED, &raw mut device) };
+            self.said("aclrtHostRegister", code).map_err(|error| refused(code, error))?;
         }
         let device = (!device.is_null()).then(|| device.addr() as u64 + (start - from) as u64);
         let source = Source::Registered { from, to, ordinal: self.ordinal, device };
@@ -285,25 +311,28 @@ impl Acl {
     }
 }
 
-/// What to do where registering is refused with that code.
-fn remedy(code: Code) -> Option<String> {
+/// A refusal to register, with what to do.
+fn refused(code: Code, error: Error) -> Error {
     let old = os::kernel().filter(|kernel| *kernel <= (5, 10));
     let kernel = old.map_or_else(String::new, |(major, minor)| {
         format!(
             "; this is Linux {major}.{minor}, and up to 5.10 only memory of aclrtMallocHost can be registered"
         )
     });
+    let needs = format!(
+        "registering needs an Atlas A2, A3 or 950 and a driver of 24.1 or later, and in containers more rights{kernel}; without \
+         it copy by way of a pool with Backing::HostAlloc"
+    );
     match code {
-        Code::ALREADY_REGISTERED => Some(
+        Code::ALREADY_REGISTERED => advise(
+            error,
             "a part of it is registered already, by this crate or another library: register it once and share the value \
-             (Arc), or copy by way of a pool's buffer"
-                .into(),
+             (Arc), or copy by way of a pool's buffer",
         ),
-        Code::NOT_SUPPORTED | Code::DRV_INTERNAL | Code::PARAM_INVALID => Some(format!(
-            "registering needs an Atlas A2, A3 or 950 and a driver of 24.1 or later, and in containers more rights{kernel}; \
-             without it copy by way of a pool with Backing::HostAlloc"
-        )),
-        Code::MEMORY_ALLOCATION => Some("the host's memory, or its memlock limit, is used up".into()),
-        _ => None,
+        // Here and now it cannot be done at all.
+        Code::NOT_SUPPORTED => Error::Unsupported(format!("{error}; {needs}")),
+        Code::DRV_INTERNAL | Code::PARAM_INVALID => advise(error, &needs),
+        Code::MEMORY_ALLOCATION => advise(error, "the host's memory, or its memlock limit, is used up"),
+        _ => error,
     }
 }

@@ -469,7 +469,11 @@ impl Drop for Acl {
             std::mem::forget(self.keeper.take());
             return;
         }
-        if !self.default || self.lost.get().is_some() {
+        if self.lost.get().is_some() {
+            return;
+        }
+        self.events_end();
+        if !self.default {
             return;
         }
         let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);

@@ -113,7 +113,9 @@ impl Timeline {
                 // Not even an event: closing is due all the same.
                 state.seen = state.open;
             }
-            gives_up(&mut state.unrecorded, error)
+            // Where a device has only so many events, those of the marks there are come back as the stream goes on.
+            let comes_back = error.class() == ErrorClass::Moment && !state.marks.is_empty();
+            !comes_back && gives_up(&mut state.unrecorded, error)
         };
         tracing::debug!(target: "pinpool::stream", device = self.context.name(), %error, give_up, "a mark could not be recorded");
         if give_up {
