@@ -41,20 +41,18 @@ pub fn report_of(path: &Path) -> Option<Report> {
 }
 
 /// Calls an entry point whose arguments are all numbers of the size of a pointer, or are passed like one.
-#[macro_export]
 macro_rules! acl {
     ($acl:expr, $name:literal $(, $argument:expr)*) => {{
         // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
         // register of its own, and what the tests point at is valid.
         unsafe {
-            let function = $acl.stand_in.get::<unsafe extern "C" fn($($crate::word!($argument)),*) -> u32>($name);
+            let function = $acl.stand_in.get::<unsafe extern "C" fn($($crate::doubles::ascendcl::word!($argument)),*) -> u32>($name);
             function($($argument as usize),*)
         }
     }};
 }
 
 /// A word for each argument.
-#[macro_export]
 macro_rules! word {
     ($argument:expr) => {
         usize
@@ -62,22 +60,23 @@ macro_rules! word {
 }
 
 /// The same for a call that writes one word to its first argument and must succeed.
-#[macro_export]
 macro_rules! made {
     ($acl:expr, $name:literal $(, $argument:expr)*) => {{
         let mut made = 0_usize;
-        assert_eq!($crate::acl!($acl, $name, &raw mut made $(, $argument)*), 0, $name);
+        assert_eq!($crate::doubles::ascendcl::acl!($acl, $name, &raw mut made $(, $argument)*), 0, $name);
         made
     }};
 }
 
 /// A call that must give this code.
-#[macro_export]
 macro_rules! says {
     ($acl:expr, $code:expr, $name:literal $(, $argument:expr)*) => {
-        assert_eq!($crate::acl!($acl, $name $(, $argument)*), $code, $name)
+        assert_eq!($crate::doubles::ascendcl::acl!($acl, $name $(, $argument)*), $code, $name)
     };
 }
+
+#[allow(unused_imports, reason = "each test uses a part of it")]
+pub(crate) use {acl, made, says, word};
 
 /// The stand-in as if just loaded, for one test at a time.
 pub struct Acl {
@@ -214,7 +213,8 @@ impl Acl {
     pub fn message(&self) -> Option<String> {
         // SAFETY: acl.h has the signature; what it gives is null or a string until the next call.
         unsafe {
-            let text = self.stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")();
+            let text =
+                self.stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")();
             (!text.is_null()).then(|| std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned())
         }
     }
