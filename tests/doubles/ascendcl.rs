@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
-use super::{Double, HANG, Report, StandIn, build};
+use super::{Double, HANG, Report, StandIn, again_with, build};
 
 /// What pinpool looks at.
 pub const PATH: &str = "PINPOOL_LIBASCENDCL";
@@ -33,6 +33,24 @@ pub fn older(feature: &str) -> Option<PathBuf> {
 pub fn named_or_built() -> Option<PathBuf> {
     let named = std::env::var_os(PATH).filter(|path| !path.is_empty()).map(PathBuf::from);
     named.or_else(|| library().map(Path::to_owned))
+}
+
+/// Whether this process is the child that [`again`] started, or was told by hand which library to load.
+pub fn is_set() -> bool {
+    std::env::var_os(PATH).is_some_and(|path| !path.is_empty())
+}
+
+/// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
+pub fn again(test: &str, environment: &[(&str, &str)]) {
+    match named_or_built() {
+        Some(library) => again_with(test, PATH, &library, environment),
+        None => println!("{test}: skipped, there is no cargo to build the stand-in libascendcl with"),
+    }
+}
+
+/// The stand-in that this process uses. `None`: the library that was named is something else, the vendor's.
+pub fn of_this_process() -> Option<StandIn> {
+    StandIn::load(Path::new(&std::env::var_os(PATH)?))
 }
 
 /// What a process wrote down that had [`REPORT`] set and has ended. `None`: nothing.

@@ -47,8 +47,10 @@ rules! {
         assert_eq!(to.0, [2; 64]);
         says!(a, 0, "aclrtMemsetAsync", to.0.as_mut_ptr(), 64, 3, 64, stream);
         a.broken(&["CPY-4"; 3]);
-        // What is copied at once may be anywhere.
-        says!(a, 0, "aclrtSynchronizeStream", stream);
+        // What is copied at once may be anywhere, as may what is looked at first.
+        says!(a, 0, "aclrtMemcpyAsyncWithCondition", memory, 64, from.0.as_ptr(), 64, 1, stream);
+        assert_eq!(a.read(memory, 64), [1; 64]);
+        says!(a, 0, "aclrtMemset", memory, 64, 0, 64);
         says!(a, 0, "aclrtMemcpy", memory, 64, from.0.as_ptr(), 64, 1);
         assert_eq!(a.read(memory, 64), [1; 64]);
         a.broken(&["CPY-4"; 3]);

@@ -68,6 +68,28 @@ rules! {
         a.broken(&["HST-2", "HST-2"]);
     }
 
+    hst_3_streams_are_waited_for_before_blocks_are_freed (ready) |a| {
+        let (stream, memory, event, host) = (a.stream(), a.memory(64), a.event(), a.host(256));
+        assert_eq!(a.upload(memory, host.at, 64, stream), 0);
+        says!(a, 0, "aclrtRecordEvent", event, stream);
+        a.wait(event);
+        says!(a, 0, "aclrtFreeHost", host.at);
+        a.broken(&["HST-3"]);
+        // Another stream has nothing to do with it; the device's end has.
+        let (host, other) = (a.host(256), a.stream());
+        assert_eq!(a.upload(memory, host.at, 64, stream), 0);
+        says!(a, 0, "aclrtRecordEvent", event, stream);
+        a.wait(event);
+        says!(a, 0, "aclrtSynchronizeStream", other);
+        says!(a, 0, "aclrtFreeHost", host.at);
+        a.broken(&["HST-3", "HST-3"]);
+        let host = a.host(256);
+        assert_eq!(a.upload(memory, host.at, 64, stream), 0);
+        says!(a, 0, "aclrtSynchronizeDevice");
+        says!(a, 0, "aclrtFreeHost", host.at);
+        a.broken(&["HST-3", "HST-3"]);
+    }
+
     reg_1_whole_pages_are_registered (ready) |a| {
         let mut pages = pages(2);
         let at = pages.as_mut_ptr() as usize;
