@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
-use super::{Double, HANG, Report, StandIn, build};
+use super::{Double, HANG, Report, StandIn, again_with, build};
 
 /// What pinpool looks at.
 pub const PATH: &str = "PINPOOL_LIBASCENDCL";
@@ -35,26 +35,42 @@ pub fn named_or_built() -> Option<PathBuf> {
     named.or_else(|| library().map(Path::to_owned))
 }
 
+/// Whether this process is the child that [`again`] started, or was told by hand which library to load.
+pub fn is_set() -> bool {
+    std::env::var_os(PATH).is_some_and(|path| !path.is_empty())
+}
+
+/// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
+pub fn again(test: &str, environment: &[(&str, &str)]) {
+    match named_or_built() {
+        Some(library) => again_with(test, PATH, &library, environment),
+        None => println!("{test}: skipped, there is no cargo to build the stand-in libascendcl with"),
+    }
+}
+
+/// The stand-in that this process uses. `None`: the library that was named is something else, the vendor's.
+pub fn of_this_process() -> Option<StandIn> {
+    StandIn::load(Path::new(&std::env::var_os(PATH)?))
+}
+
 /// What a process wrote down that had [`REPORT`] set and has ended. `None`: nothing.
 pub fn report_of(path: &Path) -> Option<Report> {
     std::fs::read_to_string(path).ok().map(|text| Report::parse(&text))
 }
 
 /// Calls an entry point whose arguments are all numbers of the size of a pointer, or are passed like one.
-#[macro_export]
 macro_rules! acl {
     ($acl:expr, $name:literal $(, $argument:expr)*) => {{
         // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
         // register of its own, and what the tests point at is valid.
         unsafe {
-            let function = $acl.stand_in.get::<unsafe extern "C" fn($($crate::word!($argument)),*) -> u32>($name);
+            let function = $acl.stand_in.get::<unsafe extern "C" fn($($crate::doubles::ascendcl::word!($argument)),*) -> u32>($name);
             function($($argument as usize),*)
         }
     }};
 }
 
 /// A word for each argument.
-#[macro_export]
 macro_rules! word {
     ($argument:expr) => {
         usize
@@ -62,22 +78,23 @@ macro_rules! word {
 }
 
 /// The same for a call that writes one word to its first argument and must succeed.
-#[macro_export]
 macro_rules! made {
     ($acl:expr, $name:literal $(, $argument:expr)*) => {{
         let mut made = 0_usize;
-        assert_eq!($crate::acl!($acl, $name, &raw mut made $(, $argument)*), 0, $name);
+        assert_eq!($crate::doubles::ascendcl::acl!($acl, $name, &raw mut made $(, $argument)*), 0, $name);
         made
     }};
 }
 
 /// A call that must give this code.
-#[macro_export]
 macro_rules! says {
     ($acl:expr, $code:expr, $name:literal $(, $argument:expr)*) => {
-        assert_eq!($crate::acl!($acl, $name $(, $argument)*), $code, $name)
+        assert_eq!($crate::doubles::ascendcl::acl!($acl, $name $(, $argument)*), $code, $name)
     };
 }
+
+#[allow(unused_imports, reason = "each test uses a part of it")]
+pub(crate) use {acl, made, says, word};
 
 /// The stand-in as if just loaded, for one test at a time.
 pub struct Acl {

@@ -93,8 +93,13 @@ pub fn again(test: &str, environment: &[(&str, &str)]) {
         );
         return;
     };
+    again_with(test, PATH, &library, environment);
+}
+
+/// The same with that library under that name.
+fn again_with(test: &str, name: &str, library: &Path, environment: &[(&str, &str)]) {
     let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));
-    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(PATH, library);
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(name, library);
     command.envs(environment.iter().copied());
     let output = command.output().expect("this executable can be started again");
     print!("{}", String::from_utf8_lossy(&output.stdout));

@@ -34,9 +34,13 @@ pub fn call(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32
         Some(code) => code,
         None => locked(name, body),
     };
+    fails(name, code)
+}
+
+/// Leaves an error's text, if it is one.
+pub fn fails(name: &'static str, code: u32) -> u32 {
     if code != 0 {
-        let text = format!("E{code}: {name} failed on thread {}", thread());
-        RECENT.set(Some(text));
+        RECENT.set(Some(format!("E{code}: {name} failed on thread {}", thread())));
     }
     code
 }

@@ -235,6 +235,30 @@ extern "C" fn aclrtMemcpyAsync(
     call(NAME, |w| w.copy_async(NAME, &copy, stream as usize))
 }
 
+/// Looks whether host memory is page-locked: if not, all that is queued and the copy are done when it returns.
+#[cfg(not(feature = "acl2022"))]
+#[unsafe(no_mangle)]
+unsafe extern "C" fn aclrtMemcpyAsyncWithCondition(
+    dst: *mut c_void,
+    max: usize,
+    src: *const c_void,
+    len: usize,
+    kind: c_uint,
+    stream: *mut c_void,
+) -> u32 {
+    const NAME: &str = "aclrtMemcpyAsyncWithCondition";
+    let copy = Copy { dst: dst as usize, max, src: src as usize, len, kind };
+    call(NAME, |w| {
+        let stream = w.stream_here(NAME, stream as usize)?;
+        let Some((src, dst)) = w.check(NAME, &copy)? else { return Ok(()) };
+        if [src, dst].contains(&Where::Pageable) {
+            w.drain(stream);
+            return w.copy_now(NAME, &copy);
+        }
+        w.copy_async(NAME, &copy, stream)
+    })
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn aclrtMemset(at: *mut c_void, max: usize, value: c_int, len: usize) -> u32 {
     const NAME: &str = "aclrtMemset";

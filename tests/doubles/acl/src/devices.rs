@@ -125,7 +125,7 @@ impl World {
             .filter(|(_, s)| self.device_of(s.context) == Some(device))
             .map(|(handle, _)| *handle)
             .collect();
-        streams.into_iter().for_each(|stream| self.run(stream, u64::MAX));
+        streams.into_iter().for_each(|stream| self.drain(stream));
     }
 }
 

@@ -158,6 +158,11 @@ impl World {
         };
         if self.is_used(true, |place, n| matches!(place, Place::Host(p) if overlaps(*p, n, at, len))) {
             self.let_pass("HST-2", format!("{call}: {at:#x} is used by what is queued"));
+        } else if self.streams.values().any(|s| !s.destroyed && s.used.contains(&at)) {
+            self.let_pass("HST-3", format!("{call}: {at:#x} was used by a stream that was not waited for"));
+        }
+        for stream in self.streams.values_mut() {
+            stream.used.remove(&at);
         }
         if self.hosts.registered.iter().any(|(s, r)| overlaps(at, len, *s, r.len)) {
             self.let_pass("REG-5", format!("{call}: {at:#x} is still registered"));

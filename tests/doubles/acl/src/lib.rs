@@ -70,6 +70,7 @@
 //! | SEG-1 | copies a part of a block that ends nearer to the block's end than `ALIGN_UP(len, 32) + 32` | 0 |
 //! | HST-1 | frees host memory that was not allocated here, or not from its start, or twice | 107000? |
 //! | HST-2 | frees host memory that something queued uses | it is gone |
+//! | HST-3 | frees host memory that a stream used, which only an event was asked about since (freeing was seen to fail) | 0 |
 //! | REG-1 | registers memory that does not begin or end with a page of 4 KiB | 507899 |
 //! | REG-2 | registers memory that overlaps what is registered | 507910 |
 //! | REG-3 | unregisters what is not registered, or not from its start; asks for the device's address of such | 507911 |
@@ -99,7 +100,7 @@
 //! # Not there
 //!
 //! Captures and models, values written and waited for, batched copies, events between processes, memory of the virtual
-//! address calls. A host function runs when somebody finds out about its stream, on that thread.
+//! address calls. Host functions and callbacks run when somebody finds out about their stream, on that thread.
 //!
 //! # Control
 //!

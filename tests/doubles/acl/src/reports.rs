@@ -1,8 +1,8 @@
 //! Host functions and callbacks: what a stream has the CPU do in its order.
 //!
 //! A host function runs on a thread of the library's; a callback on the thread that subscribed to the stream, when that
-//! thread processes reports. Here a host function runs wherever somebody finds out about the stream, and a callback only in
-//! `aclrtProcessReport`: what comes after it waits for that, as with `ACL_CALLBACK_BLOCK`, for both kinds.
+//! thread processes reports, and what comes after it waits for that. Here both run wherever somebody finds out about the
+//! stream: `aclrtProcessReport` does, too.
 
 #![allow(non_snake_case)]
 
@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::ffi::{c_int, c_uint, c_void};
 use std::time::{Duration, Instant};
 
-use crate::calls::call;
+use crate::calls::{call, fails};
 use crate::codes::*;
 use crate::world::*;
 
@@ -54,10 +54,6 @@ impl World {
         for name in MADE.take() {
             self.let_pass("HOST-1", format!("{name} from a host function"));
         }
-    }
-
-    pub fn run_report(&mut self, _stream: usize, task: Task) {
-        self.run_host(task);
     }
 }
 
@@ -117,7 +113,7 @@ extern "C" fn aclrtLaunchCallback(
         if !w.subscriptions.iter().any(|s| s.stream == stream) {
             return w.violate("HOST-2", format!("{NAME}: {stream:#x} has no thread"), STREAM_NO_CALLBACK);
         }
-        w.submit(stream, Op::Report(Task { function, data: data as usize }));
+        w.submit(stream, Op::Host(Task { function, data: data as usize }));
         Ok(())
     })
 }
@@ -148,7 +144,7 @@ extern "C" fn aclrtProcessReport(timeout: c_int) -> u32 {
             }
             for stream in streams {
                 let found = w.streams.get(&stream).and_then(|s| {
-                    let at = s.queue.iter().position(|op| matches!(op, Op::Report(_)))?;
+                    let at = s.queue.iter().position(|op| matches!(op, Op::Host(_)))?;
                     Some(s.done + at as u64 + 1)
                 });
                 if let Some(upto) = found.filter(|_| !w.hung) {
@@ -168,7 +164,7 @@ extern "C" fn aclrtProcessReport(timeout: c_int) -> u32 {
             return code;
         }
         if u64::try_from(timeout).is_ok_and(|ms| since.elapsed() >= Duration::from_millis(ms)) {
-            return REPORT_TIMEOUT;
+            return fails(NAME, REPORT_TIMEOUT);
         }
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -4,11 +4,11 @@
 
 #![allow(non_snake_case)]
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::ffi::{c_int, c_uint, c_void};
 use std::time::{Duration, Instant};
 
-use crate::calls::{call, there, write};
+use crate::calls::{call, fails, there, write};
 use crate::codes::*;
 use crate::world::*;
 
@@ -59,7 +59,10 @@ impl World {
         // Events that were recorded on the stream before, if there was one, are complete.
         let (handle, submitted) = old.unwrap_or_else(|| (self.fresh(), 0));
         let (done, queue) = (submitted, VecDeque::new());
-        self.streams.insert(handle, Stream { context, queue, done, submitted, destroyed: false });
+        self.streams.insert(
+            handle,
+            Stream { context, queue, done, submitted, destroyed: false, used: BTreeSet::new() },
+        );
         handle
     }
 
@@ -92,7 +95,7 @@ impl World {
             self.let_pass("STR-2", format!("{call}: {handle:#x} has {left} tasks queued"));
         }
         // It stays, for events that were recorded on it.
-        self.run(handle, u64::MAX);
+        self.drain(handle);
         self.subscriptions.retain(|s| s.stream != handle);
         Ok(())
     }
@@ -115,12 +118,7 @@ pub fn wait(
         waited = true;
         let limit = u64::try_from(timeout).map(Duration::from_millis);
         if limit.is_ok_and(|limit| since.elapsed() >= limit) {
-            // Fails as a call does, its text included; it was counted when it began.
-            let code = call(name, |_| Err(late));
-            if let Some(count) = world().as_mut().and_then(|w| w.counts.get_mut(name)) {
-                *count -= 1;
-            }
-            return code;
+            return fails(name, late);
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -201,7 +199,7 @@ fn synchronize(name: &'static str, stream: *mut c_void, timeout: c_int) -> u32 {
     let go_on = |w: &mut World| {
         let handle = w.stream(name, stream as usize)?;
         if !w.hung {
-            w.run(handle, u64::MAX);
+            w.drain(handle);
         }
         Ok(())
     };

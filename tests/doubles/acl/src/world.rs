@@ -1,7 +1,7 @@
 //! What there is: devices, contexts, streams, events, memory; what is queued; what was broken.
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard};
 
 use crate::codes::*;
@@ -67,9 +67,8 @@ pub enum Op {
         upto: u64,
     },
     Record,
+    /// A host function, or a callback.
     Host(Task),
-    /// The same on a thread that processes reports.
-    Report(Task),
 }
 
 pub struct Stream {
@@ -79,6 +78,8 @@ pub struct Stream {
     pub done: u64,
     pub submitted: u64,
     pub destroyed: bool,
+    /// Blocks of host memory that it used since it was waited for: their starts.
+    pub used: BTreeSet<usize>,
 }
 
 /// A call that is to fail.
@@ -293,6 +294,8 @@ impl World {
         for stream in self.streams.values_mut().filter(of) {
             stream.queue.clear();
             stream.done = stream.submitted;
+            // Nobody can wait for it any more.
+            stream.used.clear();
         }
     }
 
@@ -301,6 +304,16 @@ impl World {
     /// Queues an operation on a stream that was looked up.
     pub fn submit(&mut self, stream: usize, op: Op) -> u64 {
         let Some(stream) = self.streams.get_mut(&stream) else { return 0 };
+        let sides = match op {
+            Op::Copy { src, dst, .. } => [Some(src), Some(dst)],
+            Op::Set { dst, .. } => [Some(dst), None],
+            _ => [None, None],
+        };
+        for place in sides.into_iter().flatten() {
+            if let Place::Host(at) = place {
+                stream.used.extend(self.hosts.allocation(at, 1).map(|(start, _)| start));
+            }
+        }
         stream.queue.push_back(op);
         stream.submitted += 1;
         stream.submitted
@@ -321,11 +334,18 @@ impl World {
                 // The memory may be gone by now: nothing arrives.
                 Op::Garbage { .. } => {}
                 Op::Host(task) => self.run_host(task),
-                Op::Report(task) => self.run_report(handle, task),
             }
             if let Some(stream) = self.streams.get_mut(&handle) {
                 stream.done += 1;
             }
+        }
+    }
+
+    /// Runs all of a stream for somebody who waits for that.
+    pub fn drain(&mut self, handle: usize) {
+        self.run(handle, u64::MAX);
+        if let Some(stream) = self.streams.get_mut(&handle) {
+            stream.used.clear();
         }
     }
 
