@@ -74,6 +74,15 @@ impl Subject {
         self.device.name().starts_with("acl")
     }
 
+    /// Whether an address of the host's is known to be none of the device's.
+    fn tells_addresses(&self) -> bool {
+        #[cfg(feature = "acl")]
+        if let Ok(about) = pinpool::acl::about(&self.device) {
+            return !about.on_device || about.later.contains(&("aclrtPointerGetAttributes", true));
+        }
+        true
+    }
+
     /// Whether this is the refusal of a device that cannot do it.
     fn cannot(&self, error: &Error) -> bool {
         self.is_ascend() && matches!(error, Error::Unsupported(_))

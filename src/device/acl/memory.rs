@@ -110,9 +110,9 @@ impl Acl {
             _ => AddressFault::Unknown,
         };
         let Some(ask) = self.api.pointer_attributes else {
-            // Nobody can tell: what is not the host's may be the device's.
-            let is_host = os::is_host_memory(address) == Some(true) || address < os::page_size() as u64;
-            return Ok((is_host && !self.on_device).then(plain));
+            // Nobody can tell: what is not the host's may be the device's, and where the program runs there, all may be.
+            let is_host = os::is_host_memory(address) == Some(true) && !self.on_device;
+            return Ok((is_host || address < os::page_size() as u64).then(plain));
         };
         let mut found = PointerAttributes::unknown();
         let _current = self.current()?;
