@@ -191,11 +191,16 @@ impl Acl {
             )));
         };
         self.drain_all()?;
-        // First, so that nobody who is given the same addresses finds the old entry. After an error nobody uses it.
-        LOCKED.write().remove(&base.as_ptr().addr());
-        let at = NonNull::new(std::ptr::with_exposed_provenance_mut(at)).unwrap_or(base);
+        // First, since others may be given the same addresses at once.
+        let entry = LOCKED.write().remove(&base.as_ptr().addr());
+        let start = NonNull::new(std::ptr::with_exposed_provenance_mut(at)).unwrap_or(base);
         // SAFETY: the caller's word.
-        unsafe { self.host_free_at(at) }
+        let freed = unsafe { self.host_free_at(start) };
+        if let (Err(_), Some(entry)) = (&freed, entry) {
+            // It stays, and stays what it is.
+            LOCKED.write().insert(base.as_ptr().addr(), entry);
+        }
+        freed
     }
 
     /// # Safety
@@ -273,11 +278,15 @@ impl Acl {
             return Err(Error::Unsupported(format!("{}: nothing was registered there", self.name)));
         };
         self.drain_all()?;
+        {
+            let _current = self.current()?;
+            let pages = base.as_ptr().map_addr(|_| from);
+            // SAFETY: the caller's word.
+            self.said("aclrtHostUnregister", unsafe { unregister(pages.cast()) })?;
+        }
+        // Only now: after an error its pages are registered still. Nobody is given the addresses before we return.
         LOCKED.write().remove(&base.as_ptr().addr());
-        let _current = self.current()?;
-        let pages = base.as_ptr().map_addr(|_| from);
-        // SAFETY: the caller's word.
-        self.said("aclrtHostUnregister", unsafe { unregister(pages.cast()) })
+        Ok(())
     }
 
     pub(super) fn host_device_address(&self, at: NonNull<u8>) -> Result<u64> {
