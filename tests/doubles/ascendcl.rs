@@ -154,6 +154,12 @@ impl Acl {
         unsafe { self.stand_in.get::<extern "C" fn(bool)>("standin_on_device")(on_device) }
     }
 
+    /// Whether every copy is of a whole segment.
+    pub fn copy_whole_segments(&self, whole: bool) {
+        // SAFETY: as above.
+        unsafe { self.stand_in.get::<extern "C" fn(bool)>("standin_segments")(whole) }
+    }
+
     /// Events and streams of each device.
     pub fn limit(&self, events: usize, streams: usize) {
         // SAFETY: as above.

@@ -136,6 +136,43 @@ fn texts_are_each_threads_own_and_the_latest() {
 }
 
 #[test]
+fn threads_on_two_devices_do_not_meet() {
+    let Some(a) = Acl::bare() else { return };
+    says!(a, 0, "aclInit", 0);
+    std::thread::scope(|scope| {
+        for thread in 0..6_u8 {
+            let a = &a;
+            scope.spawn(move || {
+                says!(a, 0, "aclrtSetDevice", usize::from(thread % 2));
+                // A context of its own: the default one goes with the last thread that resets the device.
+                let own = made!(a, "aclrtCreateContext", usize::from(thread % 2));
+                let (stream, event, memory) = (a.stream(), a.event(), a.memory(4096));
+                let (mut from, to) = (a.host(8192), a.host(8192));
+                for round in 0..40 {
+                    from[..4096].fill(thread * 40 + round);
+                    assert_eq!(a.upload(memory, from.at, 4096, stream), 0);
+                    assert_eq!(a.download(to.at, memory, 4096, stream), 0);
+                    says!(a, 0, "aclrtRecordEvent", event, stream);
+                    a.wait(event);
+                    assert!(to[..4096] == from[..4096]);
+                }
+                says!(a, 0, "aclrtSynchronizeStream", stream);
+                says!(a, 0, "aclrtDestroyEvent", event);
+                says!(a, 0, "aclrtDestroyStream", stream);
+                says!(a, 0, "aclrtFreeHost", from.at);
+                says!(a, 0, "aclrtFreeHost", to.at);
+                says!(a, 0, "aclrtFree", memory);
+                says!(a, 0, "aclrtDestroyContext", own);
+                says!(a, 0, "aclrtResetDevice", usize::from(thread % 2));
+            });
+        }
+    });
+    a.broken(&[]);
+    let report = a.stand_in.report();
+    assert!(report.over && report.leaks.is_empty(), "{report:?}");
+}
+
+#[test]
 fn handles_come_back_when_told_to() {
     let Some(a) = Acl::ready() else { return };
     let stream = a.stream();

@@ -113,4 +113,27 @@ rules! {
         assert_eq!(a.upload(memory, pages.as_ptr() as usize + 4032, 64, stream), 0);
         a.broken(&["SEG-1"; 3]);
     }
+
+    seg_2_segments_keep_their_distance (ready) |a| {
+        let (stream, memory, host) = (a.stream(), a.memory(512), a.host(1024));
+        // Parts of one segment may touch each other.
+        assert_eq!(a.upload(memory, host.at, 64, stream), 0);
+        assert_eq!(a.upload(memory, host.at + 64, 64, stream), 0);
+        says!(a, 0, "aclrtSynchronizeStream", stream);
+        a.broken(&[]);
+        a.copy_whole_segments(true);
+        // 64 bytes span 96, and the next begin on a multiple of 64.
+        assert_eq!(a.upload(memory, host.at, 64, stream), 0);
+        assert_eq!(a.upload(memory, host.at + 128, 33, stream), 0);
+        assert_eq!(a.upload(memory, host.at + 256, 64, stream), 0);
+        // From one segment more than once.
+        assert_eq!(a.upload(memory, host.at + 256, 64, stream), 0);
+        a.broken(&[]);
+        assert_eq!(a.upload(memory, host.at + 64, 1, stream), 0);
+        a.broken(&["SEG-2"]);
+        says!(a, 0, "aclrtSynchronizeStream", stream);
+        assert_eq!(a.upload(memory, host.at + 256, 64, stream), 0);
+        assert_eq!(a.upload(memory, host.at + 192, 64, stream), 0);
+        a.broken(&["SEG-2", "SEG-2"]);
+    }
 }

@@ -61,7 +61,8 @@ rules! {
         says!(a, 100_000, "aclrtFreeHost", 0);
         let memory = a.memory(64);
         says!(a, 100_000, "aclrtMemcpy", memory, 64, 0, 64, 1);
-        a.broken(&["ARG-1"; 9]);
+        says!(a, 100_000, "aclrtMemset", 0, 64, 0, 64);
+        a.broken(&["ARG-1"; 10]);
         // Nothing was made on the way.
         assert_eq!(a.stand_in.report().leaks, ["devices 1", "allocations 1"]);
     }

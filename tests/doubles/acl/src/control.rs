@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char};
 use std::fmt::Write;
 
 use crate::calls::{call, forget};
-use crate::world::{CURRENT, Fault, World, world};
+use crate::world::{CURRENT, Fault, World, idle_world, world};
 
 /// # Safety
 /// `text` is a string that ends with a zero byte.
@@ -70,6 +70,12 @@ extern "C" fn standin_reuse(reuse: bool) {
 #[unsafe(no_mangle)]
 extern "C" fn standin_on_device(on_device: bool) {
     with(|w| w.on_device = on_device);
+}
+
+/// Whether every copy is of a whole segment, so that their distance can be looked at.
+#[unsafe(no_mangle)]
+extern "C" fn standin_segments(whole: bool) {
+    with(|w| w.whole_segments = whole);
 }
 
 /// How many events and streams each device has from now on.
@@ -147,13 +153,19 @@ unsafe extern "C" fn standin_report(to: *mut u8, len: usize) -> usize {
 }
 
 /// The same at the process's end, into the file that the environment names: what a program did that has no test in it.
+/// Nobody could be told of an error; that the file is missing tells.
 extern "C" fn at_the_end() {
     let Some(path) = std::env::var_os("PINPOOL_STANDIN_REPORT").filter(|path| !path.is_empty()) else {
         return;
     };
-    let text = with(|w| report(w)).unwrap_or_default();
-    // Nobody could be told; that the file is missing or old tells.
-    let _ = std::fs::write(path, text);
+    for _ in 0..1000 {
+        if let Some(guard) = idle_world() {
+            let text = guard.as_ref().map(report).unwrap_or_default();
+            let _ = std::fs::write(path, text);
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
 }
 
 /// The loader calls what is listed here when the process exits.

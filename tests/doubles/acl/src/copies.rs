@@ -143,12 +143,21 @@ impl World {
         Ok(())
     }
 
-    /// A part of a block of the library's must be followed by what the rule for dividing blocks adds to it.
+    /// A part of a block of the library's must be followed by what the rule for dividing blocks adds to it: before the
+    /// block's end, and before what another copy uses, if copies are of whole segments.
     fn check_segment(&mut self, call: &str, at: usize, len: usize) {
         let Some((start, whole)) = self.hosts.allocation(at, len) else { return };
         let spans = len.next_multiple_of(32) + 32;
         if at != start && at + spans > start + whole {
             self.let_pass("SEG-1", format!("{call}: {len} bytes at {at:#x} end too near to the block's end"));
+        }
+        let near = |other: &Place, n: usize| match other {
+            Place::Host(other) if *other > at => *other < at + spans,
+            Place::Host(other) if *other < at => at < *other + n.next_multiple_of(32) + 32,
+            _ => false,
+        };
+        if self.whole_segments && self.is_used(true, near) {
+            self.let_pass("SEG-2", format!("{call}: {len} bytes at {at:#x} are too near to a queued copy's"));
         }
     }
 

@@ -68,6 +68,7 @@
 //! | CPY-6 | copies or sets at once what something queued writes, or reads where it is written | 0, in no order |
 //! | CPY-7 | copies from or to the device's address of registered memory | 107000? |
 //! | SEG-1 | copies a part of a block that ends nearer to the block's end than `ALIGN_UP(len, 32) + 32` | 0 |
+//! | SEG-2 | the same, to what a queued copy uses (only if told that each copy is of a whole segment) | 0 |
 //! | HST-1 | frees host memory that was not allocated here, or not from its start, or twice | 107000? |
 //! | HST-2 | frees host memory that something queued uses | it is gone |
 //! | HST-3 | frees host memory that a stream used, which only an event was asked about since (freeing was seen to fail) | 0 |
@@ -88,6 +89,9 @@
 //! an event, 507012 for reports). A bare thread that asks for its context or device gets 107002: there is no other way to
 //! ask. Nor can a thread be given no context: null is refused.
 //!
+//! From CANN 8.5 on, and with a driver that can tell, CPY-4 is no loss: the copy is done when the call returns. Nobody can
+//! rely on that who also runs on older ones.
+//!
 //! *Notes* are counted: REPEATED-INIT; QUERIED-ELSEWHERE, for `aclrtQueryEvent` on another thread than the one that recorded
 //! (it is documented for the same one only, and nothing else is there to ask with in CANN 5.0).
 //!
@@ -104,12 +108,13 @@
 //!
 //! # Control
 //!
-//! `standin_*` in `control.rs`; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2), `PINPOOL_STANDIN_MEMORY`
-//! (bytes of each device, 256 MiB), `PINPOOL_STANDIN_RC` (0: the program runs on a host), `PINPOOL_STANDIN_EVENTS` (65536 for
-//! each device) and `PINPOOL_STANDIN_STREAMS` (1984), `PINPOOL_STANDIN_EXTENT` (the most bytes of one block of host memory, 200
-//! GiB) and `PINPOOL_STANDIN_HOST` (of all), `PINPOOL_STANDIN_REGISTER` (1) and `PINPOOL_STANDIN_VA` (0: drivers before 25.5),
-//! `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it), `PINPOOL_STANDIN_REPORT` (a file that the report is
-//! written to when the process exits).
+//! `standin_*` in `control.rs`; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2),
+//! `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_RC` (0: the program runs on a host),
+//! `PINPOOL_STANDIN_EVENTS` (65536 for each device) and `PINPOOL_STANDIN_STREAMS` (1984), `PINPOOL_STANDIN_EXTENT` (the
+//! most bytes of one block of host memory, 200 GiB) and `PINPOOL_STANDIN_HOST` (of all), `PINPOOL_STANDIN_REGISTER` (1)
+//! and `PINPOOL_STANDIN_VA` (0: drivers before 25.5), `PINPOOL_STANDIN_SEGMENTS` (0; 1: every copy is of a whole
+//! segment), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it), `PINPOOL_STANDIN_REPORT` (a file
+//! that the report is written to when the process exits).
 
 // Older libraries have less to answer.
 #![cfg_attr(feature = "acl2022", allow(dead_code))]

@@ -110,6 +110,8 @@ pub struct World {
     pub subscriptions: Vec<Subscription>,
     /// Whether new streams get the handles of destroyed ones.
     pub reuse: bool,
+    /// Each copy is of a whole segment, so that two of them keep the distance that segments have.
+    pub whole_segments: bool,
     /// Per device.
     pub event_limit: usize,
     pub stream_limit: usize,
@@ -143,6 +145,11 @@ pub fn world() -> MutexGuard<'static, Option<World>> {
     guard
 }
 
+/// The world if nobody is busy with it: for when the process ends and other threads do not go on.
+pub fn idle_world() -> Option<MutexGuard<'static, Option<World>>> {
+    WORLD.try_lock().ok()
+}
+
 /// The calling thread's number.
 pub fn thread() -> usize {
     static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(1);
@@ -165,6 +172,7 @@ impl World {
     fn configure(&mut self) {
         self.configured = true;
         self.on_device = number("PINPOOL_STANDIN_RC", 0) != 0;
+        self.whole_segments = number("PINPOOL_STANDIN_SEGMENTS", 0) != 0;
         self.event_limit = number("PINPOOL_STANDIN_EVENTS", 65_536) as usize;
         self.stream_limit = number("PINPOOL_STANDIN_STREAMS", 1_984) as usize;
         let memory = number("PINPOOL_STANDIN_MEMORY", 256 << 20) as usize;
