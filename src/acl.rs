@@ -50,6 +50,8 @@
 //! - **Copies between host buffers** ([`Stream::copy_host`]) run in the stream's order where the library has
 //!   `aclrtLaunchHostFunc`; elsewhere, and on adopted streams, they wait for the stream.
 //! - **Several devices** may share a pool, as they share `aclrtMallocHost`'s memory in the frameworks.
+//! - **Sharing a process.** A device that is opened is set once more (`aclrtSetDevice`), and reset as often when it is closed.
+//!   Who makes contexts there by `aclrtCreateContext` sets it too, or closing the device may end these.
 //! - **Ending.** Before host memory is freed every open device is drained, on the worker thread: trimming a busy server's
 //!   pool takes until its queued work is done.
 //! - **A lost device** is not called any more at all, and what it had is leaked: nobody says that it has let go.
@@ -79,8 +81,8 @@ pub fn use_library(path: impl AsRef<Path>) -> Result<()> {
 /// A device that works in a context that the server made (`aclrtCreateContext`), instead of the device's default one.
 ///
 /// The context is not destroyed, and on the caller's thread the current context stays what it was. The default context of a
-/// device is recognised, and gives the same device as [`Device::open`] does; the same context adopted again gives the same
-/// device while that is there.
+/// device that is open is recognised, and gives that device (a server that has set its device opens it here by
+/// [`Device::open`], and adopts nothing); the same context adopted again gives the same device while that is there.
 ///
 /// # Errors
 /// [`Error::Unavailable`] without a usable library, [`Error::Config`] for null, and what the library says.

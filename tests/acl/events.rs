@@ -3,7 +3,7 @@
 use pinpool::{Device, InFlight, PinnedBuf};
 
 use crate::doubles::StandIn;
-use crate::doubles::npu::{self, EARLY_2022, LATE_2022, TODAY, on_each};
+use crate::doubles::npu::{self, EARLY_2022, LATE_2022, SMALL_2022, TODAY, on_each};
 use crate::{bytes, calls, filled, pool};
 
 /// More than what this crate takes of the smallest device's events.
@@ -44,11 +44,8 @@ fn more_marks_than_events(stand_in: &StandIn) {
 
 #[test]
 fn a_device_may_run_out_of_events() {
-    on_each("events::a_device_may_run_out_of_events", &[LATE_2022, EARLY_2022], |stand_in| {
-        // Not by itself: this crate stops before, since a library may block there.
-        limit(stand_in, 1023);
-        more_marks_than_events(stand_in);
-    });
+    // This crate stops before the last one, since the library may block there.
+    on_each("events::a_device_may_run_out_of_events", &[SMALL_2022], more_marks_than_events);
 }
 
 #[test]

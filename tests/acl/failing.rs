@@ -84,17 +84,23 @@ const ENDING: [&str; 13] = [
 ];
 
 /// Until all that was opened is closed: `over` in the report counts what was asked for.
-fn settled(stand_in: &StandIn) -> Vec<String> {
+fn settled(stand_in: &StandIn, failed: &str, seen: &mut usize) -> Vec<String> {
     let report = stand_in.final_report();
     assert!(report.over, "a device is still open: {report:?}");
-    assert_eq!(report.violations, Vec::<String>::new());
+    // What could not be destroyed goes with the device, which others may have set as well.
+    let allowed = |violation: &String| ENDING.contains(&failed) && violation.starts_with("DEV-1");
+    let broken: Vec<&String> =
+        report.violations[*seen..].iter().filter(|violation| !allowed(violation)).collect();
+    assert_eq!(broken, Vec::<&String>::new(), "{failed}");
+    *seen = report.violations.len();
     report.leaks
 }
 
 fn every_call(test: &str, way: Way) {
     on_each_tolerant(test, way, |stand_in| {
+        let mut seen = 0;
         a_little_of_everything().unwrap();
-        let mut leaks = settled(stand_in);
+        let mut leaks = settled(stand_in, "", &mut seen);
         assert_eq!(leaks, Vec::<String>::new());
         let calls: Vec<(String, u64)> =
             stand_in.report().calls.into_iter().filter(|call| call.0.starts_with("acl")).collect();
@@ -125,7 +131,7 @@ fn every_call(test: &str, way: Way) {
                             "{call} is not told with the code's name: {text}"
                         );
                     }
-                    let left = settled(stand_in);
+                    let left = settled(stand_in, &call, &mut seen);
                     if !ENDING.contains(&call.as_str()) {
                         assert_eq!(left, leaks, "{call}, {nth}, {code}");
                     }

@@ -95,7 +95,8 @@ fn devices_that_are_not_there_are_named() {
     let Some(library) = TODAY.library() else { return println!("{test}: skipped, nothing to build with") };
     let library = library.to_str().unwrap();
     if part(test, "none", &[(PATH, library), ("PINPOOL_STANDIN_DEVICES", "0"), (doubles::PATH, "/nowhere")]) {
-        assert!(why("acl:0").contains("ASCEND_RT_VISIBLE_DEVICES"));
+        let why = why("acl:0");
+        assert!(why.contains("ASCEND_RT_VISIBLE_DEVICES"), "{why}");
         // Going on without one says so in the log, not by failing.
         assert_eq!(Device::open("auto").unwrap().name(), "host:0");
     }

@@ -32,9 +32,9 @@ fn the_default_context_is_recognised() {
         // SAFETY: the library keeps it for as long as the device is set.
         let adopted = unsafe { acl::adopt_context(context) }.unwrap();
         assert_eq!(adopted.name(), "acl:1");
+        assert_eq!(server.current(), 0, "adopting changes nothing on this thread");
         // The same device, not another one like it.
         assert!(device.stream().unwrap().wait_for(&adopted.stream().unwrap()).is_ok());
-        assert_eq!(server.current(), 0, "adopting changes nothing on this thread");
         // SAFETY: refused.
         let null = unsafe { acl::adopt_context(std::ptr::null_mut()) }.unwrap_err();
         assert!(matches!(null, Error::Config(_)), "{null}");
@@ -51,6 +51,8 @@ fn a_servers_own_context_is_worked_in() {
     on_each("sharing::a_servers_own_context_is_worked_in", &npu::WAYS, |stand_in| {
         let server = Server { stand_in };
         crate::says!(server, 0, "aclInit", 0);
+        // Set, so that opening and closing it elsewhere does not end what is made there.
+        crate::says!(server, 0, "aclrtSetDevice", 1);
         let own = crate::made!(server, "aclrtCreateContext", 1);
         let stream = crate::made!(server, "aclrtCreateStream");
         let dropped = Arc::new(AtomicUsize::new(0));
@@ -64,17 +66,37 @@ fn a_servers_own_context_is_worked_in() {
             // SAFETY: destroyed below, when nothing is in flight any more.
             let adopted = unsafe { acl::adopt_stream(&device, handle(stream)) }.unwrap();
             round_trip(&pool, &adopted, 2, 50_000);
-            let elsewhere = Device::open("acl:1").unwrap();
-            // SAFETY: refused.
-            let refused = unsafe { acl::adopt_stream(&elsewhere, handle(stream)) }.unwrap_err();
-            assert!(matches!(&refused, Error::WrongContext { device } if device == "acl:1"), "{refused}");
             assert_eq!(dropped.load(Ordering::SeqCst), 0);
         }
         until("the keeper is dropped", || dropped.load(Ordering::SeqCst) == 1);
         server.set_current(own);
         crate::says!(server, 0, "aclrtDestroyStream", stream);
         crate::says!(server, 0, "aclrtDestroyContext", own);
+        crate::says!(server, 0, "aclrtResetDevice", 1);
     });
+}
+
+#[test]
+fn a_stream_of_another_context_is_refused() {
+    let test = "sharing::a_stream_of_another_context_is_refused";
+    if !npu::is_set() {
+        return npu::WAYS.iter().for_each(|way| way.again(test, &[]));
+    }
+    let Some(stand_in) = npu::stand_in() else { return println!("{test}: skipped, no stand-in") };
+    let server = Server { stand_in: &stand_in };
+    let device = Device::open("acl:1").unwrap();
+    crate::says!(server, 0, "aclrtSetDevice", 1);
+    let own = crate::made!(server, "aclrtCreateContext", 1);
+    let stream = crate::made!(server, "aclrtCreateStream");
+    // SAFETY: refused.
+    let refused = unsafe { acl::adopt_stream(&device, handle(stream)) }.unwrap_err();
+    assert!(matches!(&refused, Error::WrongContext { device } if device == "acl:1"), "{refused}");
+    // The library is asked by trying, and that is all that was tried.
+    let found = stand_in.report();
+    assert_eq!(found.violations.len(), 1, "{found:?}");
+    assert!(found.violations[0].starts_with("CTX-3"), "{found:?}");
+    assert!(!found.leaks.iter().any(|leak| leak.starts_with("events")), "{found:?}");
+    assert_eq!(server.current(), own, "put back after an error, too");
 }
 
 #[test]

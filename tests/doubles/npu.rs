@@ -24,6 +24,12 @@ pub const ON_DEVICE: Way =
 /// Libraries of the end and of the beginning of 2022.
 pub const LATE_2022: Way = Way { name: "the library of late 2022", feature: "acl2022", environment: &[] };
 pub const EARLY_2022: Way = Way { name: "the library of early 2022", feature: "acl5", environment: &[] };
+/// The same on a chip that has few events.
+pub const SMALL_2022: Way = Way {
+    name: "the library of early 2022 on a small chip",
+    environment: &[("PINPOOL_STANDIN_SOC", "Ascend310P3"), ("PINPOOL_STANDIN_EVENTS", "1023")],
+    ..EARLY_2022
+};
 
 pub const WAYS: [Way; 6] = [
     TODAY,

@@ -2,10 +2,12 @@
 //!
 //! # Contexts
 //!
-//! Most servers are in their device's default context (`aclrtSetDevice`), which is recognised: adopting it is opening the
-//! device. Any other context (`aclrtCreateContext`) is worked in as it is, and never destroyed here. Our threads make calls
-//! until the last buffer that came from it is gone, and a little longer, so its owner can leave something with us that is
-//! dropped after the last call: the *keeper*.
+//! Most servers are in their device's default context (`aclrtSetDevice`). Where the device is open here, it is recognised:
+//! adopting it is opening the device. Where it is not, nothing is tried to find out: setting a device and resetting it, the
+//! only way to be told its default context, ends it for everybody who has made a context there without setting it. So any
+//! other context is worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came
+//! from it is gone, and a little longer, so its owner can leave something with us that is dropped after the last call: the
+//! *keeper*.
 //!
 //! # Streams
 //!
@@ -20,9 +22,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::api::{AclContext, Api};
+use super::api::Api;
 use super::error::Code;
-use super::{Acl, Current, Found, check, host, on_other_thread, reset, stream};
+use super::{Acl, Current, Found, check, host, on_other_thread, stream};
 use crate::device::{Driver, StreamHandle};
 use crate::error::{Error, Result};
 
@@ -75,13 +77,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
         why: format!("the context is of a device that has the number {ordinal}"),
     })?;
     let name: Arc<str> = format!("acl:{known} (adopted context)").into();
-    // Counted while it is compared, and no longer.
-    let default: AclContext = Found::default_of(api, &name, ordinal)?.context;
-    on_other_thread(&name, || {
-        reset(api, &name, ordinal);
-        Ok(())
-    })?;
-    if default == context {
+    if host::is_default(context) {
         return Ok(Adopted::Default(known));
     }
     let key = format!("acl context {:#x}", context.addr());

@@ -219,7 +219,8 @@ impl Api {
         match unsafe { (api.init)(std::ptr::null()) } {
             Code::SUCCESS | Code::REPEAT_INITIALIZE => Ok(api),
             code => Err(unavailable(format!(
-                "aclInit of {} failed with {} ({}){}; is the driver loaded (npu-smi info), and may this user use it?",
+                "aclInit of {} failed with {} ({}){}; is the driver loaded (npu-smi info), is a device visible \
+                 (ASCEND_RT_VISIBLE_DEVICES, the container's /dev/davinci*), and may this user use it?",
                 api.path.display(),
                 code.0,
                 code.name(),

@@ -41,7 +41,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::{Mutex, RwLock};
 
-use super::api::{MallocAttribute, MallocConfig};
+use super::api::{AclContext, MallocAttribute, MallocConfig};
 use super::error::{Code, host_memory_limits};
 use super::{Acl, advise};
 use crate::error::{Error, Result};
@@ -95,6 +95,12 @@ pub(super) fn opened(driver: &Arc<Acl>) {
     let mut open = OPEN.lock();
     open.retain(|driver| driver.strong_count() > 0);
     open.push(Arc::downgrade(driver));
+}
+
+/// Whether it is the default context of a device that is open.
+pub(super) fn is_default(context: AclContext) -> bool {
+    let open: Vec<Arc<Acl>> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+    open.iter().any(|driver| driver.default && driver.context == context)
 }
 
 /// The page-locked memory that a range lies in: its first byte, and what it is.

@@ -110,7 +110,7 @@
 //!
 //! `standin_*` in `control.rs`; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2),
 //! `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_RC` (0: the program runs on a host),
-//! `PINPOOL_STANDIN_EVENTS` (65536 for each device) and `PINPOOL_STANDIN_STREAMS` (1984), `PINPOOL_STANDIN_EXTENT` (the
+//! `PINPOOL_STANDIN_EVENTS` (65536 for each device) and `PINPOOL_STANDIN_STREAMS` (1984), `PINPOOL_STANDIN_SOC` (the chip's name), `PINPOOL_STANDIN_EXTENT` (the
 //! most bytes of one block of host memory, 200 GiB) and `PINPOOL_STANDIN_HOST` (of all), `PINPOOL_STANDIN_REGISTER` (1)
 //! and `PINPOOL_STANDIN_VA` (0: drivers before 25.5), `PINPOOL_STANDIN_SEGMENTS` (0; 1: every copy is of a whole
 //! segment), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it), `PINPOOL_STANDIN_REPORT` (a file
