@@ -83,7 +83,7 @@
 //! | ARG-1 | passes null where something is read or written | 100000 |
 //! | ARG-2 | passes flags, sizes, policies or timeouts that do not exist | 100000, and 107000? for timeouts |
 //!
-//! No violations, but errors: a device that does not exist (107001), no more streams (207008), events (207007) or memory
+//! No violations, but errors: no device at all (207004?), one that does not exist (107001), no more streams (207008), events (207007) or memory
 //! (207001), a single block of host memory above the extent's limit (207001), `VA_FLAG` or registering where driver or product
 //! have neither (207000), a library that is initialised already (100002), a time that ran out (507046 for a stream, 507047 for
 //! an event, 507012 for reports). A bare thread that asks for its context or device gets 107002: there is no other way to
