@@ -230,6 +230,8 @@ fn blocks_are_configured_where_the_driver_can() {
     a.broken(&[]);
     let unknown = Attribute(9, [0, 0]);
     let config = [&raw const unknown as usize, 1];
-    says!(a, 100_000, "aclrtMallocHostWithCfg", &raw mut at, 64, &raw const config);
-    a.broken(&["ARG-2"]);
+    says!(a, 107_000, "aclrtMallocHostWithCfg", &raw mut at, 64, &raw const config);
+    let config = [0_usize, 1];
+    says!(a, 107_000, "aclrtMallocHostWithCfg", &raw mut at, 64, &raw const config);
+    a.broken(&["ARG-2", "ARG-1"]);
 }
