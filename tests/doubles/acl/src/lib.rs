@@ -50,7 +50,7 @@
 //! | EVT-2 | asks about an event that was never recorded, or waits for it | complete for `ExWithFlag`, else not; waiting ends |
 //! | EVT-3 | records an event again that is not complete | covers the new place only |
 //! | EVT-4 | destroys an event that is recorded and not complete (allowed, not by our contract) | it is gone |
-//! | EVT-5 | has a stream wait for, or resets, an event that was made without `ACL_EVENT_SYNC` | 107000? |
+//! | EVT-5 | has a stream wait for, or resets, an event that was made without `ACL_EVENT_SYNC` | 207000, and for resetting 207000? |
 //! | EVT-6 | resets an event of `aclrtCreateEvent` or of `aclrtCreateEventExWithFlag` | never complete?; 207000 |
 //! | EVT-7 | asks for the old statuses of an event of `aclrtCreateEventExWithFlag` | 207000 |
 //! | EVT-8 | records an event of `aclrtCreateEvent` when the device has none left (the runtime blocks) | 207007? |
