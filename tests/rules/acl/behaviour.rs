@@ -1,6 +1,6 @@
 //! How the double itself behaves: late copies, failing calls, errors' texts, what is left, what older ones lack.
 
-use crate::doubles::ascendcl::{Acl, REPORT, SYNC, acl, library, made, older, report_of, says};
+use crate::doubles::ascendcl::{Acl, REPORT, SYNC, acl, again, library, made, older, report_of, says};
 use crate::doubles::{HANG, StandIn, child};
 
 #[test]
@@ -236,6 +236,71 @@ fn the_report_is_written_at_the_end() {
     let report = report_of(&path).expect("it was written");
     assert_eq!(report.violations, ["INIT-1 aclrtGetDeviceCount"]);
     assert_eq!(report.leaks, ["devices 1", "hosts 1"]);
+}
+
+/// In a child: what a program is given that has no test in it.
+#[test]
+fn the_environment_says_what_there_is() {
+    const TEST: &str = "rules::acl::behaviour::the_environment_says_what_there_is";
+    let environment = [
+        ("PINPOOL_STANDIN_DEVICES", "3"),
+        ("PINPOOL_STANDIN_MEMORY", "8192"),
+        ("PINPOOL_STANDIN_EVENTS", "1"),
+        ("PINPOOL_STANDIN_STREAMS", "2"),
+        ("PINPOOL_STANDIN_EXTENT", "4096"),
+        ("PINPOOL_STANDIN_HOST", "6000"),
+        ("PINPOOL_STANDIN_REGISTER", "0"),
+        ("PINPOOL_STANDIN_SEGMENTS", "1"),
+        ("PINPOOL_STANDIN_FAIL", "aclrtGetRunMode:2:507000"),
+    ];
+    if std::env::var(environment[0].0).as_deref() != Ok("3") {
+        return again(TEST, &environment);
+    }
+    let Some(a) = Acl::ready() else { return };
+    let mut at = 0_usize;
+    assert_eq!(made!(a, "aclrtGetDeviceCount") & 0xFFFF_FFFF, 3);
+    assert_eq!(made!(a, "aclrtGetRunMode") & 0xFFFF_FFFF, 1);
+    says!(a, 507_000, "aclrtGetRunMode", &raw mut at);
+    says!(a, 207_001, "aclrtMalloc", &raw mut at, 8193, 0);
+    made!(a, "aclrtCreateEventWithFlag", SYNC);
+    says!(a, 207_007, "aclrtCreateEventWithFlag", &raw mut at, SYNC);
+    says!(a, 207_001, "aclrtMallocHost", &raw mut at, 4097);
+    let (stream, memory, host) = (a.stream(), a.memory(64), a.host(4096));
+    says!(a, 207_001, "aclrtMallocHost", &raw mut at, 4096);
+    let mut pages = super::host::pages(1);
+    says!(a, 207_000, "aclrtHostRegisterV2", pages.as_mut_ptr(), 4096, 0x1000_0000);
+    assert_eq!(a.upload(memory, host.at, 64, stream), 0);
+    assert_eq!(a.upload(memory, host.at + 64, 64, stream), 0);
+    a.broken(&["SEG-2"]);
+    a.stream();
+    says!(a, 207_008, "aclrtCreateStream", &raw mut at);
+}
+
+/// In two children: on the device, with a newer driver; and where there is no device.
+#[test]
+fn the_environment_says_where_it_runs() {
+    const TEST: &str = "rules::acl::behaviour::the_environment_says_where_it_runs";
+    let (on_device, devices) =
+        (std::env::var("PINPOOL_STANDIN_RC"), std::env::var("PINPOOL_STANDIN_DEVICES"));
+    if on_device.is_err() && devices.is_err() {
+        again(TEST, &[("PINPOOL_STANDIN_RC", "1"), ("PINPOOL_STANDIN_VA", "1")]);
+        return again(TEST, &[("PINPOOL_STANDIN_DEVICES", "0")]);
+    }
+    let Some(a) = Acl::bare() else { return };
+    let mut at = 0_usize;
+    says!(a, 0, "aclInit", 0);
+    if devices.is_ok() {
+        says!(a, 207_004, "aclrtGetDeviceCount", &raw mut at);
+        says!(a, 107_001, "aclrtSetDevice", 0);
+        return a.broken(&[]);
+    }
+    assert_eq!(made!(a, "aclrtGetRunMode") & 0xFFFF_FFFF, 0);
+    says!(a, 0, "aclrtSetDevice", 0);
+    // Which, and its value.
+    let attribute = [3_u32, 1, 0];
+    let config = [attribute.as_ptr() as usize, 1];
+    says!(a, 0, "aclrtMallocHostWithCfg", &raw mut at, 64, config.as_ptr());
+    a.broken(&[]);
 }
 
 #[test]

@@ -61,9 +61,9 @@ rules! {
         let flagged = made!(a, "aclrtCreateEventWithFlag", PROGRESS);
         says!(a, 0, "aclrtRecordEvent", alone, stream);
         says!(a, 0, "aclrtRecordEvent", flagged, stream);
-        says!(a, 107_000, "aclrtStreamWaitEvent", stream, alone);
-        says!(a, 107_000, "aclrtStreamWaitEvent", stream, flagged);
-        says!(a, 107_000, "aclrtResetEvent", flagged, stream);
+        says!(a, 207_000, "aclrtStreamWaitEvent", stream, alone);
+        says!(a, 207_000, "aclrtStreamWaitEvent", stream, flagged);
+        says!(a, 207_000, "aclrtResetEvent", flagged, stream);
         a.broken(&["EVT-5"; 3]);
         // What they are for.
         a.wait(alone);

@@ -223,13 +223,15 @@ fn blocks_are_configured_where_the_driver_can() {
     let mut at = 0_usize;
     says!(a, 0, "aclrtMallocHostWithCfg", &raw mut at, 64, 0);
     let attribute = Attribute(3, [1, 0]);
-    let config = (&raw const attribute as usize, 1_usize);
+    let config = [&raw const attribute as usize, 1];
     says!(a, 207_000, "aclrtMallocHostWithCfg", &raw mut at, 64, &raw const config);
     a.enable(true, true);
     says!(a, 0, "aclrtMallocHostWithCfg", &raw mut at, 64, &raw const config);
     a.broken(&[]);
     let unknown = Attribute(9, [0, 0]);
-    let config = (&raw const unknown as usize, 1_usize);
-    says!(a, 100_000, "aclrtMallocHostWithCfg", &raw mut at, 64, &raw const config);
-    a.broken(&["ARG-2"]);
+    let config = [&raw const unknown as usize, 1];
+    says!(a, 107_000, "aclrtMallocHostWithCfg", &raw mut at, 64, &raw const config);
+    let config = [0_usize, 1];
+    says!(a, 107_000, "aclrtMallocHostWithCfg", &raw mut at, 64, &raw const config);
+    a.broken(&["ARG-2", "ARG-1"]);
 }

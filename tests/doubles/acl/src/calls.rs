@@ -105,9 +105,6 @@ unsafe extern "C" fn aclInit(path: *const c_char) -> u32 {
                 return Err(INVALID_FILE);
             }
         }
-        if w.devices.is_empty() {
-            return Err(NO_DEVICE);
-        }
         w.ended = false;
         w.ready += 1;
         if w.ready > 1 {

@@ -17,8 +17,13 @@ fn is_policy(policy: c_uint) -> bool {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn aclrtGetDeviceCount(count: *mut u32) -> u32 {
-    // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
-    call("aclrtGetDeviceCount", |w| unsafe { write(w, "aclrtGetDeviceCount", count, w.devices.len() as u32) })
+    call("aclrtGetDeviceCount", |w| {
+        if w.devices.is_empty() {
+            return Err(NO_DEVICE);
+        }
+        // SAFETY: the caller's word, here and in all calls below: what is written to is valid.
+        unsafe { write(w, "aclrtGetDeviceCount", count, w.devices.len() as u32) }
+    })
 }
 
 #[unsafe(no_mangle)]

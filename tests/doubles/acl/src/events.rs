@@ -149,7 +149,7 @@ impl World {
     fn must_sync(&mut self, call: &str, handle: usize) -> Outcome {
         match self.event(call, handle)?.made {
             Made::WithFlag(flags) | Made::ExWithFlag(flags) if flags & SYNC == 0 => {
-                self.violate("EVT-5", format!("{call}: {handle:#x} without ACL_EVENT_SYNC"), PARAM_INVALID)
+                self.violate("EVT-5", format!("{call}: {handle:#x} without ACL_EVENT_SYNC"), NOT_SUPPORTED)
             }
             _ => Ok(()),
         }

@@ -253,7 +253,10 @@ unsafe extern "C" fn aclrtMallocHostWithCfg(start: *mut *mut c_void, len: u64, c
         // SAFETY: the caller's word: null, or a configuration with so many attributes.
         let attributes: &[Attribute] = unsafe {
             match config.as_ref() {
-                Some(config) if config.count > 0 && !config.attributes.is_null() => {
+                Some(config) if config.attributes.is_null() => {
+                    return w.violate("ARG-1", format!("{NAME}: no attributes"), PARAM_INVALID);
+                }
+                Some(config) if config.count > 0 => {
                     std::slice::from_raw_parts(config.attributes, config.count)
                 }
                 _ => &[],
@@ -266,7 +269,7 @@ unsafe extern "C" fn aclrtMallocHostWithCfg(start: *mut *mut c_void, len: u64, c
                 // An older driver.
                 VA_FLAG => return Err(NOT_SUPPORTED),
                 other => {
-                    return w.violate("ARG-2", format!("{NAME}: attribute {other}"), INVALID_PARAM);
+                    return w.violate("ARG-2", format!("{NAME}: attribute {other}"), PARAM_INVALID);
                 }
             }
         }

@@ -40,7 +40,7 @@
 //! | CTX-1 | makes a call that needs a context where none is current | 107002 |
 //! | CTX-2 | uses a context that does not exist any more, or makes it current | 107002 |
 //! | CTX-3 | uses one context's stream while another one is current, where that matters | 107003 |
-//! | CTX-4 | destroys a context that is not there, or a default one | 107002? |
+//! | CTX-4 | destroys a context that is not there, or a default one | 107002 |
 //! | CTX-5 | records an event on another device's stream | 107000? |
 //! | CTX-6 | names one device's memory in a copy on another's stream | 107000? |
 //! | STR-1 | names a stream that does not exist, or no more | 107017 |
@@ -50,7 +50,7 @@
 //! | EVT-2 | asks about an event that was never recorded, or waits for it | complete for `ExWithFlag`, else not; waiting ends |
 //! | EVT-3 | records an event again that is not complete | covers the new place only |
 //! | EVT-4 | destroys an event that is recorded and not complete (allowed, not by our contract) | it is gone |
-//! | EVT-5 | has a stream wait for, or resets, an event that was made without `ACL_EVENT_SYNC` | 107000? |
+//! | EVT-5 | has a stream wait for, or resets, an event that was made without `ACL_EVENT_SYNC` | 207000, and for resetting 207000? |
 //! | EVT-6 | resets an event of `aclrtCreateEvent` or of `aclrtCreateEventExWithFlag` | never complete?; 207000 |
 //! | EVT-7 | asks for the old statuses of an event of `aclrtCreateEventExWithFlag` | 207000 |
 //! | EVT-8 | records an event of `aclrtCreateEvent` when the device has none left (the runtime blocks) | 207007? |
@@ -80,10 +80,10 @@
 //! | REG-6 | pins memory that is page-locked already | 107000? |
 //! | HOST-1 | makes a call from a host function | 507000? |
 //! | HOST-2 | launches callbacks or processes reports without having subscribed, or subscribes twice | 107015, 107012, 107000? |
-//! | ARG-1 | passes null where something is read or written | 100000 |
-//! | ARG-2 | passes flags, sizes, policies or timeouts that do not exist | 100000, and 107000? for timeouts |
+//! | ARG-1 | passes null where something is read or written | 100000, and 107000 in a configuration |
+//! | ARG-2 | passes flags, sizes, policies or timeouts that do not exist | 100000, and 107000 for timeouts and attributes |
 //!
-//! No violations, but errors: a device that does not exist (107001), no more streams (207008), events (207007) or memory
+//! No violations, but errors: no device at all (207004?), one that does not exist (107001), no more streams (207008), events (207007) or memory
 //! (207001), a single block of host memory above the extent's limit (207001), `VA_FLAG` or registering where driver or product
 //! have neither (207000), a library that is initialised already (100002), a time that ran out (507046 for a stream, 507047 for
 //! an event, 507012 for reports). A bare thread that asks for its context or device gets 107002: there is no other way to
