@@ -13,7 +13,7 @@ pub struct Way {
     pub name: &'static str,
     /// The stand-in's feature: which calls it lacks.
     feature: &'static str,
-    environment: &'static [(&'static str, &'static str)],
+    pub environment: &'static [(&'static str, &'static str)],
 }
 
 /// What there is today, on a host.
