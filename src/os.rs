@@ -421,6 +421,14 @@ mod linux {
         }
     }
 
+    /// Has `handler` called when the process ends by itself, before the handlers that were left here or by libraries so far.
+    /// `false`: the system has no room for it. It must not panic.
+    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
+        // SAFETY: the function lives as long as the process.
+        unsafe { libc::atexit(handler) == 0 }
+    }
+
     /// A number that differs between a process and its forks, from the first call of this on.
     pub(crate) fn forks() -> u32 {
         static FORKS: AtomicU32 = AtomicU32::new(0);
@@ -538,6 +546,11 @@ mod other {
     }
 
     pub(crate) fn at_fork(_prepare: fn(), _parent: fn(), _child: fn()) -> bool {
+        false
+    }
+
+    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    pub(crate) fn at_exit(_handler: extern "C" fn()) -> bool {
         false
     }
 

@@ -66,7 +66,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
     let (ordinal, found) = on_other_thread(&name, || {
         // As a whole, so that it may go to the thread.
         let theirs = { theirs };
-        let _current = Current::enter(api, &name, theirs.context)?;
+        let _current = Current::enter(api, &name, theirs.context, None)?;
         let mut ordinal = -1;
         // SAFETY: writes a number.
         check(api, &name, "aclrtGetDevice", unsafe { (api.get_device)(&raw mut ordinal) })?;

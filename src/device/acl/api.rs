@@ -217,7 +217,10 @@ impl Api {
         // Each time: after the first it only says so, and what it failed for may have been put right.
         // SAFETY: no configuration is given, which is allowed.
         match unsafe { (api.init)(std::ptr::null()) } {
-            Code::SUCCESS | Code::REPEAT_INITIALIZE => Ok(api),
+            Code::SUCCESS | Code::REPEAT_INITIALIZE => {
+                super::gate::watch();
+                Ok(api)
+            }
             code => Err(unavailable(format!(
                 "aclInit of {} failed with {} ({}){}; is the driver loaded (npu-smi info), is a device visible \
                  (ASCEND_RT_VISIBLE_DEVICES, the container's /dev/davinci*), and may this user use it?",

@@ -20,6 +20,7 @@ pub(crate) struct Code(pub c_int);
 
 impl Code {
     pub(super) const SUCCESS: Self = Self(0);
+    pub(super) const UNINITIALIZED: Self = Self(100_001);
     /// `aclInit` was called before, by whomever.
     pub(super) const REPEAT_INITIALIZE: Self = Self(100_002);
     /// Also what an address or size is refused with that the device cannot work with.
@@ -29,6 +30,7 @@ impl Code {
     pub(super) const STREAM_CONTEXT: Self = Self(107_003);
     pub(super) const NOT_SUPPORTED: Self = Self(207_000);
     pub(super) const MEMORY_ALLOCATION: Self = Self(207_001);
+    pub(super) const NO_DEVICE: Self = Self(207_004);
     pub(super) const NO_EVENT_RESOURCE: Self = Self(207_007);
     pub(super) const DRV_INTERNAL: Self = Self(507_899);
     pub(super) const ALREADY_REGISTERED: Self = Self(507_910);

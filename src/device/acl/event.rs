@@ -148,7 +148,7 @@ impl Acl {
                 .map(handle)
             }
             Kind::Flagged(_) | Kind::Plain => {
-                self.alive()?;
+                let _pass = self.alive()?;
                 Ok(EventHandle(self.events.brief.lock().slots.insert(None) as u64))
             }
         }
@@ -174,7 +174,7 @@ impl Acl {
     pub(super) fn event_destroy(&self, handle: EventHandle) -> Result<()> {
         match self.events.kind {
             Kind::Lasting(_) => {
-                self.alive()?;
+                let _pass = self.alive()?;
                 // SAFETY: made by us, destroyed once.
                 self.said("aclrtDestroyEvent", unsafe { (self.api.event_destroy)(raw(handle)) })
             }
@@ -187,7 +187,7 @@ impl Acl {
 
     /// Destroys an event of an older kind, which no handle stands for any more.
     fn event_drop(&self, event: Raw) -> Result<()> {
-        self.alive()?;
+        let _pass = self.alive()?;
         // SAFETY: made by us, destroyed once.
         self.said("aclrtDestroyEvent", unsafe { (self.api.event_destroy)(event.0) })?;
         // Only now: one that is not destroyed keeps its resource.
@@ -268,7 +268,7 @@ impl Acl {
     }
 
     pub(super) fn event_query(&self, handle: EventHandle) -> Result<bool> {
-        self.alive()?;
+        let _pass = self.alive()?;
         let at = handle.0 as usize;
         let event = match self.events.kind {
             Kind::Lasting(_) => raw(handle),

@@ -296,7 +296,7 @@ impl Acl {
     }
 
     pub(super) fn host_device_address(&self, at: NonNull<u8>) -> Result<u64> {
-        self.alive()?;
+        let _pass = self.alive()?;
         let address = at.as_ptr().addr();
         match locked(address, 1) {
             Some((

@@ -69,7 +69,7 @@ impl Acl {
     }
 
     pub(super) fn memory_free(&self, ptr: DevicePtr) -> Result<()> {
-        self.alive()?;
+        let _pass = self.alive()?;
         let found = ALLOCATIONS.write().remove(&(self.ordinal, ptr.0));
         let allocation = found.ok_or_else(|| {
             Error::Unsupported(format!("{}: no memory of aclrtMalloc starts there", self.name))
@@ -78,14 +78,14 @@ impl Acl {
     }
 
     fn free_at(&self, at: u64) -> Result<()> {
-        self.alive()?;
+        let _pass = self.alive()?;
         // SAFETY: allocated by us, freed once, and no longer in use by the contract. It needs no context.
         self.said("aclrtFree", unsafe { (self.api.free)(std::ptr::with_exposed_provenance_mut(at as usize)) })
     }
 
     /// Whether copies of this device can use memory that others allocated.
     pub(super) fn memory_examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
-        self.alive()?;
+        let _pass = self.alive()?;
         let fault = self.fault(ptr.0, len)?;
         fault.map_or(Ok(()), |fault| {
             Err(Error::BadAddress { device: self.name.to_string(), address: ptr.0, len, fault })

@@ -21,13 +21,14 @@
 //!
 //! [`api`]: the library. [`error`], [`names`]: its codes. [`host`]: page-locked memory, and what is known to be such.
 //! [`memory`]: the device's. [`copy`]: copies, and which of them may run by themselves. [`event`]: events of three kinds,
-//! by what the library has. [`adopt`]: contexts and streams of others.
+//! by what the library has. [`adopt`]: contexts and streams of others. [`gate`]: the process's end.
 
 mod adopt;
 mod api;
 mod copy;
 mod error;
 mod event;
+mod gate;
 mod host;
 mod memory;
 mod names;
@@ -93,7 +94,13 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let api = Api::get(&name)?;
     let mut count = 0;
     // SAFETY: writes a number.
-    check(api, &name, "aclrtGetDeviceCount", unsafe { (api.device_count)(&raw mut count) })?;
+    match unsafe { (api.device_count)(&raw mut count) } {
+        // Some say so where there is none.
+        Code::NO_DEVICE => count = 0,
+        // Of no device in particular: the next one would have the same.
+        code => check(api, &name, "aclrtGetDeviceCount", code)
+            .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?,
+    }
     if ordinal >= count {
         return Err(no_such(&name, count));
     }
@@ -166,6 +173,8 @@ fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + S
 
 /// Takes back one `aclrtSetDevice`.
 fn reset(api: &Api, name: &Arc<str>, ordinal: i32) {
+    gate::enter();
+    let Some(_pass) = gate::pass() else { return };
     // SAFETY: the call takes a number, and is one for one that set it.
     if let Err(error) = check(api, name, "aclrtResetDevice", unsafe { (api.reset_device)(ordinal) }) {
         tracing::warn!(target: "pinpool::device", device = &**name, %error, "a device stays set");
@@ -202,15 +211,17 @@ fn advise(error: Error, remedy: &str) -> Error {
 struct Current<'a> {
     api: &'a Api,
     theirs: Option<AclContext>,
+    /// Dropped last.
+    _pass: Option<gate::Pass>,
 }
 
 impl<'a> Current<'a> {
     /// Makes a context current.
-    fn enter(api: &'a Api, name: &Arc<str>, context: AclContext) -> Result<Self> {
+    fn enter(api: &'a Api, name: &Arc<str>, context: AclContext, pass: Option<gate::Pass>) -> Result<Self> {
         let mut current: AclContext = std::ptr::null_mut();
         // SAFETY: writes a handle.
         let theirs = match unsafe { (api.context_get)(&raw mut current) } {
-            Code::SUCCESS if current == context => return Ok(Self { api, theirs: None }),
+            Code::SUCCESS if current == context => return Ok(Self { api, theirs: None, _pass: pass }),
             Code::SUCCESS => Some(current),
             Code::CONTEXT_NULL => {
                 // Some libraries leave a message about that, which is not to be told with the next error.
@@ -221,7 +232,7 @@ impl<'a> Current<'a> {
         };
         // SAFETY: a context that is kept for as long as the driver is there.
         check(api, name, "aclrtSetCurrentContext", unsafe { (api.context_set)(context) })?;
-        Ok(Self { api, theirs })
+        Ok(Self { api, theirs, _pass: pass })
     }
 }
 
@@ -265,15 +276,26 @@ impl Acl {
         Err(Error::Device(error))
     }
 
-    /// An error, if the device was lost. Before each call.
-    fn alive(&self) -> Result<()> {
-        self.lost.get().map_or(Ok(()), |error| Err(Error::Device(error.clone())))
+    /// Leave to make a call. An error, if the device was lost or the process ends.
+    fn alive(&self) -> Result<gate::Pass> {
+        if let Some(error) = self.lost.get() {
+            return Err(Error::Device(error.clone()));
+        }
+        gate::pass().ok_or_else(|| {
+            Error::Device(DeviceError {
+                device: self.name.clone(),
+                call: "a call",
+                code: Code::UNINITIALIZED.0.into(),
+                text: "not made, since the process ends".into(),
+                class: ErrorClass::DriverEnd,
+            })
+        })
     }
 
     /// Makes our context current, for a call that needs one.
     fn current(&self) -> Result<Current<'_>> {
-        self.alive()?;
-        Current::enter(self.api, &self.name, self.context).inspect_err(|error| {
+        let pass = self.alive()?;
+        Current::enter(self.api, &self.name, self.context, Some(pass)).inspect_err(|error| {
             if let Error::Device(error) = error {
                 if matches!(error.class, ErrorClass::Sticky | ErrorClass::DriverEnd) {
                     let _ = self.lost.set(error.clone());
@@ -334,6 +356,8 @@ impl Driver for Acl {
     }
 
     fn enter_thread(&self) {
+        gate::enter();
+        let Some(_pass) = gate::pass() else { return };
         // Where it fails the thread is like any other, and each call does it for itself.
         // SAFETY: our context, which is kept for as long as the driver is there.
         let _ = unsafe { (self.api.context_set)(self.context) };
