@@ -67,6 +67,7 @@ impl Timeline {
             state.open += 1;
             (state.open_entries, state.open_bytes) = (0, 0);
             state.unmarked = state.unmarked.max(tick);
+            state.recording += 1;
             tick
         };
         #[cfg(pinpool_planted = "mark_before_record")]
@@ -77,6 +78,7 @@ impl Timeline {
         result.inspect_err(|error| {
             {
                 let mut state = self.state.lock();
+                state.recording -= 1;
                 let later = state.open;
                 state.doubtful.push((later, event));
                 // On a stream that was given up meanwhile nothing is due any more.
@@ -88,6 +90,7 @@ impl Timeline {
         })?;
         let used = recorded(event);
         let mut state = self.state.lock();
+        state.recording -= 1;
         if state.lost.is_some() && !cfg!(pinpool_planted = "mark_after_loss") {
             // Given up meanwhile: nobody takes marks off the list any more. See there for the event.
             drop(state);

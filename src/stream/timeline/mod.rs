@@ -49,6 +49,8 @@
 mod claims;
 mod held;
 mod marks;
+#[cfg(all(test, not(loom)))]
+mod tests;
 mod waits;
 
 use std::any::Any;
@@ -94,6 +96,8 @@ struct State {
     open_bytes: usize,
     /// The highest closed tick for which no mark was published, or 0.
     unmarked: u64,
+    /// Marks that are being recorded: closed ticks whose event is not published yet.
+    recording: u32,
     /// Attempts at recording, and at asking about the oldest mark, that failed in a row.
     unrecorded: u32,
     unasked: u32,
@@ -191,6 +195,7 @@ impl Timeline {
                 open_entries: 0,
                 open_bytes: 0,
                 unmarked: 0,
+                recording: 0,
                 unrecorded: 0,
                 unasked: 0,
                 doubtful: Vec::new(),
@@ -431,6 +436,8 @@ impl State {
             && self.entries.is_empty()
             && self.marks.is_empty()
             && self.unmarked == 0
+            // Whose mark another one may have overtaken.
+            && self.recording == 0
             && self.open_entries == 0
             && self.claims.iter().all(|(_, c)| c.landed)
     }
