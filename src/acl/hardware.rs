@@ -1,8 +1,8 @@
 //! For users with Ascend hardware: how to run the contract's suite on it, and what to send back.
 //!
 //! This crate has never met an Ascend device. Its code for them follows the documentation and the headers of CANN, 2022 to
-//! 2026; its tests run it over a stand-in `libascendcl.so` (`tests/doubles/acl`), which breaks off when a rule of those pages
-//! is broken. A stand-in shares what its authors misread. So the first runs on real devices are worth a great deal, whatever
+//! 2026; its tests run it over a stand-in `libascendcl.so` (`tests/doubles/acl`), which writes down every rule of those pages
+//! that is broken. A stand-in may share what we misread. So the first runs on real devices are worth a great deal, whatever
 //! comes of them.
 //!
 //! # Before

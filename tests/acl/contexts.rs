@@ -53,7 +53,8 @@ fn all_calls(device: &Device, look: impl Fn(&str)) {
     look("blocking copies");
     drop(stream.copy(memory.slice(..64), memory.slice(64..128)).unwrap());
     let (from, to) = stream.copy_host(back, pool.checkout(10_000).unwrap()).unwrap();
-    (from.wait().unwrap(), to.wait().unwrap());
+    from.wait().unwrap();
+    to.wait().unwrap();
     look("other copies");
     drop(pool.checkout_zeroed(500).unwrap());
     look("zeros");

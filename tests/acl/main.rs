@@ -90,7 +90,7 @@ fn what_the_device_says() {
     on_each("what_the_device_says", &npu::WAYS, |stand_in| {
         let about = tell();
         assert_eq!(about.on_device, std::env::var("PINPOOL_STANDIN_RC").is_ok_and(|rc| rc == "1"));
-        let has = |name: &str| about.later.iter().any(|call| *call == (name, true));
+        let has = |name: &'static str| about.later.contains(&(name, true));
         for (name, _) in &about.later {
             assert_eq!(has(name), stand_in.has(name), "{name}");
         }

@@ -221,8 +221,9 @@ impl Acl {
     fn drain_all(&self) -> Result<()> {
         self.drained()?;
         let open: Vec<Arc<Self>> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
-        let others = open.iter().filter(|other| other.context != self.context && other.lost.get().is_none());
-        others.map(|other| other.drained()).collect()
+        let mut others =
+            open.iter().filter(|other| other.context != self.context && other.lost.get().is_none());
+        others.try_for_each(|other| other.drained())
     }
 
     /// # Safety
