@@ -230,6 +230,18 @@ impl PinnedBuf {
         unsafe { self.set_len(len) }
     }
 
+    /// The same buffer with its first `len` bytes zero, written by the device's driver or the CPU, whichever is right there.
+    pub(crate) fn zeroed(mut self, context: &DeviceContext, len: usize) -> Result<Self> {
+        self.clear();
+        let spare = self.spare_capacity_mut();
+        let len = len.min(spare.len());
+        // SAFETY: the buffer's own bytes, which nobody else uses.
+        context.noting(unsafe { context.driver().zero(std::ptr::NonNull::from(spare).cast(), len) })?;
+        // SAFETY: just written.
+        unsafe { self.set_len(len) };
+        Ok(self)
+    }
+
     /// Appends bytes.
     ///
     /// # Panics

@@ -1,6 +1,7 @@
 //! How a pool is set up, checked once when it is built.
 
 use crate::arena::MAX_EXTENT;
+use crate::device::HostAllocFlags;
 use crate::error::{Error, Result};
 use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, RegionOptions, Unpinned};
 use crate::runtime::Device;
@@ -16,7 +17,7 @@ pub struct PoolBuilder {
     pub(crate) extent: Option<usize>,
     pub(crate) thread_cache: Option<usize>,
     pub(crate) unpinned: Unpinned,
-    pub(crate) backing: Backing,
+    pub(crate) backing: Option<Backing>,
     pub(crate) huge_pages: HugePages,
     pub(crate) pin_threads: Option<usize>,
     pub(crate) reserves: Vec<(String, usize)>,
@@ -48,7 +49,7 @@ impl PoolBuilder {
             extent: None,
             thread_cache: None,
             unpinned: Unpinned::default(),
-            backing: Backing::default(),
+            backing: None,
             huge_pages: HugePages::default(),
             pin_threads: None,
             reserves: Vec::new(),
@@ -97,7 +98,8 @@ impl PoolBuilder {
 
     /// Bytes pinned by one call at most, and so the largest segment that there can be. Default: 256 MiB, for which the
     /// call takes a few milliseconds; other users of the driver may have to wait for so long. What the system or the driver
-    /// cannot pin in one call is cut smaller: on CUDA 256 GiB are the most, and 1 GiB on Linux 6.11 to 6.13.
+    /// cannot pin in one call is cut smaller: on CUDA 256 GiB are the most, and 1 GiB on Linux 6.11 to 6.13; on Ascend
+    /// 128 GiB.
     pub fn extent(mut self, bytes: usize) -> Self {
         self.extent = Some(bytes);
         self
@@ -117,10 +119,10 @@ impl PoolBuilder {
         self
     }
 
-    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest. What is
-    /// [adopted](crate::Pool::adopt) comes on top of it.
+    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest; on Ascend [`Backing::HostAlloc`], which all
+    /// devices have there. What is [adopted](crate::Pool::adopt) comes on top of it.
     pub fn backing(mut self, backing: Backing) -> Self {
-        self.backing = backing;
+        self.backing = Some(backing);
         self
     }
 
@@ -226,7 +228,12 @@ impl PoolBuilder {
                 other.name()
             ));
         }
-        if let Some(kind) = self.backing.kind() {
+        let allocates = self.devices[0].context().driver().allocates();
+        let backing = self.backing.unwrap_or(match allocates {
+            true => Backing::HostAlloc(HostAllocFlags::default()),
+            false => Backing::default(),
+        });
+        if let Some(kind) = backing.kind() {
             self.devices.iter().try_for_each(|d| d.context().driver().can_use(kind))?;
         }
         let thread_cache = if self.track { Some(0) } else { self.thread_cache };
@@ -244,7 +251,7 @@ impl PoolBuilder {
                 unpinned: self.unpinned,
                 huge: self.huge_pages,
                 node: None,
-                backing: self.backing,
+                backing,
             },
         })
     }

@@ -244,7 +244,7 @@ pub enum Error {
     /// A stream of another context than the device's.
     #[error(
         "the stream belongs to another context than the one that {device} works in; adopt the stream with the device of its \
-         own context (cuda::adopt_context gives it)"
+         own context (adopt_context in the module cuda or acl gives it)"
     )]
     WrongContext {
         /// The device that the stream was to be adopted for.

@@ -24,7 +24,7 @@
 //! ```
 //! use pinpool::{Device, Pool, Unpinned};
 //!
-//! let device = Device::open("auto")?; // or "cuda:0", or "host"
+//! let device = Device::open("auto")?; // or "cuda:0", "acl:0", "host"
 //! // Refusing to go on without page locks is the default; this runs under any memlock limit.
 //! let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
 //! let stream = device.stream()?;
@@ -52,8 +52,8 @@
 //!   cut up, [`Device::register`] for values that are copied from where they are.
 //! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
 //!   that others submit; [`Stream::copy_host`] from buffer to buffer.
-//! - Sharing: a server's own CUDA contexts and streams are adopted, and ours given out, by the module `cuda` (feature
-//!   `cuda`); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
+//! - Sharing: a server's own contexts and streams are adopted, and ours given out, by the modules `cuda` and `acl` (features
+//!   of the same names); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]. For operators: [`telemetry`], with
 //!   [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics.
 //! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
@@ -86,6 +86,7 @@
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
 //! | `copy` | copies between buffers and device memory | yes |
 //! | `cudarc` | cudarc's contexts, streams and slices beside the pool | yes |
+//! | `acl` | what only Ascend has: the library, contexts and streams that others made | yes |
 //! | `cuda` | what only CUDA has | |
 //! | `telemetry` | the snapshot, and the sampler that sends metrics | |
 //!
@@ -93,13 +94,16 @@
 //!
 //! | feature | default | what it adds |
 //! | --- | --- | --- |
+//! | `acl` | yes | Ascend NPUs, as `acl:N`; the library is loaded at run time, nothing is needed to build or to start |
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
 //! | `metrics` | no | a [`Sampler`](telemetry::Sampler) feeds the recorder of the `metrics` facade, too |
 //! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `doctor` says what stands in the way of pinning |
 //!
-//! The host device is always there. Features are additive. Support for Ascend is planned behind the same contract and
-//! is not in yet.
+//! The host device is always there. Features are additive.
+//!
+//! What was tried on what: CUDA on H200 GPUs and on a stand-in driver; Ascend on a stand-in library alone, written from
+//! CANN's documentation, since no hardware was at hand (`acl::hardware` says how to try it there).
 //!
 //! # Events
 //!
@@ -116,6 +120,8 @@
 #![cfg_attr(any(loom, pinpool_rmw, not(target_os = "linux")), allow(dead_code))]
 
 // In the order of the layers: each knows only those above it.
+#[cfg(feature = "acl")]
+pub mod acl;
 mod arena;
 mod buffer;
 mod config;

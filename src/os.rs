@@ -202,7 +202,10 @@ mod linux {
     }
 
     /// The kernel's version, as major and minor number.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only accelerators' drivers ask")
+    )]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         // SAFETY: text fields, for which zeros are empty strings.
         let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -215,7 +218,10 @@ mod linux {
         kernel_version(release.to_str().ok()?)
     }
 
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only accelerators' drivers ask")
+    )]
     pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
@@ -312,6 +318,30 @@ mod linux {
         Some(maps_host_memory(&String::from_utf8_lossy(&maps), address))
     }
 
+    /// Whether this process may write to all of a range, by the same table. `None`: it cannot be read.
+    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    pub(crate) fn is_writable(start: usize, len: usize) -> Option<bool> {
+        let maps = fs::read("/proc/self/maps").ok()?;
+        Some(maps_writable(&String::from_utf8_lossy(&maps), start, start + len))
+    }
+
+    /// Whether mappings that can be written to cover the range. They are listed in order.
+    pub(super) fn maps_writable(maps: &str, start: usize, end: usize) -> bool {
+        let mut at = start;
+        for line in maps.lines() {
+            let mut fields = line.split_ascii_whitespace();
+            let range = fields.next().and_then(|range| range.split_once('-'));
+            let permissions = fields.next().unwrap_or_default();
+            let Some((from, to)) = range else { continue };
+            let parse = |text| usize::from_str_radix(text, 16);
+            let (Ok(from), Ok(to)) = (parse(from), parse(to)) else { continue };
+            if from <= at && at < to && permissions.starts_with("rw") {
+                at = to;
+            }
+        }
+        at >= end
+    }
+
     /// Lines read `from-to perms offset device inode path`, in hexadecimal, the path last and not always there.
     pub(super) fn maps_host_memory(maps: &str, address: u64) -> bool {
         let within = |line: &&str| {
@@ -325,7 +355,8 @@ mod linux {
         let path = fields.nth(3).unwrap_or_default();
         // Drivers reserve the addresses of their devices without any permission, or map them from a device of theirs.
         // Shared memory is mapped from "devices" too (/dev/zero, /dev/shm), which are none.
-        let is_window = path.starts_with("/dev/nvidia") || path.starts_with("/dev/dxg");
+        let windows = ["/dev/nvidia", "/dev/dxg", "/dev/davinci", "/dev/devmm_svm"];
+        let is_window = windows.iter().any(|window| path.starts_with(window));
         !permissions.starts_with("--") && !is_window
     }
 
@@ -388,6 +419,14 @@ mod linux {
             libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child))
                 == 0
         }
+    }
+
+    /// Has `handler` called when the process ends by itself, before the handlers that were left here or by libraries so far.
+    /// `false`: the system has no room for it. It must not panic.
+    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
+        // SAFETY: the function lives as long as the process.
+        unsafe { libc::atexit(handler) == 0 }
     }
 
     /// A number that differs between a process and its forks, from the first call of this on.
@@ -465,7 +504,10 @@ mod other {
         None
     }
 
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only accelerators' drivers ask")
+    )]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         None
     }
@@ -490,6 +532,11 @@ mod other {
         None
     }
 
+    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    pub(crate) fn is_writable(_start: usize, _len: usize) -> Option<bool> {
+        None
+    }
+
     pub(crate) fn membarrier_register() -> bool {
         false
     }
@@ -499,6 +546,11 @@ mod other {
     }
 
     pub(crate) fn at_fork(_prepare: fn(), _parent: fn(), _child: fn()) -> bool {
+        false
+    }
+
+    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    pub(crate) fn at_exit(_handler: extern "C" fn()) -> bool {
         false
     }
 
@@ -659,6 +711,29 @@ mod tests {
         let local = 1_u8;
         assert_eq!(is_host_memory(&raw const local as u64), Some(true));
         assert_eq!(is_host_memory(1), Some(false));
+    }
+
+    #[test]
+    fn tells_what_can_be_written_to() {
+        let maps = "1000-3000 rw-p 00000000 00:00 0\n\
+                    3000-4000 rw-s 00000000 00:00 0\n\
+                    5000-6000 r--p 00000000 08:01 1 /a file\n\
+                    6000-7000 rw-p 00000000 00:00 0\n";
+        for (start, end, expected) in [
+            (0x1000, 0x4000, true),
+            (0x1800, 0x3001, true),
+            (0x3fff, 0x4000, true),
+            (0x3fff, 0x4001, false),
+            (0x5000, 0x5001, false),
+            (0x5000, 0x7000, false),
+            (0x6000, 0x7000, true),
+            (0x0, 0x2000, false),
+        ] {
+            assert_eq!(linux::maps_writable(maps, start, end), expected, "{start:#x}..{end:#x}");
+        }
+        let mut local = 1_u8;
+        assert_eq!(is_writable((&raw mut local).addr(), 1), Some(true));
+        assert_eq!(is_writable(1, 1), Some(false));
     }
 
     #[test]

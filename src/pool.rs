@@ -333,6 +333,20 @@ impl Pool {
         CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None, tags, site }
     }
 
+    /// A host-ready buffer whose bytes are there already, all of them zero, and its length with them. Waits like
+    /// [`checkout`](Self::checkout). The CPU writes the zeros; where a program runs on the device itself (Ascend in RC mode)
+    /// `aclrtMemset` does.
+    ///
+    /// # Errors
+    /// As for [`checkout`](Self::checkout); what the driver says, where it writes them.
+    pub fn checkout_zeroed<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
+        let request = request.into();
+        let buf = self.checkout(request)?;
+        // The first that lives: zeros are the same whoever writes them, and a lost one writes none.
+        let alive = self.0.devices.iter().find(|device| device.lost().is_none());
+        buf.zeroed(alive.unwrap_or(&self.0.devices[0]).context(), request.len)
+    }
+
     /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted. Plain memory
     /// has no alignment to rely on, whatever was asked for.
     ///

@@ -19,13 +19,15 @@ use crate::stream::timeline::Timeline;
 
 /// A device: the thing on the other side of a copy.
 ///
-/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`; `cuda` is `cuda:0`), `host` or `host:N` (a device
-/// without any accelerator, see [`crate::host`]), `auto` (the first GPU that can be opened, else `host:0`;
-/// the log says why). A server that needs a GPU names it, since `auto` goes on without one.
+/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`; `cuda` is `cuda:0`), `acl:N` (an Ascend NPU, feature `acl`),
+/// `host` or `host:N` (a device without any accelerator, see [`crate::host`]), `auto` (the first GPU that can be opened, else
+/// the first NPU, else `host:0`; the log says what was skipped and why). A server that needs an accelerator names it, since
+/// `auto` goes on without one.
 ///
 /// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
 /// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; with the
-/// feature `cuda` a server's own contexts and streams can be adopted (module `cuda`).
+/// feature `cuda` a server's own contexts and streams can be adopted (module `cuda`). The module `acl` says the same for
+/// Ascend.
 ///
 /// Cloning gives another handle to the same device, and so does opening it again while it is open.
 #[derive(Clone)]
@@ -35,7 +37,10 @@ struct Inner {
     context: Arc<Context>,
     reaper: Reaper,
     /// Streams that others can reach, by the driver's number for each, which is never another's.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only others' streams are shared")
+    )]
     streams: Mutex<HashMap<u64, Weak<Timeline>>>,
 }
 
@@ -86,7 +91,7 @@ impl Device {
     }
 
     /// The timeline that is known by this number, or a new one.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn known_stream(&self, id: u64, make: impl FnOnce() -> Arc<Timeline>) -> Arc<Timeline> {
         let mut streams = self.0.streams.lock();
         if let Some(timeline) = streams.get(&id).and_then(Weak::upgrade) {
@@ -204,7 +209,7 @@ impl Device {
 fn driver(name: &str) -> Result<Arc<dyn Driver>> {
     let unknown = || Error::UnknownDevice {
         name: name.into(),
-        known: "a device is named auto, host, host:N, cuda or cuda:N".into(),
+        known: "a device is named auto, host, host:N, cuda, cuda:N, acl or acl:N".into(),
     };
     let (family, ordinal) = match name.split_once(':') {
         Some((family, ordinal)) => (family, ordinal.parse::<u32>().map_err(|_| unknown())?),
@@ -215,6 +220,8 @@ fn driver(name: &str) -> Result<Arc<dyn Driver>> {
         "host" => HostNode::system().driver(ordinal),
         #[cfg(feature = "cuda")]
         "cuda" => crate::device::cuda::driver(ordinal),
+        #[cfg(feature = "acl")]
+        "acl" => crate::device::acl::driver(ordinal),
         // Here where their feature is off.
         #[allow(unreachable_patterns, reason = "depends on the features")]
         "cuda" | "acl" => Err(Error::Unavailable {
@@ -227,25 +234,32 @@ fn driver(name: &str) -> Result<Arc<dyn Driver>> {
 
 /// The first device of those that can be opened here.
 fn best() -> Result<Arc<dyn Driver>> {
-    #[cfg(feature = "cuda")]
-    for ordinal in 0.. {
-        match crate::device::cuda::driver(ordinal) {
-            Ok(driver) => {
-                tracing::info!(target: "pinpool::device", "auto: taking cuda:{ordinal}");
-                return Ok(driver);
-            }
-            // This one is taken, or broken: another may not be.
-            Err(error @ Error::Device(_)) => {
-                tracing::info!(target: "pinpool::device", %error, "auto: cuda:{ordinal} cannot be opened");
-            }
-            Err(error) => {
-                tracing::info!(target: "pinpool::device", %error, "auto: there is no GPU to take, taking host:0");
-                break;
+    type Open = fn(u32) -> Result<Arc<dyn Driver>>;
+    let families: &[(&str, Open)] = &[
+        #[cfg(feature = "cuda")]
+        ("cuda", crate::device::cuda::driver),
+        #[cfg(feature = "acl")]
+        ("acl", crate::device::acl::driver),
+    ];
+    for (family, open) in families {
+        for ordinal in 0.. {
+            match open(ordinal) {
+                Ok(driver) => {
+                    tracing::info!(target: "pinpool::device", "auto: taking {family}:{ordinal}");
+                    return Ok(driver);
+                }
+                // This one is taken, or broken: another may not be.
+                Err(error @ Error::Device(_)) => {
+                    tracing::info!(target: "pinpool::device", %error, "auto: {family}:{ordinal} cannot be opened");
+                }
+                Err(error) => {
+                    tracing::info!(target: "pinpool::device", %error, "auto: there is no {family} device to take");
+                    break;
+                }
             }
         }
     }
-    #[cfg(not(feature = "cuda"))]
-    tracing::info!(target: "pinpool::device", "auto: no accelerator is built in, taking host:0");
+    tracing::info!(target: "pinpool::device", "auto: taking host:0");
     HostNode::system().driver(0)
 }
 

@@ -1,13 +1,13 @@
 //! The `pinpool` command as its users meet it: the built binary, its output and its exit status.
 //!
-//! Everything runs on the host device, which is always there; once on a GPU, of the stand-in driver or, where
-//! `PINPOOL_REQUIRE` names one, of the machine's own. What needs hundreds of megabytes runs only with
+//! Everything runs on the host device, which is always there; once on a GPU, and once on an Ascend device, of the stand-in
+//! driver or, where `PINPOOL_REQUIRE` names one, of the machine's own. What needs hundreds of megabytes runs only with
 //! `PINPOOL_FULL=1`.
 
 #![cfg(all(feature = "cli", target_os = "linux"))]
 #![allow(unsafe_code)]
 
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "acl", feature = "cuda"))]
 mod doubles;
 
 use std::fs::{self, File, OpenOptions};
@@ -337,6 +337,52 @@ fn files_go_to_a_gpu_and_back() {
     assert!(output.status.success(), "{}", stderr(&output));
     let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!((&report["device"], &report["verified"]), (&"cuda:0".into(), &true.into()), "{report}");
+}
+
+#[test]
+#[cfg(feature = "acl")]
+fn files_go_to_an_npu_and_back() {
+    use doubles::ascendcl::{PATH, REPORT, report_of};
+    use doubles::npu;
+
+    let files = Files::new();
+    let file = files.make("model", (9 << 20) + 77);
+    let run = |device: &str, environment: &[(&str, &Path)]| {
+        let mut command = pinpool();
+        command.args(["load", "--device", device, "--json", "--verify", "--capacity", "4MiB"]);
+        command.args(["--chunk", "100KiB"]).envs(environment.iter().copied());
+        let output = command.arg(&file).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let report: Value = serde_json::from_str(stdout(&output).lines().last().unwrap()).unwrap();
+        assert_eq!((&report["device"], &report["verified"]), (&device.into(), &true.into()), "{report}");
+        assert_eq!(
+            (&report["pool"]["unpinned_bytes"], &report["pool"]["quarantined_bytes"]),
+            (&0.into(), &0.into())
+        );
+    };
+    if npu::required() {
+        return run("acl:0", &[]);
+    }
+    for way in npu::WAYS {
+        let Some(library) = way.library() else {
+            println!("skipped: there is no cargo to build the stand-in libascendcl with");
+            return;
+        };
+        let written = files.path("report");
+        let mut environment = vec![(PATH, &*library), (REPORT, &*written)];
+        environment.extend(way.environment.iter().map(|(name, value)| (*name, Path::new(value))));
+        for device in ["acl:0", "acl:1"] {
+            run(device, &environment);
+            let report = report_of(&written).expect("the stand-in wrote what it had seen");
+            assert_eq!(report.violations, Vec::<String>::new(), "{}", way.name);
+            let calls = |name: &str| report.calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1);
+            assert!(
+                calls("aclrtMemcpyAsync") + calls("aclrtMemcpy") > 90 && calls("aclFinalize") == 0,
+                "{report:?}"
+            );
+            fs::remove_file(&written).unwrap();
+        }
+    }
 }
 
 #[test]

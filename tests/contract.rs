@@ -5,11 +5,12 @@
 //! device that cannot be opened is reported and left out.
 //!
 //! GPUs: with one named by `PINPOOL_REQUIRE` the machine's own driver is used. Otherwise the suite runs on the stand-in
-//! driver of `tests/doubles`, whose rules must then not have been broken.
+//! driver of `tests/doubles`, whose rules must then not have been broken. Ascend devices likewise, on the stand-in as a library
+//! of today and of 2022, and in both run modes.
 
 #![allow(unsafe_code, reason = "memory by its address")]
 
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "acl", feature = "cuda"))]
 mod doubles;
 #[path = "contract/memories.rs"]
 mod memories;
@@ -37,7 +38,10 @@ struct Subject {
     other: Option<Device>,
     /// Lets a device that does not move by itself make a step.
     pump: Option<HostNode>,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams have handles"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only an accelerator's streams have handles")
+    )]
     /// Whether others have the handles of its streams, which must make no difference.
     shared: bool,
 }
@@ -55,10 +59,33 @@ impl Subject {
     fn stream(&self) -> Stream {
         let stream = self.device.stream().unwrap();
         #[cfg(feature = "cuda")]
-        if self.shared {
+        if self.shared && !self.is_ascend() {
             pinpool::cuda::raw_stream(&stream).unwrap();
         }
+        #[cfg(feature = "acl")]
+        if self.shared && self.is_ascend() {
+            pinpool::acl::raw_stream(&stream).unwrap();
+        }
         stream
+    }
+
+    /// There are no devices of Ascend's with managed memory here, and only some that can have memory registered.
+    fn is_ascend(&self) -> bool {
+        self.device.name().starts_with("acl")
+    }
+
+    /// Whether an address of the host's is known to be none of the device's.
+    fn tells_addresses(&self) -> bool {
+        #[cfg(feature = "acl")]
+        if let Ok(about) = pinpool::acl::about(&self.device) {
+            return !about.on_device || about.later.contains(&("aclrtPointerGetAttributes", true));
+        }
+        true
+    }
+
+    /// Whether this is the refusal of a device that cannot do it.
+    fn cannot(&self, error: &Error) -> bool {
+        self.is_ascend() && matches!(error, Error::Unsupported(_))
     }
 
     fn alloc(&self, len: usize) -> DeviceBuffer {
@@ -113,6 +140,18 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
             let device = Device::open("cuda:1")?;
             Ok(Subject { device, other: Device::open("cuda:0").ok(), pump: None, shared: false })
         }),
+        ("acl:0", "the first NPU", || {
+            let device = Device::open("acl:0")?;
+            Ok(Subject { device, other: Device::open("acl:1").ok(), pump: None, shared: false })
+        }),
+        ("acl:0", "the first NPU, its streams given out", || {
+            let device = Device::open("acl:0")?;
+            Ok(Subject { device, other: Device::open("acl:1").ok(), pump: None, shared: true })
+        }),
+        ("acl:1", "the second NPU", || {
+            let device = Device::open("acl:1")?;
+            Ok(Subject { device, other: Device::open("acl:0").ok(), pump: None, shared: false })
+        }),
     ]
 }
 
@@ -157,7 +196,9 @@ fn run(family: &str) -> usize {
     let required = std::env::var("PINPOOL_REQUIRE").unwrap_or_default();
     let names = required.split(',').map(str::trim).filter(|n| !n.is_empty());
     // Names of no family at all are missed by the host's test.
-    let of_family = |name: &str| name.starts_with(family) || (family == "host" && !name.starts_with("cuda"));
+    let others = ["acl", "cuda"];
+    let is_other = |name: &str| others.iter().any(|other| name.starts_with(other));
+    let of_family = |name: &str| name.starts_with(family) || (family == "host" && !is_other(name));
     let mut missing: Vec<&str> = names.filter(|n| of_family(n)).collect();
     let mut run = 0;
     for (name, kind, open) in subjects().into_iter().filter(|s| s.0.starts_with(family)) {
@@ -204,6 +245,28 @@ fn the_contract_holds_on_gpus() {
         assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
         assert_eq!(run, 3 * (TESTS.len() + 1), "the stand-in has two GPUs");
     }
+}
+
+#[test]
+#[cfg(feature = "acl")]
+fn the_contract_holds_on_ascend() {
+    use doubles::npu;
+    if !npu::required() && !npu::is_set() {
+        let test = "the_contract_holds_on_ascend";
+        return npu::WAYS.iter().for_each(|way| way.again(test, &[("PINPOOL_REQUIRE", "acl:0")]));
+    }
+    let run = run("acl");
+    assert!(run >= TESTS.len());
+    if let Some(stand_in) = npu::stand_in() {
+        npu::no_trace(&stand_in);
+        assert_eq!(run, 3 * (TESTS.len() + 1), "the stand-in has two NPUs");
+    }
+}
+
+#[test]
+#[cfg(not(feature = "acl"))]
+fn npus_are_not_built_in() {
+    run("acl");
 }
 
 #[test]

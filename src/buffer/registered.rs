@@ -124,7 +124,9 @@ impl Device {
     /// With the value as it was: [`Error::Empty`]; what the driver says, with the remedy. CUDA refuses bytes that are
     /// registered already (712), memory of its own, and memory that cannot be written to or whose pages cannot be pinned
     /// for writing: mappings opened for reading, and shared mappings of files on most disk file systems. These are for
-    /// [`register_read_only`](Self::register_read_only).
+    /// [`register_read_only`](Self::register_read_only). Ascend registers whole pages of 4 KiB, once each: a value on a page
+    /// of another one is refused, and so is what cannot be written to, by either call; devices and drivers that register
+    /// nothing say so ([`Error::Unsupported`]).
     pub fn register<T>(&self, value: T) -> Result<Registered<T>, RegisterError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,

@@ -68,7 +68,7 @@ pub struct Load {
     /// Files to move; without any, a sample is made for the time of the run
     #[arg(value_name = "FILE")]
     pub files: Vec<PathBuf>,
-    /// The device: auto, host, host:N or cuda:N
+    /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
     /// The most memory that the pool may pin, such as 64MiB

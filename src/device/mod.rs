@@ -31,6 +31,10 @@
 
 #![allow(unsafe_code)]
 
+#[cfg(feature = "acl")]
+pub(crate) mod acl;
+#[cfg(any(feature = "acl", feature = "cuda"))]
+pub(crate) mod callback;
 pub(crate) mod context;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
@@ -121,6 +125,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
+    /// This driver as a context of AscendCL's, for what only that has. `None` for all others.
+    #[cfg(feature = "acl")]
+    fn acl(&self) -> Option<&acl::Acl> {
+        None
+    }
+
     /// Called once, and first, on each thread of ours that makes calls: the driver may set the thread up for good.
     fn enter_thread(&self) {}
 
@@ -132,6 +142,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Bytes that one call of [`Driver::pin`] can pin at most.
     fn longest_pin(&self) -> usize {
         usize::MAX
+    }
+
+    /// Whether pools are to take memory that the driver allocates, where nothing else is asked for: it is the better one
+    /// here, or not all devices of the kind can do with other memory.
+    fn allocates(&self) -> bool {
+        false
     }
 
     /// The NUMA node of the host that the device hangs on, if that is known.
@@ -160,7 +176,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
 
     /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks the pages they are on.
     /// With `read_only` the device may only read them, and the mapping may be one that cannot be written to. On an error
-    /// nothing is left registered. A range that overlaps another one is refused, not one on the same page.
+    /// nothing is left registered. A range that overlaps another one is refused; one on the same page only where the driver
+    /// knows whole pages alone (Ascend).
     ///
     /// # Safety
     /// The range is mapped, and stays so until [`Driver::unregister`] has succeeded.
@@ -187,6 +204,17 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// # Safety
     /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and nobody uses the memory.
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
+
+    /// Writes zeros over `len` bytes of pinned, registered or allocated host memory, or of any other, and returns when they
+    /// are there. The CPU does it, unless the device has the memory for its own.
+    ///
+    /// # Safety
+    /// The range can be written, and nobody else uses it.
+    unsafe fn zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
+        // SAFETY: the caller's word.
+        unsafe { at.write_bytes(0, len) };
+        Ok(())
+    }
 
     /// Where the device sees the byte of pinned, registered or allocated host memory that the host sees at `at`. (Managed
     /// memory has one address.) Never blocks.

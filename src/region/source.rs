@@ -26,17 +26,21 @@ use crate::segment::PAGE;
 pub enum Backing {
     /// Mappings of the pool's own, touched by several threads and registered with the device (CUDA: `cuMemHostRegister`).
     /// Several times faster to get than what drivers allocate, and other users of the driver wait less meanwhile.
+    ///
+    /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have; there it is to be asked for by name, and
+    /// where it is missing building the pool is an error that says so.
     #[default]
     Registered,
-    /// Page-locked memory that the driver allocates (CUDA: `cuMemHostAlloc`), one call and one region for each
-    /// [extent](crate::PoolBuilder::extent). Huge pages and threads that touch pages have no part in it.
+    /// Page-locked memory that the driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`, which knows none of
+    /// the flags and gives what it gives), one call and one region for each [extent](crate::PoolBuilder::extent). Huge pages
+    /// and threads that touch pages have no part in it.
     HostAlloc(HostAllocFlags),
     /// Managed memory (CUDA: `cuMemAllocManaged` with `CU_MEM_ATTACH_GLOBAL`), one call and one region for each extent.
     ///
     /// Its pages move to who touches them, so they are **not page-locked**: it counts as unpinned bytes, and
     /// [`PinnedBuf::is_pinned`](crate::PinnedBuf::is_pinned) is `false`. [`Unpinned::Refuse`], the default, does not forbid
     /// it, since it was asked for by name. Only on devices that let the host use it while they work (CUDA:
-    /// `CONCURRENT_MANAGED_ACCESS`); elsewhere building the pool is an error that says so.
+    /// `CONCURRENT_MANAGED_ACCESS`; no Ascend device); elsewhere building the pool is an error that says so.
     Managed,
 }
 

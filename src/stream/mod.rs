@@ -11,7 +11,7 @@ pub(crate) mod timeline;
 use std::fmt;
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "acl", feature = "cuda"))]
 use crate::device::StreamHandle;
 use crate::error::{Error, Result};
 use crate::runtime::Device;
@@ -40,7 +40,7 @@ impl Stream {
 
     /// A stream that others made, and are alive by their word for as long as anything is in flight on it. `id` is the
     /// driver's number for it: the same number gives the same timeline. Without one each call gives another.
-    #[cfg(feature = "cuda")]
+    #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn adopted(device: &Device, handle: StreamHandle, id: Option<u64>) -> Self {
         let make = || {
             let context = device.context().clone();

@@ -60,7 +60,8 @@ fn until(on: &Subject, what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// Registers a value. `None`: the host's memlock limit is used up, by pools that are about to end or for good.
+/// Registers a value. `None`: the host's memlock limit is used up, by pools that are about to end or for good; or the device
+/// cannot have such memory registered.
 fn register<T>(on: &Subject, mut value: T, read_only: bool) -> Option<Registered<T>>
 where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
@@ -70,6 +71,10 @@ where
             if read_only { on.device.register_read_only(value) } else { on.device.register(value) };
         match registered {
             Ok(registered) => return Some(registered),
+            Err(refused) if on.cannot(&refused.error) => {
+                println!("skipped: {}", refused.error);
+                return None;
+            }
             Err(refused) => {
                 assert!(matches!(refused.error, Error::MemLock { .. }), "{}", refused.error);
                 value = refused.memory.unwrap();
@@ -97,8 +102,11 @@ pub fn backings(on: &Subject) {
             .extent(2 * PAGE)
             .backing(backing)
             .unpinned(Unpinned::Allow)
-            .build()
-            .unwrap();
+            .build();
+        let pool = match pool {
+            Err(error) if on.cannot(&error) && !matches!(backing, Backing::HostAlloc(_)) => continue,
+            pool => pool.unwrap(),
+        };
         pool.wait_pinned(Some(HANG)).unwrap();
         let regions = pool.regions();
         // What the driver gives has no mapping in common.
@@ -149,7 +157,10 @@ pub fn adopted(on: &Subject) {
     let content = bytes(1, 5 * PAGE + 777);
     let (watched, dropped) = Watched::new(content.clone());
     let (start, end) = (watched.as_ptr().addr(), watched.as_ptr().addr() + watched.len());
-    let info = pool.adopt(watched).unwrap();
+    let info = match pool.adopt(watched) {
+        Err(refused) if on.cannot(&refused.error) => return println!("skipped: {}", refused.error),
+        adopted => adopted.unwrap(),
+    };
     assert!(start <= base(&info) && base(&info) + info.len <= end && base(&info) % 4096 == 0);
     // All of its whole pages, whatever a page is here.
     assert!(info.len > 4 * PAGE && base(&info) - start < PAGE && end - (base(&info) + info.len) < PAGE);
@@ -215,7 +226,10 @@ pub fn adopting_refused(on: &Subject) {
     assert_eq!((pool.stats(), pool.pinning().wanted), before);
     // As the error says.
     pool.trim(0);
-    pool.adopt(large).unwrap();
+    match pool.adopt(large) {
+        Err(refused) if on.cannot(&refused.error) => assert_eq!(refused.memory.unwrap().as_ptr(), at),
+        adopted => assert_eq!(adopted.unwrap().len, 7 * PAGE),
+    }
     pool.check().unwrap();
     pool.shutdown(HANG);
     let refused = pool.adopt(vec![5; 2 * PAGE]).unwrap_err();
@@ -399,11 +413,16 @@ pub fn mapped(on: &Subject) {
 pub fn addresses(on: &Subject) {
     for backing in [Backing::Registered, Backing::HostAlloc(HostAllocFlags::default()), Backing::Managed] {
         let pool = Pool::builder(&on.device).capacity(8 * PAGE).backing(backing).unpinned(Unpinned::Allow);
-        let pool = pool.build().unwrap();
+        let pool = match pool.build() {
+            Err(error) if on.cannot(&error) && !matches!(backing, Backing::HostAlloc(_)) => continue,
+            pool => pool.unwrap(),
+        };
         let bufs = [filled(&pool, b"one"), filled(&pool, b"another")];
         for buf in &bufs {
             match buf.device_address(&on.device) {
                 Ok(address) => assert!(address % 64 == 0 && address > 0),
+                // Ascend: what the library allocates has none.
+                Err(error) if on.cannot(&error) && matches!(backing, Backing::HostAlloc(_)) => {}
                 Err(error) => assert!(!buf.is_pinned() && backing != Backing::Managed, "{error}"),
             }
         }
@@ -418,12 +437,16 @@ pub fn addresses(on: &Subject) {
             let both = both.unpinned(Unpinned::Allow).build().unwrap();
             let buf = filled(&both, b"both");
             let (a, b) = (buf.device_address(&on.device), buf.device_address(other));
-            assert_eq!(a.is_ok(), b.is_ok());
+            // Ascend: an address is the registering device's alone.
+            assert!(a.is_ok() == b.is_ok() || b.is_err_and(|error| on.cannot(&error)));
         }
     }
     let Some(value) = register(on, bytes(1, 5000), false) else { return };
     assert!(value.device_address(&on.device).unwrap() > 0);
     if let Some(other) = &on.other {
-        assert!(value.device_address(other).unwrap() > 0);
+        match value.device_address(other) {
+            Err(error) => assert!(on.cannot(&error), "{error}"),
+            Ok(address) => assert!(address > 0),
+        }
     }
 }

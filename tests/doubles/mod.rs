@@ -4,12 +4,16 @@
 //! load once in a process, from the environment; so what is tested through pinpool runs in a child: the same test of the
 //! same executable, started again with `PINPOOL_LIBCUDA` set. Without cargo at run time (an executable that was carried
 //! to another machine) such tests are skipped and say so.
+//!
+//! The stand-in libascendcl of `tests/doubles/acl` is built and steered in the same way; what is its own is in `ascendcl.rs`.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(unsafe_code, reason = "loading a library and calling it")]
 
+pub mod ascendcl;
 pub mod faults;
 pub mod gpu;
+pub mod npu;
 
 use std::ffi::CString;
 use std::io::Read;
@@ -38,23 +42,33 @@ pub fn required_device(device: &str) -> bool {
 /// The library, built on first use. `None`: there is no cargo to build it with, or no source.
 pub fn library() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    BUILT.get_or_init(|| build("")).as_deref()
+    BUILT.get_or_init(|| build(CUDA, "")).as_deref()
 }
 
 /// The library as an older driver, which lacks some calls: by the name of the double's feature.
 pub fn older(feature: &str) -> Option<PathBuf> {
-    build(feature)
+    build(CUDA, feature)
 }
 
-fn build(feature: &str) -> Option<PathBuf> {
+/// Where a stand-in's source is, where it is built, and what it is called then.
+struct Double {
+    source: &'static str,
+    target: &'static str,
+    library: &'static str,
+}
+
+const CUDA: Double =
+    Double { source: "tests/doubles/cuda", target: "doubles", library: "libcuda_standin.so" };
+
+fn build(double: Double, feature: &str) -> Option<PathBuf> {
     // Set by `cargo test`, not in an executable that is run by itself.
     let cargo = std::env::var_os("CARGO")?;
     // Not in the package that is published.
-    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/doubles/cuda/Cargo.toml");
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join(double.source).join("Cargo.toml");
     if !manifest.exists() {
         return None;
     }
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("doubles").join(feature);
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join(double.target).join(feature);
     let mut command = Command::new(cargo);
     command.args(["build", "--quiet", "--locked", "--offline", "--manifest-path"]);
     command.arg(manifest);
@@ -69,7 +83,7 @@ fn build(feature: &str) -> Option<PathBuf> {
     let output = command.output().expect("cargo cannot be started");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "the stand-in cannot be built: {said}");
-    Some(target.join("debug").join("libcuda_standin.so"))
+    Some(target.join("debug").join(double.library))
 }
 
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
@@ -80,8 +94,13 @@ pub fn again(test: &str, environment: &[(&str, &str)]) {
         );
         return;
     };
+    again_with(test, PATH, &library, environment);
+}
+
+/// The same with that library under that name.
+fn again_with(test: &str, name: &str, library: &Path, environment: &[(&str, &str)]) {
     let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));
-    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(PATH, library);
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(name, library);
     command.envs(environment.iter().copied());
     let output = command.output().expect("this executable can be started again");
     print!("{}", String::from_utf8_lossy(&output.stdout));
@@ -211,6 +230,28 @@ pub struct Report {
     pub over: bool,
 }
 
+impl Report {
+    /// From the lines that `control.rs` describes.
+    pub fn parse(text: &str) -> Self {
+        let mut report = Self::default();
+        for line in text.lines() {
+            report.over |= line == "over";
+            match line.split_once(' ') {
+                Some(("violation", text)) => report.violations.push(text.into()),
+                Some(("leak", text)) => report.leaks.push(text.into()),
+                Some(("note", text)) => report.notes.push(text.into()),
+                Some(("call", text)) => {
+                    if let Some((name, count)) = text.split_once(' ') {
+                        report.calls.push((name.into(), count.parse().unwrap_or(0)));
+                    }
+                }
+                _ => {}
+            }
+        }
+        report
+    }
+}
+
 impl StandIn {
     /// The one that this process uses. `None`: the library that was named is something else, a real driver.
     pub fn of_this_process() -> Option<Self> {
@@ -301,22 +342,7 @@ impl StandIn {
             )
         };
         text.truncate(len);
-        let mut report = Report::default();
-        for line in String::from_utf8_lossy(&text).lines() {
-            report.over |= line == "over";
-            match line.split_once(' ') {
-                Some(("violation", text)) => report.violations.push(text.into()),
-                Some(("leak", text)) => report.leaks.push(text.into()),
-                Some(("note", text)) => report.notes.push(text.into()),
-                Some(("call", text)) => {
-                    if let Some((name, count)) = text.split_once(' ') {
-                        report.calls.push((name.into(), count.parse().unwrap_or(0)));
-                    }
-                }
-                _ => {}
-            }
-        }
-        report
+        Report::parse(&String::from_utf8_lossy(&text))
     }
 
     /// The report when everything that was opened is closed, or when it is not in all that time: pools and devices end

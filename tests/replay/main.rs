@@ -5,8 +5,9 @@
 //! copy engine that is as late as real ones may be, and against pinpool on devices that are just as late. The plain
 //! pool is seen to corrupt; pinpool must not get a single byte wrong, nor lose a buffer.
 //!
-//! The scenarios (`scenarios.rs`) are written once and run on the host devices (`host.rs`) and on a GPU (`gpu.rs`): the
-//! first one of the machine, or the stand-in of `tests/doubles`, whose copies are as late as the rules allow. On a real
+//! The scenarios (`scenarios.rs`) are written once and run on the host devices (`host.rs`), on the stand-in for an Ascend
+//! device (`npu.rs`), and on a GPU (`gpu.rs`): the first one of the machine, or the stand-in of `tests/doubles`, whose copies
+//! are as late as the rules allow. On a real
 //! GPU a kernel now and then keeps a stream from copying; what the plain pool gets wrong there is told, not judged.
 //!
 //! `PINPOOL_REPLAY=full` runs at least 1,700,000 checkouts in each scenario, 10,200,000 in all, on the host devices and
@@ -14,7 +15,7 @@
 
 #![allow(unsafe_code, reason = "calling the driver, for the plain pool on a GPU")]
 
-#[cfg(all(feature = "cuda", target_os = "linux"))]
+#[cfg(all(any(feature = "acl", feature = "cuda"), target_os = "linux"))]
 #[path = "../doubles/mod.rs"]
 mod doubles;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
@@ -23,6 +24,8 @@ mod host;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 #[path = "../kernels/mod.rs"]
 mod kernels;
+#[cfg(all(feature = "acl", target_os = "linux"))]
+mod npu;
 mod plain;
 mod scenarios;
 mod worker;
@@ -80,6 +83,13 @@ macro_rules! scenarios {
         mod on_a_gpu {
             $(#[test] fn $name() {
                 crate::gpu::on_gpu(concat!("on_a_gpu::", stringify!($name)), crate::scenarios::$name);
+            })*
+        }
+
+        #[cfg(all(feature = "acl", target_os = "linux"))]
+        mod on_an_npu {
+            $(#[test] fn $name() {
+                crate::npu::on_npu(concat!("on_an_npu::", stringify!($name)), crate::scenarios::$name);
             })*
         }
     };

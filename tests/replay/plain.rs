@@ -2,8 +2,8 @@
 //! when it is dropped. Copies in flight are nobody's business.
 //!
 //! Its bytes are relaxed atomics, so that its race is a defined one: what is read is wrong, the test is not. On the host its
-//! [`Engine`] is a thread that runs each copy only when so many more were submitted; on a GPU (`gpu.rs`) it is a stream of
-//! the driver's.
+//! [`Engine`] is a thread that runs each copy only when so many more were submitted; on a GPU (`gpu.rs`) or an Ascend device
+//! (`npu.rs`) it is a stream of the driver's.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,16 +21,19 @@ pub trait Remote: Send + Sync {
     fn write(&self, words: &[u64]);
     fn read(&self, words: &mut [u64]);
     /// Its address on the device.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's memory has one"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only a GPU's memory has one")
+    )]
     fn at(&self) -> u64;
 }
 
 /// Room for a message.
 pub enum Words {
     Host(Box<Cells>),
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "for GPUs"))]
+    #[cfg_attr(not(any(feature = "acl", feature = "cuda")), allow(dead_code, reason = "for GPUs"))]
     Pinned(&'static Cells),
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "for GPUs"))]
+    #[cfg_attr(not(any(feature = "acl", feature = "cuda")), allow(dead_code, reason = "for GPUs"))]
     Device(Box<dyn Remote>),
 }
 

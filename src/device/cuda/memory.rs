@@ -9,15 +9,12 @@
 //! is queued at once, it runs in the stream's order on a thread of the driver's, and it makes no driver call. After an
 //! error of the device it is never called; then what it was to copy is quarantined with everything else there.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::sync::Arc;
-
-use parking_lot::Mutex;
-use slab::Slab;
 
 use super::api::{Api, CUdevice, CUstream};
 use super::{Cuda, check};
-use crate::device::DevicePtr;
+use crate::device::{DevicePtr, callback};
 use crate::error::{Error, Result};
 
 /// cuda.h: CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED.
@@ -38,32 +35,6 @@ pub(super) fn has_pools(api: &Api, name: &Arc<str>, device: CUdevice) -> Result<
     check(api, name, "cuDeviceGetAttribute", code).map(|()| supported != 0)
 }
 
-/// What a host function is to copy.
-struct HostCopy {
-    src: *const u8,
-    dst: *mut u8,
-    len: usize,
-}
-
-// SAFETY: whoever submits it vouches for both ranges until the work was seen complete, on whichever thread it runs.
-unsafe impl Send for HostCopy {}
-
-/// The copies that host functions have been queued for, each known to its function by its place. One that is never called,
-/// since the driver refused it or the device died, stays here: nobody can say that it will not be called after all.
-static COPIES: Mutex<Slab<HostCopy>> = Mutex::new(Slab::new());
-
-/// Makes no driver call.
-///
-/// # Safety
-/// `place` is that of a [`HostCopy`] in [`COPIES`], whose two ranges are as `Driver::copy` has them.
-unsafe extern "C" fn run_host_copy(place: *mut c_void) {
-    let copy = COPIES.lock().try_remove(place.addr());
-    if let Some(HostCopy { src, dst, len }) = copy {
-        // SAFETY: the caller's word.
-        unsafe { dst.copy_from_nonoverlapping(src, len) };
-    }
-}
-
 impl Cuda {
     /// # Safety
     /// As for [`Driver::copy`](crate::device::Driver::copy).
@@ -74,10 +45,9 @@ impl Cuda {
         dst: *mut u8,
         len: usize,
     ) -> Result<()> {
-        let place = COPIES.lock().insert(HostCopy { src, dst, len });
-        let place = std::ptr::without_provenance_mut(place);
+        let (run, place) = callback::copy(src, dst, len);
         // SAFETY: the function finds what it is to copy by its place; the ranges are the caller's word.
-        self.said("cuLaunchHostFunc", unsafe { (self.api.launch_host)(stream, run_host_copy, place) })
+        self.said("cuLaunchHostFunc", unsafe { (self.api.launch_host)(stream, run, place) })
     }
 
     pub(super) fn pool_allocate(&self, stream: CUstream, len: usize) -> Result<DevicePtr> {

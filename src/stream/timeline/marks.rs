@@ -68,6 +68,7 @@ impl Timeline {
             state.open += 1;
             (state.open_entries, state.open_bytes) = (0, 0);
             state.unmarked = state.unmarked.max(tick);
+            state.recording += 1;
             tick
         };
         #[cfg(pinpool_planted = "mark_before_record")]
@@ -78,6 +79,7 @@ impl Timeline {
         result.inspect_err(|error| {
             {
                 let mut state = self.state.lock();
+                state.recording -= 1;
                 let later = state.open;
                 state.doubtful.push((later, event));
                 // On a stream that was given up meanwhile nothing is due any more.
@@ -89,6 +91,7 @@ impl Timeline {
         })?;
         let used = recorded(event);
         let mut state = self.state.lock();
+        state.recording -= 1;
         if state.lost.is_some() && !cfg!(pinpool_planted = "mark_after_loss") {
             // Given up meanwhile: nobody takes marks off the list any more. See there for the event.
             drop(state);
@@ -114,7 +117,9 @@ impl Timeline {
                 // Not even an event: closing is due all the same.
                 state.seen = state.open;
             }
-            gives_up(&mut state.unrecorded, error)
+            // Where a device has only so many events, those of the marks there are come back as the stream goes on.
+            let comes_back = error.class() == ErrorClass::Moment && !state.marks.is_empty();
+            !comes_back && gives_up(&mut state.unrecorded, error)
         };
         tracing::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "a mark could not be recorded");
         if give_up {

@@ -50,6 +50,8 @@ mod claims;
 mod held;
 mod look;
 mod marks;
+#[cfg(all(test, not(loom)))]
+mod tests;
 mod waits;
 
 use std::any::Any;
@@ -99,6 +101,8 @@ struct State {
     open_bytes: usize,
     /// The highest closed tick for which no mark was published, or 0.
     unmarked: u64,
+    /// Marks that are being recorded: closed ticks whose event is not published yet.
+    recording: u32,
     /// Attempts at recording, and at asking about the oldest mark, that failed in a row.
     unrecorded: u32,
     unasked: u32,
@@ -166,7 +170,10 @@ impl Timeline {
     }
 
     /// Of a stream that others made. `claims`: nothing else will ever be known by this timeline.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only others' streams are shared")
+    )]
     pub(crate) fn adopted(
         context: Arc<Context>,
         stream: StreamHandle,
@@ -204,6 +211,7 @@ impl Timeline {
                 open_entries: 0,
                 open_bytes: 0,
                 unmarked: 0,
+                recording: 0,
                 unrecorded: 0,
                 unasked: 0,
                 doubtful: Vec::new(),
@@ -264,7 +272,10 @@ impl Timeline {
     }
 
     /// From here on others can reach the stream.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only others' streams are shared")
+    )]
     pub(crate) fn share(&self) {
         {
             let _state = self.state.lock();
@@ -275,7 +286,10 @@ impl Timeline {
     }
 
     /// Leaves `keeper` with the timeline, unless it has one: then that keeps the same stream alive.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a GPU's streams are shared"))]
+    #[cfg_attr(
+        not(any(feature = "acl", feature = "cuda")),
+        allow(dead_code, reason = "only others' streams are shared")
+    )]
     pub(crate) fn keep(&self, keeper: Box<dyn Any + Send + Sync>) {
         let _ = self.keeper.set(keeper);
     }
@@ -450,6 +464,8 @@ impl State {
             && self.entries.is_empty()
             && self.marks.is_empty()
             && self.unmarked == 0
+            // Whose mark another one may have overtaken.
+            && self.recording == 0
             && self.open_entries == 0
             && self.claims.iter().all(|(_, c)| c.landed)
     }

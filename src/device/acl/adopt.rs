@@ -1,0 +1,160 @@
+//! Contexts and streams that others made.
+//!
+//! # Contexts
+//!
+//! Most servers are in their device's default context (`aclrtSetDevice`). Where the device is open here, it is recognised:
+//! adopting it is opening the device. Where it is not, nothing is tried to find out: setting a device and resetting it, the
+//! only way to be told its default context, ends it for everybody who has made a context there without setting it. So any
+//! other context is worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came
+//! from it is gone, and a little longer, so its owner can leave something with us that is dropped after the last call: the
+//! *keeper*.
+//!
+//! # Streams
+//!
+//! The library has no number for a stream that no other stream has or had, so nothing is concluded from two handles being
+//! equal: each adoption stands for itself. Nor does it tell a stream's context; but an event can only be recorded on a
+//! stream of the current one (107003), and recording one does no harm. So that is how a stream is looked at.
+
+use std::any::Any;
+use std::collections::HashSet;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::api::Api;
+use super::error::Code;
+use super::{Acl, Current, Found, check, host, on_other_thread, stream};
+use crate::device::{Driver, StreamHandle};
+use crate::error::{Error, Result};
+
+/// What an adopted context is.
+pub(crate) enum Adopted {
+    /// The default context of the device with this ordinal.
+    Default(u32),
+    /// Another one, under a name for it that is the same each time.
+    Other { key: String, driver: Arc<dyn Driver> },
+}
+
+/// Handles of streams that others made.
+#[derive(Debug, Default)]
+pub(super) struct Foreign(Mutex<HashSet<u64>>);
+
+impl Foreign {
+    pub(super) fn has(&self, stream: StreamHandle) -> bool {
+        self.0.lock().contains(&stream.0)
+    }
+
+    pub(super) fn forget(&self, stream: StreamHandle) {
+        self.0.lock().remove(&stream.0);
+    }
+}
+
+/// The driver of a context that somebody else made.
+///
+/// # Safety
+/// `context` is a context of AscendCL, and is not destroyed before the driver is dropped.
+pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
+    let name: Arc<str> = "acl".into();
+    if context.is_null() {
+        return Err(Error::Config(
+            "a null context was to be adopted; pass the one that aclrtCreateContext or aclrtGetCurrentContext gave".into(),
+        ));
+    }
+    let api = Api::get(&name)?;
+    let theirs = Found { context, on_device: false };
+    let (ordinal, found) = on_other_thread(&name, || {
+        // As a whole, so that it may go to the thread.
+        let theirs = { theirs };
+        let _current = Current::enter(api, &name, theirs.context, None)?;
+        let mut ordinal = -1;
+        // SAFETY: writes a number.
+        check(api, &name, "aclrtGetDevice", unsafe { (api.get_device)(&raw mut ordinal) })?;
+        Ok((ordinal, Found::current(api, &name)?))
+    })?;
+    let known = u32::try_from(ordinal).map_err(|_| Error::Unavailable {
+        device: name.to_string(),
+        why: format!("the context is of a device that has the number {ordinal}"),
+    })?;
+    let name: Arc<str> = format!("acl:{known} (adopted context)").into();
+    if host::is_default(context) {
+        return Ok(Adopted::Default(known));
+    }
+    let key = format!("acl context {:#x}", context.addr());
+    let driver = Arc::new(Acl::new(api, name, ordinal, found, false));
+    host::opened(&driver);
+    Ok(Adopted::Other { key, driver })
+}
+
+impl Acl {
+    pub(crate) fn raw_context(&self) -> *mut c_void {
+        self.context
+    }
+
+    /// Keeps `keeper` until the last call in this context was made; the first that is left with it.
+    pub(crate) fn keep_context(&self, keeper: Box<dyn Any + Send + Sync>) {
+        // A later one says the same about the same context, and is not needed.
+        let _ = self.keeper.set(keeper);
+    }
+
+    /// The handle by which a stream of this context is called, after everything was looked at that can be looked at. Null
+    /// is the context's default stream.
+    ///
+    /// # Errors
+    /// [`Error::WrongContext`]; what the library says.
+    ///
+    /// # Safety
+    /// `raw` is a stream that is alive, or null.
+    pub(crate) unsafe fn recognise(&self, raw: *mut c_void) -> Result<StreamHandle> {
+        let handle = StreamHandle(raw.expose_provenance() as u64);
+        let event = self.event_create()?;
+        let recorded = self.event_record(event, handle);
+        if let Err(error) = recorded {
+            // Destroying waits for nothing, whatever became of it.
+            let destroyed = self.event_destroy(event);
+            return match error {
+                Error::Device(error) if error.code == i64::from(Code::STREAM_CONTEXT.0) => {
+                    destroyed.and(Err(Error::WrongContext { device: self.name.to_string() }))
+                }
+                error => Err(error),
+            };
+        }
+        // It may be a long time before it is complete.
+        self.events.set_aside(event);
+        self.foreign.0.lock().insert(handle.0);
+        Ok(handle)
+    }
+
+    pub(crate) fn raw_stream(on: StreamHandle) -> *mut c_void {
+        stream(on)
+    }
+
+    /// What there is to know about the library and the device.
+    pub(crate) fn about(&self) -> About {
+        let api = self.api;
+        let version = api.version.and_then(|ask| {
+            let (mut major, mut minor, mut patch) = (0, 0, 0);
+            // SAFETY: writes three numbers.
+            let code = unsafe { ask(&raw mut major, &raw mut minor, &raw mut patch) };
+            (code == Code::SUCCESS).then_some((major, minor, patch))
+        });
+        About {
+            library: api.path.clone(),
+            version,
+            soc: api.soc(),
+            on_device: self.on_device,
+            events: self.events.call(),
+            later: api.later().collect(),
+        }
+    }
+}
+
+/// See [`Acl::about`].
+pub(crate) struct About {
+    pub(crate) library: std::path::PathBuf,
+    pub(crate) version: Option<(i32, i32, i32)>,
+    pub(crate) soc: Option<String>,
+    pub(crate) on_device: bool,
+    pub(crate) events: &'static str,
+    pub(crate) later: Vec<(&'static str, bool)>,
+}

@@ -1,0 +1,304 @@
+//! The library's entry points that the pool calls, looked up one by one.
+//!
+//! The C interface has kept its signatures since 2022 (those of the calls below are the same in `acl_rt.h` of January 2022
+//! and of CANN 9.2), so one table serves every version. What was there in January 2022 is required, and its absence is an
+//! error that names the call; what came later is looked up and may be missing. A result is a number, never a Rust enum:
+//! newer libraries have codes and statuses that are not known here.
+//!
+//! # Which library
+//!
+//! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` tells it where), else in the toolkit that
+//! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path given to
+//! [`use_library`], or by the environment variable `PINPOOL_LIBASCENDCL`, comes before all that, and then nothing else is
+//! tried. The choice is made once in a process. A library that was loaded is never unloaded.
+//!
+//! # Beginning and ending
+//!
+//! `aclInit` is called here. Whoever called it first, the second call says so (100002), and that is success. `aclFinalize`
+//! is never called: it ends the library for everybody in the process, at once.
+
+use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::mem::ManuallyDrop;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+use super::error::Code;
+use crate::error::{Error, Result};
+
+// As in acl_rt.h: all handles are pointers.
+pub(super) type AclContext = *mut c_void;
+pub(super) type AclStream = *mut c_void;
+pub(super) type AclEvent = *mut c_void;
+pub(super) type HostFunc = unsafe extern "C" fn(*mut c_void);
+
+/// acl_rt.h: aclrtMallocAttribute, whose value is a union of 8 bytes.
+#[derive(Debug)]
+#[repr(C)]
+pub(super) struct MallocAttribute {
+    pub(super) attr: c_int,
+    pub(super) value: [u32; 2],
+}
+
+/// acl_rt.h: aclrtMallocConfig.
+#[derive(Debug)]
+#[repr(C)]
+pub(super) struct MallocConfig {
+    pub(super) attrs: *mut MallocAttribute,
+    pub(super) count: usize,
+}
+
+/// acl_rt.h: aclrtPtrAttributes.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(super) struct PointerAttributes {
+    pub(super) location_id: u32,
+    pub(super) location_type: c_int,
+    page_size: u32,
+    reserved: [u32; 4],
+}
+
+impl PointerAttributes {
+    /// Of no kind that there is.
+    pub(super) fn unknown() -> Self {
+        Self { location_type: -1, ..Self::default() }
+    }
+}
+
+const _: () = assert!(size_of::<MallocAttribute>() == 12 && size_of::<MallocConfig>() == 16);
+const _: () = assert!(size_of::<PointerAttributes>() == 28);
+
+/// Names the library to load.
+const PATH: &str = "PINPOOL_LIBASCENDCL";
+const FILE: &str = "libascendcl.so";
+/// Where CANN's environment script says that it is, and where its installers put it by default.
+const HOMES: [&str; 2] = ["ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"];
+const USUAL: [&str; 4] = [
+    "/usr/local/Ascend/ascend-toolkit/latest",
+    "/usr/local/Ascend/cann",
+    "/usr/local/Ascend/nnae/latest",
+    "/usr/local/Ascend/nnrt/latest",
+];
+
+/// The library that a program has chosen.
+static CHOSEN: OnceLock<PathBuf> = OnceLock::new();
+static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
+
+macro_rules! table {
+    (required { $( $name:ident = $symbol:literal : fn($($arg:ty),* $(,)?) ;)* }
+     optional { $( $(#[$odoc:meta])* $oname:ident = $osymbol:literal : fn($($oarg:ty),* $(,)?) $(-> $oret:ty)? ;)* }) => {
+        /// The entry points. Those of the second part exist only in newer libraries.
+        #[derive(Debug)]
+        pub(super) struct Api {
+            /// The file that was loaded.
+            pub(super) path: PathBuf,
+            $( pub(super) $name: unsafe extern "C" fn($($arg),*) -> Code, )*
+            $( $(#[$odoc])* pub(super) $oname: Option<unsafe extern "C" fn($($oarg),*) -> table!(@ret $($oret)?)>, )*
+        }
+
+        impl Api {
+            /// The calls of a library, or the name of the first that is missing.
+            fn resolve(library: &Library, path: PathBuf) -> std::result::Result<Self, &'static str> {
+                // SAFETY: the symbols are AscendCL's, whose signatures are those of acl_rt.h; the caller keeps the library.
+                unsafe {
+                    Ok(Self {
+                        path,
+                        $( $name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?, )*
+                        $( $oname: library.get(concat!($osymbol, "\0").as_bytes()).ok().map(|symbol| *symbol), )*
+                    })
+                }
+            }
+
+            /// The later calls, and whether this library has them.
+            pub(super) fn later(&self) -> impl Iterator<Item = (&'static str, bool)> {
+                [$( ($osymbol, self.$oname.is_some()), )*].into_iter()
+            }
+        }
+    };
+    (@ret) => { Code };
+    (@ret $ret:ty) => { $ret };
+}
+
+table! {
+    required {
+    init = "aclInit": fn(*const c_char);
+    set_device = "aclrtSetDevice": fn(i32);
+    reset_device = "aclrtResetDevice": fn(i32);
+    get_device = "aclrtGetDevice": fn(*mut i32);
+    device_count = "aclrtGetDeviceCount": fn(*mut u32);
+    run_mode = "aclrtGetRunMode": fn(*mut c_int);
+    device_synchronize = "aclrtSynchronizeDevice": fn();
+    context_set = "aclrtSetCurrentContext": fn(AclContext);
+    context_get = "aclrtGetCurrentContext": fn(*mut AclContext);
+    stream_create = "aclrtCreateStream": fn(*mut AclStream);
+    stream_destroy = "aclrtDestroyStream": fn(AclStream);
+    stream_synchronize = "aclrtSynchronizeStream": fn(AclStream);
+    stream_wait_event = "aclrtStreamWaitEvent": fn(AclStream, AclEvent);
+    event_create = "aclrtCreateEvent": fn(*mut AclEvent);
+    event_destroy = "aclrtDestroyEvent": fn(AclEvent);
+    event_record = "aclrtRecordEvent": fn(AclEvent, AclStream);
+    event_query = "aclrtQueryEvent": fn(AclEvent, *mut c_int);
+    host_malloc = "aclrtMallocHost": fn(*mut *mut c_void, usize);
+    host_free = "aclrtFreeHost": fn(*mut c_void);
+    malloc = "aclrtMalloc": fn(*mut *mut c_void, usize, c_int);
+    free = "aclrtFree": fn(*mut c_void);
+    copy = "aclrtMemcpy": fn(*mut c_void, usize, *const c_void, usize, c_int);
+    copy_async = "aclrtMemcpyAsync": fn(*mut c_void, usize, *const c_void, usize, c_int, AclStream);
+    memset = "aclrtMemset": fn(*mut c_void, usize, i32, usize);
+    }
+    optional {
+    /// August 2022. The status that it gives has the opposite polarity of `aclrtQueryEvent`'s.
+    event_query_status = "aclrtQueryEventStatus": fn(AclEvent, *mut c_int);
+    /// August 2022. An event whose resource is taken here, not when it is recorded.
+    event_create_with_flag = "aclrtCreateEventWithFlag": fn(*mut AclEvent, u32);
+    /// End of 2023. An event that may be recorded again, and that no resource of the hardware limits.
+    event_create_ex = "aclrtCreateEventExWithFlag": fn(*mut AclEvent, u32);
+    /// 2023, and the one below: for streams that are to be destroyed.
+    stream_query = "aclrtStreamQuery": fn(AclStream, *mut c_int);
+    stream_synchronize_timeout = "aclrtSynchronizeStreamWithTimeout": fn(AclStream, i32);
+    /// CANN 8.5.
+    host_malloc_with_cfg = "aclrtMallocHostWithCfg": fn(*mut *mut c_void, u64, *mut MallocConfig);
+    /// CANN 8.2, with a driver of 24.1 or later, and the one below.
+    host_register = "aclrtHostRegister": fn(*mut c_void, u64, c_int, *mut *mut c_void);
+    host_unregister = "aclrtHostUnregister": fn(*mut c_void);
+    /// Late 2025.
+    pointer_attributes = "aclrtPointerGetAttributes": fn(*const c_void, *mut PointerAttributes);
+    /// CANN 8.5.
+    launch_host = "aclrtLaunchHostFunc": fn(AclStream, HostFunc, *mut c_void);
+    version = "aclrtGetVersion": fn(*mut i32, *mut i32, *mut i32);
+    soc_name = "aclrtGetSocName": fn() -> *const c_char;
+    recent_message = "aclGetRecentErrMsg": fn() -> *const c_char;
+    }
+}
+
+/// Chooses the library to load.
+///
+/// # Errors
+/// [`Error::Config`]: another one was chosen before, or loading was tried.
+pub(crate) fn use_library(path: &Path) -> Result<()> {
+    let first = match API.get() {
+        Some(Ok(api)) => &api.path,
+        Some(Err(why)) => {
+            return Err(Error::Config(format!(
+                "the library for Ascend devices is chosen before the first device is opened; that was tried: {why}"
+            )));
+        }
+        None => CHOSEN.get_or_init(|| path.into()),
+    };
+    if first == path {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "{} was chosen as the library for Ascend devices before, and a process has one: choose before the first device is \
+         opened, and the same each time",
+        first.display()
+    )))
+}
+
+impl Api {
+    /// The library of this machine, loaded once and initialised.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
+    pub(super) fn get(device: &str) -> Result<&'static Self> {
+        let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
+        let api = API.get_or_init(|| {
+            let chosen =
+                CHOSEN.get().map(|path| (path.clone().into_os_string(), "it was chosen by acl::use_library"));
+            let set = || std::env::var_os(PATH).filter(|path| !path.is_empty());
+            Self::load(
+                chosen.or_else(|| {
+                    set().map(|path| (path, "PINPOOL_LIBASCENDCL names it; correct or unset that"))
+                }),
+            )
+        });
+        let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
+        // Each time: after the first it only says so, and what it failed for may have been put right.
+        // SAFETY: no configuration is given, which is allowed.
+        match unsafe { (api.init)(std::ptr::null()) } {
+            Code::SUCCESS | Code::REPEAT_INITIALIZE => {
+                super::gate::watch();
+                Ok(api)
+            }
+            code => Err(unavailable(format!(
+                "aclInit of {} failed with {} ({}){}; is the driver loaded (npu-smi info), is a device visible \
+                 (ASCEND_RT_VISIBLE_DEVICES, the container's /dev/davinci*), and may this user use it?",
+                api.path.display(),
+                code.0,
+                code.name(),
+                api.recent().map_or_else(String::new, |text| format!(": {text}"))
+            ))),
+        }
+    }
+
+    /// Loads the library that was named, and else the first that is found.
+    fn load(named: Option<(OsString, &str)>) -> std::result::Result<Self, String> {
+        let (candidates, remedy) = match named {
+            Some((path, remedy)) => (vec![PathBuf::from(path)], remedy.to_owned()),
+            None => {
+                let homes = HOMES.iter().filter_map(std::env::var_os).filter(|home| !home.is_empty());
+                let homes = homes.map(PathBuf::from).chain(USUAL.iter().map(PathBuf::from));
+                let files = homes.map(|home| home.join("lib64").join(FILE));
+                let remedy = format!(
+                    "install CANN (toolkit or runtime), source its set_env.sh, set ASCEND_TOOLKIT_HOME, or name the library \
+                     by {PATH}"
+                );
+                (std::iter::once(PathBuf::from(FILE)).chain(files).collect(), remedy)
+            }
+        };
+        let mut tried = Vec::new();
+        for file in candidates {
+            // SAFETY: AscendCL's initialisers have no preconditions, and whoever names another library vouches for it.
+            let library = match unsafe { Library::new(&file) } {
+                Ok(library) => library,
+                Err(error) => {
+                    tried.push(format!("{} could not be loaded ({error})", file.display()));
+                    continue;
+                }
+            };
+            // For good: the library has threads and exit handlers of its own, whatever it answers below.
+            let library = ManuallyDrop::new(library);
+            return Self::resolve(&library, file.clone()).map_err(|symbol| {
+                format!(
+                    "{} lacks {symbol}: it is no AscendCL, or one older than 2022; install a newer CANN",
+                    file.display()
+                )
+            });
+        }
+        Err(format!("{}: {remedy}", tried.join("; ")))
+    }
+
+    /// The library's own message about what has failed last on this thread. Read once: then it is gone.
+    pub(super) fn recent(&self) -> Option<String> {
+        // SAFETY: the call takes nothing.
+        let text = unsafe { self.recent_message?() };
+        if text.is_null() {
+            return None;
+        }
+        // SAFETY: a string that is there until the next such call on this thread.
+        let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
+        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+    }
+
+    /// The chip's name, such as `Ascend910B4`.
+    pub(super) fn soc(&self) -> Option<String> {
+        // SAFETY: the call takes nothing.
+        let text = unsafe { self.soc_name?() };
+        // SAFETY: null, or a string that lives as long as the library.
+        (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_missing_or_another_one_is_an_error_that_says_so() {
+        let missing = Api::load(Some(("/nowhere/libascendcl.so".into(), "correct it"))).unwrap_err();
+        assert!(missing.contains("/nowhere/libascendcl.so") && missing.ends_with("correct it"), "{missing}");
+        let other = Api::load(Some(("libm.so.6".into(), ""))).unwrap_err();
+        assert!(other.contains("lacks aclInit") && other.contains("2022"), "{other}");
+    }
+}

@@ -1,0 +1,170 @@
+//! Copies, and which of them the device may do by itself.
+//!
+//! `aclrtMemcpyAsync` is for page-locked host memory and, by the documentation of CANN 6.0 to 9.0, for addresses on
+//! multiples of 64 bytes on both sides. What breaks the former is not refused by every version, and fails in ways that
+//! nobody can foresee. So everything else is copied *here*, in its place on the stream and before the call returns: the
+//! stream is drained, then `aclrtMemcpy` copies, which takes any memory. (What another thread submits to the stream at the
+//! very same time comes before or after it, as it may.) So are the copies of borrowed memory.
+//!
+//! The library is told that the target has room for exactly what is copied (`destMax`): both ranges were checked by who
+//! knows how long they are, before the driver hears of the copy, and the host's is looked up as a whole in the list of
+//! what is page-locked.
+//!
+//! # Between host memory
+//!
+//! The library refuses to copy from host to host on a stream (207000). Newer ones run a function of ours in the stream's
+//! order (`aclrtLaunchHostFunc`); it makes no call of the library's. On streams of others the older way of having functions
+//! run may be in use, and the two must not meet on one stream: there, and with older libraries, the stream is drained and
+//! the caller's thread copies.
+
+use std::ffi::{c_int, c_void};
+
+use super::api::AclStream;
+use super::host::{cuts, is_locked};
+use super::{Acl, stream};
+use crate::device::callback;
+use crate::device::{DevicePtr, StreamHandle, Transfer};
+use crate::error::Result;
+
+/// What an asynchronous copy's addresses are multiples of, on the device as on the host.
+const ALIGN: usize = 64;
+
+/// acl_rt.h: aclrtMemcpyKind.
+const HOST_TO_DEVICE: c_int = 1;
+const DEVICE_TO_HOST: c_int = 2;
+const DEVICE_TO_DEVICE: c_int = 3;
+
+/// A copy that has the device on one side at least, as the library is told.
+#[derive(Clone, Copy)]
+struct Call {
+    dst: *mut c_void,
+    src: *const c_void,
+    len: usize,
+    kind: c_int,
+}
+
+fn device(ptr: DevicePtr) -> *mut c_void {
+    std::ptr::without_provenance_mut(ptr.0 as usize)
+}
+
+impl Acl {
+    /// # Safety
+    /// As for [`Driver::copy`](crate::device::Driver::copy).
+    pub(super) unsafe fn submit_copy(&self, on: StreamHandle, transfer: Transfer) -> Result<()> {
+        let (call, locked) = match transfer {
+            Transfer::Upload { src, dst, len } => {
+                let call = Call { dst: device(dst), src: src.cast(), len, kind: HOST_TO_DEVICE };
+                (call, is_locked(src, len))
+            }
+            Transfer::Download { src, dst, len } => {
+                let call = Call { dst: dst.cast(), src: device(src), len, kind: DEVICE_TO_HOST };
+                (call, is_locked(dst, len))
+            }
+            Transfer::OnDevice { src, dst, len } => {
+                (Call { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }, true)
+            }
+            // SAFETY: the caller's word.
+            Transfer::OnHost { src, dst, len } => return unsafe { self.copy_on_host(on, src, dst, len) },
+        };
+        if !locked || call.dst.addr() % ALIGN != 0 || call.src.addr() % ALIGN != 0 {
+            // SAFETY: the caller's word, which holds for longer than this call.
+            return unsafe { self.copy_in_place(on, call) };
+        }
+        let _current = self.current()?;
+        let Call { dst, src, len, kind } = call;
+        // SAFETY: the caller's word for host memory, which is page-locked; the device's is within its allocation.
+        let code = unsafe { (self.api.copy_async)(dst, len, src, len, kind, stream(on)) };
+        self.said("aclrtMemcpyAsync", code)
+    }
+
+    /// # Safety
+    /// As for [`Driver::copy_blocking`](crate::device::Driver::copy_blocking).
+    pub(super) unsafe fn copy_here(&self, on: StreamHandle, transfer: Transfer) -> Result<()> {
+        let call = match transfer {
+            Transfer::Upload { src, dst, len } => {
+                Call { dst: device(dst), src: src.cast(), len, kind: HOST_TO_DEVICE }
+            }
+            Transfer::Download { src, dst, len } => {
+                Call { dst: dst.cast(), src: device(src), len, kind: DEVICE_TO_HOST }
+            }
+            Transfer::OnDevice { src, dst, len } => {
+                Call { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }
+            }
+            // SAFETY: the caller's word.
+            Transfer::OnHost { src, dst, len } => return unsafe { self.copy_by_cpu(on, src, dst, len) },
+        };
+        // SAFETY: the caller's word.
+        unsafe { self.copy_in_place(on, call) }
+    }
+
+    /// Copies when the stream's earlier work is done, and returns when the device has let go, on an error too.
+    ///
+    /// # Safety
+    /// Host memory is valid, and nobody else writes it (as a source) or touches it (as a target), until this returns.
+    unsafe fn copy_in_place(&self, on: StreamHandle, call: Call) -> Result<()> {
+        let copied = {
+            let _current = self.current()?;
+            // Nothing of this copy was submitted when it fails.
+            self.drained_stream(on)?;
+            let host: *const u8 =
+                if call.kind == HOST_TO_DEVICE { call.src.cast() } else { call.dst.cast_const().cast() };
+            let cuts = if call.kind == DEVICE_TO_DEVICE { Vec::new() } else { cuts(host, call.len) };
+            let mut from = 0;
+            cuts.into_iter().chain([call.len]).try_for_each(|to| {
+                let (dst, src) = (call.dst.wrapping_byte_add(from), call.src.wrapping_byte_add(from));
+                let len = to - from;
+                from = to;
+                // SAFETY: the caller's word; the device's memory is within its allocation.
+                self.said("aclrtMemcpy", unsafe { (self.api.copy)(dst, len, src, len, call.kind) })
+            })
+        };
+        if copied.is_err() {
+            self.let_go();
+        }
+        copied
+    }
+
+    /// After a copy that failed nobody says whether it still runs: until the device has nothing to do, or is lost, its
+    /// memory is not the caller's again.
+    #[cold]
+    fn let_go(&self) {
+        let mut attempt = 0_u64;
+        while let Err(error) = self.drained() {
+            if error.is_sticky() {
+                return;
+            }
+            if attempt % 1024 == 0 {
+                tracing::warn!(
+                    target: "pinpool::device", device = &*self.name, %error, attempt,
+                    "waiting for a blocking copy failed, trying again: its memory is the caller's"
+                );
+            }
+            std::thread::sleep(std::time::Duration::from_millis(attempt.min(16)));
+            attempt += 1;
+        }
+    }
+
+    /// # Safety
+    /// As for [`Driver::copy`](crate::device::Driver::copy).
+    unsafe fn copy_on_host(&self, on: StreamHandle, src: *const u8, dst: *mut u8, len: usize) -> Result<()> {
+        let Some(launch) = self.api.launch_host.filter(|_| !self.foreign.has(on)) else {
+            // SAFETY: the caller's word, which holds for longer than this call.
+            return unsafe { self.copy_by_cpu(on, src, dst, len) };
+        };
+        let _current = self.current()?;
+        let (run, place) = callback::copy(src, dst, len);
+        let on: AclStream = stream(on);
+        // SAFETY: the function finds what it is to copy by its place; the ranges are the caller's word.
+        self.said("aclrtLaunchHostFunc", unsafe { launch(on, run, place) })
+    }
+
+    /// # Safety
+    /// Both ranges are valid, and nobody else writes the source or touches the target, until this returns.
+    unsafe fn copy_by_cpu(&self, on: StreamHandle, src: *const u8, dst: *mut u8, len: usize) -> Result<()> {
+        let _current = self.current()?;
+        self.drained_stream(on)?;
+        // SAFETY: the caller's word.
+        unsafe { dst.copy_from_nonoverlapping(src, len) };
+        Ok(())
+    }
+}

@@ -1,0 +1,136 @@
+//! What a code of the library means, and the words for it.
+//!
+//! A code alone decides the class, so that one table says what is retried, what is one call's own affair, and what ends
+//! a device. Where the documentation leaves open whether a device lives on (a core's exception, a lost heartbeat), it
+//! is taken for dead: then nothing that was in flight is used again, and this crate makes no further call there.
+//!
+//! The library keeps a message for the last error of each thread and forgets it when it was read, and the next error
+//! overwrites it (`aclGetRecentErrMsg`). So it is read at once, before any other call on the thread.
+
+use std::ffi::c_int;
+
+use super::names::NAMES;
+use crate::error::ErrorClass;
+use crate::os;
+
+/// What a call returned: `aclError`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub(crate) struct Code(pub c_int);
+
+impl Code {
+    pub(super) const SUCCESS: Self = Self(0);
+    pub(super) const UNINITIALIZED: Self = Self(100_001);
+    /// `aclInit` was called before, by whomever.
+    pub(super) const REPEAT_INITIALIZE: Self = Self(100_002);
+    /// Also what an address or size is refused with that the device cannot work with.
+    pub(super) const PARAM_INVALID: Self = Self(107_000);
+    pub(super) const CONTEXT_NULL: Self = Self(107_002);
+    /// The stream is of another context.
+    pub(super) const STREAM_CONTEXT: Self = Self(107_003);
+    pub(super) const NOT_SUPPORTED: Self = Self(207_000);
+    pub(super) const MEMORY_ALLOCATION: Self = Self(207_001);
+    pub(super) const NO_DEVICE: Self = Self(207_004);
+    pub(super) const NO_EVENT_RESOURCE: Self = Self(207_007);
+    pub(super) const DRV_INTERNAL: Self = Self(507_899);
+    pub(super) const ALREADY_REGISTERED: Self = Self(507_910);
+
+    /// What it means. A code that is not listed is the call's own affair.
+    pub(super) fn class(self) -> ErrorClass {
+        match self.0 {
+            // Waits and tasks that timed out; memory of the host and the device, and the device's events, streams,
+            // queues and other resources used up; the driver late; work that is not complete.
+            107_019
+            | 107_020
+            | 200_000
+            | 207_001
+            | 207_005
+            | 207_007..=207_012
+            | 207_014
+            | 207_018
+            | 207_020 => ErrorClass::Moment,
+            300_000 | 507_002 | 507_004 | 507_006 | 507_012 | 507_046 | 507_047 => ErrorClass::Moment,
+            // Not initialised (any more), and a context that is gone: ours are current when a call needs one, so
+            // somebody has finalised the library or reset the device by force.
+            100_001 | 107_002 => ErrorClass::DriverEnd,
+            107_024..=107_034 | 107_036 | 107_038 | 107_045 | 507_903 => ErrorClass::Capture,
+            // Tasks of the device being aborted; the task scheduler, heartbeats, DMA; timeouts, exceptions and traps of
+            // every kind of core; set-up; copies and messages between host and device; memory and links of the hardware;
+            // the device's service gone.
+            107_022 | 107_035 | 507_001 | 507_010 | 507_011 | 507_013..=507_018 | 507_033..=507_036 => {
+                ErrorClass::Sticky
+            }
+            507_042..=507_045 | 507_048..=507_057 | 507_901 | 507_914..=507_916 => ErrorClass::Sticky,
+            _ => ErrorClass::Argument,
+        }
+    }
+
+    /// Its name in the library's headers, if it has one there.
+    pub(super) fn name(self) -> &'static str {
+        let known = NAMES.binary_search_by_key(&self.0, |name| name.0);
+        known.map_or("a code that the headers have no name for", |at| NAMES[at].1)
+    }
+}
+
+/// What limits host memory, for a message that says it was refused (207001).
+pub(super) fn host_memory_limits(wanted: usize) -> String {
+    let bytes =
+        |bytes: Option<u64>, none: &str| bytes.map_or_else(|| none.to_owned(), |n| format!("{n} bytes"));
+    let available = bytes(os::available_memory(), "an unknown number of bytes");
+    let memlock = bytes(os::memlock_limit(), "unlimited");
+    format!(
+        "{wanted} bytes of page-locked host memory were asked for; look at the host's memory ({available} available here: \
+         MemAvailable, and memory.max of the container), the memlock limit ({memlock}: ulimit -l, LimitMEMLOCK), the \
+         container's access to the driver, and the size of a single allocation, since some 200 GB in one piece are known to \
+         be refused whatever is free (PoolBuilder::extent makes them smaller)"
+    )
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_code_has_its_class() {
+        let class = |code| Code(code).class();
+        for code in
+            [100_000, 107_000, 107_001, 107_003, 107_017, 207_000, 207_002, 507_000, 507_899, 507_910, -1, 7]
+        {
+            assert_eq!(class(code), ErrorClass::Argument, "{code}");
+        }
+        for code in [207_001, 207_007, 207_008, 207_018, 507_002, 507_006, 507_046, 507_047] {
+            assert_eq!(class(code), ErrorClass::Moment, "{code}");
+        }
+        for code in [507_001, 507_010, 507_013, 507_015, 507_035, 507_053, 507_054, 507_056, 507_901] {
+            assert_eq!(class(code), ErrorClass::Sticky, "{code}");
+        }
+        for code in [107_024, 107_027, 107_028, 107_030, 507_903] {
+            assert_eq!(class(code), ErrorClass::Capture, "{code}");
+        }
+        for code in [100_001, 107_002] {
+            assert_eq!(class(code), ErrorClass::DriverEnd, "{code}");
+        }
+    }
+
+    #[test]
+    fn codes_have_their_names() {
+        assert!(NAMES.is_sorted_by(|a, b| a.0 < b.0), "looked up by bisection");
+        for (code, name) in [
+            (100_002, "ACL_ERROR_REPEAT_INITIALIZE"),
+            (107_002, "ACL_ERROR_RT_CONTEXT_NULL"),
+            (207_001, "ACL_ERROR_RT_MEMORY_ALLOCATION"),
+            (507_899, "ACL_ERROR_RT_DRV_INTERNAL_ERROR"),
+        ] {
+            assert_eq!(Code(code).name(), name);
+        }
+        assert!(Code(1).name().contains("no name"));
+    }
+
+    #[test]
+    fn refused_host_memory_names_its_limits() {
+        let text = host_memory_limits(4096);
+        for part in ["4096 bytes", "memory.max", "ulimit -l", "200 GB", "PoolBuilder::extent"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! Host memory: what the library allocates, what it registers, and which of it is known to be page-locked.
+//!
+//! # Allocating
+//!
+//! `aclrtMallocHost` is how page-locked memory is had on every Ascend device and with every version, so it is where pools
+//! take theirs from by default. It promises a start on a multiple of 64 bytes, and in RC mode (the program runs on the
+//! device, whose memory is the host's) not even that. The pool wants whole pages. So where an allocation does not start on
+//! one, it is made again with a page more, and so are all that follow; in RC mode from the first. With segments that start
+//! on multiples of 64 and are 32 bytes and rounding longer than what is asked for, that is the vendor's rule for memory
+//! that is cut up (documentation of aclrtMallocHost).
+//!
+//! Newer libraries have `aclrtMallocHostWithCfg`, by which host and device get one address for it (VA_FLAG). It is tried
+//! first; drivers that cannot do it say 207000.
+//!
+//! # Registering
+//!
+//! `aclrtHostRegister` takes whole pages of 4 KiB only, and refuses a page that is registered. Values start and end
+//! anywhere, so the pages around their ends are registered with them; a value on a page of another one is refused. There is
+//! no registration for reading only, and memory that is mapped so is refused.
+//!
+//! Their neighbours on those pages may be borrowed for a blocking copy, page-locked in a part of them. The library asks
+//! where an address is and takes the rest to be there too; so such a copy is made in pieces ([`cuts`]).
+//!
+//! # What is page-locked
+//!
+//! An asynchronous copy of pageable memory does not fail loudly everywhere (CANN 7 and 8: "unpredictable errors" when it
+//! runs). So all that this crate has page-locked is written down here, for all devices of the process together, and a copy
+//! of anything else is never made that way. The list is read by every copy and changed with regions only.
+//!
+//! # Freeing
+//!
+//! `aclrtFreeHost` waits for nobody, and has been seen to fail just after an event said that the last copy was done. So
+//! every device that is open is drained first. That is for the device's worker thread, and can take as long as the work
+//! that is queued there.
+
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+
+use parking_lot::{Mutex, RwLock};
+
+use super::api::{AclContext, MallocAttribute, MallocConfig};
+use super::error::{Code, host_memory_limits};
+use super::{Acl, advise};
+use crate::error::{Error, Result};
+use crate::os;
+
+/// What `aclrtHostRegister` takes: pages of that size, whatever the system's are.
+const REGISTER_PAGE: usize = 4096;
+/// acl_rt.h: aclrtHostRegisterType's ACL_HOST_REGISTER_MAPPED; the others are reserved.
+const REGISTER_MAPPED: c_int = 0;
+/// acl_rt.h: aclrtMallocAttrType's ACL_RT_MEM_ATTR_VA_FLAG.
+const VA_FLAG: c_int = 3;
+
+/// Page-locked memory of this process.
+#[derive(Clone, Copy, Debug)]
+struct Locked {
+    len: usize,
+    source: Source,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    /// Allocated by the library, at this address.
+    Allocated { at: usize },
+    /// Registered, with the pages around it: from where to where, for which device, and where that sees its start.
+    Registered { from: usize, to: usize, ordinal: i32, device: Option<u64> },
+}
+
+/// All of it, by its first byte. No two overlap.
+static LOCKED: RwLock<BTreeMap<usize, Locked>> = RwLock::new(BTreeMap::new());
+
+/// The drivers of devices that are open, to be drained before host memory is freed.
+static OPEN: Mutex<Vec<Weak<Acl>>> = Mutex::new(Vec::new());
+
+/// What the allocations of a device were like so far.
+#[derive(Debug)]
+pub(super) struct Host {
+    /// They do not start on pages.
+    pads: AtomicBool,
+    /// One address for both is not to be had.
+    plain: AtomicBool,
+}
+
+impl Host {
+    pub(super) fn new(on_device: bool) -> Self {
+        Self { pads: on_device.into(), plain: false.into() }
+    }
+}
+
+/// From here on the device is drained before host memory is freed, for as long as it is open.
+pub(super) fn opened(driver: &Arc<Acl>) {
+    let mut open = OPEN.lock();
+    open.retain(|driver| driver.strong_count() > 0);
+    open.push(Arc::downgrade(driver));
+}
+
+/// Whether it is the default context of a device that is open.
+pub(super) fn is_default(context: AclContext) -> bool {
+    let open: Vec<Arc<Acl>> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+    open.iter().any(|driver| driver.default && driver.context == context)
+}
+
+/// The page-locked memory that a range lies in: its first byte, and what it is.
+fn locked(at: usize, len: usize) -> Option<(usize, Locked)> {
+    let all = LOCKED.read();
+    let (&start, &found) = all.range(..=at).next_back()?;
+    let left = found.len.checked_sub(at - start)?;
+    (len <= left).then_some((start, found))
+}
+
+/// Whether a range is page-locked, all of it in one piece.
+pub(super) fn is_locked(at: *const u8, len: usize) -> bool {
+    locked(at.addr(), len).is_some()
+}
+
+/// Where in a range page-locked memory begins or ends, in bytes from its start, in order.
+pub(super) fn cuts(at: *const u8, len: usize) -> Vec<usize> {
+    let (at, end) = (at.addr(), at.addr() + len);
+    let mut cuts = Vec::new();
+    for (&start, found) in LOCKED.read().range(..end) {
+        let (from, to) = match found.source {
+            Source::Allocated { .. } => (start, start + found.len),
+            Source::Registered { from, to, .. } => (from, to),
+        };
+        cuts.extend([from, to].into_iter().filter(|edge| (at + 1..end).contains(edge)).map(|edge| edge - at));
+    }
+    cuts.sort_unstable();
+    cuts.dedup();
+    cuts
+}
+
+impl Acl {
+    pub(super) fn host_allocate(&self, len: usize) -> Result<NonNull<u8>> {
+        let page = os::page_size();
+        // Relaxed, here and below: what is found out again costs one more call.
+        if !self.host.pads.load(Ordering::Relaxed) {
+            let at = self.host_malloc(len)?;
+            if at.as_ptr().addr() % page == 0 {
+                LOCKED.write().insert(
+                    at.as_ptr().addr(),
+                    Locked { len, source: Source::Allocated { at: at.as_ptr().expose_provenance() } },
+                );
+                return Ok(at);
+            }
+            self.host.pads.store(true, Ordering::Relaxed);
+            // SAFETY: allocated just now; nobody uses it.
+            unsafe { self.host_free_at(at) }?;
+        }
+        let longer = len
+            .checked_add(page)
+            .ok_or_else(|| Error::OutOfMemory { wanted: len, text: "no allocation can be as long".into() })?;
+        let at = self.host_malloc(longer)?;
+        let front = at.as_ptr().addr().next_multiple_of(page) - at.as_ptr().addr();
+        // SAFETY: less than a page, and the allocation has a page more than was asked for.
+        let base = unsafe { at.add(front) };
+        let source = Source::Allocated { at: at.as_ptr().expose_provenance() };
+        LOCKED.write().insert(base.as_ptr().addr(), Locked { len, source });
+        Ok(base)
+    }
+
+    fn host_malloc(&self, len: usize) -> Result<NonNull<u8>> {
+        let _current = self.current()?;
+        let mut at = std::ptr::null_mut();
+        let with_cfg = self.api.host_malloc_with_cfg.filter(|_| !self.host.plain.load(Ordering::Relaxed));
+        let (mut call, mut code) = ("aclrtMallocHostWithCfg", Code::NOT_SUPPORTED);
+        if let Some(allocate) = with_cfg {
+            let mut one_address = MallocAttribute { attr: VA_FLAG, value: [1, 0] };
+            let mut config = MallocConfig { attrs: &raw mut one_address, count: 1 };
+            // SAFETY: writes an address; the configuration lives until the call returns.
+            code = unsafe { allocate(&raw mut at, len as u64, &raw mut config) };
+        }
+        if code == Code::NOT_SUPPORTED {
+            self.host.plain.store(true, Ordering::Relaxed);
+            call = "aclrtMallocHost";
+            // SAFETY: writes an address.
+            code = unsafe { (self.api.host_malloc)(&raw mut at, len) };
+        }
+        self.said(call, code).map_err(|error| match code {
+            Code::MEMORY_ALLOCATION => advise(error, &host_memory_limits(len)),
+            _ => error,
+        })?;
+        NonNull::new(at.cast())
+            .ok_or_else(|| Error::OutOfMemory { wanted: len, text: format!("{call} gave no address") })
+    }
+
+    /// # Safety
+    /// Allocated once, freed once, and nobody uses it.
+    pub(super) unsafe fn host_free(&self, base: NonNull<u8>) -> Result<()> {
+        let found = LOCKED.read().get(&base.as_ptr().addr()).copied();
+        let Some(Locked { source: Source::Allocated { at }, .. }) = found else {
+            return Err(Error::Unsupported(format!(
+                "{}: no memory of aclrtMallocHost starts there",
+                self.name
+            )));
+        };
+        self.drain_all()?;
+        // First, since others may be given the same addresses at once.
+        let entry = LOCKED.write().remove(&base.as_ptr().addr());
+        let start = NonNull::new(std::ptr::with_exposed_provenance_mut(at)).unwrap_or(base);
+        // SAFETY: the caller's word.
+        let freed = unsafe { self.host_free_at(start) };
+        if let (Err(_), Some(entry)) = (&freed, entry) {
+            // It stays, and stays what it is.
+            LOCKED.write().insert(base.as_ptr().addr(), entry);
+        }
+        freed
+    }
+
+    /// # Safety
+    /// As for `host_free`, of the library's own address.
+    unsafe fn host_free_at(&self, at: NonNull<u8>) -> Result<()> {
+        let _current = self.current()?;
+        // SAFETY: the caller's word.
+        self.said("aclrtFreeHost", unsafe { (self.api.host_free)(at.as_ptr().cast()) })
+    }
+
+    /// Waits until no device of this process has anything to do. What a lost one had is never freed.
+    fn drain_all(&self) -> Result<()> {
+        self.drained()?;
+        let open: Vec<Arc<Self>> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+        let mut others =
+            open.iter().filter(|other| other.context != self.context && other.lost.get().is_none());
+        others.try_for_each(|other| other.drained())
+    }
+
+    /// # Safety
+    /// The range is mapped, and stays so until it was unregistered.
+    pub(super) unsafe fn host_register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
+        let (Some(register), Some(_)) = (self.api.host_register, self.api.host_unregister) else {
+            return Err(Error::Unsupported(format!(
+                "{}: this libascendcl.so has no aclrtHostRegister (CANN 8.2 and later do), so memory that it did not allocate \
+                 cannot be page-locked; copy by way of a pool with Backing::HostAlloc",
+                self.name
+            )));
+        };
+        let start = base.as_ptr().addr();
+        let end = start.checked_add(len).filter(|end| *end <= usize::MAX - REGISTER_PAGE);
+        let Some(end) = end else { return Err(Error::OutOfRange { start, end: usize::MAX, len }) };
+        let (from, to) = (start / REGISTER_PAGE * REGISTER_PAGE, end.next_multiple_of(REGISTER_PAGE));
+        let overlaps = |at: &usize, found: &Locked| match found.source {
+            Source::Registered { from: a, to: b, .. } => a < to && from < b,
+            Source::Allocated { .. } => *at < to && from < *at + found.len,
+        };
+        if LOCKED.read().iter().any(|(at, found)| overlaps(at, found)) {
+            return Err(Error::Unsupported(format!(
+                "{}: a page of {REGISTER_PAGE} bytes under this memory is page-locked already, and Ascend registers whole pages, \
+                 once: register it once and share the value (Arc), start it on a page of its own, or copy by way of a pool's \
+                 buffer",
+                self.name
+            )));
+        }
+        if os::is_writable(from, to - from) == Some(false) {
+            let what = if read_only { "only reads" } else { "can write" };
+            return Err(Error::Unsupported(format!(
+                "{}: this memory cannot be written to, and Ascend has no registration for memory that a device {what} but its \
+                 process cannot: copy by way of a pool's buffer, or map it privately and for writing",
+                self.name
+            )));
+        }
+        let pages = base.as_ptr().map_addr(|_| from);
+        let mut device = std::ptr::null_mut();
+        {
+            let _current = self.current()?;
+            // SAFETY: the caller's word; the rest of the pages at both ends is mapped because its neighbours are.
+            let code =
+                unsafe { register(pages.cast(), (to - from) as u64, REGISTER_MAPPED, &raw mut device) };
+            self.said("aclrtHostRegister", code).map_err(|error| refused(code, error))?;
+        }
+        let device = (!device.is_null()).then(|| device.addr() as u64 + (start - from) as u64);
+        let source = Source::Registered { from, to, ordinal: self.ordinal, device };
+        LOCKED.write().insert(start, Locked { len, source });
+        Ok(())
+    }
+
+    /// # Safety
+    /// Registered once, unregistered once, and no copy uses it.
+    pub(super) unsafe fn host_unregister(&self, base: NonNull<u8>) -> Result<()> {
+        let found = LOCKED.read().get(&base.as_ptr().addr()).copied();
+        let (Some(unregister), Some(Locked { source: Source::Registered { from, .. }, .. })) =
+            (self.api.host_unregister, found)
+        else {
+            return Err(Error::Unsupported(format!("{}: nothing was registered there", self.name)));
+        };
+        self.drain_all()?;
+        {
+            let _current = self.current()?;
+            let pages = base.as_ptr().map_addr(|_| from);
+            // SAFETY: the caller's word.
+            self.said("aclrtHostUnregister", unsafe { unregister(pages.cast()) })?;
+        }
+        // Only now: after an error its pages are registered still. Nobody is given the addresses before we return.
+        LOCKED.write().remove(&base.as_ptr().addr());
+        Ok(())
+    }
+
+    pub(super) fn host_device_address(&self, at: NonNull<u8>) -> Result<u64> {
+        let _pass = self.alive()?;
+        let address = at.as_ptr().addr();
+        match locked(address, 1) {
+            Some((
+                start,
+                Locked { source: Source::Registered { ordinal, device: Some(device), .. }, .. },
+            )) if ordinal == self.ordinal => Ok(device + (address - start) as u64),
+            _ => Err(Error::Unsupported(format!(
+                "{} has no address of its own for this memory: only what was registered with this very device has \
+                 (Device::register, Pool::adopt, Backing::Registered); copy the buffer instead",
+                self.name
+            ))),
+        }
+    }
+
+    /// # Safety
+    /// The range can be written, and nobody else uses it.
+    pub(super) unsafe fn host_zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
+        // Where the memory is the device's too, the library does it; elsewhere the CPU, whose memory it is.
+        if !self.on_device || !is_locked(at.as_ptr(), len) {
+            // SAFETY: the caller's word.
+            unsafe { at.write_bytes(0, len) };
+            return Ok(());
+        }
+        let _current = self.current()?;
+        // SAFETY: the caller's word.
+        self.said("aclrtMemset", unsafe { (self.api.memset)(at.as_ptr().cast(), len, 0, len) })
+    }
+}
+
+/// A refusal to register, with what to do.
+fn refused(code: Code, error: Error) -> Error {
+    let old = os::kernel().filter(|kernel| *kernel <= (5, 10));
+    let kernel = old.map_or_else(String::new, |(major, minor)| {
+        format!(
+            "; this is Linux {major}.{minor}, and up to 5.10 only memory of aclrtMallocHost can be registered"
+        )
+    });
+    let needs = format!(
+        "registering needs an Atlas A2, A3 or 950 and a driver of 24.1 or later, and in containers more rights{kernel}; without \
+         it copy by way of a pool with Backing::HostAlloc"
+    );
+    match code {
+        Code::ALREADY_REGISTERED => advise(
+            error,
+            "a part of it is registered already, by this crate or another library: register it once and share the value \
+             (Arc), or copy by way of a pool's buffer",
+        ),
+        // Here and now it cannot be done at all.
+        Code::NOT_SUPPORTED => Error::Unsupported(format!("{error}; {needs}")),
+        Code::DRV_INTERNAL | Code::PARAM_INVALID => advise(error, &needs),
+        Code::MEMORY_ALLOCATION => advise(error, "the host's memory, or its memlock limit, is used up"),
+        _ => error,
+    }
+}

@@ -1,0 +1,144 @@
+//! The device's memory: allocating, and telling what an address is.
+//!
+//! `aclrtMalloc` promises starts on multiples of 64 bytes, the contract wants 256; so what starts elsewhere is allocated
+//! again with as much more, and freed by the library's own address.
+//!
+//! What an address is, newer libraries tell (`aclrtPointerGetAttributes`), without saying how far the allocation goes, and
+//! with an error for memory that they do not know. What was allocated here is known here, with its length.
+
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+
+use parking_lot::RwLock;
+
+use super::Acl;
+use super::api::PointerAttributes;
+use super::host::is_locked;
+use crate::device::DevicePtr;
+use crate::error::{AddressFault, Error, Result};
+use crate::os;
+
+/// What the contract promises.
+const ALIGN: u64 = 256;
+/// acl_rt.h: aclrtMemMallocPolicy's ACL_MEM_MALLOC_HUGE_FIRST.
+const HUGE_FIRST: c_int = 0;
+/// acl_rt.h: aclrtMemLocationType.
+const HOST: c_int = 0;
+const DEVICE: c_int = 1;
+const MANAGED: c_int = 3;
+const HOST_NUMA: c_int = 4;
+
+/// One allocation of ours.
+#[derive(Clone, Copy, Debug)]
+struct Allocation {
+    len: usize,
+    ordinal: i32,
+    /// The library's own address of it.
+    at: u64,
+}
+
+/// All of them, of every device, by their first byte. (Devices have one range of addresses together, each its own part.)
+static ALLOCATIONS: RwLock<BTreeMap<(i32, u64), Allocation>> = RwLock::new(BTreeMap::new());
+
+impl Acl {
+    pub(super) fn memory_allocate(&self, len: usize) -> Result<DevicePtr> {
+        let mut at = self.malloc(len)?;
+        if at % ALIGN != 0 {
+            self.free_at(at)?;
+            let longer = len.checked_add(ALIGN as usize).ok_or_else(|| Error::OutOfMemory {
+                wanted: len,
+                text: "no allocation can be as long".into(),
+            })?;
+            at = self.malloc(longer)?;
+        }
+        let start = at.next_multiple_of(ALIGN);
+        let allocation = Allocation { len, ordinal: self.ordinal, at };
+        ALLOCATIONS.write().insert((self.ordinal, start), allocation);
+        Ok(DevicePtr(start))
+    }
+
+    fn malloc(&self, len: usize) -> Result<u64> {
+        let _current = self.current()?;
+        let mut at = std::ptr::null_mut();
+        // SAFETY: writes an address.
+        self.said("aclrtMalloc", unsafe { (self.api.malloc)(&raw mut at, len, HUGE_FIRST) })?;
+        match at.expose_provenance() {
+            0 => Err(Error::OutOfMemory { wanted: len, text: "aclrtMalloc gave no address".into() }),
+            address => Ok(address as u64),
+        }
+    }
+
+    pub(super) fn memory_free(&self, ptr: DevicePtr) -> Result<()> {
+        let _pass = self.alive()?;
+        let found = ALLOCATIONS.write().remove(&(self.ordinal, ptr.0));
+        let allocation = found.ok_or_else(|| {
+            Error::Unsupported(format!("{}: no memory of aclrtMalloc starts there", self.name))
+        })?;
+        self.free_at(allocation.at)
+    }
+
+    fn free_at(&self, at: u64) -> Result<()> {
+        let _pass = self.alive()?;
+        // SAFETY: allocated by us, freed once, and no longer in use by the contract. It needs no context.
+        self.said("aclrtFree", unsafe { (self.api.free)(std::ptr::with_exposed_provenance_mut(at as usize)) })
+    }
+
+    /// Whether copies of this device can use memory that others allocated.
+    pub(super) fn memory_examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
+        let _pass = self.alive()?;
+        let fault = self.fault(ptr.0, len)?;
+        fault.map_or(Ok(()), |fault| {
+            Err(Error::BadAddress { device: self.name.to_string(), address: ptr.0, len, fault })
+        })
+    }
+
+    /// What is wrong with a range, if anything is known to be.
+    fn fault(&self, address: u64, len: usize) -> Result<Option<AddressFault>> {
+        if let Some((start, found)) = allocation(address) {
+            if found.ordinal != self.ordinal {
+                return Ok(Some(AddressFault::OtherDevice { device: format!("acl:{}", found.ordinal) }));
+            }
+            let left = found.len - (address - start) as usize;
+            let over = len.saturating_sub(left);
+            return Ok((over > 0).then_some(AddressFault::PastEnd { start, size: found.len, over }));
+        }
+        if is_locked(std::ptr::without_provenance(address as usize), 1) {
+            return Ok(Some(AddressFault::Host { registered: true }));
+        }
+        let plain = || match os::is_host_memory(address) {
+            Some(true) => AddressFault::Host { registered: false },
+            _ => AddressFault::Unknown,
+        };
+        let Some(ask) = self.api.pointer_attributes else {
+            // Nobody can tell: what is not the host's may be the device's, and where the program runs there, all may be.
+            let is_host = os::is_host_memory(address) == Some(true) && !self.on_device;
+            return Ok((is_host || address < os::page_size() as u64).then(plain));
+        };
+        let mut found = PointerAttributes::unknown();
+        let _current = self.current()?;
+        // SAFETY: writes the attributes.
+        let code = unsafe { ask(std::ptr::without_provenance(address as usize), &raw mut found) };
+        match self.said("aclrtPointerGetAttributes", code) {
+            Err(error) if error.is_sticky() => return Err(error),
+            // Memory that it does not know is an error in some versions.
+            Err(_) => return Ok(Some(plain())),
+            Ok(()) => {}
+        }
+        Ok(match found.location_type {
+            DEVICE if found.location_id == self.ordinal.unsigned_abs() => None,
+            DEVICE => Some(AddressFault::OtherDevice { device: format!("acl:{}", found.location_id) }),
+            MANAGED => None,
+            // Where the program runs on the device, its memory is the device's.
+            HOST | HOST_NUMA if self.on_device => None,
+            HOST | HOST_NUMA => Some(AddressFault::Host { registered: true }),
+            _ => Some(plain()),
+        })
+    }
+}
+
+/// The allocation of ours that an address lies in, with its first byte.
+fn allocation(address: u64) -> Option<(u64, Allocation)> {
+    let all = ALLOCATIONS.read();
+    let covers = |start: u64, found: &Allocation| (start..start + found.len as u64).contains(&address);
+    all.iter().find(|((_, start), found)| covers(*start, found)).map(|((_, start), found)| (*start, *found))
+}

@@ -1,0 +1,124 @@
+//! Events: few of them, of three kinds, and never complete because something failed.
+
+use pinpool::{Device, InFlight, PinnedBuf};
+
+use crate::doubles::StandIn;
+use crate::doubles::npu::{self, EARLY_2022, LATE_2022, SMALL_2022, TODAY, on_each};
+use crate::{bytes, calls, filled, pool};
+
+/// More than what this crate takes of the smallest device's events.
+const MANY: usize = 1000;
+
+fn limit(stand_in: &StandIn, events: usize) {
+    // SAFETY: the double's `control.rs` has the signature.
+    unsafe { stand_in.get::<extern "C" fn(usize, usize)>("standin_limits")(events, 1984) }
+}
+
+/// Goes on when the device does, however many marks it is asked for meanwhile; and tells the most events that there were.
+fn more_marks_than_events(stand_in: &StandIn) {
+    let device = Device::open("acl:0").unwrap();
+    let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
+    // Handed out: each submit wants an event.
+    pinpool::acl::raw_stream(&stream).unwrap();
+    let memory = device.alloc(64 * 64).unwrap();
+    stand_in.hang(true);
+    let shared = std::sync::Arc::new(filled(&pool, &bytes(1, 64)));
+    let flights: Vec<InFlight<std::sync::Arc<PinnedBuf>>> = (0..MANY + 50)
+        .map(|n| stream.upload(shared.clone(), memory.slice(n % 64 * 64..(n % 64 + 1) * 64)).unwrap())
+        .collect();
+    // Far more often than failing for good is told by.
+    for _ in 0..1500 {
+        device.reap();
+    }
+    assert_eq!(device.lost(), None);
+    assert!(flights.iter().all(|flight| !flight.is_done().unwrap()));
+    stand_in.hang(false);
+    for flight in flights {
+        assert!(**flight.wait().unwrap() == *bytes(1, 64));
+    }
+    stream.synchronize().unwrap();
+    assert_eq!((device.lost(), pool.stats().quarantined_bytes), (None, 0));
+    let back = stream.download(&memory, pool.checkout(64 * 64).unwrap()).unwrap().wait().unwrap();
+    assert!(back.chunks(64).all(|chunk| *chunk == *bytes(1, 64)));
+}
+
+#[test]
+fn a_device_may_run_out_of_events() {
+    // This crate stops before the last one, since the library may block there.
+    on_each("events::a_device_may_run_out_of_events", &[SMALL_2022], more_marks_than_events);
+}
+
+#[test]
+fn others_may_have_nearly_all_events() {
+    on_each("events::others_may_have_nearly_all_events", &[TODAY, LATE_2022], |stand_in| {
+        limit(stand_in, 8);
+        more_marks_than_events(stand_in);
+    });
+}
+
+#[test]
+fn events_are_recorded_again_or_made_anew() {
+    on_each("events::events_are_recorded_again_or_made_anew", &npu::WAYS, |stand_in| {
+        let device = Device::open("acl:0").unwrap();
+        let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
+        let memory = device.alloc(5000).unwrap();
+        for round in 0..200 {
+            let sent = filled(&pool, &bytes(round, 5000));
+            assert!(*stream.upload(sent, &memory).unwrap().wait().unwrap() == bytes(round, 5000));
+        }
+        let made: u64 = ["aclrtCreateEvent", "aclrtCreateEventWithFlag", "aclrtCreateEventExWithFlag"]
+            .map(|call| calls(stand_in, call))
+            .iter()
+            .sum();
+        let recorded = calls(stand_in, "aclrtRecordEvent");
+        assert!(recorded >= 200);
+        // The newest kind is recorded again; of the older ones nobody says that they can be.
+        if calls(stand_in, "aclrtCreateEventExWithFlag") > 0 {
+            assert!(made <= 4, "{made} events for {recorded} recordings");
+        } else {
+            assert_eq!(made, recorded);
+        }
+    });
+}
+
+#[test]
+fn a_query_that_fails_never_reads_as_done() {
+    on_each("events::a_query_that_fails_never_reads_as_done", &[TODAY, EARLY_2022], |stand_in| {
+        let query =
+            if stand_in.has("aclrtQueryEventStatus") { "aclrtQueryEventStatus" } else { "aclrtQueryEvent" };
+        let device = Device::open("acl:0").unwrap();
+        let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
+        let memory = device.alloc(10_000).unwrap();
+        for round in 0..40 {
+            // The call's own affair, and the moment's; before it has looked, and when it has.
+            let code = if round % 2 == 0 { 507_000 } else { 207_001 };
+            stand_in.fail(query, 1 + round as u64 % 3, code, round % 4 > 1);
+            let buf = filled(&pool, &bytes(round, 10_000));
+            let mut buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
+            // Were it not done, the late copy would now read this.
+            buf.fill(0xFF);
+            drop(buf);
+            let back = stream.download(&memory, pool.checkout(10_000).unwrap()).unwrap().wait().unwrap();
+            assert!(*back == bytes(round, 10_000), "round {round}");
+        }
+        stand_in.calm();
+        assert_eq!(device.lost(), None);
+    });
+}
+
+#[test]
+fn streams_wait_for_each_other() {
+    on_each("events::streams_wait_for_each_other", &npu::WAYS, |_| {
+        let device = Device::open("acl:0").unwrap();
+        let pool = pool(&device, 1 << 20);
+        let streams = [device.stream().unwrap(), device.stream().unwrap()];
+        let memory = device.alloc(20_000).unwrap();
+        for round in 0..50 {
+            let (here, there) = (&streams[round % 2], &streams[1 - round % 2]);
+            drop(here.upload(filled(&pool, &bytes(round, 20_000)), &memory).unwrap());
+            there.wait_for(here).unwrap();
+            let landing = pool.checkout(20_000).unwrap();
+            assert!(*there.download(&memory, landing).unwrap().wait().unwrap() == bytes(round, 20_000));
+        }
+    });
+}

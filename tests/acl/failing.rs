@@ -1,0 +1,206 @@
+//! Every call failed once: what it says, and that nothing is lost by it.
+
+use pinpool::{Device, Error, ErrorClass, Pool, Result, Stream, acl};
+
+use crate::bytes;
+use crate::doubles::npu::{EARLY_2022, LATE_2022, ON_DEVICE, TODAY, Way, on_each};
+use crate::doubles::{HANG, StandIn};
+
+/// A little of everything. Whatever fails is an error that comes back; what came back without one is right.
+fn a_little_of_everything() -> Result<()> {
+    let device = Device::open("acl:0")?;
+    let pool = Pool::builder(&device).capacity(512 << 10).extent(128 << 10).region(256 << 10).build()?;
+    let (stream, other) = (device.stream()?, device.stream()?);
+    acl::raw_stream(&other)?;
+    let memory = device.alloc(20_000)?;
+    for (round, on) in [&stream, &other, &stream].into_iter().enumerate() {
+        transfers(&pool, on, &memory, round)?;
+    }
+    other.wait_for(&stream)?;
+    stream.upload_blocking(&[5; 1000], memory.slice(8..1008))?;
+    let mut back = [0; 1000];
+    stream.download_blocking(memory.slice(8..1008), &mut back)?;
+    assert_eq!(back, [5; 1000]);
+    let zeros = pool.checkout_zeroed(3000)?;
+    assert_eq!(*zeros, [0; 3000]);
+    let landing = pool.checkout_timeout(3000, HANG)?;
+    let (zeros, copied) = stream.copy_host(zeros, landing)?;
+    assert_eq!((&*zeros.wait()?, &*copied.wait()?), (&[0; 3000][..], &[0; 3000][..]));
+    match device.register(bytes(3, 200_000)) {
+        Ok(value) => {
+            let value = stream.upload_part(value, ..20_000, &memory)?.wait()?;
+            let back = value.into_inner()?;
+            assert!(back == bytes(3, 200_000));
+        }
+        Err(refused) => {
+            assert!(refused.memory.is_some_and(|value| value == bytes(3, 200_000)), "the value comes back");
+            if !matches!(refused.error, Error::Unsupported(_)) {
+                return Err(refused.error);
+            }
+        }
+    }
+    // SAFETY: nobody else uses it.
+    unsafe { device.raw_memory(memory.address(), 100, ()) }?;
+    stream.synchronize()?;
+    pool.trim(0);
+    pool.check().unwrap();
+    Ok(())
+}
+
+fn transfers(pool: &Pool, on: &Stream, memory: &pinpool::DeviceBuffer, round: usize) -> Result<()> {
+    let sent = bytes(round, 20_000);
+    let mut buf = pool.checkout_timeout(20_000, HANG)?;
+    buf.extend_from_slice(&sent);
+    let flight = match on.upload(buf, memory) {
+        Ok(flight) => flight,
+        Err(refused) => {
+            assert!(refused.buffer.is_none_or(|buf| *buf == sent), "a refused buffer is as it was");
+            return Err(refused.error);
+        }
+    };
+    let landing = pool.checkout_timeout(20_000, HANG)?;
+    let back = on.download(memory, landing)?.wait()?;
+    assert!(*back == sent, "what came back without an error is right");
+    assert!(*flight.wait()? == sent);
+    Ok(())
+}
+
+/// Calls after whose failing something stays: they are what would have taken it away, or the way there.
+const ENDING: [&str; 13] = [
+    "aclrtFree",
+    "aclrtFreeHost",
+    "aclrtDestroyEvent",
+    "aclrtDestroyStream",
+    "aclrtHostUnregister",
+    "aclrtResetDevice",
+    "aclrtSynchronizeDevice",
+    "aclrtSynchronizeStream",
+    "aclrtStreamQuery",
+    "aclrtGetCurrentContext",
+    "aclrtSetCurrentContext",
+    // Made, and said to have failed.
+    "aclrtCreateEvent",
+    "aclrtRecordEvent",
+];
+
+/// Until all that was opened is closed: `over` in the report counts what was asked for.
+fn settled(stand_in: &StandIn, failed: &str, seen: &mut usize) -> Vec<String> {
+    let report = stand_in.final_report();
+    assert!(report.over, "a device is still open: {report:?}");
+    // What could not be destroyed goes with the device, which others may have set as well.
+    let allowed = |violation: &String| ENDING.contains(&failed) && violation.starts_with("DEV-1");
+    let broken: Vec<&String> =
+        report.violations[*seen..].iter().filter(|violation| !allowed(violation)).collect();
+    assert!(broken.is_empty(), "{failed}: {broken:?}, {report:?}");
+    *seen = report.violations.len();
+    report.leaks
+}
+
+fn every_call(test: &str, way: Way) {
+    on_each_tolerant(test, way, |stand_in| {
+        let mut seen = 0;
+        a_little_of_everything().unwrap();
+        let mut leaks = settled(stand_in, "", &mut seen);
+        assert_eq!(leaks, Vec::<String>::new());
+        let calls: Vec<(String, u64)> =
+            stand_in.report().calls.into_iter().filter(|call| call.0.starts_with("acl")).collect();
+        assert!(calls.len() > 15, "{calls:?}");
+        let (mut struck, mut said) = (0, 0);
+        for (call, count) in calls {
+            if call == "aclGetRecentErrMsg" || call == "aclrtGetSocName" {
+                continue;
+            }
+            for nth in [1, 2, count / 2, count - 1] {
+                for (code, class) in [(507_000, ErrorClass::Argument), (207_001, ErrorClass::Moment)] {
+                    stand_in.fail(&call, nth.max(1), code, false);
+                    let outcome = a_little_of_everything();
+                    stand_in.calm();
+                    if let Err(error) = outcome {
+                        said += 1;
+                        let text = error.to_string();
+                        assert!(
+                            text.contains(&call) && text.contains(&code.to_string()),
+                            "{call}, {nth}: {text}"
+                        );
+                        assert!(
+                            error.class() == class || matches!(error, Error::Unavailable { .. }),
+                            "{call}: {error:?}"
+                        );
+                        assert!(
+                            text.contains("ACL_ERROR_RT"),
+                            "{call} is not told with the code's name: {text}"
+                        );
+                    }
+                    let left = settled(stand_in, &call, &mut seen);
+                    if !ENDING.contains(&call.as_str()) {
+                        assert_eq!(left, leaks, "{call}, {nth}, {code}");
+                    }
+                    leaks = left;
+                }
+            }
+        }
+        struck += stand_in.struck();
+        assert!(
+            struck > 60 && said > 30,
+            "{struck} calls were made to fail, and {said} times somebody was told"
+        );
+    });
+}
+
+/// Like `on_each`, where something may be left.
+fn on_each_tolerant(test: &str, way: Way, body: impl FnOnce(&StandIn)) {
+    use crate::doubles::npu;
+    if !npu::is_set() {
+        return way.again(test, &[]);
+    }
+    match npu::stand_in() {
+        Some(stand_in) => body(&stand_in),
+        None => println!("{test}: skipped, the library that is named is no stand-in"),
+    }
+}
+
+#[test]
+fn every_call_fails_once_today() {
+    every_call("failing::every_call_fails_once_today", TODAY);
+}
+
+#[test]
+fn every_call_fails_once_on_the_device() {
+    every_call("failing::every_call_fails_once_on_the_device", ON_DEVICE);
+}
+
+#[test]
+fn every_call_fails_once_in_late_2022() {
+    every_call("failing::every_call_fails_once_in_late_2022", LATE_2022);
+}
+
+#[test]
+fn every_call_fails_once_in_early_2022() {
+    every_call("failing::every_call_fails_once_in_early_2022", EARLY_2022);
+}
+
+#[test]
+fn an_error_says_what_the_library_says_of_it() {
+    on_each("failing::an_error_says_what_the_library_says_of_it", &[TODAY], |stand_in| {
+        let device = Device::open("acl:0").unwrap();
+        // Told with this failure, not with the next one; and not what another call has left there.
+        stand_in.fail("aclrtMalloc", 1, 207_001, false);
+        let first = device.alloc(1000).unwrap_err();
+        let Error::Device(first) = first else { panic!("{first:?}") };
+        assert_eq!((first.call, first.code, &*first.device), ("aclrtMalloc", 207_001, "acl:0"));
+        assert!(first.text.starts_with("ACL_ERROR_RT_MEMORY_ALLOCATION: "), "{}", first.text);
+        stand_in.fail("aclrtCreateStream", 1, 207_008, false);
+        let second = device.stream().unwrap_err();
+        let Error::Device(second) = second else { panic!("{second:?}") };
+        assert!(
+            second.text.contains("NO_STREAM_RESOURCE") && !second.text.contains("aclrtMalloc"),
+            "{}",
+            second.text
+        );
+        assert_eq!(second.class, ErrorClass::Moment);
+        // Not known to the headers.
+        stand_in.fail("aclrtMalloc", 1, 999_999, false);
+        let third = device.alloc(1000).unwrap_err().to_string();
+        assert!(third.contains("999999") && third.contains("no name"), "{third}");
+    });
+}

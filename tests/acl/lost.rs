@@ -1,0 +1,86 @@
+//! Devices that are lost: by an error that ends them, and by others who end the library.
+
+use pinpool::{Device, ErrorClass};
+
+use crate::contexts::Server;
+use crate::doubles::StandIn;
+use crate::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
+use crate::{bytes, filled, pool, round_trip, until};
+
+/// In a process of its own, where things stay for good.
+fn leaving_things(test: &str, body: impl FnOnce(&StandIn)) {
+    if !npu::is_set() {
+        return [TODAY, ON_DEVICE, EARLY_2022].iter().for_each(|way| way.again(test, &[]));
+    }
+    match npu::stand_in() {
+        Some(stand_in) => body(&stand_in),
+        None => println!("{test}: skipped, the library that is named is no stand-in"),
+    }
+}
+
+#[test]
+fn a_lost_device_is_not_called_any_more() {
+    leaving_things("lost::a_lost_device_is_not_called_any_more", |stand_in| {
+        let devices = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
+        let pools = devices.each_ref().map(|device| pool(device, 1 << 20));
+        let stream = devices[0].stream().unwrap();
+        let memory = devices[0].alloc(10_000).unwrap();
+        stand_in.hang(true);
+        let flights: Vec<_> =
+            (0..5).map(|n| stream.upload(filled(&pools[0], &bytes(n, 10_000)), &memory).unwrap()).collect();
+        drop(stream.upload(filled(&pools[0], &bytes(9, 10_000)), &memory).unwrap());
+        stand_in.kill(0, 507_010);
+        stand_in.hang(false);
+        for flight in flights {
+            let error = flight.wait().unwrap_err();
+            assert_eq!(error.class(), ErrorClass::Sticky, "{error}");
+            let text = error.to_string();
+            assert!(text.contains("507010") && text.contains("LOST_HEARTBEAT"), "{text}");
+        }
+        until("all that was in flight is quarantined", || pools[0].stats().in_flight_bytes == 0);
+        assert!(pools[0].stats().quarantined_bytes >= 6 * 10_000);
+        assert!(devices[0].lost().is_some());
+        assert_eq!(devices[0].alloc(100).unwrap_err().class(), ErrorClass::Sticky);
+        assert_eq!(devices[0].stream().unwrap_err().class(), ErrorClass::Sticky);
+        pools[0].check().unwrap();
+        // The other one lives.
+        assert_eq!(devices[1].lost(), None);
+        round_trip(&pools[1], &devices[1].stream().unwrap(), 3, 50_000);
+        // What the lost one had is let go without a call that frees anything.
+        let frees = |report: &crate::doubles::Report| -> Vec<(String, u64)> {
+            let freeing =
+                ["aclrtFree", "aclrtFreeHost", "aclrtDestroyEvent", "aclrtDestroyStream", "aclrtResetDevice"];
+            report.calls.iter().filter(|call| freeing.contains(&call.0.as_str())).cloned().collect()
+        };
+        let [lost, other] = devices;
+        let [of_lost, of_other] = pools;
+        drop((of_other, other));
+        until("the other one is let go", || crate::calls(stand_in, "aclrtResetDevice") == 1);
+        let before = frees(&stand_in.report());
+        drop((of_lost, stream, memory, lost));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert_eq!(frees(&stand_in.report()), before);
+        assert_eq!(stand_in.report().violations, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_library_that_others_end_is_left_alone() {
+    leaving_things("lost::a_library_that_others_end_is_left_alone", |stand_in| {
+        let server = Server { stand_in };
+        let device = Device::open("acl:0").unwrap();
+        let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());
+        let memory = device.alloc(10_000).unwrap();
+        stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap().wait().unwrap();
+        crate::says!(server, 0, "aclFinalize");
+        // It comes back as an error of the library's end, once, and everything after it fails at once.
+        let refused = stream.upload(filled(&pool, &bytes(2, 10_000)), &memory).unwrap_err();
+        assert_eq!(refused.error.class(), ErrorClass::DriverEnd, "{}", refused.error);
+        until("the device is known to be lost", || device.lost().is_some());
+        assert_eq!(device.alloc(10).unwrap_err().class(), ErrorClass::DriverEnd);
+        let calls = stand_in.report().calls;
+        drop((pool, stream, memory, device));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        assert_eq!(stand_in.report().calls, calls, "nothing is called after that");
+    });
+}

@@ -1,0 +1,210 @@
+//! Host memory: alignment and the segment rule in both run modes, zeros, what is registered.
+
+use std::cell::RefCell;
+
+use pinpool::{Backing, Device, Error, PinnedBuf, Pool, Request};
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+use crate::calls;
+use crate::doubles::HANG;
+use crate::doubles::npu::{self, LATE_2022, ON_DEVICE, TODAY, on_each};
+use crate::{bytes, filled, pool, until};
+
+/// What of a block a segment for so many bytes must have, by the vendor's rule.
+fn span(len: usize) -> usize {
+    len.next_multiple_of(32) + 32
+}
+
+#[test]
+fn segments_keep_to_the_rule_in_both_modes() {
+    on_each("memory::segments_keep_to_the_rule_in_both_modes", &[TODAY, ON_DEVICE, LATE_2022], |_| {
+        let device = Device::open("acl:0").unwrap();
+        let stream = device.stream().unwrap();
+        let memory = device.alloc(300_000).unwrap();
+        let requests = || {
+            let len = prop_oneof![1..200_usize, 200..5000_usize, 5000..200_000_usize];
+            prop::collection::vec((len, 6..13_u32, any::<bool>()), 1..24)
+        };
+        let pools = [64 << 10, 256 << 10, 1 << 20].map(|extent| {
+            let built = Pool::builder(&device).capacity(4 << 20).region(1 << 20).extent(extent);
+            (extent, built.build().unwrap())
+        });
+        let mut runner =
+            TestRunner::new(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() });
+        runner
+            .run(&(0..pools.len(), requests()), |(at, requests)| {
+                let (extent, pool) = &pools[at];
+                let held: RefCell<Vec<PinnedBuf>> = RefCell::default();
+                for (round, (len, align, keeps)) in requests.into_iter().enumerate() {
+                    let align = 1_usize << align;
+                    let mut buf = match pool.try_checkout(Request::new(len).align(align)) {
+                        Ok(buf) => buf,
+                        Err(Error::Exhausted { .. } | Error::TooLong { .. }) => continue,
+                        Err(error) => return Err(TestCaseError::fail(error.to_string())),
+                    };
+                    let start = buf.as_ptr().addr();
+                    prop_assert_eq!(start % align.max(64), 0);
+                    let regions = pool.regions();
+                    let of = regions.iter().find(|r| {
+                        let base = r.base.as_ptr().addr();
+                        (base..base + r.len).contains(&start)
+                    });
+                    let of = of.expect("in a region of the pool's");
+                    // Each extent is a block of the library's, and a region.
+                    prop_assert!(of.len <= *extent);
+                    prop_assert!(start + span(len) <= of.base.as_ptr().addr() + of.len);
+                    prop_assert_eq!(of.base.as_ptr().addr() % 4096, 0);
+                    for other in held.borrow().iter() {
+                        let (a, b) = (start, other.as_ptr().addr());
+                        let (first, second) =
+                            if a < b { (a..a + span(len), b) } else { (b..b + span(other.len()), a) };
+                        prop_assert!(first.end <= second, "two segments overlap");
+                    }
+                    let sent = bytes(round, len);
+                    buf.extend_from_slice(&sent);
+                    // The stand-in looks whether each copy keeps to the rule, too.
+                    let buf = stream.upload(buf, memory.slice(..len)).unwrap().wait().unwrap();
+                    let back = stream.download(memory.slice(..len), buf).unwrap().wait().unwrap();
+                    prop_assert!(*back == sent);
+                    if keeps {
+                        held.borrow_mut().push(back);
+                    }
+                }
+                pool.check().map_err(|error| TestCaseError::fail(error.to_string()))?;
+                Ok(())
+            })
+            .unwrap();
+    });
+}
+
+#[test]
+fn zeros_are_written_by_who_has_the_memory() {
+    on_each("memory::zeros_are_written_by_who_has_the_memory", &[TODAY, ON_DEVICE], |stand_in| {
+        let on_device = std::env::var("PINPOOL_STANDIN_RC").is_ok();
+        let device = Device::open("acl:0").unwrap();
+        let pool = pool(&device, 256 << 10);
+        for len in [1, 31, 4096, 100_001] {
+            // What was there before is not zero.
+            drop(filled(&pool, &vec![0xEE; len]));
+            let buf = pool.checkout_zeroed(len).unwrap();
+            assert_eq!(*buf, vec![0; len]);
+        }
+        assert_eq!(calls(stand_in, "aclrtMemset"), if on_device { 4 } else { 0 });
+        assert_eq!(pool.checkout_zeroed(0).unwrap_err(), Error::ZeroLength);
+        if on_device {
+            stand_in.fail("aclrtMemset", 1, 507_000, false);
+            let error = pool.checkout_zeroed(100).unwrap_err().to_string();
+            assert!(error.contains("aclrtMemset") && error.contains("507000"), "{error}");
+            assert_eq!(pool.stats().checked_out_bytes, 0, "the buffer is back");
+        }
+        // Other devices' pools have it, too.
+        let host = crate::pool_on_host();
+        assert_eq!(*host.checkout_zeroed(777).unwrap(), [0; 777]);
+    });
+}
+
+#[test]
+fn pools_take_what_the_library_allocates() {
+    on_each("memory::pools_take_what_the_library_allocates", &npu::WAYS, |stand_in| {
+        let device = Device::open("acl:0").unwrap();
+        let pool = pool(&device, 1 << 20);
+        drop([(); 7].map(|()| filled(&pool, &[1; 100_000])));
+        pool.wait_pinned(Some(HANG)).unwrap();
+        // One block for each extent, made again where the first did not start on a page.
+        let asked = calls(stand_in, "aclrtMallocHost") + calls(stand_in, "aclrtMallocHostWithCfg");
+        assert!((8..=10).contains(&asked), "{asked}");
+        let with_cfg = std::env::var("PINPOOL_STANDIN_VA").is_ok();
+        assert_eq!(
+            calls(stand_in, "aclrtMallocHostWithCfg") > 1,
+            with_cfg,
+            "asked for once where it is not to be had"
+        );
+        assert_eq!(calls(stand_in, "aclrtHostRegister"), 0);
+        assert_eq!(pool.stats().pinned_bytes, 1 << 20);
+        // A part of it is drained, and then freed.
+        assert_eq!(pool.trim(0), 1 << 20);
+        until("all is freed", || calls(stand_in, "aclrtFreeHost") >= 8);
+        assert!(calls(stand_in, "aclrtSynchronizeDevice") >= 8);
+    });
+}
+
+#[test]
+fn one_block_may_be_too_large_for_the_library() {
+    on_each("memory::one_block_may_be_too_large_for_the_library", &[TODAY, ON_DEVICE], |stand_in| {
+        // SAFETY: the double's `control.rs` has the signature.
+        unsafe { stand_in.get::<extern "C" fn(usize, usize)>("standin_host_limits")(300 << 10, usize::MAX) };
+        let device = Device::open("acl:0").unwrap();
+        let built = |extent| Pool::builder(&device).capacity(1 << 20).extent(extent).build();
+        let error = built(512 << 10).unwrap_err().to_string();
+        assert!(error.contains("207001") && error.contains("PoolBuilder::extent"), "{error}");
+        let pool = built(256 << 10).unwrap();
+        pool.wait_pinned(Some(HANG)).unwrap();
+        assert_eq!(pool.stats().pinned_bytes, 1 << 20);
+    });
+}
+
+#[test]
+fn registering_works_in_whole_pages() {
+    on_each("memory::registering_works_in_whole_pages", &[TODAY], |stand_in| {
+        let device = Device::open("acl:0").unwrap();
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(3 * 4096).unwrap());
+        let mut page = memmap2::MmapMut::map_anon(4 * 4096).unwrap();
+        page.fill(3);
+        // Values in the middle of pages; the slices live as long as the mapping, which is never unmapped.
+        let all: &'static mut [u8] = &mut Box::leak(Box::new(page))[..];
+        let (first, rest) = all.split_at_mut(4096 + 100);
+        let (second, third) = rest.split_at_mut(2000);
+        let (first, second, third): (&'static [u8], &'static [u8], &'static [u8]) = (first, second, third);
+        let registered = device.register(first).unwrap();
+        let refused = device.register(second).unwrap_err();
+        assert!(refused.error.to_string().contains("page of 4096"), "{}", refused.error);
+        assert_eq!(refused.memory.unwrap(), second);
+        // On a registered page in part, borrowed: copied all the same, both ways and with the edges inside.
+        stream.upload_blocking(&third[..3 * 2048], memory.slice(..3 * 2048)).unwrap();
+        stream.upload_blocking(second, memory.slice(..2000)).unwrap();
+        drop(stream.upload(registered, memory.slice(..4196)).unwrap());
+        stream.synchronize().unwrap();
+        until("it is unregistered", || calls(stand_in, "aclrtHostUnregister") == 1);
+        let registered = device.register(second).unwrap();
+        let mut over = vec![0; 3 * 4096];
+        stream.download_blocking(memory.slice(..), &mut over).unwrap();
+        assert!(over[..4196] == *first);
+        // What begins and ends within the registered value.
+        stream.upload_blocking(&registered[10..1000], memory.slice(..990)).unwrap();
+        // Memory that cannot be written to is refused before the library hears of it.
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8192).unwrap();
+        // SAFETY: nobody else has the file.
+        let map = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+        let refused = device.register_read_only(map).unwrap_err();
+        assert!(
+            matches!(&refused.error, Error::Unsupported(text) if text.contains("written to")),
+            "{}",
+            refused.error
+        );
+        assert_eq!(refused.memory.unwrap().len(), 8192);
+    });
+}
+
+#[test]
+fn what_cannot_be_registered_says_so() {
+    on_each("memory::what_cannot_be_registered_says_so", &[TODAY, ON_DEVICE, LATE_2022], |stand_in| {
+        // SAFETY: the double's `control.rs` has the signature.
+        unsafe { stand_in.get::<extern "C" fn(bool, bool)>("standin_abilities")(false, false) };
+        let device = Device::open("acl:0").unwrap();
+        let says = |error: Error| {
+            let text = error.to_string();
+            assert!(matches!(error, Error::Unsupported(_)) && text.contains("Backing::HostAlloc"), "{text}");
+        };
+        says(Pool::builder(&device).backing(Backing::Registered).build().unwrap_err());
+        let refused = device.register(vec![5_u8; 10_000]).unwrap_err();
+        assert!(refused.memory.unwrap() == [5; 10_000]);
+        says(refused.error);
+        let pool = pool(&device, 1 << 20);
+        pool.trim(0);
+        says(pool.adopt(vec![0; 100_000]).unwrap_err().error);
+        says(Pool::builder(&device).backing(Backing::Managed).build().unwrap_err());
+        assert_eq!(device.registered_bytes(), 0);
+    });
+}

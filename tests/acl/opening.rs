@@ -1,0 +1,162 @@
+//! Finding the library, beginning with it, and what is said where that fails.
+
+use pinpool::{Device, Error, acl};
+
+use crate::doubles::ascendcl::PATH;
+use crate::doubles::npu::{self, EARLY_2022, LATE_2022, TODAY, on_each};
+use crate::doubles::{self, HANG};
+
+/// Runs a part of this test in a process of its own, with an environment; `true` in that process.
+fn part(test: &str, part: &str, environment: &[(&str, &str)]) -> bool {
+    const PART: &str = "PINPOOL_TEST_PART";
+    if let Ok(now) = std::env::var(PART) {
+        return now == part;
+    }
+    let mut all = vec![(PART, part)];
+    all.extend(environment);
+    let child = doubles::child(test, &all, HANG);
+    assert!(
+        child.status.is_some_and(|s| s.success()),
+        "{part}: the child {}: {}",
+        child.how(),
+        child.last_words()
+    );
+    assert!(child.stdout.contains("1 passed"), "{part} did not run");
+    false
+}
+
+fn why(name: &str) -> String {
+    match Device::open(name) {
+        Err(Error::Unavailable { device, why }) if device == name => why,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_library_that_cannot_be_used_is_named() {
+    let test = "opening::a_library_that_cannot_be_used_is_named";
+    if part(test, "missing", &[(PATH, "/nowhere/libascendcl.so")]) {
+        let why = why("acl:0");
+        assert!(why.contains("/nowhere/libascendcl.so") && why.contains(PATH), "{why}");
+    }
+    if part(test, "another", &[(PATH, "libm.so.6")]) {
+        let why = why("acl:0");
+        assert!(why.contains("libm.so.6 lacks aclInit"), "{why}");
+    }
+    let homes = [("ASCEND_TOOLKIT_HOME", "/nowhere/toolkit"), ("ASCEND_HOME_PATH", ""), (PATH, "")];
+    if part(test, "nowhere", &homes) {
+        if Device::open("acl:0").is_ok() {
+            // This machine has one.
+            return;
+        }
+        let why = why("acl:0");
+        for place in
+            ["libascendcl.so could", "/nowhere/toolkit/lib64/libascendcl.so", "/usr/local/Ascend/", PATH]
+        {
+            assert!(why.contains(place), "{why}");
+        }
+        assert!(matches!(acl::use_library("/other"), Err(Error::Config(text)) if text.contains("tried")));
+    }
+    if part(test, "chosen", &[(PATH, "/nowhere/set")]) {
+        acl::use_library("/nowhere/chosen").unwrap();
+        acl::use_library("/nowhere/chosen").unwrap();
+        assert!(
+            matches!(acl::use_library("/other"), Err(Error::Config(text)) if text.contains("/nowhere/chosen"))
+        );
+        let why = why("acl:0");
+        assert!(why.contains("/nowhere/chosen could") && why.contains("use_library"), "{why}");
+    }
+}
+
+#[test]
+fn a_toolkit_is_found_by_its_home() {
+    let test = "opening::a_toolkit_is_found_by_its_home";
+    let Some(library) = TODAY.library() else { return println!("{test}: skipped, nothing to build with") };
+    let home = std::env::temp_dir().join(format!("pinpool-toolkit-{}", std::process::id()));
+    if std::env::var_os("PINPOOL_TEST_PART").is_none() {
+        std::fs::create_dir_all(home.join("lib64")).unwrap();
+        std::fs::copy(library, home.join("lib64/libascendcl.so")).unwrap();
+    }
+    if part(test, "home", &[("ASCEND_TOOLKIT_HOME", home.to_str().unwrap()), (PATH, "")]) {
+        let device = Device::open("acl").unwrap();
+        assert_eq!(device.name(), "acl:0");
+        let found = acl::about(&device).unwrap().library;
+        // Unless the system's loader has found one first.
+        let own = found.ends_with("lib64/libascendcl.so");
+        assert!(own || found.to_str() == Some("libascendcl.so"), "{}", found.display());
+    } else {
+        let _ = std::fs::remove_dir_all(home);
+    }
+}
+
+#[test]
+fn devices_that_are_not_there_are_named() {
+    let test = "opening::devices_that_are_not_there_are_named";
+    let Some(library) = TODAY.library() else { return println!("{test}: skipped, nothing to build with") };
+    let library = library.to_str().unwrap();
+    if part(test, "none", &[(PATH, library), ("PINPOOL_STANDIN_DEVICES", "0"), (doubles::PATH, "/nowhere")]) {
+        let why = why("acl:0");
+        assert!(why.contains("ASCEND_RT_VISIBLE_DEVICES"), "{why}");
+        // Going on without one says so in the log, not by failing.
+        assert_eq!(Device::open("auto").unwrap().name(), "host:0");
+    }
+    if part(test, "two", &[(PATH, library), (doubles::PATH, "/nowhere")]) {
+        let known = |name: &str| match Device::open(name) {
+            Err(Error::UnknownDevice { name: of, known }) if of == name => known,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(known("acl:2"), "there are acl:0 to acl:1");
+        assert!(known("acl:4000000000").contains("acl:1"));
+        assert!(known("acl:x").contains("acl:N"));
+        // The first of the kinds that there are.
+        let device = Device::open("auto").unwrap();
+        assert_eq!(device.name(), "acl:0");
+        // Open already: the same.
+        let stream = Device::open("acl:0").unwrap().stream().unwrap();
+        assert!(device.stream().unwrap().wait_for(&stream).is_ok());
+    }
+    if part(
+        test,
+        "taken",
+        &[(PATH, library), ("PINPOOL_STANDIN_FAIL", "aclrtSetDevice:1:507033"), (doubles::PATH, "/nowhere")],
+    ) {
+        // The first one is taken, so the second is taken in its place.
+        assert_eq!(Device::open("auto").unwrap().name(), "acl:1");
+    }
+    for (call, code) in [
+        ("aclInit", "500000"),
+        ("aclrtGetDeviceCount", "107000"),
+        ("aclrtSetDevice", "507033"),
+        ("aclrtGetRunMode", "107000"),
+        ("aclrtGetCurrentContext", "107002"),
+    ] {
+        let fault = format!("{call}:1:{code}");
+        if part(test, call, &[(PATH, library), ("PINPOOL_STANDIN_FAIL", &fault)]) {
+            let error = Device::open("acl:0").unwrap_err().to_string();
+            assert!(error.contains("acl:0") && error.contains(call) && error.contains(code), "{error}");
+            // What it failed for is over.
+            drop(Device::open("acl:0").unwrap());
+            npu::no_trace(&npu::stand_in().unwrap());
+        }
+    }
+}
+
+#[test]
+fn who_initialised_it_first_makes_no_difference() {
+    on_each(
+        "opening::who_initialised_it_first_makes_no_difference",
+        &[TODAY, LATE_2022, EARLY_2022],
+        |stand_in| {
+            let server = crate::contexts::Server { stand_in };
+            crate::says!(server, 0, "aclInit", 0);
+            let device = Device::open("acl:0").unwrap();
+            assert_eq!(device.name(), "acl:0");
+            // The server goes on, and may have set the same device.
+            crate::says!(server, 0, "aclrtSetDevice", 0);
+            drop(device);
+            crate::until("the device is let go", || crate::calls(stand_in, "aclrtResetDevice") > 0);
+            crate::made!(server, "aclrtGetCurrentContext");
+            crate::says!(server, 0, "aclrtResetDevice", 0);
+        },
+    );
+}

@@ -1,0 +1,163 @@
+//! A server's own contexts and streams, beside the crate's.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use pinpool::{Device, Error, acl};
+
+use crate::contexts::Server;
+use crate::doubles::npu::{self, on_each};
+use crate::{bytes, calls, filled, pool, pool_on_host, round_trip, until};
+
+fn handle(word: usize) -> *mut c_void {
+    std::ptr::without_provenance_mut(word)
+}
+
+/// Tells when it is dropped.
+struct Keeper(Arc<AtomicUsize>);
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn the_default_context_is_recognised() {
+    on_each("sharing::the_default_context_is_recognised", &npu::WAYS, |stand_in| {
+        let server = Server { stand_in };
+        let device = Device::open("acl:1").unwrap();
+        let context = acl::raw_context(&device).unwrap();
+        // SAFETY: the library keeps it for as long as the device is set.
+        let adopted = unsafe { acl::adopt_context(context) }.unwrap();
+        assert_eq!(adopted.name(), "acl:1");
+        assert_eq!(server.current(), 0, "adopting changes nothing on this thread");
+        // The same device, not another one like it.
+        assert!(device.stream().unwrap().wait_for(&adopted.stream().unwrap()).is_ok());
+        // SAFETY: refused.
+        let null = unsafe { acl::adopt_context(std::ptr::null_mut()) }.unwrap_err();
+        assert!(matches!(null, Error::Config(_)), "{null}");
+        let host = Device::open("host:0").unwrap();
+        assert!(matches!(acl::raw_context(&host), Err(Error::Unsupported(_))));
+        assert!(matches!(acl::raw_stream(&host.stream().unwrap()), Err(Error::Unsupported(_))));
+        assert!(matches!(acl::about(&host), Err(Error::Unsupported(_))));
+        drop(pool_on_host());
+    });
+}
+
+#[test]
+fn a_servers_own_context_is_worked_in() {
+    on_each("sharing::a_servers_own_context_is_worked_in", &npu::WAYS, |stand_in| {
+        let server = Server { stand_in };
+        crate::says!(server, 0, "aclInit", 0);
+        // Set, so that opening and closing it elsewhere does not end what is made there.
+        crate::says!(server, 0, "aclrtSetDevice", 1);
+        let own = crate::made!(server, "aclrtCreateContext", 1);
+        let stream = crate::made!(server, "aclrtCreateStream");
+        let dropped = Arc::new(AtomicUsize::new(0));
+        {
+            // SAFETY: destroyed after the keeper was dropped.
+            let device = unsafe { acl::adopt_context_with(handle(own), Keeper(dropped.clone())) }.unwrap();
+            assert!(device.name().starts_with("acl:1"), "{}", device.name());
+            assert_eq!(acl::raw_context(&device).unwrap(), handle(own));
+            let pool = pool(&device, 1 << 20);
+            round_trip(&pool, &device.stream().unwrap(), 1, 77_777);
+            // SAFETY: destroyed below, when nothing is in flight any more.
+            let adopted = unsafe { acl::adopt_stream(&device, handle(stream)) }.unwrap();
+            round_trip(&pool, &adopted, 2, 50_000);
+            assert_eq!(dropped.load(Ordering::SeqCst), 0);
+        }
+        until("the keeper is dropped", || dropped.load(Ordering::SeqCst) == 1);
+        server.set_current(own);
+        crate::says!(server, 0, "aclrtDestroyStream", stream);
+        crate::says!(server, 0, "aclrtDestroyContext", own);
+        crate::says!(server, 0, "aclrtResetDevice", 1);
+    });
+}
+
+#[test]
+fn a_stream_of_another_context_is_refused() {
+    let test = "sharing::a_stream_of_another_context_is_refused";
+    if !npu::is_set() {
+        return npu::WAYS.iter().for_each(|way| way.again(test, &[]));
+    }
+    let Some(stand_in) = npu::stand_in() else { return println!("{test}: skipped, no stand-in") };
+    let server = Server { stand_in: &stand_in };
+    let device = Device::open("acl:1").unwrap();
+    crate::says!(server, 0, "aclrtSetDevice", 1);
+    let own = crate::made!(server, "aclrtCreateContext", 1);
+    let stream = crate::made!(server, "aclrtCreateStream");
+    // SAFETY: refused.
+    let refused = unsafe { acl::adopt_stream(&device, handle(stream)) }.unwrap_err();
+    assert!(matches!(&refused, Error::WrongContext { device } if device == "acl:1"), "{refused}");
+    // The library is asked by trying, and that is all that was tried.
+    let found = stand_in.report();
+    assert_eq!(found.violations.len(), 1, "{found:?}");
+    assert!(found.violations[0].starts_with("CTX-3"), "{found:?}");
+    assert!(!found.leaks.iter().any(|leak| leak.starts_with("events")), "{found:?}");
+    assert_eq!(server.current(), own, "put back after an error, too");
+}
+
+#[test]
+fn a_hold_covers_what_the_server_queued() {
+    on_each("sharing::a_hold_covers_what_the_server_queued", &npu::WAYS, |stand_in| {
+        let server = Server { stand_in };
+        let device = Device::open("acl:0").unwrap();
+        let pool = pool(&device, 1 << 20);
+        crate::says!(server, 0, "aclrtSetDevice", 0);
+        let raw = crate::made!(server, "aclrtCreateStream");
+        let memory = device.alloc(64 * 64).unwrap();
+        let dropped = Arc::new(AtomicUsize::new(0));
+        {
+            // SAFETY: destroyed after the keeper was dropped.
+            let stream =
+                unsafe { acl::adopt_stream_with(&device, handle(raw), Keeper(dropped.clone())) }.unwrap();
+            for round in 0..20 {
+                let buf = filled(&pool, &bytes(round, 64 * 64));
+                // The server's own copy from the pool's buffer, which is late.
+                let (to, from) = (memory.address() as usize, buf.as_ptr().addr());
+                crate::says!(server, 0, "aclrtMemcpyAsync", to, 64 * 64, from, 64 * 64, 1, raw);
+                drop(stream.hold(buf).unwrap());
+                // Wanted again at once; given out only when that copy is done.
+                drop(filled(&pool, &vec![0xEE; 64 * 64]));
+                let landing = pool.checkout(64 * 64).unwrap();
+                assert!(*stream.download(&memory, landing).unwrap().wait().unwrap() == bytes(round, 64 * 64));
+            }
+            // Between host buffers, in order, whatever else has its functions run there.
+            let (from, to) = (filled(&pool, &bytes(5, 3000)), pool.checkout(3000).unwrap());
+            let (_, to) = stream.copy_host(from, to).unwrap();
+            assert!(*to.wait().unwrap() == bytes(5, 3000));
+            assert_eq!(calls(stand_in, "aclrtLaunchHostFunc"), 0);
+        }
+        until("the keeper is dropped", || dropped.load(Ordering::SeqCst) == 1);
+        crate::says!(server, 0, "aclrtDestroyStream", raw);
+        drop((pool, memory, device));
+        crate::says!(server, 0, "aclrtResetDevice", 0);
+    });
+}
+
+#[test]
+fn the_default_stream_and_streams_of_ours() {
+    on_each("sharing::the_default_stream_and_streams_of_ours", &npu::WAYS, |stand_in| {
+        let server = Server { stand_in };
+        let device = Device::open("acl:0").unwrap();
+        let pool = pool(&device, 1 << 20);
+        // SAFETY: it is the context's, and lives as long.
+        let default = unsafe { acl::adopt_stream(&device, std::ptr::null_mut()) }.unwrap();
+        round_trip(&pool, &default, 1, 30_000);
+        // Ours, on which the server queues something.
+        let stream = device.stream().unwrap();
+        let raw = acl::raw_stream(&stream).unwrap().addr();
+        crate::says!(server, 0, "aclrtSetDevice", 0);
+        let memory = device.alloc(6400).unwrap();
+        let buf = filled(&pool, &bytes(2, 6400));
+        let (to, from) = (memory.address() as usize, buf.as_ptr().addr());
+        crate::says!(server, 0, "aclrtMemcpyAsync", to, 6400, from, 6400, 1, raw);
+        let buf = stream.hold(buf).unwrap().wait().unwrap();
+        let back = stream.download(&memory, buf).unwrap().wait().unwrap();
+        assert!(*back == bytes(2, 6400));
+        drop((pool, stream, default, memory, back, device));
+        crate::says!(server, 0, "aclrtResetDevice", 0);
+    });
+}

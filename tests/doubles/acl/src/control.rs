@@ -1,0 +1,180 @@
+//! What tests tell the stand-in and ask it. Looked up by name, like the library's own calls; the names and meanings are
+//! those of the stand-in libcuda.
+
+use std::ffi::{CStr, c_char};
+use std::fmt::Write;
+
+use crate::calls::{call, forget};
+use crate::world::{CURRENT, Fault, World, idle_world, world};
+
+/// # Safety
+/// `text` is a string that ends with a zero byte.
+unsafe fn text(text: *const c_char) -> String {
+    // SAFETY: the caller's word.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+fn with<R>(f: impl FnOnce(&mut World) -> R) -> Option<R> {
+    world().as_mut().map(f)
+}
+
+/// Everything as when the library was loaded; handles from before name nothing any more. Of what threads have of their own
+/// only the calling thread's goes.
+#[unsafe(no_mangle)]
+extern "C" fn standin_reset() {
+    with(World::reset);
+    CURRENT.set(0);
+    forget();
+}
+
+/// Makes the `nth` call of that name from now on fail once with `code`: before it has done anything, or, with `after`,
+/// when all is done. A code after which a device is of no use kills the device that is current.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn standin_fail(name: *const c_char, nth: u64, code: u32, after: bool) {
+    // SAFETY: the caller's word.
+    let call = unsafe { text(name) };
+    with(|w| w.faults.push(Fault { call, left: nth, code, after }));
+}
+
+/// No call is to fail any more.
+#[unsafe(no_mangle)]
+extern "C" fn standin_calm() {
+    with(|w| w.faults.clear());
+}
+
+/// How many calls were made to fail so far.
+#[unsafe(no_mangle)]
+extern "C" fn standin_struck() -> u64 {
+    with(|w| w.struck).unwrap_or(0)
+}
+
+/// Kills a device with that code.
+#[unsafe(no_mangle)]
+extern "C" fn standin_kill(device: usize, code: u32) {
+    with(|w| w.kill(device, code));
+}
+
+/// While it is set nothing runs: queries say "not ready", and who synchronises waits.
+#[unsafe(no_mangle)]
+extern "C" fn standin_hang(hung: bool) {
+    with(|w| w.hung = hung);
+}
+
+/// While it is set, new streams get the handles of destroyed ones.
+#[unsafe(no_mangle)]
+extern "C" fn standin_reuse(reuse: bool) {
+    with(|w| w.reuse = reuse);
+}
+
+/// Whether the program is said to run on the device (RC mode). To be set before anything is allocated.
+#[unsafe(no_mangle)]
+extern "C" fn standin_on_device(on_device: bool) {
+    with(|w| w.on_device = on_device);
+}
+
+/// Whether every copy is of a whole segment, so that their distance can be looked at.
+#[unsafe(no_mangle)]
+extern "C" fn standin_segments(whole: bool) {
+    with(|w| w.whole_segments = whole);
+}
+
+/// How many events and streams each device has from now on.
+#[unsafe(no_mangle)]
+extern "C" fn standin_limits(events: usize, streams: usize) {
+    with(|w| (w.event_limit, w.stream_limit) = (events, streams));
+}
+
+/// How many bytes of page-locked memory one allocation may have, and all together.
+#[unsafe(no_mangle)]
+extern "C" fn standin_host_limits(extent: usize, all: usize) {
+    with(|w| w.hosts.limit_to(extent, all));
+}
+
+/// Whether product and driver can register memory, and allocate it with `VA_FLAG`.
+#[unsafe(no_mangle)]
+extern "C" fn standin_abilities(register: bool, va: bool) {
+    with(|w| w.hosts.enable(register, va));
+}
+
+/// How often a call was made.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn standin_calls(name: *const c_char) -> u64 {
+    // SAFETY: the caller's word.
+    let name = unsafe { text(name) };
+    with(|w| w.counts.get(name.as_str()).copied()).flatten().unwrap_or(0)
+}
+
+/// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they went), `note
+/// what count`, `call name count`; and `over` when every device that was set was reset and every context that was made was
+/// destroyed, or was to be.
+fn report(w: &World) -> String {
+    let mut all = String::new();
+    for violation in &w.violations {
+        let _ = writeln!(all, "violation {violation}");
+    }
+    let there = w.owned(None).map(|(what, n)| (what, n + w.left.get(what).copied().unwrap_or(0)));
+    let leaks = [
+        ("devices", w.devices.iter().map(|d| d.sets).sum()),
+        ("contexts", w.contexts.values().filter(|c| c.explicit).count()),
+    ];
+    let more = [
+        ("allocations", w.blocks.len()),
+        ("hosts", w.hosts.count()),
+        ("registrations", w.hosts.registrations()),
+    ];
+    for (what, count) in leaks.into_iter().chain(there).chain(more).filter(|leak| leak.1 > 0) {
+        let _ = writeln!(all, "leak {what} {count}");
+    }
+    // Asked for, whatever came of it: these are the last calls that anyone makes.
+    let count = |name| w.counts.get(name).copied().unwrap_or(0);
+    let closed = ["aclrtResetDevice", "aclrtResetDeviceForce", "aclrtDestroyContext"].map(count);
+    if closed.into_iter().sum::<u64>() >= w.opened {
+        all.push_str("over\n");
+    }
+    for (what, count) in &w.notes {
+        let _ = writeln!(all, "note {what} {count}");
+    }
+    for (name, count) in &w.counts {
+        let _ = writeln!(all, "call {name} {count}");
+    }
+    all
+}
+
+/// Writes what is known into `to`, at most `len` bytes, and says how long all of it is; see [`report`].
+#[unsafe(no_mangle)]
+unsafe extern "C" fn standin_report(to: *mut u8, len: usize) -> usize {
+    let report = with(|w| report(w)).unwrap_or_default();
+    let n = report.len().min(len);
+    if !to.is_null() {
+        // SAFETY: the caller's word: `to` has room for `len` bytes.
+        unsafe { to.copy_from_nonoverlapping(report.as_ptr(), n) };
+    }
+    report.len()
+}
+
+/// The same at the process's end, into the file that the environment names: what a program did that has no test in it.
+/// Nobody could be told of an error; that the file is missing tells.
+extern "C" fn at_the_end() {
+    let Some(path) = std::env::var_os("PINPOOL_STANDIN_REPORT").filter(|path| !path.is_empty()) else {
+        return;
+    };
+    for _ in 0..1000 {
+        if let Some(guard) = idle_world() {
+            let text = guard.as_ref().map(report).unwrap_or_default();
+            let _ = std::fs::write(path, text);
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}
+
+/// The loader calls what is listed here when the process exits.
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static AT_THE_END: extern "C" fn() = at_the_end;
+
+/// A call that only fails if it was told to: for tests of the failing itself.
+#[unsafe(no_mangle)]
+extern "C" fn standin_nothing() -> u32 {
+    call("standin_nothing", |_| Ok(()))
+}
