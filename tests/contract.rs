@@ -15,6 +15,8 @@ mod doubles;
 mod memories;
 #[path = "contract/memory.rs"]
 mod memory;
+#[path = "contract/queue.rs"]
+mod queue;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -150,6 +152,14 @@ const TESTS: &[Test] = &[
     ("values that are only read", memory::read_only),
     ("mapped files and shared memory", memory::mapped),
     ("addresses on the device", memory::addresses),
+    ("round trips through a copy queue", queue::round_trips),
+    ("a copy queue's order", queue::order),
+    ("copies of a queue that overlap", queue::overlaps),
+    ("what a copy queue refuses", queue::refusals),
+    ("a copy queue that is full", queue::depth),
+    ("copies of a queue are awaited", queue::awaited),
+    ("a copy queue is dropped in every order", queue::drops),
+    ("a copy queue of many threads", queue::threads),
 ];
 
 /// Runs the suite on the devices whose names start so, and tells how many tests were run.
