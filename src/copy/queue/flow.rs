@@ -92,6 +92,9 @@ pub(super) struct Flow {
     /// Batches submitted and not landed.
     flying: CachePadded<AtomicU32>,
     spare: Mutex<Vec<Vec<Piece>>>,
+    /// Submitted so far. (Not loom's: sums, no signals.)
+    batches: std::sync::atomic::AtomicU64,
+    copies: std::sync::atomic::AtomicU64,
     bell: Arc<Bell>,
 }
 
@@ -114,6 +117,8 @@ impl Flow {
             left: AtomicBool::new(false),
             flying: CachePadded::new(AtomicU32::new(0)),
             spare: Mutex::new(Vec::new()),
+            batches: 0.into(),
+            copies: 0.into(),
             bell,
         })
     }
@@ -128,6 +133,12 @@ impl Flow {
 
     pub(super) fn depth(&self) -> u64 {
         self.depth
+    }
+
+    /// Batches and copies submitted so far.
+    pub(super) fn submitted(&self) -> (u64, u64) {
+        let relaxed = std::sync::atomic::Ordering::Relaxed;
+        (self.batches.load(relaxed), self.copies.load(relaxed))
     }
 
     fn is_stepped(&self) -> bool {
@@ -201,6 +212,8 @@ impl Flow {
             segment.depot().joint_in_flight(*bytes as isize);
         }
         self.flying.fetch_add(1, Ordering::Relaxed);
+        self.batches.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        self.copies.fetch_add(pieces.len() as u64, std::sync::atomic::Ordering::Relaxed);
         submission.carry(Box::new(Batch { flow: self.clone(), pieces, booked }));
         let context = self.timeline.context();
         let mut failed = Vec::new();

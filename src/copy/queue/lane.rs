@@ -109,6 +109,11 @@ impl Lane {
         self.state.lock().pushed
     }
 
+    /// Copies that are pushed and have not landed.
+    pub(super) fn outstanding(&self) -> u64 {
+        self.state.lock().pushed - self.landed.load(Ordering::Relaxed)
+    }
+
     /// Takes no more.
     pub(super) fn close(&self) -> u64 {
         let mut state = self.state.lock();
@@ -257,11 +262,6 @@ pub(super) struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// How many more copies there is room for.
-    pub(super) fn room(&self) -> u64 {
-        self.room
-    }
-
     /// Pushes a copy, for which there must be room, and gives its number.
     pub(super) fn push(&mut self, lane: u32, transfer: Transfer, lent: Lent, memory: Arc<Allocation>) -> u64 {
         debug_assert!(self.room > 0, "pushed where there is no room");

@@ -110,6 +110,19 @@ fn number() -> usize {
 #[derive(Clone)]
 pub struct CopyQueue(Arc<Inner>);
 
+/// What a [`CopyQueue`] has done: [`CopyQueue::stats`]. Each figure is right by itself; together they are of one moment only
+/// while nobody pushes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct QueueStats {
+    /// Copies that were submitted.
+    pub copies: u64,
+    /// Batches that they were submitted in, those of one copy included.
+    pub batches: u64,
+    /// Copies that were pushed and are not done. Those that were lost with the device stay here.
+    pub outstanding: u64,
+}
+
 struct Inner {
     up: Way,
     down: Way,
@@ -406,6 +419,21 @@ impl CopyQueue {
     /// What the device was lost with.
     pub fn synchronize(&self) -> Result<()> {
         self.finish(None, false)
+    }
+
+    /// What the queue has done so far, in both directions together.
+    #[must_use]
+    pub fn stats(&self) -> QueueStats {
+        let mut stats = QueueStats::default();
+        // In the child of a fork the locks may be anyone's.
+        for flow in [&self.0.up.flow, &self.0.down.flow].into_iter().filter(|flow| !flow.timeline().forked())
+        {
+            let (batches, copies) = flow.submitted();
+            stats.batches += batches;
+            stats.copies += copies;
+            stats.outstanding += flow.lanes().map(|lane| lane.outstanding()).sum::<u64>();
+        }
+        stats
     }
 
     /// Takes no more copies, and waits until all that were pushed are done. Whatever becomes of that, they are submitted.
