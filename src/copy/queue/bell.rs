@@ -93,7 +93,8 @@ impl Role {
     pub(super) fn try_take(&self) -> Option<Held<'_>> {
         // Acquire: pairs with the release below, so that submitters follow one another.
         let taken = self.0.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
-        taken.is_ok().then_some(Held(self))
+        // Not `then_some`, whose value would be made in any case, and give up what another one has by being dropped.
+        taken.is_ok().then(|| Held(self))
     }
 }
 
