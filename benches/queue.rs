@@ -8,7 +8,7 @@
 //! | contender | a copy is |
 //! | --- | --- |
 //! | `bare` | `cuMemcpyHtoDAsync` on a stream of the thread's; the burst ends with an event that is asked about |
-//! | `batch` | one thread alone: `cuMemcpyBatchAsync` of 256 copies, the lists made before; what the driver can do at best |
+//! | `batch` | one thread alone (or `--batchers`, each with a stream): `cuMemcpyBatchAsync` of 256 copies, the lists made before; what the driver can do at best |
 //! | `stream` | `Stream::upload` on a stream of the thread's, of a buffer that the thread keeps |
 //! | `queue` | `CopyQueue::upload` of a buffer that the thread keeps, waited for one handle after the other |
 //! | `queue_fresh` | `checkout`, `CopyQueue::upload`, drop of the handle, but for the last of a burst, which is waited for |
@@ -29,8 +29,8 @@
 //!
 //! # Running it
 //!
-//! `cargo bench --bench queue`, or the executable by itself; `--quick`, `--rounds`, `--threads 1,16`, `--burst` change what
-//! they say. Without a GPU the contenders of the pool run alone, on the host device: that shows that they run.
+//! `cargo bench --bench queue`, or the executable by itself; `--quick`, `--rounds`, `--threads 1,16`, `--burst`,
+//! `--submitters` (of the queue) change what they say. Without a GPU the contenders of the pool run alone, on the host device: that shows that they run.
 #![allow(missing_docs, unsafe_code)]
 
 mod driver;
@@ -43,7 +43,7 @@ use driver::{Driver, Pinned};
 use measure::{
     Rounds, Spread, at_least, at_most, beside, line, number, numbers, processor_time, quantile, wanted,
 };
-use pinpool::{CopyQueue, Device, DeviceSlice, InFlight, PinnedBuf, Pool, Unpinned};
+use pinpool::{CopyQueue, Device, DeviceSlice, InFlight, PinnedBuf, Pool, QueueOptions, Unpinned};
 
 const PIECE: usize = 4 << 10;
 
@@ -55,6 +55,14 @@ fn pool(device: &Device, capacity: usize) -> Pool {
     let pinning = pool.wait_pinned(None).expect("pinning ends");
     assert!(pinning.error.is_none(), "{pinning:?}");
     pool
+}
+
+fn queue(device: &Device) -> CopyQueue {
+    let options = QueueOptions::new();
+    match number("submitters", 0) {
+        0 => device.copy_queue().expect("a queue"),
+        n => device.copy_queue_with(options.threads(n)).expect("a queue"),
+    }
 }
 
 fn checkout(pool: &Pool, len: usize, seed: usize) -> PinnedBuf {
@@ -184,7 +192,7 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
                 call
             }
         }),
-        Way::Batch => bursts(setup, 1, |_| {
+        Way::Batch => bursts(setup, number("batchers", 1), |_| {
             let driver = setup.driver.expect("a driver");
             driver.enter();
             let (stream, event) = (driver.stream(), driver.event());
@@ -272,7 +280,7 @@ fn rate(driver: Option<&'static Driver>, device: &Device) {
         device: device.clone(),
         driver,
         pool: pool(device, 256 << 20),
-        queue: device.copy_queue().expect("a queue"),
+        queue: queue(device),
         burst,
         turn: Duration::from_millis(if quick { 20 } else { 100 }),
     };
@@ -346,7 +354,7 @@ fn rate(driver: Option<&'static Driver>, device: &Device) {
 fn lone(device: &Device) {
     let rounds = number("rounds", if measure::quick() { 5 } else { 31 });
     let pool = pool(device, 4 << 20);
-    let (stream, queue) = (device.stream().expect("a stream"), device.copy_queue().expect("a queue"));
+    let (stream, queue) = (device.stream().expect("a stream"), queue(device));
     let memory = device.alloc(PIECE).expect("device memory");
     let mut buf = Some(checkout(&pool, PIECE, 1));
     let mut once = |queued: bool| -> f64 {
@@ -396,7 +404,7 @@ fn scatter(device: &Device) {
     let total = if quick { 16 << 20 } else { 256 << 20 };
     let whole = 64 << 20;
     let pool = pool(device, total + 2 * whole + (64 << 20));
-    let (queue, stream) = (device.copy_queue().expect("a queue"), device.stream().expect("a stream"));
+    let (queue, stream) = (queue(device), device.stream().expect("a stream"));
     let memory = device.alloc(total.max(whole)).expect("device memory");
     for upload in [true, false] {
         for piece in [16 << 10, 64 << 10] {

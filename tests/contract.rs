@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
-    AddressFault, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, Request, Stream,
-    SubmitError, Unpinned,
+    AddressFault, CopyQueue, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, QueueOptions,
+    Request, Stream, SubmitError, Unpinned,
 };
 
 /// A device under test.

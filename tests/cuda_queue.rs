@@ -14,7 +14,9 @@ use std::time::Duration;
 
 use doubles::gpu::{bytes, filled, on_gpu, on_stand_in, pool, until};
 use doubles::{HANG, StandIn};
-use pinpool::{CopyQueue, Device, DeviceBuffer, Error, ErrorClass, InFlight, PinnedBuf, Pool, cuda};
+use pinpool::{
+    CopyQueue, Device, DeviceBuffer, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, cuda,
+};
 
 const LEN: usize = 500;
 const PIECE: usize = 512;
@@ -298,7 +300,10 @@ fn a_device_dies_under_a_queue() {
 fn a_hung_device_fills_its_queue() {
     on_stand_in("a_hung_device_fills_its_queue", |_, d| {
         let device = open();
-        let (pool, queue) = (pool(&device, 4 << 20), device.copy_queue_with_depth(16).unwrap());
+        let (pool, queue) = (
+            pool(&device, 4 << 20),
+            device.copy_queue_with(QueueOptions::new().depth(16).threads(1)).unwrap(),
+        );
         let memory = device.alloc(64 * PIECE).unwrap();
         d.hang(true);
         let mut sent: Vec<_> = (0..16)

@@ -15,7 +15,7 @@ use std::ops::{DerefMut, RangeBounds};
 use stable_deref_trait::StableDeref;
 
 pub use self::captured::GraphBuf;
-pub use self::queue::{CopyQueue, QueueStats};
+pub use self::queue::{CopyQueue, QueueOptions, QueueStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};

@@ -167,14 +167,16 @@ pub(super) fn refusals(on: &Subject) {
 
 /// A queue that takes few copies: who does not wait is told so, who waits gets through, and nothing is lost.
 pub(super) fn depth(on: &Subject) {
-    let (pool, queue) = (on.pool(8 << 20), on.device.copy_queue_with_depth(3).unwrap());
+    let (pool, queue) =
+        (on.pool(8 << 20), on.device.copy_queue_with(QueueOptions::new().depth(3).threads(1)).unwrap());
     let memory = on.alloc(1 << 20);
     let (mut sent, mut full) = (Vec::new(), 0);
-    for round in 0..2000 {
-        match queue.try_upload(filled(&pool, &bytes(round, 100_000)), memory.slice(..100_000)) {
+    let one = bytes(1, 100_000);
+    for _ in 0..300 {
+        match queue.try_upload(filled(&pool, &one), memory.slice(..100_000)) {
             Ok(flight) => sent.push(flight),
             Err(SubmitError { error: Error::QueueFull { depth: 3 }, buffer: Some(buf) }) => {
-                assert!(*buf == *bytes(round, 100_000));
+                assert!(*buf == *one);
                 full += 1;
                 if full == 20 {
                     break;
@@ -250,8 +252,9 @@ pub(super) fn drops(on: &Subject) {
                 drop((queue, flights));
                 clone.synchronize().unwrap();
             }
-            4 => {
-                // A handle is forgotten: its buffer is leaked, and nothing else.
+            4 if on.device.name().starts_with("host") => {
+                // A handle is forgotten: what it names is leaked, and nothing else is harmed. (The stand-in driver would
+                // miss what is leaked.)
                 let mut flights = flights;
                 std::mem::forget(flights.pop());
                 drop((flights, queue));
@@ -282,9 +285,16 @@ pub(super) fn threads(on: &Subject) {
     if !on.has_threads() {
         return;
     }
+    // Several threads submit where the first has too much, however few processors there are.
+    for submitters in [1, 3] {
+        threads_through(on, on.device.copy_queue_with(QueueOptions::new().threads(submitters)).unwrap());
+    }
+}
+
+fn threads_through(on: &Subject, queue: CopyQueue) {
     const THREADS: usize = 6;
     const EACH: usize = 400;
-    let (pool, queue) = (on.pool(4 << 20), on.device.copy_queue().unwrap());
+    let pool = on.pool(4 << 20);
     let memories: Vec<_> = (0..THREADS).map(|_| on.alloc(EACH * 512)).collect();
     std::thread::scope(|scope| {
         for (t, memory) in memories.iter().enumerate() {

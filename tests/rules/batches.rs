@@ -90,7 +90,8 @@ rules! {
         let mut graph = 0_usize;
         says!(d, 0, "cuStreamBeginCapture_v2", stream, 2);
         d.batch(900, &lists, stream);
-        says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
+        says!(d, 0, "cuStreamEndCapture", stream, &raw mut graph);
+        says!(d, 0, "cuGraphDestroy", graph);
         d.broken(&["BAT-3"]);
         assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
     }

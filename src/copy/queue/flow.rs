@@ -89,6 +89,8 @@ pub(super) struct Flow {
     desk: Mutex<Desk>,
     /// Something that was taken out of a lane is not submitted yet. Changed by who has the role.
     left: AtomicBool,
+    /// More came in than went out when somebody looked last: who can push elsewhere may do so.
+    pressed: CachePadded<AtomicBool>,
     /// Batches submitted and not landed.
     flying: CachePadded<AtomicU32>,
     spare: Mutex<Vec<Vec<Piece>>>,
@@ -115,6 +117,7 @@ impl Flow {
             role: CachePadded::new(Role::new()),
             desk: Mutex::new(desk),
             left: AtomicBool::new(false),
+            pressed: CachePadded::new(AtomicBool::new(false)),
             flying: CachePadded::new(AtomicU32::new(0)),
             spare: Mutex::new(Vec::new()),
             batches: 0.into(),
@@ -183,6 +186,9 @@ impl Flow {
         let mut desk = std::mem::take(&mut *self.desk.lock());
         let mut pieces = self.spare.lock().pop().unwrap_or_default();
         desk.collect(&self.lanes, &mut pieces);
+        if pieces.len() == MOST && !self.is_pressed() {
+            self.pressed.store(true, Ordering::Relaxed);
+        }
         if self.writes && pieces.len() > 1 {
             let keep = desk.overlap.first_in_the_way(&pieces);
             while pieces.len() > keep {
@@ -305,6 +311,19 @@ impl Flow {
             self.timeline.pass(true);
         } else {
             self.timeline.ask();
+        }
+    }
+
+    /// Whether more comes in than goes out.
+    pub(super) fn is_pressed(&self) -> bool {
+        // Relaxed: a hint.
+        self.pressed.load(Ordering::Relaxed)
+    }
+
+    /// Nothing is left to be submitted.
+    pub(super) fn relax(&self) {
+        if self.is_pressed() {
+            self.pressed.store(false, Ordering::Relaxed);
         }
     }
 

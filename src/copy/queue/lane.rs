@@ -64,6 +64,8 @@ pub(super) struct Lane {
     filled: AtomicBool,
     /// Whether `failures` has any. Changed under the lock.
     failed: AtomicBool,
+    /// Whether there is a `lost`. Changed under the lock, once.
+    is_lost: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -74,6 +76,7 @@ impl Lane {
             sent: AtomicU64::new(0),
             filled: AtomicBool::new(false),
             failed: AtomicBool::new(false),
+            is_lost: AtomicBool::new(false),
             state: Mutex::new(State::default()),
         }
     }
@@ -177,6 +180,8 @@ impl Lane {
         let woken = {
             let mut state = self.state.lock();
             state.lost.get_or_insert_with(|| error.clone());
+            // Release: pairs with the acquire in `verdict`.
+            self.is_lost.store(true, Ordering::Release);
             std::mem::take(&mut state.waiting)
         };
         woken.into_values().for_each(Wake::wake);
@@ -193,6 +198,10 @@ impl Lane {
     pub(super) fn verdict(&self, range: &Range) -> Result<bool> {
         if self.has_landed(range.last) {
             return self.failure(range);
+        }
+        // Asked again and again by who waits: not under the lock.
+        if !self.is_lost.load(Ordering::Acquire) {
+            return Ok(false);
         }
         let state = self.state.lock();
         match &state.lost {

@@ -1,9 +1,13 @@
-//! The copy queue: many threads push small copies, one thread submits them in batches.
+//! The copy queue: many threads push small copies, one or two submit them in batches.
 //!
 //! A small copy costs the caller of the driver microseconds, and sixteen callers at once wait for each other: 32 us a
 //! call, measured, and no more copies in all than one of them gets. Pushed to a queue a copy costs its caller the time to
 //! put it into a list, and the driver is called once for all that has come in from all threads
 //! (`cuMemcpyBatchAsync` where there is one).
+//!
+//! One thread submits in each direction some 2 to 2.5 million copies a second, all of its time being the driver's. Where
+//! there are processors enough the queue has a second thread with streams of its own, which is used, and awake, only
+//! while the first has more than it can submit.
 //!
 //! # Files
 //!
@@ -38,12 +42,20 @@ use crate::sync::{Own, yield_now};
 const DEPTH: usize = 1024;
 /// Lanes of a direction at most.
 const LANES: usize = 64;
-/// How long the queue's thread looks for copies before it sleeps.
+/// On machines with fewer processors one thread submits. (One can submit some 2.5 million copies a second.)
+const FEW: usize = 8;
+/// Threads of a queue at most.
+const THREADS: usize = 8;
+/// Copies that a thread pushes to one flow under load before it turns to another.
+const STAY: usize = 64;
+/// How long a queue's thread looks for copies before it sleeps.
 const LINGER: Duration = Duration::from_micros(100);
 
 std::thread_local! {
     /// Numbers threads, so that neighbours have different lanes.
     static NUMBER: std::cell::Cell<usize> = const { std::cell::Cell::new(usize::MAX) };
+    /// Counts this thread's copies while there is load.
+    static TURN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
 /// This thread's number.
@@ -58,7 +70,7 @@ fn number() -> usize {
     })
 }
 
-/// Many threads' small copies, submitted in batches by one thread: [`Device::copy_queue`]. Cloning gives another handle to
+/// Many threads' small copies, submitted in batches by one or two: [`Device::copy_queue`]. Cloning gives another handle to
 /// the same queue.
 ///
 /// [`upload`](Self::upload) and [`download`](Self::download) take what they touch, as those of a [`Stream`] do, push the
@@ -110,6 +122,42 @@ fn number() -> usize {
 #[derive(Clone)]
 pub struct CopyQueue(Arc<Inner>);
 
+/// How a copy queue is set up: [`Device::copy_queue_with`].
+#[derive(Clone, Copy, Debug)]
+pub struct QueueOptions {
+    depth: usize,
+    threads: Option<usize>,
+}
+
+impl Default for QueueOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl QueueOptions {
+    /// As [`Device::copy_queue`] has it.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { depth: DEPTH, threads: None }
+    }
+
+    /// How many copies a lane takes, pushed and not done, before a push has to wait: 1024 by default, 1 at least.
+    #[must_use]
+    pub fn depth(mut self, depth: usize) -> Self {
+        self.depth = depth;
+        self
+    }
+
+    /// How many threads submit at most, 1 to 8. By default 1 on machines with less than 8 processors, else 2. All but the
+    /// first work, and are awake, only while there is more than those before can submit. A stepped device has none.
+    #[must_use]
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+}
+
 /// What a [`CopyQueue`] has done: [`CopyQueue::stats`]. Each figure is right by itself; together they are of one moment only
 /// while nobody pushes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -126,44 +174,64 @@ pub struct QueueStats {
 struct Inner {
     up: Way,
     down: Way,
-    bell: Arc<Bell>,
+    /// Of the threads.
+    bells: Vec<Arc<Bell>>,
 }
 
-/// A direction.
-struct Way {
+/// A direction: a flow for each of the queue's threads.
+struct Way(Vec<Side>);
+
+/// A flow, as it is pushed to.
+struct Side {
     stream: Stream,
     flow: Arc<Flow>,
     lines: Box<[Arc<Line>]>,
 }
 
 impl Device {
-    /// A queue for many small copies. Makes two streams and a thread: make it at start-up, and share it.
+    /// A queue for many small copies. Makes two streams and a thread, or twice as many of each (from 8 processors on): make it at start-up, and share it.
     ///
     /// # Errors
     /// What the driver says, the device's loss; [`Error::Unavailable`] where no thread can be started.
     pub fn copy_queue(&self) -> Result<CopyQueue> {
-        self.copy_queue_with_depth(DEPTH)
+        self.copy_queue_with(QueueOptions::new())
     }
 
-    /// The same for a queue that takes so many copies in each lane, 1 at least, before a push has to wait.
+    /// The same for a queue that is not as by default.
     ///
     /// # Errors
     /// As for [`copy_queue`](Self::copy_queue).
-    pub fn copy_queue_with_depth(&self, depth: usize) -> Result<CopyQueue> {
-        let bell = Arc::new(Bell::asleep());
+    pub fn copy_queue_with(&self, options: QueueOptions) -> Result<CopyQueue> {
+        let QueueOptions { depth, threads } = options;
+        let context = self.context();
+        let is_stepped = context.driver().stepped().is_some();
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let lanes = (processors * 2).clamp(4, LANES);
-        let way = |writes| -> Result<Way> {
-            let stream = self.stream()?;
-            let flow = Flow::new(stream.timeline().clone(), lanes, depth.max(1) as u64, writes, bell.clone());
-            let line = |lane| Arc::new(Line { flow: flow.clone(), lane });
-            Ok(Way { lines: (0..lanes as u32).map(line).collect(), stream, flow })
+        let threads = match threads {
+            _ if is_stepped => 1,
+            Some(threads) => threads.clamp(1, THREADS),
+            None if processors < FEW => 1,
+            None => 2,
         };
-        let inner = Inner { up: way(true)?, down: way(false)?, bell };
-        let context = self.context();
-        if context.driver().stepped().is_none() {
-            let flows = [inner.up.flow.clone(), inner.down.flow.clone()];
-            let (device, bell) = (self.clone(), inner.bell.clone());
+        let bells: Vec<_> = (0..threads).map(|_| Arc::new(Bell::asleep())).collect();
+        let way = |writes| -> Result<Way> {
+            let side = |bell: &Arc<Bell>| -> Result<Side> {
+                let stream = self.stream()?;
+                let flow =
+                    Flow::new(stream.timeline().clone(), lanes, depth.max(1) as u64, writes, bell.clone());
+                let line = |lane| Arc::new(Line { flow: flow.clone(), lane });
+                Ok(Side { lines: (0..lanes as u32).map(line).collect(), stream, flow })
+            };
+            bells.iter().map(side).collect::<Result<_>>().map(Way)
+        };
+        let inner = Inner { up: way(true)?, down: way(false)?, bells: bells.clone() };
+        if is_stepped {
+            return Ok(CopyQueue(Arc::new(inner)));
+        }
+        for ((up, down), bell) in inner.up.0.iter().zip(&inner.down.0).zip(&bells) {
+            let flows = [up.flow.clone(), down.flow.clone()];
+            let (device, bell) = (self.clone(), bell.clone());
+            // Where the second cannot be started the first ends when `inner` is dropped.
             std::thread::Builder::new()
                 .name(format!("pinpool-send-{}", self.name()))
                 .spawn(move || serve(&device, &flows, &bell))
@@ -176,7 +244,7 @@ impl Device {
     }
 }
 
-/// The queue's thread: submits what is pushed, and while nothing is, looks for what is done.
+/// A thread of the queue's: submits what is pushed, and while nothing is, looks for what is done.
 fn serve(device: &Device, flows: &[Arc<Flow>; 2], bell: &Bell) {
     crate::sync::enter(Own::Submitter);
     device.context().driver().enter_thread();
@@ -195,6 +263,7 @@ fn serve(device: &Device, flows: &[Arc<Flow>; 2], bell: &Bell) {
         if bell.is_closing() && !filled() {
             return;
         }
+        flows.iter().for_each(|flow| flow.relax());
         if idle.get_or_insert_with(Instant::now).elapsed() < LINGER {
             for flow in flows.iter().filter(|flow| flow.is_flying()) {
                 flow.look();
@@ -211,9 +280,19 @@ fn serve(device: &Device, flows: &[Arc<Flow>; 2], bell: &Bell) {
 impl Drop for Inner {
     fn drop(&mut self) {
         // In the child of a fork there is no thread.
-        if !self.up.flow.timeline().forked() {
-            self.bell.close();
+        if !self.is_forked() {
+            self.bells.iter().for_each(|bell| bell.close());
         }
+    }
+}
+
+impl Inner {
+    fn sides(&self) -> impl Iterator<Item = &Side> {
+        self.up.0.iter().chain(&self.down.0)
+    }
+
+    fn is_forked(&self) -> bool {
+        self.sides().any(|side| side.flow.timeline().forked())
     }
 }
 
@@ -225,6 +304,19 @@ enum Patience {
 }
 
 impl Way {
+    /// Where this thread pushes its next copy: the first flow, until more comes in there than goes out.
+    fn side(&self) -> &Side {
+        let sides = &self.0;
+        if sides.len() == 1 || !sides[0].flow.is_pressed() {
+            return &sides[0];
+        }
+        // Not one here and one there: batches are to find neighbours.
+        let turn = TURN.with(|turn| turn.replace(turn.get().wrapping_add(1)));
+        &sides[(number() + turn / STAY) % sides.len()]
+    }
+}
+
+impl Side {
     fn line(&self) -> &Arc<Line> {
         // There are 4 at least.
         &self.lines[number() % self.lines.len()]
@@ -283,7 +375,7 @@ impl CopyQueue {
     /// The device that the queue belongs to.
     #[must_use]
     pub fn device(&self) -> &Device {
-        self.0.up.stream.device()
+        self.0.up.0[0].stream.device()
     }
 
     /// Pushes a copy of all that was written to `src` into `dst`, which must be at least as long. Waits only while the
@@ -324,10 +416,10 @@ impl CopyQueue {
         part: impl RangeBounds<usize>,
         dst: impl DeviceRange,
     ) -> Result<InFlight<B>, SubmitError<B>> {
-        let way = &self.0.up;
+        let side = self.0.up.side();
         let pushed = (|| {
-            let dst = way.own(dst)?;
-            if !src.serves(way.flow.timeline().context()) {
+            let dst = side.own(dst)?;
+            if !src.serves(side.flow.timeline().context()) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
             let (start, end) = bounds(part, src.bytes().len())?;
@@ -336,7 +428,7 @@ impl CopyQueue {
             }
             let bytes = &src.bytes()[start..end];
             let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
-            way.push(patience, transfer, &dst, || (src.lend(), ()))
+            side.push(patience, transfer, &dst, || (src.lend(), ()))
         })();
         match pushed {
             Ok((place, ())) => Ok(InFlight::queued(place, src, None)),
@@ -376,9 +468,9 @@ impl CopyQueue {
         src: impl DeviceRange,
         mut landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
-        let way = &self.0.down;
-        let checked = way.own(src).and_then(|src| {
-            let (target, capacity) = landing.target(&way.stream)?;
+        let side = self.0.down.side();
+        let checked = side.own(src).and_then(|src| {
+            let (target, capacity) = landing.target(&side.stream)?;
             if src.len() > capacity {
                 return Err(Error::TooSmall { need: src.len(), have: capacity });
             }
@@ -391,7 +483,7 @@ impl CopyQueue {
         let transfer = Transfer::Download { src: src.ptr(), dst: target, len: src.len() };
         // Taken out when nothing can be refused any more.
         let mut landing = Some(landing);
-        let pushed = way.push(patience, transfer, &src, || match landing.take().map(L::lend) {
+        let pushed = side.push(patience, transfer, &src, || match landing.take().map(L::lend) {
             Some((lent, half)) => (lent, Some(half)),
             None => (Lent::Object(Box::new(())), None),
         });
@@ -408,8 +500,7 @@ impl CopyQueue {
     /// # Errors
     /// As for [`Stream::wait_for`].
     pub fn wait_for(&self, stream: &Stream) -> Result<()> {
-        self.0.up.stream.wait_for(stream)?;
-        self.0.down.stream.wait_for(stream)
+        self.0.sides().try_for_each(|side| side.stream.wait_for(stream))
     }
 
     /// Waits until everything that was pushed before this call, by whatever thread, is done. What became of it, the handles
@@ -426,8 +517,7 @@ impl CopyQueue {
     pub fn stats(&self) -> QueueStats {
         let mut stats = QueueStats::default();
         // In the child of a fork the locks may be anyone's.
-        for flow in [&self.0.up.flow, &self.0.down.flow].into_iter().filter(|flow| !flow.timeline().forked())
-        {
+        for flow in self.0.sides().map(|side| &side.flow).filter(|flow| !flow.timeline().forked()) {
             let (batches, copies) = flow.submitted();
             stats.batches += batches;
             stats.copies += copies;
@@ -445,11 +535,11 @@ impl CopyQueue {
     }
 
     fn finish(&self, deadline: Option<Instant>, close: bool) -> Result<()> {
-        if self.0.up.flow.timeline().forked() {
+        if self.0.is_forked() {
             return Err(Error::Forked);
         }
         let mut pushed = Vec::new();
-        for flow in [&self.0.up.flow, &self.0.down.flow] {
+        for flow in self.0.sides().map(|side| &side.flow) {
             pushed.extend(flow.lanes().map(|lane| {
                 let last = if close { lane.close() } else { lane.pushed() };
                 (flow, lane, last)
@@ -464,7 +554,7 @@ impl CopyQueue {
 
 impl fmt::Debug for CopyQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let depth = self.0.up.flow.depth();
+        let depth = self.0.up.0[0].flow.depth();
         f.debug_struct("CopyQueue")
             .field("device", &self.device().name())
             .field("depth", &depth)

@@ -62,8 +62,8 @@ impl World {
         if stream <= 1 {
             return self.violate("BAT-1", format!("{name} on the legacy stream"), INVALID_VALUE);
         }
-        if let Some(capture) = &mut self.stream(name, stream)?.capture {
-            capture.spoiled = true;
+        if self.stream(name, stream)?.capture.is_some() {
+            // It is refused, and the capture goes on (seen on driver 580.159).
             return self.violate("BAT-3", format!("{name} on {stream:#x}"), CAPTURE_UNSUPPORTED);
         }
         // SAFETY: the caller's word.

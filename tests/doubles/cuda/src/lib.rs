@@ -81,7 +81,7 @@
 //! | GRA-4 | releases more references than a user object has, or destroys a graph that is being captured | 1 |
 //! | BAT-1 | submits a batch of copies to the legacy default stream | 1 |
 //! | BAT-2 | has a copy of no bytes in a batch | 1, those before it are queued |
-//! | BAT-3 | submits a batch to a stream that is captured | 900, and the capture is spoiled |
+//! | BAT-3 | submits a batch to a stream that is captured | 900, and the capture goes on |
 //! | BAT-4 | has a copy in a batch write where another one reads or writes | they run, in an order that nobody knows |
 //! | BAT-5 | has a copy in a batch without attributes, or attributes that do not exist | 1 |
 //! | ARG-1 | passes null where something is written | 1 |
