@@ -27,6 +27,12 @@
 //! by 1 and by 4 pushing threads, against the pinned peak: the best of five copies of 64 MiB in the same direction. All
 //! bytes are compared when the time is taken.
 //!
+//! # Gather (`--only gather`)
+//!
+//! 16,384 pieces of 16 KiB of pageable memory, in no order, to neighbouring places of device memory, and back to where they
+//! were: `CopyQueue::gather` and `scatter_blocking`, by 1, 4 and 8 threads with a part of the pieces each, against the same
+//! peak.
+//!
 //! # Running it
 //!
 //! `cargo bench --bench queue`, or the executable by itself; `--quick`, `--rounds`, `--threads 1,16`, `--burst`,
@@ -434,6 +440,69 @@ fn scatter(device: &Device) {
     }
 }
 
+// --- gather ------------------------------------------------------------------------------------------------------------
+
+fn gather(device: &Device) {
+    const LEN: usize = 16 << 10;
+    let quick = measure::quick();
+    let rounds = number("rounds", if quick { 2 } else { 7 });
+    let count = if quick { 512 } else { 16_384 };
+    let whole = 64 << 20;
+    let pool = pool(device, 256 << 20);
+    let (queue, stream) = (queue(device), device.stream().expect("a stream"));
+    let memory = device.alloc((count * LEN).max(whole)).expect("device memory");
+    let sources: Vec<Vec<u8>> = (0..count).map(|i| vec![(i * 7 + 3) as u8; LEN]).collect();
+    for threads in [1, 4, 8] {
+        let (mut up, mut down) = (Vec::new(), Vec::new());
+        for _ in 0..=rounds {
+            let order = Random(5).order(count);
+            let range = |place: usize| memory.slice(place * LEN..(place + 1) * LEN).expect("within");
+            let mut pieces: Vec<Vec<(&[u8], DeviceSlice)>> = (0..threads).map(|_| Vec::new()).collect();
+            // Each thread's places are neighbours, their sources anywhere.
+            for place in 0..count {
+                pieces[place * threads / count].push((&sources[order[place]], range(place)));
+            }
+            let peak_up = peak(&pool, &stream, &memory, whole, true);
+            let since = Instant::now();
+            std::thread::scope(|scope| {
+                for pieces in &pieces {
+                    scope.spawn(|| queue.gather_blocking(&pool, pieces).expect("the device works"));
+                }
+            });
+            let took = since.elapsed();
+            up.push((count * LEN) as f64 / took.as_nanos() as f64 / peak_up);
+            let peak_down = peak(&pool, &stream, &memory, whole, false);
+            let mut back: Vec<Vec<u8>> = (0..count).map(|_| vec![1; LEN]).collect();
+            let mut targets: Vec<Vec<(DeviceSlice, &mut [u8])>> = (0..threads).map(|_| Vec::new()).collect();
+            for (place, bytes) in back.iter_mut().enumerate() {
+                targets[place * threads / count].push((range(place), bytes));
+            }
+            let since = Instant::now();
+            std::thread::scope(|scope| {
+                for targets in &mut targets {
+                    scope.spawn(|| queue.scatter_blocking(&pool, targets).expect("the device works"));
+                }
+            });
+            down.push((count * LEN) as f64 / since.elapsed().as_nanos() as f64 / peak_down);
+            for (place, bytes) in back.iter().enumerate() {
+                assert!(*bytes == sources[order[place]], "piece {place}");
+            }
+        }
+        for (way, mut ratios) in [("up", up), ("down", down)] {
+            ratios.remove(0);
+            let permille: Vec<f64> = ratios.iter().map(|r| r * 1e3).collect();
+            line(format!("gather_{way}_16k_permille"), threads, Spread::of(&permille));
+            let what =
+                format!("{count} pageable pieces of 16 KiB, {way}, {threads} threads, of the pinned peak");
+            if threads == 8 {
+                at_least(what, Spread::of(&ratios), 0.88, Some(0.93));
+            } else {
+                beside(what, Spread::of(&ratios));
+            }
+        }
+    }
+}
+
 /// GB/s of the best of five large copies.
 fn peak(
     pool: &Pool,
@@ -548,5 +617,8 @@ fn main() {
     }
     if wanted("scatter") {
         scatter(&device);
+    }
+    if wanted("gather") {
+        gather(&device);
     }
 }

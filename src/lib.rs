@@ -139,6 +139,7 @@ mod sync;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
+pub use copy::gather::{self, Gathered};
 pub use copy::{CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats};
 pub use device::HostAllocFlags;
 pub use device::host;

@@ -746,6 +746,11 @@ impl Pool {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
+    /// The longest request that the pool proper could ever serve, in bytes.
+    pub(crate) fn longest(&self) -> usize {
+        self.0.main.depot.config().largest
+    }
+
     fn stores(&self) -> impl Iterator<Item = &Store> {
         self.growing().chain(self.0.reserves.iter().map(|r| &r.1))
     }

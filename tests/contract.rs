@@ -27,8 +27,8 @@ use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
-    AddressFault, CopyQueue, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, QueueOptions,
-    Request, Stream, SubmitError, Unpinned,
+    AddressFault, CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
+    QueueOptions, Request, Stream, SubmitError, Unpinned,
 };
 
 /// A device under test.
@@ -160,6 +160,7 @@ const TESTS: &[Test] = &[
     ("copies of a queue are awaited", queue::awaited),
     ("a copy queue is dropped in every order", queue::drops),
     ("a copy queue of many threads", queue::threads),
+    ("many pieces gathered and scattered", queue::gathers),
 ];
 
 /// Runs the suite on the devices whose names start so, and tells how many tests were run.

@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 mod captured;
+pub mod gather;
 mod host;
 mod queue;
 

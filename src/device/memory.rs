@@ -247,6 +247,11 @@ impl DeviceSlice {
         self.allocation.clone()
     }
 
+    /// Stands for the allocation: no two that exist have the same.
+    pub(crate) fn allocation_number(&self) -> u64 {
+        Arc::as_ptr(&self.allocation).addr() as u64
+    }
+
     /// Whether this is memory of that very device.
     pub(crate) fn is_of(&self, context: &Arc<Context>) -> bool {
         Arc::ptr_eq(&self.allocation.context, context)

@@ -5,7 +5,7 @@
 
 pub(crate) mod awaited;
 #[cfg(all(test, loom))]
-mod loom_models;
+pub(crate) mod loom_models;
 mod memory;
 pub(crate) mod reaper;
 pub(crate) mod timeline;

@@ -29,7 +29,7 @@ impl Bell {
 
     pub(super) fn introduce(&self, sleeper: thread::Thread) {
         let _ = self.sleeper.set(sleeper);
-        self.asleep.store(false, Ordering::Relaxed);
+        self.asleep.swap(false, Ordering::Relaxed);
     }
 
     /// Whether the thread sleeps, for who has just filled a lane.
@@ -64,7 +64,9 @@ impl Bell {
 
     /// Sleeps until somebody rings, unless `idle` says that there is something to do after all. The thread's own call.
     pub(super) fn sleep(&self, idle: impl Fn() -> bool) {
-        self.asleep.store(true, Ordering::Relaxed);
+        // Exchanges, here and below, for the models' sake: the order of a plain store and of another thread's exchange is
+        // left open there.
+        self.asleep.swap(true, Ordering::Relaxed);
         #[cfg(not(pinpool_planted = "sleep_without_fence"))]
         fence(Ordering::SeqCst);
         if idle() && !self.is_closing() {
@@ -72,7 +74,7 @@ impl Bell {
                 thread::park_until(None);
             }
         }
-        self.asleep.store(false, Ordering::Relaxed);
+        self.asleep.swap(false, Ordering::Relaxed);
     }
 }
 
@@ -93,7 +95,10 @@ impl Role {
     pub(super) fn try_take(&self) -> Option<Held<'_>> {
         // Acquire: pairs with the release below, so that submitters follow one another.
         let taken = self.0.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
+        #[cfg(pinpool_planted = "role_of_losers")]
+        return taken.is_ok().then_some(Held(self));
         // Not `then_some`, whose value would be made in any case, and give up what another one has by being dropped.
+        #[cfg(not(pinpool_planted = "role_of_losers"))]
         taken.is_ok().then(|| Held(self))
     }
 }

@@ -269,6 +269,8 @@ impl Flow {
         let mut left = pieces.drain(..);
         for Run { lane, first, len, .. } in runs {
             let lane = &self.lanes[lane as usize];
+            #[cfg(pinpool_planted = "land_before_words")]
+            lane.land(first + len as u64 - 1);
             for Piece { loan, memory, number, .. } in left.by_ref().take(len) {
                 if loan.land() {
                     lane.leave(&Range { first: number, last: number });
@@ -276,6 +278,7 @@ impl Flow {
                 drop(memory);
             }
             // The words first: whoever sees the number finds them settled.
+            #[cfg(not(pinpool_planted = "land_before_words"))]
             lane.land(first + len as u64 - 1);
         }
         drop(left);

@@ -166,12 +166,15 @@ impl Lane {
             let mut state = self.state.lock();
             debug_assert!(number > self.landed.load(Ordering::Relaxed), "a lane lands in order");
             // Release: pairs with the acquire in `has_landed`. Under the lock, so that nobody lies down to sleep in between.
+            #[cfg(not(pinpool_planted = "land_after_looking"))]
             self.landed.store(number, Ordering::Release);
-            if !state.waiting.is_empty() && !cfg!(pinpool_planted = "land_wakes_nobody") {
+            if !state.waiting.is_empty() {
                 let later = state.waiting.split_off(&(number + 1, 0));
                 woken = std::mem::replace(&mut state.waiting, later);
             }
         }
+        #[cfg(pinpool_planted = "land_after_looking")]
+        self.landed.store(number, Ordering::Release);
         woken.into_values().for_each(Wake::wake);
     }
 
@@ -271,6 +274,11 @@ pub(super) struct Entry<'a> {
 }
 
 impl Entry<'_> {
+    /// How many more copies there is room for.
+    pub(super) fn room(&self) -> u64 {
+        self.room
+    }
+
     /// Pushes a copy, for which there must be room, and gives its number.
     pub(super) fn push(&mut self, lane: u32, transfer: Transfer, lent: Lent, memory: Arc<Allocation>) -> u64 {
         debug_assert!(self.room > 0, "pushed where there is no room");

@@ -18,6 +18,8 @@
 mod bell;
 mod flow;
 mod lane;
+#[cfg(all(test, loom))]
+mod loom_models;
 mod overlap;
 
 use std::fmt;
@@ -303,6 +305,11 @@ enum Patience {
     None,
 }
 
+/// Whether this thread may wait for copies: those that find out what is done may not.
+fn may_wait() -> bool {
+    !matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter))
+}
+
 impl Way {
     /// Where this thread pushes its next copy: the first flow, until more comes in there than goes out.
     fn side(&self) -> &Side {
@@ -339,10 +346,7 @@ impl Side {
                     let (lent, left) = give();
                     break (entry.push(line.lane, transfer, lent, memory.allocation()), left);
                 }
-                Err(Error::QueueFull { .. })
-                    if patience == Patience::Wait
-                        && !matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter)) =>
-                {
+                Err(Error::QueueFull { .. }) if patience == Patience::Wait && may_wait() => {
                     let last = lane.room_after(flow.depth());
                     // Whether that one failed is its own handle's affair.
                     let lost = flow.wait(lane, &Range::whole(last), None);
@@ -353,6 +357,36 @@ impl Side {
         };
         flow.rouse();
         Ok((Place { line: line.clone(), range: Range { first: number, last: number } }, left))
+    }
+
+    /// Pushes several copies, of which the last in each lane's turn has what all of them use: they land in order.
+    fn push_all(&self, copies: &[(Transfer, &DeviceSlice)], lend: impl Fn() -> Lent) -> Result<Vec<Place>> {
+        let line = self.line();
+        let (lane, flow) = (line.lane(), &line.flow);
+        let (mut places, mut left) = (Vec::new(), copies);
+        while !left.is_empty() {
+            let mut entry = match lane.enter(flow.depth()) {
+                Ok(entry) => entry,
+                Err(Error::QueueFull { .. }) if may_wait() => {
+                    flow.wait(lane, &Range::whole(lane.room_after(flow.depth())), None)?;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let turn = usize::try_from(entry.room()).unwrap_or(usize::MAX).min(left.len());
+            let (now, later) = left.split_at(turn);
+            let mut range = Range { first: u64::MAX, last: 0 };
+            for (n, (transfer, memory)) in now.iter().enumerate() {
+                let lent = if n + 1 == turn { lend() } else { Lent::Object(Box::new(())) };
+                let number = entry.push(line.lane, *transfer, lent, memory.allocation());
+                range = Range { first: range.first.min(number), last: number };
+            }
+            drop(entry);
+            flow.rouse();
+            places.push(Place { line: line.clone(), range });
+            left = later;
+        }
+        Ok(places)
     }
 
     /// Device memory of this queue's device, and there for its stream.
@@ -492,6 +526,24 @@ impl CopyQueue {
             Ok((_, None)) => Err(SubmitError { error: Error::QueueClosed, buffer: None }),
             Err(error) => Err(SubmitError { error, buffer: landing }),
         }
+    }
+
+    /// Pushes several copies of one direction, for which `lend` gives what keeps the host's side of all of them. They are
+    /// within memory of the queue's device.
+    pub(super) fn push_all(
+        &self,
+        copies: &[(Transfer, &DeviceSlice)],
+        lend: impl Fn() -> Lent,
+    ) -> Result<Vec<Place>> {
+        let downloads = matches!(copies.first(), Some((Transfer::Download { .. }, _)));
+        let side = if downloads { self.0.down.side() } else { self.0.up.side() };
+        let timeline = side.flow.timeline();
+        if timeline.forked() {
+            return Err(Error::Forked);
+        }
+        timeline.context().alive()?;
+        copies.iter().try_for_each(|(_, memory)| memory.admit(timeline.stream()))?;
+        side.push_all(copies, lend)
     }
 
     /// What is pushed from now on happens only after everything submitted to `stream` so far. The caller does not wait; but
