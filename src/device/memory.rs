@@ -247,6 +247,10 @@ impl DeviceSlice {
         self.allocation.clone()
     }
 
+    pub(crate) fn into_allocation(self) -> Arc<Allocation> {
+        self.allocation
+    }
+
     /// Stands for the allocation: no two that exist have the same.
     pub(crate) fn allocation_number(&self) -> u64 {
         Arc::as_ptr(&self.allocation).addr() as u64

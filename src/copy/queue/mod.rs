@@ -335,7 +335,7 @@ impl Side {
         &self,
         patience: Patience,
         transfer: Transfer,
-        memory: &DeviceSlice,
+        memory: DeviceSlice,
         give: impl FnOnce() -> (Lent, R),
     ) -> Result<(Place, R)> {
         let line = self.line();
@@ -344,7 +344,7 @@ impl Side {
             match lane.enter(flow.depth()) {
                 Ok(mut entry) => {
                     let (lent, left) = give();
-                    break (entry.push(line.lane, transfer, lent, memory.allocation()), left);
+                    break (entry.push(line.lane, transfer, lent, memory.into_allocation()), left);
                 }
                 Err(Error::QueueFull { .. }) if patience == Patience::Wait && may_wait() => {
                     let last = lane.room_after(flow.depth());
@@ -462,7 +462,7 @@ impl CopyQueue {
             }
             let bytes = &src.bytes()[start..end];
             let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
-            side.push(patience, transfer, &dst, || (src.lend(), ()))
+            side.push(patience, transfer, dst, || (src.lend(), ()))
         })();
         match pushed {
             Ok((place, ())) => Ok(InFlight::queued(place, src, None)),
@@ -514,15 +514,16 @@ impl CopyQueue {
             Ok(checked) => checked,
             Err(error) => return Err(SubmitError::refused(error, landing)),
         };
-        let transfer = Transfer::Download { src: src.ptr(), dst: target, len: src.len() };
+        let len = src.len();
+        let transfer = Transfer::Download { src: src.ptr(), dst: target, len };
         // Taken out when nothing can be refused any more.
         let mut landing = Some(landing);
-        let pushed = side.push(patience, transfer, &src, || match landing.take().map(L::lend) {
+        let pushed = side.push(patience, transfer, src, || match landing.take().map(L::lend) {
             Some((lent, half)) => (lent, Some(half)),
             None => (Lent::Object(Box::new(())), None),
         });
         match pushed {
-            Ok((place, Some(half))) => Ok(InFlight::queued(place, L::Landed::from(half), Some(src.len()))),
+            Ok((place, Some(half))) => Ok(InFlight::queued(place, L::Landed::from(half), Some(len))),
             Ok((_, None)) => Err(SubmitError { error: Error::QueueClosed, buffer: None }),
             Err(error) => Err(SubmitError { error, buffer: landing }),
         }
