@@ -30,8 +30,9 @@ use crate::pool::Pool;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::WaitKey;
 
-/// Bytes of a staging segment at most. (From 4 MiB on copies are as fast as they get.)
-const SEGMENT: usize = 4 << 20;
+/// Bytes of a staging segment at most. (Copies of 2 MiB are within a twentieth of the fastest; longer ones only leave the link
+/// idle for longer while the first is filled.)
+const SEGMENT: usize = 2 << 20;
 /// Pinned neighbours that are shorter are staged: a copy of their own costs as much as the CPU takes for so many bytes.
 const STAGE_BELOW: usize = 2 << 10;
 /// Segments of a scatter that are on the wire while one is emptied.

@@ -31,12 +31,12 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
 use super::bell::{Bell, Held, Role};
-use super::lane::{Lane, Piece};
+use super::lane::{Filled, Lane, Piece};
 use super::overlap::Overlap;
 use crate::depot::{Segment, Wake};
 use crate::device::Transfer;
@@ -52,6 +52,8 @@ pub(super) const MOST: usize = 256;
 const TURN: usize = 64;
 /// Batches in flight up to which a pushing thread submits by itself, while the queue's thread sleeps.
 const DIRECT: u32 = 4;
+/// Between two questions while several batches are in flight.
+const PAUSE: Duration = Duration::from_micros(5);
 /// Emptied lists that are kept for the next batches.
 const SPARE: usize = 16;
 
@@ -60,6 +62,8 @@ const SPARE: usize = 16;
 struct Desk {
     /// For each lane what was taken out of it and is not submitted.
     taken: Vec<VecDeque<Piece>>,
+    /// Which of these there are.
+    rest: u64,
     /// The lane that is first next time.
     next: usize,
     transfers: Vec<Transfer>,
@@ -82,6 +86,7 @@ struct Run {
 pub(super) struct Flow {
     timeline: Arc<Timeline>,
     lanes: Box<[CachePadded<Lane>]>,
+    filled: CachePadded<Filled>,
     depth: u64,
     /// Whether copies of it can be in each other's way.
     writes: bool,
@@ -94,6 +99,9 @@ pub(super) struct Flow {
     /// Batches submitted and not landed.
     flying: CachePadded<AtomicU32>,
     spare: Mutex<Vec<Vec<Piece>>>,
+    /// When somebody may ask again what is done, in ns from `since`. (Not loom's: it may be missed or doubled.)
+    asked: std::sync::atomic::AtomicU64,
+    since: Instant,
     /// Submitted so far. (Not loom's: sums, no signals.)
     batches: std::sync::atomic::AtomicU64,
     copies: std::sync::atomic::AtomicU64,
@@ -112,6 +120,7 @@ impl Flow {
         Arc::new(Self {
             timeline,
             lanes: (0..lanes).map(|_| CachePadded::new(Lane::new())).collect(),
+            filled: CachePadded::new(Filled::default()),
             depth,
             writes,
             role: CachePadded::new(Role::new()),
@@ -120,6 +129,8 @@ impl Flow {
             pressed: CachePadded::new(AtomicBool::new(false)),
             flying: CachePadded::new(AtomicU32::new(0)),
             spare: Mutex::new(Vec::new()),
+            asked: 0.into(),
+            since: Instant::now(),
             batches: 0.into(),
             copies: 0.into(),
             bell,
@@ -132,6 +143,11 @@ impl Flow {
 
     pub(super) fn lanes(&self) -> impl Iterator<Item = &Lane> {
         self.lanes.iter().map(|lane| &**lane)
+    }
+
+    /// For who pushes.
+    pub(super) fn filled(&self) -> &Filled {
+        &self.filled
     }
 
     pub(super) fn depth(&self) -> u64 {
@@ -152,7 +168,7 @@ impl Flow {
 
     /// Whether there is anything to submit.
     pub(super) fn is_filled(&self) -> bool {
-        self.left.load(Ordering::Relaxed) || self.lanes.iter().any(|lane| lane.is_filled())
+        self.filled.lanes() != 0 || self.left.load(Ordering::Relaxed)
     }
 
     /// A lane was filled: sees to it that somebody submits.
@@ -185,7 +201,7 @@ impl Flow {
         // Taken out, so that no driver call is made under the lock. Whoever has the role is alone with it.
         let mut desk = std::mem::take(&mut *self.desk.lock());
         let mut pieces = self.spare.lock().pop().unwrap_or_default();
-        desk.collect(&self.lanes, &mut pieces);
+        desk.collect(&self.lanes, &self.filled, &mut pieces);
         if pieces.len() == MOST && !self.is_pressed() {
             self.pressed.store(true, Ordering::Relaxed);
         }
@@ -193,13 +209,14 @@ impl Flow {
             let keep = desk.overlap.first_in_the_way(&pieces);
             while pieces.len() > keep {
                 let Some(piece) = pieces.pop() else { break };
+                desk.rest |= 1 << piece.lane;
                 desk.taken[piece.lane as usize].push_front(piece);
             }
         }
         if !pieces.is_empty() {
             self.hand_over(&mut desk, pieces);
         }
-        self.left.store(desk.taken.iter().any(|queue| !queue.is_empty()), Ordering::Relaxed);
+        self.left.store(desk.rest != 0, Ordering::Relaxed);
         *self.desk.lock() = desk;
     }
 
@@ -313,8 +330,22 @@ impl Flow {
             self.rouse();
             self.timeline.pass(true);
         } else {
-            self.timeline.ask();
+            self.ask();
         }
+    }
+
+    /// Asks what is done, unless somebody did just now. Each question is a call to the driver, which keeps the one up that
+    /// submits; while several batches are in flight none will be done in the next microsecond.
+    fn ask(&self) {
+        if self.flying.load(Ordering::Relaxed) > 1 {
+            let now = self.since.elapsed().as_nanos() as u64;
+            let due = self.asked.load(std::sync::atomic::Ordering::Relaxed);
+            if now < due {
+                return;
+            }
+            self.asked.store(now + PAUSE.as_nanos() as u64, std::sync::atomic::Ordering::Relaxed);
+        }
+        self.timeline.ask();
     }
 
     /// Whether more comes in than goes out.
@@ -374,7 +405,7 @@ impl Flow {
             }
         }
         while since.elapsed() < SPIN {
-            self.timeline.ask();
+            self.ask();
             std::hint::spin_loop();
             yield_now();
             if lane.verdict(range)? {
@@ -428,25 +459,33 @@ fn unbook(booked: &[(Segment, usize)]) {
 
 impl Desk {
     /// Fills a batch from the lanes, each in turn.
-    fn collect(&mut self, lanes: &[CachePadded<Lane>], batch: &mut Vec<Piece>) {
-        let (count, first) = (lanes.len(), self.next);
-        let mut more = true;
-        while more && batch.len() < MOST {
-            more = false;
-            for at in (first..count).chain(0..first) {
-                let taken = &mut self.taken[at];
-                if taken.is_empty() {
-                    if !lanes[at].is_filled() {
-                        continue;
+    fn collect(&mut self, lanes: &[CachePadded<Lane>], filled: &Filled, batch: &mut Vec<Piece>) {
+        loop {
+            let there = self.rest | filled.lanes();
+            if there == 0 {
+                return;
+            }
+            // From where the last batch ended, and around.
+            let (later, sooner) = (there & (u64::MAX << self.next), there & !(u64::MAX << self.next));
+            for mut bits in [later, sooner] {
+                while bits != 0 {
+                    let at = bits.trailing_zeros() as usize;
+                    bits &= bits - 1;
+                    let Some(taken) = self.taken.get_mut(at) else { continue };
+                    if taken.is_empty() {
+                        lanes[at].take(filled, at, taken);
                     }
-                    lanes[at].take(taken);
-                }
-                let turn = taken.len().min(TURN).min(MOST - batch.len());
-                batch.extend(taken.drain(..turn));
-                more |= !taken.is_empty();
-                if batch.len() == MOST {
-                    self.next = (at + 1) % count;
-                    return;
+                    let turn = taken.len().min(TURN).min(MOST - batch.len());
+                    batch.extend(taken.drain(..turn));
+                    if taken.is_empty() {
+                        self.rest &= !(1 << at);
+                    } else {
+                        self.rest |= 1 << at;
+                    }
+                    if batch.len() == MOST {
+                        self.next = (at + 1) % lanes.len();
+                        return;
+                    }
                 }
             }
         }

@@ -60,8 +60,6 @@ pub(super) struct Lane {
     landed: AtomicU64,
     /// The last that was handed to the driver.
     sent: AtomicU64,
-    /// Whether there is anything in the queue. Changed under the lock.
-    filled: AtomicBool,
     /// Whether `failures` has any. Changed under the lock.
     failed: AtomicBool,
     /// Whether there is a `lost`. Changed under the lock, once.
@@ -74,7 +72,6 @@ impl Lane {
         Self {
             landed: AtomicU64::new(0),
             sent: AtomicU64::new(0),
-            filled: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             is_lost: AtomicBool::new(false),
             state: Mutex::new(State::default()),
@@ -99,7 +96,7 @@ impl Lane {
         if room == 0 {
             return Err(Error::QueueFull { depth: usize::try_from(depth).unwrap_or(usize::MAX) });
         }
-        Ok(Entry { lane: self, state, room })
+        Ok(Entry { state, room })
     }
 
     /// The number that has landed when the lane has room for one more.
@@ -126,17 +123,12 @@ impl Lane {
 
     // --- submitting --------------------------------------------------------------------------------------------------
 
-    /// Whether there is anything to submit.
-    pub(super) fn is_filled(&self) -> bool {
-        self.filled.load(Ordering::Relaxed)
-    }
-
     /// All that was pushed, for an empty queue.
-    pub(super) fn take(&self, empty: &mut VecDeque<Piece>) {
+    pub(super) fn take(&self, filled: &Filled, lane: usize, empty: &mut VecDeque<Piece>) {
         debug_assert!(empty.is_empty(), "copies would be lost");
         let mut state = self.state.lock();
         std::mem::swap(&mut state.queue, empty);
-        self.filled.store(false, Ordering::Relaxed);
+        filled.0.fetch_and(!(1 << lane), Ordering::Relaxed);
     }
 
     /// All up to this one were handed to the driver, and have a tick.
@@ -266,9 +258,20 @@ impl Lane {
     }
 }
 
+/// Which lanes have anything in their queues, a bit for each: one look, wherever copies were pushed. A bit is changed under
+/// its lane's lock, and only when the queue stops or begins to be empty, so that pushing threads hardly ever meet here.
+#[derive(Debug, Default)]
+pub(super) struct Filled(AtomicU64);
+
+impl Filled {
+    pub(super) fn lanes(&self) -> u64 {
+        // Relaxed: what is there is found under the lane's lock; that it is looked for in time is the bell's affair.
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 /// A lane, locked, with room.
 pub(super) struct Entry<'a> {
-    lane: &'a Lane,
     state: MutexGuard<'a, State>,
     room: u64,
 }
@@ -280,7 +283,14 @@ impl Entry<'_> {
     }
 
     /// Pushes a copy, for which there must be room, and gives its number.
-    pub(super) fn push(&mut self, lane: u32, transfer: Transfer, lent: Lent, memory: Arc<Allocation>) -> u64 {
+    pub(super) fn push(
+        &mut self,
+        filled: &Filled,
+        lane: u32,
+        transfer: Transfer,
+        lent: Lent,
+        memory: Arc<Allocation>,
+    ) -> u64 {
         debug_assert!(self.room > 0, "pushed where there is no room");
         self.room = self.room.saturating_sub(1);
         let state = &mut *self.state;
@@ -291,8 +301,10 @@ impl Entry<'_> {
             Some(before) if before.as_ref().is_some_and(|m| Arc::ptr_eq(m, &memory)) => before.take(),
             _ => Some(memory),
         };
+        if state.queue.is_empty() {
+            filled.0.fetch_or(1 << lane, Ordering::Relaxed);
+        }
         state.queue.push_back(Piece { transfer, loan: Loan::of(lent), memory, lane, number });
-        self.lane.filled.store(true, Ordering::Relaxed);
         number
     }
 }

@@ -344,7 +344,10 @@ impl Side {
             match lane.enter(flow.depth()) {
                 Ok(mut entry) => {
                     let (lent, left) = give();
-                    break (entry.push(line.lane, transfer, lent, memory.into_allocation()), left);
+                    break (
+                        entry.push(flow.filled(), line.lane, transfer, lent, memory.into_allocation()),
+                        left,
+                    );
                 }
                 Err(Error::QueueFull { .. }) if patience == Patience::Wait && may_wait() => {
                     let last = lane.room_after(flow.depth());
@@ -378,7 +381,7 @@ impl Side {
             let mut range = Range { first: u64::MAX, last: 0 };
             for (n, (transfer, memory)) in now.iter().enumerate() {
                 let lent = if n + 1 == turn { lend() } else { Lent::Object(Box::new(())) };
-                let number = entry.push(line.lane, *transfer, lent, memory.allocation());
+                let number = entry.push(flow.filled(), line.lane, *transfer, lent, memory.allocation());
                 range = Range { first: range.first.min(number), last: number };
             }
             drop(entry);
