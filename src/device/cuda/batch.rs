@@ -35,7 +35,9 @@ thread_local! {
 impl Lists {
     fn fill(&mut self, transfers: &[Transfer]) {
         let Self { targets, sources, lengths } = self;
-        (targets.clear(), sources.clear(), lengths.clear());
+        targets.clear();
+        sources.clear();
+        lengths.clear();
         for transfer in transfers {
             // All addresses are one space (driver API manual, "Unified Addressing").
             let (source, target, len) = match *transfer {
