@@ -32,6 +32,8 @@ use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result, SubmitError};
 use crate::freelist::state;
 use crate::runtime::Device;
+use crate::stream::Stream;
+use crate::stream::awaited::Place;
 use crate::stream::timeline::{Joint, Keep, Lent, Ticket, Timeline, WaitKey};
 
 pub use registered::Registered;
@@ -651,6 +653,8 @@ enum Tickets {
     One(Ticket),
     /// For a hold over several streams.
     Many(Vec<Ticket>),
+    /// For a copy that goes through a queue.
+    Queued(Place),
 }
 
 impl Tickets {
@@ -658,6 +662,7 @@ impl Tickets {
         match self {
             Self::One(ticket) => std::slice::from_ref(ticket),
             Self::Many(tickets) => tickets,
+            Self::Queued(_) => &[],
         }
     }
 }
@@ -679,6 +684,24 @@ pub struct InFlight<B: Lend> {
 impl<B: Lend> InFlight<B> {
     pub(crate) fn new(ticket: Ticket, value: B, written: Option<usize>) -> Self {
         Self { tickets: Tickets::One(ticket), value: Some(value), written, waker: (0, None) }
+    }
+
+    /// A copy that a queue will submit.
+    pub(crate) fn queued(place: Place, value: B, written: Option<usize>) -> Self {
+        Self { tickets: Tickets::Queued(place), value: Some(value), written, waker: (0, None) }
+    }
+
+    /// Makes the stream start its later work only after this is done.
+    pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
+        if let Tickets::Queued(place) = &self.tickets {
+            return place.line.precede(&place.range, stream);
+        }
+        self.tickets.all().iter().try_for_each(|ticket| {
+            if ticket.timeline.is_complete(ticket.tick)? {
+                return Ok(());
+            }
+            stream.follow(&ticket.timeline)
+        })
     }
 
     /// The driver call has returned, and this is the tick.
@@ -705,6 +728,9 @@ impl<B: Lend> InFlight<B> {
     /// # Errors
     /// What the stream was lost with: it never will be.
     pub fn is_done(&self) -> Result<bool> {
+        if let Tickets::Queued(place) = &self.tickets {
+            return place.poll_done();
+        }
         for ticket in self.tickets.all() {
             if !ticket.timeline.poll_complete(ticket.tick)? {
                 return Ok(false);
@@ -721,6 +747,9 @@ impl<B: Lend> InFlight<B> {
     }
 
     fn wait_all(&self, deadline: Option<Instant>) -> Result<()> {
+        if let Tickets::Queued(place) = &self.tickets {
+            return place.wait(deadline);
+        }
         self.tickets.all().iter().try_for_each(|t| t.timeline.wait(t.tick, deadline))
     }
 
@@ -756,6 +785,18 @@ impl<B: Lend> Future for InFlight<B> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<B>> {
         let this = &mut *self;
+        if let Tickets::Queued(place) = &this.tickets {
+            return match place.wake_later(&mut this.waker.1, cx.waker()) {
+                Ok(true) => Poll::Ready(this.finish()),
+                Ok(false) => Poll::Pending,
+                Err(error) => {
+                    if let Some(value) = this.value.take() {
+                        value.abandon();
+                    }
+                    Poll::Ready(Err(error))
+                }
+            };
+        }
         // One at a time: the waker is left with the first that is not done, and the others wait their turn.
         while let Some(ticket) = this.tickets.all().get(this.waker.0) {
             match ticket.timeline.wake_later(ticket.tick, &mut this.waker.1, cx.waker()) {
@@ -778,6 +819,9 @@ impl<B: Lend> Drop for InFlight<B> {
         // First: a value that is still here when this ends, by a panic too, is dropped as if it were host-ready.
         if let Some(value) = self.value.take() {
             value.abandon();
+        }
+        if let Tickets::Queued(place) = &self.tickets {
+            return place.line.forget_waker(&mut self.waker.1);
         }
         if let Some(ticket) = self.tickets.all().get(self.waker.0) {
             ticket.timeline.forget_waker(&mut self.waker.1);

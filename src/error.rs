@@ -207,6 +207,18 @@ pub enum Error {
         /// Bytes that the pool proper may hold.
         capacity: usize,
     },
+    /// So many copies of the calling thread's wait in the queue or are in flight that it takes no more now, and was not to
+    /// wait.
+    #[error(
+        "the copy queue has {depth} copies of this thread's (or of one that shares its lane) outstanding already; wait for one of them, or configure a deeper queue"
+    )]
+    QueueFull {
+        /// Copies that may be outstanding in a lane.
+        depth: usize,
+    },
+    /// The copy queue was shut down.
+    #[error("the copy queue is shut down; make another one by Device::copy_queue")]
+    QueueClosed,
     /// The deadline passed first.
     #[error("timed out after {0:?}")]
     Timeout(Duration),
@@ -340,6 +352,7 @@ impl Error {
             Self::Capturing { .. } => ErrorClass::Capture,
             Self::Exhausted { .. }
             | Self::OverCapacity { .. }
+            | Self::QueueFull { .. }
             | Self::Timeout(_)
             | Self::OutOfMemory { .. }
             | Self::MemLock { .. } => ErrorClass::Moment,

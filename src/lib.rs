@@ -52,6 +52,9 @@
 //!   cut up, [`Device::register`] for values that are copied from where they are.
 //! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
 //!   that others submit; [`Stream::copy_host`] from buffer to buffer.
+//! - Many small copies: [`Device::copy_queue`], to which many threads push, and which submits in batches;
+//!   [`CopyQueue::gather`], [`CopyQueue::scatter_blocking`] and their `_pinned` forms for thousands of pieces by one call;
+//!   [`Stream::wait_for_copy`] to order other work behind a copy.
 //! - Sharing: a server's own contexts and streams are adopted, and ours given out, by the modules `cuda` and `acl` (features
 //!   of the same names); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]. For operators: [`telemetry`], with
@@ -145,7 +148,8 @@ pub mod telemetry;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
-pub use copy::{DeviceRange, GraphBuf, Landing};
+pub use copy::gather::{self, Gathered};
+pub use copy::{CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats};
 pub use device::HostAllocFlags;
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};

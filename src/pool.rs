@@ -891,6 +891,11 @@ impl Pool {
         WeakPool(Arc::downgrade(&self.0))
     }
 
+    /// The longest request that the pool proper could ever serve, in bytes.
+    pub(crate) fn longest(&self) -> usize {
+        self.0.main.depot.config().largest
+    }
+
     /// The depots of all stores.
     pub(crate) fn depots(&self) -> impl Iterator<Item = &Arc<Depot>> {
         self.stores().map(|store| &store.depot)

@@ -192,6 +192,8 @@ pub(crate) enum Own {
     Worker,
     /// Finds out what is done.
     Reaper,
+    /// Submits what is pushed to a copy queue.
+    Submitter,
 }
 
 std::thread_local! {

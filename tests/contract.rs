@@ -16,6 +16,8 @@ mod doubles;
 mod memories;
 #[path = "contract/memory.rs"]
 mod memory;
+#[path = "contract/queue.rs"]
+mod queue;
 
 use std::future::Future;
 use std::pin::Pin;
@@ -26,8 +28,8 @@ use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::{
-    AddressFault, Device, DeviceBuffer, Error, HostBuf, InFlight, PinnedBuf, Pool, Request, Stream,
-    SubmitError, Unpinned,
+    AddressFault, CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
+    QueueOptions, Request, Stream, SubmitError, Unpinned,
 };
 
 /// A device under test.
@@ -189,6 +191,15 @@ const TESTS: &[Test] = &[
     ("values that are only read", memory::read_only),
     ("mapped files and shared memory", memory::mapped),
     ("addresses on the device", memory::addresses),
+    ("round trips through a copy queue", queue::round_trips),
+    ("a copy queue's order", queue::order),
+    ("copies of a queue that overlap", queue::overlaps),
+    ("what a copy queue refuses", queue::refusals),
+    ("a copy queue that is full", queue::depth),
+    ("copies of a queue are awaited", queue::awaited),
+    ("a copy queue is dropped in every order", queue::drops),
+    ("a copy queue of many threads", queue::threads),
+    ("many pieces gathered and scattered", queue::gathers),
 ];
 
 /// Runs the suite on the devices whose names start so, and tells how many tests were run.

@@ -13,6 +13,7 @@ mod kernels;
 mod probe;
 /// Blocks of rules by topic.
 mod rules {
+    pub mod batches;
     pub mod host;
     pub mod pointers;
     pub mod streams;
@@ -439,7 +440,8 @@ behaviour! {
 }
 
 /// Every rule there is: each block's list.
-const ALL: &[&[Rule]] = &[PLAIN, rules::host::HOST, rules::pointers::POINTERS, rules::streams::STREAMS];
+const ALL: &[&[Rule]] =
+    &[PLAIN, rules::batches::BATCHES, rules::host::HOST, rules::pointers::POINTERS, rules::streams::STREAMS];
 
 fn rules() -> Vec<&'static Rule> {
     ALL.iter().copied().flatten().collect()

@@ -7,13 +7,16 @@
 #![allow(unsafe_code)]
 
 mod captured;
+pub mod gather;
 mod host;
+mod queue;
 
 use std::ops::{DerefMut, RangeBounds};
 
 use stable_deref_trait::StableDeref;
 
 pub use self::captured::GraphBuf;
+pub use self::queue::{CopyQueue, QueueOptions, QueueStats};
 use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
@@ -393,6 +396,18 @@ impl Stream {
         let transfer = Transfer::Download { src: src.ptr(), dst: dst.as_mut_ptr(), len: src.len() };
         // SAFETY: borrowed for the whole call, and the call returns when the device has let go.
         unsafe { self.driver_copy_blocking(transfer) }
+    }
+
+    /// What is submitted to this stream from now on starts only after `copy` is done, on whatever stream of the device,
+    /// or through whatever [queue](crate::CopyQueue), it was submitted. The caller does not wait for the copy; one that a
+    /// queue has taken and not submitted yet is waited for until it is, some microseconds.
+    ///
+    /// What became of a copy that failed is told by its own handle only.
+    ///
+    /// # Errors
+    /// As for [`wait_for`](Self::wait_for), and with what is known of the copy: that it failed or was lost.
+    pub fn wait_for_copy<B: Lend>(&self, copy: &InFlight<B>) -> Result<()> {
+        copy.precede(self)
     }
 
     fn ticket(&self, tick: u64) -> Ticket {

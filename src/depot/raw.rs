@@ -127,6 +127,11 @@ impl Segment {
         unsafe { self.depot.as_ref() }
     }
 
+    /// Whether both are of one depot.
+    pub(crate) fn shares_depot(&self, other: &Self) -> bool {
+        self.depot == other.depot
+    }
+
     pub(crate) fn class(&self) -> Option<Class> {
         self.slot().class()
     }

@@ -247,6 +247,15 @@ impl DeviceSlice {
         self.allocation.clone()
     }
 
+    pub(crate) fn into_allocation(self) -> Arc<Allocation> {
+        self.allocation
+    }
+
+    /// Stands for the allocation: no two that exist have the same.
+    pub(crate) fn allocation_number(&self) -> u64 {
+        Arc::as_ptr(&self.allocation).addr() as u64
+    }
+
     /// Whether this is memory of that very device.
     pub(crate) fn is_of(&self, context: &Arc<Context>) -> bool {
         Arc::ptr_eq(&self.allocation.context, context)

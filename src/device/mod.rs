@@ -72,6 +72,11 @@ pub(crate) enum Transfer {
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
+// SAFETY: addresses, which mean the same on every thread; who hands them to a driver vouches for what is there.
+unsafe impl Send for Transfer {}
+// SAFETY: as above.
+unsafe impl Sync for Transfer {}
+
 /// What a driver calls when a graph is gone: from a callback, so it neither blocks nor calls the driver.
 pub(crate) type Gone = Box<dyn FnOnce() + Send>;
 /// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any combination. (That call
@@ -263,6 +268,27 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Host memory named by `transfer` is valid, not written (as a source) and not touched (as a target) until an
     /// event recorded on `stream` after this call is complete. After an error the same holds.
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()>;
+
+    /// Submits several copies, which have no order among each other: nothing that one of them writes is read or written
+    /// by another. Each is submitted, or reported to `failed` with its place and an error that decides as much as one of
+    /// [`Driver::copy`]. In the order of the stream they come after what was submitted before, and an event recorded
+    /// after the call covers them all.
+    ///
+    /// # Safety
+    /// As for [`Driver::copy`], for each of them.
+    unsafe fn copy_many(
+        &self,
+        stream: StreamHandle,
+        transfers: &[Transfer],
+        failed: &mut dyn FnMut(usize, Error),
+    ) {
+        for (place, transfer) in transfers.iter().enumerate() {
+            // SAFETY: the caller's word.
+            if let Err(error) = unsafe { self.copy(stream, *transfer) } {
+                failed(place, error);
+            }
+        }
+    }
 
     /// Copies in stream order and returns when the device has let go of the memory, on an error too.
     ///

@@ -36,7 +36,7 @@ const ALL: usize = 3;
 
 /// The driver, and the memory it copies from.
 #[derive(Debug)]
-struct Late {
+pub(crate) struct Late {
     stream: Mutex<Queue>,
     memory: [UnsafeCell<u32>; ALL],
     /// Copies that have run, by segment.
@@ -66,12 +66,12 @@ fn number(address: *const u8) -> usize {
 }
 
 impl Late {
-    fn write(&self, segment: &Segment) {
+    pub(crate) fn write(&self, segment: &Segment) {
         // SAFETY: loom fails the model if anyone else is at it.
         self.memory[number(segment.base().as_ptr())].with_mut(|p| unsafe { *p += 1 });
     }
 
-    fn ran(&self, segment: &Segment) -> u32 {
+    pub(crate) fn ran(&self, segment: &Segment) -> u32 {
         self.ran[number(segment.base().as_ptr())].load(Ordering::Relaxed)
     }
 }
@@ -179,17 +179,17 @@ impl Stepped for Late {
 
 // --- what models share -----------------------------------------------------------------------------------------------
 
-/// A stream with its depot.
+/// A stream with its depot. (The models of copy queues are made of it, too.)
 #[derive(Clone)]
-struct Setup {
-    driver: Arc<Late>,
+pub(crate) struct Setup {
+    pub(crate) driver: Arc<Late>,
     listing: Listing,
-    timeline: Arc<Timeline>,
+    pub(crate) timeline: Arc<Timeline>,
     depot: Arc<Depot>,
 }
 
 impl Setup {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let driver = Arc::new(Late {
             stream: Mutex::new(Queue::default()),
             memory: std::array::from_fn(|_| UnsafeCell::new(0)),
@@ -217,7 +217,7 @@ impl Setup {
     }
 
     /// A segment of ours, written to.
-    fn take(&self) -> Option<Segment> {
+    pub(crate) fn take(&self) -> Option<Segment> {
         let want = self.depot.place(LEN, 64).unwrap();
         let Take::Got(fresh) = self.depot.try_take(want).unwrap() else { return None };
         let segment = fresh.into_segment();
@@ -247,7 +247,7 @@ impl Setup {
     }
 
     /// Takes whatever is free and writes to it, as the next owner would.
-    fn reuse(&self) {
+    pub(crate) fn reuse(&self) {
         step();
         let all: Vec<Segment> = std::iter::from_fn(|| self.take()).collect();
         for segment in all {
@@ -257,7 +257,7 @@ impl Setup {
     }
 
     /// Lets everything land, and looks whether it is all back.
-    fn finish(self) {
+    pub(crate) fn finish(self) {
         while !self.timeline.is_idle() {
             self.timeline.pass(true);
         }
@@ -274,7 +274,7 @@ impl Setup {
 }
 
 /// A thread whose leases end with it, before it can be joined.
-fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
+pub(crate) fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
     loom::thread::spawn(move || {
         run();
         end_leases();
@@ -282,7 +282,7 @@ fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
 }
 
 /// Waits as long as somebody else asks. (`wait` does not on a device that does nothing by itself.)
-fn until(done: impl Fn() -> bool) {
+pub(crate) fn until(done: impl Fn() -> bool) {
     while !done() {
         crate::sync::yield_now();
     }

@@ -1,9 +1,11 @@
 //! Streams: ordered queues of a device, and what is in flight on them.
 //!
-//! [`timeline`] says how it is known that a copy is done, [`reaper`] who finds out.
+//! [`timeline`] says how it is known that a copy is done, [`reaper`] who finds out. [`awaited`] is what handles wait for
+//! where that is no tick of a timeline.
 
+pub(crate) mod awaited;
 #[cfg(all(test, loom))]
-mod loom_models;
+pub(crate) mod loom_models;
 mod memory;
 pub(crate) mod reaper;
 pub(crate) mod timeline;
@@ -76,18 +78,23 @@ impl Stream {
     /// [`Error::WrongDevice`]; [`Error::Capturing`] where either is being captured into a graph; what the driver says; what
     /// either stream was lost with.
     pub fn wait_for(&self, other: &Self) -> Result<()> {
-        if !Arc::ptr_eq(self.timeline.context(), other.timeline.context()) {
+        self.follow(&other.timeline)
+    }
+
+    /// The same for a stream by its timeline.
+    pub(crate) fn follow(&self, other: &Arc<Timeline>) -> Result<()> {
+        if !Arc::ptr_eq(self.timeline.context(), other.context()) {
             return Err(Error::WrongDevice { device: self.device.name().into() });
         }
         self.timeline.usable()?;
         // Either way the driver would spoil the capture, or make the other stream a part of it behind everybody's back.
-        for timeline in [&self.timeline, &other.timeline] {
+        for timeline in [&self.timeline, other] {
             timeline.not_capturing(
                 "making one stream wait for another",
                 "order them outside the capture, or by events of your own inside of it",
             )?;
         }
-        other.timeline.wait_here(self.timeline.stream())
+        other.wait_here(self.timeline.stream())
     }
 
     /// Waits until everything submitted so far is done. (A task awaits `stream.hold(())?`.)

@@ -51,6 +51,7 @@ impl Listed {
 
 const CALLBACK: &str = "a call from the driver's own callback: undefined there, and it may never come back";
 const CAPTURING: &str = "a graph that is still being captured belongs to the capture: undefined there";
+const OVERLAP: &str = "copies of a batch that are in each other's way: undefined there";
 const STALE: &str = "a handle of something destroyed: undefined there";
 const OTHER_CURRENT: &str = "a stream or event carries its context, so another one may be current";
 const UVA: &str = "addresses are one space for all devices, so a stream may copy to another one's memory";
@@ -87,6 +88,7 @@ pub const LISTED: &[Listed] = &[
     not_tried("evt_1_an_event_that_is_gone", 3, "cuEventDestroy_v2", 400, STALE),
     // streams
     not_tried("ctx_6_only_contexts_of_ones_own_are_destroyed", 7, "cuCtxDestroy_v2", 201, STALE),
+    not_tried("bat_4_no_copy_writes_where_another_one_does", 1, "cuMemcpyBatchAsync", 0, OVERLAP),
     not_tried("gra_1_destructors_call_nothing", 0, ALL_OF_IT, 0, CALLBACK),
     not_tried("gra_3_graphs_that_are_gone", 2, "cuGraphDestroy", 1, STALE),
     not_tried("gra_3_graphs_that_are_gone", 3, "cuGraphRetainUserObject", 1, STALE),

@@ -30,6 +30,16 @@ pub(crate) type CUhostFn = unsafe extern "C" fn(*mut c_void);
 pub(crate) type CUgraph = *mut c_void;
 pub(crate) type CUuserObject = *mut c_void;
 
+/// How the copies of a batch are made: cuda.h's `CUmemcpyAttributes`, of which each location is a type and a number.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct CUmemcpyAttributes {
+    pub(crate) source_order: c_int,
+    pub(crate) source: [c_int; 2],
+    pub(crate) target: [c_int; 2],
+    pub(crate) flags: c_uint,
+}
+
 /// Names the library to load in place of `libcuda.so.1`.
 const PATH: &str = "PINPOOL_LIBCUDA";
 /// The oldest driver that the calls below are known to work with, as `cuDriverGetVersion` counts.
@@ -138,6 +148,17 @@ table! {
     /// Memory in stream order, since CUDA 11.2.
     mem_alloc_async = "cuMemAllocAsync": fn(*mut CUdeviceptr, usize, CUstream);
     mem_free_async = "cuMemFreeAsync": fn(CUdeviceptr, CUstream);
+    /// 12.8: many copies by one call. Targets, sources, lengths, how many; attributes, the first copy of each, how many;
+    /// where it failed; the stream.
+    copy_batch = "cuMemcpyBatchAsync": fn(
+        *mut CUdeviceptr, *mut CUdeviceptr, *mut usize, usize,
+        *mut CUmemcpyAttributes, *mut usize, usize, *mut usize, CUstream,
+    );
+    /// 13.0: the same without the place where it failed.
+    copy_batch_v2 = "cuMemcpyBatchAsync_v2": fn(
+        *const CUdeviceptr, *const CUdeviceptr, *const usize, usize,
+        *mut CUmemcpyAttributes, *mut usize, usize, CUstream,
+    );
     /// 12.0. A stream's number, which no other stream of the process has or had.
     stream_id = "cuStreamGetId": fn(CUstream, *mut u64);
     /// 11.3, of which CUDA 13 has no declaration any more: status, id, graph, dependencies and how many.

@@ -18,6 +18,10 @@
 //! relaxed mode. Our threads are in it all the time, others for the length of a call that needs it. Drivers without that
 //! call know no capture modes.
 //!
+//! # Batches
+//!
+//! Where the driver has a call for many copies at once, [`batch`] makes it.
+//!
 //! # What is leaked
 //!
 //! Where the driver ends before we do (a process that exits, a fork), nothing is called any more and everything is left
@@ -25,6 +29,7 @@
 
 mod adopt;
 mod api;
+mod batch;
 mod graph;
 mod host;
 mod memory;
@@ -412,6 +417,16 @@ impl Driver for Cuda {
             // SAFETY: the caller's word for both.
             Transfer::OnHost { src, dst, len } => unsafe { self.copy_on_host(stream, src, dst, len) },
         }
+    }
+
+    unsafe fn copy_many(
+        &self,
+        handle: StreamHandle,
+        transfers: &[Transfer],
+        failed: &mut dyn FnMut(usize, Error),
+    ) {
+        // SAFETY: the caller's word.
+        unsafe { self.copy_batch(handle, transfers, failed) }
     }
 
     unsafe fn copy_blocking(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {

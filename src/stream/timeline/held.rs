@@ -103,6 +103,70 @@ impl Joint {
     }
 }
 
+/// What a copy uses of the host's, lent by its handle to a copy that no entry of its own stands for: one of a batch.
+/// Whoever has the batch says what became of it. Forgotten, it leaks; it is never let go by dropping.
+#[derive(Debug)]
+pub(crate) struct Loan {
+    held: Held,
+    bytes: usize,
+}
+
+impl Loan {
+    /// A segment counts as in flight by its word from here on. (The bytes are booked by who submits.)
+    pub(crate) fn of(lent: Lent) -> Self {
+        match lent {
+            Lent::Segment(segment) => {
+                let bytes = segment.granted();
+                let word = segment.set(state::FLIGHT);
+                Self { held: Held::Segment { segment, word }, bytes }
+            }
+            Lent::Object(object) => Self { held: Held::Object(object), bytes: 0 },
+            Lent::Joint(joint) => Self { held: Held::Joint(joint), bytes: 0 },
+            // Claims are one timeline's own, and nobody lends them elsewhere.
+            Lent::Claimed(_) => Self { held: Held::Nothing, bytes: 0 },
+        }
+    }
+
+    /// Bytes to be booked as in flight, and a segment of the pool to book them with.
+    pub(crate) fn booked(&self) -> Option<(&Segment, usize)> {
+        match &self.held {
+            Held::Segment { segment, .. } => Some((segment, self.bytes)),
+            _ => None,
+        }
+    }
+
+    /// The device is done with it, or never heard of it. `true`: the handle is gone, nobody will ask.
+    pub(crate) fn land(self) -> bool {
+        let returned = match self.held {
+            Held::Segment { segment, word } => settle(&segment, word),
+            Held::Joint(joint) => joint.land(),
+            Held::Object(_) | Held::Nothing => None,
+        };
+        let gone = returned.is_some();
+        if let Some(segment) = returned {
+            // SAFETY: settled: the handle is gone, and by the caller's word the device is done with it.
+            unsafe { segment.release() };
+        }
+        gone
+    }
+
+    /// The device will never be known to be done with it.
+    pub(crate) fn condemn(self) {
+        let lost = match self.held {
+            Held::Segment { segment, word } => condemn(&segment, word),
+            Held::Joint(joint) => joint.quarantine(),
+            Held::Object(object) => {
+                object.quarantine();
+                None
+            }
+            Held::Nothing => None,
+        };
+        if let Some(segment) = lost {
+            segment.quarantine();
+        }
+    }
+}
+
 /// The device is done with a segment: leave it to its handle, or take it if that is gone.
 pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
     match segment.slot().exchange(word, state::LANDED) {

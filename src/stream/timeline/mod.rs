@@ -64,10 +64,10 @@ use slab::Slab;
 
 use self::claims::Claim;
 use self::held::{After, Entry, Held, condemn, settle};
-pub(crate) use self::held::{Joint, Keep, Lent};
+pub(crate) use self::held::{Joint, Keep, Lent, Loan};
 pub use self::look::Mark;
-pub(crate) use self::waits::WaitKey;
 use self::waits::Waiting;
+pub(crate) use self::waits::{SPIN, WaitKey};
 use super::reaper::Listing;
 use crate::depot::Depot;
 use crate::device::context::Context;
@@ -253,6 +253,11 @@ impl Timeline {
 
     pub(crate) fn forked(&self) -> bool {
         self.context.forked()
+    }
+
+    /// Has the reaper look again soon: somebody parked.
+    pub(crate) fn hurry(self: &Arc<Self>) {
+        self.reaper.hurry(self);
     }
 
     /// Whether anything can be submitted.
@@ -578,6 +583,14 @@ impl Submission<'_> {
     pub(crate) fn keep(&self, memory: Arc<Allocation>) {
         if let Some(key) = self.key {
             self.timeline.state.lock().pending[key].memory = Some(memory);
+        }
+    }
+
+    /// What else is to be kept until the tick is complete, where [`Timeline::begin`] was given nothing: known only when that
+    /// has succeeded, since it is not given back. Before the driver is called.
+    pub(crate) fn carry(&self, object: Box<dyn Keep>) {
+        if let Some(key) = self.key {
+            self.timeline.state.lock().pending[key].held = Held::Object(object);
         }
     }
 

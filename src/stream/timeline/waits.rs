@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorClass, Result};
 use crate::sync::{Ordering, drop_waker, thread};
 
 /// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
-const SPIN: Duration = Duration::from_micros(50);
+pub(crate) const SPIN: Duration = Duration::from_micros(50);
 
 /// Someone who waits for a tick.
 #[derive(Debug)]
@@ -24,8 +24,8 @@ pub(super) struct Waiting {
 /// Names someone who waits. The place may be another's by now, the number is never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WaitKey {
-    place: usize,
-    id: u64,
+    pub(crate) place: usize,
+    pub(crate) id: u64,
 }
 
 impl Timeline {

@@ -21,7 +21,8 @@
 //! blocking streams: what that would keep apart is seen not to rely on it.
 //!
 //! With the feature `cuda11` the library lacks what CUDA 11.0 lacked: stream ids, user objects, and who is captured into
-//! what.
+//! what; with `cuda12` what 12.0 lacked, batches of copies among it; with `cuda13` it has what 13.0 added, the newer form of
+//! that call.
 //!
 //! # Rules
 //!
@@ -78,6 +79,11 @@
 //! | GRA-2 | makes a user object without destructor, without references, or without the flag that must be given | 1 |
 //! | GRA-3 | names a graph, an executable graph or a user object that does not exist, or no more | 1 |
 //! | GRA-4 | releases more references than a user object has, or destroys a graph that is being captured | 1 |
+//! | BAT-1 | submits a batch of copies to the legacy default stream | 1 |
+//! | BAT-2 | has a copy of no bytes in a batch | 1, those before it are queued |
+//! | BAT-3 | submits a batch to a stream that is captured | 900, and the capture goes on |
+//! | BAT-4 | has a copy in a batch write where another one reads or writes | they run, in an order that nobody knows |
+//! | BAT-5 | has a copy in a batch without attributes, or attributes that do not exist | 1 |
 //! | ARG-1 | passes null where something is written | 1 |
 //!
 //! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. Its bytes are taken
@@ -101,6 +107,7 @@
 //! | EVT-1 | 2: cuEventQuery | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | EVT-1 | 3: cuEventDestroy_v2 | 400 | not tried | - | a handle of something destroyed: undefined there |
 //! | CTX-6 | 7: cuCtxDestroy_v2 | 201 | not tried | - | a handle of something destroyed: undefined there |
+//! | BAT-4 | 1: cuMemcpyBatchAsync | 0 | not tried | - | copies of a batch that are in each other's way: undefined there |
 //! | GRA-1 | 0: all of it | 0 | not tried | - | a call from the driver's own callback: undefined there, and it may never come back |
 //! | GRA-3 | 2: cuGraphDestroy | 1 | not tried | - | a handle of something destroyed: undefined there |
 //! | GRA-3 | 3: cuGraphRetainUserObject | 1 | not tried | - | a handle of something destroyed: undefined there |
@@ -121,6 +128,7 @@
 // Older drivers have less to answer.
 #![cfg_attr(feature = "cuda11", allow(dead_code))]
 
+mod batches;
 mod calls;
 mod control;
 mod graphs;

@@ -222,7 +222,8 @@ pub fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> boo
 impl World {
     fn configure(&mut self) {
         self.configured = true;
-        self.version = number("PINPOOL_STANDIN_VERSION", 12_080) as i32;
+        self.version =
+            number("PINPOOL_STANDIN_VERSION", if cfg!(feature = "cuda13") { 13_000 } else { 12_080 }) as i32;
         let memory = number("PINPOOL_STANDIN_MEMORY", 256 << 20) as usize;
         let devices = number("PINPOOL_STANDIN_DEVICES", 2);
         let nodes = std::env::var("PINPOOL_STANDIN_NUMA").unwrap_or_default();

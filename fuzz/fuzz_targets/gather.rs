@@ -1,0 +1,55 @@
+//! The plan of a gather: any pieces, any limits.
+//!
+//! Each byte of each piece must be moved and copied once, to its own place ([`Plan::check`] looks at every one), within
+//! segments that keep to the limit. And it must be worth it: neighbours that are staged share a copy.
+#![no_main]
+
+use arbitrary::Arbitrary;
+use libfuzzer_sys::fuzz_target;
+use pinpool::gather::plan::{Limits, Piece, Plan};
+
+#[derive(Arbitrary, Debug)]
+struct One {
+    /// Neighbours of the piece before are what chance does not make.
+    follows: bool,
+    gap: u16,
+    memory: u8,
+    len: u16,
+    in_place: bool,
+}
+
+#[derive(Arbitrary, Debug)]
+struct Input {
+    start: u64,
+    pieces: Vec<One>,
+    segment: u16,
+    stage_below: u16,
+}
+
+fuzz_target!(|input: Input| {
+    let Input { start, pieces, segment, stage_below } = input;
+    // Where real device memory ends is far below the end of the address space.
+    let mut at = start % (1 << 57);
+    let mut memory = 0;
+    let pieces: Vec<Piece> = pieces
+        .into_iter()
+        .take(512)
+        .map(|One { follows, gap, memory: of, len, in_place }| {
+            if !follows {
+                at += u64::from(gap);
+                memory = u64::from(of % 4);
+            }
+            let piece = Piece { device: at, memory, len: usize::from(len), in_place };
+            at += u64::from(len);
+            piece
+        })
+        .collect();
+    let limits = Limits { segment: usize::from(segment), stage_below: usize::from(stage_below) };
+    let plan = Plan::new(&pieces, limits);
+    if let Err(wrong) = plan.check(&pieces, limits) {
+        panic!("{wrong}\n{pieces:?}\n{limits:?}\n{plan:?}");
+    }
+    // No more copies than pieces and cuts at the ends of segments make.
+    let filled = pieces.iter().filter(|piece| piece.len > 0).count();
+    assert!(plan.copies() <= filled + plan.segments.len(), "{} copies of {filled} pieces", plan.copies());
+});

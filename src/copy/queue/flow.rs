@@ -1,0 +1,595 @@
+//! A flow: all copies of a queue in one direction, which go through one stream.
+//!
+//! # From push to landing
+//!
+//! ```text
+//!   push            lanes[t].queue     any thread: under the lane's lock, which is its own
+//!   submit          a batch            whoever has the role: one call to the driver, one entry, one mark
+//!   land            landed, words      whoever sees the mark complete: waiting threads, the reaper, the idle submitter
+//! ```
+//!
+//! # Who submits
+//!
+//! Under load the queue's thread, so that pushing costs no driver call. It stays awake for a while after the last copy, and
+//! then sleeps. A copy that is pushed while it sleeps, with next to nothing in flight, is submitted by the thread that
+//! pushes it: waking another would take ten times as long. From the [`DIRECT`]th batch in flight on it is woken all the same,
+//! since then there is load.
+//!
+//! # Batches
+//!
+//! What has come in is submitted, and nothing is waited for: under load batches grow by themselves, since more comes in
+//! while one is submitted. Within a batch there is no order, so it ends before the first copy that writes where another of
+//! the batch writes. (In the other direction nothing can overlap: device memory is only read, and what is written to is
+//! each copy's own.)
+//!
+//! # Errors
+//!
+//! A copy that the driver refuses fails alone, and its memory is in flight like the others' until the batch's mark is
+//! complete. Where the timeline takes nothing any more (the device is dead, the stream lost) each lane is lost with that
+//! error: what was not submitted is let go at once, what is in flight is quarantined with the timeline.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use crossbeam::utils::CachePadded;
+
+use super::bell::{Bell, Held, Role};
+use super::lane::{Filled, Lane, Piece};
+use super::overlap::Overlap;
+use crate::depot::{Segment, Wake};
+use crate::device::Transfer;
+use crate::error::{Error, Result};
+use crate::stream::Stream;
+use crate::stream::awaited::{Awaited, Range};
+use crate::stream::timeline::{Keep, Lent, SPIN, Timeline, WaitKey};
+use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, Own, thread, yield_now};
+
+/// Copies of a batch at most. (With more than 256 the driver becomes slower again.)
+pub(super) const MOST: usize = 256;
+/// Copies of one lane that a batch takes before it looks at the next lane.
+const TURN: usize = 64;
+/// Batches in flight up to which a pushing thread submits by itself, while the queue's thread sleeps.
+const DIRECT: u32 = 4;
+/// Between two questions while several batches are in flight.
+const PAUSE: Duration = Duration::from_micros(5);
+/// Emptied lists that are kept for the next batches.
+const SPARE: usize = 16;
+
+/// What the submitter works with. Taken out while the role is held.
+#[derive(Debug, Default)]
+struct Desk {
+    /// For each lane what was taken out of it and is not submitted.
+    taken: Vec<VecDeque<Piece>>,
+    /// Which of these there are.
+    rest: u64,
+    /// The lane that is first next time.
+    next: usize,
+    transfers: Vec<Transfer>,
+    runs: Vec<Run>,
+    overlap: Overlap,
+}
+
+/// Neighbours of a batch that are of one lane: their numbers follow each other.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    lane: u32,
+    first: u64,
+    /// Place in the batch.
+    at: usize,
+    len: usize,
+}
+
+/// See the module's page.
+#[derive(Debug)]
+pub(super) struct Flow {
+    timeline: Arc<Timeline>,
+    lanes: Box<[CachePadded<Lane>]>,
+    filled: CachePadded<Filled>,
+    depth: u64,
+    /// Whether copies of it can be in each other's way.
+    writes: bool,
+    role: CachePadded<Role>,
+    desk: Mutex<Desk>,
+    /// Something that was taken out of a lane is not submitted yet. Changed by who has the role.
+    left: AtomicBool,
+    /// More came in than went out when somebody looked last: who can push elsewhere may do so.
+    pressed: CachePadded<AtomicBool>,
+    /// Batches submitted and not landed.
+    flying: CachePadded<AtomicU32>,
+    spare: Mutex<Vec<Vec<Piece>>>,
+    /// When somebody may ask again what is done, in ns from `since`. (Not loom's: it may be missed or doubled.)
+    asked: std::sync::atomic::AtomicU64,
+    since: Instant,
+    /// Submitted so far. (Not loom's: sums, no signals.)
+    batches: std::sync::atomic::AtomicU64,
+    copies: std::sync::atomic::AtomicU64,
+    bell: Arc<Bell>,
+}
+
+impl Flow {
+    pub(super) fn new(
+        timeline: Arc<Timeline>,
+        lanes: usize,
+        depth: u64,
+        writes: bool,
+        bell: Arc<Bell>,
+    ) -> Arc<Self> {
+        let desk = Desk { taken: (0..lanes).map(|_| VecDeque::new()).collect(), ..Desk::default() };
+        Arc::new(Self {
+            timeline,
+            lanes: (0..lanes).map(|_| CachePadded::new(Lane::new())).collect(),
+            filled: CachePadded::new(Filled::default()),
+            depth,
+            writes,
+            role: CachePadded::new(Role::new()),
+            desk: Mutex::new(desk),
+            left: AtomicBool::new(false),
+            pressed: CachePadded::new(AtomicBool::new(false)),
+            flying: CachePadded::new(AtomicU32::new(0)),
+            spare: Mutex::new(Vec::new()),
+            asked: 0.into(),
+            since: Instant::now(),
+            batches: 0.into(),
+            copies: 0.into(),
+            bell,
+        })
+    }
+
+    pub(super) fn timeline(&self) -> &Arc<Timeline> {
+        &self.timeline
+    }
+
+    pub(super) fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        self.lanes.iter().map(|lane| &**lane)
+    }
+
+    /// For who pushes.
+    pub(super) fn filled(&self) -> &Filled {
+        &self.filled
+    }
+
+    pub(super) fn depth(&self) -> u64 {
+        self.depth
+    }
+
+    /// Batches and copies submitted so far.
+    pub(super) fn submitted(&self) -> (u64, u64) {
+        let relaxed = std::sync::atomic::Ordering::Relaxed;
+        (self.batches.load(relaxed), self.copies.load(relaxed))
+    }
+
+    fn is_stepped(&self) -> bool {
+        self.timeline.context().driver().stepped().is_some()
+    }
+
+    // --- submitting --------------------------------------------------------------------------------------------------
+
+    /// Whether there is anything to submit.
+    pub(super) fn is_filled(&self) -> bool {
+        self.filled.lanes() != 0 || self.left.load(Ordering::Relaxed)
+    }
+
+    /// A lane was filled: sees to it that somebody submits.
+    pub(super) fn rouse(self: &Arc<Self>) {
+        if !self.bell.is_asleep() {
+            return;
+        }
+        if self.is_stepped() {
+            // There is no thread.
+            while self.is_filled() && self.submit() {}
+            return;
+        }
+        if self.flying.load(Ordering::Relaxed) < DIRECT {
+            // Where the role is not free, whoever has it looks again.
+            if !self.submit() || !self.is_filled() {
+                return;
+            }
+        }
+        self.bell.ring();
+    }
+
+    /// Submits a batch, unless somebody else submits. After this, what is filled must be looked at again.
+    pub(super) fn submit(self: &Arc<Self>) -> bool {
+        let Some(role) = self.role.try_take() else { return false };
+        self.submit_as(&role);
+        true
+    }
+
+    fn submit_as(self: &Arc<Self>, _role: &Held<'_>) {
+        // Taken out, so that no driver call is made under the lock. Whoever has the role is alone with it.
+        let mut desk = std::mem::take(&mut *self.desk.lock());
+        let mut pieces = self.spare.lock().pop().unwrap_or_default();
+        desk.collect(&self.lanes, &self.filled, &mut pieces);
+        if pieces.len() == MOST && !self.is_pressed() {
+            self.pressed.store(true, Ordering::Relaxed);
+        }
+        if self.writes && pieces.len() > 1 {
+            let keep = desk.overlap.first_in_the_way(&pieces);
+            while pieces.len() > keep {
+                let Some(piece) = pieces.pop() else { break };
+                desk.rest |= 1 << piece.lane;
+                desk.taken[piece.lane as usize].push_front(piece);
+            }
+        }
+        if !pieces.is_empty() {
+            self.hand_over(&mut desk, pieces);
+        }
+        self.left.store(desk.rest != 0, Ordering::Relaxed);
+        *self.desk.lock() = desk;
+    }
+
+    /// Hands a batch to the driver.
+    fn hand_over(self: &Arc<Self>, desk: &mut Desk, pieces: Vec<Piece>) {
+        let Desk { transfers, runs, .. } = desk;
+        transfers.clear();
+        transfers.extend(pieces.iter().map(|piece| piece.transfer));
+        find_runs(&pieces, runs);
+        let submission = match self.timeline.begin(Lent::Object(Box::new(())), None) {
+            Ok(submission) => submission,
+            Err((error, _)) => return self.refuse(pieces, runs, &error),
+        };
+        let booked = book(&pieces);
+        for (segment, bytes) in &booked {
+            segment.depot().joint_in_flight(*bytes as isize);
+        }
+        self.flying.fetch_add(1, Ordering::Relaxed);
+        self.batches.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        self.copies.fetch_add(pieces.len() as u64, std::sync::atomic::Ordering::Relaxed);
+        submission.carry(Box::new(Batch { flow: self.clone(), pieces, booked }));
+        let context = self.timeline.context();
+        let mut failed = Vec::new();
+        // SAFETY: the entry keeps what the copies use until a mark after this call is seen complete, and none of them
+        // writes where another one does.
+        unsafe {
+            context
+                .driver()
+                .copy_many(self.timeline.stream(), transfers, &mut |at, error| failed.push((at, error)));
+        }
+        for (at, error) in failed {
+            let Err(error) = context.noting::<()>(Err(error)) else { continue };
+            if let Some(run) = runs.iter().find(|run| (run.at..run.at + run.len).contains(&at)) {
+                self.lanes[run.lane as usize].fail(run.first + (at - run.at) as u64, error);
+            }
+        }
+        submission.commit();
+        // One mark a batch.
+        self.timeline.close();
+        for run in runs.iter() {
+            self.lanes[run.lane as usize].sent(run.first + run.len as u64 - 1);
+        }
+    }
+
+    /// Nothing can be submitted any more, and of these nothing was.
+    fn refuse(&self, pieces: Vec<Piece>, runs: &[Run], error: &Error) {
+        if self.timeline.forked() {
+            // The parent's.
+            return std::mem::forget(pieces);
+        }
+        for piece in pieces {
+            piece.loan.land();
+        }
+        for run in runs {
+            // Not landed: what was submitted before may be in flight, and is lost with the timeline.
+            self.lanes[run.lane as usize].lose(error);
+        }
+    }
+
+    // --- landing -----------------------------------------------------------------------------------------------------
+
+    /// A batch is out of the device's hands.
+    fn land(&self, mut pieces: Vec<Piece>, booked: &[(Segment, usize)]) {
+        unbook(booked);
+        let mut runs = Vec::new();
+        find_runs(&pieces, &mut runs);
+        let mut left = pieces.drain(..);
+        for Run { lane, first, len, .. } in runs {
+            let lane = &self.lanes[lane as usize];
+            #[cfg(pinpool_planted = "land_before_words")]
+            lane.land(first + len as u64 - 1);
+            for Piece { loan, memory, number, .. } in left.by_ref().take(len) {
+                if loan.land() {
+                    lane.leave(&Range { first: number, last: number });
+                }
+                drop(memory);
+            }
+            // The words first: whoever sees the number finds them settled.
+            #[cfg(not(pinpool_planted = "land_before_words"))]
+            lane.land(first + len as u64 - 1);
+        }
+        drop(left);
+        self.flying.fetch_sub(1, Ordering::Relaxed);
+        let mut spare = self.spare.lock();
+        if spare.len() < SPARE {
+            spare.push(pieces);
+        }
+    }
+
+    /// Nobody will ever know whether a batch is.
+    fn lose(&self, pieces: Vec<Piece>, booked: &[(Segment, usize)]) {
+        unbook(booked);
+        let context = self.timeline.context();
+        let error = self.timeline.usable().err().unwrap_or(Error::QueueClosed);
+        let mut runs = Vec::new();
+        find_runs(&pieces, &mut runs);
+        for Piece { loan, memory, .. } in pieces {
+            loan.condemn();
+            if context.poisoned().is_none() {
+                // The copy may still be queued, and the device may die of finding the memory freed.
+                std::mem::forget(memory);
+            }
+        }
+        runs.iter().for_each(|run| self.lanes[run.lane as usize].lose(&error));
+        self.flying.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Has a look at what is in flight.
+    pub(super) fn look(self: &Arc<Self>) {
+        if self.is_stepped() {
+            self.rouse();
+            self.timeline.pass(true);
+        } else {
+            self.ask();
+        }
+    }
+
+    /// Asks what is done, unless somebody did just now. Each question is a call to the driver, which keeps the one up that
+    /// submits; while several batches are in flight none will be done in the next microsecond.
+    fn ask(&self) {
+        if self.flying.load(Ordering::Relaxed) > 1 {
+            let now = self.since.elapsed().as_nanos() as u64;
+            let due = self.asked.load(std::sync::atomic::Ordering::Relaxed);
+            if now < due {
+                return;
+            }
+            self.asked.store(now + PAUSE.as_nanos() as u64, std::sync::atomic::Ordering::Relaxed);
+        }
+        self.timeline.ask();
+    }
+
+    /// Whether more comes in than goes out.
+    pub(super) fn is_pressed(&self) -> bool {
+        // Relaxed: a hint.
+        self.pressed.load(Ordering::Relaxed)
+    }
+
+    /// Nothing is left to be submitted.
+    pub(super) fn relax(&self) {
+        if self.is_pressed() {
+            self.pressed.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether anything is in flight.
+    pub(super) fn is_flying(&self) -> bool {
+        self.flying.load(Ordering::Relaxed) > 0
+    }
+
+    // --- waiting -----------------------------------------------------------------------------------------------------
+
+    /// Waits until all of a lane's up to the range's end are done.
+    pub(super) fn wait(
+        self: &Arc<Self>,
+        lane: &Lane,
+        range: &Range,
+        deadline: Option<Instant>,
+    ) -> Result<()> {
+        if lane.verdict(range)? {
+            return Ok(());
+        }
+        if self.timeline.forked() {
+            return Err(Error::Forked);
+        }
+        if matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter)) {
+            // It would wait for itself.
+            return Err(Error::Unsupported(
+                "a wait for a copy from a waker, which runs on a thread of this crate that finds out what is done; wake a task \
+                 or thread of your own, and wait there"
+                    .into(),
+            ));
+        }
+        let since = Instant::now();
+        if let Some(stepped) = self.timeline.context().driver().stepped() {
+            loop {
+                self.look();
+                if lane.verdict(range)? {
+                    return Ok(());
+                }
+                if !stepped.step() {
+                    self.look();
+                    if !lane.verdict(range)? {
+                        return Err(Error::Timeout(since.elapsed()));
+                    }
+                }
+            }
+        }
+        while since.elapsed() < SPIN {
+            self.ask();
+            std::hint::spin_loop();
+            yield_now();
+            if lane.verdict(range)? {
+                return Ok(());
+            }
+        }
+        loop {
+            if let Some(key) = lane.lie_down(range.last, Wake::Thread(thread::current())) {
+                self.timeline.hurry();
+                thread::park_until(deadline);
+                lane.get_up(key);
+            }
+            if lane.verdict(range)? {
+                return Ok(());
+            }
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Err(Error::Timeout(since.elapsed()));
+            }
+        }
+    }
+}
+
+fn find_runs(pieces: &[Piece], runs: &mut Vec<Run>) {
+    runs.clear();
+    for (at, piece) in pieces.iter().enumerate() {
+        match runs.last_mut() {
+            Some(run) if run.lane == piece.lane => run.len += 1,
+            _ => runs.push(Run { lane: piece.lane, first: piece.number, at, len: 1 }),
+        }
+    }
+}
+
+/// Bytes to be booked as in flight, by pools: a name of one of the pool's segments, which is there until it is settled.
+fn book(pieces: &[Piece]) -> Vec<(Segment, usize)> {
+    let mut booked: Vec<(Segment, usize)> = Vec::new();
+    for (segment, bytes) in pieces.iter().filter_map(|piece| piece.loan.booked()) {
+        match booked.iter_mut().find(|(other, _)| other.shares_depot(segment)) {
+            Some((_, sum)) => *sum += bytes,
+            None => booked.push((segment.alias(), bytes)),
+        }
+    }
+    booked
+}
+
+/// Before any of the segments is settled.
+fn unbook(booked: &[(Segment, usize)]) {
+    for (segment, bytes) in booked {
+        segment.depot().joint_in_flight(-(*bytes as isize));
+    }
+}
+
+impl Desk {
+    /// Fills a batch from the lanes, each in turn.
+    fn collect(&mut self, lanes: &[CachePadded<Lane>], filled: &Filled, batch: &mut Vec<Piece>) {
+        loop {
+            let there = self.rest | filled.lanes();
+            if there == 0 {
+                return;
+            }
+            // From where the last batch ended, and around.
+            let (later, sooner) = (there & (u64::MAX << self.next), there & !(u64::MAX << self.next));
+            for mut bits in [later, sooner] {
+                while bits != 0 {
+                    let at = bits.trailing_zeros() as usize;
+                    bits &= bits - 1;
+                    let Some(taken) = self.taken.get_mut(at) else { continue };
+                    if taken.is_empty() {
+                        lanes[at].take(filled, at, taken);
+                    }
+                    let turn = taken.len().min(TURN).min(MOST - batch.len());
+                    batch.extend(taken.drain(..turn));
+                    if taken.is_empty() {
+                        self.rest &= !(1 << at);
+                    } else {
+                        self.rest |= 1 << at;
+                    }
+                    if batch.len() == MOST {
+                        self.next = (at + 1) % lanes.len();
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What a timeline keeps of a batch. Dropped when its mark is complete.
+#[derive(Debug)]
+struct Batch {
+    flow: Arc<Flow>,
+    pieces: Vec<Piece>,
+    booked: Vec<(Segment, usize)>,
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        let pieces = std::mem::take(&mut self.pieces);
+        if pieces.is_empty() {
+            return;
+        }
+        if self.flow.timeline.forked() {
+            // The parent's.
+            return std::mem::forget(pieces);
+        }
+        self.flow.land(pieces, &self.booked);
+    }
+}
+
+impl Keep for Batch {
+    fn quarantine(mut self: Box<Self>) {
+        let pieces = std::mem::take(&mut self.pieces);
+        self.flow.lose(pieces, &self.booked);
+    }
+}
+
+/// What handles have of a lane. One for each lane and queue, so that counting its handles disturbs no other lane.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub(super) flow: Arc<Flow>,
+    pub(super) lane: u32,
+}
+
+impl Line {
+    pub(super) fn lane(&self) -> &Lane {
+        &self.flow.lanes[self.lane as usize]
+    }
+}
+
+impl Awaited for Line {
+    fn poll_done(&self, range: &Range) -> Result<bool> {
+        if self.lane().verdict(range)? {
+            return Ok(true);
+        }
+        if self.flow.timeline.forked() {
+            return Err(Error::Forked);
+        }
+        self.flow.look();
+        self.lane().verdict(range)
+    }
+
+    fn wait(&self, range: &Range, deadline: Option<Instant>) -> Result<()> {
+        self.flow.wait(self.lane(), range, deadline)
+    }
+
+    fn wake_later(&self, range: &Range, key: &mut Option<WaitKey>, waker: &Waker) -> Result<bool> {
+        self.forget_waker(key);
+        if self.poll_done(range)? {
+            return Ok(true);
+        }
+        // Cloned before the lock: that is the caller's code.
+        *key = self.lane().lie_down(range.last, Wake::Task(waker.clone()));
+        if key.is_some() {
+            self.flow.timeline.hurry();
+            return Ok(false);
+        }
+        self.lane().verdict(range)
+    }
+
+    fn forget_waker(&self, key: &mut Option<WaitKey>) {
+        // In the child of a fork the lock may be anyone's.
+        if let Some(key) = key.take().filter(|_| !self.flow.timeline.forked()) {
+            self.lane().get_up(key);
+        }
+    }
+
+    fn precede(&self, range: &Range, stream: &Stream) -> Result<()> {
+        let lane = self.lane();
+        while !lane.is_sent(range.last) {
+            if lane.verdict(range)? {
+                return Ok(());
+            }
+            // Under way: somebody submits just now, or is about to.
+            self.flow.rouse();
+            yield_now();
+        }
+        if lane.verdict(range)? {
+            return Ok(());
+        }
+        stream.follow(&self.flow.timeline)
+    }
+
+    fn leave(&self, range: &Range) {
+        if !self.flow.timeline.forked() {
+            self.lane().leave(range);
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Loom models of copy queues: no copy is left behind with nobody to submit it, nobody sleeps through what it waits for,
+//! and buffers that go through a queue meet their handles as on a stream.
+
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use super::bell::{Bell, Role};
+use super::flow::{Flow, Line};
+use super::lane::Lane;
+use crate::buffer::{InFlight, PinnedBuf};
+use crate::depot::{Segment, Wake};
+use crate::device::memory::DeviceBuffer;
+use crate::device::{DevicePtr, Transfer};
+use crate::stream::awaited::{Place, Range};
+use crate::stream::loom_models::{Setup, spawn, until};
+use crate::stream::timeline::Lent;
+use crate::sync::{AtomicBool, AtomicU32, Ordering, UnsafeCell, model, step, thread};
+
+/// Whoever pushes, and the thread that lies down to sleep.
+#[test]
+fn loom_bell_wakes() {
+    model("queue: a push and a thread that goes to sleep", 3, || {
+        let shared = Arc::new((Bell::asleep(), [AtomicBool::new(false), AtomicBool::new(false)]));
+        let pushers = [0, 1].map(|lane| {
+            let shared = shared.clone();
+            loom::thread::spawn(move || {
+                let (bell, lanes) = &*shared;
+                step();
+                lanes[lane].swap(true, Ordering::Relaxed);
+                if bell.is_asleep() {
+                    bell.ring();
+                }
+            })
+        });
+        let (bell, lanes) = &*shared;
+        bell.introduce(thread::current());
+        let mut taken = 0;
+        // With a wake-up missed it sleeps for good, which loom tells.
+        while taken < 2 {
+            taken += lanes.iter().filter(|lane| lane.swap(false, Ordering::Relaxed)).count();
+            if taken < 2 {
+                bell.sleep(|| !lanes.iter().any(|lane| lane.load(Ordering::Relaxed)));
+            }
+        }
+        for pusher in pushers {
+            pusher.join().unwrap();
+        }
+    });
+}
+
+/// Threads that submit what they push while the queue's own sleeps.
+#[test]
+fn loom_role_leaves_nothing() {
+    model("queue: threads that push and submit", 3, || {
+        let shared = Arc::new((
+            Bell::asleep(),
+            Role::new(),
+            [AtomicBool::new(false), AtomicBool::new(false)],
+            UnsafeCell::new(0_u32),
+            AtomicU32::new(0),
+        ));
+        let pushers = [0, 1].map(|lane| {
+            let shared = shared.clone();
+            loom::thread::spawn(move || {
+                let (bell, role, lanes, desk, taken) = &*shared;
+                let filled = || lanes.iter().any(|lane| lane.load(Ordering::Relaxed));
+                step();
+                lanes[lane].swap(true, Ordering::Relaxed);
+                assert!(bell.is_asleep());
+                loop {
+                    let Some(held) = role.try_take() else { return };
+                    // SAFETY: loom fails the model if anyone else is at it.
+                    desk.with_mut(|desk| unsafe { *desk += 1 });
+                    let found = lanes.iter().filter(|lane| lane.swap(false, Ordering::Relaxed)).count();
+                    taken.fetch_add(found as u32, Ordering::Relaxed);
+                    drop(held);
+                    if !filled() {
+                        return;
+                    }
+                }
+            })
+        });
+        for pusher in pushers {
+            pusher.join().unwrap();
+        }
+        assert_eq!(shared.4.load(Ordering::Relaxed), 2, "a copy is left behind");
+    });
+}
+
+/// Whoever lies down to wait for a number, and whoever lands it.
+#[test]
+fn loom_lane_wakes() {
+    model("queue: landing and a thread that lies down", 3, || {
+        let lane = Arc::new(Lane::new());
+        let lander = {
+            let lane = lane.clone();
+            loom::thread::spawn(move || {
+                step();
+                lane.land(1);
+                step();
+                lane.land(3);
+            })
+        };
+        for last in [1, 2] {
+            let range = Range { first: last, last };
+            while !lane.verdict(&range).unwrap() {
+                step();
+                // With a wake-up missed it sleeps for good.
+                if let Some(key) = lane.lie_down(last, Wake::Thread(thread::current())) {
+                    thread::park_until(None);
+                    lane.get_up(key);
+                }
+            }
+        }
+        lander.join().unwrap();
+    });
+}
+
+/// What `CopyQueue::upload` does, step by step.
+fn push(flow: &Arc<Flow>, lane: u32, segment: Segment, memory: &DeviceBuffer) -> InFlight<PinnedBuf> {
+    let src = segment.base().as_ptr().cast_const();
+    let transfer = Transfer::Upload { src, dst: DevicePtr(u64::from(lane) * 64), len: 64 };
+    step();
+    let line = Arc::new(Line { flow: flow.clone(), lane });
+    let number = line.lane().enter(4).unwrap().push(
+        flow.filled(),
+        lane,
+        transfer,
+        Lent::Segment(segment.alias()),
+        memory.allocation(),
+    );
+    step();
+    flow.rouse();
+    // SAFETY: in flight, and touched when it has landed only.
+    let buf = unsafe { PinnedBuf::new(segment, 0) };
+    InFlight::queued(Place { line, range: Range { first: number, last: number } }, buf, None)
+}
+
+/// Two threads push; one drops its handle, the other waits; a third finds out what is done.
+#[test]
+fn loom_queue_lands() {
+    model("queue: two threads push, a third lands", 2, || {
+        let setup = Setup::new();
+        let flow = Flow::new(setup.timeline.clone(), 2, 4, true, Arc::new(Bell::asleep()));
+        let memory = DeviceBuffer::new(setup.timeline.context(), 64).unwrap();
+        let pusher = {
+            let (setup, flow, memory) = (setup.clone(), flow.clone(), memory.clone());
+            spawn(move || {
+                let segment = setup.take().unwrap();
+                // It may have been the other's before.
+                let before = setup.driver.ran(&segment);
+                let flight = push(&flow, 0, segment.alias(), &memory);
+                let landed = || flow.lanes().next().is_some_and(|lane| lane.has_landed(1));
+                until(|| {
+                    setup.timeline.pass(true);
+                    landed()
+                });
+                assert_eq!(setup.driver.ran(&segment), before + 1, "landed, and the copy has not run");
+                let buf = flight.wait().unwrap();
+                setup.driver.write(buf.segment());
+            })
+        };
+        let segment = setup.take().unwrap();
+        drop(push(&flow, 1, segment, &memory));
+        setup.timeline.pass(true);
+        setup.reuse();
+        pusher.join().unwrap();
+        until(|| {
+            setup.timeline.pass(true);
+            !flow.is_flying()
+        });
+        drop((flow, memory));
+        setup.finish();
+    });
+}

@@ -1,0 +1,619 @@
+//! The copy queue: many threads push small copies, one or two submit them in batches.
+//!
+//! A small copy costs the caller of the driver microseconds, and sixteen callers at once wait for each other: 32 us a
+//! call, measured, and no more copies in all than one of them gets. Pushed to a queue a copy costs its caller the time to
+//! put it into a list, and the driver is called once for all that has come in from all threads
+//! (`cuMemcpyBatchAsync` where there is one).
+//!
+//! One thread submits in each direction some 2 to 2.5 million copies a second, all of its time being the driver's. Where
+//! there are processors enough the queue has a second thread with streams of its own, which is used, and awake, only
+//! while the first has more than it can submit.
+//!
+//! # Files
+//!
+//! [`lane`]: where copies are pushed to, and where their handles find out. [`flow`]: the copies of one direction, how they
+//! are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]: what must not share a batch.
+//! Here: what users see, and the queue's thread.
+
+mod bell;
+mod flow;
+mod lane;
+#[cfg(all(test, loom))]
+mod loom_models;
+mod overlap;
+
+use std::fmt;
+use std::ops::RangeBounds;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use self::bell::Bell;
+use self::flow::{Flow, Line};
+use super::{DeviceRange, Landing, range};
+use crate::buffer::{InFlight, Lend};
+use crate::device::Transfer;
+use crate::device::memory::{DeviceSlice, bounds};
+use crate::error::{Error, Result, SubmitError};
+use crate::runtime::Device;
+use crate::stream::Stream;
+use crate::stream::awaited::{Place, Range};
+use crate::stream::timeline::Lent;
+use crate::sync::{Own, yield_now};
+
+/// Copies that may be outstanding in a lane, unless somebody asks for another depth.
+const DEPTH: usize = 1024;
+/// Lanes of a direction at most.
+const LANES: usize = 64;
+/// On machines with fewer processors one thread submits. (One can submit some 2.5 million copies a second.)
+const FEW: usize = 8;
+/// Threads of a queue at most.
+const THREADS: usize = 8;
+/// Copies that a thread pushes to one flow under load before it turns to another.
+const STAY: usize = 64;
+/// How long a queue's thread looks for copies before it sleeps.
+const LINGER: Duration = Duration::from_micros(100);
+
+std::thread_local! {
+    /// Numbers threads, so that neighbours have different lanes.
+    static NUMBER: std::cell::Cell<usize> = const { std::cell::Cell::new(usize::MAX) };
+    /// Counts this thread's copies while there is load.
+    static TURN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// This thread's number.
+fn number() -> usize {
+    static NEXT: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+    NUMBER.with(|number| {
+        if number.get() == usize::MAX {
+            // Relaxed: only to be different.
+            number.set(NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+        }
+        number.get()
+    })
+}
+
+/// Many threads' small copies, submitted in batches by one or two: [`Device::copy_queue`]. Cloning gives another handle to
+/// the same queue.
+///
+/// [`upload`](Self::upload) and [`download`](Self::download) take what they touch, as those of a [`Stream`] do, push the
+/// copy, and return at once; the handle that they give can be waited for, awaited, asked, or dropped. A push costs a
+/// fraction of a microsecond, whatever other threads do. A copy that is pushed while the queue is idle is submitted at once,
+/// by the thread that pushes it.
+///
+/// # Ordering
+/// **There is none but through handles.** Two copies of one queue may happen in any order or at once, also those of one
+/// thread, and of two uploads to the same bytes either may win. To have something happen after a copy, wait for its handle,
+/// or make a stream wait: [`Stream::wait_for_copy`]. To have copies happen after the work of a stream, make the queue
+/// wait: [`wait_for`](Self::wait_for).
+///
+/// # How much can be outstanding
+/// Each pushing thread has a lane, which it shares with others only where there are more threads than lanes (twice as
+/// many as processors, 64 at most); uploads and downloads have lanes of their own. In a lane
+/// so many copies as the queue is deep may be pushed and not done; who pushes one more waits, or with
+/// [`try_upload`](Self::try_upload) and [`try_download`](Self::try_download) is told [`Error::QueueFull`]. So a task that
+/// must not block uses these, and awaits an older handle when it is told so.
+///
+/// # Errors
+/// What can be refused is refused by the push, which gives the buffer back. A copy that the driver refuses later fails
+/// alone, whatever batch it was in: its handle says so, and its buffer returns by itself when the device is known to be done
+/// with it. When the device is lost, so is all that is in flight, as on a stream.
+///
+/// # The end
+/// Dropping the last handle waits for nothing: what was pushed is submitted, and then the queue's thread ends.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// let device = Device::open("auto")?;
+/// let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// let (queue, cache) = (device.copy_queue()?, device.alloc(64 << 10)?);
+///
+/// let mut sent = Vec::new();
+/// for block in 0..16 {
+///     let mut buf = pool.checkout(4096)?;
+///     buf.try_resize(4096, block)?;
+///     sent.push(queue.upload(buf, cache.slice(usize::from(block) * 4096..).and_then(|rest| rest.slice(..4096)))?);
+/// }
+/// // Work submitted to this stream from here on finds the last block there.
+/// let stream = device.stream()?;
+/// stream.wait_for_copy(&sent[15])?;
+/// for copy in sent {
+///     drop(copy.wait()?);
+/// }
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct CopyQueue(Arc<Inner>);
+
+/// How a copy queue is set up: [`Device::copy_queue_with`].
+#[derive(Clone, Copy, Debug)]
+pub struct QueueOptions {
+    depth: usize,
+    threads: Option<usize>,
+}
+
+impl Default for QueueOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl QueueOptions {
+    /// As [`Device::copy_queue`] has it.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { depth: DEPTH, threads: None }
+    }
+
+    /// How many copies a lane takes, pushed and not done, before a push has to wait: 1024 by default, 1 at least.
+    #[must_use]
+    pub fn depth(mut self, depth: usize) -> Self {
+        self.depth = depth;
+        self
+    }
+
+    /// How many threads submit at most, 1 to 8. By default 1 on machines with less than 8 processors, else 2. All but the
+    /// first work, and are awake, only while there is more than those before can submit. A stepped device has none.
+    #[must_use]
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+}
+
+/// What a [`CopyQueue`] has done: [`CopyQueue::stats`]. Each figure is right by itself; together they are of one moment only
+/// while nobody pushes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct QueueStats {
+    /// Copies that were submitted.
+    pub copies: u64,
+    /// Batches that they were submitted in, those of one copy included.
+    pub batches: u64,
+    /// Copies that were pushed and are not done. Those that were lost with the device stay here.
+    pub outstanding: u64,
+}
+
+struct Inner {
+    up: Way,
+    down: Way,
+    /// Of the threads.
+    bells: Vec<Arc<Bell>>,
+}
+
+/// A direction: a flow for each of the queue's threads.
+struct Way(Vec<Side>);
+
+/// A flow, as it is pushed to.
+struct Side {
+    stream: Stream,
+    flow: Arc<Flow>,
+    lines: Box<[Arc<Line>]>,
+}
+
+impl Device {
+    /// A queue for many small copies. Makes two streams and a thread, or twice as many of each (from 8 processors on): make it at start-up, and share it.
+    ///
+    /// # Errors
+    /// What the driver says, the device's loss; [`Error::Unavailable`] where no thread can be started.
+    pub fn copy_queue(&self) -> Result<CopyQueue> {
+        self.copy_queue_with(QueueOptions::new())
+    }
+
+    /// The same for a queue that is not as by default.
+    ///
+    /// # Errors
+    /// As for [`copy_queue`](Self::copy_queue).
+    pub fn copy_queue_with(&self, options: QueueOptions) -> Result<CopyQueue> {
+        let QueueOptions { depth, threads } = options;
+        let context = self.context();
+        let is_stepped = context.driver().stepped().is_some();
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let lanes = (processors * 2).clamp(4, LANES);
+        let threads = match threads {
+            _ if is_stepped => 1,
+            Some(threads) => threads.clamp(1, THREADS),
+            None if processors < FEW => 1,
+            None => 2,
+        };
+        let bells: Vec<_> = (0..threads).map(|_| Arc::new(Bell::asleep())).collect();
+        let way = |writes| -> Result<Way> {
+            let side = |bell: &Arc<Bell>| -> Result<Side> {
+                let stream = self.stream()?;
+                let flow =
+                    Flow::new(stream.timeline().clone(), lanes, depth.max(1) as u64, writes, bell.clone());
+                let line = |lane| Arc::new(Line { flow: flow.clone(), lane });
+                Ok(Side { lines: (0..lanes as u32).map(line).collect(), stream, flow })
+            };
+            bells.iter().map(side).collect::<Result<_>>().map(Way)
+        };
+        let inner = Inner { up: way(true)?, down: way(false)?, bells: bells.clone() };
+        if is_stepped {
+            return Ok(CopyQueue(Arc::new(inner)));
+        }
+        for ((up, down), bell) in inner.up.0.iter().zip(&inner.down.0).zip(&bells) {
+            let flows = [up.flow.clone(), down.flow.clone()];
+            let (device, bell) = (self.clone(), bell.clone());
+            // Where the second cannot be started the first ends when `inner` is dropped.
+            std::thread::Builder::new()
+                .name(format!("pinpool-send-{}", self.name()))
+                .spawn(move || serve(&device, &flows, &bell))
+                .map_err(|e| Error::Unavailable {
+                    device: self.name().into(),
+                    why: format!("no thread could be started: {e}"),
+                })?;
+        }
+        Ok(CopyQueue(Arc::new(inner)))
+    }
+}
+
+/// A thread of the queue's: submits what is pushed, and while nothing is, looks for what is done.
+fn serve(device: &Device, flows: &[Arc<Flow>; 2], bell: &Bell) {
+    crate::sync::enter(Own::Submitter);
+    device.context().driver().enter_thread();
+    bell.introduce(crate::sync::thread::current());
+    let filled = || flows.iter().any(|flow| flow.is_filled());
+    let mut idle: Option<Instant> = None;
+    while !device.context().forked() {
+        let mut submitted = false;
+        for flow in flows.iter().filter(|flow| flow.is_filled()) {
+            submitted |= flow.submit();
+        }
+        if submitted {
+            idle = None;
+            continue;
+        }
+        if bell.is_closing() && !filled() {
+            return;
+        }
+        flows.iter().for_each(|flow| flow.relax());
+        if idle.get_or_insert_with(Instant::now).elapsed() < LINGER {
+            for flow in flows.iter().filter(|flow| flow.is_flying()) {
+                flow.look();
+            }
+            std::hint::spin_loop();
+            yield_now();
+            continue;
+        }
+        bell.sleep(|| !filled());
+        idle = None;
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // In the child of a fork there is no thread.
+        if !self.is_forked() {
+            self.bells.iter().for_each(|bell| bell.close());
+        }
+    }
+}
+
+impl Inner {
+    fn sides(&self) -> impl Iterator<Item = &Side> {
+        self.up.0.iter().chain(&self.down.0)
+    }
+
+    fn is_forked(&self) -> bool {
+        self.sides().any(|side| side.flow.timeline().forked())
+    }
+}
+
+/// Whether a push waits for room.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Patience {
+    Wait,
+    None,
+}
+
+/// Whether this thread may wait for copies: those that find out what is done may not.
+fn may_wait() -> bool {
+    !matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter))
+}
+
+impl Way {
+    /// Where this thread pushes its next copy: the first flow, until more comes in there than goes out.
+    fn side(&self) -> &Side {
+        let sides = &self.0;
+        if sides.len() == 1 || !sides[0].flow.is_pressed() {
+            return &sides[0];
+        }
+        // Not one here and one there: batches are to find neighbours.
+        let turn = TURN.with(|turn| turn.replace(turn.get().wrapping_add(1)));
+        &sides[(number() + turn / STAY) % sides.len()]
+    }
+}
+
+impl Side {
+    fn line(&self) -> &Arc<Line> {
+        // There are 4 at least.
+        &self.lines[number() % self.lines.len()]
+    }
+
+    /// Pushes one copy, and gives its place and what `give` left with the caller. `give` is called when nothing can be
+    /// refused any more.
+    fn push<R>(
+        &self,
+        patience: Patience,
+        transfer: Transfer,
+        memory: DeviceSlice,
+        give: impl FnOnce() -> (Lent, R),
+    ) -> Result<(Place, R)> {
+        let line = self.line();
+        let (lane, flow) = (line.lane(), &line.flow);
+        let (number, left) = loop {
+            match lane.enter(flow.depth()) {
+                Ok(mut entry) => {
+                    let (lent, left) = give();
+                    break (
+                        entry.push(flow.filled(), line.lane, transfer, lent, memory.into_allocation()),
+                        left,
+                    );
+                }
+                Err(Error::QueueFull { .. }) if patience == Patience::Wait && may_wait() => {
+                    let last = lane.room_after(flow.depth());
+                    // Whether that one failed is its own handle's affair.
+                    let lost = flow.wait(lane, &Range::whole(last), None);
+                    lost?;
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        flow.rouse();
+        Ok((Place { line: line.clone(), range: Range { first: number, last: number } }, left))
+    }
+
+    /// Pushes several copies, of which the last in each lane's turn has what all of them use: they land in order.
+    fn push_all(&self, copies: &[(Transfer, &DeviceSlice)], lend: impl Fn() -> Lent) -> Result<Vec<Place>> {
+        let line = self.line();
+        let (lane, flow) = (line.lane(), &line.flow);
+        let (mut places, mut left) = (Vec::new(), copies);
+        while !left.is_empty() {
+            let mut entry = match lane.enter(flow.depth()) {
+                Ok(entry) => entry,
+                Err(Error::QueueFull { .. }) if may_wait() => {
+                    flow.wait(lane, &Range::whole(lane.room_after(flow.depth())), None)?;
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let turn = usize::try_from(entry.room()).unwrap_or(usize::MAX).min(left.len());
+            let (now, later) = left.split_at(turn);
+            let mut range = Range { first: u64::MAX, last: 0 };
+            for (n, (transfer, memory)) in now.iter().enumerate() {
+                let lent = if n + 1 == turn { lend() } else { Lent::Object(Box::new(())) };
+                let number = entry.push(flow.filled(), line.lane, *transfer, lent, memory.allocation());
+                range = Range { first: range.first.min(number), last: number };
+            }
+            drop(entry);
+            flow.rouse();
+            places.push(Place { line: line.clone(), range });
+            left = later;
+        }
+        Ok(places)
+    }
+
+    /// Device memory of this queue's device, and there for its stream.
+    fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
+        let slice = range::Sealed::resolve(range)?;
+        let timeline = self.flow.timeline();
+        if timeline.forked() {
+            return Err(Error::Forked);
+        }
+        if !slice.is_of(timeline.context()) {
+            return Err(Error::WrongDevice { device: self.stream.device().name().into() });
+        }
+        timeline.context().alive()?;
+        slice.admit(timeline.stream())?;
+        Ok(slice)
+    }
+}
+
+impl CopyQueue {
+    /// The device that the queue belongs to.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        self.0.up.0[0].stream.device()
+    }
+
+    /// Pushes a copy of all that was written to `src` into `dst`, which must be at least as long. Waits only while the
+    /// lane is full.
+    ///
+    /// # Errors
+    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, [`Error::QueueClosed`],
+    /// a lost device. In a waker, which must not wait, also [`Error::QueueFull`].
+    pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
+        self.push_upload(Patience::Wait, src, .., dst)
+    }
+
+    /// Pushes a copy of a part of what was written to `src`.
+    ///
+    /// # Errors
+    /// As for [`upload`](Self::upload), and [`Error::OutOfRange`].
+    pub fn upload_part<B: Lend>(
+        &self,
+        src: B,
+        part: impl RangeBounds<usize>,
+        dst: impl DeviceRange,
+    ) -> Result<InFlight<B>, SubmitError<B>> {
+        self.push_upload(Patience::Wait, src, part, dst)
+    }
+
+    /// The same as [`upload`](Self::upload) without ever waiting.
+    ///
+    /// # Errors
+    /// As there, and [`Error::QueueFull`].
+    pub fn try_upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
+        self.push_upload(Patience::None, src, .., dst)
+    }
+
+    fn push_upload<B: Lend>(
+        &self,
+        patience: Patience,
+        src: B,
+        part: impl RangeBounds<usize>,
+        dst: impl DeviceRange,
+    ) -> Result<InFlight<B>, SubmitError<B>> {
+        let side = self.0.up.side();
+        let pushed = (|| {
+            let dst = side.own(dst)?;
+            if !src.serves(side.flow.timeline().context()) {
+                return Err(Error::WrongDevice { device: self.device().name().into() });
+            }
+            let (start, end) = bounds(part, src.bytes().len())?;
+            if end - start > dst.len() {
+                return Err(Error::TooSmall { need: end - start, have: dst.len() });
+            }
+            let bytes = &src.bytes()[start..end];
+            let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
+            side.push(patience, transfer, dst, || (src.lend(), ()))
+        })();
+        match pushed {
+            Ok((place, ())) => Ok(InFlight::queued(place, src, None)),
+            Err(error) => Err(SubmitError::refused(error, src)),
+        }
+    }
+
+    /// Pushes a copy of `src` into `landing`, which must be at least as long. When it has landed, the buffer's length is
+    /// the slice's. (A [`Registered`](crate::Registered) value is as long as ever.) Waits only while the lane is full.
+    ///
+    /// # Errors
+    /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf), which is ready on its
+    /// own stream only.
+    pub fn download<L: Landing>(
+        &self,
+        src: impl DeviceRange,
+        landing: L,
+    ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
+        self.push_download(Patience::Wait, src, landing)
+    }
+
+    /// The same without ever waiting.
+    ///
+    /// # Errors
+    /// As for [`download`](Self::download), and [`Error::QueueFull`].
+    pub fn try_download<L: Landing>(
+        &self,
+        src: impl DeviceRange,
+        landing: L,
+    ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
+        self.push_download(Patience::None, src, landing)
+    }
+
+    fn push_download<L: Landing>(
+        &self,
+        patience: Patience,
+        src: impl DeviceRange,
+        mut landing: L,
+    ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
+        let side = self.0.down.side();
+        let checked = side.own(src).and_then(|src| {
+            let (target, capacity) = landing.target(&side.stream)?;
+            if src.len() > capacity {
+                return Err(Error::TooSmall { need: src.len(), have: capacity });
+            }
+            Ok((src, target))
+        });
+        let (src, target) = match checked {
+            Ok(checked) => checked,
+            Err(error) => return Err(SubmitError::refused(error, landing)),
+        };
+        let len = src.len();
+        let transfer = Transfer::Download { src: src.ptr(), dst: target, len };
+        // Taken out when nothing can be refused any more.
+        let mut landing = Some(landing);
+        let pushed = side.push(patience, transfer, src, || match landing.take().map(L::lend) {
+            Some((lent, half)) => (lent, Some(half)),
+            None => (Lent::Object(Box::new(())), None),
+        });
+        match pushed {
+            Ok((place, Some(half))) => Ok(InFlight::queued(place, L::Landed::from(half), Some(len))),
+            Ok((_, None)) => Err(SubmitError { error: Error::QueueClosed, buffer: None }),
+            Err(error) => Err(SubmitError { error, buffer: landing }),
+        }
+    }
+
+    /// Pushes several copies of one direction, for which `lend` gives what keeps the host's side of all of them. They are
+    /// within memory of the queue's device.
+    pub(super) fn push_all(
+        &self,
+        copies: &[(Transfer, &DeviceSlice)],
+        lend: impl Fn() -> Lent,
+    ) -> Result<Vec<Place>> {
+        let downloads = matches!(copies.first(), Some((Transfer::Download { .. }, _)));
+        let side = if downloads { self.0.down.side() } else { self.0.up.side() };
+        let timeline = side.flow.timeline();
+        if timeline.forked() {
+            return Err(Error::Forked);
+        }
+        timeline.context().alive()?;
+        copies.iter().try_for_each(|(_, memory)| memory.admit(timeline.stream()))?;
+        side.push_all(copies, lend)
+    }
+
+    /// What is pushed from now on happens only after everything submitted to `stream` so far. The caller does not wait; but
+    /// all copies of the queue do, those of other threads too. The stream must be of the queue's device.
+    ///
+    /// # Errors
+    /// As for [`Stream::wait_for`].
+    pub fn wait_for(&self, stream: &Stream) -> Result<()> {
+        self.0.sides().try_for_each(|side| side.stream.wait_for(stream))
+    }
+
+    /// Waits until everything that was pushed before this call, by whatever thread, is done. What became of it, the handles
+    /// tell.
+    ///
+    /// # Errors
+    /// What the device was lost with.
+    pub fn synchronize(&self) -> Result<()> {
+        self.finish(None, false)
+    }
+
+    /// What the queue has done so far, in both directions together.
+    #[must_use]
+    pub fn stats(&self) -> QueueStats {
+        let mut stats = QueueStats::default();
+        // In the child of a fork the locks may be anyone's.
+        for flow in self.0.sides().map(|side| &side.flow).filter(|flow| !flow.timeline().forked()) {
+            let (batches, copies) = flow.submitted();
+            stats.batches += batches;
+            stats.copies += copies;
+            stats.outstanding += flow.lanes().map(|lane| lane.outstanding()).sum::<u64>();
+        }
+        stats
+    }
+
+    /// Takes no more copies, and waits until all that were pushed are done. Whatever becomes of that, they are submitted.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`]: some are still under way. What the device was lost with.
+    pub fn shutdown(&self, timeout: Duration) -> Result<()> {
+        self.finish(Instant::now().checked_add(timeout), true)
+    }
+
+    fn finish(&self, deadline: Option<Instant>, close: bool) -> Result<()> {
+        if self.0.is_forked() {
+            return Err(Error::Forked);
+        }
+        let mut pushed = Vec::new();
+        for flow in self.0.sides().map(|side| &side.flow) {
+            pushed.extend(flow.lanes().map(|lane| {
+                let last = if close { lane.close() } else { lane.pushed() };
+                (flow, lane, last)
+            }));
+        }
+        for (flow, lane, last) in pushed {
+            flow.wait(lane, &Range::whole(last), deadline)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for CopyQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let depth = self.0.up.0[0].flow.depth();
+        f.debug_struct("CopyQueue")
+            .field("device", &self.device().name())
+            .field("depth", &depth)
+            .finish_non_exhaustive()
+    }
+}

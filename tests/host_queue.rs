@@ -1,0 +1,217 @@
+//! The copy queue on host devices that are told to fail, to hang and to die: each copy's handle says what became of that
+//! copy, and nothing is lost.
+
+use std::time::{Duration, Instant};
+
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::{
+    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions,
+    Unpinned,
+};
+
+const LEN: usize = 300;
+const PIECE: usize = 512;
+const HANG: Duration = Duration::from_secs(20);
+
+fn bytes(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
+}
+
+struct Setup {
+    node: HostNode,
+    device: Device,
+    pool: Pool,
+    queue: CopyQueue,
+    memory: DeviceBuffer,
+}
+
+fn setup(config: HostConfig, options: QueueOptions) -> Setup {
+    let node = HostNode::new(config.memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let queue = device.copy_queue_with(options).unwrap();
+    let memory = device.alloc(1 << 20).unwrap();
+    Setup { node, device, pool, queue, memory }
+}
+
+/// With threads, some of which are late, and without any.
+fn everywhere(test: impl Fn(Setup)) {
+    test(setup(HostConfig::new(), QueueOptions::new()));
+    test(setup(HostConfig::new().late(Duration::from_micros(100), 3), QueueOptions::new().threads(2)));
+    test(setup(HostConfig::new().stepped(5), QueueOptions::new()));
+}
+
+impl Setup {
+    fn range(&self, i: usize) -> DeviceSlice {
+        self.memory.slice(i * PIECE..i * PIECE + LEN).unwrap()
+    }
+
+    fn filled(&self, bytes: &[u8]) -> PinnedBuf {
+        let mut buf = self.pool.checkout_timeout(bytes.len(), HANG).unwrap();
+        buf.extend_from_slice(bytes);
+        buf
+    }
+
+    fn push(&self, count: usize) -> Vec<InFlight<PinnedBuf>> {
+        (0..count).map(|i| self.queue.upload(self.filled(&bytes(i, LEN)), self.range(i)).unwrap()).collect()
+    }
+
+    fn until(&self, what: &str, so: impl Fn() -> bool) {
+        let since = Instant::now();
+        while !so() {
+            assert!(since.elapsed() < HANG, "never: {what}");
+            self.node.step();
+            self.device.reap();
+            std::thread::yield_now();
+        }
+    }
+
+    fn all_back(&self) {
+        let none = || self.pool.stats().in_flight_bytes + self.pool.stats().checked_out_bytes == 0;
+        self.until("all is back", none);
+        self.pool.check().unwrap();
+    }
+}
+
+/// One copy fails: its handle says so, and the others', of whatever batch, do not.
+#[test]
+fn a_copy_fails_alone() {
+    everywhere(|s| {
+        for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
+            for nth in [0, 7, 40] {
+                s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                let results: Vec<_> = s.push(60).into_iter().map(InFlight::wait).collect();
+                assert_eq!(s.node.clear_faults(), 0, "it was not copied that often");
+                let failed: Vec<_> = results.iter().filter_map(|r| r.as_ref().err()).collect();
+                assert_eq!(failed.len(), 1, "{failure:?} {nth}: {failed:?}");
+                let class =
+                    if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Moment };
+                assert_eq!(failed[0].class(), class);
+                for (i, result) in results.iter().enumerate().filter(|(_, r)| r.is_ok()) {
+                    assert!(**result.as_ref().unwrap() == *bytes(i, LEN));
+                    let landing = s.pool.checkout(LEN).unwrap();
+                    let back = s.queue.download(s.range(i), landing).unwrap().wait().unwrap();
+                    assert!(*back == *bytes(i, LEN), "piece {i}");
+                }
+                drop(results);
+                s.all_back();
+                assert_eq!(s.pool.stats().quarantined_bytes, 0);
+            }
+        }
+        // Where nobody asks, nothing is kept; and a gather says what one of its copies failed with.
+        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 3, failure: Failure::Moment });
+        drop(s.push(20));
+        s.queue.synchronize().unwrap();
+        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 2, failure: Failure::Moment });
+        let sources: Vec<Vec<u8>> = (0..20).map(|i| bytes(i, LEN)).collect();
+        let pieces: Vec<_> = sources.iter().enumerate().map(|(i, b)| (&b[..], s.range(i))).collect();
+        assert_eq!(s.queue.gather_blocking(&s.pool, &pieces).unwrap_err().class(), ErrorClass::Moment);
+        s.queue.gather_blocking(&s.pool, &pieces).unwrap();
+        s.all_back();
+    });
+}
+
+/// Marks that fail are made up for.
+#[test]
+fn marks_fail() {
+    everywhere(|s| {
+        for call in [Call::Record, Call::Query, Call::CreateEvent] {
+            for nth in 0..3 {
+                s.node.fail(Fault { device: 0, call, nth, failure: Failure::Moment });
+            }
+            for (i, flight) in s.push(100).into_iter().enumerate() {
+                assert!(*flight.wait().unwrap() == *bytes(i, LEN));
+            }
+            s.node.clear_faults();
+            s.all_back();
+        }
+    });
+}
+
+/// The device dies with copies pushed, submitted and waited for, and with a queue's handles there or gone.
+#[test]
+fn a_device_dies_under_a_queue() {
+    for keeps in [true, false] {
+        everywhere(|s| {
+            s.node.hang(0);
+            let mut flights = s.push(200);
+            let asked = flights.pop().unwrap();
+            let Setup { node, device, pool, queue, memory } = s;
+            let mut queue = Some(queue);
+            if !keeps {
+                queue = None;
+            }
+            node.kill(0);
+            let error = asked.wait().unwrap_err();
+            assert!(error.is_sticky(), "{error}");
+            for flight in flights.drain(..100) {
+                assert!(flight.wait().is_err_and(|error| error.is_sticky()));
+            }
+            drop(flights);
+            let since = Instant::now();
+            while pool.stats().in_flight_bytes + pool.stats().checked_out_bytes > 0 {
+                assert!(since.elapsed() < HANG, "{:?}", pool.stats());
+                device.reap();
+                std::thread::yield_now();
+            }
+            pool.check().unwrap();
+            if let Some(queue) = queue {
+                let mut buf = pool.checkout(4).unwrap();
+                buf.extend_from_slice(b"more");
+                let refused = queue.upload(buf, &memory).unwrap_err();
+                assert!(refused.error.is_sticky() && refused.buffer.is_some_and(|buf| *buf == *b"more"));
+                assert!(queue.synchronize().is_err());
+            }
+        });
+    }
+}
+
+/// A queue whose device hangs: deadlines pass, handles come back, and when it goes on all is well.
+#[test]
+fn a_device_hangs_under_a_queue() {
+    let s = setup(HostConfig::new(), QueueOptions::new().depth(20).threads(1));
+    s.node.hang(0);
+    let mut flights = s.push(20);
+    let refused = s.queue.try_upload(s.filled(b"more"), s.range(0)).unwrap_err();
+    assert!(refused.error == Error::QueueFull { depth: 20 } && refused.buffer.is_some());
+    drop(refused);
+    let late = flights.remove(0).wait_timeout(Duration::from_millis(2)).unwrap_err();
+    assert!(matches!(late.error, Error::Timeout(_)));
+    flights.insert(0, late.buffer.unwrap());
+    assert!(matches!(s.queue.shutdown(Duration::from_millis(2)), Err(Error::Timeout(_))));
+    let stats = s.queue.stats();
+    assert_eq!((stats.outstanding, stats.copies <= 20), (20, true), "{stats:?}");
+    s.node.resume(0);
+    for (i, flight) in flights.into_iter().enumerate() {
+        assert!(*flight.wait().unwrap() == *bytes(i, LEN));
+    }
+    s.queue.shutdown(HANG).unwrap();
+    let stats = s.queue.stats();
+    assert_eq!((stats.outstanding, stats.copies), (0, 20), "{stats:?}");
+    assert!((1..=20).contains(&stats.batches));
+    s.all_back();
+}
+
+/// Copies are pushed by threads that wait for room, in turns of one lane.
+#[test]
+fn a_full_queue_lets_everyone_through() {
+    let s =
+        setup(HostConfig::new().late(Duration::from_micros(20), 1), QueueOptions::new().depth(2).threads(2));
+    std::thread::scope(|scope| {
+        for t in 0..4 {
+            let s = &s;
+            scope.spawn(move || {
+                for i in 0..200 {
+                    let place = t * 200 + i;
+                    drop(s.queue.upload(s.filled(&bytes(place, LEN)), s.range(place)).unwrap());
+                }
+            });
+        }
+    });
+    s.queue.synchronize().unwrap();
+    for place in 0..800 {
+        let back = s.queue.download(s.range(place), s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
+        assert!(*back == *bytes(place, LEN), "piece {place}");
+    }
+    s.all_back();
+}
