@@ -81,7 +81,7 @@
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
-//! | `copy` | copies between buffers and device memory | yes |
+//! | `copy` | copies between buffers and device memory; `copy::pipeline`: much of it | yes |
 //! | `cudarc` | cudarc's contexts, streams and slices beside the pool | yes |
 //! | `cuda` | what only CUDA has | |
 //!
@@ -106,6 +106,7 @@
 //! | `pinpool::region` | pinning and allocating (spans), memory that is not pinned, pinning that ended early, what leaks |
 //! | `pinpool::pool` | building, waiting and shutdown (spans), plain memory given out instead |
 //! | `pinpool::stream` | marks that cannot be made, what is quarantined |
+//! | `pinpool::pipeline` | ways of reading a file that the file system refused, threads that could not be started |
 //!
 //! # Platforms
 //!
@@ -139,6 +140,7 @@ mod sync;
 
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
+pub use copy::pipeline;
 pub use copy::{DeviceRange, GraphBuf, Landing};
 pub use device::HostAllocFlags;
 pub use device::host;

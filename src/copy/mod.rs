@@ -8,6 +8,7 @@
 
 mod captured;
 mod host;
+pub mod pipeline;
 
 use std::ops::{DerefMut, RangeBounds};
 

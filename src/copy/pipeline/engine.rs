@@ -1,0 +1,570 @@
+//! The engine of a pipeline: its state, its threads, and who gets which segment.
+//!
+//! All state is under one lock, which is held for a few list operations at a time: chunks are large, so a few thousand of
+//! them a second are the most that there is. Nothing else is done under it: no driver call, no reading, no copying, no code
+//! of the caller's, and nothing goes back to the pool, which may wake somebody.
+//!
+//! *Threads.* The workers do what takes the CPU: first they drain what has landed, which frees segments, then they fill
+//! chunks, those of the foreground first. A watcher for each direction looks after the wire ([`super::wire`]). All of them
+//! start with the first transfer and sleep while there is nothing to do; they hold the engine, and end when the last handle
+//! to the pipeline and its transfers is gone and nothing is under way.
+//!
+//! *Segments.* The engine has at most so many. One that comes back is kept for the next chunk, for as long as any transfer
+//! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
+//! in the pool's queue in front of others, and goes on with what it has. Only when it has none at all does one thread wait
+//! in the queue, like anybody else. An eighth is kept for the foreground, and where both directions are under way neither
+//! has more than half.
+//!
+//! *Order.* Transfers that use the same device memory, one of them writing it, take effect in the order in which they were
+//! started: the later one begins when the earlier one is over.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::config::{Priority, Settings};
+use super::job::{Body, Direction, Job, Landed};
+use super::source::Fill;
+use super::stats::Counters;
+use super::wire::{Load, Ready, Wire};
+use crate::buffer::PinnedBuf;
+use crate::error::{Error, Result};
+use crate::pool::{Pool, Request};
+use crate::runtime::Device;
+use crate::segment::PAGE;
+use crate::stream::Stream;
+
+/// How long a thread that has no segment at all waits in the pool's queue before it looks whether its transfer was
+/// cancelled.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+/// The streams of one direction.
+pub(super) struct Streams {
+    pub(super) bulk: Vec<Stream>,
+    pub(super) foreground: Stream,
+}
+
+/// See the module's page.
+pub(super) struct Engine {
+    pub(super) pool: Pool,
+    pub(super) device: Device,
+    pub(super) settings: Settings,
+    pub(super) streams: [Streams; 2],
+    pub(super) counters: Counters,
+    pub(super) state: Mutex<State>,
+    /// Workers sleep here.
+    pub(super) work: Condvar,
+    /// The watcher of each direction sleeps here.
+    pub(super) bells: [Condvar; 2],
+    /// Callers who wait for a segment to fill by themselves.
+    pub(super) room: Condvar,
+}
+
+/// A transfer that is not over.
+pub(super) struct Live {
+    pub(super) job: Arc<Job>,
+    pub(super) in_place: bool,
+    /// Whether the workers begin its chunks.
+    filled: bool,
+    /// Earlier transfers that it has to wait for.
+    pub(super) behind: Vec<u64>,
+}
+
+pub(super) struct State {
+    /// In the order in which they were started.
+    pub(super) jobs: VecDeque<Live>,
+    next_job: u64,
+    /// Segments in use, by direction.
+    out: [usize; 2],
+    /// Bytes of registered windows, which count like segments.
+    pub(super) windows: usize,
+    /// Segments that are not in use.
+    stash: Vec<PinnedBuf>,
+    /// The pool had nothing when it was asked last, and nothing has come back since.
+    dry: bool,
+    pub(super) wires: [Wire; 2],
+    /// Downloads to be drained.
+    pub(super) landed: VecDeque<(Arc<Job>, Landed)>,
+    /// Bulk bytes a second at most, and when the next chunk may go.
+    pub(super) rate: Option<u64>,
+    pub(super) due: Option<Instant>,
+    /// Counts what may let somebody go on who has found nothing to do.
+    pub(super) events: u64,
+    started: bool,
+    watched: [bool; 2],
+    pub(super) closing: bool,
+    /// Tasks that wait for a segment.
+    pub(super) wakers: Vec<(u64, std::task::Waker)>,
+}
+
+/// What came of looking for a segment.
+pub(super) enum Got {
+    Segment(PinnedBuf),
+    /// All of ours are in use: one will come back.
+    NotNow,
+    Failed(Error),
+}
+
+enum Task {
+    Drain(Arc<Job>, Landed),
+    Fill(Arc<Job>),
+}
+
+impl Engine {
+    pub(super) fn new(pool: Pool, device: Device, settings: Settings) -> Result<Arc<Self>> {
+        let streams = || {
+            let bulk = (0..settings.streams).map(|_| device.stream()).collect::<Result<Vec<_>>>()?;
+            Ok::<_, Error>(Streams { bulk, foreground: device.stream()? })
+        };
+        let streams = [streams()?, streams()?];
+        let state = State {
+            jobs: VecDeque::new(),
+            next_job: 0,
+            out: [0, 0],
+            windows: 0,
+            stash: Vec::new(),
+            dry: false,
+            wires: [Wire::default(), Wire::default()],
+            landed: VecDeque::new(),
+            rate: settings.rate,
+            due: None,
+            events: 0,
+            started: false,
+            watched: [false, false],
+            closing: false,
+            wakers: Vec::new(),
+        };
+        let counters = Counters::default();
+        let state = Mutex::new(state);
+        let bells = [Condvar::new(), Condvar::new()];
+        let (work, room) = (Condvar::new(), Condvar::new());
+        Ok(Arc::new(Self { pool, device, settings, streams, counters, state, work, bells, room }))
+    }
+
+    // --- transfers ---------------------------------------------------------------------------------------------------
+
+    /// Starts a transfer, whose job `make` makes of its number.
+    pub(super) fn start(self: &Arc<Self>, make: impl FnOnce(u64) -> Arc<Job>) -> Result<Arc<Job>> {
+        if self.device.context().forked() {
+            return Err(Error::Forked);
+        }
+        self.device.context().alive()?;
+        let mut state = self.state.lock();
+        state.next_job += 1;
+        let id = state.next_job;
+        // A few list operations: the pieces were sorted before.
+        let job = make(id);
+        self.run_threads(&mut state, job.direction)?;
+        let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
+        let behind = behind.collect();
+        let body = job.body();
+        let in_place = matches!(body, Some(Body::InPlace(_)));
+        let filled = matches!(body, Some(Body::Source(_) | Body::File(_)));
+        state.events += 1;
+        state.jobs.push_back(Live { job: job.clone(), in_place, filled, behind });
+        self.work.notify_all();
+        self.bells[job.direction as usize].notify_one();
+        Ok(job)
+    }
+
+    fn run_threads(self: &Arc<Self>, state: &mut State, direction: Direction) -> Result<()> {
+        let spawn = |name: String, run: fn(&Self, usize), which: usize| {
+            let engine = self.clone();
+            std::thread::Builder::new().name(name).spawn(move || {
+                engine.device.context().driver().enter_thread();
+                run(&engine, which);
+            })
+        };
+        let refused = |error: std::io::Error| Error::Unavailable {
+            device: self.device.name().into(),
+            why: format!("no thread could be started for the pipeline: {error}"),
+        };
+        if !state.watched[direction as usize] {
+            let watch = |engine: &Self, which: usize| engine.watch(Direction::BOTH[which]);
+            spawn(format!("pinpool-wire-{}", direction as usize), watch, direction as usize)
+                .map_err(refused)?;
+            state.watched[direction as usize] = true;
+        }
+        if !state.started {
+            for number in 0..self.settings.threads {
+                match spawn(format!("pinpool-pipe-{number}"), |engine, _| engine.work(), number) {
+                    Ok(_) => state.started = true,
+                    // Fewer will do.
+                    Err(error) if number > 0 => {
+                        tracing::warn!(target: "pinpool::pipeline", %error, started = number, "fewer threads than asked for");
+                        break;
+                    }
+                    Err(error) => return Err(refused(error)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Cancels a transfer. What is under way ends by itself.
+    pub(super) fn cancel(&self, job: &Arc<Job>) {
+        if self.device.context().forked() {
+            return;
+        }
+        let mut state = self.state.lock();
+        if job.cancel() {
+            self.finish(&mut state, job);
+        } else {
+            self.sweep(&mut state, job);
+        }
+    }
+
+    /// A feed or puller lets go of its transfer.
+    pub(super) fn close_job(&self, job: &Arc<Job>) {
+        if self.device.context().forked() {
+            return;
+        }
+        let mut state = self.state.lock();
+        for (index, landed) in job.drain_landed() {
+            self.give_back(&mut state, Direction::Down, Some(landed.buf));
+            self.end(&mut state, job, index, Err(Error::Closed));
+        }
+        if job.close() {
+            self.finish(&mut state, job);
+        }
+    }
+
+    /// Takes filled chunks of a stopped transfer from the wire's queue, and what has landed from its caller.
+    fn sweep(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) {
+        let mut gone = Vec::new();
+        for queue in &mut state.wires[Direction::Up as usize].ready {
+            let (theirs, others) = std::mem::take(queue).into_iter().partition(|r| Arc::ptr_eq(&r.job, job));
+            *queue = others;
+            let theirs: VecDeque<Ready> = theirs;
+            gone.extend(theirs);
+        }
+        for ready in gone {
+            self.discard(state, ready);
+        }
+        for (index, landed) in job.drain_landed() {
+            self.give_back(state, Direction::Down, Some(landed.buf));
+            self.end(state, job, index, Err(Error::Closed));
+        }
+    }
+
+    /// Ends a chunk, and the transfer with it if it was the last.
+    pub(super) fn end(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        job: &Arc<Job>,
+        index: usize,
+        result: Result<u64>,
+    ) {
+        let failed = result.is_err();
+        // Wakers are the caller's code.
+        let over = MutexGuard::unlocked(state, || job.end(index, result));
+        if over {
+            self.finish(state, job);
+        } else if failed {
+            self.sweep(state, job);
+        }
+    }
+
+    /// Ends a transfer of which nobody has begun the next chunk.
+    pub(super) fn fail(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, error: Error) {
+        if let Some((index, _)) = job.begin(1) {
+            self.end(state, job, index, Err(error));
+        }
+    }
+
+    /// A transfer is over.
+    pub(super) fn finish(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) {
+        state.jobs.retain(|live| live.job.id != job.id);
+        for live in &mut state.jobs {
+            live.behind.retain(|id| *id != job.id);
+        }
+        let stash = if state.jobs.is_empty() { std::mem::take(&mut state.stash) } else { Vec::new() };
+        state.dry = false;
+        state.events += 1;
+        // The pool has its segments back before anybody hears of the end.
+        MutexGuard::unlocked(state, || {
+            drop(stash);
+            job.finish();
+        });
+        self.work.notify_all();
+        self.room.notify_all();
+        self.bells.iter().for_each(|bell| _ = bell.notify_one());
+    }
+
+    /// No handle is left.
+    pub(super) fn close(&self) {
+        if self.device.context().forked() {
+            return;
+        }
+        {
+            let mut state = self.state.lock();
+            state.closing = true;
+            state.events += 1;
+        }
+        self.work.notify_all();
+        self.bells.iter().for_each(|bell| _ = bell.notify_one());
+    }
+
+    // --- segments ----------------------------------------------------------------------------------------------------
+
+    /// Takes a segment for a chunk of `job`, if there is one. Waits only where the pool has none and we have none either.
+    pub(super) fn acquire(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        direction: Direction,
+        job: &Arc<Job>,
+        patient: bool,
+    ) -> Got {
+        let used = state.out[0] + state.out[1] + state.windows.div_ceil(self.settings.segment);
+        let most = self.settings.segments;
+        let mut room = used < most;
+        if job.priority == Priority::Bulk {
+            let kept = if most > 1 { (most / 8).max(1) } else { 0 };
+            let both = state.jobs.iter().any(|live| live.job.direction == direction.other());
+            let bulk = most - kept;
+            let own = if both { (bulk / 2).max(1) } else { bulk };
+            room &= used < bulk && state.out[direction as usize] < own;
+        }
+        if !room || (state.stash.is_empty() && state.dry && used > 0) {
+            return Got::NotNow;
+        }
+        state.out[direction as usize] += 1;
+        if let Some(mut buf) = state.stash.pop() {
+            buf.clear();
+            return Got::Segment(buf);
+        }
+        let (request, waits) = (self.request(), used == 0 && patient);
+        let events = state.events;
+        let got = MutexGuard::unlocked(state, || {
+            loop {
+                let tried = match waits {
+                    true => self.pool.checkout_timeout(request, PATIENCE),
+                    false => self.pool.try_checkout(request),
+                };
+                match tried {
+                    Ok(buf) => return Got::Segment(buf),
+                    Err(Error::Exhausted { .. }) => return Got::NotNow,
+                    Err(Error::Timeout(_)) if !job.stopped() => {}
+                    Err(Error::Timeout(_)) => return Got::NotNow,
+                    Err(error) => return Got::Failed(error),
+                }
+            }
+        });
+        if !matches!(got, Got::Segment(_)) {
+            state.out[direction as usize] -= 1;
+            // Unless something came back meanwhile.
+            state.dry = matches!(got, Got::NotNow) && state.events == events;
+        }
+        got
+    }
+
+    /// What is asked of the pool for a segment.
+    pub(super) fn request(&self) -> Request<'_> {
+        Request::new(self.settings.chunk + 2 * PAGE).align(PAGE).near(&self.device)
+    }
+
+    /// A segment comes back, or (`None`) has gone to the pool or is lost.
+    pub(super) fn give_back(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        direction: Direction,
+        buf: Option<PinnedBuf>,
+    ) {
+        state.out[direction as usize] -= 1;
+        state.dry = false;
+        state.events += 1;
+        match buf {
+            Some(buf) if !state.jobs.is_empty() => state.stash.push(buf),
+            buf => MutexGuard::unlocked(state, || drop(buf)),
+        }
+        self.work.notify_one();
+        self.room.notify_all();
+        self.bells[Direction::Down as usize].notify_one();
+        let wakers = std::mem::take(&mut state.wakers);
+        if !wakers.is_empty() {
+            MutexGuard::unlocked(state, || wakers.into_iter().for_each(|w| w.1.wake()));
+        }
+    }
+
+    // --- the workers -------------------------------------------------------------------------------------------------
+
+    fn work(&self) {
+        let mut state = self.state.lock();
+        loop {
+            let events = state.events;
+            match self.task(&mut state) {
+                Some(Task::Drain(job, landed)) => self.drain(&mut state, &job, landed),
+                Some(Task::Fill(job)) => {
+                    // Something may have come back while the pool was asked.
+                    if !self.fill(&mut state, &job) && state.events == events {
+                        self.work.wait(&mut state);
+                    }
+                }
+                None if state.closing && state.jobs.is_empty() => return,
+                None => self.work.wait(&mut state),
+            }
+        }
+    }
+
+    fn task(&self, state: &mut State) -> Option<Task> {
+        if let Some((job, landed)) = state.landed.pop_front() {
+            return Some(Task::Drain(job, landed));
+        }
+        let fills = |priority| {
+            let mut jobs = state.jobs.iter();
+            jobs.find(|live| {
+                live.filled && live.job.priority == priority && live.behind.is_empty() && live.job.has_next()
+            })
+        };
+        let live = fills(Priority::Foreground).or_else(|| fills(Priority::Bulk))?;
+        Some(Task::Fill(live.job.clone()))
+    }
+
+    /// Fills a chunk of an upload, and submits it if the wire takes it. `false`: not now.
+    fn fill(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) -> bool {
+        let mut buf = match self.acquire(state, Direction::Up, job, true) {
+            Got::Segment(buf) => buf,
+            Got::NotNow => return false,
+            Got::Failed(error) => {
+                self.fail(state, job, error);
+                return true;
+            }
+        };
+        let Some((index, _)) = job.begin(1) else {
+            self.give_back(state, Direction::Up, Some(buf));
+            return true;
+        };
+        let filled = MutexGuard::unlocked(state, || {
+            let chunk = job.plan.chunk(index)?;
+            let lead = self.fill_from(job, chunk.at, chunk.len, &mut buf)?;
+            Ok((chunk, lead))
+        });
+        match filled {
+            Ok((chunk, lead)) => {
+                self.submit(state, Ready { job: job.clone(), index, chunk, load: Load::Segment(buf, lead) });
+            }
+            Err(error) => {
+                self.give_back(state, Direction::Up, Some(buf));
+                self.end(state, job, index, Err(error));
+            }
+        }
+        true
+    }
+
+    /// Hands a filled chunk to the wire.
+    pub(super) fn submit(&self, state: &mut MutexGuard<'_, State>, ready: Ready) {
+        let place = usize::from(ready.job.priority == Priority::Bulk);
+        state.wires[Direction::Up as usize].ready[place].push_back(ready);
+        self.pump(state, Direction::Up);
+        state.events += 1;
+        // The watcher may be asleep, and the rate, not the wire, in the way.
+        self.bells[Direction::Up as usize].notify_one();
+    }
+
+    /// Fills a segment from the job's source: where in it the chunk starts.
+    fn fill_from(&self, job: &Job, at: u64, len: usize, buf: &mut PinnedBuf) -> Result<usize> {
+        match job.body() {
+            Some(Body::File(file)) => file.fill(at, len, buf, &self.counters),
+            Some(Body::Source(source)) => {
+                let mut fill = Fill::new(buf, len, self.settings.stores);
+                let filled = guarded(|| source.fill(at, &mut fill));
+                let read = buf.len();
+                filled.map_err(|error| read_error(&job.name, at + read as u64, &error))?;
+                if read < len {
+                    let (what, end) = (job.name.clone(), at + read as u64);
+                    return Err(Error::Shrunk { what, end, len: job.plan.end() });
+                }
+                Ok(0)
+            }
+            _ => Err(Error::Closed),
+        }
+    }
+
+    /// Drains what has landed, and brings the next chunk on its way.
+    fn drain(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, landed: Landed) {
+        let Landed { index, buf } = landed;
+        let (at, len) = job.plan.range(index);
+        let put = MutexGuard::unlocked(state, || match job.body() {
+            Some(Body::Sink(sink)) if !job.stopped() => {
+                guarded(|| sink.put(at, &buf)).map_err(|error| write_error(&job.name, at, &error))
+            }
+            _ => Err(Error::Closed),
+        });
+        self.give_back(state, Direction::Down, Some(buf));
+        self.end(state, job, index, put.map(|()| len as u64));
+        self.pump(state, Direction::Down);
+    }
+}
+
+impl State {
+    /// Whether no earlier transfer is in the way of this one.
+    pub(super) fn may_begin(&self, id: u64) -> bool {
+        self.jobs.iter().any(|live| live.job.id == id && live.behind.is_empty())
+    }
+
+    /// Counts a segment that its user gets from the pool by itself, if there is no other.
+    pub(super) fn take_seat(&mut self, direction: Direction) -> bool {
+        let none = self.out == [0, 0] && self.windows == 0 && self.stash.is_empty();
+        if none {
+            self.out[direction as usize] += 1;
+        }
+        none
+    }
+}
+
+/// Whether the second transfer has to wait for the first.
+fn conflict(first: &Job, second: &Job) -> bool {
+    let writes = first.direction == Direction::Up || second.direction == Direction::Up;
+    writes && overlap(first, second)
+}
+
+fn overlap(first: &Job, second: &Job) -> bool {
+    let ranges = |job: &Job| -> Vec<(u64, u64)> {
+        let pieces = job.plan.pieces().iter();
+        let mut ranges: Vec<(u64, u64)> =
+            pieces.map(|p| (p.device.address(), p.device.address() + p.device.len() as u64)).collect();
+        ranges.sort_unstable();
+        ranges
+    };
+    let (a, b) = (first.plan.bounds(), second.plan.bounds());
+    if a.1 <= b.0 || b.1 <= a.0 {
+        return false;
+    }
+    let (a, b) = (ranges(first), ranges(second));
+    let (mut i, mut j) = (0, 0);
+    while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {
+        if x.0 < y.1 && y.0 < x.1 {
+            return true;
+        }
+        if x.1 <= y.1 { i += 1 } else { j += 1 }
+    }
+    false
+}
+
+/// Calls the caller's code, which may panic: that ends its transfer, and not our thread.
+fn guarded(call: impl FnOnce() -> std::io::Result<()>) -> std::io::Result<()> {
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
+        Err(std::io::Error::other("it panicked; the panic's message is on standard error"))
+    })
+}
+
+pub(super) fn read_error(what: &str, offset: u64, error: &std::io::Error) -> Error {
+    Error::Read { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
+}
+
+pub(super) fn write_error(what: &str, offset: u64, error: &std::io::Error) -> Error {
+    Error::Write { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
+}
+
+impl Job {
+    /// An error of the device's, with what it says about this transfer.
+    pub(super) fn failed_at(&self, offset: u64, error: Error) -> Error {
+        match error {
+            Error::Transfer { .. } => error,
+            cause => Error::Transfer { what: self.name.clone(), offset, cause: Box::new(cause) },
+        }
+    }
+}
