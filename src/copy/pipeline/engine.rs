@@ -20,16 +20,17 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::config::{Priority, Settings};
-use super::job::{Body, Direction, Job, Landed};
+use super::job::{Body, Direction, Job, Kind, Landed};
 use super::source::Fill;
 use super::stats::Counters;
-use super::wire::{Load, Ready, Wire};
+use super::window::{self, Tuner, Window};
+use super::wire::{InPlace, Load, Ready, Wire};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::pool::{Pool, Request};
@@ -61,14 +62,13 @@ pub(super) struct Engine {
     pub(super) bells: [Condvar; 2],
     /// Callers who wait for a segment to fill by themselves.
     pub(super) room: Condvar,
+    /// For windows, which may outlive it.
+    own: Weak<Self>,
 }
 
 /// A transfer that is not over.
 pub(super) struct Live {
     pub(super) job: Arc<Job>,
-    pub(super) in_place: bool,
-    /// Whether the workers begin its chunks.
-    filled: bool,
     /// Earlier transfers that it has to wait for.
     pub(super) behind: Vec<u64>,
 }
@@ -81,6 +81,7 @@ pub(super) struct State {
     out: [usize; 2],
     /// Bytes of registered windows, which count like segments.
     pub(super) windows: usize,
+    tuner: Tuner,
     /// Segments that are not in use.
     stash: Vec<PinnedBuf>,
     /// The pool had nothing when it was asked last, and nothing has come back since.
@@ -125,6 +126,7 @@ impl Engine {
             next_job: 0,
             out: [0, 0],
             windows: 0,
+            tuner: Tuner::default(),
             stash: Vec::new(),
             dry: false,
             wires: [Wire::default(), Wire::default()],
@@ -141,7 +143,10 @@ impl Engine {
         let state = Mutex::new(state);
         let bells = [Condvar::new(), Condvar::new()];
         let (work, room) = (Condvar::new(), Condvar::new());
-        Ok(Arc::new(Self { pool, device, settings, streams, counters, state, work, bells, room }))
+        Ok(Arc::new_cyclic(|own| {
+            let own = own.clone();
+            Self { pool, device, settings, streams, counters, state, work, bells, room, own }
+        }))
     }
 
     // --- transfers ---------------------------------------------------------------------------------------------------
@@ -160,11 +165,8 @@ impl Engine {
         self.run_threads(&mut state, job.direction)?;
         let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
         let behind = behind.collect();
-        let body = job.body();
-        let in_place = matches!(body, Some(Body::InPlace(_)));
-        let filled = matches!(body, Some(Body::Source(_) | Body::File(_)));
         state.events += 1;
-        state.jobs.push_back(Live { job: job.clone(), in_place, filled, behind });
+        state.jobs.push_back(Live { job: job.clone(), behind });
         self.work.notify_all();
         self.bells[job.direction as usize].notify_one();
         Ok(job)
@@ -416,7 +418,10 @@ impl Engine {
         let fills = |priority| {
             let mut jobs = state.jobs.iter();
             jobs.find(|live| {
-                live.filled && live.job.priority == priority && live.behind.is_empty() && live.job.has_next()
+                live.job.is_filled()
+                    && live.job.priority == priority
+                    && live.behind.is_empty()
+                    && live.job.has_next()
             })
         };
         let live = fills(Priority::Foreground).or_else(|| fills(Priority::Bulk))?;
@@ -425,6 +430,11 @@ impl Engine {
 
     /// Fills a chunk of an upload, and submits it if the wire takes it. `false`: not now.
     fn fill(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) -> bool {
+        if job.kind == Kind::File {
+            if let Some(done) = self.fill_by_window(state, job) {
+                return done;
+            }
+        }
         let mut buf = match self.acquire(state, Direction::Up, job, true) {
             Got::Segment(buf) => buf,
             Got::NotNow => return false,
@@ -437,6 +447,9 @@ impl Engine {
             self.give_back(state, Direction::Up, Some(buf));
             return true;
         };
+        if job.kind == Kind::File {
+            state.tuner.begun(job.plan.range(index).1, false, Instant::now());
+        }
         let filled = MutexGuard::unlocked(state, || {
             let chunk = job.plan.chunk(index)?;
             let lead = self.fill_from(job, chunk.at, chunk.len, &mut buf)?;
@@ -454,6 +467,78 @@ impl Engine {
         true
     }
 
+    /// Brings the next chunks of a file from a window of it. `None`: they are to be read. `Some(false)`: not now.
+    fn fill_by_window(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) -> Option<bool> {
+        let Settings { chunk, segment, segments, .. } = self.settings;
+        let most = window::window(segments * segment, chunk)?;
+        let (count, faster) = (most / job.plan.chunk_len(), state.tuner.windows());
+        // (A lone rest is read: the call costs more than it saves.)
+        if job.plan.pieces().len() > 1 || job.untouched() < count.min(2) {
+            return None;
+        }
+        let wanted = MutexGuard::unlocked(state, || match &*job.body() {
+            Some(Body::File(file)) => file.wants_windows(faster),
+            _ => false,
+        });
+        if !wanted {
+            return None;
+        }
+        let engine = self.own.upgrade()?;
+        let used = (state.out[0] + state.out[1]) * segment + state.windows;
+        if state.windows + most > window::AT_ONCE * most || used + most > segments * segment {
+            return Some(false);
+        }
+        let (first, count) = job.begin(count)?;
+        let (at, last) = (job.plan.range(first).0, job.plan.range(first + count - 1));
+        let len = (last.0 - at) as usize + last.1;
+        state.windows += len;
+        state.tuner.begun(len, true, Instant::now());
+        let opened = MutexGuard::unlocked(state, || match &*job.body() {
+            Some(Body::File(file)) => Window::open(&engine, file, at, len).inspect_err(|refused| {
+                file.has_no_windows();
+                if let Some(error) = refused {
+                    Counters::add(&self.counters.windows_refused, 1);
+                    tracing::debug!(target: "pinpool::pipeline", file = file.name(), %error, "read instead");
+                }
+            }),
+            _ => Err(None),
+        });
+        match opened {
+            Ok(window) => {
+                let window = Arc::new(window);
+                for index in first..first + count {
+                    let start = window.offset(job.plan.range(index).0);
+                    match job.plan.chunk(index) {
+                        Ok(chunk) => {
+                            let load = Load::InPlace(window.clone() as Arc<dyn InPlace>, start);
+                            self.submit(state, Ready { job: job.clone(), index, chunk, load });
+                        }
+                        Err(error) => self.end(state, job, index, Err(error)),
+                    }
+                }
+                MutexGuard::unlocked(state, || drop(window));
+            }
+            Err(refused) => {
+                state.windows -= len;
+                state.tuner.refused(refused.is_some());
+                state.events += 1;
+                self.work.notify_all();
+                if job.unbegin(first, count) {
+                    self.finish(state, job);
+                }
+            }
+        }
+        Some(true)
+    }
+
+    /// The last chunk of a window has arrived.
+    pub(super) fn window_gone(&self, len: usize) {
+        let mut state = self.state.lock();
+        state.windows -= len;
+        state.events += 1;
+        self.work.notify_all();
+    }
+
     /// Hands a filled chunk to the wire.
     pub(super) fn submit(&self, state: &mut MutexGuard<'_, State>, ready: Ready) {
         let place = usize::from(ready.job.priority == Priority::Bulk);
@@ -466,7 +551,7 @@ impl Engine {
 
     /// Fills a segment from the job's source: where in it the chunk starts.
     fn fill_from(&self, job: &Job, at: u64, len: usize, buf: &mut PinnedBuf) -> Result<usize> {
-        match job.body() {
+        match &*job.body() {
             Some(Body::File(file)) => file.fill(at, len, buf, &self.counters),
             Some(Body::Source(source)) => {
                 let mut fill = Fill::new(buf, len, self.settings.stores);
@@ -487,7 +572,7 @@ impl Engine {
     fn drain(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, landed: Landed) {
         let Landed { index, buf } = landed;
         let (at, len) = job.plan.range(index);
-        let put = MutexGuard::unlocked(state, || match job.body() {
+        let put = MutexGuard::unlocked(state, || match &*job.body() {
             Some(Body::Sink(sink)) if !job.stopped() => {
                 guarded(|| sink.put(at, &buf)).map_err(|error| write_error(&job.name, at, &error))
             }
@@ -560,6 +645,11 @@ pub(super) fn write_error(what: &str, offset: u64, error: &std::io::Error) -> Er
 }
 
 impl Job {
+    /// Whether workers fill its chunks.
+    fn is_filled(&self) -> bool {
+        self.direction == Direction::Up && matches!(self.kind, Kind::Workers | Kind::File)
+    }
+
     /// An error of the device's, with what it says about this transfer.
     pub(super) fn failed_at(&self, offset: u64, error: Error) -> Error {
         match error {

@@ -40,6 +40,9 @@ pub enum Reading {
     Buffered,
     /// Past the page cache (`O_DIRECT`), where the file system can.
     Direct,
+    /// What is in the page cache is copied from where that has it, without moving a byte on the CPU, where the system and
+    /// the driver let us; the rest past it.
+    Mapped,
 }
 
 /// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
@@ -53,6 +56,8 @@ pub struct FileSource {
     blind: AtomicBool,
     /// For reading past the cache, if that can be had.
     direct: OnceLock<Option<File>>,
+    /// Windows of it cannot be registered, or are not in the page cache.
+    windowless: AtomicBool,
 }
 
 impl FileSource {
@@ -74,8 +79,9 @@ impl FileSource {
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let len = file.metadata().map_err(|error| read_error(&name, 0, &error))?.len();
-        let (blind, direct) = (AtomicBool::new(false), OnceLock::new());
-        Ok(Self { file, name, range: 0..len, reading: Reading::Auto, blind, direct })
+        let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (reading, direct) = (Reading::Auto, OnceLock::new());
+        Ok(Self { file, name, range: 0..len, reading, blind, direct, windowless })
     }
 
     /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets too.
@@ -127,6 +133,17 @@ impl FileSource {
         self.range.end
     }
 
+    /// Whether chunks are to come from windows, where `faster` says what was measured.
+    pub(super) fn wants_windows(&self, faster: bool) -> bool {
+        // Relaxed, here and below: a hint.
+        let can = !self.windowless.load(Ordering::Relaxed);
+        can && (self.reading == Reading::Mapped || (self.reading == Reading::Auto && faster))
+    }
+
+    pub(super) fn has_no_windows(&self) {
+        self.windowless.store(true, Ordering::Relaxed);
+    }
+
     fn direct(&self, counters: &Counters) -> Option<&File> {
         let opened = self.direct.get_or_init(|| {
             reopen_direct(&self.file)
@@ -151,7 +168,7 @@ impl FileSource {
         let lead = (at % PAGE as u64) as usize;
         buf.try_resize(lead, 0)?;
         let end = lead + len;
-        if self.reading == Reading::Auto && !self.blind.load(Ordering::Relaxed) {
+        if matches!(self.reading, Reading::Auto | Reading::Mapped) && !self.blind.load(Ordering::Relaxed) {
             self.fill_cached(at - lead as u64, end, buf, counters)
                 .map_err(|e| self.unread(at, lead, buf, &e))?;
         }
@@ -202,7 +219,7 @@ impl FileSource {
 
     /// Past the page cache, whole pages. Whatever fails is left to ordinary reading, which says why.
     fn fill_direct(&self, start: u64, lead: usize, end: usize, buf: &mut PinnedBuf, counters: &Counters) {
-        if self.blind.load(Ordering::Relaxed) && self.reading == Reading::Auto {
+        if self.blind.load(Ordering::Relaxed) && self.reading != Reading::Direct {
             // Most likely memory, such as tmpfs.
             return;
         }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
 
 use super::config::Priority;
 use super::file::FileSource;
@@ -40,8 +40,19 @@ impl Direction {
     }
 }
 
+/// What fills or drains the chunks, without what it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The pipeline's workers.
+    Workers,
+    /// The same, from a file.
+    File,
+    InPlace,
+    /// The caller.
+    Caller,
+}
+
 /// What fills or drains the chunks.
-#[derive(Clone)]
 pub(super) enum Body {
     /// Threads of the pipeline read it.
     Source(Arc<dyn Source>),
@@ -54,6 +65,17 @@ pub(super) enum Body {
     Sink(Arc<dyn Sink>),
     /// The caller drains the chunks, in order.
     Pulled,
+}
+
+impl Body {
+    fn kind(&self) -> Kind {
+        match self {
+            Self::Source(_) | Self::Sink(_) => Kind::Workers,
+            Self::File(_) => Kind::File,
+            Self::InPlace(_) => Kind::InPlace,
+            Self::Fed | Self::Pulled => Kind::Caller,
+        }
+    }
 }
 
 /// How far a transfer has come.
@@ -97,8 +119,10 @@ pub(super) struct Job {
     pub(super) plan: Plan,
     /// Of the source or sink, for errors.
     pub(super) name: String,
-    /// Set to nothing when the job is over, before anyone is told.
-    body: Mutex<Option<Body>>,
+    pub(super) kind: Kind,
+    /// Set to nothing when the job is over, before anyone is told. Whoever reads or writes it keeps the lock shared, so
+    /// that nobody has a share of it after that.
+    body: RwLock<Option<Body>>,
     run: Mutex<Run>,
     bell: Condvar,
     since: Instant,
@@ -114,6 +138,8 @@ struct Run {
     /// Index of the next chunk to begin, and one past the last.
     next: usize,
     limit: usize,
+    /// Begun, and given back untouched.
+    returned: Vec<usize>,
     /// Begun and not ended.
     active: usize,
     done: u64,
@@ -141,7 +167,8 @@ impl Run {
 
     /// Whether it is over, told once.
     fn is_over(&mut self) -> bool {
-        let over = self.active == 0 && !self.open && (self.stopped() || self.next >= self.limit);
+        let all = self.next >= self.limit && self.returned.is_empty();
+        let over = self.active == 0 && !self.open && (self.stopped() || all);
         over && !std::mem::replace(&mut self.finishing, true)
     }
 }
@@ -155,10 +182,11 @@ impl Job {
         name: String,
         body: Body,
     ) -> Arc<Self> {
-        let open = matches!(body, Body::Fed | Body::Pulled);
+        let open = body.kind() == Kind::Caller;
         let run = Run {
             next: 0,
             limit: plan.count(),
+            returned: Vec::new(),
             active: 0,
             done: 0,
             missing: 0,
@@ -172,13 +200,14 @@ impl Job {
             wakers: Vec::new(),
             next_waker: 0,
         };
-        let (body, run) = (Mutex::new(Some(body)), Mutex::new(run));
+        let (kind, body, run) = (body.kind(), RwLock::new(Some(body)), Mutex::new(run));
         let since = Instant::now();
-        Arc::new(Self { id, direction, priority, plan, name, body, run, bell: Condvar::new(), since })
+        Arc::new(Self { id, direction, priority, plan, name, kind, body, run, bell: Condvar::new(), since })
     }
 
-    pub(super) fn body(&self) -> Option<Body> {
-        self.body.lock().clone()
+    /// What it reads or writes, until it is over. Not to be asked for under the engine's lock.
+    pub(super) fn body(&self) -> RwLockReadGuard<'_, Option<Body>> {
+        self.body.read()
     }
 
     // --- chunks ------------------------------------------------------------------------------------------------------
@@ -186,13 +215,20 @@ impl Job {
     /// Whether a chunk can begin.
     pub(super) fn has_next(&self) -> bool {
         let run = self.run.lock();
-        !run.stopped() && run.next < run.limit
+        !run.stopped() && (run.next < run.limit || !run.returned.is_empty())
     }
 
     /// Begins up to `most` chunks that follow each other: the first, and how many.
     pub(super) fn begin(&self, most: usize) -> Option<(usize, usize)> {
         let mut run = self.run.lock();
-        if run.stopped() || run.next >= run.limit {
+        if run.stopped() {
+            return None;
+        }
+        if let Some(index) = run.returned.pop() {
+            run.active += 1;
+            return Some((index, 1));
+        }
+        if run.next >= run.limit {
             return None;
         }
         let count = most.min(run.limit - run.next);
@@ -200,6 +236,21 @@ impl Job {
         run.next += count;
         run.active += count;
         Some((first, count))
+    }
+
+    /// Gives chunks back that were begun, and not touched: they begin again. `true`: see [`end`](Self::end).
+    #[must_use]
+    pub(super) fn unbegin(&self, first: usize, count: usize) -> bool {
+        let mut run = self.run.lock();
+        run.active -= count;
+        run.returned.extend((first..first + count).rev());
+        run.is_over()
+    }
+
+    /// How many chunks were not begun yet, those given back left out.
+    pub(super) fn untouched(&self) -> usize {
+        let run = self.run.lock();
+        if run.returned.is_empty() { run.limit - run.next } else { 0 }
     }
 
     /// Whether what is under way need not be finished.
@@ -264,7 +315,7 @@ impl Job {
 
     /// Lets the source or sink go, and tells everybody. Once, by whoever was told that it is over.
     pub(super) fn finish(&self) {
-        let body = self.body.lock().take();
+        let body = self.body.write().take();
         // The caller's own code may run here: under no lock.
         drop(body);
         let (landed, wakers) = {

@@ -63,7 +63,8 @@
 //! # Modules
 //!
 //! Here are the calls. [`plan`]: the cutting. [`engine`]: threads and segments. [`wire`]: submitting and arriving. [`job`]: a
-//! transfer's state. [`source`], [`file`], [`feed`]: what is read and written. [`stores`]: memory copies.
+//! transfer's state. [`source`], [`file`], [`window`], [`feed`], [`collect`]: what is
+//! read and written. [`stores`]: memory copies.
 
 #![allow(unsafe_code)]
 
@@ -78,6 +79,7 @@ mod source;
 mod stats;
 mod stores;
 mod transfer;
+mod window;
 mod wire;
 
 use std::io::{Read, Write};

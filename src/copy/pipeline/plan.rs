@@ -162,6 +162,11 @@ impl Plan {
         self.chunks.len()
     }
 
+    /// Bytes of a chunk at most.
+    pub(super) fn chunk_len(&self) -> usize {
+        self.chunk
+    }
+
     /// Bytes that are copied in all.
     pub(super) fn wanted(&self) -> u64 {
         self.wanted

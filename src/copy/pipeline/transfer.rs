@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::Handle;
 use super::job::{Job, Progress};
+use super::wire::last_of;
 use crate::error::{Error, Result, SubmitError};
 
 /// A transfer under way. Wait for it, await it (no runtime is assumed), look at it, cancel it.
@@ -91,8 +92,12 @@ impl<T: Send + Sync + 'static> Transfer<T> {
 
     fn take(&mut self) -> Result<T, SubmitError<T>> {
         let outcome = self.job.outcome();
-        // The job has let go of its share.
-        let value = self.value.take().and_then(Arc::into_inner);
+        let value = match outcome {
+            // The job has let go of its share.
+            Some(Ok(())) => self.value.take().and_then(last_of),
+            // A copy that failed may be on the wire for long.
+            _ => self.value.take().and_then(Arc::into_inner),
+        };
         match (outcome, value) {
             (Some(Ok(())), Some(value)) => Ok(value),
             (Some(Err(error)), buffer) => Err(SubmitError { error, buffer }),

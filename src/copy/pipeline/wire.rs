@@ -14,7 +14,7 @@ use parking_lot::MutexGuard;
 
 use super::config::Priority;
 use super::engine::{Engine, Got, State};
-use super::job::{Body, Direction, Job, Landed};
+use super::job::{Body, Direction, Job, Kind, Landed};
 use super::plan::{Chunk, Parts};
 use crate::buffer::{InFlight, Lend, PinnedBuf};
 use crate::device::memory::DeviceSlice;
@@ -25,6 +25,11 @@ use crate::stream::Stream;
 pub(super) trait InPlace: Send + Sync {
     /// Submits the copy of a part of it.
     fn submit(&self, stream: &Stream, start: usize, to: &DeviceSlice) -> Result<Box<dyn Arrives>>;
+
+    /// A part of it has arrived: whether it is what it should be.
+    fn arrived(&self, _start: usize, _len: usize) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// A value that several copies share.
@@ -82,7 +87,8 @@ enum Flight {
     Segment(InFlight<PinnedBuf>),
     /// One segment, several copies.
     Parts(Arc<PinnedBuf>, Vec<InFlight<Arc<PinnedBuf>>>),
-    InPlace(Vec<Box<dyn Arrives>>),
+    /// With where the chunk is in it, and how long.
+    InPlace(Vec<Box<dyn Arrives>>, Arc<dyn InPlace>, usize, usize),
 }
 
 /// One direction's wire.
@@ -185,24 +191,30 @@ impl Engine {
     }
 
     /// The next chunk of what needs no staging.
-    fn next_in_place(&self, state: &State, priority: Priority) -> Option<Ready> {
-        let jobs = state.jobs.iter().filter(|live| {
-            live.job.direction == Direction::Up && live.job.priority == priority && live.behind.is_empty()
+    fn next_in_place(&self, state: &mut MutexGuard<'_, State>, priority: Priority) -> Option<Ready> {
+        let next = state.jobs.iter().find(|live| {
+            live.job.kind == Kind::InPlace
+                && live.job.priority == priority
+                && live.behind.is_empty()
+                && live.job.has_next()
         });
-        for live in jobs.filter(|live| live.in_place) {
-            let Some(Body::InPlace(place)) = live.job.body() else { continue };
-            let Some((index, _)) = live.job.begin(1) else { continue };
-            let job = live.job.clone();
-            match job.plan.chunk(index) {
-                Ok(chunk) => {
-                    let load = Load::InPlace(place, chunk.at as usize);
-                    return Some(Ready { job, index, chunk, load });
-                }
-                // Not so: ranges lie within their pieces.
-                Err(_) => continue,
+        let job = next?.job.clone();
+        // From here on it is not over before this chunk is.
+        let (index, _) = job.begin(1)?;
+        let found = MutexGuard::unlocked(state, || match &*job.body() {
+            Some(Body::InPlace(place)) => Ok((job.plan.chunk(index)?, place.clone())),
+            _ => Err(Error::Closed),
+        });
+        match found {
+            Ok((chunk, place)) => {
+                let load = Load::InPlace(place, chunk.at as usize);
+                Some(Ready { job, index, chunk, load })
+            }
+            Err(error) => {
+                self.end(state, &job, index, Err(error));
+                None
             }
         }
-        None
     }
 
     fn pump_down(&self, state: &mut MutexGuard<'_, State>) -> bool {
@@ -321,20 +333,23 @@ impl Engine {
             },
             Flight::Parts(shared, flights) => {
                 let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
-                // The timeline may have its share for a moment: then the segment goes back to the pool from there.
-                (Some(Arc::into_inner(shared)), results.into_iter().collect())
+                (Some(last_of(shared)), results.into_iter().collect())
             }
-            Flight::InPlace(flights) => {
+            Flight::InPlace(flights, place, start, len) => {
                 let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
-                (None, results.into_iter().collect())
+                let all: Result<()> = results.into_iter().collect();
+                (None, all.and_then(|()| place.arrived(start, len)))
             }
         });
         state.wires[direction as usize].on[place(job.priority)] -= 1;
-        let failed = result.map_err(|error| job.failed_at(at, error));
+        let failed = result.map_err(|error| match error {
+            Error::Shrunk { .. } | Error::Read { .. } => error,
+            error => job.failed_at(at, error),
+        });
         match (direction, failed, segment) {
             (Direction::Down, Ok(()), Some(Some(buf))) => {
                 let landed = Landed { index, buf };
-                if matches!(job.body(), Some(Body::Pulled)) && !job.stopped() {
+                if job.kind == Kind::Caller && !job.stopped() {
                     job.land(landed);
                 } else {
                     state.landed.push_back((job, landed));
@@ -350,6 +365,23 @@ impl Engine {
             }
         }
     }
+}
+
+/// What the timelines have let go of, or are about to: they do so right after they say that a copy is complete. `None`:
+/// they do not, and it goes when they do.
+pub(super) fn last_of<T>(mut shared: Arc<T>) -> Option<T> {
+    for turn in 0..200 {
+        match Arc::try_unwrap(shared) {
+            Ok(value) => return Some(value),
+            Err(still) => shared = still,
+        }
+        if turn < 100 {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    Arc::into_inner(shared)
 }
 
 /// Submits a chunk. On an error, the segment if the device cannot be using it.
@@ -376,7 +408,7 @@ fn send(ready: Ready, stream: &Stream) -> Result<Flying, (Error, Option<PinnedBu
             Flight::Parts(shared, flights)
         }
         (Load::InPlace(place, start), parts) => {
-            let mut flights = Vec::new();
+            let (len, mut flights) = (chunk.len, Vec::new());
             let parts = match parts {
                 Parts::Whole(to) => vec![(0, to)],
                 Parts::Several(parts) => parts.into_iter().map(|p| (p.offset, p.device)).collect(),
@@ -384,7 +416,7 @@ fn send(ready: Ready, stream: &Stream) -> Result<Flying, (Error, Option<PinnedBu
             for (offset, to) in parts {
                 flights.push(place.submit(stream, start + offset, &to).map_err(|error| (error, None))?);
             }
-            Flight::InPlace(flights)
+            Flight::InPlace(flights, place, start, len)
         }
     };
     Ok(Flying { job, index, wanted, flight })
