@@ -365,6 +365,17 @@ pub enum Error {
         /// What the system says.
         text: String,
     },
+    /// A file that is not what it says it is: a header that lies about what follows it, or an index about its files.
+    /// Nothing of it was loaded.
+    #[error("{what} is refused: {}{why}", .tensor.as_ref().map_or_else(String::new, |name| format!("tensor {name:?} ")))]
+    Malformed {
+        /// The file.
+        what: String,
+        /// The tensor that the lie is about, where it is about one.
+        tensor: Option<String>,
+        /// What is wrong, and what to do about it.
+        why: String,
+    },
     /// A chunk of a transfer failed on its way to or from the device.
     #[error("the transfer of {what} failed at offset {offset}: {cause}")]
     Transfer {

@@ -54,6 +54,8 @@
 //!   that others submit; [`Stream::copy_host`] from buffer to buffer.
 //! - Sharing: a server's own CUDA contexts and streams are adopted, and ours given out, by the module `cuda` (feature
 //!   `cuda`); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
+//! - Much at once: the module [`pipeline`]; checkpoints in the safetensors format: the module `safetensors` (feature
+//!   `safetensors`).
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`].
 //! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
 //! - Errors: [`Error::class`] says what an error means for what comes next.
@@ -82,6 +84,7 @@
 //! | `config` | how a pool is set up | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
 //! | `copy` | copies between buffers and device memory; `copy::pipeline`: much of it | yes |
+//! | `safetensors` | files of tensors on the pipeline: what they hold, where it goes, when it is there | |
 //! | `cudarc` | cudarc's contexts, streams and slices beside the pool | yes |
 //! | `cuda` | what only CUDA has | |
 //!
@@ -91,7 +94,8 @@
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
-//! | `cli` | no | the `pinpool` command, with which files can be moved to a device and back |
+//! | `safetensors` | no | checkpoints in the safetensors format to device tensors, in the module `safetensors` |
+//! | `cli` | no | the `pinpool` command, which moves files to a device and back and measures how fast; with `safetensors` |
 //!
 //! The host device is always there. Features are additive. Support for Ascend is planned behind the same contract and
 //! is not in yet.
@@ -134,6 +138,8 @@ mod os;
 mod pool;
 mod region;
 mod runtime;
+#[cfg(feature = "safetensors")]
+pub mod safetensors;
 pub mod segment;
 mod stream;
 mod sync;

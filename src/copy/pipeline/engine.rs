@@ -552,7 +552,11 @@ impl Engine {
     /// Fills a segment from the job's source: where in it the chunk starts.
     fn fill_from(&self, job: &Job, at: u64, len: usize, buf: &mut PinnedBuf) -> Result<usize> {
         match &*job.body() {
-            Some(Body::File(file)) => file.fill(at, len, buf, &self.counters),
+            Some(Body::File(file)) => {
+                let lead = file.fill(at, len, buf, &self.counters)?;
+                file.tapped(at, &buf[lead..], &|| job.stopped());
+                Ok(lead)
+            }
             Some(Body::Source(source)) => {
                 let mut fill = Fill::new(buf, len, self.settings.stores);
                 let filled = guarded(|| source.fill(at, &mut fill));

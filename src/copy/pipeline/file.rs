@@ -45,6 +45,13 @@ pub enum Reading {
     Mapped,
 }
 
+/// Sees the bytes of a file that are read for an upload, on the threads that read them.
+pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
+    /// `bytes` were read from `at` on. Called once for each chunk; chunks begin in the file's order and are seen in any.
+    /// While a call waits for what comes before, it has to ask whether the transfer has stopped: then that never comes.
+    fn read(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool);
+}
+
 /// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
 #[derive(Debug)]
 pub struct FileSource {
@@ -58,6 +65,7 @@ pub struct FileSource {
     direct: OnceLock<Option<File>>,
     /// Windows of it cannot be registered, or are not in the page cache.
     windowless: AtomicBool,
+    tap: Option<Arc<dyn Tap>>,
 }
 
 impl FileSource {
@@ -81,7 +89,7 @@ impl FileSource {
         let len = file.metadata().map_err(|error| read_error(&name, 0, &error))?.len();
         let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
         let (reading, direct) = (Reading::Auto, OnceLock::new());
-        Ok(Self { file, name, range: 0..len, reading, blind, direct, windowless })
+        Ok(Self { file, name, range: 0..len, reading, blind, direct, windowless, tap: None })
     }
 
     /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets too.
@@ -96,6 +104,20 @@ impl FileSource {
         }
         self.range = range;
         Ok(self)
+    }
+
+    /// Has everything that is read seen by `tap`; so all of it is read, and nothing copied from windows.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn tap(mut self, tap: Arc<dyn Tap>) -> Self {
+        self.tap = Some(tap);
+        self
+    }
+
+    /// A chunk was read.
+    pub(super) fn tapped(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool) {
+        if let Some(tap) = &self.tap {
+            tap.read(at, bytes, stopped);
+        }
     }
 
     /// How it is read. Default: [`Reading::Auto`].
@@ -136,7 +158,7 @@ impl FileSource {
     /// Whether chunks are to come from windows, where `faster` says what was measured.
     pub(super) fn wants_windows(&self, faster: bool) -> bool {
         // Relaxed, here and below: a hint.
-        let can = !self.windowless.load(Ordering::Relaxed);
+        let can = self.tap.is_none() && !self.windowless.load(Ordering::Relaxed);
         can && (self.reading == Reading::Mapped || (self.reading == Reading::Auto && faster))
     }
 

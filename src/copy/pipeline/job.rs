@@ -95,6 +95,12 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// Of several transfers together.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn of(done: u64, total: u64, elapsed: Duration, landed_to: u64, over: bool) -> Self {
+        Self { done, total, elapsed, landed_to, over }
+    }
+
     /// Bytes a second, on average.
     #[must_use]
     pub fn rate(&self) -> f64 {

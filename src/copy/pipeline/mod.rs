@@ -88,6 +88,8 @@ use std::sync::Arc;
 pub use self::collect::Collect;
 pub use self::config::{PipelineBuilder, Priority};
 pub use self::feed::Feed;
+#[cfg(feature = "safetensors")]
+pub(crate) use self::file::Tap;
 pub use self::file::{FileSink, FileSource, Reading};
 pub use self::job::Progress;
 pub use self::plan::Piece;
@@ -408,7 +410,16 @@ impl Pipeline {
     /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).
     pub fn download_write(&self, src: impl DeviceRange, writer: &mut impl Write) -> Result<u64> {
         let device = self.own(src)?;
-        let plan = self.plan(vec![Piece { at: 0, device }], Direction::Down)?;
+        self.download_write_pieces(vec![Piece { at: 0, device }], writer)
+    }
+
+    /// Writes several ranges of device memory to a writer, on the caller's thread, in the order of their offsets: what lies
+    /// between them is left out. How many bytes.
+    ///
+    /// # Errors
+    /// As for [`download_write`](Self::download_write).
+    pub fn download_write_pieces(&self, pieces: Vec<Piece>, writer: &mut impl Write) -> Result<u64> {
+        let plan = self.plan(pieces, Direction::Down)?;
         let job = self.begin(Direction::Down, plan, "the writer", Body::Pulled)?;
         Pull::new(self.handle.clone(), job).write_to(writer, "the writer")
     }

@@ -73,6 +73,21 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         self.job.progress().landed_to >= offset
     }
 
+    /// The same for a task, which is woken when more has arrived.
+    pub fn poll_landed(&mut self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
+        let landed = |job: &Job| job.progress().landed_to >= offset;
+        if landed(&self.job) {
+            return Poll::Ready(true);
+        }
+        let over = self.job.wake_later(&mut self.waker, cx.waker()).is_some();
+        // Looked at again: it may have arrived before the waker was there.
+        match landed(&self.job) {
+            true => Poll::Ready(true),
+            false if over => Poll::Ready(false),
+            false => Poll::Pending,
+        }
+    }
+
     /// Begins no further chunk. Waiting for it tells when it is over, with [`Error::Cancelled`] unless everything had
     /// arrived.
     pub fn cancel(&self) {
