@@ -3,7 +3,10 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod files;
+mod manners;
 mod memory;
+mod shapes;
+mod trouble;
 
 use std::time::{Duration, Instant};
 

@@ -662,3 +662,57 @@ impl Job {
         }
     }
 }
+
+#[cfg(all(test, target_os = "linux", not(loom)))]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::{Duration, Instant};
+
+    use crate::host::{HostConfig, HostNode};
+    use crate::pipeline::Pipeline;
+    use crate::{Device, Pool, Unpinned};
+
+    /// How often each of our threads has gone to sleep so far. (No other test of this program has a pipeline.)
+    fn sleeps() -> BTreeMap<String, u64> {
+        let mut sleeps = BTreeMap::new();
+        for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
+            let read = |file: &str| std::fs::read_to_string(task.path().join(file)).unwrap_or_default();
+            if ["pinpool-pipe", "pinpool-wire"].iter().any(|name| read("comm").starts_with(name)) {
+                let status = read("status");
+                let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+                let count = line.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+                sleeps.insert(task.file_name().to_string_lossy().into_owned(), count);
+            }
+        }
+        sleeps
+    }
+
+    #[test]
+    fn an_idle_pipeline_sleeps_and_its_threads_end_with_it() {
+        let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
+        let device = Device::on(&node, 0).unwrap();
+        let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        let pipeline = Pipeline::builder(&pool, &device).threads(3).build().unwrap();
+        assert!(sleeps().is_empty(), "none before the first transfer");
+        let memory = device.alloc(1 << 20).unwrap();
+        pipeline.upload_slice(&vec![1; 1 << 20], &memory).unwrap();
+        pipeline.download_vec(&memory).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let mut before = sleeps();
+        assert_eq!(before.len(), 5, "three workers and two watchers: {before:?}");
+        // They go to sleep, and then nothing wakes them.
+        loop {
+            std::thread::sleep(Duration::from_millis(100));
+            let now = sleeps();
+            if std::mem::replace(&mut before, now.clone()) == now {
+                break;
+            }
+            assert!(Instant::now() < deadline, "they never rest: {before:?}");
+        }
+        drop(pipeline);
+        while !sleeps().is_empty() {
+            assert!(Instant::now() < deadline, "they stay: {:?}", sleeps());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
