@@ -279,6 +279,8 @@ impl Job {
                         run.missing += 1;
                     }
                 }
+                // Given up since the job had stopped: not why it did.
+                Err(Error::Closed) if run.stopped() => {}
                 Err(error) => {
                     let at = self.plan.range(index).0;
                     if run.error.as_ref().is_none_or(|(other, _)| at < *other) {
