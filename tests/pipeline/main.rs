@@ -11,7 +11,7 @@ mod trouble;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::pipeline::{Pipeline, PipelineBuilder};
+use pinpool::pipeline::{Pipeline, PipelineBuilder, Staging};
 use pinpool::{Device, Pool, Unpinned};
 
 /// A device of its own, with a pool.
@@ -19,6 +19,7 @@ pub struct Rig {
     pub node: HostNode,
     pub device: Device,
     pub pool: Pool,
+    pub staging: Staging,
 }
 
 impl Rig {
@@ -26,7 +27,13 @@ impl Rig {
         let node = HostNode::new(config.memory(1 << 30)).unwrap();
         let device = Device::on(&node, 0).unwrap();
         let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
-        Self { node, device, pool }
+        Self { node, device, pool, staging: Staging::Always }
+    }
+
+    /// With the host device's own way with memory, which stages nothing.
+    pub fn direct(mut self) -> Self {
+        self.staging = Staging::Auto;
+        self
     }
 
     pub fn plain() -> Self {
@@ -39,7 +46,11 @@ impl Rig {
 
     /// Small chunks, so that there are many of them.
     pub fn builder(&self) -> PipelineBuilder {
-        Pipeline::builder(&self.pool, &self.device).threads(3).chunk(64 << 10).share(1 << 20)
+        Pipeline::builder(&self.pool, &self.device)
+            .threads(3)
+            .chunk(64 << 10)
+            .share(1 << 20)
+            .staging(self.staging)
     }
 
     pub fn pipeline(&self) -> Pipeline {

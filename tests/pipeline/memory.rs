@@ -13,7 +13,7 @@ use super::{Rig, pattern};
 
 #[test]
 fn slices_go_up_and_come_back() {
-    for rig in [Rig::plain(), Rig::late()] {
+    for rig in [Rig::plain(), Rig::late(), Rig::plain().direct(), Rig::late().direct()] {
         let pipeline = rig.pipeline();
         for len in [1, 63, 4096, 65_536, 65_537, 1 << 20, (5 << 20) + 17] {
             let bytes = pattern(len, len as u64);
@@ -44,7 +44,12 @@ fn a_pool_is_left_with_nothing_in_use_when_the_call_returns() {
 
 #[test]
 fn owned_bytes_go_up_by_themselves_and_come_back() {
-    let rig = Rig::late();
+    for rig in [Rig::late(), Rig::late().direct()] {
+        owned_bytes(&rig);
+    }
+}
+
+fn owned_bytes(rig: &Rig) {
     let pipeline = rig.pipeline();
     let bytes = pattern(3 << 20, 2);
     let memory = rig.device.alloc(bytes.len()).unwrap();

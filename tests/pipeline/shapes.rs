@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use pinpool::pipeline::{FileSource, Piece, Pipeline, Reading};
+use pinpool::pipeline::{FileSource, Piece, Pipeline, Reading, Staging};
 use proptest::prelude::*;
 
 use super::{Rig, pattern};
@@ -16,6 +16,7 @@ struct Case {
     chunk: usize,
     depth: usize,
     streams: usize,
+    staged: bool,
     /// From, length, gap in front on the device, in the order in which they are named.
     pieces: Vec<(usize, usize, usize)>,
     reading: Option<usize>,
@@ -30,14 +31,16 @@ fn case() -> impl Strategy<Value = Case> {
         1..40_000_usize,
         1..4_usize,
         1..4_usize,
+        any::<bool>(),
         prop::collection::vec(piece, 1..12),
         prop::option::of(0..4_usize),
     )
-        .prop_map(|(threads, chunk, depth, streams, pieces, reading)| Case {
+        .prop_map(|(threads, chunk, depth, streams, staged, pieces, reading)| Case {
             threads,
             chunk,
             depth,
             streams,
+            staged,
             pieces,
             reading,
         })
@@ -54,6 +57,7 @@ fn run(rig: &Rig, case: &Case) {
         .depth(case.depth)
         .streams(case.streams)
         .share(2 << 20)
+        .staging(if case.staged { Staging::Always } else { Staging::Auto })
         .build()
         .unwrap();
     let source = pattern(ROOM, 17);

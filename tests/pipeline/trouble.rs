@@ -169,7 +169,7 @@ fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
         }
         file.as_file().set_len(777_777).unwrap();
         let landed = |load: &pinpool::pipeline::Transfer<FileSource>| load.progress().landed_to;
-        load.wait_landed(u64::MAX);
+        let _ = load.wait_landed(u64::MAX);
         let right = landed(&load).min(len as u64) as usize;
         match load.wait().map_err(|failed| failed.error) {
             Ok(_) => assert_eq!(right, len),
@@ -227,7 +227,7 @@ fn a_file_that_cannot_be_read_is_an_error() {
 fn a_device_error_half_way_ends_the_transfer_and_no_other() {
     for call in [Call::Copy, Call::Record, Call::CreateEvent, Call::Query] {
         for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
-            for nth in [0, 5, 14] {
+            for nth in [0, 5, 14, 15] {
                 let rig = Rig::plain();
                 let pipeline = rig.pipeline();
                 let bytes = pattern(1 << 20, 5);
@@ -245,7 +245,7 @@ fn a_device_error_half_way_ends_the_transfer_and_no_other() {
                         "{call:?} {first:?}"
                     );
                 }
-                rig.node.disarm();
+                rig.node.clear_faults();
                 pipeline.upload_slice(&bytes, &memory).unwrap();
                 assert!(pipeline.download_vec(&memory).unwrap() == bytes);
                 rig.all_is_back();
@@ -256,13 +256,14 @@ fn a_device_error_half_way_ends_the_transfer_and_no_other() {
 
 #[test]
 fn a_lost_device_ends_everything_with_its_error() {
-    for nth in [0, 3, 17] {
-        let rig = Rig::late();
+    for (nth, staged) in [(0, true), (3, true), (17, true), (0, false), (9, false)] {
+        let rig = if staged { Rig::late() } else { Rig::late().direct() };
+        let call = if staged { Call::Copy } else { Call::CopyBlocking };
         let pipeline = rig.pipeline();
         let memory = rig.device.alloc(2 << 20).unwrap();
         let bytes = pattern(2 << 20, 6);
         let other = rig.device.alloc(2 << 20).unwrap();
-        rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Sticky });
+        rig.node.fail(Fault { device: 0, call, nth, failure: Failure::Sticky });
         let owned = pipeline.upload(bytes.clone(), &other).unwrap();
         let mut back = vec![0; 2 << 20];
         let results = [
@@ -386,13 +387,18 @@ fn a_sink_that_fails_or_panics_ends_its_transfer() {
 
 #[test]
 fn many_threads_at_once_do_not_mix_anything_up() {
-    let rig = Rig::late();
+    for rig in [Rig::late(), Rig::late().direct()] {
+        many_threads(&rig);
+    }
+}
+
+fn many_threads(rig: &Rig) {
     let pipeline = rig.builder().threads(4).build().unwrap();
     let stop = AtomicBool::new(false);
     let rounds = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for thread in 0..6_u64 {
-            let (pipeline, rig, stop, rounds) = (&pipeline, &rig, &stop, &rounds);
+            let (pipeline, stop, rounds) = (&pipeline, &stop, &rounds);
             scope.spawn(move || {
                 let memory = rig.device.alloc(400_000).unwrap();
                 let mut round = 0;
@@ -416,4 +422,24 @@ fn many_threads_at_once_do_not_mix_anything_up() {
         stop.store(true, Ordering::Relaxed);
     });
     rig.all_is_back();
+}
+
+#[test]
+fn a_device_error_in_a_copy_without_staging_ends_its_transfer() {
+    for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
+        for nth in [0, 7] {
+            let rig = Rig::plain().direct();
+            let pipeline = rig.pipeline();
+            let bytes = pattern(1 << 20, 5);
+            let memory = rig.device.alloc(1 << 20).unwrap();
+            rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth, failure });
+            let failed = pipeline.upload(bytes.clone(), &memory).unwrap().wait().unwrap_err();
+            assert!(matches!(failed.error, Error::Transfer { .. }) && failed.buffer.as_ref() == Some(&bytes));
+            rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth, failure });
+            assert!(matches!(pipeline.download_vec(&memory), Err(Error::Transfer { .. })));
+            pipeline.upload_slice(&bytes, &memory).unwrap();
+            assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+            rig.all_is_back();
+        }
+    }
 }

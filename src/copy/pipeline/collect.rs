@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::source::Sink;
+use super::source::ours::{Place, Token};
 use super::stores::{self, Stores};
 use crate::error::{Error, Result};
 
@@ -97,5 +98,14 @@ impl Sink for Filler {
         // Relaxed: summed up when nobody writes any more.
         collect.put.fetch_add(bytes.len(), Ordering::Relaxed);
         Ok(())
+    }
+
+    fn place(&self, _: Token) -> Option<Place> {
+        Some(Place { start: self.0.start.as_ptr(), len: self.0.len })
+    }
+
+    fn placed(&self, n: usize, _: Token) {
+        // Relaxed: as above.
+        self.0.put.fetch_add(n, Ordering::Relaxed);
     }
 }

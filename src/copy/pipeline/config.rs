@@ -30,6 +30,16 @@ pub enum Priority {
     Foreground,
 }
 
+/// Whether bytes go through page-locked segments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Staging {
+    /// Where the device needs it to be fast: GPUs do; the host device takes ordinary memory as it is.
+    #[default]
+    Auto,
+    /// Always.
+    Always,
+}
+
 /// Sets up a [`Pipeline`]. Sizes are bytes.
 #[derive(Clone, Debug)]
 #[must_use = "nothing happens until `build`"]
@@ -44,6 +54,7 @@ pub struct PipelineBuilder {
     rate: Option<u64>,
     priority: Priority,
     stores: Option<Stores>,
+    staging: Staging,
 }
 
 /// Everything decided.
@@ -61,6 +72,8 @@ pub(super) struct Settings {
     pub(super) depth: usize,
     pub(super) rate: Option<u64>,
     pub(super) stores: Stores,
+    /// Ordinary memory goes through segments.
+    pub(super) staged: bool,
 }
 
 impl PipelineBuilder {
@@ -76,6 +89,7 @@ impl PipelineBuilder {
             rate: None,
             priority: Priority::Bulk,
             stores: None,
+            staging: Staging::Auto,
         }
     }
 
@@ -132,6 +146,12 @@ impl PipelineBuilder {
     /// How bytes are put into segments and into memory. Default: past the caches from 12 threads on.
     pub fn stores(mut self, stores: Stores) -> Self {
         self.stores = Some(stores);
+        self
+    }
+
+    /// Whether bytes in memory go through segments. Default: [`Staging::Auto`].
+    pub fn staging(mut self, staging: Staging) -> Self {
+        self.staging = staging;
         self
     }
 
@@ -210,6 +230,8 @@ impl PipelineBuilder {
             depth: self.depth,
             rate: self.rate,
             stores: self.stores.unwrap_or(many),
+            staged: self.staging == Staging::Always
+                || !self.device.context().driver().takes_ordinary_memory(),
         })
     }
 }

@@ -26,12 +26,14 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::config::{Priority, Settings};
-use super::job::{Body, Direction, Job, Kind, Landed};
+use super::direct;
+use super::job::{Body, Direction, End, Job, Kind, Landed};
 use super::source::Fill;
 use super::stats::Counters;
 use super::window::{self, Tuner, Window};
-use super::wire::{InPlace, Load, Ready, Wire};
+use super::wire::{self, InPlace, Load, Ready, Wire};
 use crate::buffer::PinnedBuf;
+use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::pool::{Pool, Request};
 use crate::runtime::Device;
@@ -81,7 +83,7 @@ pub(super) struct State {
     out: [usize; 2],
     /// Bytes of registered windows, which count like segments.
     pub(super) windows: usize,
-    tuner: Tuner,
+    pub(super) tuner: Tuner,
     /// Segments that are not in use.
     stash: Vec<PinnedBuf>,
     /// The pool had nothing when it was asked last, and nothing has come back since.
@@ -110,6 +112,7 @@ pub(super) enum Got {
 }
 
 enum Task {
+    Copy(Arc<Job>),
     Drain(Arc<Job>, Landed),
     Fill(Arc<Job>),
 }
@@ -206,6 +209,18 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether a transfer under way has to be over before this memory is read or written.
+    pub(super) fn is_in_use(&self, memory: &DeviceSlice, direction: Direction) -> bool {
+        let (start, end) = (memory.address(), memory.address() + memory.len() as u64);
+        let state = self.state.lock();
+        state.jobs.iter().any(|live| {
+            let bounds = live.job.plan.bounds();
+            let writes = direction == Direction::Up || live.job.direction == Direction::Up;
+            // By its bounds alone: where that is wrong, the ordinary way finds out.
+            writes && bounds.0 < end && start < bounds.1
+        })
+    }
+
     /// Cancels a transfer. What is under way ends by itself.
     pub(super) fn cancel(&self, job: &Arc<Job>) {
         if self.device.context().forked() {
@@ -227,7 +242,7 @@ impl Engine {
         let mut state = self.state.lock();
         for (index, landed) in job.drain_landed() {
             self.give_back(&mut state, Direction::Down, Some(landed.buf));
-            self.end(&mut state, job, index, Err(Error::Closed));
+            self.end(&mut state, job, index, End::Dropped);
         }
         if job.close() {
             self.finish(&mut state, job);
@@ -248,7 +263,7 @@ impl Engine {
         }
         for (index, landed) in job.drain_landed() {
             self.give_back(state, Direction::Down, Some(landed.buf));
-            self.end(state, job, index, Err(Error::Closed));
+            self.end(state, job, index, End::Dropped);
         }
     }
 
@@ -258,11 +273,12 @@ impl Engine {
         state: &mut MutexGuard<'_, State>,
         job: &Arc<Job>,
         index: usize,
-        result: Result<u64>,
+        end: impl Into<End>,
     ) {
-        let failed = result.is_err();
+        let end = end.into();
+        let failed = !matches!(end, End::Arrived(_));
         // Wakers are the caller's code.
-        let over = MutexGuard::unlocked(state, || job.end(index, result));
+        let over = MutexGuard::unlocked(state, || job.end(index, end));
         if over {
             self.finish(state, job);
         } else if failed {
@@ -399,6 +415,7 @@ impl Engine {
             let events = state.events;
             match self.task(&mut state) {
                 Some(Task::Drain(job, landed)) => self.drain(&mut state, &job, landed),
+                Some(Task::Copy(job)) => self.copy(&mut state, &job),
                 Some(Task::Fill(job)) => {
                     // Something may have come back while the pool was asked.
                     if !self.fill(&mut state, &job) && state.events == events {
@@ -424,8 +441,19 @@ impl Engine {
                     && live.job.has_next()
             })
         };
-        let live = fills(Priority::Foreground).or_else(|| fills(Priority::Bulk))?;
-        Some(Task::Fill(live.job.clone()))
+        let copies = |priority| {
+            state.jobs.iter().find(|live| {
+                live.job.kind == Kind::Direct
+                    && live.job.priority == priority
+                    && live.behind.is_empty()
+                    && self.free(state, live.job.direction, priority)
+                    && live.job.has_next()
+            })
+        };
+        [Priority::Foreground, Priority::Bulk].into_iter().find_map(|priority| {
+            let copy = || copies(priority).map(|live| Task::Copy(live.job.clone()));
+            fills(priority).map(|live| Task::Fill(live.job.clone())).or_else(copy)
+        })
     }
 
     /// Fills a chunk of an upload, and submits it if the wire takes it. `false`: not now.
@@ -447,9 +475,6 @@ impl Engine {
             self.give_back(state, Direction::Up, Some(buf));
             return true;
         };
-        if job.kind == Kind::File {
-            state.tuner.begun(job.plan.range(index).1, false, Instant::now());
-        }
         let filled = MutexGuard::unlocked(state, || {
             let chunk = job.plan.chunk(index)?;
             let lead = self.fill_from(job, chunk.at, chunk.len, &mut buf)?;
@@ -470,10 +495,17 @@ impl Engine {
     /// Brings the next chunks of a file from a window of it. `None`: they are to be read. `Some(false)`: not now.
     fn fill_by_window(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) -> Option<bool> {
         let Settings { chunk, segment, segments, .. } = self.settings;
+        if !self.device.context().driver().holds_pages() {
+            return None;
+        }
         let most = window::window(segments * segment, chunk)?;
         let (count, faster) = (most / job.plan.chunk_len(), state.tuner.windows());
         // (A lone rest is read: the call costs more than it saves.)
-        if job.plan.pieces().len() > 1 || job.untouched() < count.min(2) {
+        let untouched = job.untouched();
+        let last = job.plan.range(job.plan.count() - 1).1;
+        let whole = if last < window::LEAST_CHUNK { untouched.saturating_sub(1) } else { untouched };
+        let count = count.min(whole);
+        if job.plan.pieces().len() > 1 || count < 2 || job.plan.chunk_len() < window::LEAST_CHUNK {
             return None;
         }
         let wanted = MutexGuard::unlocked(state, || match &*job.body() {
@@ -492,7 +524,6 @@ impl Engine {
         let (at, last) = (job.plan.range(first).0, job.plan.range(first + count - 1));
         let len = (last.0 - at) as usize + last.1;
         state.windows += len;
-        state.tuner.begun(len, true, Instant::now());
         let opened = MutexGuard::unlocked(state, || match &*job.body() {
             Some(Body::File(file)) => Window::open(&engine, file, at, len).inspect_err(|refused| {
                 file.has_no_windows();
@@ -572,18 +603,38 @@ impl Engine {
         }
     }
 
+    /// Copies a chunk of memory that the device takes as it is.
+    fn copy(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) {
+        let Some((index, _)) = job.begin(1) else { return };
+        let (at, len) = job.plan.range(index);
+        Self::takes_off(state, job.direction, job.priority, len);
+        let stream = self.stream(state, job.direction, job.priority);
+        let copied = MutexGuard::unlocked(state, || {
+            let chunk = job.plan.chunk(index)?;
+            direct::copy(&stream, &chunk, &job.body())?;
+            Ok(chunk.wanted())
+        });
+        state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
+        state.events += 1;
+        self.work.notify_one();
+        self.end(state, job, index, copied.map_err(|error| job.failed_at(at, error)));
+    }
+
     /// Drains what has landed, and brings the next chunk on its way.
     fn drain(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, landed: Landed) {
         let Landed { index, buf } = landed;
         let (at, len) = job.plan.range(index);
-        let put = MutexGuard::unlocked(state, || match &*job.body() {
-            Some(Body::Sink(sink)) if !job.stopped() => {
-                guarded(|| sink.put(at, &buf)).map_err(|error| write_error(&job.name, at, &error))
+        let put = MutexGuard::unlocked(state, || {
+            match &*job.body() {
+                Some(Body::Sink(sink)) if !job.stopped() => {
+                    guarded(|| sink.put(at, &buf)).map_err(|error| write_error(&job.name, at, &error))
+                }
+                _ => return End::Dropped,
             }
-            _ => Err(Error::Closed),
+            .map_or_else(End::Failed, |()| End::Arrived(len as u64))
         });
         self.give_back(state, Direction::Down, Some(buf));
-        self.end(state, job, index, put.map(|()| len as u64));
+        self.end(state, job, index, put);
         self.pump(state, Direction::Down);
     }
 }

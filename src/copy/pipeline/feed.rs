@@ -10,7 +10,7 @@ use parking_lot::MutexGuard;
 
 use super::Handle;
 use super::engine::{Engine, Got, State, read_error, write_error};
-use super::job::{Direction, Job, Progress};
+use super::job::{Direction, End, Job, Landed, Progress};
 use super::plan::{Chunk, Parts};
 use super::source::Fill;
 use super::wire::{Load, Ready};
@@ -231,7 +231,7 @@ impl Feed {
         let engine = &self.handle.engine;
         let mut state = engine.state.lock();
         engine.give_back(&mut state, Direction::Up, Some(buf));
-        engine.end(&mut state, &self.job, index, Err(Error::Closed));
+        engine.end(&mut state, &self.job, index, End::Dropped);
     }
 
     /// Reads until the reader ends, or the memory is full.
@@ -375,13 +375,14 @@ impl Pull {
         let mut written = 0;
         for index in 0..self.job.plan.count() {
             let Some(landed) = self.job.take_landed(index) else { break };
-            let put = writer.write_all(&landed.buf).map_err(|error| write_error(name, written, &error));
+            let mut hand = Hand { pull: &self, landed: Some(landed), end: Some(End::Dropped) };
+            let Some(landed) = &hand.landed else { break };
             let len = landed.buf.len() as u64;
+            let put = writer.write_all(&landed.buf).map_err(|error| write_error(name, written, &error));
             let failed = put.is_err();
-            let mut state = engine.state.lock();
-            engine.give_back(&mut state, Direction::Down, Some(landed.buf));
-            engine.end(&mut state, &self.job, index, put.map(|()| len));
-            engine.pump(&mut state, Direction::Down);
+            hand.end = Some(put.map(|()| len).into());
+            drop(hand);
+            engine.pump(&mut engine.state.lock(), Direction::Down);
             if failed {
                 break;
             }
@@ -393,9 +394,25 @@ impl Pull {
     }
 }
 
+/// A chunk in the caller's hands: given back when it is written, and when the writer panics.
+struct Hand<'a> {
+    pull: &'a Pull,
+    landed: Option<Landed>,
+    end: Option<End>,
+}
+
+impl Drop for Hand<'_> {
+    fn drop(&mut self) {
+        let (Some(Landed { index, buf }), Some(end)) = (self.landed.take(), self.end.take()) else { return };
+        let engine = &self.pull.handle.engine;
+        let mut state = engine.state.lock();
+        engine.give_back(&mut state, Direction::Down, Some(buf));
+        engine.end(&mut state, &self.pull.job, index, end);
+    }
+}
+
 impl Drop for Pull {
     fn drop(&mut self) {
-        // After a panic of the writer's: the chunk in its hands went to the pool with it.
         if !self.handle.forked() {
             self.handle.engine.cancel(&self.job);
             self.handle.engine.close_job(&self.job);

@@ -17,10 +17,27 @@ use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
 use super::config::Priority;
 use super::file::FileSource;
 use super::plan::Plan;
+use super::source::ours::Token;
 use super::source::{Sink, Source};
 use super::wire::InPlace;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
+
+/// How a chunk ended.
+#[derive(Debug)]
+pub(super) enum End {
+    /// So many bytes of it have arrived.
+    Arrived(u64),
+    Failed(Error),
+    /// It was let go, since its transfer had stopped.
+    Dropped,
+}
+
+impl From<Result<u64>> for End {
+    fn from(result: Result<u64>) -> Self {
+        result.map_or_else(Self::Failed, Self::Arrived)
+    }
+}
 
 /// Which way bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +65,8 @@ pub(super) enum Kind {
     /// The same, from a file.
     File,
     InPlace,
+    /// Memory that the device takes as it is: workers call the driver, and wait.
+    Direct,
     /// The caller.
     Caller,
 }
@@ -68,8 +87,10 @@ pub(super) enum Body {
 }
 
 impl Body {
-    fn kind(&self) -> Kind {
+    fn kind(&self, staged: bool) -> Kind {
         match self {
+            Self::Source(source) if !staged && source.memory(Token).is_some() => Kind::Direct,
+            Self::Sink(sink) if !staged && sink.place(Token).is_some() => Kind::Direct,
             Self::Source(_) | Self::Sink(_) => Kind::Workers,
             Self::File(_) => Kind::File,
             Self::InPlace(_) => Kind::InPlace,
@@ -187,8 +208,10 @@ impl Job {
         plan: Plan,
         name: String,
         body: Body,
+        staged: bool,
     ) -> Arc<Self> {
-        let open = body.kind() == Kind::Caller;
+        let kind = body.kind(staged);
+        let open = kind == Kind::Caller;
         let run = Run {
             next: 0,
             limit: plan.count(),
@@ -206,7 +229,7 @@ impl Job {
             wakers: Vec::new(),
             next_waker: 0,
         };
-        let (kind, body, run) = (body.kind(), RwLock::new(Some(body)), Mutex::new(run));
+        let (body, run) = (RwLock::new(Some(body)), Mutex::new(run));
         let since = Instant::now();
         Arc::new(Self { id, direction, priority, plan, name, kind, body, run, bell: Condvar::new(), since })
     }
@@ -266,12 +289,12 @@ impl Job {
 
     /// Ends a chunk: its bytes have arrived, or not. `true`: the job is over, and is to be [finished](Self::finish).
     #[must_use]
-    pub(super) fn end(&self, index: usize, result: Result<u64>) -> bool {
+    pub(super) fn end(&self, index: usize, end: End) -> bool {
         let (over, wakers) = {
             let mut run = self.run.lock();
             run.active -= 1;
-            match result {
-                Ok(bytes) => {
+            match end {
+                End::Arrived(bytes) => {
                     run.done += bytes;
                     run.early.insert(index);
                     while run.early.first() == Some(&run.missing) {
@@ -279,14 +302,14 @@ impl Job {
                         run.missing += 1;
                     }
                 }
-                // Given up since the job had stopped: not why it did.
-                Err(Error::Closed) if run.stopped() => {}
-                Err(error) => {
+                End::Failed(error) => {
                     let at = self.plan.range(index).0;
                     if run.error.as_ref().is_none_or(|(other, _)| at < *other) {
                         run.error = Some((at, error));
                     }
                 }
+                // Without a cause of its own, it cannot count as arrived.
+                End::Dropped => run.cancelled |= run.error.is_none(),
             }
             (run.is_over(), run.wakers.iter().map(|w| w.1.clone()).collect::<Vec<_>>())
         };

@@ -64,12 +64,13 @@
 //!
 //! Here are the calls. [`plan`]: the cutting. [`engine`]: threads and segments. [`wire`]: submitting and arriving. [`job`]: a
 //! transfer's state. [`source`], [`file`], [`window`], [`feed`], [`collect`]: what is
-//! read and written. [`stores`]: memory copies.
+//! read and written. [`stores`], [`direct`]: memory copies.
 
 #![allow(unsafe_code)]
 
 mod collect;
 mod config;
+mod direct;
 mod engine;
 mod feed;
 mod file;
@@ -86,7 +87,7 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 
 pub use self::collect::Collect;
-pub use self::config::{PipelineBuilder, Priority};
+pub use self::config::{PipelineBuilder, Priority, Staging};
 pub use self::feed::Feed;
 #[cfg(feature = "safetensors")]
 pub(crate) use self::file::Tap;
@@ -117,6 +118,9 @@ use crate::stream::Stream;
 
 /// Chunks are cut no smaller than this to give every thread one.
 const LEAST: usize = 512 << 10;
+
+/// Foreground calls up to this length are made on the caller's thread, where nothing is in the way.
+const SMALL: usize = 256 << 10;
 
 /// Moves much data between memory or files and one device. Cloning gives another handle to the same pipeline; all its calls
 /// may come from many threads at once.
@@ -227,6 +231,11 @@ impl Pipeline {
     /// the device said.
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
+        if self.is_small(src.len()) {
+            if let Some(done) = self.upload_now(src, &dst) {
+                return done;
+            }
+        }
         // SAFETY: we return when the transfer is over, and then nobody has it.
         let borrowed = unsafe { Borrowed::new(src) };
         let plan = self.plan(vec![Piece { at: 0, device: dst }], Direction::Up)?;
@@ -349,6 +358,11 @@ impl Pipeline {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        if self.is_small(src.len()) {
+            if let Some(done) = self.download_now(&src, dst) {
+                return done;
+            }
+        }
         // SAFETY: borrowed exclusively, and we return when the transfer is over, and then nobody has it.
         let landing =
             unsafe { Landing::new(dst.as_mut_ptr(), dst.len(), self.handle.engine.settings.stores) };
@@ -424,6 +438,38 @@ impl Pipeline {
         Pull::new(self.handle.clone(), job).write_to(writer, "the writer")
     }
 
+    // --- at once -----------------------------------------------------------------------------------------------------
+
+    /// Whether a blocking call is made on the caller's own thread, which is faster than to wait for one of ours.
+    fn is_small(&self, len: usize) -> bool {
+        self.priority == Priority::Foreground && len <= SMALL && !self.handle.forked()
+    }
+
+    /// Uploads through a segment of its own. `None`: there is none, or an earlier transfer is in the way.
+    fn upload_now(&self, src: &[u8], dst: &DeviceSlice) -> Option<Result<()>> {
+        let engine = &self.handle.engine;
+        if src.is_empty() || engine.is_in_use(dst, Direction::Up) {
+            return None;
+        }
+        let mut buf = engine.pool.try_checkout(src.len()).ok()?;
+        buf.try_extend_from_slice(src).ok()?;
+        let sent = engine.streams[Direction::Up as usize].foreground.upload(buf, dst);
+        let arrived = sent.map_err(Error::from).and_then(|sent| sent.wait().map(drop));
+        Some(arrived.map_err(|error| failed("bytes in memory", error)))
+    }
+
+    fn download_now(&self, src: &DeviceSlice, dst: &mut [u8]) -> Option<Result<()>> {
+        let engine = &self.handle.engine;
+        if engine.is_in_use(src, Direction::Down) {
+            return None;
+        }
+        let buf = engine.pool.try_checkout(src.len()).ok()?;
+        let sent = engine.streams[Direction::Down as usize].foreground.download(src, buf);
+        let landed = sent.map_err(Error::from).and_then(crate::InFlight::wait);
+        let copied = landed.map(|buf| dst[..buf.len()].copy_from_slice(&buf));
+        Some(copied.map_err(|error| failed("memory", error)))
+    }
+
     // --- all of them -------------------------------------------------------------------------------------------------
 
     /// Device memory of this device.
@@ -458,8 +504,8 @@ impl Pipeline {
     }
 
     fn begin(&self, direction: Direction, plan: Plan, name: &str, body: Body) -> Result<Arc<Job>> {
-        let priority = self.priority;
-        self.handle.engine.start(|id| Job::new(id, direction, priority, plan, name.to_owned(), body))
+        let (priority, staged) = (self.priority, self.handle.engine.settings.staged);
+        self.handle.engine.start(|id| Job::new(id, direction, priority, plan, name.to_owned(), body, staged))
     }
 
     fn transfer<T: Send + Sync + 'static>(
@@ -481,6 +527,10 @@ impl Pipeline {
             Err(error) => Err(SubmitError { error, buffer: Arc::into_inner(shared) }),
         }
     }
+}
+
+fn failed(what: &str, cause: Error) -> Error {
+    Error::Transfer { what: what.into(), offset: 0, cause: Box::new(cause) }
 }
 
 /// A plan whose pieces all lie within the source.

@@ -40,6 +40,27 @@ pub trait Source: Send + Sync + 'static {
     /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end it
     /// with [`Error::Shrunk`](crate::Error::Shrunk).
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()>;
+
+    /// Its bytes, where it is memory that stays as it is for as long as it is shared. Ours alone to say.
+    #[doc(hidden)]
+    fn memory(&self, _: ours::Token) -> Option<&[u8]> {
+        None
+    }
+}
+
+pub(super) mod ours {
+    //! What cannot be named elsewhere: methods that take it can be overridden here only.
+
+    /// See the module's page.
+    #[derive(Clone, Copy, Debug)]
+    pub struct Token;
+
+    /// Memory to be written.
+    #[derive(Clone, Copy, Debug)]
+    pub struct Place {
+        pub(in super::super) start: *mut u8,
+        pub(in super::super) len: usize,
+    }
 }
 
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
@@ -54,6 +75,16 @@ pub trait Sink: Send + Sync + 'static {
     /// # Errors
     /// Whatever the transfer is to end with, as [`Error::Write`](crate::Error::Write).
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
+
+    /// Where its bytes go, if that is memory that nobody else uses. Ours alone to say.
+    #[doc(hidden)]
+    fn place(&self, _: ours::Token) -> Option<ours::Place> {
+        None
+    }
+
+    /// So many bytes were written there.
+    #[doc(hidden)]
+    fn placed(&self, _: usize, _: ours::Token) {}
 }
 
 /// The place in a pinned segment that a [`Source`] fills, from front to back. Also a [`std::io::Write`], which takes no
@@ -135,6 +166,9 @@ macro_rules! bytes_are_a_source {
                 fill_from(self, offset, into);
                 Ok(())
             }
+            fn memory(&self, _: ours::Token) -> Option<&[u8]> {
+                Some(self)
+            }
         }
     )*};
 }
@@ -150,6 +184,9 @@ impl Source for Arc<Vec<u8>> {
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
         fill_from(self, offset, into);
         Ok(())
+    }
+    fn memory(&self, _: ours::Token) -> Option<&[u8]> {
+        Some(self)
     }
 }
 
@@ -188,6 +225,9 @@ impl Source for Borrowed {
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
         fill_from(self.bytes(), offset, into);
         Ok(())
+    }
+    fn memory(&self, _: ours::Token) -> Option<&[u8]> {
+        Some(self.bytes())
     }
 }
 
@@ -228,5 +268,8 @@ impl Sink for Landing {
         };
         stores::copy(bytes, there, self.stores);
         Ok(())
+    }
+    fn place(&self, _: ours::Token) -> Option<ours::Place> {
+        Some(ours::Place { start: self.start, len: self.len })
     }
 }

@@ -5,7 +5,8 @@
 //! it is measured ([`Tuner`]): a stretch is read, the next is copied from windows, and what was faster goes on, until it
 //! is time to look again.
 //!
-//! *A file that becomes shorter.* The CPU never touches the mapping, so there is nothing to die of. Registering takes hold
+//! *A file that becomes shorter.* The CPU never touches the mapping, so there is nothing to die of. (Where the CPU makes the
+//! device's copies, there are no windows. And the short rest of a file is read: drivers may have the CPU copy little.) Registering takes hold
 //! of the pages that there are; a page past the end of the file is an error of that call, and the chunks are read instead,
 //! which finds the end. Pages that are held stay when the file is cut off: the device then copies bytes that were the
 //! file's a moment ago, and so after each chunk the file is asked for its length, before the chunk counts as arrived.
@@ -39,6 +40,9 @@ const WINDOW: usize = 64 << 20;
 pub(super) const AT_ONCE: usize = 2;
 /// Distance of the places that are looked at before a window is registered.
 const LOOK: usize = 1 << 20;
+
+/// Chunks below this are read.
+pub(super) const LEAST_CHUNK: usize = 128 << 10;
 
 /// Bytes of a window of a pipeline whose share and chunk are these: whole chunks. `None`: there is no room for any.
 pub(super) fn window(share: usize, chunk: usize) -> Option<usize> {
@@ -154,6 +158,8 @@ impl Drop for Window {
 
 /// Bytes that are measured at a time.
 const STRETCH: u64 = 256 << 20;
+/// Less than this does not tell.
+const LEAST: u64 = 64 << 20;
 /// Bytes after which the slower way is tried again.
 const AGAIN: u64 = 64 << 30;
 /// By so much windows have to be faster.
@@ -161,13 +167,13 @@ const MARGIN: f64 = 1.1;
 
 /// Finds out whether cached files are read or copied from windows.
 ///
-/// Chunks begin as fast as earlier ones arrive, since the segments are bounded; so the time in which a stretch of bytes was
-/// begun tells how fast that way is here and now, everything included. A stretch in which somebody paused (no chunk for a
-/// while) is measured again.
+/// The time in which a stretch of bytes arrived, from its first chunk to its last, tells how fast that way is here and now,
+/// everything included. Where somebody paused (no chunk for a while) a stretch ends early, and is measured again if it was
+/// too short to tell.
 #[derive(Debug)]
 pub(super) struct Tuner {
     windows: bool,
-    /// Of the stretch under way: its start, the last chunk's beginning, and its bytes so far.
+    /// Of the stretch under way: when its first chunk arrived and its last so far, and the bytes after the first.
     since: Option<(Instant, Instant)>,
     bytes: u64,
     /// Bytes a second, read and from windows.
@@ -190,27 +196,28 @@ impl Tuner {
         self.windows
     }
 
-    /// Bytes of a cached file that are begun now, in the way that was asked for.
-    pub(super) fn begun(&mut self, bytes: usize, by_window: bool, now: Instant) {
+    /// Bytes of a file that have arrived now, in this way.
+    pub(super) fn arrived(&mut self, bytes: usize, by_window: bool, now: Instant) {
         if by_window != self.windows {
             return;
         }
         let (start, last) = *self.since.get_or_insert((now, now));
-        if now.duration_since(last) > PAUSE {
+        let paused = now.duration_since(last) > PAUSE;
+        if !paused {
+            self.since = Some((start, now));
+            // The first chunk has begun before the stretch.
+            self.bytes += if now == start { 0 } else { bytes as u64 };
+        }
+        if self.bytes >= STRETCH || (paused && self.bytes >= LEAST) {
+            let end = if paused { last } else { now };
+            let rate = self.bytes as f64 / end.duration_since(start).as_secs_f64().max(1e-9);
+            self.rates[usize::from(self.windows)] = Some(rate);
+            self.settled += self.bytes;
+            self.choose();
             self.restart(now);
-            return;
+        } else if paused {
+            self.restart(now);
         }
-        self.since = Some((start, now));
-        // What is begun at the start of a stretch is not a part of its time.
-        self.bytes += if now == start { 0 } else { bytes as u64 };
-        if self.bytes < STRETCH {
-            return;
-        }
-        let rate = self.bytes as f64 / now.duration_since(start).as_secs_f64().max(1e-9);
-        self.rates[usize::from(self.windows)] = Some(rate);
-        self.settled += self.bytes;
-        self.restart(now);
-        self.choose();
     }
 
     /// A window could not be had: of this file, or (`here`) on this machine at all, by what was said.
@@ -254,7 +261,7 @@ mod tests {
         while done < total {
             let by_window = tuner.windows();
             let bytes = 8 << 20;
-            tuner.begun(bytes, by_window, *now);
+            tuner.arrived(bytes, by_window, *now);
             *now += Duration::from_secs_f64(bytes as f64 / rates[usize::from(by_window)]);
             done += bytes as u64;
             windows += if by_window { bytes as u64 } else { 0 };
@@ -284,7 +291,7 @@ mod tests {
         let mut now = Instant::now();
         let mut tuner = Tuner::default();
         for _ in 0..100 {
-            run(&mut tuner, &mut now, [40e9, 20e9], 100 << 20);
+            run(&mut tuner, &mut now, [40e9, 20e9], 56 << 20);
             now += Duration::from_secs(1);
         }
         assert!(!tuner.windows() && tuner.rates == [None, None], "{tuner:?}");

@@ -14,7 +14,7 @@ use parking_lot::MutexGuard;
 
 use super::config::Priority;
 use super::engine::{Engine, Got, State};
-use super::job::{Body, Direction, Job, Kind, Landed};
+use super::job::{Body, Direction, End, Job, Kind, Landed};
 use super::plan::{Chunk, Parts};
 use crate::buffer::{InFlight, Lend, PinnedBuf};
 use crate::device::memory::DeviceSlice;
@@ -99,12 +99,12 @@ pub(super) struct Wire {
     /// Submitted, the oldest first.
     flying: VecDeque<Flying>,
     /// Submitted or being submitted, and not seen to be complete: foreground, and others.
-    on: [usize; 2],
+    pub(super) on: [usize; 2],
     turn: usize,
 }
 
 /// In which place of a pair a priority is.
-fn place(priority: Priority) -> usize {
+pub(super) fn place(priority: Priority) -> usize {
     match priority {
         Priority::Foreground => 0,
         Priority::Bulk => 1,
@@ -133,13 +133,13 @@ impl Engine {
     }
 
     /// Whether the wire takes another chunk of this kind now.
-    fn free(&self, state: &State, direction: Direction, priority: Priority) -> bool {
+    pub(super) fn free(&self, state: &State, direction: Direction, priority: Priority) -> bool {
         let on = state.wires[direction as usize].on[place(priority)];
         on < self.settings.depth
             && (priority == Priority::Foreground || state.due.is_none_or(|due| due <= Instant::now()))
     }
 
-    fn takes_off(state: &mut State, direction: Direction, priority: Priority, bytes: usize) {
+    pub(super) fn takes_off(state: &mut State, direction: Direction, priority: Priority, bytes: usize) {
         state.wires[direction as usize].on[place(priority)] += 1;
         if let Some(rate) = state.rate.filter(|_| priority == Priority::Bulk) {
             let now = Instant::now();
@@ -226,6 +226,7 @@ impl Engine {
                 live.job.direction == Direction::Down
                     && live.job.priority == priority
                     && live.behind.is_empty()
+                    && live.job.kind != Kind::Direct
                     && live.job.has_next()
             });
             let Some(job) = next.map(|live| live.job.clone()) else { continue };
@@ -277,7 +278,7 @@ impl Engine {
         false
     }
 
-    fn stream(&self, state: &mut State, direction: Direction, priority: Priority) -> Stream {
+    pub(super) fn stream(&self, state: &mut State, direction: Direction, priority: Priority) -> Stream {
         let streams = &self.streams[direction as usize];
         if priority == Priority::Foreground {
             return streams.foreground.clone();
@@ -294,7 +295,7 @@ impl Engine {
             Load::Segment(buf, _) => self.give_back(state, Direction::Up, Some(buf)),
             Load::InPlace(place, _) => MutexGuard::unlocked(state, || drop(place)),
         }
-        self.end(state, &job, index, Err(Error::Closed));
+        self.end(state, &job, index, End::Dropped);
     }
 
     /// The thread of one direction: see the module's page.
@@ -315,7 +316,11 @@ impl Engine {
             }
             // Looked for again when the rate allows it, if there is anything.
             match state.due.filter(|due| *due > Instant::now() && !state.jobs.is_empty()) {
-                Some(due) => drop(self.bells[direction as usize].wait_until(&mut state, due)),
+                Some(due) => {
+                    self.bells[direction as usize].wait_until(&mut state, due);
+                    // Workers that copy by themselves have waited for it too.
+                    self.work.notify_all();
+                }
                 None => self.bells[direction as usize].wait(&mut state),
             }
         }
@@ -342,6 +347,9 @@ impl Engine {
             }
         });
         state.wires[direction as usize].on[place(job.priority)] -= 1;
+        if job.kind == Kind::File && result.is_ok() {
+            state.tuner.arrived(wanted as usize, segment.is_none(), Instant::now());
+        }
         let failed = result.map_err(|error| match error {
             Error::Shrunk { .. } | Error::Read { .. } => error,
             error => job.failed_at(at, error),
