@@ -1,10 +1,10 @@
 //! The parts of the `pinpool` command that are not its `main`.
 
 pub mod args;
+pub mod bench;
 pub mod load;
-mod read;
 mod sample;
-mod sweep;
+mod spread;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -51,6 +51,7 @@ pub fn run(args: &args::Args) -> ExitCode {
     log_to_stderr(args.verbose);
     match &args.command {
         args::Command::Load(load) => load::run(load),
+        args::Command::Bench(bench) => bench::run(bench),
     }
 }
 
