@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -130,8 +131,8 @@ impl<'a> Loader<'a> {
     fn start_shard(&mut self, shard: &Shard, chosen: Vec<Arc<Tensor>>) -> Result<Part> {
         let (places, len) = layout(&chosen, self.align)?;
         if len == 0 {
-            let left = chosen.into_iter().map(|tensor| (tensor, None)).collect();
-            return Ok(Part { left, transfer: None, sums: None, bytes: 0 });
+            let left = chosen.into_iter().zip(places).collect();
+            return Ok(Part { left, block: None, transfer: None, landed_to: 0, sums: None, bytes: 0 });
         }
         let block = self.block(len)?;
         let mut source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
@@ -142,22 +143,31 @@ impl<'a> Loader<'a> {
         if let Some(sums) = &sums {
             source = source.tap(sums.clone());
         }
-        let mut left = VecDeque::with_capacity(chosen.len());
+        // Joined here, not as a piece for each tensor: there may be tens of thousands, and the link waits.
         let mut pieces: Vec<Piece> = Vec::new();
         let mut bytes = 0;
-        for (tensor, place) in chosen.into_iter().zip(places) {
-            let slice = match tensor.is_empty() {
-                true => None,
-                false => Some(block.slice(place..place + tensor.len() as usize)?),
-            };
-            if let Some(slice) = &slice {
-                bytes += slice.len() as u64;
-                pieces.push(Piece::new(tensor.range().start, slice));
+        // In the file and in the block.
+        let mut run: Option<(Range<u64>, Range<usize>)> = None;
+        let mut push = |run: Option<(Range<u64>, Range<usize>)>| {
+            if let Some((file, place)) = run {
+                pieces.push(Piece::new(file.start, block.slice(place)?));
             }
-            left.push_back((tensor, slice));
+            Ok::<_, Error>(())
+        };
+        for (tensor, &place) in chosen.iter().zip(&places).filter(|(tensor, _)| !tensor.is_empty()) {
+            let (file, end) = (tensor.range(), place + tensor.len() as usize);
+            bytes += tensor.len();
+            match &mut run {
+                Some((from, to)) if from.end == file.start && to.end == place => {
+                    (from.end, to.end) = (file.end, end);
+                }
+                _ => push(run.replace((file, place..end)))?,
+            }
         }
+        push(run)?;
         let transfer = self.pipeline.upload_file_pieces(source, pieces).map_err(|refused| refused.error)?;
-        Ok(Part { left, transfer: Some(transfer), sums, bytes })
+        let left = chosen.into_iter().zip(places).collect();
+        Ok(Part { left, block: Some(block), transfer: Some(transfer), landed_to: 0, sums, bytes })
     }
 
     /// Device memory of so many bytes that starts on the alignment.
@@ -235,12 +245,27 @@ fn layout(tensors: &[Arc<Tensor>], align: usize) -> Result<(Vec<usize>, usize)> 
 
 /// What is loaded of one file.
 struct Part {
-    /// What was not handed out yet.
-    left: VecDeque<(Arc<Tensor>, Option<DeviceSlice>)>,
-    /// `None`: there are no bytes.
+    /// What was not handed out yet, and where in the block it goes.
+    left: VecDeque<(Arc<Tensor>, usize)>,
+    /// `None`, as the transfer: there are no bytes.
+    block: Option<DeviceSlice>,
     transfer: Option<Transfer<FileSource>>,
+    /// All of the file before this offset has arrived, as far as we have asked.
+    landed_to: u64,
     sums: Option<Arc<Sums>>,
     bytes: u64,
+}
+
+impl Part {
+    /// A tensor that has arrived.
+    fn out(&self, tensor: Arc<Tensor>, place: usize) -> Result<DeviceTensor> {
+        let slice = match &self.block {
+            Some(block) if !tensor.is_empty() => Some(block.slice(place..place + tensor.len() as usize)?),
+            _ => None,
+        };
+        let sum = self.sums.as_ref().and_then(|sums| sums.of(&tensor.range()));
+        Ok(DeviceTensor::new(tensor, slice, sum))
+    }
 }
 
 /// Tensors on their way. An iterator, which waits for the next; and a [`Stream`](futures_core::Stream), of no particular
@@ -308,18 +333,23 @@ impl Loading {
                 self.ended.get_or_insert_with(Instant::now);
                 return Poll::Ready(None);
             };
-            if let Some((tensor, slice)) = part.left.front() {
+            if let Some((tensor, _)) = part.left.front() {
                 let end = tensor.range().end;
-                let there = match (&mut part.transfer, slice, &mut cx) {
-                    (_, None, _) => true,
-                    (None, Some(_), _) => false,
-                    (Some(transfer), Some(_), None) => transfer.wait_landed(end),
-                    (Some(transfer), Some(_), Some(cx)) => ready!(transfer.poll_landed(cx, end)),
+                let there = match (&mut part.transfer, &mut cx) {
+                    _ if tensor.is_empty() || end <= part.landed_to => true,
+                    (None, _) => false,
+                    (Some(transfer), cx) => {
+                        let landed = match cx {
+                            None => transfer.wait_landed(end),
+                            Some(cx) => ready!(transfer.poll_landed(cx, end)),
+                        };
+                        part.landed_to = transfer.progress().landed_to;
+                        landed
+                    }
                 };
                 if there {
-                    if let Some((tensor, slice)) = part.left.pop_front() {
-                        let sum = part.sums.as_ref().and_then(|sums| sums.of(&tensor.range()));
-                        return Poll::Ready(Some(Ok(DeviceTensor::new(tensor, slice, sum))));
+                    if let Some((tensor, place)) = part.left.pop_front() {
+                        return Poll::Ready(Some(part.out(tensor, place)));
                     }
                 }
             }
