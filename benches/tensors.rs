@@ -111,7 +111,9 @@ fn main() {
         None => builder,
     };
     let pipeline = pipeline.build().expect("a pipeline");
-    let memory = device.alloc(link.max(large + (1 << 20))).expect("device memory");
+    let memory = device
+        .alloc(link.max(files.iter().map(|file| file.2).max().unwrap_or(0) + (1 << 20)))
+        .expect("device memory");
     let streams: Vec<Stream> = (0..2).map(|_| device.stream().expect("a stream")).collect();
     let mut pinned = Some(pool.checkout(link).expect("room"));
     pinned.as_mut().expect("there").try_resize(link, 3).expect("within its capacity");
