@@ -50,7 +50,8 @@ impl Link {
         let pieces = 8;
         let piece = bytes / pieces;
         let buf = |_| {
-            let mut buf = pool.checkout(piece).expect("the pool is large enough");
+            let buf = pool.checkout_timeout(piece, Duration::from_secs(20));
+            let mut buf = buf.expect("the pool is large enough");
             buf.try_resize(piece, 1).expect("within its capacity");
             buf
         };
@@ -284,8 +285,10 @@ fn main() {
     let bytes = number("mib", if gpu && !quick() { 1024 } else { 128 }) << 20;
     let file_bytes = number("file-mib", if gpu && !quick() { 8192 } else { 512 }) << 20;
     let rounds = number("rounds", if quick() { 3 } else { 7 });
-    let capacity = 2 * bytes + (640 << 20);
-    let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity);
+    // The bare link's pieces fill an extent each.
+    let extent = bytes / 8 + (2 << 20);
+    let capacity = 16 * extent + (640 << 20);
+    let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity).extent(extent);
     let builder = if gpu { builder } else { builder.unpinned(Unpinned::Allow) };
     let pool = builder.build().expect("memory for a pool");
     let pinning = pool.wait_pinned(None).expect("pinning ends");
@@ -324,8 +327,9 @@ fn main() {
     let mut taken: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
     let mut together = Vec::new();
     // Once for warmth, and for what is measured by the pipelines themselves.
-    for (_, run, _) in &mut rows {
-        run(&mut bench);
+    for (name, run, _) in &mut rows {
+        let (seconds, bytes) = run(&mut bench);
+        println!("warm: {name}: {:.2} GB/s", bytes as f64 / seconds / 1e9);
     }
     for _ in 0..rounds {
         peak(&bench, &mut peaks);

@@ -137,7 +137,12 @@ fn what_uses_the_same_memory_takes_effect_in_order() {
 
 #[test]
 fn a_rate_is_kept_and_can_be_changed() {
-    let rig = Rig::plain();
+    for rig in [Rig::plain(), Rig::plain().direct()] {
+        rate(&rig);
+    }
+}
+
+fn rate(rig: &Rig) {
     let pipeline = rig.builder().rate(4 << 20).build().unwrap();
     let (bytes, memory) = (pattern(1 << 20, 3), rig.device.alloc(1 << 20).unwrap());
     let since = Instant::now();

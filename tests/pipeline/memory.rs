@@ -144,6 +144,20 @@ fn a_feed_takes_what_comes() {
     drop(feed);
     let feed = pipeline.feed(&memory).unwrap();
     assert_eq!(feed.finish_blocking().unwrap(), 0);
+    // Behind an earlier transfer to the same memory, for a task and for a thread.
+    for task in [true, false] {
+        let first = pipeline.upload(vec![1_u8; bytes.len()], &memory).unwrap();
+        let mut feed = pipeline.feed(&memory).unwrap();
+        if task {
+            block_on(feed.push(&bytes)).unwrap();
+            block_on(feed.finish()).unwrap();
+        } else {
+            feed.push_blocking(&bytes).unwrap();
+            feed.finish_blocking().unwrap();
+        }
+        first.wait().unwrap();
+        assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    }
     rig.all_is_back();
 }
 

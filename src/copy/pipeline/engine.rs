@@ -64,6 +64,8 @@ pub(super) struct Engine {
     pub(super) bells: [Condvar; 2],
     /// Callers who wait for a segment to fill by themselves.
     pub(super) room: Condvar,
+    /// The wire's watchers look often at the end of a copy. Not where the CPU makes the copies: it has better to do.
+    pub(super) looks: bool,
     /// For windows, which may outlive it.
     own: Weak<Self>,
 }
@@ -148,7 +150,8 @@ impl Engine {
         let (work, room) = (Condvar::new(), Condvar::new());
         Ok(Arc::new_cyclic(|own| {
             let own = own.clone();
-            Self { pool, device, settings, streams, counters, state, work, bells, room, own }
+            let looks = device.context().driver().holds_pages();
+            Self { pool, device, settings, streams, counters, state, work, bells, room, looks, own }
         }))
     }
 
@@ -302,10 +305,12 @@ impl Engine {
         let stash = if state.jobs.is_empty() { std::mem::take(&mut state.stash) } else { Vec::new() };
         state.dry = false;
         state.events += 1;
+        let wakers = std::mem::take(&mut state.wakers);
         // The pool has its segments back before anybody hears of the end.
         MutexGuard::unlocked(state, || {
             drop(stash);
             job.finish();
+            wakers.into_iter().for_each(|w| w.1.wake());
         });
         self.work.notify_all();
         self.room.notify_all();
@@ -608,6 +613,8 @@ impl Engine {
         let Some((index, _)) = job.begin(1) else { return };
         let (at, len) = job.plan.range(index);
         Self::takes_off(state, job.direction, job.priority, len);
+        // Its watcher wakes us when the rate allows the next.
+        self.bells[job.direction as usize].notify_one();
         let stream = self.stream(state, job.direction, job.priority);
         let copied = MutexGuard::unlocked(state, || {
             let chunk = job.plan.chunk(index)?;

@@ -139,29 +139,34 @@ impl Feed {
 
     async fn segment(&self) -> Result<PinnedBuf> {
         let engine = &self.handle.engine;
-        loop {
-            let tried = poll_fn(|cx| {
-                let mut state = engine.state.lock();
-                match engine.try_for_segment(&mut state, &self.job) {
-                    Some(tried) => Poll::Ready(tried),
-                    None => {
-                        // Woken, all of them, when a segment comes back or a transfer is over.
-                        state.wakers.push((self.job.id, cx.waker().clone()));
-                        Poll::Pending
-                    }
-                }
-            });
-            match tried.await? {
-                Some(buf) => return Ok(buf),
-                // We have none, and the pool has none: in its queue, like anybody.
-                None => {
-                    let seat = Seat { engine, taken: true };
-                    let buf = engine.pool.checkout_async(engine.request()).await?;
-                    seat.keep();
-                    return Ok(buf);
-                }
+        let tried = poll_fn(|cx| {
+            let mut state = engine.state.lock();
+            if let Some(tried) = engine.try_for_segment(&mut state, &self.job) {
+                return Poll::Ready(tried);
             }
+            // Woken, all of them, when a segment comes back or a transfer is over.
+            let waker = (self.job.id, cx.waker().clone());
+            let known = state.wakers.iter_mut().find(|known| known.0 == self.job.id);
+            let old = match known {
+                Some(known) => Some(std::mem::replace(known, waker)),
+                None => {
+                    state.wakers.push(waker);
+                    None
+                }
+            };
+            drop(state);
+            // The caller's code.
+            drop(old);
+            Poll::Pending
+        });
+        if let Some(buf) = tried.await? {
+            return Ok(buf);
         }
+        // We have none, and the pool has none: in its queue, like anybody.
+        let seat = Seat { engine, taken: true };
+        let buf = engine.pool.checkout_async(engine.request()).await?;
+        seat.keep();
+        Ok(buf)
     }
 
     fn begin(&mut self, buf: PinnedBuf) -> Result<()> {

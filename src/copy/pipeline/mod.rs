@@ -104,7 +104,7 @@ use self::config::Settings;
 use self::engine::Engine;
 use self::feed::Pull;
 use self::job::{Body, Direction, Job};
-use self::plan::Plan;
+use self::plan::{Plan, Ramp};
 use self::source::{Borrowed, Landing};
 use self::wire::{InPlace, Shared};
 use super::DeviceRange;
@@ -273,6 +273,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// With the source, as for [`upload`](Self::upload).
+    #[allow(clippy::result_large_err, reason = "the error carries the source back")]
     pub fn upload_file(
         &self,
         source: FileSource,
@@ -291,6 +292,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// As for [`upload_pieces`](Self::upload_pieces).
+    #[allow(clippy::result_large_err, reason = "the error carries the source back")]
     pub fn upload_file_pieces(
         &self,
         source: FileSource,
@@ -299,7 +301,7 @@ impl Pipeline {
         let name = source.name().to_owned();
         let (start, end) = (source.start(), source.end());
         let plan = self.plan(pieces, Direction::Up).and_then(|plan| within(plan, start, end));
-        self.transfer(Direction::Up, source, plan, &name, |shared| Body::File(shared))
+        self.transfer(Direction::Up, source, plan, &name, Body::File)
     }
 
     /// Copies all that was written to a page-locked value (a [`PinnedBuf`](crate::PinnedBuf), a
@@ -500,7 +502,8 @@ impl Pipeline {
         let total: usize = pieces.iter().map(|piece| piece.device.len()).sum();
         let even = (total / (2 * threads)).next_multiple_of(PAGE);
         let chunk = even.max(LEAST).min(chunk);
-        Plan::new(pieces, chunk, direction == Direction::Up)
+        let up = direction == Direction::Up;
+        Plan::new(pieces, chunk, up, Ramp { up, threads, least: LEAST.min(chunk) })
     }
 
     fn begin(&self, direction: Direction, plan: Plan, name: &str, body: Body) -> Result<Arc<Job>> {

@@ -5,6 +5,9 @@
 //! the source of at most the chunk length, and the *parts* of it that go to the device, each by one copy. Chunks end on
 //! multiples of a page of the source where they can, since that is where files are read past the page cache.
 //!
+//! The first chunks of an upload are short, since the wire is idle until the first of them is filled, and so are the last
+//! of a download, after which it is the threads that are waited for.
+//!
 //! Pieces that lie one behind the other on both sides become one before anything else, so that a thousand tensors that
 //! were given one block of device memory are copied like a single one. Pieces that are small and close together in the
 //! source share a chunk: one read, several copies. A gap of up to [`GAP`] is read along and left out of the copies.
@@ -34,6 +37,32 @@ impl Piece {
 
     fn end(&self) -> u64 {
         self.at + self.device.len() as u64
+    }
+}
+
+/// Which end of a transfer has short chunks, and how many of each length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ramp {
+    /// The start (uploads) or the end (downloads).
+    pub(super) up: bool,
+    /// Of each length: one for each thread.
+    pub(super) threads: usize,
+    /// The shortest.
+    pub(super) least: usize,
+}
+
+impl Ramp {
+    /// Bytes of the chunk with so many chunks before it and so many bytes left, where `chunk` is the most.
+    fn len(self, chunk: usize, before: usize, left: u64) -> usize {
+        let step = if self.up {
+            before / self.threads
+        } else {
+            // Eighths, quarters and halves of a chunk, one of each for each thread, are what is left at the end.
+            let threads = (self.threads * chunk / 8) as u64;
+            [threads, 3 * threads, 7 * threads].iter().filter(|most| left > **most).count()
+        };
+        let len = chunk >> 3_usize.saturating_sub(step);
+        (len / PAGE * PAGE).max(self.least.min(chunk))
     }
 }
 
@@ -96,7 +125,7 @@ struct Cut {
 impl Plan {
     /// Cuts pieces, in any order, into chunks of at most `chunk` bytes, a multiple of a page. With `share` one chunk may
     /// have several parts (uploads); without, each has one (downloads, whose copies start at a segment's start).
-    pub(super) fn new(mut pieces: Vec<Piece>, chunk: usize, share: bool) -> Result<Self> {
+    pub(super) fn new(mut pieces: Vec<Piece>, chunk: usize, share: bool, ramp: Ramp) -> Result<Self> {
         debug_assert!(chunk > 0 && chunk % PAGE == 0);
         if pieces.is_empty() {
             return Err(Error::Empty);
@@ -123,16 +152,17 @@ impl Plan {
         let end = joined.iter().map(|piece| piece.device.address() + piece.device.len() as u64).max();
         let bounds = (start, end.unwrap_or(0));
         let mut plan = Self { pieces: joined, chunks: Vec::new(), chunk, wanted, bounds };
-        plan.cut(share);
+        plan.cut(share, ramp);
         Ok(plan)
     }
 
-    fn cut(&mut self, share: bool) {
+    fn cut(&mut self, share: bool, ramp: Ramp) {
         let (mut piece, mut skip) = (0, 0);
+        let mut left = self.wanted;
         while let Some(first) = self.pieces.get(piece) {
             let start = first.at + skip;
             // So that the next chunk starts on a page.
-            let most = start - start % PAGE as u64 + self.chunk as u64;
+            let most = start - start % PAGE as u64 + ramp.len(self.chunk, self.chunks.len(), left) as u64;
             let mut end = first.end().min(most);
             let (from, from_skip) = (piece, skip);
             if first.end() > most {
@@ -153,6 +183,7 @@ impl Plan {
                 }
             }
             let until = if skip > 0 { piece + 1 } else { piece };
+            left = left.saturating_sub(end - start);
             self.chunks.push(Cut { piece: from, skip: from_skip, until, len: (end - start) as usize });
         }
     }

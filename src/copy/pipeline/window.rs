@@ -170,7 +170,7 @@ const MARGIN: f64 = 1.1;
 /// The time in which a stretch of bytes arrived, from its first chunk to its last, tells how fast that way is here and now,
 /// everything included. Where somebody paused (no chunk for a while) a stretch ends early, and is measured again if it was
 /// too short to tell.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Tuner {
     windows: bool,
     /// Of the stretch under way: when its first chunk arrived and its last so far, and the bytes after the first.
@@ -179,12 +179,6 @@ pub(super) struct Tuner {
     /// Bytes a second, read and from windows.
     rates: [Option<f64>; 2],
     settled: u64,
-}
-
-impl Default for Tuner {
-    fn default() -> Self {
-        Self { windows: false, since: None, bytes: 0, rates: [None, None], settled: 0 }
-    }
 }
 
 /// A pause in which nobody had anything to do.

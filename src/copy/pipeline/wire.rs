@@ -49,11 +49,18 @@ where
 
 /// A copy that is on the wire.
 pub(super) trait Arrives: Send {
+    /// Whether it is there. Errors are told by waiting.
+    fn is_here(&self) -> bool;
+
     /// Waits for it.
     fn arrive(self: Box<Self>) -> Result<()>;
 }
 
 impl<B: Lend> Arrives for InFlight<B> {
+    fn is_here(&self) -> bool {
+        self.is_done() != Ok(false)
+    }
+
     fn arrive(self: Box<Self>) -> Result<()> {
         (*self).wait().map(drop)
     }
@@ -89,6 +96,31 @@ enum Flight {
     Parts(Arc<PinnedBuf>, Vec<InFlight<Arc<PinnedBuf>>>),
     /// With where the chunk is in it, and how long.
     InPlace(Vec<Box<dyn Arrives>>, Arc<dyn InPlace>, usize, usize),
+}
+
+impl Flight {
+    fn is_here(&self) -> bool {
+        match self {
+            Self::Segment(flight) => flight.is_here(),
+            Self::Parts(_, flights) => flights.last().is_none_or(InFlight::is_here),
+            Self::InPlace(flights, ..) => flights.last().is_none_or(|flight| flight.is_here()),
+        }
+    }
+}
+
+/// Between two looks at a copy on the wire, and for how long the watcher looks before it waits to be woken. Who is woken
+/// only when somebody else has found out is late by as much as a chunk takes, and then the wire runs dry.
+const PAUSE: Duration = Duration::from_micros(15);
+const LOOK: Duration = Duration::from_millis(2);
+
+impl Flight {
+    /// Looks often, for a while, sleeping in between.
+    fn look(&self) {
+        let since = Instant::now();
+        while !self.is_here() && since.elapsed() < LOOK {
+            std::thread::sleep(PAUSE);
+        }
+    }
 }
 
 /// One direction's wire.
@@ -300,6 +332,7 @@ impl Engine {
 
     /// The thread of one direction: see the module's page.
     pub(super) fn watch(&self, direction: Direction) {
+        crate::os::sleep_precisely();
         let mut state = self.state.lock();
         loop {
             let events = state.events;
@@ -331,19 +364,24 @@ impl Engine {
         let Flying { job, index, wanted, flight } = flying;
         let at = job.plan.range(index).0;
         // A segment, or none any more, if there was one; and how it went.
-        let (segment, result) = MutexGuard::unlocked(state, || match flight {
-            Flight::Segment(flight) => match flight.wait() {
-                Ok(buf) => (Some(Some(buf)), Ok(())),
-                Err(error) => (Some(None), Err(error)),
-            },
-            Flight::Parts(shared, flights) => {
-                let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
-                (Some(last_of(shared)), results.into_iter().collect())
+        let (segment, result) = MutexGuard::unlocked(state, || {
+            if self.looks {
+                flight.look();
             }
-            Flight::InPlace(flights, place, start, len) => {
-                let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
-                let all: Result<()> = results.into_iter().collect();
-                (None, all.and_then(|()| place.arrived(start, len)))
+            match flight {
+                Flight::Segment(flight) => match flight.wait() {
+                    Ok(buf) => (Some(Some(buf)), Ok(())),
+                    Err(error) => (Some(None), Err(error)),
+                },
+                Flight::Parts(shared, flights) => {
+                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
+                    (Some(last_of(shared)), results.into_iter().collect())
+                }
+                Flight::InPlace(flights, place, start, len) => {
+                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
+                    let all: Result<()> = results.into_iter().collect();
+                    (None, all.and_then(|()| place.arrived(start, len)))
+                }
             }
         });
         state.wires[direction as usize].on[place(job.priority)] -= 1;
