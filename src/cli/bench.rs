@@ -1,8 +1,9 @@
 //! `pinpool bench`: what the link to a device gives, and what the pipeline makes of it, in one run.
 //!
-//! All figures move the same number of bytes, each five times, of which the best counts: the question is what this machine
-//! can do, and whatever else runs on it only takes away from that. Before each of them its target is overwritten, and
-//! afterwards compared with what was sent, outside of the time; so a figure of bytes that did not arrive is never printed.
+//! All figures move the same number of bytes, each five times, by turns, of which the best counts: the question is what this
+//! machine can do, and whatever else runs on it only takes away from that. In the first round and in the last the target is
+//! overwritten before, and compared with what was sent afterwards, outside of the time; so a figure of bytes that did not
+//! arrive is never printed.
 //!
 //! The pinned peak is measured without the pipeline: eight page-locked buffers that hold all of it, on one stream or on one
 //! for each thread, whichever is faster (the host device's streams are threads). Then everything is a ratio: to the peak,
@@ -232,178 +233,180 @@ impl Source for Scattered {
     }
 }
 
+/// What is measured, in the order of a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Figure {
+    Memcpy,
+    /// Page-locked memory, on so many streams.
+    LinkUp(usize),
+    LinkDown(usize),
+    PageableUp,
+    PipelineUp,
+    PipelineDown,
+    Gather,
+}
+
+impl Figure {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Memcpy => "the copy in memory",
+            Self::LinkUp(_) => "the pinned upload",
+            Self::LinkDown(_) => "the pinned download",
+            Self::PageableUp => "the pageable upload",
+            Self::PipelineUp => "the pipeline's upload",
+            Self::PipelineDown => "the pipeline's download",
+            Self::Gather => "the gathered pieces",
+        }
+    }
+
+    /// Whether it changes the device's memory; else it changes the host's.
+    fn is_upload(self) -> bool {
+        matches!(self, Self::LinkUp(_) | Self::PageableUp | Self::PipelineUp | Self::Gather)
+    }
+}
+
 impl Bed {
     fn measure(&mut self) -> Result<Report, Failure> {
-        let mut report = Report {
+        let many = self.streams.len();
+        let mut figures = vec![Figure::Memcpy, Figure::LinkUp(1), Figure::LinkDown(1)];
+        if many > 1 {
+            figures.extend([Figure::LinkUp(many), Figure::LinkDown(many)]);
+        }
+        figures.extend([Figure::PageableUp, Figure::PipelineUp, Figure::PipelineDown, Figure::Gather]);
+        let mut times = vec![Duration::MAX; figures.len()];
+        // Round by round, so that what else goes on meets all of them alike.
+        for round in 0..ROUNDS {
+            for (figure, best) in figures.iter().zip(&mut times) {
+                let time = self.once(*figure, round == 0 || round + 1 == ROUNDS)?;
+                *best = (*best).min(time);
+            }
+        }
+        let speed = |wanted: &dyn Fn(Figure) -> bool| {
+            let times = figures.iter().zip(&times).filter(|(figure, _)| wanted(**figure));
+            let best = times.map(|(_, time)| *time).min().unwrap_or(Duration::MAX);
+            self.size as f64 / best.as_secs_f64().max(1e-9) / 1e9
+        };
+        Ok(Report {
             device: self.device.name().to_owned(),
             threads: self.threads,
             size: self.size,
             asked: self.asked,
             unpinned: self.unpinned,
-            ..Report::default()
-        };
-        report.memcpy = self.memcpy()?;
-        (report.peak_up, report.peak_down) = self.link()?;
-        report.pageable_up = self.up("the pageable upload", |bed| {
-            let stream = &bed.streams[0];
-            stream.upload_blocking(&bed.source, &bed.memory)
-        })?;
-        report.pipeline_up =
-            self.up("the pipeline's upload", |bed| bed.pipeline.upload_slice(&bed.source, &bed.memory))?;
-        report.gather = self.gather()?;
-        report.pipeline_down = self.down()?;
-        Ok(report)
-    }
-
-    /// The best of the rounds, in GB/s.
-    fn best(&mut self, mut round: impl FnMut(&mut Self) -> Result<(), Error>) -> Result<f64, Failure> {
-        let mut best = Duration::MAX;
-        for _ in 0..ROUNDS {
-            let since = Instant::now();
-            round(self).map_err(|e| self.failed(&e))?;
-            best = best.min(since.elapsed());
-        }
-        Ok(self.size as f64 / best.as_secs_f64().max(1e-9) / 1e9)
+            memcpy: speed(&|figure| figure == Figure::Memcpy),
+            peak_up: speed(&|figure| matches!(figure, Figure::LinkUp(_))),
+            peak_down: speed(&|figure| matches!(figure, Figure::LinkDown(_))),
+            pageable_up: speed(&|figure| figure == Figure::PageableUp),
+            pipeline_up: speed(&|figure| figure == Figure::PipelineUp),
+            pipeline_down: speed(&|figure| figure == Figure::PipelineDown),
+            gather: speed(&|figure| figure == Figure::Gather),
+        })
     }
 
     fn failed(&self, error: &Error) -> Failure {
         Failure::Failed(format!("{}: {error}", self.device.name()))
     }
 
-    fn memcpy(&mut self) -> Result<f64, Failure> {
-        let (source, threads) = (self.source.clone(), self.threads);
-        let copied = self.best(|bed| {
-            each(&mut bed.target, threads, |start, part| {
-                part.copy_from_slice(&source[start..start + part.len()])
-            });
-            Ok(())
-        })?;
-        self.compare("the copy in memory", |at| at)?;
-        Ok(copied)
+    /// Measures once. With `look` the target is overwritten before, and compared afterwards.
+    fn once(&mut self, figure: Figure, look: bool) -> Result<Duration, Failure> {
+        self.prepare(figure, look).map_err(|e| self.failed(&e))?;
+        let since = Instant::now();
+        self.run(figure).map_err(|e| self.failed(&e))?;
+        let taken = since.elapsed();
+        if look {
+            self.look(figure)?;
+        }
+        Ok(taken)
     }
 
-    /// Page-locked memory, both ways.
-    fn link(&mut self) -> Result<(f64, f64), Failure> {
-        let piece = self.size / BUFFERS;
-        let mut bufs = std::mem::take(&mut self.bufs);
-        for (number, buf) in bufs.iter_mut().enumerate() {
-            buf.clear();
-            buf.try_extend_from_slice(&self.source[number * piece..(number + 1) * piece])
-                .map_err(|e| self.failed(&e))?;
-        }
-        let many = self.streams.len();
-        let mut ways = vec![1, many];
-        ways.dedup();
-        self.wipe()?;
-        let mut up = 0.0_f64;
-        for &streams in &ways {
-            up = up.max(self.best(|bed| {
-                bufs = bed.all(std::mem::take(&mut bufs), streams, |stream, buf, slice| {
-                    stream.upload(buf, slice).map_err(|e| e.error)
-                })?;
+    fn run(&mut self, figure: Figure) -> Result<(), Error> {
+        match figure {
+            Figure::Memcpy => {
+                let source = &self.source;
+                each(&mut self.target, self.threads, |start, part| {
+                    part.copy_from_slice(&source[start..start + part.len()]);
+                });
                 Ok(())
-            })?);
-        }
-        for buf in &mut bufs {
-            buf.fill(0);
-        }
-        let mut down = 0.0_f64;
-        for &streams in &ways {
-            down = down.max(self.best(|bed| {
-                bufs = bed.all(std::mem::take(&mut bufs), streams, |stream, buf, slice| {
-                    stream.download(slice, buf).map_err(|e| e.error)
-                })?;
+            }
+            Figure::LinkUp(streams) => {
+                self.all(streams, |stream, buf, slice| stream.upload(buf, slice).map_err(|e| e.error))
+            }
+            Figure::LinkDown(streams) => {
+                self.all(streams, |stream, buf, slice| stream.download(slice, buf).map_err(|e| e.error))
+            }
+            Figure::PageableUp => self.streams[0].upload_blocking(&self.source, &self.memory),
+            Figure::PipelineUp => self.pipeline.upload_slice(&self.source, &self.memory),
+            Figure::PipelineDown => self.pipeline.download_slice(&self.memory, &mut self.target),
+            Figure::Gather => {
+                let scattered = Scattered::new(self.source.clone());
+                self.pipeline.upload(scattered, &self.memory)?.wait()?;
                 Ok(())
-            })?);
-        }
-        // Both at once: what came back is what went up.
-        for (number, buf) in bufs.iter().enumerate() {
-            if buf[..] != self.source[number * piece..(number + 1) * piece] {
-                return Err(Failure::Mismatch(format!(
-                    "page-locked buffer {number} did not come back as it went up"
-                )));
             }
         }
-        self.bufs = bufs;
-        Ok((up, down))
     }
 
-    /// Copies all buffers at once, on so many streams.
-    fn all(
-        &self,
-        bufs: Vec<PinnedBuf>,
-        streams: usize,
-        copy: impl Fn(&Stream, PinnedBuf, pinpool::DeviceSlice) -> Result<InFlight<PinnedBuf>, Error>,
-    ) -> Result<Vec<PinnedBuf>, Error> {
+    /// Puts what is to be sent where it is sent from, and with `wipe` something else where it goes.
+    fn prepare(&mut self, figure: Figure, wipe: bool) -> Result<(), Error> {
         let piece = self.size / BUFFERS;
-        let mut flights = Vec::with_capacity(bufs.len());
-        for (number, buf) in bufs.into_iter().enumerate() {
-            let slice = self.memory.slice(number * piece..(number + 1) * piece)?;
-            flights.push(copy(&self.streams[number % streams], buf, slice)?);
+        if matches!(figure, Figure::LinkUp(_)) {
+            for (number, buf) in self.bufs.iter_mut().enumerate() {
+                buf.clear();
+                buf.try_extend_from_slice(&self.source[number * piece..(number + 1) * piece])?;
+            }
         }
-        flights.into_iter().map(InFlight::wait).collect()
-    }
-
-    /// Overwrites what is on the device.
-    fn wipe(&mut self) -> Result<(), Failure> {
-        self.target[..].fill(0);
-        self.pipeline.upload_slice(&self.target, &self.memory).map_err(|e| self.failed(&e))
-    }
-
-    /// An upload, whose bytes are brought back afterwards.
-    fn up(&mut self, what: &str, copy: impl Fn(&Self) -> Result<(), Error>) -> Result<f64, Failure> {
-        self.wipe()?;
-        let best = self.best(|bed| copy(bed))?;
-        self.bring_back()?;
-        self.compare(what, |at| at)?;
-        Ok(best)
-    }
-
-    /// By buffers and a stream, past the pipeline.
-    fn bring_back(&mut self) -> Result<(), Failure> {
-        let piece = self.size / BUFFERS;
-        let bufs = std::mem::take(&mut self.bufs);
-        let back = self.all(bufs, 1, |stream, buf, slice| stream.download(slice, buf).map_err(|e| e.error));
-        self.bufs = back.map_err(|e| self.failed(&e))?;
-        for (part, buf) in self.target.chunks_mut(piece).zip(&self.bufs) {
-            part.copy_from_slice(buf);
+        if !figure.is_upload() && figure != Figure::Memcpy {
+            // Something of an earlier figure's may be there.
+            self.streams[0].upload_blocking(&self.source, &self.memory)?;
+        }
+        if wipe {
+            self.target[..].fill(0);
+            match figure {
+                Figure::LinkDown(_) => self.bufs.iter_mut().for_each(|buf| buf.fill(0)),
+                figure if figure.is_upload() => {
+                    self.streams[0].upload_blocking(&self.target, &self.memory)?
+                }
+                _ => {}
+            }
         }
         Ok(())
     }
 
-    fn gather(&mut self) -> Result<f64, Failure> {
-        self.wipe()?;
-        let best = self.best(|bed| {
-            let scattered = Scattered::new(bed.source.clone());
-            bed.pipeline.upload(scattered, &bed.memory)?.wait()?;
-            Ok(())
-        })?;
-        self.bring_back()?;
-        let scattered = Scattered::new(self.source.clone());
-        self.compare("the gathered pieces", |at| scattered.from(at / PIECE))?;
-        Ok(best)
-    }
-
-    fn down(&mut self) -> Result<f64, Failure> {
-        let stream = &self.streams[0];
-        stream.upload_blocking(&self.source, &self.memory).map_err(|e| self.failed(&e))?;
-        self.target[..].fill(0);
-        let best = self.best(|bed| bed.pipeline.download_slice(&bed.memory, &mut bed.target))?;
-        self.compare("the pipeline's download", |at| at)?;
-        Ok(best)
-    }
-
-    /// Whether each piece of the target is what lies in the source where `from` says.
-    fn compare(&self, what: &str, from: impl Fn(usize) -> usize) -> Result<(), Failure> {
-        for (number, piece) in self.target.chunks(PIECE).enumerate() {
-            let (at, from) = (number * PIECE, from(number * PIECE));
-            if piece != &self.source[from..from + piece.len()] {
-                return Err(Failure::Mismatch(format!(
-                    "{what}: mismatch in bytes {at}..{}",
-                    at + piece.len()
-                )));
+    /// Whether what arrived is what was sent.
+    fn look(&mut self, figure: Figure) -> Result<(), Failure> {
+        if figure.is_upload() {
+            // Past the pipeline.
+            self.run(Figure::LinkDown(1)).map_err(|e| self.failed(&e))?;
+        }
+        if figure.is_upload() || matches!(figure, Figure::LinkDown(_)) {
+            let piece = self.size / BUFFERS;
+            for (part, buf) in self.target.chunks_mut(piece).zip(&self.bufs) {
+                part.copy_from_slice(buf);
             }
         }
+        let scattered = Scattered::new(self.source.clone());
+        for (number, piece) in self.target.chunks(PIECE).enumerate() {
+            let at = number * PIECE;
+            let from = if figure == Figure::Gather { scattered.from(number) } else { at };
+            if piece != &self.source[from..from + piece.len()] {
+                let (what, end) = (figure.name(), at + piece.len());
+                return Err(Failure::Mismatch(format!("{what}: mismatch in bytes {at}..{end}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies all page-locked buffers at once, on so many streams.
+    fn all(
+        &mut self,
+        streams: usize,
+        copy: impl Fn(&Stream, PinnedBuf, pinpool::DeviceSlice) -> Result<InFlight<PinnedBuf>, Error>,
+    ) -> Result<(), Error> {
+        let piece = self.size / BUFFERS;
+        let mut flights = Vec::with_capacity(BUFFERS);
+        for (number, buf) in std::mem::take(&mut self.bufs).into_iter().enumerate() {
+            let slice = self.memory.slice(number * piece..(number + 1) * piece)?;
+            flights.push(copy(&self.streams[number % streams], buf, slice)?);
+        }
+        self.bufs = flights.into_iter().map(InFlight::wait).collect::<Result<_, _>>()?;
         Ok(())
     }
 }
@@ -479,10 +482,17 @@ mod tests {
     fn bytes_that_did_not_arrive_are_no_figure() {
         let device = Device::open("host").unwrap();
         let mut bed = bed(&device, 2, 1 << 20, 1 << 20).unwrap();
-        let refused = bed.up("nothing", |_| Ok(())).unwrap_err();
-        assert!(refused.to_string().contains("mismatch"), "{refused}");
-        let partly =
-            bed.up("a part", |bed| bed.streams[0].upload_blocking(&bed.source[..1 << 19], &bed.memory));
-        assert!(partly.unwrap_err().to_string().contains("mismatch in bytes 524288.."));
+        let figures = [Figure::LinkUp(2), Figure::PageableUp, Figure::PipelineUp, Figure::Gather];
+        for figure in figures.into_iter().chain([Figure::Memcpy, Figure::LinkDown(1), Figure::PipelineDown]) {
+            bed.once(figure, true).unwrap();
+            bed.prepare(figure, true).unwrap();
+            let nothing = bed.look(figure).unwrap_err();
+            assert!(nothing.to_string().contains("mismatch in bytes 0.."), "{figure:?} {nothing}");
+        }
+        // A part of it.
+        bed.prepare(Figure::PipelineUp, true).unwrap();
+        bed.pipeline.upload_slice(&bed.source[..1 << 19], &bed.memory).unwrap();
+        let partly = bed.look(Figure::PipelineUp).unwrap_err();
+        assert!(partly.to_string().contains("the pipeline's upload: mismatch in bytes 524288.."), "{partly}");
     }
 }
