@@ -443,3 +443,25 @@ fn a_device_error_in_a_copy_without_staging_ends_its_transfer() {
         }
     }
 }
+
+#[test]
+fn a_wait_on_a_thread_that_has_to_do_the_work_is_refused() {
+    struct Nested(pinpool::pipeline::Pipeline, pinpool::DeviceSlice);
+    impl Source for Nested {
+        fn len(&self) -> u64 {
+            10
+        }
+        fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
+            self.0.upload_slice(&[1; 10], &self.1)?;
+            into.push(&[0; 10]);
+            Ok(())
+        }
+    }
+    let rig = Rig::plain();
+    let pipeline = rig.builder().threads(1).build().unwrap();
+    let memory = rig.device.alloc(20).unwrap();
+    let nested = Nested(pipeline.clone(), memory.slice(10..).unwrap());
+    let failed = pipeline.upload(nested, memory.slice(..10)).unwrap().wait().map(drop).unwrap_err();
+    assert!(failed.error.to_string().contains("own thread"), "{}", failed.error);
+    rig.all_is_back();
+}

@@ -18,6 +18,7 @@
 //! *Order.* Transfers that use the same device memory, one of them writing it, take effect in the order in which they were
 //! started: the later one begins when the earlier one is over.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
@@ -43,6 +44,23 @@ use crate::stream::Stream;
 /// How long a thread that has no segment at all waits in the pool's queue before it looks whether its transfer was
 /// cancelled.
 const PATIENCE: Duration = Duration::from_millis(250);
+
+thread_local! {
+    /// Whether this is a thread of a pipeline.
+    static OURS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// An error on a thread of a pipeline, where a waker, a source or a sink is about to wait for what that very thread does.
+pub(super) fn may_wait() -> Result<()> {
+    if !OURS.get() {
+        return Ok(());
+    }
+    Err(Error::Unsupported(
+        "a wait for a transfer on a pipeline's own thread, in a waker, a source or a sink; wake a task or thread of your own, \
+         and wait there"
+            .into(),
+    ))
+}
 
 /// The streams of one direction.
 pub(super) struct Streams {
@@ -182,6 +200,7 @@ impl Engine {
         let spawn = |name: String, run: fn(&Self, usize), which: usize| {
             let engine = self.clone();
             std::thread::Builder::new().name(name).spawn(move || {
+                OURS.set(true);
                 engine.device.context().driver().enter_thread();
                 run(&engine, which);
             })

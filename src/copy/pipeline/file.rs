@@ -13,7 +13,6 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -23,7 +22,7 @@ use super::source::Sink;
 use super::stats::Counters;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
-use crate::os::file::{Cached, read_at, read_cached, reopen_direct};
+use crate::os::file::{Cached, read_at, read_cached, reopen_direct, write_all_at};
 use crate::segment::PAGE;
 
 /// Less than this is read through the cache in any case.
@@ -311,6 +310,6 @@ impl Sink for FileSink {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(bytes, self.start + offset)
+        write_all_at(&self.file, bytes, self.start + offset)
     }
 }

@@ -234,6 +234,7 @@ impl Pipeline {
                 return done;
             }
         }
+        engine::may_wait()?;
         // SAFETY: we return when the transfer is over, and then nobody has it.
         let borrowed = unsafe { Borrowed::new(src) };
         let plan = self.plan(vec![Piece { at: 0, device: dst }], Direction::Up)?;
@@ -330,6 +331,7 @@ impl Pipeline {
     /// # Errors
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
     pub fn upload_read(&self, reader: &mut impl Read, dst: impl DeviceRange) -> Result<u64> {
+        engine::may_wait()?;
         let mut feed = self.feed(dst)?;
         feed.read_from(reader, "the reader")?;
         feed.finish_blocking()
@@ -363,6 +365,7 @@ impl Pipeline {
                 return done;
             }
         }
+        engine::may_wait()?;
         // SAFETY: borrowed exclusively, and we return when the transfer is over, and then nobody has it.
         let landing =
             unsafe { Landing::new(dst.as_mut_ptr(), dst.len(), self.handle.engine.settings.stores) };
@@ -423,6 +426,7 @@ impl Pipeline {
     /// # Errors
     /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).
     pub fn download_write(&self, src: impl DeviceRange, writer: &mut impl Write) -> Result<u64> {
+        engine::may_wait()?;
         let device = self.own(src)?;
         let plan = self.plan(vec![Piece { at: 0, device }], Direction::Down)?;
         let job = self.begin(Direction::Down, plan, "the writer", Body::Pulled)?;
