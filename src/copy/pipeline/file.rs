@@ -17,9 +17,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::engine::read_error;
 use super::source::Sink;
 use super::stats::Counters;
+use super::workers::read_error;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::os::file::{Cached, read_at, read_cached, reopen_direct, write_all_at};
@@ -287,7 +287,7 @@ impl FileSink {
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let name = path.display().to_string();
-        let file = File::create(path).map_err(|error| super::engine::write_error(&name, 0, &error))?;
+        let file = File::create(path).map_err(|error| super::workers::write_error(&name, 0, &error))?;
         Ok(Self::new(file, name))
     }
 

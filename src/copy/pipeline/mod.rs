@@ -62,7 +62,8 @@
 //!
 //! # Modules
 //!
-//! Here are the calls. [`plan`]: the cutting. [`engine`]: threads and segments. [`wire`]: submitting and arriving. [`job`]: a
+//! Here are the calls. [`plan`]: the cutting. [`engine`]: threads and segments. [`workers`]: what they do.
+//! [`wire`]: submitting and arriving. [`job`]: a
 //! transfer's state. [`source`], [`file`], [`window`], [`feed`], [`collect`]: what is
 //! read and written. [`stores`], [`direct`]: memory copies.
 
@@ -82,6 +83,7 @@ mod stores;
 mod transfer;
 mod window;
 mod wire;
+mod workers;
 
 use std::io::{Read, Write};
 use std::sync::Arc;
