@@ -113,6 +113,11 @@ mod linux {
         }
     }
 
+    /// Writes all of it at an offset.
+    pub(crate) fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+        std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
+    }
+
     /// The same file, opened for reading past the page cache. Reads through it start, end and land on whole pages.
     pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
         std::fs::OpenOptions::new()
@@ -148,6 +153,10 @@ mod other {
 
     pub(crate) fn read_cached(_: &File, _: &mut [MaybeUninit<u8>], _: u64) -> io::Result<Cached> {
         Ok(Cached::Unknown)
+    }
+
+    pub(crate) fn write_all_at(_: &File, _: &[u8], _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
     }
 
     pub(crate) fn reopen_direct(_: &File) -> io::Result<File> {

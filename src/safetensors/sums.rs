@@ -2,8 +2,8 @@
 //!
 //! A tensor's checksum goes over its bytes in order, while the pipeline's threads read chunks side by side. A tensor within
 //! one chunk is its thread's alone. Of a tensor in several, each thread waits for the part before its own: chunks begin in
-//! order, so that part is already being read. So large tensors are as fast as one thread takes checksums, which is faster
-//! than one thread reads; small ones, as fast as all threads together.
+//! order, so that part is already being read. So large tensors are as fast as one thread takes checksums; small ones, as fast
+//! as all threads together.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -83,7 +83,10 @@ impl Tap for Sums {
     fn read(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool) {
         let end = at + bytes.len() as u64;
         let first = self.sums.partition_point(|sum| sum.range.end <= at);
-        for sum in self.sums[first..].iter().take_while(|sum| sum.range.start < end) {
+        let count = self.sums[first..].partition_point(|sum| sum.range.start < end);
+        // From the back: the chunk behind this one waits for the tensor that reaches into it, and only for that. What this one
+        // waits for comes last.
+        for sum in self.sums[first..first + count].iter().rev() {
             let (from, to) = (sum.range.start.max(at), sum.range.end.min(end));
             if !sum.add(from, &bytes[(from - at) as usize..(to - at) as usize], stopped) {
                 return;

@@ -148,8 +148,8 @@ fn rate(rig: &Rig) {
     let since = Instant::now();
     pipeline.upload_slice(&bytes, &memory).unwrap();
     let taken = since.elapsed();
-    // A sixteenth goes at once. A machine that is slower than this is within its rate.
-    assert!(taken >= Duration::from_millis(230), "{taken:?}");
+    // The first chunk, less than a quarter, goes at once. A machine that is slower than this is within its rate.
+    assert!(taken >= Duration::from_millis(190), "{taken:?}");
     // The foreground has none.
     pipeline.set_rate(Some(1));
     let first = pipeline.with_priority(Priority::Foreground);

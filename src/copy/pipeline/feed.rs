@@ -9,11 +9,12 @@ use std::task::Poll;
 use parking_lot::MutexGuard;
 
 use super::Handle;
-use super::engine::{Engine, Got, State, read_error, write_error};
+use super::engine::{Engine, Got, State};
 use super::job::{Direction, End, Job, Landed, Progress};
 use super::plan::{Chunk, Parts};
 use super::source::Fill;
 use super::wire::{Load, Ready};
+use super::workers::{read_error, write_error};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 

@@ -13,17 +13,16 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use super::engine::read_error;
 use super::source::Sink;
 use super::stats::Counters;
+use super::workers::read_error;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
-use crate::os::file::{Cached, read_at, read_cached, reopen_direct};
+use crate::os::file::{Cached, read_at, read_cached, reopen_direct, write_all_at};
 use crate::segment::PAGE;
 
 /// Less than this is read through the cache in any case.
@@ -113,6 +112,10 @@ impl FileSource {
         self
     }
 
+    pub(super) fn is_tapped(&self) -> bool {
+        self.tap.is_some()
+    }
+
     /// A chunk was read.
     pub(super) fn tapped(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool) {
         if let Some(tap) = &self.tap {
@@ -158,7 +161,7 @@ impl FileSource {
     /// Whether chunks are to come from windows, where `faster` says what was measured.
     pub(super) fn wants_windows(&self, faster: bool) -> bool {
         // Relaxed, here and below: a hint.
-        let can = self.tap.is_none() && !self.windowless.load(Ordering::Relaxed);
+        let can = !self.windowless.load(Ordering::Relaxed);
         can && (self.reading == Reading::Mapped || (self.reading == Reading::Auto && faster))
     }
 
@@ -310,7 +313,7 @@ impl FileSink {
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let name = path.display().to_string();
-        let file = File::create(path).map_err(|error| super::engine::write_error(&name, 0, &error))?;
+        let file = File::create(path).map_err(|error| super::workers::write_error(&name, 0, &error))?;
         Ok(Self::new(file, name))
     }
 
@@ -333,6 +336,6 @@ impl Sink for FileSink {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all_at(bytes, self.start + offset)
+        write_all_at(&self.file, bytes, self.start + offset)
     }
 }

@@ -92,6 +92,8 @@ impl Body {
             Self::Source(source) if !staged && source.memory(Token).is_some() => Kind::Direct,
             Self::Sink(sink) if !staged && sink.place(Token).is_some() => Kind::Direct,
             Self::Source(_) | Self::Sink(_) => Kind::Workers,
+            // Read in any case, and no measure of how fast reading is.
+            Self::File(file) if file.is_tapped() => Kind::Workers,
             Self::File(_) => Kind::File,
             Self::InPlace(_) => Kind::InPlace,
             Self::Fed | Self::Pulled => Kind::Caller,

@@ -62,7 +62,8 @@
 //!
 //! # Modules
 //!
-//! Here are the calls. [`plan`]: the cutting. [`engine`]: threads and segments. [`wire`]: submitting and arriving. [`job`]: a
+//! Here are the calls. [`plan`]: the cutting. [`engine`]: threads and segments. [`workers`]: what they do.
+//! [`wire`]: submitting and arriving. [`job`]: a
 //! transfer's state. [`source`], [`file`], [`window`], [`feed`], [`collect`]: what is
 //! read and written. [`stores`], [`direct`]: memory copies.
 
@@ -82,6 +83,7 @@ mod stores;
 mod transfer;
 mod window;
 mod wire;
+mod workers;
 
 use std::io::{Read, Write};
 use std::sync::Arc;
@@ -105,6 +107,7 @@ use self::engine::Engine;
 use self::feed::Pull;
 use self::job::{Body, Direction, Job};
 use self::plan::{Plan, Ramp};
+use self::source::ours::Token;
 use self::source::{Borrowed, Landing};
 use self::wire::{InPlace, Shared};
 use super::DeviceRange;
@@ -116,6 +119,8 @@ use crate::runtime::Device;
 use crate::segment::PAGE;
 use crate::stream::Stream;
 
+/// By so much chunks are longer that are not staged.
+const UNSTAGED: usize = 4;
 /// Chunks are cut no smaller than this to give every thread one.
 const LEAST: usize = 512 << 10;
 
@@ -236,9 +241,10 @@ impl Pipeline {
                 return done;
             }
         }
+        engine::may_wait()?;
         // SAFETY: we return when the transfer is over, and then nobody has it.
         let borrowed = unsafe { Borrowed::new(src) };
-        let plan = self.plan(vec![Piece { at: 0, device: dst }], Direction::Up)?;
+        let plan = self.plan(vec![Piece { at: 0, device: dst }], Direction::Up, true)?;
         let job = self.begin(Direction::Up, plan, "bytes in memory", Body::Source(Arc::new(borrowed)))?;
         job.wait(None, |_| false);
         job.outcome().unwrap_or(Ok(()))
@@ -265,7 +271,8 @@ impl Pipeline {
         pieces: Vec<Piece>,
     ) -> Result<Transfer<S>, SubmitError<S>> {
         let (name, len) = (source.name().into_owned(), source.len());
-        let plan = self.plan(pieces, Direction::Up).and_then(|plan| within(plan, 0, len));
+        let memory = source.memory(Token).is_some();
+        let plan = self.plan(pieces, Direction::Up, memory).and_then(|plan| within(plan, 0, len));
         self.transfer(Direction::Up, source, plan, &name, |shared| Body::Source(shared))
     }
 
@@ -300,7 +307,7 @@ impl Pipeline {
     ) -> Result<Transfer<FileSource>, SubmitError<FileSource>> {
         let name = source.name().to_owned();
         let (start, end) = (source.start(), source.end());
-        let plan = self.plan(pieces, Direction::Up).and_then(|plan| within(plan, start, end));
+        let plan = self.plan(pieces, Direction::Up, false).and_then(|plan| within(plan, start, end));
         self.transfer(Direction::Up, source, plan, &name, Body::File)
     }
 
@@ -321,7 +328,7 @@ impl Pipeline {
         }
         let plan = self
             .target(dst, value.bytes().len() as u64)
-            .and_then(|device| self.plan(vec![Piece { at: 0, device }], Direction::Up));
+            .and_then(|device| self.plan(vec![Piece { at: 0, device }], Direction::Up, false));
         let body = |shared: Arc<B>| Body::InPlace(Arc::new(Shared(shared)) as Arc<dyn InPlace>);
         self.transfer(Direction::Up, value, plan, "page-locked memory", body)
     }
@@ -332,6 +339,7 @@ impl Pipeline {
     /// # Errors
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
     pub fn upload_read(&self, reader: &mut impl Read, dst: impl DeviceRange) -> Result<u64> {
+        engine::may_wait()?;
         let mut feed = self.feed(dst)?;
         feed.read_from(reader, "the reader")?;
         feed.finish_blocking()
@@ -343,7 +351,7 @@ impl Pipeline {
     /// [`Error::WrongDevice`], a bad range, a lost device.
     pub fn feed(&self, dst: impl DeviceRange) -> Result<Feed> {
         let device = self.own(dst)?;
-        let plan = self.plan(vec![Piece { at: 0, device }], Direction::Up)?;
+        let plan = self.plan(vec![Piece { at: 0, device }], Direction::Up, false)?;
         let job = self.begin(Direction::Up, plan, "what is fed", Body::Fed)?;
         Ok(Feed::new(self.handle.clone(), job))
     }
@@ -365,10 +373,11 @@ impl Pipeline {
                 return done;
             }
         }
+        engine::may_wait()?;
         // SAFETY: borrowed exclusively, and we return when the transfer is over, and then nobody has it.
         let landing =
             unsafe { Landing::new(dst.as_mut_ptr(), dst.len(), self.handle.engine.settings.stores) };
-        let plan = self.plan(vec![Piece { at: 0, device: src }], Direction::Down)?;
+        let plan = self.plan(vec![Piece { at: 0, device: src }], Direction::Down, true)?;
         let job = self.begin(Direction::Down, plan, "memory", Body::Sink(Arc::new(landing)))?;
         job.wait(None, |_| false);
         job.outcome().unwrap_or(Ok(()))
@@ -390,7 +399,7 @@ impl Pipeline {
     pub fn download_collect(&self, src: impl DeviceRange) -> Result<Transfer<Collect>> {
         let device = self.own(src)?;
         let collect = Collect::new(device.len())?;
-        let plan = self.plan(vec![Piece { at: 0, device }], Direction::Down);
+        let plan = self.plan(vec![Piece { at: 0, device }], Direction::Down, true);
         let body = |shared| Body::Sink(Arc::new(Filler::new(shared)));
         Ok(self.transfer(Direction::Down, collect, plan, "a new vector", body)?)
     }
@@ -416,7 +425,7 @@ impl Pipeline {
         sink: S,
     ) -> Result<Transfer<S>, SubmitError<S>> {
         let name = sink.name().into_owned();
-        let plan = self.plan(pieces, Direction::Down);
+        let plan = self.plan(pieces, Direction::Down, sink.place(Token).is_some());
         self.transfer(Direction::Down, sink, plan, &name, |shared| Body::Sink(shared))
     }
 
@@ -435,7 +444,8 @@ impl Pipeline {
     /// # Errors
     /// As for [`download_write`](Self::download_write).
     pub fn download_write_pieces(&self, pieces: Vec<Piece>, writer: &mut impl Write) -> Result<u64> {
-        let plan = self.plan(pieces, Direction::Down)?;
+        engine::may_wait()?;
+        let plan = self.plan(pieces, Direction::Down, false)?;
         let job = self.begin(Direction::Down, plan, "the writer", Body::Pulled)?;
         Pull::new(self.handle.clone(), job).write_to(writer, "the writer")
     }
@@ -493,14 +503,23 @@ impl Pipeline {
         slice.slice(..need)
     }
 
-    fn plan(&self, pieces: Vec<Piece>, direction: Direction) -> Result<Plan> {
+    fn plan(&self, pieces: Vec<Piece>, direction: Direction, memory: bool) -> Result<Plan> {
         if pieces.iter().any(|piece| !piece.device.is_of(self.device().context())) {
             return Err(Error::WrongDevice { device: self.device().name().into() });
         }
-        let Settings { chunk, threads, .. } = self.handle.engine.settings;
+        let Settings { chunk, threads, staged, .. } = self.handle.engine.settings;
         // Two for each thread, so that all are busy to the end, unless that makes chunks slow.
         let total: usize = pieces.iter().map(|piece| piece.device.len()).sum();
         let even = (total / (2 * threads)).next_multiple_of(PAGE);
+        if memory && !staged {
+            // No segment is held, and each call has its price.
+            return Plan::new(
+                pieces,
+                even.clamp(PAGE, chunk.saturating_mul(UNSTAGED)),
+                direction == Direction::Up,
+                Ramp::NONE,
+            );
+        }
         let chunk = even.max(LEAST).min(chunk);
         let up = direction == Direction::Up;
         Plan::new(pieces, chunk, up, Ramp { up, threads, least: LEAST.min(chunk) })

@@ -52,10 +52,13 @@ pub(super) struct Ramp {
 }
 
 impl Ramp {
+    /// All chunks are alike.
+    pub(super) const NONE: Self = Self { up: true, threads: 0, least: 0 };
+
     /// Bytes of the chunk with so many chunks before it and so many bytes left, where `chunk` is the most.
     fn len(self, chunk: usize, before: usize, left: u64) -> usize {
         let step = if self.up {
-            before / self.threads
+            before.checked_div(self.threads).unwrap_or(3)
         } else {
             // Eighths, quarters and halves of a chunk, one of each for each thread, are what is left at the end.
             let threads = (self.threads * chunk / 8) as u64;

@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::Handle;
+use super::engine::may_wait;
 use super::job::{Job, Progress};
 use super::wire::last_of;
 use crate::error::{Error, Result, SubmitError};
@@ -48,6 +49,10 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     /// or the device said; [`Error::Cancelled`]. Of several the one that lies first in the source. What is on the device
     /// (or in the sink) then is undefined, but for what [`Progress::landed_to`] says.
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
+        match may_wait() {
+            Err(error) if !self.is_over() => return Err(SubmitError { error, buffer: None }),
+            _ => {}
+        }
         self.job.wait(None, |_| false);
         self.take()
     }

@@ -137,7 +137,7 @@ impl InPlace for Window {
 
     fn arrived(&self, start: usize, len: usize) -> Result<()> {
         let (from, until) = (self.start + start as u64, self.start + (start + len) as u64);
-        let now = self.file.metadata().map_err(|e| super::engine::read_error(&self.name, from, &e))?.len();
+        let now = self.file.metadata().map_err(|e| super::workers::read_error(&self.name, from, &e))?.len();
         if now < until {
             return Err(Error::Shrunk { what: self.name.clone(), end: now, len: self.end });
         }
