@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the benches that need a GPU, and their peers, in one go of a few minutes, and writes their tables to a folder.
 #   benches/gpu.sh OUT [EXECUTABLES]
-# EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `overlap` and `queue`, and `checkout` if that is to be
+# EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `overlap`, `queue` and `pipeline`, and `checkout` if that is to be
 # run too (stripped ones of another machine will do); without it all are built here. In the environment: PIN_GIB, what is
 # pinned (24), SECONDS_BEHIND, how long the reaper's kernel runs (10), and PINPOOL_BENCH_THREADS for `checkout` (1,16).
 #
@@ -24,7 +24,7 @@ if [ $# -gt 1 ]; then
 else
     bin="$work/bin"
     mkdir "$bin"
-    benches=(completion pinning overlap queue checkout)
+    benches=(completion pinning overlap queue pipeline checkout)
     (cd "$here/.." && cargo bench --no-run "${benches[@]/#/--bench=}" --message-format=json) >"$work/built" || exit 1
     for bench in "${benches[@]}"; do
         path="$(sed -n 's/.*"executable":"\([^"]*\/'"$bench"'-[^"]*\)".*/\1/p' "$work/built" | tail -n 1)"
@@ -63,6 +63,7 @@ part reaper 45 "$bin/completion" --only reaper --seconds "${SECONDS_BEHIND:-10}"
 part pinning 120 "$bin/pinning" --gib "${PIN_GIB:-24}"
 part overlap 45 "$bin/overlap"
 part queue 90 "$bin/queue"
+part pipeline 120 "$bin/pipeline"
 part peers 150 bash "$here/peers/run.sh"
 
 if [ -x "$bin/checkout" ]; then
@@ -71,14 +72,14 @@ if [ -x "$bin/checkout" ]; then
 fi
 
 cd "$work" || exit 2
-for name in track latency reaper pinning overlap queue peers; do
+for name in track latency reaper pinning overlap queue pipeline peers; do
     printf '==== %s\n' "$name"
     cat "$name.txt"
     echo
 done >"$out/tables.txt"
-grep -h '^gate: ' {track,latency,reaper,pinning,overlap,queue}.txt >"$out/gates.txt"
+grep -h '^gate: ' {track,latency,reaper,pinning,overlap,queue,pipeline}.txt >"$out/gates.txt"
 {
-    sed -n 's/^@ //p' {track,latency,reaper,pinning,overlap,queue}.txt
+    sed -n 's/^@ //p' {track,latency,reaper,pinning,overlap,queue,pipeline}.txt
     grep -v '^#' peers.txt | grep -E '^[a-z0-9_]+ [0-9]+ [0-9.]+ '
 } >"$out/lines.txt"
 echo

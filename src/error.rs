@@ -338,6 +338,78 @@ pub enum Error {
     /// The bytes cannot be viewed as that type.
     #[error("the bytes cannot be viewed as this type: {0}")]
     View(String),
+    /// The source of a transfer could not be read.
+    #[error(
+        "{what} cannot be read at offset {offset}: {text}; what came before is on the device, the rest is not"
+    )]
+    Read {
+        /// The file, or what else was read.
+        what: String,
+        /// Where it was read.
+        offset: u64,
+        /// What the system calls the error.
+        kind: std::io::ErrorKind,
+        /// What the system says.
+        text: String,
+    },
+    /// The source of a transfer ends before it should.
+    #[error(
+        "{what} ends at byte {end}, not at {len}: it has become shorter since its length was taken; load it again when nobody \
+         writes to it"
+    )]
+    Shrunk {
+        /// The file, or what else was read.
+        what: String,
+        /// Bytes that it has.
+        end: u64,
+        /// Bytes that it had, or said that it had.
+        len: u64,
+    },
+    /// The target of a transfer could not be written.
+    #[error("{what} cannot be written at offset {offset}: {text}; it is incomplete, make room or remove it")]
+    Write {
+        /// The file, or what else was written.
+        what: String,
+        /// Where it was written.
+        offset: u64,
+        /// What the system calls the error.
+        kind: std::io::ErrorKind,
+        /// What the system says.
+        text: String,
+    },
+    /// A file that is not what it says it is: a header that lies about what follows it, or an index about its files.
+    /// Nothing of it was loaded.
+    #[error("{what} is refused: {}{why}", .tensor.as_ref().map_or_else(String::new, |name| format!("tensor {name:?} ")))]
+    Malformed {
+        /// The file.
+        what: String,
+        /// The tensor that the lie is about, where it is about one.
+        tensor: Option<String>,
+        /// What is wrong, and what to do about it.
+        why: String,
+    },
+    /// A chunk of a transfer failed on its way to or from the device.
+    #[error("the transfer of {what} failed at offset {offset}: {cause}")]
+    Transfer {
+        /// The file, or what else was moved.
+        what: String,
+        /// Where the chunk starts.
+        offset: u64,
+        /// What happened.
+        cause: Box<Error>,
+    },
+    /// The transfer was cancelled before its end; what it was to fill is incomplete.
+    #[error(
+        "the transfer of {what} was cancelled after {done} of {total} bytes; start it again for all of them"
+    )]
+    Cancelled {
+        /// The file, or what else was moved.
+        what: String,
+        /// Bytes that had arrived.
+        done: u64,
+        /// Bytes that were to be moved.
+        total: u64,
+    },
     /// A driver call failed.
     #[error("{0}")]
     Device(DeviceError),
@@ -349,6 +421,7 @@ impl Error {
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Device(e) => e.class,
+            Self::Transfer { cause, .. } => cause.class(),
             Self::Capturing { .. } => ErrorClass::Capture,
             Self::Exhausted { .. }
             | Self::OverCapacity { .. }

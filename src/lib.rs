@@ -57,6 +57,8 @@
 //!   [`Stream::wait_for_copy`] to order other work behind a copy.
 //! - Sharing: a server's own contexts and streams are adopted, and ours given out, by the modules `cuda` and `acl` (features
 //!   of the same names); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
+//! - Much at once: the module [`pipeline`]; checkpoints in the safetensors format: the module `safetensors` (feature
+//!   `safetensors`).
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]. For operators: [`telemetry`], with
 //!   [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics.
 //! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
@@ -87,7 +89,8 @@
 //! | `config` | how a pool is set up | |
 //! | `telemetry::stuck` | the report on buffers that have been out for long | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
-//! | `copy` | copies between buffers and device memory | yes |
+//! | `copy` | copies between buffers and device memory; `copy::pipeline`: much of it | yes |
+//! | `safetensors` | files of tensors on the pipeline: what they hold, where it goes, when it is there | |
 //! | `cudarc` | cudarc's contexts, streams and slices beside the pool | yes |
 //! | `acl` | what only Ascend has: the library, contexts and streams that others made | yes |
 //! | `cuda` | what only CUDA has | |
@@ -101,7 +104,8 @@
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
 //! | `metrics` | no | a [`Sampler`](telemetry::Sampler) feeds the recorder of the `metrics` facade, too |
-//! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `doctor` says what stands in the way of pinning |
+//! | `safetensors` | no | checkpoints in the safetensors format to device tensors, in the module `safetensors` |
+//! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `bench` measures how fast, `doctor` says what stands in the way of pinning; with `safetensors` |
 //!
 //! The host device is always there. Features are additive.
 //!
@@ -141,6 +145,8 @@ mod os;
 mod pool;
 mod region;
 mod runtime;
+#[cfg(feature = "safetensors")]
+pub mod safetensors;
 pub mod segment;
 mod stream;
 mod sync;
@@ -149,6 +155,7 @@ pub mod telemetry;
 pub use buffer::{HostBuf, InFlight, Lend, PinnedBuf, Registered, StreamBuf, Token, UnpinnedBuf};
 pub use config::PoolBuilder;
 pub use copy::gather::{self, Gathered};
+pub use copy::pipeline;
 pub use copy::{CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats};
 pub use device::HostAllocFlags;
 pub use device::host;

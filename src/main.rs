@@ -3,7 +3,7 @@
 //!
 //! This file reads the command line and turns what happened into an exit status: 0 when all was moved (and verified, if
 //! asked), 1 for a mismatch or a device that fails, 2 for a command line that cannot be obeyed, with one line on
-//! stderr that says why. [`cli::load`] and the doctor do the work. Nothing here panics when a pipe closes: what cannot be
+//! stderr that says why. [`cli::load`], [`cli::bench`] and the doctor do the work. Nothing here panics when a pipe closes: what cannot be
 //! printed is not printed, and the exit status still tells.
 
 #[cfg(target_os = "linux")]

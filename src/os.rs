@@ -14,9 +14,13 @@
 //! *The barrier.* [`membarrier`] with the private expedited command interrupts every core that runs a thread of this
 //! process and makes it execute a full fence. It must be registered first; the kernel documents no failure after that.
 //!
+//! Those on files are in [`file`].
+//!
 //! The crate runs on Linux. On other systems everything here exists and says that it is unsupported.
 
 #![allow(unsafe_code)]
+
+pub(crate) mod file;
 
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
@@ -199,6 +203,12 @@ mod linux {
     pub(crate) fn pci_node(bus: &str) -> Option<u32> {
         let path = format!("/sys/bus/pci/devices/{}/numa_node", bus.to_ascii_lowercase());
         fs::read_to_string(path).ok()?.trim().parse().ok()
+    }
+
+    /// Has this thread's sleeps end when they should, and not up to 50 us later, when it may suit the kernel better.
+    pub(crate) fn sleep_precisely() {
+        // SAFETY: a number of nanoseconds, for this thread alone. Should it fail, sleeps are longer.
+        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000 as libc::c_ulong) };
     }
 
     /// The kernel's version, as major and minor number.
@@ -498,6 +508,8 @@ mod other {
     pub(crate) fn run_on_node(_node: u32) -> bool {
         false
     }
+
+    pub(crate) fn sleep_precisely() {}
 
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
     pub(crate) fn pci_node(_bus: &str) -> Option<u32> {

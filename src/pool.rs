@@ -916,6 +916,12 @@ impl Pool {
         &self.0.devices
     }
 
+    /// Bytes that the pool proper may hold, reserves left out, and the longest buffer that it can ever serve.
+    pub(crate) fn room(&self) -> (usize, usize) {
+        let capacity = self.growing().map(|s| s.depot.config().capacity).sum();
+        (capacity, self.0.main.depot.config().largest)
+    }
+
     /// Bytes and counts, reserves included. Costs a few microseconds, and nothing to those who check out.
     #[must_use]
     pub fn stats(&self) -> PoolStats {

@@ -150,8 +150,9 @@ fn a_file_goes_up_and_back() {
     assert_eq!(report["verified"], true);
     assert!(report["upload_gb_per_s"].as_f64().unwrap() > 0.0);
     assert!(report["download_gb_per_s"].as_f64().unwrap() > 0.0);
-    // 20 chunks up and as many back.
-    assert_eq!(report["pool"]["checkouts"], 40);
+    // 20 chunks up and as many back, in segments that the pipeline keeps while a file is on its way.
+    let checkouts = report["pool"]["checkouts"].as_u64().unwrap();
+    assert!((1..=40).contains(&checkouts), "{report}");
 }
 
 #[test]
@@ -198,9 +199,9 @@ fn a_pool_of_one_chunk_is_enough_for_many_threads() {
     let file = files.make("model.bin", 1_234_567);
     // SAFETY: sysconf only reads a value.
     let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
-    // The last two are the stride of a class in between, and one with a run of its own.
+    // The last two are the stride of a class in between, and one with a run of its own. (The pipeline needs five pages.)
     for (chunk, segment) in
-        [(4096, 4096 + 64u64), (65_536, 65_536 + 64), (100_000, 106_560), (5 << 20, (5 << 20) + 32)]
+        [(16_384, 16_384 + 64u64), (65_536, 65_536 + 64), (100_000, 106_560), (5 << 20, (5 << 20) + 32)]
     {
         let capacity = segment.next_multiple_of(page);
         let chunk = chunk.to_string();
@@ -442,6 +443,126 @@ fn a_file_that_changes_under_the_command_is_a_mismatch() {
         let report = report(&output);
         assert_eq!((&report["verified"], &report["bytes"]), (&false.into(), &(48 << 20).into()));
     });
+}
+
+/// A checkpoint of tensors with these lengths, and its bytes.
+fn checkpoint(lens: &[usize]) -> Vec<u8> {
+    let (mut header, mut end) = (String::from("{"), 0);
+    for (number, len) in lens.iter().enumerate() {
+        let comma = if number > 0 { "," } else { "" };
+        let to = end + len;
+        header +=
+            &format!(r#"{comma}"t.{number}":{{"dtype":"U8","shape":[{len}],"data_offsets":[{end},{to}]}}"#);
+        end = to;
+    }
+    header.push('}');
+    let bytes = (0..end).map(|i| (i / 251 + i % 251) as u8);
+    (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(bytes).collect()
+}
+
+#[test]
+fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
+    let files = Files::new();
+    let lens = [70_000, 0, 3, 16_384, 16_384, 300_000, 1];
+    let first = files.path("model-1.safetensors");
+    let second = files.path("model-2.safetensors");
+    fs::write(&first, checkpoint(&lens)).unwrap();
+    fs::write(&second, checkpoint(&[0])).unwrap();
+    let bytes: usize = lens.iter().sum();
+    let report = succeeds(load([&first, &second]).args(["--verify", "--chunk", "64KiB"]), 4 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&bytes.into(), &true.into()));
+    assert!(report["upload_gb_per_s"].as_f64().unwrap() > 0.0);
+    assert!(report["download_gb_per_s"].as_f64().unwrap() > 0.0);
+
+    let output = load([&first]).args(["--verify", "--capacity", "8MiB"]).output().unwrap();
+    let text = stdout(&output);
+    assert!(text.contains("model-1.safetensors: 7 tensors, 402.77 kB to host:0 at "), "{text}");
+    assert!(text.contains("all checksums equal"), "{text}");
+
+    // By an index, of which one tensor is wanted.
+    let index = files.path("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map":{"t.3":"model-1.safetensors"}}"#).unwrap();
+    let report = succeeds(load([&index]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+}
+
+#[test]
+fn checkpoints_that_lie_are_refused_by_tensor() {
+    let files = Files::new();
+    let path = files.path("lies.safetensors");
+    let mut bytes = checkpoint(&[10, 20]);
+    bytes.pop();
+    fs::write(&path, &bytes).unwrap();
+    refuses(&mut load([&path]), "lies.safetensors is refused: tensor \"t.1\" lies at 10..30 of 29 bytes");
+    fs::write(&path, [7; 30]).unwrap();
+    refuses(&mut load([&path]), "no safetensors file");
+    let index = files.path("model.safetensors.index.json");
+    fs::write(&index, r#"{"weight_map":{"t":"../lies.safetensors"}}"#).unwrap();
+    refuses(&mut load([&index]), "no name of a file beside the index");
+}
+
+/// `pinpool bench`: its table, and the object on its last line.
+fn bench(args: &[&str], device: &str) -> (String, Value) {
+    let mut command = pinpool();
+    command.args(["bench", "--json", "--device", device, "--size", "24MiB"]).args(args);
+    #[cfg(feature = "cuda")]
+    if device == "cuda:0" && !doubles::required() && !doubles::is_set() {
+        if let Some(library) = doubles::library() {
+            command.env(doubles::PATH, library);
+        }
+    }
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let text = stdout(&output);
+    let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    let mut keys: Vec<&String> = report.as_object().unwrap().keys().collect();
+    keys.sort();
+    assert_eq!(
+        keys,
+        [
+            "device",
+            "gather_gb_per_s",
+            "memcpy_gb_per_s",
+            "pageable_upload_gb_per_s",
+            "pinned_peak_download_gb_per_s",
+            "pinned_peak_upload_gb_per_s",
+            "pipeline_download_gb_per_s",
+            "pipeline_upload_gb_per_s",
+            "threads"
+        ]
+    );
+    for (key, value) in report.as_object().unwrap() {
+        if key.ends_with("gb_per_s") {
+            assert!(value.as_f64().unwrap() > 0.0, "{key}: {value}");
+        }
+    }
+    (text, report)
+}
+
+#[test]
+fn the_bench_measures_the_host_device() {
+    let (text, report) = bench(&["--threads", "3"], "host");
+    assert_eq!((&report["device"], &report["threads"]), (&"host:0".into(), &3.into()));
+    assert!(text.starts_with("host:0, 3 threads, copies of 24 MiB, best of 5\n"), "{text}");
+    assert!(text.contains("pipeline, from the device") && text.contains('%'), "{text}");
+
+    let output = pinpool().args(["bench", "--device", "host", "--size", "1MiB"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(!stdout(&output).contains('{'), "no JSON unless asked for");
+    refuses(pinpool().args(["bench", "--device", "host", "--size", "x"]), "--size");
+    refuses(pinpool().args(["bench", "--device", "nothing"]), "unknown device");
+    fails(pinpool().args(["bench", "--device", "host", "--size", "4096TiB"]), "no room to measure");
+}
+
+#[test]
+#[cfg(feature = "cuda")]
+fn the_bench_measures_a_gpu() {
+    if !doubles::required() && !doubles::is_set() && doubles::library().is_none() {
+        println!("skipped: there is no cargo to build the stand-in libcuda with");
+        return;
+    }
+    let (_, report) = bench(&["--threads", "2"], "cuda:0");
+    assert_eq!((&report["device"], &report["threads"]), (&"cuda:0".into(), &2.into()));
 }
 
 #[test]

@@ -26,7 +26,8 @@ pub enum Command {
     /// Move files to a device through the pool, in overlapped chunks
     ///
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
-    /// memory that holds all of it. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, the
+    /// memory that holds all of it. A .safetensors file, or an index of several (.safetensors.index.json), is loaded as
+    /// tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, the
     /// download's includes the checksums of what came back.
     #[command(after_help = EXIT_STATUS)]
     Load(Load),
@@ -37,6 +38,14 @@ pub enum Command {
     /// changed.
     #[command(after_help = DOCTOR_STATUS)]
     Doctor(Doctor),
+    /// Measure the link to a device in both directions, and what the pipeline makes of it
+    ///
+    /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at once.
+    /// Beside it, by the same bytes: plain copies of ordinary memory by the driver, the pipeline on ordinary memory, 16 KiB
+    /// pieces from scattered places through the pipeline, and copies in memory by as many threads. Each is the best of
+    /// five, and what arrived is compared with what was sent.
+    #[command(after_help = EXIT_STATUS)]
+    Bench(Bench),
 }
 
 const DOCTOR_STATUS: &str = "Exit status: 0 when no check failed (warnings may be there), 1 when one did, 2 for a command \
@@ -77,7 +86,7 @@ pub struct Load {
     /// Bytes copied at a time
     #[arg(long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
     pub chunk: usize,
-    /// Threads that read, each with a stream of its own [default: one per core, at most 8]
+    /// Threads that read and check [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
     /// What to do when the system refuses to pin memory
@@ -92,6 +101,22 @@ pub struct Load {
     /// The sample's size, where no file is given
     #[arg(long, value_name = "SIZE", default_value = "1GiB", value_parser = size, conflicts_with = "files")]
     pub sample: usize,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Bench {
+    /// The device: auto, host, host:N or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: String,
+    /// Bytes of each copy [default: 1GiB, less where memory is small]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub size: Option<usize>,
+    /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub threads: Option<NonZeroUsize>,
+    /// Print one JSON object on the last line
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

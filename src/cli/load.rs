@@ -1,34 +1,37 @@
-//! `pinpool load`: files go to device memory through a pool, and back if asked.
+//! `pinpool load`: files go to device memory through the copy pipeline, and back if asked.
 //!
-//! Up: each thread checks out a buffer, reads a chunk of the file into it, submits the copy and drops the handle; the
-//! buffer comes back to the pool when the copy is done, and the thread is at its next chunk meanwhile. A thread never
-//! has more than one buffer in hand, so a pool of a single buffer is enough to make progress. The upload is over when
-//! all streams are.
-//!
-//! Back: each thread brings chunks of the device memory into buffers of the pool and takes their checksums. Then the
-//! file is read a second time, past the pool and the device, and the checksums are compared.
+//! A file is one transfer of the pipeline; a `.safetensors` file, or an index of several, is loaded as tensors, by the
+//! library's own loader. Back: what was moved is brought back through the pipeline, and its checksums are taken, of each
+//! chunk of a file, of each tensor of a checkpoint. Then the file is read a second time, past the pool and the device, and
+//! the checksums are compared.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request, Stream};
+use pinpool::pipeline::{FileSource, Pipeline, Sink, Transfer};
+use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
+use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request};
 use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::args::{Load, Unpinned};
-use super::sweep::{Chunk, count, sweep};
-use super::{Failure, read, sample, say};
+use super::spread::spread;
+use super::{Failure, sample, say};
 
 /// Extents are about so long: short enough for the first to be ready soon, long enough for pinning at full speed.
 const EXTENT: usize = 64 << 20;
 /// Chunks larger than this get the library's own extents, where there are enough of them in one.
 const LARGE_SEGMENT: usize = EXTENT / 8;
+/// What the pipeline's chunks are counted in.
+const PAGE: usize = 4096;
+/// How often the progress is looked at.
+const LOOK: Duration = Duration::from_millis(100);
 /// How long the pool gets to come to rest in the end, where all streams are synchronised already.
 const REST: Duration = Duration::from_secs(10);
 
@@ -63,11 +66,16 @@ pub fn run(args: &Load) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// One file to move.
+/// One thing to move.
 struct Source {
     name: String,
-    file: File,
     len: u64,
+    what: What,
+}
+
+enum What {
+    File(Arc<File>),
+    Tensors(Checkpoint),
 }
 
 /// Everything that was opened.
@@ -75,7 +83,7 @@ struct Job {
     sources: Vec<Source>,
     device: Device,
     pool: Pool,
-    streams: Vec<Stream>,
+    pipeline: Pipeline,
     bar: ProgressBar,
 }
 
@@ -126,17 +134,17 @@ fn prepare(args: &Load) -> Result<Job, Failure> {
     if args.capacity < segment {
         return Err(too_small());
     }
-    // Whole segments fit into an extent, so that their edges waste nothing.
-    let extent = if segment <= LARGE_SEGMENT {
-        EXTENT / segment * segment.next_multiple_of(4096)
+    // Whole segments of the pipeline's fit into an extent, so that their edges waste nothing.
+    let staged =
+        Request::new(args.chunk.saturating_add(3 * PAGE)).align(PAGE).segment_bytes().unwrap_or(segment);
+    let extent = if staged <= LARGE_SEGMENT {
+        EXTENT / staged * staged.next_multiple_of(PAGE)
     } else {
-        segment.saturating_add(2 << 20).max(1 << 30)
+        staged.saturating_add(2 << 20).max(1 << 30)
     };
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = args.threads.map_or(cores.min(8), std::num::NonZero::get);
     let failed = |what: &str, error: &Error| Failure::Failed(format!("{what}: {error}"));
-    let streams: Result<Vec<Stream>, Error> = (0..threads).map(|_| device.stream()).collect();
-    let streams = streams.map_err(|e| failed("a stream cannot be made", &e))?;
     let pool = Pool::builder(&device)
         .capacity(args.capacity)
         .initial(args.capacity)
@@ -153,6 +161,11 @@ fn prepare(args: &Load) -> Result<Job, Failure> {
     if pool.stats().capacity_bytes < segment {
         return Err(too_small());
     }
+    let pipeline = match pipeline(&pool, &device, threads, args) {
+        Ok(Some(pipeline)) => pipeline,
+        Ok(None) => return Err(too_small()),
+        Err(error) => return Err(failed("the pipeline cannot be built", &error)),
+    };
     if sources.is_empty() {
         // Asked before so much is written.
         device.alloc(args.sample).map_err(|e| {
@@ -170,9 +183,24 @@ fn prepare(args: &Load) -> Result<Job, Failure> {
                 at.display()
             ))
         })?;
-        sources.push(Source { name: "sample".into(), file, len: args.sample as u64 });
+        let what = What::File(Arc::new(file));
+        sources.push(Source { name: "sample".into(), len: args.sample as u64, what });
     }
-    Ok(Job { sources, device, pool, streams, bar: ProgressBar::hidden() })
+    Ok(Job { sources, device, pool, pipeline, bar: ProgressBar::hidden() })
+}
+
+/// A pipeline that may use all of the pool, with chunks as asked for, or a little smaller where the capacity was measured for
+/// them to the byte: in a segment a chunk has a page before it and behind it. `None`: no chunk fits.
+fn pipeline(pool: &Pool, device: &Device, threads: usize, args: &Load) -> Result<Option<Pipeline>, Error> {
+    let mut chunk = args.chunk.next_multiple_of(PAGE);
+    while chunk > 0 {
+        let builder = Pipeline::builder(pool, device).threads(threads).share(args.capacity).chunk(chunk);
+        match builder.build() {
+            Err(Error::Config(_)) => chunk -= PAGE,
+            built => return built.map(Some),
+        }
+    }
+    Ok(None)
 }
 
 /// Opens a file, if it is one.
@@ -187,13 +215,17 @@ fn open(path: &Path) -> Result<Source, Failure> {
     if !metadata.is_file() {
         return Err(wrong("is not a regular file"));
     }
+    if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
+        let checkpoint = Checkpoint::open(path).map_err(|e| Failure::Usage(e.to_string()))?;
+        return Ok(Source { name, len: checkpoint.bytes(), what: What::Tensors(checkpoint) });
+    }
     let file = File::open(path).map_err(|e| wrong(&e.to_string()))?;
     let len = file.metadata().map_err(|e| wrong(&e.to_string()))?.len();
     // Files that the system makes up as they are read have no length; those that are empty have nothing to read.
     if len == 0 && matches!(file.read_at(&mut [0], 0), Ok(1)) {
         return Err(wrong("has bytes but no length: copy it to a real file first"));
     }
-    Ok(Source { name, file, len })
+    Ok(Source { name, len, what: What::File(Arc::new(file)) })
 }
 
 impl Job {
@@ -217,27 +249,49 @@ impl Job {
             report.lines.push(format!("{}: empty", source.name));
             return Ok(());
         }
-        let memory = self
-            .device
-            .alloc(len)
-            .map_err(|e| source.failed(format!("the device has no room for its {len} bytes: {e}")))?;
         let bar = self.progress(source, if args.verify { 3 } else { 1 });
         let (mut up, mut down) = (Speed::default(), Speed::default());
-
-        let start = Instant::now();
-        self.upload(source, &memory, args.chunk, &bar)?;
-        up.add(source.len, start);
-        report.upload.add(source.len, start);
-        report.bytes += source.len;
-        let mut line = format!("{}: {} to {}", source.name, human(source.len), report.device);
-        line += &up.gb_per_s().map_or_else(String::new, |s| format!(" at {s:.2} GB/s"));
-
-        if args.verify {
-            let start = Instant::now();
-            let sums = self.download(source, &memory, args.chunk, &bar)?;
+        let mut went_up = |report: &mut Report, start: Instant| {
+            up.add(source.len, start);
+            report.upload.add(source.len, start);
+            report.bytes += source.len;
+        };
+        let mut came_back = |report: &mut Report, start: Instant| {
             down.add(source.len, start);
             report.download.add(source.len, start);
-            self.compare(source, &sums, args.chunk, &bar)?;
+        };
+        let what = match &source.what {
+            What::File(file) => {
+                let no_room = |e| source.failed(format!("the device has no room for its {len} bytes: {e}"));
+                let memory = self.device.alloc(len).map_err(no_room)?;
+                let start = Instant::now();
+                self.upload(source, file, &memory)?;
+                went_up(report, start);
+                if args.verify {
+                    let start = Instant::now();
+                    let sums = self.download(source, &memory)?;
+                    came_back(report, start);
+                    self.compare(source, file, &sums)?;
+                }
+                String::new()
+            }
+            What::Tensors(checkpoint) => {
+                let start = Instant::now();
+                let tensors = self.upload_tensors(source, checkpoint)?;
+                went_up(report, start);
+                if args.verify {
+                    let start = Instant::now();
+                    let sums = device_checksums(&self.pipeline, &tensors).map_err(|e| source.error(&e))?;
+                    bar.inc(source.len);
+                    came_back(report, start);
+                    self.compare_tensors(source, checkpoint, &tensors, &sums)?;
+                }
+                format!("{} tensors, ", tensors.len())
+            }
+        };
+        let mut line = format!("{}: {what}{} to {}", source.name, human(source.len), report.device);
+        line += &up.gb_per_s().map_or_else(String::new, |s| format!(" at {s:.2} GB/s"));
+        if args.verify {
             line += &down.gb_per_s().map_or_else(String::new, |s| format!(", back at {s:.2} GB/s"));
             line += ", all checksums equal";
         }
@@ -245,71 +299,103 @@ impl Job {
         Ok(())
     }
 
-    /// Reads the file into device memory.
-    fn upload(
+    /// Reads a file into device memory.
+    fn upload(&self, source: &Source, file: &Arc<File>, memory: &DeviceBuffer) -> Result<(), Failure> {
+        let from = FileSource::new(file.clone(), source.name.clone()).map_err(|e| source.error(&e))?;
+        if from.len() < source.len {
+            let (what, end, len) = (source.name.clone(), from.len(), source.len);
+            return Err(source.error(&Error::Shrunk { what, end, len }));
+        }
+        let from = from.range(0..source.len).map_err(|e| source.error(&e))?;
+        let transfer = self.pipeline.upload_file(from, memory).map_err(|e| source.error(&e.error))?;
+        self.watched(source, transfer)?;
+        Ok(())
+    }
+
+    /// Waits for a transfer, and shows how far it has come.
+    fn watched<T: Send + Sync + 'static>(
         &self,
         source: &Source,
-        memory: &DeviceBuffer,
-        chunk: usize,
-        bar: &ProgressBar,
-    ) -> Result<(), Failure> {
-        sweep(&self.streams, source.len, chunk, |stream, part| {
-            let mut buf = self.pool.checkout(part.len).map_err(|e| source.pool(&e))?;
-            read::fill(&mut buf, &source.file, part.offset).map_err(|e| source.unread(part, &e))?;
-            if buf.len() < part.len {
-                return Err(source.short(part.offset + buf.len() as u64));
+        mut transfer: Transfer<T>,
+    ) -> Result<T, Failure> {
+        let before = self.bar.position();
+        loop {
+            match transfer.wait_timeout(LOOK) {
+                Ok(over) => {
+                    self.bar.set_position(before + source.len);
+                    return over.map_err(|e| source.error(&e.error));
+                }
+                Err(refused) => match refused.buffer {
+                    Some(on) => transfer = on,
+                    None => return Err(source.error(&refused.error)),
+                },
             }
-            let sent = stream.upload(buf, memory.slice(part.range())).map_err(|e| source.failed(e))?;
-            // The buffer comes back by itself.
-            drop(sent);
-            bar.inc(part.len as u64);
+            self.bar.set_position(before + transfer.progress().done);
+        }
+    }
+
+    /// Brings device memory back, and returns the checksum of each chunk, in order.
+    fn download(&self, source: &Source, memory: &DeviceBuffer) -> Result<Vec<Part>, Failure> {
+        let sums = Sums { name: source.name.clone(), parts: Mutex::default() };
+        let transfer = self.pipeline.download(memory, sums).map_err(|e| source.error(&e.error))?;
+        let Sums { parts, .. } = self.watched(source, transfer)?;
+        let mut parts = parts.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        parts.sort_unstable_by_key(|part| part.offset);
+        Ok(parts)
+    }
+
+    /// Reads the file again, into ordinary memory, and compares.
+    fn compare(&self, source: &Source, file: &File, sums: &[Part]) -> Result<(), Failure> {
+        spread(self.pipeline.threads(), sums.len(), |number| {
+            let Part { offset, len, sum } = sums[number];
+            let mut bytes = vec![0; len];
+            file.read_exact_at(&mut bytes, offset).map_err(|e| match e.kind() {
+                io::ErrorKind::UnexpectedEof => source.short(offset),
+                _ => source.failed(format!("cannot be read at offset {offset}: {e}")),
+            })?;
+            if sum != xxh3_128(&bytes) {
+                let end = offset + len as u64;
+                return Err(Failure::Mismatch(format!(
+                    "{}: mismatch at offset {offset}: bytes {offset}..{end} did not come back as they are in the file",
+                    source.name
+                )));
+            }
+            self.bar.inc(len as u64);
             Ok(())
         })
     }
 
-    /// Brings device memory back, chunk by chunk, and returns the checksum of each.
-    fn download(
-        &self,
-        source: &Source,
-        memory: &DeviceBuffer,
-        chunk: usize,
-        bar: &ProgressBar,
-    ) -> Result<Vec<OnceLock<u128>>, Failure> {
-        let sums: Vec<OnceLock<u128>> = (0..count(source.len, chunk)).map(|_| OnceLock::new()).collect();
-        sweep(&self.streams, source.len, chunk, |stream, part| {
-            let landing = self.pool.checkout_on(stream, part.len).map_err(|e| source.pool(&e))?;
-            let back = stream.download(memory.slice(part.range()), landing).map_err(|e| source.failed(e))?;
-            let buf = back.wait().map_err(|e| source.failed(e))?;
-            // Each chunk is done once.
-            let _ = sums[part.index].set(xxh3_128(&buf));
-            bar.inc(part.len as u64);
-            Ok(())
-        })?;
-        Ok(sums)
+    /// Loads tensors.
+    fn upload_tensors(&self, source: &Source, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>, Failure> {
+        let loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
+        let mut tensors = Vec::with_capacity(checkpoint.len());
+        for tensor in loading {
+            let tensor = tensor.map_err(|e| source.error(&e))?;
+            self.bar.inc(tensor.tensor().len());
+            tensors.push(tensor);
+        }
+        Ok(tensors)
     }
 
-    /// Reads the file again, into ordinary memory, and compares.
-    fn compare(
+    /// Reads the tensors from their files again, and compares.
+    fn compare_tensors(
         &self,
         source: &Source,
-        sums: &[OnceLock<u128>],
-        chunk: usize,
-        bar: &ProgressBar,
+        checkpoint: &Checkpoint,
+        tensors: &[DeviceTensor],
+        sums: &[u128],
     ) -> Result<(), Failure> {
-        sweep(&self.streams, source.len, chunk, |_, part| {
-            let mut bytes = vec![0; part.len];
-            source.file.read_exact_at(&mut bytes, part.offset).map_err(|e| match e.kind() {
-                io::ErrorKind::UnexpectedEof => source.short(part.offset),
-                _ => source.unread(part, &e),
-            })?;
-            if sums[part.index].get() != Some(&xxh3_128(&bytes)) {
-                let end = part.offset + part.len as u64;
+        spread(self.pipeline.threads(), tensors.len(), |number| {
+            let tensor = &tensors[number];
+            let right = checkpoint.file_checksum(tensor.name()).map_err(|e| source.error(&e))?;
+            if right != sums.get(number).copied() {
                 return Err(Failure::Mismatch(format!(
-                    "{}: mismatch at offset {}: bytes {}..{end} did not come back as they are in the file",
-                    source.name, part.offset, part.offset
+                    "{}: mismatch in tensor {:?}: its bytes did not come back as they are in the file",
+                    source.name,
+                    tensor.name()
                 )));
             }
-            bar.inc(part.len as u64);
+            self.bar.inc(tensor.tensor().len());
             Ok(())
         })
     }
@@ -320,7 +406,7 @@ impl Job {
         if io::stderr().is_terminal() {
             bar.set_draw_target(ProgressDrawTarget::stderr());
             if let Ok(style) =
-                ProgressStyle::with_template("{msg} {wide_bar} {percent}% {binary_bytes_per_sec}")
+                ProgressStyle::with_template("{msg} {wide_bar} {percent}% {binary_bytes_per_sec}, {eta} left")
             {
                 bar.set_style(style);
             }
@@ -367,19 +453,44 @@ impl Source {
         Failure::Failed(format!("{}: {why}", self.name))
     }
 
-    fn unread(&self, part: Chunk, error: &io::Error) -> Failure {
-        self.failed(format!("cannot be read at offset {}: {error}", part.offset))
+    /// What the library says, with the file's name where that does not have it.
+    fn error(&self, error: &Error) -> Failure {
+        match error {
+            Error::Read { .. } | Error::Shrunk { .. } | Error::Transfer { .. } | Error::Cancelled { .. } => {
+                Failure::Failed(error.to_string())
+            }
+            _ => self.failed(error),
+        }
     }
 
     fn short(&self, end: u64) -> Failure {
         self.failed(format!("ends at byte {end}, not at {}: it has become shorter", self.len))
     }
+}
 
-    fn pool(&self, error: &Error) -> Failure {
-        match error {
-            Error::TooLong { .. } => Failure::Usage(format!("--chunk: {error}")),
-            _ => self.failed(error),
-        }
+/// A chunk that came back.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    offset: u64,
+    len: usize,
+    sum: u128,
+}
+
+/// Takes the checksums of what comes back.
+struct Sums {
+    name: String,
+    parts: Mutex<Vec<Part>>,
+}
+
+impl Sink for Sums {
+    fn name(&self) -> std::borrow::Cow<'_, str> {
+        (&*self.name).into()
+    }
+
+    fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let part = Part { offset, len: bytes.len(), sum: xxh3_128(bytes) };
+        self.parts.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(part);
+        Ok(())
     }
 }
 
@@ -445,19 +556,21 @@ mod tests {
         let args = args(&["--sample", "300000", "--chunk", "65536", "--capacity", "1MiB", "--threads", "2"]);
         let job = prepare(&args).unwrap();
         let source = &job.sources[0];
+        let What::File(file) = &source.what else { panic!("a sample is a file") };
         let memory = job.device.alloc(300_000).unwrap();
-        job.upload(source, &memory, args.chunk, &job.bar).unwrap();
-        let sums = job.download(source, &memory, args.chunk, &job.bar).unwrap();
-        job.compare(source, &sums, args.chunk, &job.bar).unwrap();
+        job.upload(source, file, &memory).unwrap();
+        let sums = job.download(source, &memory).unwrap();
+        job.compare(source, file, &sums).unwrap();
 
         // One byte in the third chunk, and one in the last: the first of them is reported.
+        let stream = job.device.stream().unwrap();
         for at in [299_999, 131_072 + 17] {
             let mut byte = [0];
-            job.streams[0].download_blocking(memory.slice(at..=at), &mut byte).unwrap();
-            job.streams[0].upload_blocking(&[!byte[0]], memory.slice(at..=at)).unwrap();
+            stream.download_blocking(memory.slice(at..=at), &mut byte).unwrap();
+            stream.upload_blocking(&[!byte[0]], memory.slice(at..=at)).unwrap();
         }
-        let sums = job.download(source, &memory, args.chunk, &job.bar).unwrap();
-        let failure = job.compare(source, &sums, args.chunk, &job.bar).unwrap_err();
+        let sums = job.download(source, &memory).unwrap();
+        let failure = job.compare(source, file, &sums).unwrap_err();
         assert!(failure.to_string().contains("mismatch at offset 131072"), "{failure}");
         assert_eq!(failure.exit_code(), super::super::EXIT_FAILED);
     }

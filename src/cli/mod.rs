@@ -1,11 +1,11 @@
 //! The parts of the `pinpool` command that are not its `main`.
 
 pub mod args;
+pub mod bench;
 mod doctor;
 pub mod load;
-mod read;
 mod sample;
-mod sweep;
+mod spread;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -53,6 +53,7 @@ pub fn run(args: &args::Args) -> ExitCode {
     match &args.command {
         args::Command::Load(load) => load::run(load),
         args::Command::Doctor(args) => doctor::run(args),
+        args::Command::Bench(bench) => bench::run(bench),
     }
 }
 

@@ -9,6 +9,7 @@
 mod captured;
 pub mod gather;
 mod host;
+pub mod pipeline;
 mod queue;
 
 use std::ops::{DerefMut, RangeBounds};

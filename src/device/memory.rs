@@ -233,6 +233,13 @@ impl DeviceSlice {
         Ok(Self { allocation: self.allocation.clone(), offset: self.offset + start, len: end - start })
     }
 
+    /// This range and the one that follows it in the same allocation, as one.
+    pub(crate) fn joined(&self, next: &Self) -> Option<Self> {
+        let follows =
+            Arc::ptr_eq(&self.allocation, &next.allocation) && self.offset + self.len == next.offset;
+        follows.then(|| Self { len: self.len + next.len, ..self.clone() })
+    }
+
     /// The device's name.
     #[must_use]
     pub fn device(&self) -> &str {

@@ -136,6 +136,17 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
+    /// Whether copies of ordinary memory ([`Driver::copy_blocking`]) are as fast as those of page-locked memory.
+    fn takes_ordinary_memory(&self) -> bool {
+        false
+    }
+
+    /// Whether the device takes hold of the pages that are registered and reads them by itself. `false`: the CPU reads
+    /// through the mapping, and a mapped file that becomes shorter kills the process.
+    fn holds_pages(&self) -> bool {
+        true
+    }
+
     /// Called once, and first, on each thread of ours that makes calls: the driver may set the thread up for good.
     fn enter_thread(&self) {}
 

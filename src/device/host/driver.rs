@@ -192,6 +192,14 @@ impl Driver for HostDriver {
         "host"
     }
 
+    fn holds_pages(&self) -> bool {
+        false
+    }
+
+    fn takes_ordinary_memory(&self) -> bool {
+        true
+    }
+
     fn stepped(&self) -> Option<&dyn Stepped> {
         if self.node.is_stepped() { Some(self) } else { None }
     }

@@ -117,7 +117,7 @@ impl Loan {
         match lent {
             Lent::Segment(segment) => {
                 let bytes = segment.granted();
-                let word = segment.set(state::FLIGHT);
+                let word = segment.slot().depart();
                 Self { held: Held::Segment { segment, word }, bytes }
             }
             Lent::Object(object) => Self { held: Held::Object(object), bytes: 0 },

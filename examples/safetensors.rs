@@ -1,0 +1,82 @@
+//! A checkpoint goes to the device, and its tensors are used as they arrive.
+//!
+//! `cargo run --release --features safetensors --example safetensors -- MODEL [PREFIX]`, where `MODEL` is a `.safetensors`
+//! file, an index, or a folder, and only names with the prefix are loaded. Without arguments it makes a small checkpoint.
+
+use std::time::Instant;
+
+use pinpool::pipeline::Pipeline;
+use pinpool::safetensors::{Checkpoint, device_checksums};
+use pinpool::{Device, Pool, Unpinned};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut args = std::env::args().skip(1);
+    let (path, sample) = match args.next() {
+        Some(path) => (path.into(), None),
+        None => {
+            let path =
+                std::env::temp_dir().join(format!("pinpool-example-{}.safetensors", std::process::id()));
+            std::fs::write(&path, small())?;
+            (path.clone(), Some(path))
+        }
+    };
+    let device = Device::open("auto")?;
+    // A server would leave `unpinned` at its default, which is to refuse; this is to run under any memlock limit.
+    let pool = Pool::builder(&device).capacity(256 << 20).unpinned(Unpinned::Allow).build()?;
+    let pipeline = Pipeline::builder(&pool, &device).build()?;
+
+    // Reads the headers, and refuses those that lie.
+    let checkpoint = Checkpoint::open(path)?;
+    println!("{} tensors, {} bytes in all", checkpoint.len(), checkpoint.bytes());
+
+    let start = Instant::now();
+    let mut loader = checkpoint.loader(&pipeline).checksums(true);
+    if let Some(prefix) = args.next() {
+        loader = loader.prefix(prefix);
+    }
+    let mut loading = loader.start()?;
+    let mut tensors = Vec::new();
+    while let Some(tensor) = loading.next() {
+        // It is on the device; those behind it are still being read. A server builds its first layers now.
+        let tensor = tensor?;
+        if tensors.is_empty() {
+            println!(
+                "{} is there after {:?}; {:?} left",
+                tensor.name(),
+                start.elapsed(),
+                loading.progress().remaining()
+            );
+        }
+        tensors.push(tensor);
+    }
+    println!("all of {} after {:?}", tensors.len(), start.elapsed());
+
+    // What is on the device is what was read.
+    let back = device_checksums(&pipeline, &tensors)?;
+    assert!(tensors.iter().zip(&back).all(|(tensor, sum)| tensor.checksum() == Some(*sum)));
+    for tensor in tensors.iter().take(5) {
+        println!("{} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
+    }
+    if let Some(path) = sample {
+        std::fs::remove_file(path)?;
+    }
+    Ok(())
+}
+
+/// Three layers of a matrix and a vector each, in the format.
+fn small() -> Vec<u8> {
+    let (mut header, mut end) = (String::from("{"), 0);
+    for layer in 0..3 {
+        for (name, shape, len) in [("weight", "[64,256]", 64 * 256 * 2), ("bias", "[64]", 64 * 2)] {
+            let comma = if end > 0 { "," } else { "" };
+            let place = format!("[{end},{}]", end + len);
+            header += &format!(
+                r#"{comma}"layer.{layer}.{name}":{{"dtype":"BF16","shape":{shape},"data_offsets":{place}}}"#
+            );
+            end += len;
+        }
+    }
+    header.push('}');
+    let bytes = (0..end).map(|i: usize| (i % 251) as u8);
+    (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(bytes).collect()
+}

@@ -1,0 +1,498 @@
+//! `pinpool bench`: what the link to a device gives, and what the pipeline makes of it, in one run.
+//!
+//! All figures move the same number of bytes, each five times, by turns, of which the best counts: the question is what this
+//! machine can do, and whatever else runs on it only takes away from that. In the first round and in the last the target is
+//! overwritten before, and compared with what was sent afterwards, outside of the time; so a figure of bytes that did not
+//! arrive is never printed.
+//!
+//! The pinned peak is measured without the pipeline: eight page-locked buffers that hold all of it, on one stream or on one
+//! for each thread, whichever is faster (the host device's streams are threads). Then everything is a ratio: to the peak,
+//! or, for the peak of a device that is the CPU itself, to copies in memory by threads of our own.
+
+use std::borrow::Cow;
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pinpool::pipeline::{Fill, Pipeline, Source};
+use pinpool::{Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Stream, Unpinned};
+use serde_json::json;
+
+use super::args::Bench;
+use super::{Failure, say};
+
+/// Each figure is the best of so many.
+const ROUNDS: usize = 5;
+/// Bytes of a copy, where memory has room for them.
+const SIZE: usize = 1 << 30;
+/// Less says nothing about a link.
+const LEAST: usize = 16 << 20;
+/// Page-locked buffers that hold all of it together.
+const BUFFERS: usize = 8;
+/// What is gathered: pieces of so many bytes.
+const PIECE: usize = 16 << 10;
+const PAGE: usize = 4096;
+/// Page-locked memory of the pipeline's at most.
+const SHARE: usize = 256 << 20;
+
+/// Runs the command.
+pub fn run(args: &Bench) -> ExitCode {
+    let result = prepare(args).and_then(|mut bench| bench.measure());
+    let (report, mut code) = match result {
+        Ok(report) => (report, 0),
+        Err(failure) => {
+            say(&format!("error: {failure}"));
+            return ExitCode::from(failure.exit_code());
+        }
+    };
+    let mut text = report.table();
+    if args.json {
+        text += &report.json();
+        text.push('\n');
+    }
+    let mut out = io::stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // A closed pipe: nobody reads it, and the exit status tells the rest.
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            say(&format!("error: the result cannot be written: {error}"));
+            code = super::EXIT_FAILED;
+        }
+        _ => {}
+    }
+    ExitCode::from(code)
+}
+
+/// GB/s of 10^9 bytes.
+#[derive(Debug, Default)]
+struct Report {
+    device: String,
+    threads: usize,
+    size: usize,
+    asked: usize,
+    unpinned: bool,
+    memcpy: f64,
+    peak_up: f64,
+    peak_down: f64,
+    pageable_up: f64,
+    pipeline_up: f64,
+    pipeline_down: f64,
+    gather: f64,
+}
+
+/// Everything that the measurements share.
+struct Bed {
+    device: Device,
+    threads: usize,
+    size: usize,
+    asked: usize,
+    source: Arc<Vec<u8>>,
+    target: Vec<u8>,
+    memory: DeviceBuffer,
+    bufs: Vec<PinnedBuf>,
+    streams: Vec<Stream>,
+    pipeline: Pipeline,
+    unpinned: bool,
+}
+
+fn prepare(args: &Bench) -> Result<Bed, Failure> {
+    let device = Device::open(&args.device).map_err(|e| Failure::Usage(format!("--device: {e}")))?;
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = args.threads.map_or(cores.min(8), std::num::NonZero::get);
+    let asked = args.size.unwrap_or(SIZE);
+    // Source, target, page-locked buffers, and on the host device its memory too: half of what there is, at most.
+    let room = available().map_or(asked, |bytes| bytes / 8);
+    let most = if args.size.is_some() { asked } else { asked.min(room.max(LEAST)) };
+    // Buffers of whole pages, and pieces of them.
+    let mut size = (most / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
+    loop {
+        match bed(&device, threads, size, asked) {
+            Ok(bed) => return Ok(bed),
+            // On a GPU that others use, or under a limit that nobody told us about.
+            Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST => size /= 2,
+            Err(error) => {
+                return Err(Failure::Failed(format!(
+                    "{}: no room to measure with copies of {size} bytes: {error}; name less by --size",
+                    device.name()
+                )));
+            }
+        }
+    }
+}
+
+fn bed(device: &Device, threads: usize, size: usize, asked: usize) -> Result<Bed, Error> {
+    let memory = device.alloc(size)?;
+    let piece = size / BUFFERS;
+    let capacity = BUFFERS * (piece + PAGE);
+    let link = Pool::builder(device).capacity(capacity).initial(capacity).extent(capacity);
+    let link = link.unpinned(Unpinned::Allow).build()?;
+    let bufs: Result<Vec<PinnedBuf>, Error> = (0..BUFFERS).map(|_| link.checkout(piece)).collect();
+    let share = SHARE.min(size.max(LEAST));
+    let pool = Pool::builder(device).capacity(share).initial(share).unpinned(Unpinned::Allow).build()?;
+    let pipeline = Pipeline::builder(&pool, device).threads(threads).share(share).build()?;
+    pool.wait_pinned(None)?;
+    link.wait_pinned(None)?;
+    let streams = (0..threads.min(BUFFERS)).map(|_| device.stream()).collect::<Result<_, _>>()?;
+    let vec = |len: usize| {
+        let mut vec: Vec<u8> = Vec::new();
+        let text =
+            |e: std::collections::TryReserveError| Error::OutOfMemory { wanted: len, text: e.to_string() };
+        vec.try_reserve_exact(len).map_err(text)?;
+        vec.resize(len, 0);
+        Ok::<_, Error>(vec)
+    };
+    let (mut source, target) = (vec(size)?, vec(size)?);
+    fill(&mut source, threads);
+    let unpinned = link.stats().unpinned_bytes + pool.stats().unpinned_bytes > 0;
+    let (device, source, bufs) = (device.clone(), Arc::new(source), bufs?);
+    Ok(Bed { device, threads, size, asked, source, target, memory, bufs, streams, pipeline, unpinned })
+}
+
+/// Memory that is available, as the system says.
+fn available() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: usize = line.trim().trim_end_matches("kB").trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// Bytes of which no two neighbourhoods are alike.
+fn fill(bytes: &mut [u8], threads: usize) {
+    each(bytes, threads, |start, part| {
+        let mut x = start as u64 ^ 0x9e37_79b9_7f4a_7c15;
+        for eight in part.chunks_mut(8) {
+            // Marsaglia's xorshift, of 64 bits.
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            let n = eight.len();
+            eight.copy_from_slice(&x.to_le_bytes()[..n]);
+        }
+    });
+}
+
+/// Cuts memory into a part for each thread, and calls `work` with where the part starts.
+fn each(bytes: &mut [u8], threads: usize, work: impl Fn(usize, &mut [u8]) + Sync) {
+    let part = bytes.len().div_ceil(threads).next_multiple_of(PAGE);
+    std::thread::scope(|scope| {
+        let mut parts = bytes.chunks_mut(part).enumerate();
+        let own = parts.next();
+        for (number, bytes) in parts {
+            let work = &work;
+            scope.spawn(move || work(number * part, bytes));
+        }
+        if let Some((_, bytes)) = own {
+            work(0, bytes);
+        }
+    });
+}
+
+/// Pieces of 16 KiB from all over a vector, each once, as one source.
+struct Scattered {
+    bytes: Arc<Vec<u8>>,
+    /// Coprime to the number of pieces: multiples of it come to all of them.
+    step: usize,
+}
+
+impl Scattered {
+    fn new(bytes: Arc<Vec<u8>>) -> Self {
+        let pieces = bytes.as_slice().len() / PIECE;
+        let coprime = |step: &usize| gcd(*step, pieces) == 1;
+        // About the golden section of all: neighbours come from far apart.
+        let step = (pieces * 5 / 8 + 1..).find(coprime).unwrap_or(1);
+        Self { bytes, step }
+    }
+
+    /// Where the bytes at a piece's place come from.
+    fn from(&self, piece: usize) -> usize {
+        piece * self.step % (self.bytes.as_slice().len() / PIECE) * PIECE
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+impl Source for Scattered {
+    fn len(&self) -> u64 {
+        self.bytes.as_slice().len() as u64
+    }
+
+    fn name(&self) -> Cow<'_, str> {
+        "scattered pieces".into()
+    }
+
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        let mut at = offset as usize;
+        while into.remaining() > 0 {
+            let (piece, skip) = (at / PIECE, at % PIECE);
+            let from = self.from(piece);
+            at += into.push(&self.bytes[from + skip..from + PIECE]);
+        }
+        Ok(())
+    }
+}
+
+/// What is measured, in the order of a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Figure {
+    Memcpy,
+    /// Page-locked memory, on so many streams.
+    LinkUp(usize),
+    LinkDown(usize),
+    PageableUp,
+    PipelineUp,
+    PipelineDown,
+    Gather,
+}
+
+impl Figure {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Memcpy => "the copy in memory",
+            Self::LinkUp(_) => "the pinned upload",
+            Self::LinkDown(_) => "the pinned download",
+            Self::PageableUp => "the pageable upload",
+            Self::PipelineUp => "the pipeline's upload",
+            Self::PipelineDown => "the pipeline's download",
+            Self::Gather => "the gathered pieces",
+        }
+    }
+
+    /// Whether it changes the device's memory; else it changes the host's.
+    fn is_upload(self) -> bool {
+        matches!(self, Self::LinkUp(_) | Self::PageableUp | Self::PipelineUp | Self::Gather)
+    }
+}
+
+impl Bed {
+    fn measure(&mut self) -> Result<Report, Failure> {
+        let many = self.streams.len();
+        let mut figures = vec![Figure::Memcpy, Figure::LinkUp(1), Figure::LinkDown(1)];
+        if many > 1 {
+            figures.extend([Figure::LinkUp(many), Figure::LinkDown(many)]);
+        }
+        figures.extend([Figure::PageableUp, Figure::PipelineUp, Figure::PipelineDown, Figure::Gather]);
+        let mut times = vec![Duration::MAX; figures.len()];
+        // Round by round, so that what else goes on meets all of them alike.
+        for round in 0..ROUNDS {
+            for (figure, best) in figures.iter().zip(&mut times) {
+                let time = self.once(*figure, round == 0 || round + 1 == ROUNDS)?;
+                *best = (*best).min(time);
+            }
+        }
+        let speed = |wanted: &dyn Fn(Figure) -> bool| {
+            let times = figures.iter().zip(&times).filter(|(figure, _)| wanted(**figure));
+            let best = times.map(|(_, time)| *time).min().unwrap_or(Duration::MAX);
+            self.size as f64 / best.as_secs_f64().max(1e-9) / 1e9
+        };
+        Ok(Report {
+            device: self.device.name().to_owned(),
+            threads: self.threads,
+            size: self.size,
+            asked: self.asked,
+            unpinned: self.unpinned,
+            memcpy: speed(&|figure| figure == Figure::Memcpy),
+            peak_up: speed(&|figure| matches!(figure, Figure::LinkUp(_))),
+            peak_down: speed(&|figure| matches!(figure, Figure::LinkDown(_))),
+            pageable_up: speed(&|figure| figure == Figure::PageableUp),
+            pipeline_up: speed(&|figure| figure == Figure::PipelineUp),
+            pipeline_down: speed(&|figure| figure == Figure::PipelineDown),
+            gather: speed(&|figure| figure == Figure::Gather),
+        })
+    }
+
+    fn failed(&self, error: &Error) -> Failure {
+        Failure::Failed(format!("{}: {error}", self.device.name()))
+    }
+
+    /// Measures once. With `look` the target is overwritten before, and compared afterwards.
+    fn once(&mut self, figure: Figure, look: bool) -> Result<Duration, Failure> {
+        self.prepare(figure, look).map_err(|e| self.failed(&e))?;
+        let since = Instant::now();
+        self.run(figure).map_err(|e| self.failed(&e))?;
+        let taken = since.elapsed();
+        if look {
+            self.look(figure)?;
+        }
+        Ok(taken)
+    }
+
+    fn run(&mut self, figure: Figure) -> Result<(), Error> {
+        match figure {
+            Figure::Memcpy => {
+                let source = &self.source;
+                each(&mut self.target, self.threads, |start, part| {
+                    part.copy_from_slice(&source[start..start + part.len()]);
+                });
+                Ok(())
+            }
+            Figure::LinkUp(streams) => {
+                self.all(streams, |stream, buf, slice| stream.upload(buf, slice).map_err(|e| e.error))
+            }
+            Figure::LinkDown(streams) => {
+                self.all(streams, |stream, buf, slice| stream.download(slice, buf).map_err(|e| e.error))
+            }
+            Figure::PageableUp => self.streams[0].upload_blocking(&self.source, &self.memory),
+            Figure::PipelineUp => self.pipeline.upload_slice(&self.source, &self.memory),
+            Figure::PipelineDown => self.pipeline.download_slice(&self.memory, &mut self.target),
+            Figure::Gather => {
+                let scattered = Scattered::new(self.source.clone());
+                self.pipeline.upload(scattered, &self.memory)?.wait()?;
+                Ok(())
+            }
+        }
+    }
+
+    /// Puts what is to be sent where it is sent from, and with `wipe` something else where it goes.
+    fn prepare(&mut self, figure: Figure, wipe: bool) -> Result<(), Error> {
+        let piece = self.size / BUFFERS;
+        if matches!(figure, Figure::LinkUp(_)) {
+            for (number, buf) in self.bufs.iter_mut().enumerate() {
+                buf.clear();
+                buf.try_extend_from_slice(&self.source[number * piece..(number + 1) * piece])?;
+            }
+        }
+        if !figure.is_upload() && figure != Figure::Memcpy {
+            // Something of an earlier figure's may be there.
+            self.streams[0].upload_blocking(&self.source, &self.memory)?;
+        }
+        if wipe {
+            self.target[..].fill(0);
+            match figure {
+                Figure::LinkDown(_) => self.bufs.iter_mut().for_each(|buf| buf.fill(0)),
+                figure if figure.is_upload() => {
+                    self.streams[0].upload_blocking(&self.target, &self.memory)?
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether what arrived is what was sent.
+    fn look(&mut self, figure: Figure) -> Result<(), Failure> {
+        if figure.is_upload() {
+            // Past the pipeline.
+            self.run(Figure::LinkDown(1)).map_err(|e| self.failed(&e))?;
+        }
+        if figure.is_upload() || matches!(figure, Figure::LinkDown(_)) {
+            let piece = self.size / BUFFERS;
+            for (part, buf) in self.target.chunks_mut(piece).zip(&self.bufs) {
+                part.copy_from_slice(buf);
+            }
+        }
+        let scattered = Scattered::new(self.source.clone());
+        for (number, piece) in self.target.chunks(PIECE).enumerate() {
+            let at = number * PIECE;
+            let from = if figure == Figure::Gather { scattered.from(number) } else { at };
+            if piece != &self.source[from..from + piece.len()] {
+                let (what, end) = (figure.name(), at + piece.len());
+                return Err(Failure::Mismatch(format!("{what}: mismatch in bytes {at}..{end}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies all page-locked buffers at once, on so many streams.
+    fn all(
+        &mut self,
+        streams: usize,
+        copy: impl Fn(&Stream, PinnedBuf, pinpool::DeviceSlice) -> Result<InFlight<PinnedBuf>, Error>,
+    ) -> Result<(), Error> {
+        let piece = self.size / BUFFERS;
+        let mut flights = Vec::with_capacity(BUFFERS);
+        for (number, buf) in std::mem::take(&mut self.bufs).into_iter().enumerate() {
+            let slice = self.memory.slice(number * piece..(number + 1) * piece)?;
+            flights.push(copy(&self.streams[number % streams], buf, slice)?);
+        }
+        self.bufs = flights.into_iter().map(InFlight::wait).collect::<Result<_, _>>()?;
+        Ok(())
+    }
+}
+
+impl Report {
+    fn table(&self) -> String {
+        let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
+        let mut text = format!(
+            "{}, {} threads, copies of {:.0} MiB, best of {ROUNDS}\n",
+            self.device,
+            self.threads,
+            mib(self.size)
+        );
+        if self.size < self.asked {
+            text += &format!("({:.0} MiB would be better, but memory is small)\n", mib(self.asked));
+        }
+        if self.unpinned {
+            text += "(the system refused to pin memory, see ulimit -l: what is called pinned here is not)\n";
+        }
+        text += "\n                                   GB/s   of the pinned peak\n";
+        let rows = [
+            ("pinned peak, to the device", self.peak_up, self.peak_up),
+            ("pinned peak, from the device", self.peak_down, self.peak_down),
+            ("copies in memory", self.memcpy, self.peak_up),
+            ("pageable memory to the device", self.pageable_up, self.peak_up),
+            ("pipeline, to the device", self.pipeline_up, self.peak_up),
+            ("pipeline, from the device", self.pipeline_down, self.peak_down),
+            ("pieces of 16 KiB, gathered", self.gather, self.peak_up),
+        ];
+        for (name, speed, peak) in rows {
+            text += &format!("{name:<32}{speed:>7.2}{:>20.1}%\n", 100.0 * speed / peak);
+        }
+        text
+    }
+
+    fn json(&self) -> String {
+        // Three decimals: more is noise.
+        let short = |speed: f64| (speed * 1000.0).round() / 1000.0;
+        json!({
+            "pinned_peak_upload_gb_per_s": short(self.peak_up),
+            "pinned_peak_download_gb_per_s": short(self.peak_down),
+            "pageable_upload_gb_per_s": short(self.pageable_up),
+            "memcpy_gb_per_s": short(self.memcpy),
+            "pipeline_upload_gb_per_s": short(self.pipeline_up),
+            "pipeline_download_gb_per_s": short(self.pipeline_down),
+            "gather_gb_per_s": short(self.gather),
+            "threads": self.threads,
+            "device": self.device,
+        })
+        .to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scattered_pieces_are_each_taken_once_and_from_far_apart() {
+        for pieces in [1, 2, 3, 8, 64, 1000, 4096] {
+            let bytes = Arc::new(vec![0; pieces * PIECE]);
+            let scattered = Scattered::new(bytes);
+            let mut from: Vec<usize> = (0..pieces).map(|piece| scattered.from(piece)).collect();
+            if pieces > 3 {
+                assert!(from.windows(2).all(|pair| pair[0] + PIECE != pair[1]), "{pieces}");
+            }
+            from.sort_unstable();
+            assert!(from.iter().enumerate().all(|(place, from)| *from == place * PIECE), "{pieces}");
+        }
+    }
+
+    #[test]
+    fn bytes_that_did_not_arrive_are_no_figure() {
+        let device = Device::open("host").unwrap();
+        let mut bed = bed(&device, 2, 1 << 20, 1 << 20).unwrap();
+        let figures = [Figure::LinkUp(2), Figure::PageableUp, Figure::PipelineUp, Figure::Gather];
+        for figure in figures.into_iter().chain([Figure::Memcpy, Figure::LinkDown(1), Figure::PipelineDown]) {
+            bed.once(figure, true).unwrap();
+            bed.prepare(figure, true).unwrap();
+            let nothing = bed.look(figure).unwrap_err();
+            assert!(nothing.to_string().contains("mismatch in bytes 0.."), "{figure:?} {nothing}");
+        }
+        // A part of it.
+        bed.prepare(Figure::PipelineUp, true).unwrap();
+        bed.pipeline.upload_slice(&bed.source[..1 << 19], &bed.memory).unwrap();
+        let partly = bed.look(Figure::PipelineUp).unwrap_err();
+        assert!(partly.to_string().contains("the pipeline's upload: mismatch in bytes 524288.."), "{partly}");
+    }
+}

@@ -1,0 +1,68 @@
+//! Spreading checks over threads.
+//!
+//! The numbers are handed out in order, one at a time, so threads that are faster do more of them. The first failure stops
+//! the handing out; what is under way is finished, so of several failures the one with the lowest number is reported.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use super::Failure;
+
+/// Calls `work` once for each number below `count`, on as many threads, the caller's among them. A thread that cannot be
+/// started is done without.
+pub fn spread(
+    threads: usize,
+    count: usize,
+    work: impl Fn(usize) -> Result<(), Failure> + Sync,
+) -> Result<(), Failure> {
+    // Relaxed, both: a number belongs to whoever got it, and the flag is a hint.
+    let next = AtomicUsize::new(0);
+    let stop = AtomicBool::new(false);
+    let first: Mutex<Option<(usize, Failure)>> = Mutex::new(None);
+    let run = || {
+        while !stop.load(Ordering::Relaxed) {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= count {
+                break;
+            }
+            if let Err(failure) = work(number) {
+                stop.store(true, Ordering::Relaxed);
+                let mut first = first.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                if first.as_ref().is_none_or(|(other, _)| number < *other) {
+                    *first = Some((number, failure));
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads.min(count) {
+            let _ = std::thread::Builder::new().name("pinpool-check".into()).spawn_scoped(scope, run);
+        }
+        run();
+    });
+    match first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
+        Some((_, failure)) => Err(failure),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_number_comes_once_and_the_lowest_failure_is_told() {
+        let seen: Vec<AtomicUsize> = (0..1000).map(|_| AtomicUsize::new(0)).collect();
+        let all = spread(3, 1000, |number| {
+            seen[number].fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        });
+        assert!(all.is_ok() && seen.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        let failed = spread(3, 1000, |number| match number {
+            17.. => Err(Failure::Failed(number.to_string())),
+            _ => Ok(()),
+        });
+        assert_eq!(failed.unwrap_err().to_string(), "17");
+        assert!(spread(1, 0, |_| Err(Failure::Failed("never".into()))).is_ok());
+    }
+}

@@ -1,0 +1,237 @@
+//! How a pipeline is set up.
+
+use std::num::NonZero;
+
+use super::Pipeline;
+use super::stores::Stores;
+use crate::error::{Error, Result};
+use crate::pool::{Pool, Request};
+use crate::runtime::Device;
+use crate::segment::PAGE;
+
+/// Bytes that go through one segment where nothing else is said.
+const CHUNK: usize = 8 << 20;
+/// The least that the chunk is made smaller to by itself.
+const LEAST_CHUNK: usize = 64 << 10;
+/// Bytes of segments that a pipeline uses at most where nothing else is said.
+const SHARE: usize = 256 << 20;
+/// Threads where nothing else is said, if there are as many cores.
+const THREADS: usize = 8;
+
+/// Who goes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Priority {
+    /// Loads of much data: in the order in which they were started, at most two chunks of them in each direction on the
+    /// wire at a time.
+    #[default]
+    Bulk,
+    /// Requests that somebody waits for: before all of the above, on a stream of their own, with segments kept for them.
+    /// No rate limit holds for them.
+    Foreground,
+}
+
+/// Whether bytes go through page-locked segments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Staging {
+    /// Where the device needs it to be fast: GPUs do; the host device takes ordinary memory as it is.
+    #[default]
+    Auto,
+    /// Always.
+    Always,
+}
+
+/// Sets up a [`Pipeline`]. Sizes are bytes.
+#[derive(Clone, Debug)]
+#[must_use = "nothing happens until `build`"]
+pub struct PipelineBuilder {
+    pool: Pool,
+    device: Device,
+    threads: Option<usize>,
+    chunk: Option<usize>,
+    share: Option<usize>,
+    streams: usize,
+    depth: usize,
+    rate: Option<u64>,
+    priority: Priority,
+    stores: Option<Stores>,
+    staging: Staging,
+}
+
+/// Everything decided.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Settings {
+    pub(super) threads: usize,
+    /// A multiple of a page.
+    pub(super) chunk: usize,
+    /// Of the pool, for one chunk.
+    pub(super) segment: usize,
+    /// Segments at most.
+    pub(super) segments: usize,
+    pub(super) share: usize,
+    pub(super) streams: usize,
+    pub(super) depth: usize,
+    pub(super) rate: Option<u64>,
+    pub(super) stores: Stores,
+    /// Ordinary memory goes through segments.
+    pub(super) staged: bool,
+}
+
+impl PipelineBuilder {
+    pub(super) fn new(pool: &Pool, device: &Device) -> Self {
+        Self {
+            pool: pool.clone(),
+            device: device.clone(),
+            threads: None,
+            chunk: None,
+            share: None,
+            streams: 2,
+            depth: 2,
+            rate: None,
+            priority: Priority::Bulk,
+            stores: None,
+            staging: Staging::Auto,
+        }
+    }
+
+    /// Threads that fill and drain segments. They start with the first transfer, and sleep when there is nothing to do.
+    /// (One thread for each direction that is used looks after the copies; it sleeps while they run.) Default: as many as
+    /// there are cores, at most 8.
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.threads = Some(threads);
+        self
+    }
+
+    /// Bytes that go through one segment, rounded up to whole pages of 4 KiB. Default: 8 MiB, less where the share or the
+    /// pool's extents are small. Larger chunks are faster by a little, and a foreground request may have to wait for two
+    /// of them. Transfers that would leave threads idle are cut smaller.
+    pub fn chunk(mut self, bytes: usize) -> Self {
+        self.chunk = Some(bytes);
+        self
+    }
+
+    /// Bytes of the pool that the pipeline uses at most, registered windows of files included. What the pool has beyond is
+    /// everybody else's at any time. Default: half of the pool's capacity, at most 256 MiB.
+    pub fn share(mut self, bytes: usize) -> Self {
+        self.share = Some(bytes);
+        self
+    }
+
+    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn. Default: 2.
+    pub fn streams(mut self, streams: usize) -> Self {
+        self.streams = streams;
+        self
+    }
+
+    /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is what a
+    /// foreground copy may have to wait. Default: 2, which keeps the wire busy.
+    pub fn depth(mut self, chunks: usize) -> Self {
+        self.depth = chunks;
+        self
+    }
+
+    /// Bytes a second that bulk transfers move at most, both directions together. Default: no limit. It can be changed
+    /// later: [`Pipeline::set_rate`].
+    pub fn rate(mut self, bytes_per_second: u64) -> Self {
+        self.rate = Some(bytes_per_second);
+        self
+    }
+
+    /// The priority of transfers started by the pipeline's handle; [`Pipeline::with_priority`] gives others. Default:
+    /// [`Priority::Bulk`].
+    pub fn priority(mut self, priority: Priority) -> Self {
+        self.priority = priority;
+        self
+    }
+
+    /// How bytes are put into segments and into memory. Default: past the caches from 12 threads on.
+    pub fn stores(mut self, stores: Stores) -> Self {
+        self.stores = Some(stores);
+        self
+    }
+
+    /// Whether bytes in memory go through segments. Default: [`Staging::Auto`].
+    pub fn staging(mut self, staging: Staging) -> Self {
+        self.staging = staging;
+        self
+    }
+
+    /// Builds the pipeline: makes its streams, and starts no thread yet.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for settings that make no sense; [`Error::WrongDevice`] for a device that the pool does not serve;
+    /// what the driver says.
+    pub fn build(self) -> Result<Pipeline> {
+        let settings = self.settings()?;
+        Pipeline::start(self.pool, self.device, settings, self.priority)
+    }
+
+    fn settings(&self) -> Result<Settings> {
+        let wrong = |text: String| Err(Error::Config(text));
+        if self.pool.devices().iter().all(|d| d.context().id() != self.device.context().id()) {
+            return Err(Error::WrongDevice { device: self.device.name().into() });
+        }
+        for (what, value) in [
+            ("threads", self.threads.unwrap_or(1)),
+            ("streams", self.streams),
+            ("depth", self.depth),
+            ("chunk", self.chunk.unwrap_or(1)),
+        ] {
+            if value == 0 {
+                return wrong(format!("a pipeline with {what} of 0; it needs at least 1"));
+            }
+        }
+        if self.rate == Some(0) {
+            return wrong("a rate of 0 bytes a second would never end; leave it out for no limit".into());
+        }
+        let (capacity, largest) = self.pool.room();
+        let share = self.share.unwrap_or_else(|| (capacity / 2).min(SHARE));
+        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+        let threads = self.threads.unwrap_or_else(|| cores.min(THREADS));
+        // Before the data there may be a part of a page that a file's offset starts in, and behind it the rest of one.
+        let need = |chunk: usize| Request::new(chunk + 2 * PAGE).align(PAGE).segment_bytes();
+        let fits = |chunk: usize, share: usize| {
+            chunk + 2 * PAGE <= largest && need(chunk).is_ok_and(|bytes| bytes + PAGE <= share)
+        };
+        let chunk = match self.chunk {
+            Some(bytes) => match bytes.checked_next_multiple_of(PAGE) {
+                Some(chunk) if chunk < usize::MAX / 2 => chunk,
+                _ => return wrong(format!("a chunk of {bytes} bytes; at most a few gigabytes make sense")),
+            },
+            None => {
+                // Each thread has one, some are on the wire.
+                let wanted = share / (threads + self.depth + 1);
+                let mut chunk = CHUNK;
+                while chunk > LEAST_CHUNK && (!fits(chunk, wanted)) {
+                    chunk /= 2;
+                }
+                while chunk > PAGE && !fits(chunk, share) {
+                    chunk /= 2;
+                }
+                chunk
+            }
+        };
+        if !fits(chunk, share.max(self.share.map_or(capacity, |s| s))) {
+            return wrong(format!(
+                "a chunk of {chunk} bytes takes {} of the pool, and neither fits a share of {share} bytes of a pool of \
+                 {capacity} bytes with buffers of at most {largest}; make the chunk smaller or the pool or its extents larger",
+                need(chunk).map_or_else(|_| "more than there is".into(), |bytes| format!("{bytes} bytes")),
+            ));
+        }
+        let segment = need(chunk)? + PAGE;
+        let segments = (share / segment).max(1);
+        let many = if threads >= 12 { Stores::Streaming } else { Stores::Cached };
+        Ok(Settings {
+            threads,
+            chunk,
+            segment,
+            segments,
+            share,
+            streams: self.streams,
+            depth: self.depth,
+            rate: self.rate,
+            stores: self.stores.unwrap_or(many),
+            staged: self.staging == Staging::Always
+                || !self.device.context().driver().takes_ordinary_memory(),
+        })
+    }
+}

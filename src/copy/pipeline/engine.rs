@@ -1,0 +1,523 @@
+//! The engine of a pipeline: its state, its threads, and who gets which segment.
+//!
+//! All state is under one lock, which is held for a few list operations at a time: chunks are large, so a few thousand of
+//! them a second are the most that there is. Nothing else is done under it: no driver call, no reading, no copying, no code
+//! of the caller's, and nothing goes back to the pool, which may wake somebody.
+//!
+//! *Threads.* The workers ([`super::workers`]) do what takes the CPU: first they drain what has landed, which frees segments, then they fill
+//! chunks, those of the foreground first. A watcher for each direction looks after the wire ([`super::wire`]). All of them
+//! start with the first transfer and sleep while there is nothing to do; they hold the engine, and end when the last handle
+//! to the pipeline and its transfers is gone and nothing is under way.
+//!
+//! *Segments.* The engine has at most so many. One that comes back is kept for the next chunk, for as long as any transfer
+//! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
+//! in the pool's queue in front of others, and goes on with what it has. Only when it has none at all does one thread wait
+//! in the queue, like anybody else. An eighth is kept for the foreground, and where both directions are under way neither
+//! has more than half.
+//!
+//! *Order.* Transfers that use the same device memory, one of them writing it, take effect in the order in which they were
+//! started: the later one begins when the earlier one is over.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::config::{Priority, Settings};
+use super::job::{Direction, End, Job, Landed};
+use super::stats::Counters;
+use super::window::Tuner;
+use super::wire::{Ready, Wire};
+use crate::buffer::PinnedBuf;
+use crate::device::memory::DeviceSlice;
+use crate::error::{Error, Result};
+use crate::pool::{Pool, Request};
+use crate::runtime::Device;
+use crate::segment::PAGE;
+use crate::stream::Stream;
+
+/// How long a thread that has no segment at all waits in the pool's queue before it looks whether its transfer was
+/// cancelled.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+thread_local! {
+    /// Whether this is a thread of a pipeline.
+    static OURS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// An error on a thread of a pipeline, where a waker, a source or a sink is about to wait for what that very thread does.
+pub(super) fn may_wait() -> Result<()> {
+    if !OURS.get() {
+        return Ok(());
+    }
+    Err(Error::Unsupported(
+        "a wait for a transfer on a pipeline's own thread, in a waker, a source or a sink; wake a task or thread of your own, \
+         and wait there"
+            .into(),
+    ))
+}
+
+/// The streams of one direction.
+pub(super) struct Streams {
+    pub(super) bulk: Vec<Stream>,
+    pub(super) foreground: Stream,
+}
+
+/// See the module's page.
+pub(super) struct Engine {
+    pub(super) pool: Pool,
+    pub(super) device: Device,
+    pub(super) settings: Settings,
+    pub(super) streams: [Streams; 2],
+    pub(super) counters: Counters,
+    pub(super) state: Mutex<State>,
+    /// Workers sleep here.
+    pub(super) work: Condvar,
+    /// The watcher of each direction sleeps here.
+    pub(super) bells: [Condvar; 2],
+    /// Callers who wait for a segment to fill by themselves.
+    pub(super) room: Condvar,
+    /// The wire's watchers look often at the end of a copy. Not where the CPU makes the copies: it has better to do.
+    pub(super) looks: bool,
+    /// For windows, which may outlive it.
+    pub(super) own: Weak<Self>,
+}
+
+/// A transfer that is not over.
+pub(super) struct Live {
+    pub(super) job: Arc<Job>,
+    /// Earlier transfers that it has to wait for.
+    pub(super) behind: Vec<u64>,
+}
+
+pub(super) struct State {
+    /// In the order in which they were started.
+    pub(super) jobs: VecDeque<Live>,
+    next_job: u64,
+    /// Segments in use, by direction.
+    pub(super) out: [usize; 2],
+    /// Bytes of registered windows, which count like segments.
+    pub(super) windows: usize,
+    pub(super) tuner: Tuner,
+    /// Segments that are not in use.
+    stash: Vec<PinnedBuf>,
+    /// The pool had nothing when it was asked last, and nothing has come back since.
+    dry: bool,
+    pub(super) wires: [Wire; 2],
+    /// Downloads to be drained.
+    pub(super) landed: VecDeque<(Arc<Job>, Landed)>,
+    /// Bulk bytes a second at most, and when the next chunk may go.
+    pub(super) rate: Option<u64>,
+    pub(super) due: Option<Instant>,
+    /// Counts what may let somebody go on who has found nothing to do.
+    pub(super) events: u64,
+    started: bool,
+    watched: [bool; 2],
+    pub(super) closing: bool,
+    /// Tasks that wait for a segment.
+    pub(super) wakers: Vec<(u64, std::task::Waker)>,
+}
+
+/// What came of looking for a segment.
+pub(super) enum Got {
+    Segment(PinnedBuf),
+    /// All of ours are in use: one will come back.
+    NotNow,
+    Failed(Error),
+}
+
+impl Engine {
+    pub(super) fn new(pool: Pool, device: Device, settings: Settings) -> Result<Arc<Self>> {
+        let streams = || {
+            let bulk = (0..settings.streams).map(|_| device.stream()).collect::<Result<Vec<_>>>()?;
+            Ok::<_, Error>(Streams { bulk, foreground: device.stream()? })
+        };
+        let streams = [streams()?, streams()?];
+        let state = State {
+            jobs: VecDeque::new(),
+            next_job: 0,
+            out: [0, 0],
+            windows: 0,
+            tuner: Tuner::default(),
+            stash: Vec::new(),
+            dry: false,
+            wires: [Wire::default(), Wire::default()],
+            landed: VecDeque::new(),
+            rate: settings.rate,
+            due: None,
+            events: 0,
+            started: false,
+            watched: [false, false],
+            closing: false,
+            wakers: Vec::new(),
+        };
+        let counters = Counters::default();
+        let state = Mutex::new(state);
+        let bells = [Condvar::new(), Condvar::new()];
+        let (work, room) = (Condvar::new(), Condvar::new());
+        Ok(Arc::new_cyclic(|own| {
+            let own = own.clone();
+            let looks = device.context().driver().holds_pages();
+            Self { pool, device, settings, streams, counters, state, work, bells, room, looks, own }
+        }))
+    }
+
+    // --- transfers ---------------------------------------------------------------------------------------------------
+
+    /// Starts a transfer, whose job `make` makes of its number.
+    pub(super) fn start(self: &Arc<Self>, make: impl FnOnce(u64) -> Arc<Job>) -> Result<Arc<Job>> {
+        if self.device.context().forked() {
+            return Err(Error::Forked);
+        }
+        self.device.context().alive()?;
+        let mut state = self.state.lock();
+        state.next_job += 1;
+        let id = state.next_job;
+        // A few list operations: the pieces were sorted before.
+        let job = make(id);
+        self.run_threads(&mut state, job.direction)?;
+        let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
+        let behind = behind.collect();
+        state.events += 1;
+        state.jobs.push_back(Live { job: job.clone(), behind });
+        self.work.notify_all();
+        self.bells[job.direction as usize].notify_one();
+        Ok(job)
+    }
+
+    fn run_threads(self: &Arc<Self>, state: &mut State, direction: Direction) -> Result<()> {
+        let spawn = |name: String, run: fn(&Self, usize), which: usize| {
+            let engine = self.clone();
+            std::thread::Builder::new().name(name).spawn(move || {
+                OURS.set(true);
+                engine.device.context().driver().enter_thread();
+                run(&engine, which);
+            })
+        };
+        let refused = |error: std::io::Error| Error::Unavailable {
+            device: self.device.name().into(),
+            why: format!("no thread could be started for the pipeline: {error}"),
+        };
+        if !state.watched[direction as usize] {
+            let watch = |engine: &Self, which: usize| engine.watch(Direction::BOTH[which]);
+            spawn(format!("pinpool-wire-{}", direction as usize), watch, direction as usize)
+                .map_err(refused)?;
+            state.watched[direction as usize] = true;
+        }
+        if !state.started {
+            for number in 0..self.settings.threads {
+                match spawn(format!("pinpool-pipe-{number}"), |engine, _| engine.work(), number) {
+                    Ok(_) => state.started = true,
+                    // Fewer will do.
+                    Err(error) if number > 0 => {
+                        tracing::warn!(target: "pinpool::pipeline", %error, started = number, "fewer threads than asked for");
+                        break;
+                    }
+                    Err(error) => return Err(refused(error)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a transfer under way has to be over before this memory is read or written.
+    pub(super) fn is_in_use(&self, memory: &DeviceSlice, direction: Direction) -> bool {
+        let (start, end) = (memory.address(), memory.address() + memory.len() as u64);
+        let state = self.state.lock();
+        state.jobs.iter().any(|live| {
+            let bounds = live.job.plan.bounds();
+            let writes = direction == Direction::Up || live.job.direction == Direction::Up;
+            // By its bounds alone: where that is wrong, the ordinary way finds out.
+            writes && bounds.0 < end && start < bounds.1
+        })
+    }
+
+    /// Cancels a transfer. What is under way ends by itself.
+    pub(super) fn cancel(&self, job: &Arc<Job>) {
+        if self.device.context().forked() {
+            return;
+        }
+        let mut state = self.state.lock();
+        if job.cancel() {
+            self.finish(&mut state, job);
+        } else {
+            self.sweep(&mut state, job);
+        }
+    }
+
+    /// A feed or puller lets go of its transfer.
+    pub(super) fn close_job(&self, job: &Arc<Job>) {
+        if self.device.context().forked() {
+            return;
+        }
+        let mut state = self.state.lock();
+        for (index, landed) in job.drain_landed() {
+            self.give_back(&mut state, Direction::Down, Some(landed.buf));
+            self.end(&mut state, job, index, End::Dropped);
+        }
+        if job.close() {
+            self.finish(&mut state, job);
+        }
+    }
+
+    /// Takes filled chunks of a stopped transfer from the wire's queue, and what has landed from its caller.
+    fn sweep(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) {
+        let mut gone = Vec::new();
+        for queue in &mut state.wires[Direction::Up as usize].ready {
+            let (theirs, others) = std::mem::take(queue).into_iter().partition(|r| Arc::ptr_eq(&r.job, job));
+            *queue = others;
+            let theirs: VecDeque<Ready> = theirs;
+            gone.extend(theirs);
+        }
+        for ready in gone {
+            self.discard(state, ready);
+        }
+        for (index, landed) in job.drain_landed() {
+            self.give_back(state, Direction::Down, Some(landed.buf));
+            self.end(state, job, index, End::Dropped);
+        }
+    }
+
+    /// Ends a chunk, and the transfer with it if it was the last.
+    pub(super) fn end(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        job: &Arc<Job>,
+        index: usize,
+        end: impl Into<End>,
+    ) {
+        let end = end.into();
+        let failed = !matches!(end, End::Arrived(_));
+        // Wakers are the caller's code.
+        let over = MutexGuard::unlocked(state, || job.end(index, end));
+        if over {
+            self.finish(state, job);
+        } else if failed {
+            self.sweep(state, job);
+        }
+    }
+
+    /// Ends a transfer of which nobody has begun the next chunk.
+    pub(super) fn fail(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, error: Error) {
+        if let Some((index, _)) = job.begin(1) {
+            self.end(state, job, index, Err(error));
+        }
+    }
+
+    /// A transfer is over.
+    pub(super) fn finish(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) {
+        state.jobs.retain(|live| live.job.id != job.id);
+        for live in &mut state.jobs {
+            live.behind.retain(|id| *id != job.id);
+        }
+        let stash = if state.jobs.is_empty() { std::mem::take(&mut state.stash) } else { Vec::new() };
+        state.dry = false;
+        state.events += 1;
+        let wakers = std::mem::take(&mut state.wakers);
+        // The pool has its segments back before anybody hears of the end.
+        MutexGuard::unlocked(state, || {
+            drop(stash);
+            job.finish();
+            wakers.into_iter().for_each(|w| w.1.wake());
+        });
+        self.work.notify_all();
+        self.room.notify_all();
+        self.bells.iter().for_each(|bell| _ = bell.notify_one());
+    }
+
+    /// No handle is left.
+    pub(super) fn close(&self) {
+        if self.device.context().forked() {
+            return;
+        }
+        {
+            let mut state = self.state.lock();
+            state.closing = true;
+            state.events += 1;
+        }
+        self.work.notify_all();
+        self.bells.iter().for_each(|bell| _ = bell.notify_one());
+    }
+
+    // --- segments ----------------------------------------------------------------------------------------------------
+
+    /// Takes a segment for a chunk of `job`, if there is one. Waits only where the pool has none and we have none either.
+    pub(super) fn acquire(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        direction: Direction,
+        job: &Arc<Job>,
+        patient: bool,
+    ) -> Got {
+        let used = state.out[0] + state.out[1] + state.windows.div_ceil(self.settings.segment);
+        let most = self.settings.segments;
+        let mut room = used < most;
+        if job.priority == Priority::Bulk {
+            let kept = if most > 1 { (most / 8).max(1) } else { 0 };
+            let both = state.jobs.iter().any(|live| live.job.direction == direction.other());
+            let bulk = most - kept;
+            let own = if both { (bulk / 2).max(1) } else { bulk };
+            room &= used < bulk && state.out[direction as usize] < own;
+        }
+        if !room || (state.stash.is_empty() && state.dry && used > 0) {
+            return Got::NotNow;
+        }
+        state.out[direction as usize] += 1;
+        if let Some(mut buf) = state.stash.pop() {
+            buf.clear();
+            return Got::Segment(buf);
+        }
+        let (request, waits) = (self.request(), used == 0 && patient);
+        let events = state.events;
+        let got = MutexGuard::unlocked(state, || {
+            loop {
+                let tried = match waits {
+                    true => self.pool.checkout_timeout(request, PATIENCE),
+                    false => self.pool.try_checkout(request),
+                };
+                match tried {
+                    Ok(buf) => return Got::Segment(buf),
+                    Err(Error::Exhausted { .. }) => return Got::NotNow,
+                    Err(Error::Timeout(_)) if !job.stopped() => {}
+                    Err(Error::Timeout(_)) => return Got::NotNow,
+                    Err(error) => return Got::Failed(error),
+                }
+            }
+        });
+        if !matches!(got, Got::Segment(_)) {
+            state.out[direction as usize] -= 1;
+            // Unless something came back meanwhile.
+            state.dry = matches!(got, Got::NotNow) && state.events == events;
+        }
+        got
+    }
+
+    /// What is asked of the pool for a segment.
+    pub(super) fn request(&self) -> Request<'_> {
+        Request::new(self.settings.chunk + 2 * PAGE).align(PAGE).near(&self.device)
+    }
+
+    /// A segment comes back, or (`None`) has gone to the pool or is lost.
+    pub(super) fn give_back(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        direction: Direction,
+        buf: Option<PinnedBuf>,
+    ) {
+        state.out[direction as usize] -= 1;
+        state.dry = false;
+        state.events += 1;
+        match buf {
+            Some(buf) if !state.jobs.is_empty() => state.stash.push(buf),
+            buf => MutexGuard::unlocked(state, || drop(buf)),
+        }
+        self.work.notify_one();
+        self.room.notify_all();
+        self.bells[Direction::Down as usize].notify_one();
+        let wakers = std::mem::take(&mut state.wakers);
+        if !wakers.is_empty() {
+            MutexGuard::unlocked(state, || wakers.into_iter().for_each(|w| w.1.wake()));
+        }
+    }
+}
+
+impl State {
+    /// Whether no earlier transfer is in the way of this one.
+    pub(super) fn may_begin(&self, id: u64) -> bool {
+        self.jobs.iter().any(|live| live.job.id == id && live.behind.is_empty())
+    }
+
+    /// Counts a segment that its user gets from the pool by itself, if there is no other.
+    pub(super) fn take_seat(&mut self, direction: Direction) -> bool {
+        let none = self.out == [0, 0] && self.windows == 0 && self.stash.is_empty();
+        if none {
+            self.out[direction as usize] += 1;
+        }
+        none
+    }
+}
+
+/// Whether the second transfer has to wait for the first.
+fn conflict(first: &Job, second: &Job) -> bool {
+    let writes = first.direction == Direction::Up || second.direction == Direction::Up;
+    writes && overlap(first, second)
+}
+
+fn overlap(first: &Job, second: &Job) -> bool {
+    let ranges = |job: &Job| -> Vec<(u64, u64)> {
+        let pieces = job.plan.pieces().iter();
+        let mut ranges: Vec<(u64, u64)> =
+            pieces.map(|p| (p.device.address(), p.device.address() + p.device.len() as u64)).collect();
+        ranges.sort_unstable();
+        ranges
+    };
+    let (a, b) = (first.plan.bounds(), second.plan.bounds());
+    if a.1 <= b.0 || b.1 <= a.0 {
+        return false;
+    }
+    let (a, b) = (ranges(first), ranges(second));
+    let (mut i, mut j) = (0, 0);
+    while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {
+        if x.0 < y.1 && y.0 < x.1 {
+            return true;
+        }
+        if x.1 <= y.1 { i += 1 } else { j += 1 }
+    }
+    false
+}
+
+#[cfg(all(test, target_os = "linux", not(loom)))]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::time::{Duration, Instant};
+
+    use crate::host::{HostConfig, HostNode};
+    use crate::pipeline::Pipeline;
+    use crate::{Device, Pool, Unpinned};
+
+    /// How often each of our threads has gone to sleep so far. (No other test of this program has a pipeline.)
+    fn sleeps() -> BTreeMap<String, u64> {
+        let mut sleeps = BTreeMap::new();
+        for task in std::fs::read_dir("/proc/self/task").unwrap().flatten() {
+            let read = |file: &str| std::fs::read_to_string(task.path().join(file)).unwrap_or_default();
+            if ["pinpool-pipe", "pinpool-wire"].iter().any(|name| read("comm").starts_with(name)) {
+                let status = read("status");
+                let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+                let count = line.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+                sleeps.insert(task.file_name().to_string_lossy().into_owned(), count);
+            }
+        }
+        sleeps
+    }
+
+    #[test]
+    fn an_idle_pipeline_sleeps_and_its_threads_end_with_it() {
+        let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
+        let device = Device::on(&node, 0).unwrap();
+        let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        let pipeline = Pipeline::builder(&pool, &device).threads(3).build().unwrap();
+        assert!(sleeps().is_empty(), "none before the first transfer");
+        let memory = device.alloc(1 << 20).unwrap();
+        pipeline.upload_slice(&vec![1; 1 << 20], &memory).unwrap();
+        pipeline.download_vec(&memory).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let mut before = sleeps();
+        assert_eq!(before.len(), 5, "three workers and two watchers: {before:?}");
+        // They go to sleep, and then nothing wakes them.
+        loop {
+            std::thread::sleep(Duration::from_millis(100));
+            let now = sleeps();
+            if std::mem::replace(&mut before, now.clone()) == now {
+                break;
+            }
+            assert!(Instant::now() < deadline, "they never rest: {before:?}");
+        }
+        drop(pipeline);
+        while !sleeps().is_empty() {
+            assert!(Instant::now() < deadline, "they stay: {:?}", sleeps());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}

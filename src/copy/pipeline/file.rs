@@ -1,0 +1,341 @@
+//! Files as sources and sinks.
+//!
+//! What of a file is in the page cache is copied from there into a segment; what is not is read past the cache straight
+//! into the segment, which is made for that (it starts on a page), so that a load of a model does not push everything else
+//! out of memory. Which of the two it is, is found out chunk by chunk: each chunk is first read with the flag that gives
+//! only what is cached, and where that stops the rest is read past the cache. Both ways fall back to reading like
+//! everybody, where the file system does not know the flag, or refuses to be read past the cache.
+//!
+//! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
+//! becomes shorter is an error with the place where it ends now.
+
+use std::borrow::Cow;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::source::Sink;
+use super::stats::Counters;
+use super::workers::read_error;
+use crate::buffer::PinnedBuf;
+use crate::error::{Error, Result};
+use crate::os::file::{Cached, read_at, read_cached, reopen_direct, write_all_at};
+use crate::segment::PAGE;
+
+/// Less than this is read through the cache in any case.
+const LEAST_DIRECT: usize = 256 << 10;
+
+/// How a file is read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Reading {
+    /// What is in the page cache from there, the rest past it, and where that is faster from where the cache has it.
+    #[default]
+    Auto,
+    /// Like everybody reads files.
+    Buffered,
+    /// Past the page cache (`O_DIRECT`), where the file system can.
+    Direct,
+    /// What is in the page cache is copied from where that has it, without moving a byte on the CPU, where the system and
+    /// the driver let us; the rest past it.
+    Mapped,
+}
+
+/// Sees the bytes of a file that are read for an upload, on the threads that read them.
+pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
+    /// `bytes` were read from `at` on. Called once for each chunk; chunks begin in the file's order and are seen in any.
+    /// While a call waits for what comes before, it has to ask whether the transfer has stopped: then that never comes.
+    fn read(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool);
+}
+
+/// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
+#[derive(Debug)]
+pub struct FileSource {
+    pub(super) file: Arc<File>,
+    name: String,
+    range: Range<u64>,
+    reading: Reading,
+    /// The file system does not say what is cached.
+    blind: AtomicBool,
+    /// For reading past the cache, if that can be had.
+    direct: OnceLock<Option<File>>,
+    /// Windows of it cannot be registered, or are not in the page cache.
+    windowless: AtomicBool,
+    tap: Option<Arc<dyn Tap>>,
+}
+
+impl FileSource {
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// [`Error::Read`] at offset 0 with what the system says.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let name = path.display().to_string();
+        let file = File::open(path).map_err(|error| read_error(&name, 0, &error))?;
+        Self::new(file, name)
+    }
+
+    /// A file that is open for reading, all of it; `name` is for errors.
+    ///
+    /// # Errors
+    /// [`Error::Read`] at offset 0 where its length cannot be had.
+    pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
+        let (file, name) = (file.into(), name.into());
+        let len = file.metadata().map_err(|error| read_error(&name, 0, &error))?.len();
+        let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (reading, direct) = (Reading::Auto, OnceLock::new());
+        Ok(Self { file, name, range: 0..len, reading, blind, direct, windowless, tap: None })
+    }
+
+    /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets too.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`] for a range that leaves the file.
+    pub fn range(mut self, range: Range<u64>) -> Result<Self> {
+        if range.start > range.end || range.end > self.range.end {
+            let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+            let (start, end, len) = (clip(range.start), clip(range.end), clip(self.range.end));
+            return Err(Error::OutOfRange { start, end, len });
+        }
+        self.range = range;
+        Ok(self)
+    }
+
+    /// Has everything that is read seen by `tap`; so all of it is read, and nothing copied from windows.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn tap(mut self, tap: Arc<dyn Tap>) -> Self {
+        self.tap = Some(tap);
+        self
+    }
+
+    pub(super) fn is_tapped(&self) -> bool {
+        self.tap.is_some()
+    }
+
+    /// A chunk was read.
+    pub(super) fn tapped(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool) {
+        if let Some(tap) = &self.tap {
+            tap.read(at, bytes, stopped);
+        }
+    }
+
+    /// How it is read. Default: [`Reading::Auto`].
+    #[must_use]
+    pub fn reading(mut self, reading: Reading) -> Self {
+        self.reading = reading;
+        self
+    }
+
+    /// Bytes of the range: of the whole file, unless a part was named.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.range.end - self.range.start
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    /// What errors call it.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// First byte of the range.
+    pub(super) fn start(&self) -> u64 {
+        self.range.start
+    }
+
+    /// One past its last byte.
+    pub(super) fn end(&self) -> u64 {
+        self.range.end
+    }
+
+    /// Whether chunks are to come from windows, where `faster` says what was measured.
+    pub(super) fn wants_windows(&self, faster: bool) -> bool {
+        // Relaxed, here and below: a hint.
+        let can = !self.windowless.load(Ordering::Relaxed);
+        can && (self.reading == Reading::Mapped || (self.reading == Reading::Auto && faster))
+    }
+
+    pub(super) fn has_no_windows(&self) {
+        self.windowless.store(true, Ordering::Relaxed);
+    }
+
+    fn direct(&self, counters: &Counters) -> Option<&File> {
+        let opened = self.direct.get_or_init(|| {
+            reopen_direct(&self.file)
+                .inspect_err(|error| {
+                    Counters::add(&counters.direct_refused, 1);
+                    tracing::debug!(target: "pinpool::pipeline", file = self.name, %error, "not read past the page cache");
+                })
+                .ok()
+        });
+        opened.as_ref()
+    }
+
+    /// Reads `len` bytes from `at` on into an empty buffer: where in it they start. It has room for two pages more.
+    pub(super) fn fill(
+        &self,
+        at: u64,
+        len: usize,
+        buf: &mut PinnedBuf,
+        counters: &Counters,
+    ) -> Result<usize> {
+        // Memory and file are aligned alike, so that any page of the file can be read straight to its place.
+        let lead = (at % PAGE as u64) as usize;
+        buf.try_resize(lead, 0)?;
+        let end = lead + len;
+        if matches!(self.reading, Reading::Auto | Reading::Mapped) && !self.blind.load(Ordering::Relaxed) {
+            self.fill_cached(at - lead as u64, end, buf, counters)
+                .map_err(|e| self.unread(at, lead, buf, &e))?;
+        }
+        if self.reading != Reading::Buffered && end - buf.len() >= LEAST_DIRECT {
+            self.fill_direct(at - lead as u64, lead, end, buf, counters);
+        }
+        while buf.len() < end {
+            let (have, from) = (buf.len(), at + (buf.len() - lead) as u64);
+            let spare = &mut buf.spare_capacity_mut()[..end - have];
+            match read_at(&self.file, spare, from) {
+                Ok(0) => return Err(self.shrunk(from)),
+                Ok(read) => {
+                    Counters::add(&counters.buffered, read);
+                    advance(buf, read);
+                }
+                Err(error) => return Err(self.unread(at, lead, buf, &error)),
+            }
+        }
+        Ok(lead)
+    }
+
+    /// As far as the page cache has it. `start` is the file's offset of the buffer's first byte.
+    fn fill_cached(
+        &self,
+        start: u64,
+        end: usize,
+        buf: &mut PinnedBuf,
+        counters: &Counters,
+    ) -> io::Result<()> {
+        while buf.len() < end {
+            let have = buf.len();
+            let spare = &mut buf.spare_capacity_mut()[..end - have];
+            match read_cached(&self.file, spare, start + have as u64)? {
+                Cached::Read(0) | Cached::Missing => break,
+                Cached::Read(read) => {
+                    Counters::add(&counters.cached, read);
+                    advance(buf, read);
+                }
+                Cached::Unknown => {
+                    // Relaxed: a hint.
+                    self.blind.store(true, Ordering::Relaxed);
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Past the page cache, whole pages. Whatever fails is left to ordinary reading, which says why.
+    fn fill_direct(&self, start: u64, lead: usize, end: usize, buf: &mut PinnedBuf, counters: &Counters) {
+        if self.blind.load(Ordering::Relaxed) && self.reading != Reading::Direct {
+            // Most likely memory, such as tmpfs.
+            return;
+        }
+        let Some(direct) = self.direct(counters) else { return };
+        // Back to a page: what the cache had of it is read again.
+        let from = buf.len() / PAGE * PAGE;
+        buf.truncate(from);
+        let until = end.next_multiple_of(PAGE);
+        while buf.len() < until {
+            let have = buf.len();
+            if have % PAGE != 0 || have >= end {
+                break;
+            }
+            let spare = &mut buf.spare_capacity_mut()[..until - have];
+            match read_at(direct, spare, start + have as u64) {
+                Ok(0) => break,
+                Ok(read) => {
+                    Counters::add(&counters.direct, read.min(end - have));
+                    advance(buf, read.min(end - have));
+                }
+                Err(error) => {
+                    Counters::add(&counters.direct_refused, 1);
+                    tracing::debug!(target: "pinpool::pipeline", file = self.name, %error, "read through the page cache");
+                    break;
+                }
+            }
+        }
+        if buf.len() < lead {
+            // In a segment that is large enough this cannot fail.
+            let _ = buf.try_resize(lead, 0);
+        }
+    }
+
+    fn unread(&self, at: u64, lead: usize, buf: &PinnedBuf, error: &io::Error) -> Error {
+        read_error(&self.name, at + buf.len().saturating_sub(lead) as u64, error)
+    }
+
+    fn shrunk(&self, end: u64) -> Error {
+        // Where it ends now, which may be far before this.
+        let end = self.file.metadata().map_or(end, |m| m.len().min(end));
+        Error::Shrunk { what: self.name.clone(), end, len: self.range.end }
+    }
+}
+
+/// `n` more bytes were read.
+#[allow(unsafe_code, reason = "the kernel's answer")]
+fn advance(buf: &mut PinnedBuf, n: usize) {
+    let len = buf.len();
+    // SAFETY: the caller passes what the kernel has just put at the front of the spare capacity.
+    unsafe { buf.set_len(len + n) };
+}
+
+/// A file as the sink of a download, from an offset on.
+#[derive(Debug)]
+pub struct FileSink {
+    file: Arc<File>,
+    name: String,
+    start: u64,
+}
+
+impl FileSink {
+    /// Makes a file, or empties the one that there is.
+    ///
+    /// # Errors
+    /// [`Error::Write`] at offset 0 with what the system says.
+    pub fn create(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let name = path.display().to_string();
+        let file = File::create(path).map_err(|error| super::workers::write_error(&name, 0, &error))?;
+        Ok(Self::new(file, name))
+    }
+
+    /// A file that is open for writing; `name` is for errors.
+    pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
+        Self { file: file.into(), name: name.into(), start: 0 }
+    }
+
+    /// Where in the file the first byte goes. Default: its start.
+    #[must_use]
+    pub fn at(mut self, offset: u64) -> Self {
+        self.start = offset;
+        self
+    }
+}
+
+impl Sink for FileSink {
+    fn name(&self) -> Cow<'_, str> {
+        (&*self.name).into()
+    }
+
+    fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        write_all_at(&self.file, bytes, self.start + offset)
+    }
+}

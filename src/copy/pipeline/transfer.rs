@@ -1,0 +1,193 @@
+//! The handle of a transfer that goes on by itself.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use super::Handle;
+use super::engine::may_wait;
+use super::job::{Job, Progress};
+use super::wire::last_of;
+use crate::error::{Error, Result, SubmitError};
+
+/// A transfer under way. Wait for it, await it (no runtime is assumed), look at it, cancel it.
+///
+/// **Dropped, it is cancelled**; [`detach`](Self::detach) lets it go on. A cancelled transfer begins no further chunk; its
+/// source (or sink) and its segments go when the chunks under way are through, with nobody waiting.
+#[must_use = "dropping it cancels the transfer; wait for it, await it, or detach it"]
+pub struct Transfer<T: Send + Sync + 'static> {
+    handle: Arc<Handle>,
+    job: Arc<Job>,
+    value: Option<Arc<T>>,
+    waker: Option<u64>,
+    detached: bool,
+}
+
+impl<T: Send + Sync + 'static> Transfer<T> {
+    pub(super) fn new(handle: Arc<Handle>, job: Arc<Job>, value: Arc<T>) -> Self {
+        Self { handle, job, value: Some(value), waker: None, detached: false }
+    }
+
+    /// How far it has come.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        self.job.progress()
+    }
+
+    /// Whether it is over, one way or another. Then waiting for it returns at once.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.job.outcome().is_some()
+    }
+
+    /// Waits until it is over, and gives the source or sink back.
+    ///
+    /// # Errors
+    /// With the source or sink: [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; [`Error::Transfer`] with what the pool
+    /// or the device said; [`Error::Cancelled`]. Of several the one that lies first in the source. What is on the device
+    /// (or in the sink) then is undefined, but for what [`Progress::landed_to`] says.
+    pub fn wait(mut self) -> Result<T, SubmitError<T>> {
+        match may_wait() {
+            Err(error) if !self.is_over() => return Err(SubmitError { error, buffer: None }),
+            _ => {}
+        }
+        self.job.wait(None, |_| false);
+        self.take()
+    }
+
+    /// The same, for at most so long.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] with the handle itself; all others with what it was about, inside of the inner result.
+    #[allow(clippy::type_complexity, reason = "the handle back, or the outcome")]
+    pub fn wait_timeout(mut self, timeout: Duration) -> Result<Result<T, SubmitError<T>>, SubmitError<Self>> {
+        let deadline = Instant::now().checked_add(timeout);
+        if self.job.wait(deadline, |_| false) {
+            return Ok(self.take());
+        }
+        Err(SubmitError { error: Error::Timeout(timeout), buffer: Some(self) })
+    }
+
+    /// Waits until everything of the source before this offset has arrived, or until the transfer is over. Whether it has
+    /// arrived. (A loader uses the first tensors while the last are being read.)
+    #[must_use]
+    pub fn wait_landed(&self, offset: u64) -> bool {
+        self.job.wait(None, |progress| progress.landed_to >= offset);
+        self.job.progress().landed_to >= offset
+    }
+
+    /// The same for a task, which is woken when more has arrived.
+    pub fn poll_landed(&mut self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
+        let landed = |job: &Job| job.progress().landed_to >= offset;
+        if landed(&self.job) {
+            return Poll::Ready(true);
+        }
+        let over = self.job.wake_later(&mut self.waker, cx.waker()).is_some();
+        // Looked at again: it may have arrived before the waker was there.
+        match landed(&self.job) {
+            true => Poll::Ready(true),
+            false if over => Poll::Ready(false),
+            false => Poll::Pending,
+        }
+    }
+
+    /// Begins no further chunk. Waiting for it tells when it is over, with [`Error::Cancelled`] unless everything had
+    /// arrived.
+    pub fn cancel(&self) {
+        self.handle.engine.cancel(&self.job);
+    }
+
+    /// A handle that cancels it, for another thread.
+    #[must_use]
+    pub fn canceller(&self) -> Canceller {
+        Canceller { handle: self.handle.clone(), job: self.job.clone() }
+    }
+
+    /// Lets it go on with nobody looking.
+    pub fn detach(mut self) {
+        self.detached = true;
+    }
+
+    fn take(&mut self) -> Result<T, SubmitError<T>> {
+        let outcome = self.job.outcome();
+        let value = match outcome {
+            // The job has let go of its share.
+            Some(Ok(())) => self.value.take().and_then(last_of),
+            // A copy that failed may be on the wire for long.
+            _ => self.value.take().and_then(Arc::into_inner),
+        };
+        match (outcome, value) {
+            (Some(Ok(())), Some(value)) => Ok(value),
+            (Some(Err(error)), buffer) => Err(SubmitError { error, buffer }),
+            (_, buffer) => {
+                let error = Error::Unsupported("a transfer was polled after it was ready".into());
+                Err(SubmitError { error, buffer })
+            }
+        }
+    }
+}
+
+impl<T: Send + Sync + 'static> Future for Transfer<T> {
+    type Output = Result<T, SubmitError<T>>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        match this.job.wake_later(&mut this.waker, cx.waker()) {
+            Some(_) => Poll::Ready(this.take()),
+            None => Poll::Pending,
+        }
+    }
+}
+
+impl<T: Send + Sync + 'static> Drop for Transfer<T> {
+    fn drop(&mut self) {
+        // In the child of a fork the locks may be anyone's.
+        if self.handle.forked() {
+            return;
+        }
+        self.job.forget_waker(&mut self.waker);
+        if !self.detached {
+            self.handle.engine.cancel(&self.job);
+        }
+    }
+}
+
+// Nothing in it is pinned in place.
+impl<T: Send + Sync + 'static> Unpin for Transfer<T> {}
+
+impl<T: Send + Sync + 'static> std::fmt::Debug for Transfer<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Transfer")
+            .field("of", &self.job.name)
+            .field("progress", &self.job.progress())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Looks at a transfer and cancels it, from anywhere.
+#[derive(Clone)]
+pub struct Canceller {
+    handle: Arc<Handle>,
+    job: Arc<Job>,
+}
+
+impl Canceller {
+    /// As [`Transfer::cancel`].
+    pub fn cancel(&self) {
+        self.handle.engine.cancel(&self.job);
+    }
+
+    /// How far the transfer has come.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        self.job.progress()
+    }
+}
+
+impl std::fmt::Debug for Canceller {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Canceller").field("of", &self.job.name).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,469 @@
+//! Putting chunks on the wire, and seeing them arrive.
+//!
+//! At most so many bulk chunks are submitted and not complete in each direction (the *depth*, two unless told): enough to
+//! keep the wire busy, and few enough that somebody else's copy never waits for more than these. So what is filled and
+//! cannot go yet waits in `ready`, outside of the driver, where a foreground chunk overtakes it. Whoever has filled a
+//! segment, or given one back, submits what can be submitted (*pumps*); and one thread for each direction waits for the
+//! oldest chunk on the wire, pumps at once when it has arrived, and so keeps the wire busy while all others fill or drain.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+use super::config::Priority;
+use super::engine::{Engine, Got, State};
+use super::job::{Body, Direction, End, Job, Kind, Landed};
+use super::plan::{Chunk, Parts};
+use crate::buffer::{InFlight, Lend, PinnedBuf};
+use crate::device::memory::DeviceSlice;
+use crate::error::{Error, Result, SubmitError};
+use crate::stream::Stream;
+
+/// A value that is page-locked where it is.
+pub(super) trait InPlace: Send + Sync {
+    /// Submits the copy of a part of it.
+    fn submit(&self, stream: &Stream, start: usize, to: &DeviceSlice) -> Result<Box<dyn Arrives>>;
+
+    /// A part of it has arrived: whether it is what it should be.
+    fn arrived(&self, _start: usize, _len: usize) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A value that several copies share.
+pub(super) struct Shared<B>(pub(super) Arc<B>)
+where
+    Arc<B>: Lend;
+
+impl<B: Send + Sync + 'static> InPlace for Shared<B>
+where
+    Arc<B>: Lend + 'static,
+{
+    fn submit(&self, stream: &Stream, start: usize, to: &DeviceSlice) -> Result<Box<dyn Arrives>> {
+        let flight = stream.upload_part(self.0.clone(), start..start + to.len(), to)?;
+        Ok(Box::new(flight))
+    }
+}
+
+/// A copy that is on the wire.
+pub(super) trait Arrives: Send {
+    /// Whether it is there. Errors are told by waiting.
+    fn is_here(&self) -> bool;
+
+    /// Waits for it.
+    fn arrive(self: Box<Self>) -> Result<()>;
+}
+
+impl<B: Lend> Arrives for InFlight<B> {
+    fn is_here(&self) -> bool {
+        self.is_done() != Ok(false)
+    }
+
+    fn arrive(self: Box<Self>) -> Result<()> {
+        (*self).wait().map(drop)
+    }
+}
+
+/// What an upload's chunk is in.
+pub(super) enum Load {
+    /// A segment, with the bytes from so far in.
+    Segment(PinnedBuf, usize),
+    /// Memory of the caller's, or a window of a file, with the chunk from so far in.
+    InPlace(Arc<dyn InPlace>, usize),
+}
+
+/// A chunk that is filled and waits for the wire.
+pub(super) struct Ready {
+    pub(super) job: Arc<Job>,
+    pub(super) index: usize,
+    pub(super) chunk: Chunk,
+    pub(super) load: Load,
+}
+
+/// A chunk on the wire.
+pub(super) struct Flying {
+    job: Arc<Job>,
+    index: usize,
+    wanted: u64,
+    flight: Flight,
+}
+
+enum Flight {
+    Segment(InFlight<PinnedBuf>),
+    /// One segment, several copies.
+    Parts(Arc<PinnedBuf>, Vec<InFlight<Arc<PinnedBuf>>>),
+    /// With where the chunk is in it, and how long.
+    InPlace(Vec<Box<dyn Arrives>>, Arc<dyn InPlace>, usize, usize),
+}
+
+impl Flight {
+    fn is_here(&self) -> bool {
+        match self {
+            Self::Segment(flight) => flight.is_here(),
+            Self::Parts(_, flights) => flights.last().is_none_or(InFlight::is_here),
+            Self::InPlace(flights, ..) => flights.last().is_none_or(|flight| flight.is_here()),
+        }
+    }
+}
+
+/// Between two looks at a copy on the wire, and for how long the watcher looks before it waits to be woken. Who is woken
+/// only when somebody else has found out is late by as much as a chunk takes, and then the wire runs dry.
+const PAUSE: Duration = Duration::from_micros(15);
+const LOOK: Duration = Duration::from_millis(2);
+
+impl Flight {
+    /// Looks often, for a while, sleeping in between.
+    fn look(&self) {
+        let since = Instant::now();
+        while !self.is_here() && since.elapsed() < LOOK {
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// One direction's wire.
+#[derive(Default)]
+pub(super) struct Wire {
+    /// Filled, for the foreground and for all others.
+    pub(super) ready: [VecDeque<Ready>; 2],
+    /// Submitted, the oldest first.
+    flying: VecDeque<Flying>,
+    /// Submitted or being submitted, and not seen to be complete: foreground, and others.
+    pub(super) on: [usize; 2],
+    turn: usize,
+}
+
+/// In which place of a pair a priority is.
+pub(super) fn place(priority: Priority) -> usize {
+    match priority {
+        Priority::Foreground => 0,
+        Priority::Bulk => 1,
+    }
+}
+
+impl Wire {
+    /// Nothing is waiting and nothing is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        self.ready.iter().all(VecDeque::is_empty) && self.on == [0, 0]
+    }
+}
+
+impl Engine {
+    /// Submits whatever may go now.
+    pub(super) fn pump(&self, state: &mut MutexGuard<'_, State>, direction: Direction) {
+        loop {
+            let pumped = match direction {
+                Direction::Up => self.pump_up(state),
+                Direction::Down => self.pump_down(state),
+            };
+            if !pumped {
+                return;
+            }
+        }
+    }
+
+    /// Whether the wire takes another chunk of this kind now.
+    pub(super) fn free(&self, state: &State, direction: Direction, priority: Priority) -> bool {
+        let on = state.wires[direction as usize].on[place(priority)];
+        on < self.settings.depth
+            && (priority == Priority::Foreground || state.due.is_none_or(|due| due <= Instant::now()))
+    }
+
+    pub(super) fn takes_off(state: &mut State, direction: Direction, priority: Priority, bytes: usize) {
+        state.wires[direction as usize].on[place(priority)] += 1;
+        if let Some(rate) = state.rate.filter(|_| priority == Priority::Bulk) {
+            let now = Instant::now();
+            let from = state.due.map_or(now, |due| due.max(now));
+            let takes = Duration::try_from_secs_f64(bytes as f64 / rate as f64);
+            state.due = Some(from + takes.unwrap_or(Duration::from_secs(3600)));
+        }
+    }
+
+    fn pump_up(&self, state: &mut MutexGuard<'_, State>) -> bool {
+        for priority in [Priority::Foreground, Priority::Bulk] {
+            if !self.free(state, Direction::Up, priority) {
+                continue;
+            }
+            let filled = state.wires[Direction::Up as usize].ready[place(priority)].pop_front();
+            let ready = match filled {
+                Some(ready) => ready,
+                None => match self.next_in_place(state, priority) {
+                    Some(ready) => ready,
+                    None => continue,
+                },
+            };
+            if ready.job.stopped() {
+                self.discard(state, ready);
+                return true;
+            }
+            Self::takes_off(state, Direction::Up, priority, ready.chunk.len);
+            let stream = self.stream(state, Direction::Up, priority);
+            let (job, index) = (ready.job.clone(), ready.index);
+            let (at, segment) = (ready.chunk.at, matches!(ready.load, Load::Segment(..)));
+            let sent = MutexGuard::unlocked(state, || send(ready, &stream));
+            match sent {
+                Ok(flying) => {
+                    state.wires[Direction::Up as usize].flying.push_back(flying);
+                    self.bells[Direction::Up as usize].notify_one();
+                }
+                Err((error, buf)) => {
+                    state.wires[Direction::Up as usize].on[place(priority)] -= 1;
+                    if segment {
+                        self.give_back(state, Direction::Up, buf);
+                    }
+                    let error = job.failed_at(at, error);
+                    self.end(state, &job, index, Err(error));
+                }
+            }
+            return true;
+        }
+        false
+    }
+
+    /// The next chunk of what needs no staging.
+    fn next_in_place(&self, state: &mut MutexGuard<'_, State>, priority: Priority) -> Option<Ready> {
+        let next = state.jobs.iter().find(|live| {
+            live.job.kind == Kind::InPlace
+                && live.job.priority == priority
+                && live.behind.is_empty()
+                && live.job.has_next()
+        });
+        let job = next?.job.clone();
+        // From here on it is not over before this chunk is.
+        let (index, _) = job.begin(1)?;
+        let found = MutexGuard::unlocked(state, || match &*job.body() {
+            Some(Body::InPlace(place)) => Ok((job.plan.chunk(index)?, place.clone())),
+            _ => Err(Error::Closed),
+        });
+        match found {
+            Ok((chunk, place)) => {
+                let load = Load::InPlace(place, chunk.at as usize);
+                Some(Ready { job, index, chunk, load })
+            }
+            Err(error) => {
+                self.end(state, &job, index, Err(error));
+                None
+            }
+        }
+    }
+
+    fn pump_down(&self, state: &mut MutexGuard<'_, State>) -> bool {
+        for priority in [Priority::Foreground, Priority::Bulk] {
+            if !self.free(state, Direction::Down, priority) {
+                continue;
+            }
+            let next = state.jobs.iter().find(|live| {
+                live.job.direction == Direction::Down
+                    && live.job.priority == priority
+                    && live.behind.is_empty()
+                    && live.job.kind != Kind::Direct
+                    && live.job.has_next()
+            });
+            let Some(job) = next.map(|live| live.job.clone()) else { continue };
+            // First the place on the wire, so that nobody takes it while we look for a segment.
+            state.wires[Direction::Down as usize].on[place(priority)] += 1;
+            let got = self.acquire(state, Direction::Down, &job, true);
+            state.wires[Direction::Down as usize].on[place(priority)] -= 1;
+            let buf = match got {
+                Got::Segment(buf) => buf,
+                Got::NotNow => continue,
+                Got::Failed(error) => {
+                    self.fail(state, &job, error);
+                    return true;
+                }
+            };
+            let Some((index, _)) = job.begin(1) else {
+                // Somebody else has taken the last.
+                self.give_back(state, Direction::Down, Some(buf));
+                return true;
+            };
+            let chunk = job.plan.chunk(index);
+            let (at, len) = job.plan.range(index);
+            Self::takes_off(state, Direction::Down, priority, len);
+            let stream = self.stream(state, Direction::Down, priority);
+            let sent = MutexGuard::unlocked(state, || {
+                match chunk.map(|chunk| chunk.parts) {
+                    Ok(Parts::Whole(from)) => stream.download(from, buf),
+                    // Not so: downloads are cut into chunks of one part each.
+                    Ok(Parts::Several(_)) => Err(SubmitError::refused(Error::Empty, buf)),
+                    Err(error) => Err(SubmitError::refused(error, buf)),
+                }
+            });
+            match sent {
+                Ok(flight) => {
+                    let (wanted, flight) = (len as u64, Flight::Segment(flight));
+                    let flying = Flying { job, index, wanted, flight };
+                    state.wires[Direction::Down as usize].flying.push_back(flying);
+                    self.bells[Direction::Down as usize].notify_one();
+                }
+                Err(refused) => {
+                    state.wires[Direction::Down as usize].on[place(priority)] -= 1;
+                    self.give_back(state, Direction::Down, refused.buffer);
+                    let error = job.failed_at(at, refused.error);
+                    self.end(state, &job, index, Err(error));
+                }
+            }
+            return true;
+        }
+        false
+    }
+
+    pub(super) fn stream(&self, state: &mut State, direction: Direction, priority: Priority) -> Stream {
+        let streams = &self.streams[direction as usize];
+        if priority == Priority::Foreground {
+            return streams.foreground.clone();
+        }
+        let wire = &mut state.wires[direction as usize];
+        wire.turn = (wire.turn + 1) % streams.bulk.len();
+        streams.bulk[wire.turn].clone()
+    }
+
+    /// Drops a filled chunk of a job that has stopped.
+    pub(super) fn discard(&self, state: &mut MutexGuard<'_, State>, ready: Ready) {
+        let Ready { job, index, load, .. } = ready;
+        match load {
+            Load::Segment(buf, _) => self.give_back(state, Direction::Up, Some(buf)),
+            Load::InPlace(place, _) => MutexGuard::unlocked(state, || drop(place)),
+        }
+        self.end(state, &job, index, End::Dropped);
+    }
+
+    /// The thread of one direction: see the module's page.
+    pub(super) fn watch(&self, direction: Direction) {
+        crate::os::sleep_precisely();
+        let mut state = self.state.lock();
+        loop {
+            let events = state.events;
+            self.pump(&mut state, direction);
+            if let Some(flying) = state.wires[direction as usize].flying.pop_front() {
+                self.arrive(&mut state, direction, flying);
+                continue;
+            }
+            if state.closing && state.jobs.is_empty() && state.wires[direction as usize].is_idle() {
+                return;
+            }
+            if state.events != events {
+                continue;
+            }
+            // Looked for again when the rate allows it, if there is anything.
+            match state.due.filter(|due| *due > Instant::now() && !state.jobs.is_empty()) {
+                Some(due) => {
+                    self.bells[direction as usize].wait_until(&mut state, due);
+                    // Workers that copy by themselves have waited for it too.
+                    self.work.notify_all();
+                }
+                None => self.bells[direction as usize].wait(&mut state),
+            }
+        }
+    }
+
+    /// Waits for a chunk on the wire.
+    fn arrive(&self, state: &mut MutexGuard<'_, State>, direction: Direction, flying: Flying) {
+        let Flying { job, index, wanted, flight } = flying;
+        let at = job.plan.range(index).0;
+        // A segment, or none any more, if there was one; and how it went.
+        let (segment, result) = MutexGuard::unlocked(state, || {
+            if self.looks {
+                flight.look();
+            }
+            match flight {
+                Flight::Segment(flight) => match flight.wait() {
+                    Ok(buf) => (Some(Some(buf)), Ok(())),
+                    Err(error) => (Some(None), Err(error)),
+                },
+                Flight::Parts(shared, flights) => {
+                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
+                    (Some(last_of(shared)), results.into_iter().collect())
+                }
+                Flight::InPlace(flights, place, start, len) => {
+                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
+                    let all: Result<()> = results.into_iter().collect();
+                    (None, all.and_then(|()| place.arrived(start, len)))
+                }
+            }
+        });
+        state.wires[direction as usize].on[place(job.priority)] -= 1;
+        if job.kind == Kind::File && result.is_ok() {
+            state.tuner.arrived(wanted as usize, segment.is_none(), Instant::now());
+        }
+        let failed = result.map_err(|error| match error {
+            Error::Shrunk { .. } | Error::Read { .. } => error,
+            error => job.failed_at(at, error),
+        });
+        match (direction, failed, segment) {
+            (Direction::Down, Ok(()), Some(Some(buf))) => {
+                let landed = Landed { index, buf };
+                if job.kind == Kind::Caller && !job.stopped() {
+                    job.land(landed);
+                } else {
+                    state.landed.push_back((job, landed));
+                    state.events += 1;
+                    self.work.notify_one();
+                }
+            }
+            (direction, result, segment) => {
+                if let Some(buf) = segment {
+                    self.give_back(state, direction, buf);
+                }
+                self.end(state, &job, index, result.map(|()| wanted));
+            }
+        }
+    }
+}
+
+/// What the timelines have let go of, or are about to: they do so right after they say that a copy is complete. `None`:
+/// they do not, and it goes when they do.
+pub(super) fn last_of<T>(mut shared: Arc<T>) -> Option<T> {
+    for turn in 0..200 {
+        match Arc::try_unwrap(shared) {
+            Ok(value) => return Some(value),
+            Err(still) => shared = still,
+        }
+        if turn < 100 {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    Arc::into_inner(shared)
+}
+
+/// Submits a chunk. On an error, the segment if the device cannot be using it.
+fn send(ready: Ready, stream: &Stream) -> Result<Flying, (Error, Option<PinnedBuf>)> {
+    let Ready { job, index, chunk, load } = ready;
+    let wanted = chunk.wanted();
+    let flight = match (load, chunk.parts) {
+        (Load::Segment(buf, lead), Parts::Whole(to)) => {
+            let sent = stream.upload_part(buf, lead..lead + to.len(), to);
+            Flight::Segment(sent.map_err(|refused| (refused.error, refused.buffer))?)
+        }
+        (Load::Segment(buf, lead), Parts::Several(parts)) => {
+            let shared = Arc::new(buf);
+            let mut flights = Vec::with_capacity(parts.len());
+            for part in parts {
+                let start = lead + part.offset;
+                let len = part.device.len();
+                match stream.upload_part(shared.clone(), start..start + len, part.device) {
+                    Ok(flight) => flights.push(flight),
+                    // Those before it, and this one perhaps, are on the wire: the segment returns when they are done.
+                    Err(refused) => return Err((refused.error, None)),
+                }
+            }
+            Flight::Parts(shared, flights)
+        }
+        (Load::InPlace(place, start), parts) => {
+            let (len, mut flights) = (chunk.len, Vec::new());
+            let parts = match parts {
+                Parts::Whole(to) => vec![(0, to)],
+                Parts::Several(parts) => parts.into_iter().map(|p| (p.offset, p.device)).collect(),
+            };
+            for (offset, to) in parts {
+                flights.push(place.submit(stream, start + offset, &to).map_err(|error| (error, None))?);
+            }
+            Flight::InPlace(flights, place, start, len)
+        }
+    };
+    Ok(Flying { job, index, wanted, flight })
+}

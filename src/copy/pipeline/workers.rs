@@ -1,0 +1,293 @@
+//! What the pipeline's workers do.
+//!
+//! Whoever has nothing to do takes, in this order: a chunk that has landed, since draining it frees a segment; a chunk to
+//! fill, the foreground's first; a chunk of memory that the device takes as it is. A worker waits for nothing but the
+//! reading, copying or writing of its chunk: where no segment is free it sleeps until one is, and what it has filled it
+//! leaves to the wire.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use parking_lot::MutexGuard;
+
+use super::config::{Priority, Settings};
+use super::direct;
+use super::engine::{Engine, Got, State};
+use super::job::{Body, Direction, End, Job, Kind, Landed};
+use super::source::Fill;
+use super::stats::Counters;
+use super::window::{self, Window};
+use super::wire::{self, InPlace, Load, Ready};
+use crate::buffer::PinnedBuf;
+use crate::error::{Error, Result};
+
+/// What there is to do.
+enum Task {
+    Copy(Arc<Job>),
+    Drain(Arc<Job>, Landed),
+    Fill(Arc<Job>),
+}
+
+impl Engine {
+    /// A worker's life.
+    pub(super) fn work(&self) {
+        let mut state = self.state.lock();
+        loop {
+            let events = state.events;
+            match self.task(&mut state) {
+                Some(Task::Drain(job, landed)) => self.drain(&mut state, &job, landed),
+                Some(Task::Copy(job)) => self.copy(&mut state, &job),
+                Some(Task::Fill(job)) => {
+                    // Something may have come back while the pool was asked.
+                    if !self.fill(&mut state, &job) && state.events == events {
+                        self.work.wait(&mut state);
+                    }
+                }
+                None if state.closing && state.jobs.is_empty() => return,
+                None => self.work.wait(&mut state),
+            }
+        }
+    }
+
+    fn task(&self, state: &mut State) -> Option<Task> {
+        if let Some((job, landed)) = state.landed.pop_front() {
+            return Some(Task::Drain(job, landed));
+        }
+        let fills = |priority| {
+            let mut jobs = state.jobs.iter();
+            jobs.find(|live| {
+                live.job.is_filled()
+                    && live.job.priority == priority
+                    && live.behind.is_empty()
+                    && live.job.has_next()
+            })
+        };
+        let copies = |priority| {
+            state.jobs.iter().find(|live| {
+                live.job.kind == Kind::Direct
+                    && live.job.priority == priority
+                    && live.behind.is_empty()
+                    && self.free(state, live.job.direction, priority)
+                    && live.job.has_next()
+            })
+        };
+        [Priority::Foreground, Priority::Bulk].into_iter().find_map(|priority| {
+            let copy = || copies(priority).map(|live| Task::Copy(live.job.clone()));
+            fills(priority).map(|live| Task::Fill(live.job.clone())).or_else(copy)
+        })
+    }
+
+    /// Fills a chunk of an upload, and submits it if the wire takes it. `false`: not now.
+    fn fill(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) -> bool {
+        if job.kind == Kind::File {
+            if let Some(done) = self.fill_by_window(state, job) {
+                return done;
+            }
+        }
+        let mut buf = match self.acquire(state, Direction::Up, job, true) {
+            Got::Segment(buf) => buf,
+            Got::NotNow => return false,
+            Got::Failed(error) => {
+                self.fail(state, job, error);
+                return true;
+            }
+        };
+        let Some((index, _)) = job.begin(1) else {
+            self.give_back(state, Direction::Up, Some(buf));
+            return true;
+        };
+        let filled = MutexGuard::unlocked(state, || {
+            let chunk = job.plan.chunk(index)?;
+            let lead = self.fill_from(job, chunk.at, chunk.len, &mut buf)?;
+            Ok((chunk, lead))
+        });
+        match filled {
+            Ok((chunk, lead)) => {
+                self.submit(state, Ready { job: job.clone(), index, chunk, load: Load::Segment(buf, lead) });
+            }
+            Err(error) => {
+                self.give_back(state, Direction::Up, Some(buf));
+                self.end(state, job, index, Err(error));
+            }
+        }
+        true
+    }
+
+    /// Brings the next chunks of a file from a window of it. `None`: they are to be read. `Some(false)`: not now.
+    fn fill_by_window(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) -> Option<bool> {
+        let Settings { chunk, segment, segments, .. } = self.settings;
+        if !self.device.context().driver().holds_pages() {
+            return None;
+        }
+        let most = window::window(segments * segment, chunk)?;
+        let (count, faster) = (most / job.plan.chunk_len(), state.tuner.windows());
+        // (A lone rest is read: the call costs more than it saves.)
+        let untouched = job.untouched();
+        let last = job.plan.range(job.plan.count() - 1).1;
+        let whole = if last < window::LEAST_CHUNK { untouched.saturating_sub(1) } else { untouched };
+        let count = count.min(whole);
+        if job.plan.pieces().len() > 1 || count < 2 || job.plan.chunk_len() < window::LEAST_CHUNK {
+            return None;
+        }
+        let wanted = MutexGuard::unlocked(state, || match &*job.body() {
+            Some(Body::File(file)) => file.wants_windows(faster),
+            _ => false,
+        });
+        if !wanted {
+            return None;
+        }
+        let engine = self.own.upgrade()?;
+        let used = (state.out[0] + state.out[1]) * segment + state.windows;
+        if state.windows + most > window::AT_ONCE * most || used + most > segments * segment {
+            return Some(false);
+        }
+        let (first, count) = job.begin(count)?;
+        let (at, last) = (job.plan.range(first).0, job.plan.range(first + count - 1));
+        let len = (last.0 - at) as usize + last.1;
+        state.windows += len;
+        let opened = MutexGuard::unlocked(state, || match &*job.body() {
+            Some(Body::File(file)) => Window::open(&engine, file, at, len).inspect_err(|refused| {
+                file.has_no_windows();
+                if let Some(error) = refused {
+                    Counters::add(&self.counters.windows_refused, 1);
+                    tracing::debug!(target: "pinpool::pipeline", file = file.name(), %error, "read instead");
+                }
+            }),
+            _ => Err(None),
+        });
+        match opened {
+            Ok(window) => {
+                let window = Arc::new(window);
+                for index in first..first + count {
+                    let start = window.offset(job.plan.range(index).0);
+                    match job.plan.chunk(index) {
+                        Ok(chunk) => {
+                            let load = Load::InPlace(window.clone() as Arc<dyn InPlace>, start);
+                            self.submit(state, Ready { job: job.clone(), index, chunk, load });
+                        }
+                        Err(error) => self.end(state, job, index, Err(error)),
+                    }
+                }
+                MutexGuard::unlocked(state, || drop(window));
+            }
+            Err(refused) => {
+                state.windows -= len;
+                state.tuner.refused(refused.is_some());
+                state.events += 1;
+                self.work.notify_all();
+                if job.unbegin(first, count) {
+                    self.finish(state, job);
+                }
+            }
+        }
+        Some(true)
+    }
+
+    /// The last chunk of a window has arrived.
+    pub(super) fn window_gone(&self, len: usize) {
+        let mut state = self.state.lock();
+        state.windows -= len;
+        state.events += 1;
+        self.work.notify_all();
+    }
+
+    /// Hands a filled chunk to the wire.
+    pub(super) fn submit(&self, state: &mut MutexGuard<'_, State>, ready: Ready) {
+        let place = usize::from(ready.job.priority == Priority::Bulk);
+        state.wires[Direction::Up as usize].ready[place].push_back(ready);
+        self.pump(state, Direction::Up);
+        state.events += 1;
+        // The watcher may be asleep, and the rate, not the wire, in the way.
+        self.bells[Direction::Up as usize].notify_one();
+    }
+
+    /// Fills a segment from the job's source: where in it the chunk starts.
+    fn fill_from(&self, job: &Job, at: u64, len: usize, buf: &mut PinnedBuf) -> Result<usize> {
+        match &*job.body() {
+            Some(Body::File(file)) => {
+                let lead = file.fill(at, len, buf, &self.counters)?;
+                file.tapped(at, &buf[lead..], &|| job.stopped());
+                Ok(lead)
+            }
+            Some(Body::Source(source)) => {
+                let mut fill = Fill::new(buf, len, self.settings.stores);
+                let filled = guarded(|| source.fill(at, &mut fill));
+                let read = buf.len();
+                filled.map_err(|error| read_error(&job.name, at + read as u64, &error))?;
+                if read < len {
+                    let (what, end) = (job.name.clone(), at + read as u64);
+                    return Err(Error::Shrunk { what, end, len: job.plan.end() });
+                }
+                Ok(0)
+            }
+            _ => Err(Error::Closed),
+        }
+    }
+
+    /// Copies a chunk of memory that the device takes as it is.
+    fn copy(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) {
+        let Some((index, _)) = job.begin(1) else { return };
+        let (at, len) = job.plan.range(index);
+        Self::takes_off(state, job.direction, job.priority, len);
+        // Its watcher wakes us when the rate allows the next.
+        self.bells[job.direction as usize].notify_one();
+        let stream = self.stream(state, job.direction, job.priority);
+        let copied = MutexGuard::unlocked(state, || {
+            let chunk = job.plan.chunk(index)?;
+            direct::copy(&stream, &chunk, &job.body())?;
+            Ok(chunk.wanted())
+        });
+        state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
+        state.events += 1;
+        self.work.notify_one();
+        self.end(state, job, index, copied.map_err(|error| job.failed_at(at, error)));
+    }
+
+    /// Drains what has landed, and brings the next chunk on its way.
+    fn drain(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, landed: Landed) {
+        let Landed { index, buf } = landed;
+        let (at, len) = job.plan.range(index);
+        let put = MutexGuard::unlocked(state, || {
+            match &*job.body() {
+                Some(Body::Sink(sink)) if !job.stopped() => {
+                    guarded(|| sink.put(at, &buf)).map_err(|error| write_error(&job.name, at, &error))
+                }
+                _ => return End::Dropped,
+            }
+            .map_or_else(End::Failed, |()| End::Arrived(len as u64))
+        });
+        self.give_back(state, Direction::Down, Some(buf));
+        self.end(state, job, index, put);
+        self.pump(state, Direction::Down);
+    }
+}
+
+/// Calls the caller's code, which may panic: that ends its transfer, and not our thread.
+fn guarded(call: impl FnOnce() -> std::io::Result<()>) -> std::io::Result<()> {
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
+        Err(std::io::Error::other("it panicked; the panic's message is on standard error"))
+    })
+}
+
+pub(super) fn read_error(what: &str, offset: u64, error: &std::io::Error) -> Error {
+    Error::Read { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
+}
+
+pub(super) fn write_error(what: &str, offset: u64, error: &std::io::Error) -> Error {
+    Error::Write { what: what.into(), offset, kind: error.kind(), text: error.to_string() }
+}
+
+impl Job {
+    /// Whether workers fill its chunks.
+    fn is_filled(&self) -> bool {
+        self.direction == Direction::Up && matches!(self.kind, Kind::Workers | Kind::File)
+    }
+
+    /// An error of the device's, with what it says about this transfer.
+    pub(super) fn failed_at(&self, offset: u64, error: Error) -> Error {
+        match error {
+            Error::Transfer { .. } => error,
+            cause => Error::Transfer { what: self.name.clone(), offset, cause: Box::new(cause) },
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The system calls on files: reading at an offset into memory that is not initialised yet, asking for what the page
+//! cache has and nothing else, reading past the cache, and mapping.
+//!
+//! *What the cache has.* `preadv2` with `RWF_NOWAIT` reads bytes that are in the page cache and stops where the disk
+//! would have to be asked. So reading and asking are one call, and the answer cannot be out of date when it is used.
+//!
+//! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that there is already, so that
+//! it is the same file whatever its name means by now. File systems refuse it in their own ways; then there is no such
+//! descriptor, and no harm done.
+
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::ptr::NonNull;
+
+use crate::error::{Error, Result};
+
+/// What [`read_cached`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cached {
+    /// So many bytes came; none: the file ends here.
+    Read(usize),
+    /// The next byte is not in the page cache.
+    Missing,
+    /// The file system does not say.
+    Unknown,
+}
+
+/// A mapping of a part of a file, for reading. It is for devices: who reads it on the CPU dies with the file's end.
+#[derive(Debug)]
+pub(crate) struct FileMap {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: an address range of the process, which no thread owns.
+unsafe impl Send for FileMap {}
+// SAFETY: as above; nothing is read or written through it here.
+unsafe impl Sync for FileMap {}
+
+impl FileMap {
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for FileMap {
+    fn drop(&mut self) {
+        // SAFETY: mapped as a whole by `map_file`, and this is the end of it.
+        if let Err(error) = unsafe { super::unmap(self.base, self.len) } {
+            tracing::warn!(target: "pinpool::region", %error, "a mapping of a file is leaked");
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+pub(crate) use linux::*;
+#[cfg(not(target_os = "linux"))]
+pub(crate) use other::*;
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::OpenOptionsExt;
+
+    use super::{Cached, Error, File, FileMap, MaybeUninit, NonNull, Result, io};
+
+    fn position(at: u64) -> io::Result<i64> {
+        i64::try_from(at).map_err(|_| io::ErrorKind::FileTooLarge.into())
+    }
+
+    /// Reads at an offset. How many bytes at the front of `into` are initialised now; none: the file ends before them.
+    pub(crate) fn read_at(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<usize> {
+        let at = position(at)?;
+        loop {
+            // SAFETY: the kernel writes at most `into.len()` bytes to memory that is borrowed mutably meanwhile.
+            let read = unsafe { libc::pread64(file.as_raw_fd(), into.as_mut_ptr().cast(), into.len(), at) };
+            match usize::try_from(read) {
+                Ok(read) => return Ok(read),
+                Err(_) => match io::Error::last_os_error() {
+                    error if error.kind() == io::ErrorKind::Interrupted => {}
+                    error => return Err(error),
+                },
+            }
+        }
+    }
+
+    /// Reads at an offset what the page cache has.
+    pub(crate) fn read_cached(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<Cached> {
+        let at = position(at)?;
+        let part = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
+        loop {
+            // SAFETY: one part, which lives for the call; the kernel writes at most its length to memory that is
+            // borrowed mutably meanwhile.
+            let read = unsafe { libc::preadv2(file.as_raw_fd(), &raw const part, 1, at, libc::RWF_NOWAIT) };
+            if let Ok(read) = usize::try_from(read) {
+                return Ok(Cached::Read(read));
+            }
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                Some(libc::EAGAIN) => return Ok(Cached::Missing),
+                // The file system, the kernel or a sandbox does not have it.
+                Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::EPERM) => {
+                    return Ok(Cached::Unknown);
+                }
+                _ => return Err(error),
+            }
+        }
+    }
+
+    /// Writes all of it at an offset.
+    pub(crate) fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+        std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
+    }
+
+    /// The same file, opened for reading past the page cache. Reads through it start, end and land on whole pages.
+    pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
+        std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    }
+
+    /// Maps `len` bytes of a file from `at` on, a multiple of the page size.
+    pub(crate) fn map_file(file: &File, at: u64, len: usize) -> Result<FileMap> {
+        let refused = || Error::OutOfMemory { wanted: len, text: io::Error::last_os_error().to_string() };
+        let Ok(at) = position(at) else {
+            return Err(Error::OutOfMemory { wanted: len, text: "no such offset in a file".into() });
+        };
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let base = unsafe {
+            libc::mmap64(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), at)
+        };
+        match NonNull::new(base.cast::<u8>()) {
+            Some(base) if base.as_ptr().cast() != libc::MAP_FAILED => Ok(FileMap { base, len }),
+            _ => Err(refused()),
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod other {
+    use super::{Cached, Error, File, FileMap, MaybeUninit, Result, io};
+
+    pub(crate) fn read_at(_: &File, _: &mut [MaybeUninit<u8>], _: u64) -> io::Result<usize> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub(crate) fn read_cached(_: &File, _: &mut [MaybeUninit<u8>], _: u64) -> io::Result<Cached> {
+        Ok(Cached::Unknown)
+    }
+
+    pub(crate) fn write_all_at(_: &File, _: &[u8], _: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub(crate) fn reopen_direct(_: &File) -> io::Result<File> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub(crate) fn map_file(_: &File, _: u64, _: usize) -> Result<FileMap> {
+        Err(Error::Unsupported("mapping files needs Linux".to_owned()))
+    }
+}
+
+#[cfg(all(test, target_os = "linux", not(loom)))]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn text(read: &[MaybeUninit<u8>]) -> &[u8] {
+        // SAFETY: the tests pass what was just read.
+        unsafe { std::slice::from_raw_parts(read.as_ptr().cast(), read.len()) }
+    }
+
+    #[test]
+    fn reads_at_offsets_up_to_the_end() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"hello, world").unwrap();
+        let mut into = [MaybeUninit::uninit(); 8];
+        assert_eq!(read_at(&file, &mut into, 7).unwrap(), 5);
+        assert_eq!(text(&into[..5]), b"world");
+        assert_eq!(read_at(&file, &mut into, 12).unwrap(), 0);
+        assert!(read_at(&file, &mut into, u64::MAX).is_err());
+        match read_cached(&file, &mut into, 7).unwrap() {
+            Cached::Read(read) => assert_eq!(text(&into[..read]), &b"world"[..read]),
+            Cached::Missing | Cached::Unknown => {}
+        }
+    }
+
+    #[test]
+    fn a_file_is_mapped_and_opened_again() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&vec![7; 3 * super::super::page_size()]).unwrap();
+        let page = super::super::page_size();
+        let map = map_file(&file, page as u64, page).unwrap();
+        assert_eq!(map.len(), page);
+        // SAFETY: mapped, and nobody makes the file shorter.
+        assert_eq!(unsafe { map.base().as_ptr().read() }, 7);
+        assert!(map_file(&file, 1, page).is_err(), "no page starts there");
+        // Some file systems refuse this; those that take it read the same.
+        if let Ok(direct) = reopen_direct(&file) {
+            assert_eq!(direct.metadata().unwrap().len(), 3 * page as u64);
+        }
+    }
+}

@@ -1,0 +1,422 @@
+//! Loading: where on the device tensors go, and handing them out as they arrive.
+
+use std::collections::VecDeque;
+use std::future::{Future, poll_fn};
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use super::header::Tensor;
+use super::sums::Sums;
+use super::tensor::DeviceTensor;
+use super::{Checkpoint, Shard};
+use crate::copy::pipeline::{Canceller, FileSource, Piece, Pipeline, Progress, Reading, Transfer};
+use crate::device::memory::DeviceSlice;
+use crate::error::{Error, Result};
+
+/// Where tensors start, unless told: on multiples of as many bytes. Kernels that load 16 bytes at a time need it (`float4`),
+/// and so do tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
+const ALIGN: usize = 16;
+/// The largest alignment that makes sense: a page of the device's.
+const LARGEST_ALIGN: usize = 2 << 20;
+
+type Filter<'a> = Box<dyn FnMut(&Tensor) -> bool + 'a>;
+type Memory<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
+
+/// Sets up a load: which tensors, and where they go.
+#[must_use = "nothing is loaded until `start`, `load` or `for_each`"]
+pub struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
+    pipeline: &'a Pipeline,
+    prefixes: Vec<String>,
+    filter: Option<Filter<'a>>,
+    align: usize,
+    memory: Option<Memory<'a>>,
+    checksums: bool,
+    reading: Reading,
+}
+
+impl<'a> Loader<'a> {
+    pub(super) fn new(checkpoint: &'a Checkpoint, pipeline: &'a Pipeline) -> Self {
+        Self {
+            checkpoint,
+            pipeline,
+            prefixes: Vec::new(),
+            filter: None,
+            align: ALIGN,
+            memory: None,
+            checksums: false,
+            reading: Reading::Auto,
+        }
+    }
+
+    /// Loads tensors whose name starts with this; called several times, with any of them. Default: all.
+    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.prefixes.push(prefix.into());
+        self
+    }
+
+    /// Loads tensors of which this is true (and whose name has the prefix, if one was named). Default: all.
+    pub fn filter(mut self, filter: impl FnMut(&Tensor) -> bool + 'a) -> Self {
+        self.filter = Some(Box::new(filter));
+        self
+    }
+
+    /// Starts each tensor on a multiple of so many bytes, a power of two of at most 2 MiB. Tensors whose length is a
+    /// multiple of it lie side by side and are copied together; behind others there is a gap. Default: 16.
+    pub fn align(mut self, bytes: usize) -> Self {
+        self.align = bytes;
+        self
+    }
+
+    /// Gets the device memory by this call, once for each file of which anything is loaded: for so many bytes at least,
+    /// starting on a multiple of the alignment. Default: [`Device::alloc`](crate::Device::alloc).
+    pub fn memory(mut self, get: impl FnMut(usize) -> Result<DeviceSlice> + 'a) -> Self {
+        self.memory = Some(Box::new(get));
+        self
+    }
+
+    /// Takes the checksum of each tensor's bytes as they are read: [`DeviceTensor::checksum`]. The files then go through
+    /// the CPU, which costs some speed. Default: no.
+    pub fn checksums(mut self, take: bool) -> Self {
+        self.checksums = take;
+        self
+    }
+
+    /// How the files are read. Default: [`Reading::Auto`].
+    pub fn reading(mut self, reading: Reading) -> Self {
+        self.reading = reading;
+        self
+    }
+
+    /// Starts it. The tensors come out of what is returned, in the order of the files; dropping that cancels the rest.
+    ///
+    /// # Errors
+    /// [`Error::BadAlignment`]; what allocating says; [`Error::TooSmall`], [`Error::WrongDevice`] and [`Error::Config`] for
+    /// memory of your own that does not fit; [`Error::Shrunk`] for a file that has become shorter since it was opened; a lost
+    /// device. What was started for other files is cancelled.
+    pub fn start(mut self) -> Result<Loading> {
+        let (prefixes, mut filter) = (std::mem::take(&mut self.prefixes), self.filter.take());
+        self.start_with(|shard| {
+            let named = |tensor: &&Arc<Tensor>| {
+                prefixes.is_empty() || prefixes.iter().any(|prefix| tensor.name().starts_with(prefix))
+            };
+            let tensors = shard.tensors.iter().filter(named);
+            tensors.filter(|tensor| filter.as_mut().is_none_or(|filter| filter(tensor))).cloned().collect()
+        })
+    }
+
+    /// Starts it with the tensors that are chosen of each shard.
+    pub(super) fn start_with(
+        mut self,
+        mut choose: impl FnMut(&Shard) -> Vec<Arc<Tensor>>,
+    ) -> Result<Loading> {
+        if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
+            return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
+        }
+        let since = Instant::now();
+        let (mut parts, mut total) = (VecDeque::new(), 0);
+        for shard in &self.checkpoint.shards {
+            let chosen = choose(shard);
+            if !chosen.is_empty() {
+                total += chosen.iter().map(|tensor| tensor.len()).sum::<u64>();
+                parts.push_back(self.start_shard(shard, chosen)?);
+            }
+        }
+        Ok(Loading { parts, total, before: 0, since, ended: None })
+    }
+
+    fn start_shard(&mut self, shard: &Shard, chosen: Vec<Arc<Tensor>>) -> Result<Part> {
+        let (places, len) = layout(&chosen, self.align)?;
+        if len == 0 {
+            let left = chosen.into_iter().zip(places).collect();
+            return Ok(Part { left, block: None, transfer: None, landed_to: 0, sums: None, bytes: 0 });
+        }
+        let block = self.block(len)?;
+        let mut source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
+        if source.len() < shard.len {
+            return Err(Error::Shrunk { what: shard.name.clone(), end: source.len(), len: shard.len });
+        }
+        let sums = self.checksums.then(|| Arc::new(Sums::new(&chosen)));
+        if let Some(sums) = &sums {
+            source = source.tap(sums.clone());
+        }
+        // Joined here, not as a piece for each tensor: there may be tens of thousands, and the link waits.
+        let mut pieces: Vec<Piece> = Vec::new();
+        let mut bytes = 0;
+        // In the file and in the block.
+        let mut run: Option<(Range<u64>, Range<usize>)> = None;
+        let mut push = |run: Option<(Range<u64>, Range<usize>)>| {
+            if let Some((file, place)) = run {
+                pieces.push(Piece::new(file.start, block.slice(place)?));
+            }
+            Ok::<_, Error>(())
+        };
+        for (tensor, &place) in chosen.iter().zip(&places).filter(|(tensor, _)| !tensor.is_empty()) {
+            let (file, end) = (tensor.range(), place + tensor.len() as usize);
+            bytes += tensor.len();
+            match &mut run {
+                Some((from, to)) if from.end == file.start && to.end == place => {
+                    (from.end, to.end) = (file.end, end);
+                }
+                _ => push(run.replace((file, place..end)))?,
+            }
+        }
+        push(run)?;
+        let transfer = self.pipeline.upload_file_pieces(source, pieces).map_err(|refused| refused.error)?;
+        let left = chosen.into_iter().zip(places).collect();
+        Ok(Part { left, block: Some(block), transfer: Some(transfer), landed_to: 0, sums, bytes })
+    }
+
+    /// Device memory of so many bytes that starts on the alignment.
+    fn block(&mut self, len: usize) -> Result<DeviceSlice> {
+        let aligned = |slice: &DeviceSlice| slice.address() % self.align as u64 == 0;
+        if let Some(memory) = &mut self.memory {
+            let slice = memory(len)?;
+            if slice.len() < len {
+                return Err(Error::TooSmall { need: len, have: slice.len() });
+            }
+            if !aligned(&slice) {
+                return Err(Error::Config(format!(
+                    "the memory for tensors starts at {:#x}, which is no multiple of {}; align it, or ask the loader for less",
+                    slice.address(),
+                    self.align
+                )));
+            }
+            return Ok(slice);
+        }
+        let slice = DeviceSlice::from(self.pipeline.device().alloc(len)?);
+        if aligned(&slice) {
+            return Ok(slice);
+        }
+        drop(slice);
+        // Rare: devices align by themselves, and better than most want.
+        let slice = DeviceSlice::from(self.pipeline.device().alloc(len.saturating_add(self.align))?);
+        let skip = (slice.address().next_multiple_of(self.align as u64) - slice.address()) as usize;
+        slice.slice(skip..skip + len)
+    }
+
+    /// Loads everything, and waits for it: the tensors in the order of the files.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start) and [`Loading`].
+    pub fn load(self) -> Result<Vec<DeviceTensor>> {
+        self.start()?.collect()
+    }
+
+    /// Loads everything, and calls `each` for each tensor when it has arrived, while others are on their way.
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load), and the first that `each` returns, which ends it.
+    pub fn for_each(self, mut each: impl FnMut(DeviceTensor) -> Result<()>) -> Result<()> {
+        self.start()?.try_for_each(|tensor| each(tensor?))
+    }
+}
+
+impl std::fmt::Debug for Loader<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Loader")
+            .field("prefixes", &self.prefixes)
+            .field("align", &self.align)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where tensors go in a block, and how long that is: in their order, each on the alignment, with nothing between them but
+/// what that takes.
+fn layout(tensors: &[Arc<Tensor>], align: usize) -> Result<(Vec<usize>, usize)> {
+    let too_large = || Error::OutOfMemory {
+        wanted: usize::MAX,
+        text: "the tensors are more than the address space holds".into(),
+    };
+    let (mut places, mut end) = (Vec::with_capacity(tensors.len()), 0_usize);
+    for tensor in tensors {
+        let place = end.checked_next_multiple_of(align).ok_or_else(too_large)?;
+        places.push(place);
+        if !tensor.is_empty() {
+            let len = usize::try_from(tensor.len()).map_err(|_| too_large())?;
+            end = place.checked_add(len).filter(|end| *end <= isize::MAX as usize).ok_or_else(too_large)?;
+        }
+    }
+    Ok((places, end))
+}
+
+/// What is loaded of one file.
+struct Part {
+    /// What was not handed out yet, and where in the block it goes.
+    left: VecDeque<(Arc<Tensor>, usize)>,
+    /// `None`, as the transfer: there are no bytes.
+    block: Option<DeviceSlice>,
+    transfer: Option<Transfer<FileSource>>,
+    /// All of the file before this offset has arrived, as far as we have asked.
+    landed_to: u64,
+    sums: Option<Arc<Sums>>,
+    bytes: u64,
+}
+
+impl Part {
+    /// A tensor that has arrived.
+    fn out(&self, tensor: Arc<Tensor>, place: usize) -> Result<DeviceTensor> {
+        let slice = match &self.block {
+            Some(block) if !tensor.is_empty() => Some(block.slice(place..place + tensor.len() as usize)?),
+            _ => None,
+        };
+        let sum = self.sums.as_ref().and_then(|sums| sums.of(&tensor.range()));
+        Ok(DeviceTensor::new(tensor, slice, sum))
+    }
+}
+
+/// Tensors on their way. An iterator, which waits for the next; and a [`Stream`](futures_core::Stream), of no particular
+/// runtime.
+///
+/// **Dropped, it cancels the rest**; tensors that were handed out stay. After an error, which comes in the place of the
+/// first tensor that it took, there is nothing more. When it has ended without one, the pipeline has given back everything
+/// that it had for it.
+///
+/// # Errors
+/// Of each item: [`Error::Read`] and [`Error::Shrunk`] with file and offset; [`Error::Transfer`] with what the pool or the
+/// device said; [`Error::Cancelled`].
+#[must_use = "dropping it cancels the load"]
+pub struct Loading {
+    parts: VecDeque<Part>,
+    total: u64,
+    /// Bytes of files that are done with.
+    before: u64,
+    since: Instant,
+    ended: Option<Instant>,
+}
+
+impl Loading {
+    /// The next tensor. `None`: there are no more.
+    ///
+    /// # Errors
+    /// See [`Loading`].
+    pub async fn next_tensor(&mut self) -> Option<Result<DeviceTensor>> {
+        poll_fn(|cx| self.advance(Some(cx))).await
+    }
+
+    /// How far it has come: bytes of tensors, over all files. `landed_to` counts them one behind the other.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        let (mut done, mut landed, mut whole) = (self.before, self.before, true);
+        for part in &self.parts {
+            let Some(progress) = part.transfer.as_ref().map(Transfer::progress) else { continue };
+            done += progress.done;
+            whole = whole && progress.done == progress.total;
+            if whole {
+                landed += part.bytes;
+            }
+        }
+        let until = self.ended.unwrap_or_else(Instant::now);
+        let over = self.ended.is_some();
+        Progress::of(done, self.total, until.duration_since(self.since), landed, over)
+    }
+
+    /// Begins nothing further. What has arrived still comes out, then [`Error::Cancelled`].
+    pub fn cancel(&self) {
+        self.parts.iter().filter_map(|part| part.transfer.as_ref()).for_each(Transfer::cancel);
+    }
+
+    /// A handle that cancels it, for another thread.
+    #[must_use]
+    pub fn canceller(&self) -> LoadCanceller {
+        let transfers = self.parts.iter().filter_map(|part| part.transfer.as_ref());
+        LoadCanceller { cancellers: transfers.map(Transfer::canceller).collect() }
+    }
+
+    /// The next, waited for by the thread, or by the task.
+    fn advance(&mut self, mut cx: Option<&mut Context<'_>>) -> Poll<Option<Result<DeviceTensor>>> {
+        loop {
+            let Some(part) = self.parts.front_mut() else {
+                self.ended.get_or_insert_with(Instant::now);
+                return Poll::Ready(None);
+            };
+            if let Some((tensor, _)) = part.left.front() {
+                let end = tensor.range().end;
+                let there = match (&mut part.transfer, &mut cx) {
+                    _ if tensor.is_empty() || end <= part.landed_to => true,
+                    (None, _) => false,
+                    (Some(transfer), cx) => {
+                        let landed = match cx {
+                            None => transfer.wait_landed(end),
+                            Some(cx) => ready!(transfer.poll_landed(cx, end)),
+                        };
+                        part.landed_to = transfer.progress().landed_to;
+                        landed
+                    }
+                };
+                if there {
+                    if let Some((tensor, place)) = part.left.pop_front() {
+                        return Poll::Ready(Some(part.out(tensor, place)));
+                    }
+                }
+            }
+            // The transfer is over, or about to be: all of its tensors are out, or it has failed.
+            let over = match (&mut part.transfer, &mut cx) {
+                (None, _) => Ok(()),
+                (Some(transfer), Some(cx)) => {
+                    ready!(Pin::new(transfer).poll(cx)).map(drop).map_err(|e| e.error)
+                }
+                (transfer, None) => match transfer.take() {
+                    Some(transfer) => transfer.wait().map(drop).map_err(|e| e.error),
+                    None => Ok(()),
+                },
+            };
+            let missing = !part.left.is_empty();
+            self.before += if missing { 0 } else { part.bytes };
+            self.parts.pop_front();
+            let failed = match over {
+                Ok(()) if missing => Some(Error::Closed),
+                Ok(()) => None,
+                Err(error) => Some(error),
+            };
+            if let Some(error) = failed {
+                // The others are cancelled.
+                self.parts.clear();
+                self.ended = Some(Instant::now());
+                return Poll::Ready(Some(Err(error)));
+            }
+        }
+    }
+}
+
+impl Iterator for Loading {
+    type Item = Result<DeviceTensor>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        match self.advance(None) {
+            Poll::Ready(next) => next,
+            // Not so: a thread waits.
+            Poll::Pending => None,
+        }
+    }
+}
+
+impl futures_core::Stream for Loading {
+    type Item = Result<DeviceTensor>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.advance(Some(cx))
+    }
+}
+
+impl std::fmt::Debug for Loading {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Loading").field("progress", &self.progress()).finish_non_exhaustive()
+    }
+}
+
+/// Cancels a load, from anywhere.
+#[derive(Clone, Debug)]
+pub struct LoadCanceller {
+    cancellers: Vec<Canceller>,
+}
+
+impl LoadCanceller {
+    /// As [`Loading::cancel`].
+    pub fn cancel(&self) {
+        self.cancellers.iter().for_each(Canceller::cancel);
+    }
+}

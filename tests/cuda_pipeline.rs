@@ -1,0 +1,198 @@
+//! The copy pipeline on a GPU, or on the stand-in driver: what goes there comes back, and files are copied from where the
+//! page cache has them.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+#![allow(unsafe_code, reason = "the doubles call a driver")]
+
+mod doubles;
+
+use doubles::StandIn;
+use doubles::gpu::{on_gpu, on_stand_in, until};
+use pinpool::pipeline::{FileSink, FileSource, Pipeline, Priority, Reading};
+use pinpool::{Device, Error, Pool, Unpinned};
+
+const LEN: usize = (6 << 20) + 4321;
+
+fn bytes(seed: u64, len: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = vec![0; len];
+    for eight in bytes.chunks_mut(8) {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        let n = eight.len();
+        eight.copy_from_slice(&x.to_le_bytes()[..n]);
+    }
+    bytes
+}
+
+fn open() -> (Device, Pool, Pipeline) {
+    let device = Device::open("cuda:0").unwrap();
+    let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let pipeline =
+        Pipeline::builder(&pool, &device).threads(3).chunk(256 << 10).share(6 << 20).build().unwrap();
+    (device, pool, pipeline)
+}
+
+fn all_is_back(device: &Device, pool: &Pool) {
+    until("all is back", || {
+        device.reap();
+        let stats = pool.stats();
+        stats.checked_out_bytes + stats.in_flight_bytes == 0 && device.registered_bytes() == 0
+    });
+    assert_eq!(pool.stats().quarantined_bytes, 0);
+    pool.check().unwrap();
+}
+
+#[test]
+fn what_goes_there_comes_back() {
+    on_gpu("what_goes_there_comes_back", |_| {
+        let (device, pool, pipeline) = open();
+        let memory = device.alloc(LEN).unwrap();
+        let sent = bytes(1, LEN);
+        pipeline.upload_slice(&sent, &memory).unwrap();
+        assert!(pipeline.download_vec(&memory).unwrap() == sent);
+        let first = pipeline.with_priority(Priority::Foreground);
+        first.upload_slice(&sent[..100_000], memory.slice(7..)).unwrap();
+        let mut back = vec![0; 100_000];
+        first.download_slice(memory.slice(7..100_007), &mut back).unwrap();
+        assert!(back == sent[..100_000]);
+        let mut buf = pool.checkout(1 << 20).unwrap();
+        buf.extend_from_slice(&sent[..1 << 20]);
+        pipeline.upload_pinned(buf, &memory).unwrap().wait().unwrap();
+        assert!(pipeline.download_vec(memory.slice(..1 << 20)).unwrap() == sent[..1 << 20]);
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        pipeline.upload(sent.clone(), &memory).unwrap().wait().unwrap();
+        pipeline.download(&memory, FileSink::create(&path).unwrap()).unwrap().wait().unwrap();
+        assert!(std::fs::read(&path).unwrap() == sent);
+        drop(memory);
+        all_is_back(&device, &pool);
+    });
+}
+
+#[test]
+fn files_are_copied_from_the_page_cache_in_every_way() {
+    on_gpu("files_are_copied_from_the_page_cache_in_every_way", |_| {
+        let (device, pool, pipeline) = open();
+        let memory = device.alloc(LEN).unwrap();
+        let sent = bytes(2, LEN);
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR"))
+            .or_else(|_| tempfile::NamedTempFile::new())
+            .unwrap();
+        std::fs::write(file.path(), &sent).unwrap();
+        for reading in [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped] {
+            for range in [0..LEN, 4097..LEN - 5] {
+                let source = FileSource::open(file.path()).unwrap().reading(reading);
+                let source = source.range(range.start as u64..range.end as u64).unwrap();
+                pipeline.upload_slice(&vec![0; LEN], &memory).unwrap();
+                pipeline.upload_file(source, &memory).unwrap().wait().unwrap();
+                let back = pipeline.download_vec(memory.slice(..range.len())).unwrap();
+                assert!(back == sent[range], "{reading:?}");
+            }
+        }
+        let stats = pipeline.stats();
+        // Each file system has its own mind about what may be asked of it; this one's cache was just written.
+        assert!(stats.window_bytes > 0 || stats.windows_refused > 0 || stats.cached_bytes == 0, "{stats:?}");
+        println!("{stats:?}");
+        all_is_back(&device, &pool);
+    });
+}
+
+#[test]
+fn windows_that_are_refused_are_read_and_counted() {
+    on_stand_in("windows_that_are_refused_are_read_and_counted", |_, stand_in: &StandIn| {
+        let (device, pool, pipeline) = open();
+        let memory = device.alloc(LEN).unwrap();
+        let sent = bytes(3, LEN);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), &sent).unwrap();
+        for nth in [1, 2, 3] {
+            let before = pipeline.stats();
+            stand_in.fail("cuMemHostRegister_v2", nth, 2, false);
+            let source = FileSource::open(file.path()).unwrap().reading(Reading::Mapped);
+            pipeline.upload_file(source, &memory).unwrap().wait().unwrap();
+            stand_in.calm();
+            let after = pipeline.stats();
+            assert_eq!(after.windows_refused, before.windows_refused + 1, "{after:?}");
+            let moved = |s: &pinpool::pipeline::PipelineStats| {
+                s.window_bytes + s.cached_bytes + s.direct_bytes + s.buffered_bytes
+            };
+            assert_eq!(moved(&after) - moved(&before), LEN as u64);
+            assert_eq!(after.window_bytes > before.window_bytes, nth > 1);
+            assert!(pipeline.download_vec(&memory).unwrap() == sent);
+        }
+        all_is_back(&device, &pool);
+    });
+}
+
+#[test]
+fn loads_from_windows_aborted_anywhere_leave_nothing() {
+    on_gpu("loads_from_windows_aborted_anywhere_leave_nothing", |_| {
+        let (device, pool, pipeline) = open();
+        let memory = device.alloc(LEN).unwrap();
+        let sent = bytes(4, LEN);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), &sent).unwrap();
+        for round in 0..40 {
+            let source = FileSource::open(file.path()).unwrap().reading(Reading::Mapped);
+            let load = pipeline.upload_file(source, &memory).unwrap();
+            while load.progress().done < round * LEN as u64 / 40 && !load.is_over() {
+                std::thread::yield_now();
+            }
+            if round % 2 == 0 {
+                drop(load);
+                continue;
+            }
+            load.cancel();
+            match load.wait().map_err(|failed| failed.error) {
+                Ok(_) | Err(Error::Cancelled { .. }) => {}
+                Err(other) => panic!("{other}"),
+            }
+        }
+        all_is_back(&device, &pool);
+        pipeline.upload_slice(&sent, &memory).unwrap();
+        assert!(pipeline.download_vec(&memory).unwrap() == sent);
+    });
+}
+
+/// Not on the stand-in, whose copies are the CPU's: it would die of this, as any program that reads such a mapping.
+#[test]
+fn a_mapped_file_that_becomes_shorter_is_an_error_and_no_death() {
+    on_gpu("a_mapped_file_that_becomes_shorter_is_an_error_and_no_death", |gpu| {
+        if gpu.stand_in.is_some() {
+            return println!("skipped: the stand-in's device is the CPU");
+        }
+        let (device, pool, pipeline) = open();
+        let len = 64 << 20;
+        let memory = device.alloc(len).unwrap();
+        let sent = bytes(5, len);
+        let mut cut = 0;
+        for round in 0..60_u64 {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), &sent).unwrap();
+            let source = FileSource::open(file.path()).unwrap().reading(Reading::Mapped);
+            let load = pipeline.upload_file(source, &memory).unwrap();
+            while load.progress().done < round * len as u64 / 80 && !load.is_over() {
+                std::hint::spin_loop();
+            }
+            file.as_file().set_len(1_234_567).unwrap();
+            let _ = load.wait_landed(u64::MAX);
+            let right = load.progress().landed_to.min(len as u64) as usize;
+            match load.wait().map_err(|failed| failed.error) {
+                Ok(_) => assert_eq!(right, len),
+                Err(Error::Shrunk { end, .. }) => {
+                    assert_eq!(end, 1_234_567);
+                    cut += 1;
+                }
+                Err(other) => panic!("{other}"),
+            }
+            if right > 0 {
+                assert!(pipeline.download_vec(memory.slice(..right)).unwrap() == sent[..right], "{round}");
+            }
+        }
+        println!("{cut} of 60 were cut off; {:?}", pipeline.stats());
+        assert!(cut > 0);
+        all_is_back(&device, &pool);
+    });
+}

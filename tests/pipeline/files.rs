@@ -1,0 +1,69 @@
+//! Files, up and down.
+
+use std::io::Write;
+
+use pinpool::pipeline::{FileSink, FileSource, Piece, Reading};
+
+use super::{Rig, pattern};
+
+#[test]
+fn files_go_up_in_every_way_of_reading() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let bytes = pattern((3 << 20) + 1234, 1);
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped] {
+        for range in [0..bytes.len(), 1..bytes.len(), 4096..bytes.len() - 1, 70_001..2_000_003] {
+            let source = FileSource::open(file.path()).unwrap().reading(reading);
+            let source = source.range(range.start as u64..range.end as u64).unwrap();
+            pipeline.upload_file(source, &memory).unwrap().wait().unwrap();
+            assert!(
+                pipeline.download_vec(memory.slice(..range.len())).unwrap() == bytes[range.clone()],
+                "{reading:?} {range:?}"
+            );
+        }
+    }
+    let stats = pipeline.stats();
+    let read = stats.cached_bytes + stats.direct_bytes + stats.buffered_bytes + stats.window_bytes;
+    assert!(read >= 4 * 4 * 1_900_000, "{stats:?}");
+    rig.all_is_back();
+}
+
+#[test]
+fn pieces_of_a_file_go_where_they_belong() {
+    let rig = Rig::late();
+    let pipeline = rig.pipeline();
+    let bytes = pattern(1 << 20, 2);
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    pipeline.upload_slice(&vec![0; 1 << 20], &memory).unwrap();
+    let source = FileSource::new(file, "pieces").unwrap();
+    // From, length, to: out of order, with gaps, across chunks.
+    let pieces = [(900_000, 100_000, 0), (0, 10, 100_001), (17, 5000, 200_000), (30_000, 300_000, 300_000)];
+    let list = pieces.iter().map(|&(at, len, to)| Piece::new(at as u64, memory.slice(to..to + len).unwrap()));
+    pipeline.upload_file_pieces(source, list.collect()).unwrap().wait().unwrap();
+    let mut expected = vec![0; 1 << 20];
+    for (at, len, to) in pieces {
+        expected[to..to + len].copy_from_slice(&bytes[at..at + len]);
+    }
+    assert!(pipeline.download_vec(&memory).unwrap() == expected);
+    rig.all_is_back();
+}
+
+#[test]
+fn downloads_land_in_files() {
+    let rig = Rig::late();
+    let pipeline = rig.pipeline();
+    let bytes = pattern((2 << 20) + 77, 3);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("out");
+    pipeline.download(&memory, FileSink::create(&path).unwrap().at(5)).unwrap().wait().unwrap();
+    let back = std::fs::read(&path).unwrap();
+    assert!(back[5..] == bytes && back[..5] == [0; 5]);
+    rig.all_is_back();
+}

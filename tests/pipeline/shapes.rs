@@ -1,0 +1,117 @@
+//! Any lengths, any places, any pieces: what arrives is what was sent, where it was sent to, and nothing else is touched.
+
+use std::io::Write;
+
+use pinpool::pipeline::{FileSource, Piece, Pipeline, Reading, Staging};
+use proptest::prelude::*;
+
+use super::{Rig, pattern};
+
+/// Bytes of the device memory and of the source that the cases use.
+const ROOM: usize = 700_000;
+
+#[derive(Clone, Debug)]
+struct Case {
+    threads: usize,
+    chunk: usize,
+    depth: usize,
+    streams: usize,
+    staged: bool,
+    /// From, length, gap in front on the device, in the order in which they are named.
+    pieces: Vec<(usize, usize, usize)>,
+    reading: Option<usize>,
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let len = prop_oneof![1..40_usize, 4090..4100_usize, 1..90_000_usize, 65_530..65_545_usize];
+    let at = prop_oneof![Just(0), 0..20_000_usize, Just(4096), 0..600_000_usize];
+    let piece = (at, len, prop_oneof![Just(0), 0..70_usize, 0..9000_usize]);
+    (
+        1..5_usize,
+        1..40_000_usize,
+        1..4_usize,
+        1..4_usize,
+        any::<bool>(),
+        prop::collection::vec(piece, 1..12),
+        prop::option::of(0..4_usize),
+    )
+        .prop_map(|(threads, chunk, depth, streams, staged, pieces, reading)| Case {
+            threads,
+            chunk,
+            depth,
+            streams,
+            staged,
+            pieces,
+            reading,
+        })
+}
+
+thread_local! {
+    static RIG: Rig = Rig::plain();
+}
+
+fn run(rig: &Rig, case: &Case) {
+    let pipeline = Pipeline::builder(&rig.pool, &rig.device)
+        .threads(case.threads)
+        .chunk(case.chunk)
+        .depth(case.depth)
+        .streams(case.streams)
+        .share(2 << 20)
+        .staging(if case.staged { Staging::Always } else { Staging::Auto })
+        .build()
+        .unwrap();
+    let source = pattern(ROOM, 17);
+    let memory = rig.device.alloc(ROOM).unwrap();
+    pipeline.upload_slice(&vec![0xa5; ROOM], &memory).unwrap();
+    let mut expected = vec![0xa5; ROOM];
+    let (mut list, mut to) = (Vec::new(), 0);
+    for &(at, len, gap) in &case.pieces {
+        to += gap;
+        if to + len > ROOM {
+            break;
+        }
+        expected[to..to + len].copy_from_slice(&source[at..at + len]);
+        list.push(Piece::new(at as u64, memory.slice(to..to + len).unwrap()));
+        to += len;
+    }
+    if list.is_empty() {
+        return;
+    }
+    match case.reading {
+        None => drop(pipeline.upload_pieces(source, list.clone()).unwrap().wait().unwrap()),
+        Some(way) => {
+            let reading = [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped][way];
+            let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            file.write_all(&source).unwrap();
+            let file = FileSource::open(file.path()).unwrap().reading(reading);
+            drop(pipeline.upload_file_pieces(file, list.clone()).unwrap().wait().unwrap());
+        }
+    }
+    assert!(pipeline.download_vec(&memory).unwrap() == expected);
+    // And the same pieces back: each to where it came from, in a sink of their own.
+    let mut back = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    back.as_file_mut().set_len(ROOM as u64).unwrap();
+    let sink = pinpool::pipeline::FileSink::new(back.reopen().unwrap(), "back");
+    let moved = list.iter().scan(0, |at, piece| {
+        let here = *at;
+        *at += piece.device.len() as u64 + 3;
+        Some(Piece::new(here, piece.device.clone()))
+    });
+    let moved: Vec<Piece> = moved.collect();
+    let mut wanted = vec![0; ROOM + 64];
+    for (piece, &(at, len, _)) in moved.iter().zip(&case.pieces) {
+        wanted[piece.at as usize..piece.at as usize + len].copy_from_slice(&pattern(ROOM, 17)[at..at + len]);
+    }
+    pipeline.download_pieces(moved, sink).unwrap().wait().unwrap();
+    let found = std::fs::read(back.path()).unwrap();
+    assert!(found[..ROOM] == wanted[..ROOM]);
+    rig.all_is_back();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #[test]
+    fn every_byte_goes_where_it_belongs(case in case()) {
+        RIG.with(|rig| run(rig, &case));
+    }
+}

@@ -1,0 +1,467 @@
+//! What goes wrong: a clear error each, no wrong byte reported as right, and nothing left behind.
+
+use std::borrow::Cow;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::pipeline::{FileSink, FileSource, Fill, Reading, Sink, Source};
+use pinpool::{Error, ErrorClass};
+
+use super::memory::block_on;
+use super::{Rig, pattern};
+
+/// A source that fails, panics, is short or waits at a place.
+struct Odd {
+    bytes: Vec<u8>,
+    at: u64,
+    how: How,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    Fails,
+    Panics,
+    Ends,
+}
+
+impl Source for Odd {
+    fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+    fn name(&self) -> Cow<'_, str> {
+        "odd".into()
+    }
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        let end = offset + into.remaining() as u64;
+        let good = if (offset..end).contains(&self.at) { self.at } else { end };
+        into.push(&self.bytes[offset as usize..good as usize]);
+        match self.how {
+            _ if good == end => Ok(()),
+            How::Fails => Err(io::Error::other("the disk is on fire")),
+            How::Panics => panic!("on purpose"),
+            How::Ends => Ok(()),
+        }
+    }
+}
+
+#[test]
+fn a_source_that_fails_ends_its_transfer_with_the_place() {
+    for rig in [Rig::plain(), Rig::late()] {
+        let pipeline = rig.pipeline();
+        let memory = rig.device.alloc(1 << 20).unwrap();
+        for how in [How::Fails, How::Panics, How::Ends] {
+            for at in [0, 1, 300_000, (1 << 20) - 1] {
+                let odd = Odd { bytes: pattern(1 << 20, 1), at, how };
+                let failed = pipeline.upload(odd, &memory).unwrap().wait().map(drop).unwrap_err();
+                assert!(failed.buffer.is_some(), "the source comes back");
+                match (how, failed.error) {
+                    (How::Fails, Error::Read { what, offset, text, .. }) => {
+                        assert!(what == "odd" && offset == at && text.contains("on fire"));
+                    }
+                    (How::Panics, Error::Read { offset, text, .. }) => {
+                        assert!(offset == at && text.contains("panicked"), "{offset} {text}");
+                    }
+                    (How::Ends, Error::Shrunk { end, len, .. }) => assert!(end == at && len == 1 << 20),
+                    (_, other) => panic!("{other}"),
+                }
+            }
+        }
+        // The pipeline works as before.
+        let bytes = pattern(1 << 20, 2);
+        pipeline.upload_slice(&bytes, &memory).unwrap();
+        assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_reader_or_writer_that_fails_or_panics_does_so_alone() {
+    struct Torn(usize, bool);
+    impl Read for Torn {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            if self.0 == 0 {
+                assert!(!self.1, "on purpose");
+                return Err(io::Error::other("the line is dead"));
+            }
+            let n = into.len().min(self.0);
+            self.0 -= n;
+            Ok(n)
+        }
+    }
+    impl Write for Torn {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if self.0 < bytes.len() {
+                assert!(!self.1, "on purpose");
+                return Err(io::Error::other("the line is dead"));
+            }
+            self.0 -= bytes.len();
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let rig = Rig::late();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    for good in [0, 100_000, 500_000] {
+        let failed = pipeline.upload_read(&mut Torn(good, false), &memory).unwrap_err();
+        assert!(matches!(&failed, Error::Read { offset, .. } if *offset == good as u64), "{failed}");
+        let failed = pipeline.download_write(&memory, &mut Torn(good, false)).unwrap_err();
+        assert!(matches!(&failed, Error::Write { offset, .. } if *offset <= good as u64), "{failed}");
+        let panicked = |work: &mut dyn FnMut()| {
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_err();
+        };
+        panicked(&mut || drop(pipeline.upload_read(&mut Torn(good, true), &memory)));
+        panicked(&mut || drop(pipeline.download_write(&memory, &mut Torn(good, true))));
+        rig.all_is_back();
+    }
+    let bytes = pattern(1 << 20, 2);
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+}
+
+#[test]
+fn a_file_that_becomes_shorter_is_an_error_with_its_end() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let len = 2 << 20;
+    let bytes = pattern(len, 3);
+    let memory = rig.device.alloc(len).unwrap();
+    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped] {
+        for cut in [0, 4096, 1_000_000, len - 1] {
+            let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            std::fs::write(file.path(), &bytes).unwrap();
+            let source = FileSource::open(file.path()).unwrap().reading(reading);
+            file.as_file().set_len(cut as u64).unwrap();
+            let failed = pipeline.upload_file(source, &memory).unwrap().wait().unwrap_err();
+            let name = file.path().display().to_string();
+            match failed.error {
+                Error::Shrunk { what, end, len } => {
+                    assert_eq!((what, end, len), (name, cut as u64, 2 << 20), "{reading:?}");
+                }
+                other => panic!("{reading:?} {cut}: {other}"),
+            }
+            rig.all_is_back();
+        }
+    }
+}
+
+#[test]
+fn a_file_cut_off_while_it_is_read_is_an_error_or_was_whole() {
+    let rig = Rig::late();
+    let pipeline = rig.pipeline();
+    let len = 2 << 20;
+    let bytes = pattern(len, 4);
+    let memory = rig.device.alloc(len).unwrap();
+    for round in 0..24 {
+        let reading = [Reading::Auto, Reading::Buffered, Reading::Mapped][round % 3];
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        std::fs::write(file.path(), &bytes).unwrap();
+        let source = FileSource::open(file.path()).unwrap().reading(reading);
+        let load = pipeline.upload_file(source, &memory).unwrap();
+        while load.progress().done < (round as u64 * 80_000) && !load.is_over() {
+            std::thread::yield_now();
+        }
+        file.as_file().set_len(777_777).unwrap();
+        let landed = |load: &pinpool::pipeline::Transfer<FileSource>| load.progress().landed_to;
+        let _ = load.wait_landed(u64::MAX);
+        let right = landed(&load).min(len as u64) as usize;
+        match load.wait().map_err(|failed| failed.error) {
+            Ok(_) => assert_eq!(right, len),
+            Err(Error::Shrunk { end, .. }) => assert_eq!(end, 777_777),
+            Err(other) => panic!("{other}"),
+        }
+        // What is said to have landed is what the file had.
+        if right > 0 {
+            assert!(pipeline.download_vec(memory.slice(..right)).unwrap() == bytes[..right], "{reading:?}");
+        }
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_full_disk_is_an_error_with_the_place() {
+    let rig = Rig::late();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    let full = || OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let failed = pipeline.download(&memory, FileSink::new(full(), "/dev/full")).unwrap().wait().unwrap_err();
+    assert!(failed.buffer.is_some());
+    let text = failed.error.to_string();
+    match failed.error {
+        Error::Write { what, kind, .. } => {
+            assert!(what == "/dev/full" && kind == io::ErrorKind::StorageFull && text.contains("make room"));
+        }
+        other => panic!("{other}"),
+    }
+    let failed = pipeline.download_write(&memory, &mut full()).unwrap_err();
+    assert!(matches!(failed, Error::Write { offset: 0, .. }), "{failed}");
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_an_error() {
+    assert!(matches!(FileSource::open("/nonexistent/file"), Err(Error::Read { offset: 0, .. })));
+    assert!(matches!(FileSink::create("/nonexistent/file"), Err(Error::Write { offset: 0, .. })));
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(4096).unwrap();
+    // Open for writing only.
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), [1; 4096]).unwrap();
+    let file = OpenOptions::new().write(true).open(file.path()).unwrap();
+    let source = FileSource::new(file, "write-only").unwrap().reading(Reading::Buffered);
+    let failed = pipeline.upload_file(source, &memory).unwrap().wait().unwrap_err();
+    assert!(matches!(&failed.error, Error::Read { what, .. } if what == "write-only"), "{}", failed.error);
+    let empty = FileSource::new(File::open("/dev/null").unwrap(), "null").unwrap();
+    assert!(matches!(pipeline.upload_file(empty, &memory).unwrap_err().error, Error::Empty));
+    rig.all_is_back();
+}
+
+#[test]
+fn a_device_error_half_way_ends_the_transfer_and_no_other() {
+    for call in [Call::Copy, Call::Record, Call::CreateEvent, Call::Query] {
+        for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
+            for nth in [0, 5, 14, 15] {
+                let rig = Rig::plain();
+                let pipeline = rig.pipeline();
+                let bytes = pattern(1 << 20, 5);
+                let memory = rig.device.alloc(1 << 20).unwrap();
+                rig.node.fail(Fault { device: 0, call, nth, failure });
+                let first = pipeline.upload_slice(&bytes, &memory);
+                if call == Call::Copy {
+                    let error = first.unwrap_err();
+                    let Error::Transfer { what, cause, .. } = &error else { panic!("{error}") };
+                    assert!(what == "bytes in memory" && matches!(**cause, Error::Device(_)));
+                } else {
+                    // Marks are made up for.
+                    assert!(
+                        first.is_ok() || matches!(first, Err(Error::Transfer { .. })),
+                        "{call:?} {first:?}"
+                    );
+                }
+                rig.node.clear_faults();
+                pipeline.upload_slice(&bytes, &memory).unwrap();
+                assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+                rig.all_is_back();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_lost_device_ends_everything_with_its_error() {
+    for (nth, staged) in [(0, true), (3, true), (17, true), (0, false), (5, false)] {
+        let rig = if staged { Rig::late() } else { Rig::late().direct() };
+        let call = if staged { Call::Copy } else { Call::CopyBlocking };
+        let pipeline = rig.pipeline();
+        let memory = rig.device.alloc(2 << 20).unwrap();
+        let bytes = pattern(2 << 20, 6);
+        let other = rig.device.alloc(2 << 20).unwrap();
+        rig.node.fail(Fault { device: 0, call, nth, failure: Failure::Sticky });
+        let owned = pipeline.upload(bytes.clone(), &other).unwrap();
+        let mut back = vec![0; 2 << 20];
+        let results = [
+            pipeline.upload_slice(&bytes, &memory).unwrap_err(),
+            pipeline.download_slice(&memory, &mut back).unwrap_err(),
+            owned.wait().map(drop).unwrap_err().error,
+        ];
+        for error in results {
+            assert_eq!(error.class(), ErrorClass::Sticky, "{error}");
+        }
+        assert_eq!(pipeline.feed(&memory).map(drop).unwrap_err().class(), ErrorClass::Sticky);
+        rig.pool.check().unwrap();
+    }
+}
+
+#[test]
+fn cancelled_futures_and_dropped_handles_leave_nothing() {
+    let rig = Rig::late();
+    let pipeline = rig.pipeline();
+    let bytes: Arc<[u8]> = pattern(2 << 20, 7).into();
+    let memory = rig.device.alloc(2 << 20).unwrap();
+    for round in 0..20 {
+        let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+        match round % 4 {
+            0 => drop(load),
+            1 => {
+                // Polled once, and dropped.
+                let mut load = Box::pin(load);
+                let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+                let _ = load.as_mut().poll(&mut cx);
+            }
+            2 => {
+                load.cancel();
+                match load.wait().map_err(|failed| failed.error) {
+                    Ok(_) => {}
+                    Err(Error::Cancelled { done, total, .. }) => assert!(done < total && total == 2 << 20),
+                    Err(other) => panic!("{other}"),
+                }
+            }
+            _ => {
+                let canceller = load.canceller();
+                std::thread::scope(|scope| {
+                    scope.spawn(|| canceller.cancel());
+                    let _ = block_on(load);
+                });
+            }
+        }
+    }
+    use std::future::Future;
+    rig.all_is_back();
+    // Nobody has a share of the source any more.
+    assert_eq!(Arc::strong_count(&bytes), 1);
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    assert!(pipeline.download_vec(&memory).unwrap()[..] == bytes[..]);
+}
+
+#[test]
+fn a_thousand_loads_aborted_at_random_points() {
+    let rig = Rig::new(HostConfig::new().late(Duration::ZERO, 5), 8 << 20);
+    let pipeline = rig.pipeline();
+    let len = 768 << 10;
+    let bytes = pattern(len, 8);
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    std::fs::write(file.path(), &bytes).unwrap();
+    let memory = rig.device.alloc(len).unwrap();
+    let mut x = 12345_u64;
+    let mut ended = [0; 2];
+    for _ in 0..1000 {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let stop_at = (x >> 33) % (len as u64 * 5 / 4);
+        let reading = if x & (1 << 20) == 0 { Reading::Auto } else { Reading::Mapped };
+        let source = FileSource::open(file.path()).unwrap().reading(reading);
+        let load = pipeline.upload_file(source, &memory).unwrap();
+        while load.progress().done < stop_at && !load.is_over() {
+            std::thread::yield_now();
+        }
+        load.cancel();
+        match load.wait() {
+            Ok(_) => ended[0] += 1,
+            Err(failed) => {
+                assert!(matches!(failed.error, Error::Cancelled { .. }), "{}", failed.error);
+                assert!(failed.buffer.is_some(), "the file comes back");
+                ended[1] += 1;
+            }
+        }
+    }
+    assert!(ended[0] > 50 && ended[1] > 300, "{ended:?}");
+    rig.all_is_back();
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+}
+
+#[test]
+fn a_sink_that_fails_or_panics_ends_its_transfer() {
+    struct Odd(u64, bool, Mutex<Vec<u8>>);
+    impl Sink for Odd {
+        fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+            if (offset..offset + bytes.len() as u64).contains(&self.0) {
+                assert!(!self.1, "on purpose");
+                return Err(io::Error::other("no"));
+            }
+            self.2.lock().unwrap()[offset as usize..][..bytes.len()].copy_from_slice(bytes);
+            Ok(())
+        }
+    }
+    let rig = Rig::late();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    let bytes = pattern(1 << 20, 9);
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    for panics in [false, true] {
+        let sink = Odd(300_000, panics, Mutex::new(vec![0; 1 << 20]));
+        let failed = pipeline.download(&memory, sink).unwrap().wait().map(drop).unwrap_err();
+        assert!(failed.buffer.is_some() && matches!(failed.error, Error::Write { .. }), "{}", failed.error);
+    }
+    let sink = Odd(u64::MAX, false, Mutex::new(vec![0; 1 << 20]));
+    let sink = pipeline.download(&memory, sink).unwrap().wait().map_err(|failed| failed.error).unwrap();
+    assert!(sink.2.into_inner().unwrap() == bytes);
+    rig.all_is_back();
+}
+
+#[test]
+fn many_threads_at_once_do_not_mix_anything_up() {
+    for rig in [Rig::late(), Rig::late().direct()] {
+        many_threads(&rig);
+    }
+}
+
+fn many_threads(rig: &Rig) {
+    let pipeline = rig.builder().threads(4).build().unwrap();
+    let stop = AtomicBool::new(false);
+    let rounds = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for thread in 0..6_u64 {
+            let (pipeline, stop, rounds) = (&pipeline, &stop, &rounds);
+            scope.spawn(move || {
+                let memory = rig.device.alloc(400_000).unwrap();
+                let mut round = 0;
+                // Relaxed: a flag.
+                while !stop.load(Ordering::Relaxed) {
+                    round += 1;
+                    let len = 1 + (thread * 77_777 + round * 131_313) as usize % 400_000;
+                    let bytes = pattern(len, thread * 1000 + round);
+                    pipeline.upload_slice(&bytes, memory.slice(..len)).unwrap();
+                    assert!(pipeline.download_vec(memory.slice(..len)).unwrap() == bytes);
+                    if round % 7 == 0 {
+                        drop(pipeline.upload(bytes, memory.slice(..len)).unwrap());
+                    }
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        while rounds.load(Ordering::Relaxed) < 300 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    rig.all_is_back();
+}
+
+#[test]
+fn a_device_error_in_a_copy_without_staging_ends_its_transfer() {
+    for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
+        for nth in [0, 3] {
+            let rig = Rig::plain().direct();
+            let pipeline = rig.pipeline();
+            let bytes = pattern(1 << 20, 5);
+            let memory = rig.device.alloc(1 << 20).unwrap();
+            rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth, failure });
+            let failed = pipeline.upload(bytes.clone(), &memory).unwrap().wait().map(drop).unwrap_err();
+            assert!(matches!(failed.error, Error::Transfer { .. }) && failed.buffer.as_ref() == Some(&bytes));
+            rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth, failure });
+            assert!(matches!(pipeline.download_vec(&memory), Err(Error::Transfer { .. })));
+            pipeline.upload_slice(&bytes, &memory).unwrap();
+            assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+            rig.all_is_back();
+        }
+    }
+}
+
+#[test]
+fn a_wait_on_a_thread_that_has_to_do_the_work_is_refused() {
+    struct Nested(pinpool::pipeline::Pipeline, pinpool::DeviceSlice);
+    impl Source for Nested {
+        fn len(&self) -> u64 {
+            10
+        }
+        fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
+            self.0.upload_slice(&[1; 10], &self.1)?;
+            into.push(&[0; 10]);
+            Ok(())
+        }
+    }
+    let rig = Rig::plain();
+    let pipeline = rig.builder().threads(1).build().unwrap();
+    let memory = rig.device.alloc(20).unwrap();
+    let nested = Nested(pipeline.clone(), memory.slice(10..).unwrap());
+    let failed = pipeline.upload(nested, memory.slice(..10)).unwrap().wait().map(drop).unwrap_err();
+    assert!(failed.error.to_string().contains("own thread"), "{}", failed.error);
+    rig.all_is_back();
+}

@@ -1,0 +1,199 @@
+//! Headers that are right, and headers that lie.
+
+use pinpool::Error;
+use pinpool::safetensors::{Checkpoint, Header};
+use proptest::prelude::*;
+
+use super::{Folder, Made, file, made, with_header};
+
+fn parse(bytes: &[u8]) -> Result<Header, Error> {
+    Header::parse("it", bytes, bytes.len() as u64)
+}
+
+/// The tensor that is blamed, and why.
+fn lie(header: &str, data: usize) -> (Option<String>, String) {
+    let bytes = with_header(header, vec![0; data]);
+    let error = parse(&bytes).map(drop).expect_err(header);
+    // The same from a file.
+    let folder = Folder::new();
+    let path = folder.put("a.safetensors", &bytes);
+    let opened = Checkpoint::open(path).map(drop).expect_err(header);
+    match (error, opened) {
+        (Error::Malformed { what, tensor, why }, Error::Malformed { tensor: also, .. }) => {
+            assert_eq!((what.as_str(), &tensor), ("it", &also));
+            (tensor, why)
+        }
+        (error, _) => panic!("{header}: {error}"),
+    }
+}
+
+#[test]
+fn lies_about_a_tensor_name_it() {
+    let a = r#""a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}"#;
+    let b = |rest: &str| format!(r#"{{{a},"b":{{{rest}}}}}"#);
+    for (header, data, tensor, why) in [
+        (b(r#""dtype":"U8","shape":[4],"data_offsets":[2,6]"#), 6, "b", "inside of tensor \"a\""),
+        (b(r#""dtype":"U8","shape":[4],"data_offsets":[5,9]"#), 9, "b", "4..5 before it belong to no tensor"),
+        (b(r#""dtype":"U8","shape":[4],"data_offsets":[4,8]"#), 7, "b", "past the file's end"),
+        (b(r#""dtype":"U8","shape":[4],"data_offsets":[8,4]"#), 8, "b", "ends at 4, before its start at 8"),
+        (b(r#""dtype":"F32","shape":[4],"data_offsets":[4,8]"#), 8, "b", "16 bytes, and has 4"),
+        (b(r#""dtype":"U8","shape":[3],"data_offsets":[4,8]"#), 8, "b", "3 bytes, and has 4"),
+        (b(r#""dtype":"F4","shape":[3],"data_offsets":[4,6]"#), 6, "b", "no whole number of bytes"),
+        (
+            b(r#""dtype":"U8","shape":[4294967296,4294967296,2],"data_offsets":[4,4]"#),
+            4,
+            "b",
+            "more elements than",
+        ),
+        (
+            b(r#""dtype":"I64","shape":[4611686018427387904],"data_offsets":[4,4]"#),
+            4,
+            "b",
+            "more elements than",
+        ),
+        (b(r#""dtype":"U9","shape":[4],"data_offsets":[4,8]"#), 8, "b", "U9"),
+        (b(r#""dtype":"U8","shape":[-4],"data_offsets":[4,8]"#), 8, "b", "-4"),
+        (b(r#""dtype":"U8","shape":[4],"data_offsets":[4,18446744073709551616]"#), 8, "b", "described"),
+        (b(r#""dtype":"U8","shape":[4],"data_offsets":[4]"#), 8, "b", "described"),
+        (b(r#""dtype":"U8","shape":[4]"#), 8, "b", "data_offsets"),
+        (b(""), 8, "b", "described"),
+        (
+            r#"{"x":{"dtype":"U8","shape":[18446744073709551615],"data_offsets":[0,18446744073709551615]}}"#
+                .into(),
+            8,
+            "x",
+            "more elements than",
+        ),
+        (r#"{"x":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#.into(), 2, "x", "belong to no tensor"),
+        (r#"{"x":7}"#.into(), 0, "x", "described"),
+    ] {
+        let (named, text) = lie(&header, data);
+        assert_eq!(named.as_deref(), Some(tensor), "{header}: {text}");
+        assert!(text.contains(why), "{header}: {text}");
+    }
+}
+
+#[test]
+fn lies_about_the_whole_are_refused() {
+    for (header, data, why) in [
+        (
+            r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#,
+            5,
+            "1 bytes at its end belong to no tensor",
+        ),
+        ("{}", 1, "belong to no tensor"),
+        ("[]", 0, "no JSON object"),
+        ("", 0, "no JSON object"),
+        ("{", 0, "no JSON object"),
+        ("\u{0}", 0, "no JSON object"),
+        (r#"{"__metadata__":{"n":1}}"#, 0, "metadata"),
+        (r#"{"__metadata__":"text"}"#, 0, "metadata"),
+    ] {
+        let (named, text) = lie(header, data);
+        assert_eq!(named, None, "{header}: {text}");
+        assert!(text.contains(why), "{header}: {text}");
+    }
+    // Nested until a stack would end.
+    let deep = format!(r#"{{"a":{}}}"#, "[".repeat(100_000));
+    lie(&deep, 0);
+    for (bytes, why) in [
+        (vec![], "too few"),
+        (vec![1, 0, 0, 0, 0, 0, 0], "too few"),
+        (9_u64.to_le_bytes().into_iter().chain(*b"{}      ").collect(), "cut off"),
+        ([0xff; 64].to_vec(), "the format allows 100000000"),
+        (100_000_000_u64.to_le_bytes().to_vec(), "cut off"),
+        (100_000_001_u64.to_le_bytes().to_vec(), "the format allows"),
+    ] {
+        let Err(Error::Malformed { tensor: None, why: text, .. }) = parse(&bytes) else {
+            panic!("{bytes:?}")
+        };
+        assert!(text.contains(why), "{text}");
+        let folder = Folder::new();
+        let opened = Checkpoint::open(folder.put("a.safetensors", &bytes)).map(drop).unwrap_err();
+        assert!(opened.to_string().contains(why), "{opened}");
+    }
+    // A file that is longer than what is given of it.
+    let whole = file(&[made("a", "U8", &[40], 1)]);
+    let len = whole.len() as u64;
+    assert_eq!(Header::parse("it", &whole[..whole.len() - 40], len).unwrap().tensors.len(), 1);
+    assert!(Header::parse("it", &whole[..whole.len() - 41], len).is_err());
+}
+
+#[test]
+fn an_empty_file_of_the_format_is_fine() {
+    let header = parse(&with_header("{}", [])).unwrap();
+    assert!(header.tensors.is_empty() && header.metadata.is_empty());
+    let header = parse(&with_header(r#"{"__metadata__":{"b":"2","a":"1"}}      "#, [])).unwrap();
+    assert_eq!(header.metadata, [("a".into(), "1".into()), ("b".into(), "2".into())]);
+}
+
+fn tensors() -> impl Strategy<Value = Vec<Made>> {
+    let dtype = prop::sample::select(vec!["U8", "BOOL", "BF16", "F32", "I64"]);
+    let shape = prop::collection::vec(0_usize..6, 0..4);
+    prop::collection::vec((dtype, shape), 0..8).prop_map(|list| {
+        let made = list
+            .into_iter()
+            .enumerate()
+            .map(|(i, (dtype, shape))| made(&format!("t.{i:02}"), dtype, &shape, i as u64));
+        made.collect()
+    })
+}
+
+/// Whatever is accepted lies side by side behind the header, up to the file's end, each tensor as long as its shape says.
+fn is_sound(header: &Header, bytes: &[u8]) {
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    let mut end = start;
+    for tensor in &header.tensors {
+        assert_eq!(tensor.range().start, end, "{tensor:?}");
+        let bits: u128 =
+            tensor.shape().iter().map(|&n| n as u128).product::<u128>() * tensor.dtype().bitsize() as u128;
+        assert_eq!(u128::from(tensor.len()) * 8, bits, "{tensor:?}");
+        end = tensor.range().end;
+    }
+    assert_eq!(end, bytes.len() as u64);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn what_was_written_is_read(tensors in tensors()) {
+        let bytes = file(&tensors);
+        let header = parse(&bytes).unwrap();
+        is_sound(&header, &bytes);
+        prop_assert_eq!(header.tensors.len(), tensors.len());
+        for made in &tensors {
+            let tensor = header.tensors.iter().find(|tensor| tensor.name() == made.name).unwrap();
+            prop_assert_eq!(tensor.shape(), &made.shape[..]);
+            let range = tensor.range();
+            prop_assert_eq!(&bytes[range.start as usize..range.end as usize], &made.bytes[..]);
+        }
+    }
+
+    #[test]
+    fn what_was_changed_is_sound_or_refused(
+        tensors in tensors(),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..4_u8), 1..6),
+    ) {
+        let mut bytes = file(&tensors);
+        for (at, byte, how) in changes {
+            if bytes.is_empty() {
+                break;
+            }
+            let at = at.index(bytes.len());
+            match how {
+                0 => bytes[at] = byte,
+                // More often something that is JSON still.
+                1 if bytes[at].is_ascii_digit() => bytes[at] = b'0' + byte % 10,
+                1 => bytes[at] = byte,
+                2 => bytes.truncate(at),
+                _ => bytes.insert(at, byte),
+            }
+        }
+        match parse(&bytes) {
+            Ok(header) => is_sound(&header, &bytes),
+            Err(Error::Malformed { what, why, .. }) => prop_assert!(what == "it" && !why.is_empty()),
+            Err(error) => prop_assert!(false, "{error}"),
+        }
+    }
+}

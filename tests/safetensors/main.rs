@@ -1,0 +1,154 @@
+//! Checkpoints in the safetensors format: what arrives, where, and in which order; what is refused; and what is left behind
+//! when something goes wrong. On the host device with late copies, and on the stand-in libcuda.
+#![cfg(all(feature = "safetensors", target_os = "linux"))]
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[cfg(feature = "cuda")]
+#[path = "../doubles/mod.rs"]
+mod doubles;
+#[cfg(feature = "cuda")]
+mod gpu;
+mod headers;
+mod indexes;
+mod loading;
+mod trouble;
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::pipeline::Pipeline;
+use pinpool::safetensors::DeviceTensor;
+use pinpool::{Device, Pool, Unpinned};
+
+/// A device of its own, with a pool.
+pub struct Rig {
+    pub node: HostNode,
+    pub device: Device,
+    pub pool: Pool,
+}
+
+impl Rig {
+    /// Copies are as late as they may be.
+    pub fn late() -> Self {
+        Self::new(HostConfig::new().late(Duration::from_micros(200), 5))
+    }
+
+    pub fn new(config: HostConfig) -> Self {
+        let node = HostNode::new(config.memory(1 << 30)).unwrap();
+        let device = Device::on(&node, 0).unwrap();
+        let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        Self { node, device, pool }
+    }
+
+    /// Small chunks, so that there are many of them.
+    pub fn pipeline(&self) -> Pipeline {
+        let builder = Pipeline::builder(&self.pool, &self.device);
+        builder.threads(3).chunk(64 << 10).share(1 << 20).build().unwrap()
+    }
+
+    /// Everything is back, at once or a little later, and the books are right.
+    pub fn all_is_back(&self) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            self.device.reap();
+            let stats = self.pool.stats();
+            if stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes == 0 {
+                break;
+            }
+            assert!(Instant::now() < deadline, "not all came back: {stats:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.pool.check().unwrap();
+    }
+}
+
+/// A tensor to be written: bytes of no type's in particular.
+#[derive(Clone, Debug)]
+pub struct Made {
+    pub name: String,
+    pub dtype: &'static str,
+    pub shape: Vec<usize>,
+    pub bytes: Vec<u8>,
+}
+
+pub fn made(name: &str, dtype: &'static str, shape: &[usize], seed: u64) -> Made {
+    let size = match dtype {
+        "U8" | "BOOL" => 1,
+        "BF16" | "F16" => 2,
+        "F32" => 4,
+        "I64" => 8,
+        _ => panic!("{dtype}"),
+    };
+    let len = shape.iter().product::<usize>() * size;
+    Made { name: name.into(), dtype, shape: shape.to_vec(), bytes: pattern(len, seed) }
+}
+
+/// The header of a file in the format, for tensors in this order, and its bytes.
+pub fn file(tensors: &[Made]) -> Vec<u8> {
+    let mut header = String::from(r#"{"__metadata__":{"format":"pt"}"#);
+    let mut end = 0;
+    for Made { name, dtype, shape, bytes } in tensors {
+        let to = end + bytes.len();
+        write!(header, r#","{name}":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{end},{to}]}}"#)
+            .unwrap();
+        end = to;
+    }
+    header.push('}');
+    with_header(&header, tensors.iter().flat_map(|tensor| tensor.bytes.iter().copied()))
+}
+
+/// A file of this header, whatever it says, and what follows.
+pub fn with_header(header: &str, rest: impl IntoIterator<Item = u8>) -> Vec<u8> {
+    (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(rest).collect()
+}
+
+pub struct Folder(tempfile::TempDir);
+
+impl Folder {
+    pub fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    pub fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    pub fn put(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    }
+}
+
+/// The same tensors, with the same bytes on the device, in the same order.
+pub fn arrived(pipeline: &Pipeline, tensors: &[DeviceTensor], expected: &[&Made]) {
+    let names = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(
+        names(tensors.iter().map(DeviceTensor::name).collect()),
+        names(expected.iter().map(|made| made.name.as_str()).collect())
+    );
+    for (tensor, made) in tensors.iter().zip(expected) {
+        assert_eq!(tensor.shape(), made.shape);
+        assert_eq!(tensor.dtype().to_string(), made.dtype);
+        match tensor.slice() {
+            Some(slice) => assert!(pipeline.download_vec(slice).unwrap() == made.bytes, "{}", made.name),
+            None => assert!(made.bytes.is_empty()),
+        }
+    }
+}
+
+/// Bytes in which no two neighbourhoods are alike.
+pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = vec![0; len];
+    for eight in bytes.chunks_mut(8) {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        let n = eight.len();
+        eight.copy_from_slice(&x.to_le_bytes()[..n]);
+    }
+    bytes
+}

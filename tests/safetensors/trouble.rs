@@ -1,0 +1,182 @@
+//! What goes wrong while tensors are on their way.
+
+use std::fs::OpenOptions;
+use std::time::Duration;
+
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::safetensors::{Checkpoint, DeviceTensor};
+use pinpool::{Error, ErrorClass};
+
+use super::loading::block_on;
+use super::{Folder, Made, Rig, arrived, file, made};
+
+fn many() -> Vec<Made> {
+    (0..40).map(|i| made(&format!("t{i:02}"), "F32", &[25_000 + i as usize % 3], i)).collect()
+}
+
+#[test]
+fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    for sums in [false, true] {
+        for after in [0, 1, 7, 19, 20, 23] {
+            // Slow enough for none to be whole before it is cancelled.
+            pipeline.set_rate(Some(40 << 20));
+            let mut loading = checkpoint.loader(&pipeline).checksums(sums).start().unwrap();
+            let first: Vec<DeviceTensor> = loading.by_ref().take(after).map(Result::unwrap).collect();
+            let canceller = loading.canceller();
+            std::thread::scope(|scope| scope.spawn(move || canceller.cancel()).join().unwrap());
+            let mut more = first.clone();
+            let mut errors = Vec::new();
+            for next in loading.by_ref() {
+                match next {
+                    Ok(tensor) => more.push(tensor),
+                    Err(error) => errors.push(error),
+                }
+            }
+            assert!(matches!(errors[..], [Error::Cancelled { .. }]), "{errors:?}");
+            assert!(loading.next().is_none() && loading.progress().over);
+            drop(loading);
+            pipeline.set_rate(None);
+            let whole = more.len();
+            arrived(&pipeline, &more, &tensors.iter().take(whole).collect::<Vec<_>>());
+            rig.all_is_back();
+        }
+    }
+}
+
+#[test]
+fn loads_dropped_at_any_point_leave_nothing_behind() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    for round in 0..60 {
+        let mut loading = checkpoint.loader(&pipeline).checksums(round % 2 == 0).start().unwrap();
+        match round % 3 {
+            0 => drop(loading.by_ref().take(round % 41).collect::<Vec<_>>()),
+            1 => drop(block_on(loading.next_tensor())),
+            _ => std::thread::sleep(Duration::from_micros(round as u64 * 50)),
+        }
+        drop(loading);
+    }
+    rig.all_is_back();
+    let got = checkpoint.loader(&pipeline).load().unwrap();
+    arrived(&pipeline, &got, &tensors.iter().collect::<Vec<_>>());
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let first = folder.put("1.safetensors", file(&tensors[..20]));
+    let second = folder.put("2.safetensors", file(&tensors[20..]));
+    let pipeline = rig.pipeline();
+    let cut = |len: u64| OpenOptions::new().write(true).open(&second).unwrap().set_len(len).unwrap();
+
+    // Before it is loaded.
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    cut(1_000_000);
+    let error = checkpoint.loader(&pipeline).start().map(drop).unwrap_err();
+    assert!(
+        matches!(&error, Error::Shrunk { what, end: 1_000_000, .. } if what.ends_with("2.safetensors")),
+        "{error}"
+    );
+    let error = checkpoint.file_checksum("t39").unwrap_err();
+    assert!(matches!(error, Error::Shrunk { end: 1_000_000, .. }), "{error}");
+    assert!(checkpoint.file_checksum("t20").unwrap().is_some(), "which is all there");
+    rig.all_is_back();
+
+    // While it is.
+    for sums in [false, true] {
+        folder.put("2.safetensors", file(&tensors[20..]));
+        let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+        pipeline.set_rate(Some(1));
+        let mut loading = checkpoint.loader(&pipeline).checksums(sums).start().unwrap();
+        cut(1_000_000);
+        pipeline.set_rate(None);
+        let (mut got, mut errors) = (Vec::new(), Vec::new());
+        for next in loading.by_ref() {
+            match next {
+                Ok(tensor) => got.push(tensor),
+                Err(error) => errors.push(error),
+            }
+        }
+        let [Error::Shrunk { what, end: 1_000_000, .. }] = &errors[..] else { panic!("{errors:?}") };
+        assert!(what.ends_with("2.safetensors"));
+        assert!(got.len() >= 20 && got.len() < 40, "{}", got.len());
+        arrived(&pipeline, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+        drop(loading);
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
+    let (folder, tensors) = (Folder::new(), many());
+    let path = folder.put("1.safetensors", file(&tensors));
+    for nth in [0, 3, 30] {
+        for sums in [false, true] {
+            let rig = Rig::late();
+            let pipeline = rig.pipeline();
+            let checkpoint = Checkpoint::open(&path).unwrap();
+            rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Moment });
+            let results: Vec<_> = checkpoint.loader(&pipeline).checksums(sums).start().unwrap().collect();
+            let (last, got) = results.split_last().unwrap();
+            let error = last.as_ref().unwrap_err();
+            assert!(
+                matches!(error, Error::Transfer { .. }) && error.class() == ErrorClass::Moment,
+                "{error}"
+            );
+            let got: Vec<DeviceTensor> = got.iter().map(|next| next.clone().unwrap()).collect();
+            arrived(&pipeline, &got, &tensors.iter().take(got.len()).collect::<Vec<_>>());
+            rig.all_is_back();
+        }
+    }
+}
+
+#[test]
+fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
+    let (folder, tensors) = (Folder::new(), many());
+    let path = folder.put("1.safetensors", file(&tensors));
+    for task in [false, true] {
+        let rig = Rig::new(HostConfig::new());
+        let pipeline = rig.pipeline();
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        pipeline.set_rate(Some(1 << 10));
+        let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+        rig.node.kill(0);
+        pipeline.set_rate(None);
+        let error = loop {
+            let next = if task { block_on(loading.next_tensor()) } else { loading.next() };
+            match next.expect("it does not end without an error") {
+                Ok(_) => {}
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(error.class(), ErrorClass::Sticky, "{error}");
+        assert!(loading.next().is_none());
+        assert!(checkpoint.loader(&pipeline).start().map(drop).is_err());
+    }
+}
+
+#[test]
+fn a_device_without_room_is_an_error_before_anything_moves() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let tensors = [made("a", "U8", &[1 << 20], 1)];
+    let path = folder.put("1.safetensors", file(&tensors));
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let pipeline = rig.pipeline();
+    let _all = rig.device.alloc((1 << 30) - (1 << 19)).unwrap();
+    let error = checkpoint.loader(&pipeline).start().map(drop).unwrap_err();
+    assert_eq!(error.class(), ErrorClass::Moment, "{error}");
+    rig.all_is_back();
+}
