@@ -12,6 +12,9 @@ use super::{Report, StandIn, again};
 /// The call, which one of them, the code, and whether it is done all the same.
 pub type Fault<'a> = (&'a str, u64, u32, bool);
 
+/// Runs the scenario. What is wrong with it.
+pub type Run<'a> = &'a mut dyn FnMut(Option<Fault<'_>>) -> (Vec<String>, Report);
+
 /// What is tried.
 pub struct Sweep<'a> {
     /// The test, which is started again for each fault that needs a process of its own.
@@ -22,8 +25,7 @@ pub struct Sweep<'a> {
     pub codes: &'a dyn Fn(&str) -> Vec<(u32, bool)>,
     /// Codes that end the device, or leave threads and memory behind: each in a process of its own.
     pub apart: &'a dyn Fn(&str, u64, u64) -> Vec<u32>,
-    /// A run of the scenario. What is wrong with it.
-    pub run: &'a mut dyn FnMut(Option<Fault<'_>>) -> (Vec<String>, Report),
+    pub run: Run<'a>,
 }
 
 /// The fault that a process of its own was started for.

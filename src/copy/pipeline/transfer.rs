@@ -61,7 +61,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     ///
     /// # Errors
     /// [`Error::Timeout`] with the handle itself; all others with what it was about, inside of the inner result.
-    #[allow(clippy::type_complexity, reason = "the handle back, or the outcome")]
+    #[allow(clippy::type_complexity, clippy::result_large_err, reason = "the handle back, or the outcome")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<Result<T, SubmitError<T>>, SubmitError<Self>> {
         let deadline = Instant::now().checked_add(timeout);
         if self.job.wait(deadline, |_| false) {
