@@ -12,8 +12,11 @@
 //! until the first checkout (of 1 MiB) was served, building included. *unpin* is bytes over the time from dropping the
 //! pool until the process has given the memory back to the system, unmapping included: seen by its resident size, which is
 //! looked at every millisecond. Contenders take turns, several rounds; a round's ratio is to that round's `host_alloc`.
-//! Before the first round nearly all free memory is once mapped, touched and unmapped: a virtual machine may be given its
-//! memory only then, and pinning pages that it has just been given was seen to take tens of milliseconds in one call.
+//! Before the first round as much memory is once mapped, touched and unmapped, since a virtual machine may be given its
+//! memory only then. Some pin it for a device only at the first registration, too: seen on machines whose kernel reports
+//! free pages to the hypervisor, where one call for 64 MiB then takes 20 to 70 ms and the rest is slower, with nothing in
+//! `/proc/vmstat` but allocations. So one round with every contender goes before those that count, and what was felt in it is
+//! printed by itself.
 //!
 //! *worst neighbour* (and, while memory is unpinned, *unpinning*) is the longest `cuMemGetInfo` of a second process meanwhile, which this one starts (itself, with
 //! `--neighbour`) and which calls it all the time, with 100 us between two calls; what a call takes while nobody pins is
@@ -244,14 +247,6 @@ fn pool(
     Taken { felt, bytes, pin, first, unpin: since.elapsed().as_secs_f64(), longest }
 }
 
-/// Bytes that can be had without anybody else's loss.
-fn available() -> usize {
-    let text = std::fs::read_to_string("/proc/meminfo").expect("/proc is there");
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<usize>().ok());
-    kib.expect("a number of KiB") << 10
-}
-
 /// Has the system give the machine its memory.
 fn warm_up(bytes: usize) {
     let each = (bytes / 8).next_multiple_of(4096);
@@ -296,8 +291,7 @@ fn main() {
     for small in [false, true] {
         ways.extend(threads.iter().map(|&threads| Way::Pool { threads, small }));
     }
-    // On a machine without a GPU nothing is compared, and its memory may be wanted elsewhere.
-    warm_up(if driver.is_some() { available() / 10 * 9 } else { bytes.max(alloc_bytes) });
+    warm_up(bytes.max(alloc_bytes));
     if let Some(neighbour) = &mut neighbour {
         neighbour.begin();
         std::thread::sleep(Duration::from_secs(1));
@@ -313,7 +307,7 @@ fn main() {
     let (mut pin, mut unpin, mut first) = (new(), new(), new());
     let (mut worst, mut worst_after, mut longest) = (new(), new(), new());
     let mut calls = vec![0; ways.len()];
-    for round in 0..rounds {
+    for round in 0..=rounds {
         for i in (0..ways.len()).map(|i| (i + round) % ways.len()) {
             // What the one before has freed is still being cleared away.
             std::thread::sleep(SETTLE);
@@ -324,21 +318,27 @@ fn main() {
                 (Way::Pool { threads, small }, _) => pool(&device, bytes, threads, small, &mut neighbour),
             };
             let after = neighbour.as_mut().map(Neighbour::end);
+            if let Some(felt) = &taken.felt
+                && (round == 0 || felt.worst > 10e-3)
+            {
+                println!(
+                    "{} {}: pinned in {:.1} ms, a neighbour's worst call {:.1} ms, {:.1} ms after the beginning, the longest \
+                     pinning call {:.1} ms",
+                    if round == 0 { "before the rounds:".into() } else { format!("round {round}:") },
+                    ways[i].name(),
+                    taken.pin * 1e3,
+                    felt.worst * 1e3,
+                    felt.when * 1e3,
+                    taken.longest * 1e3
+                );
+            }
+            if round == 0 {
+                continue;
+            }
             if let (Some(felt), Some(after)) = (&taken.felt, after) {
                 worst.add(i, felt.worst * 1e3);
                 worst_after.add(i, after.worst * 1e3);
                 calls[i] += felt.calls;
-                if felt.worst > 10e-3 && ways[i] != Way::HostAlloc {
-                    println!(
-                        "round {round}, {}: a neighbour's call took {:.1} ms, {:.1} ms after the beginning of {:.1}; the \
-                         pool's longest pinning call {:.1} ms",
-                        ways[i].name(),
-                        felt.worst * 1e3,
-                        felt.when * 1e3,
-                        taken.pin * 1e3,
-                        taken.longest * 1e3
-                    );
-                }
             }
             pin.add(i, taken.bytes as f64 / taken.pin / 1e9);
             unpin.add(i, taken.bytes as f64 / taken.unpin / 1e9);

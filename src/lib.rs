@@ -91,7 +91,7 @@
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
-//! | `cli` | no | the `pinpool` command, with which files can be moved to a device and back |
+//! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `doctor` says what stands in the way of pinning |
 //!
 //! The host device is always there. Features are additive. Support for Ascend is planned behind the same contract and
 //! is not in yet.

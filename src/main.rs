@@ -1,9 +1,10 @@
-//! The `pinpool` command: moves files to a device and back through a pool, to see that it works here and how fast.
+//! The `pinpool` command: moves files to a device and back through a pool, to see that it works here and how fast, and
+//! looks for what stands in its way.
 //!
 //! This file reads the command line and turns what happened into an exit status: 0 when all was moved (and verified, if
 //! asked), 1 for a mismatch or a device that fails, 2 for a command line that cannot be obeyed, with one line on
-//! stderr that says why. [`cli::load`] does the work. Nothing here panics when a pipe closes: what cannot be printed is
-//! not printed, and the exit status still tells.
+//! stderr that says why. [`cli::load`] and the doctor do the work. Nothing here panics when a pipe closes: what cannot be
+//! printed is not printed, and the exit status still tells.
 
 #[cfg(target_os = "linux")]
 mod cli;

@@ -112,6 +112,20 @@ impl Device {
         self.0.context.name()
     }
 
+    /// The host's NUMA node that the device hangs on, as its driver or the system knows it; pools take their memory from
+    /// there. `None`: nobody says, or the device is the host.
+    #[must_use]
+    pub fn numa_node(&self) -> Option<u32> {
+        self.context().driver().numa_node()
+    }
+
+    /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`: domain, bus, device, function), which is its
+    /// name under `/sys/bus/pci/devices`. On CUDA from `cuDeviceGetPCIBusId`. `None`: it has none, or nobody says.
+    #[must_use]
+    pub fn pci_address(&self) -> Option<String> {
+        self.context().driver().pci_address()
+    }
+
     /// A new stream of our own. Costly on some devices: make streams at start-up.
     ///
     /// # Errors

@@ -5,12 +5,14 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
+const ANY_STATUS: &str = "Exit status: 0 when all went well, 1 when something failed, 2 for a command line that cannot be \
+                          obeyed; each command's help says more.";
 const EXIT_STATUS: &str = "Exit status: 0 when everything was moved (and verified, if asked), 1 for a mismatch or a \
                            device that fails, 2 for a command line that cannot be obeyed.";
 
 /// A pool of page-locked host memory for inference servers
 #[derive(Debug, Parser)]
-#[command(name = "pinpool", version, propagate_version = true, after_help = EXIT_STATUS)]
+#[command(name = "pinpool", version, propagate_version = true, after_help = ANY_STATUS)]
 pub struct Args {
     /// Print the library's log to stderr; twice for more of it
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
@@ -28,6 +30,37 @@ pub enum Command {
     /// download's includes the checksums of what came back.
     #[command(after_help = EXIT_STATUS)]
     Load(Load),
+    /// Look for what stands in the way of pinning and copying here, and say how to put it right
+    ///
+    /// Looks at limits, control groups, memory, huge pages, NUMA, the kernel, the IOMMU and the accelerator's driver; then
+    /// pins a little, copies it both ways, compares every byte, and says how fast that was and should be. Nothing is
+    /// changed.
+    #[command(after_help = DOCTOR_STATUS)]
+    Doctor(Doctor),
+}
+
+const DOCTOR_STATUS: &str = "Exit status: 0 when no check failed (warnings may be there), 1 when one did, 2 for a command \
+                             line that cannot be obeyed.";
+
+#[derive(Debug, clap::Args)]
+pub struct Doctor {
+    /// The device: auto, host, host:N, cuda:N or acl:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub device: String,
+    /// The memory that the server's pool is to pin, which limits are compared with
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = size)]
+    pub capacity: usize,
+    /// The memory that is pinned and copied to see how it goes, 1MiB at least [default: 64MiB, or the capacity if less]
+    ///
+    /// Several times as much is in use meanwhile.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub pin: Option<usize>,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub json: bool,
+    /// Read /proc, /sys and /dev below this folder, for tests
+    #[arg(long, value_name = "DIR", hide = true)]
+    pub root: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Args)]

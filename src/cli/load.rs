@@ -433,10 +433,11 @@ mod tests {
     use clap::Parser;
 
     fn args(line: &[&str]) -> Load {
-        let super::super::args::Command::Load(load) =
-            super::super::args::Args::parse_from(["pinpool", "load", "--device", "host"].iter().chain(line))
-                .command;
-        load
+        let line = ["pinpool", "load", "--device", "host"].iter().chain(line);
+        match super::super::args::Args::parse_from(line).command {
+            super::super::args::Command::Load(load) => load,
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]

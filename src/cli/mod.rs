@@ -1,6 +1,7 @@
 //! The parts of the `pinpool` command that are not its `main`.
 
 pub mod args;
+mod doctor;
 pub mod load;
 mod read;
 mod sample;
@@ -51,6 +52,7 @@ pub fn run(args: &args::Args) -> ExitCode {
     log_to_stderr(args.verbose);
     match &args.command {
         args::Command::Load(load) => load::run(load),
+        args::Command::Doctor(args) => doctor::run(args),
     }
 }
 

@@ -139,6 +139,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
+    /// The device's place on the PCI bus as Linux writes it: `domain:bus:device.function`, in small letters. `None`: it
+    /// has none, or the driver does not say.
+    fn pci_address(&self) -> Option<String> {
+        None
+    }
+
     /// Locks the pages of `base..base + len` (both multiples of the system's page size) and makes them known to the
     /// device. On an error nothing is left locked.
     ///

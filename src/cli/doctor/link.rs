@@ -1,0 +1,135 @@
+//! The PCIe link of a device, and what it should carry.
+//!
+//! `/sys` has the speed and the width of each link on the way, from the device up to the root; the slowest of them counts.
+//! A GPU that has nothing to do slows its link down to save power, so it is to be looked at right after copies.
+
+use super::place::By;
+use super::system::System;
+use super::{Case, Check, parse};
+
+/// Of what a link carries, what arrives in large copies: the rest is headers of packets and their acknowledgement. 55.5
+/// of 63.0 GB/s on an H200 with PCIe 5.0 x16.
+const PAYLOAD: f64 = 0.88;
+
+/// One link: the device's end of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Link {
+    address: String,
+    speed: f64,
+    width: u64,
+    most_speed: Option<f64>,
+    most_width: Option<u64>,
+}
+
+impl Link {
+    fn read(system: &System, dir: &str) -> Option<Self> {
+        let speed = |file: &str| parse::transfers(&system.word(&format!("{dir}/{file}"))?);
+        // A bridge without anything in its slot has a width of 0; 255 is "unknown".
+        let width = |file: &str| system.number(&format!("{dir}/{file}")).filter(|w| (1..=32).contains(w));
+        Some(Self {
+            address: dir.rsplit('/').next()?.to_owned(),
+            speed: speed("current_link_speed")?,
+            width: width("current_link_width")?,
+            most_speed: speed("max_link_speed"),
+            most_width: width("max_link_width"),
+        })
+    }
+
+    /// GB/s of 10^9 bytes that large copies reach in one direction.
+    fn gb_per_s(&self) -> f64 {
+        // PCI Express Base Specification: of ten bits eight are data up to 5 GT/s, of 130 bits 128 up to 32 GT/s, and
+        // of the 256 bytes of a flit 236 are for packets above.
+        let coding = match self.speed {
+            ..=5.0 => 8.0 / 10.0,
+            ..=32.0 => 128.0 / 130.0,
+            _ => 236.0 / 256.0,
+        };
+        self.speed * self.width as f64 / 8.0 * coding * PAYLOAD
+    }
+
+    fn words(&self) -> String {
+        let generation = match self.speed {
+            ..=2.5 => "1.0",
+            ..=5.0 => "2.0",
+            ..=8.0 => "3.0",
+            ..=16.0 => "4.0",
+            ..=32.0 => "5.0",
+            _ => "6.0",
+        };
+        format!("PCIe {generation} x{}", self.width)
+    }
+}
+
+/// The links from a device up to the root, the device's own first. Empty: the system shows none.
+pub fn path(system: &System, address: &str) -> Vec<Link> {
+    let Some(device) = system.real(&format!("/sys/bus/pci/devices/{address}")) else { return Vec::new() };
+    let mut links = Vec::new();
+    let mut dir = device.as_str();
+    // Folders are nested like the bridges. The first that is no device on a bus ends it.
+    while let Some(name) = dir.rsplit('/').next().filter(|name| name.matches(':').count() == 2) {
+        // A bridge's upper end is in its own folder, so each link is there once on the way, by its lower end; ports of
+        // a root or a switch that point downward show the same link again, which changes nothing.
+        links.extend(Link::read(system, dir));
+        dir = dir[..dir.len() - name.len()].trim_end_matches('/');
+    }
+    links
+}
+
+/// What large copies should reach: the slowest link's share.
+pub fn expected(links: &[Link]) -> Option<f64> {
+    links.iter().map(Link::gb_per_s).min_by(f64::total_cmp)
+}
+
+/// Whether the link runs as it could. To be called right after copies.
+pub fn link(case: &Case, links: &[Link]) -> Check {
+    const NAME: &str = "link";
+    let addresses = case.addresses();
+    let Some(address) = addresses.first() else {
+        return Check::ok(NAME, "no accelerator, no link");
+    };
+    let Some(own) = links.first() else {
+        return Check::ok(
+            NAME,
+            format!("{address}: the system shows no PCIe link (virtual machines often hide it)"),
+        );
+    };
+    let found = format!("{address}: {}, {:.1} GB/s for large copies", own.words(), own.gb_per_s());
+    let full = Link {
+        speed: own.most_speed.unwrap_or(own.speed),
+        width: own.most_width.unwrap_or(own.width),
+        ..own.clone()
+    };
+    if own.width < full.width {
+        return Check::warn(
+            NAME,
+            format!("{found}; it can do {}", full.words()),
+            case.remedies(&[(
+                By::Kernel,
+                "seat the card again, use a slot with all lanes, and look for bifurcation in the firmware's settings"
+                    .into(),
+            )]),
+        );
+    }
+    // Only after copies: the link of an idle device is slow on purpose.
+    if own.speed < full.speed && case.opened() {
+        return Check::warn(
+            NAME,
+            format!("{found}; it can do {}", full.words()),
+            case.remedies(&[(
+                By::Kernel,
+                "set the slot's speed to auto in the firmware's settings, or use a faster slot; for errors of the link: sudo dmesg | \
+                 grep -i aer"
+                    .into(),
+            )]),
+        );
+    }
+    if let Some(slowest) = links.iter().min_by(|a, b| a.gb_per_s().total_cmp(&b.gb_per_s())) {
+        if slowest.gb_per_s() < own.gb_per_s() * 0.99 {
+            let found =
+                format!("{found}; a bridge above it, {}, has only {}", slowest.address, slowest.words());
+            let fix = "use a slot whose bridges have the device's lanes and speed (lspci -tv shows the way)";
+            return Check::warn(NAME, found, case.remedies(&[(By::Kernel, fix.into())]));
+        }
+    }
+    Check::ok(NAME, found)
+}

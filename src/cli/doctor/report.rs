@@ -1,0 +1,155 @@
+//! What the doctor says: a line a check for people, or one JSON object for programs.
+//!
+//! Both are made of the same checks. The text is aligned, each remedy has a line of its own so that it can be copied,
+//! and colours come only where a terminal shows them (`anstream` finds that out and honours `NO_COLOR`).
+
+use std::io::{self, Write};
+
+use anstyle::{AnsiColor, Style};
+use serde_json::{Value, json};
+
+use super::{Check, Findings, Status};
+use crate::cli::say;
+
+impl Status {
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Fail => "fail",
+        }
+    }
+
+    fn style(self) -> Style {
+        let color = match self {
+            Self::Ok => AnsiColor::Green,
+            Self::Warn => AnsiColor::Yellow,
+            Self::Fail => AnsiColor::Red,
+        };
+        Style::new().fg_color(Some(color.into())).bold()
+    }
+}
+
+/// Prints the findings. `false`: they could not be written, and it was said why. A closed pipe is nobody's fault.
+pub fn print(findings: &Findings, as_json: bool) -> bool {
+    let text = if as_json { format!("{}\n", json(findings)) } else { text(findings) };
+    let mut out = anstream::stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            say(&format!("error: the result cannot be written: {error}"));
+            false
+        }
+        _ => true,
+    }
+}
+
+fn json(findings: &Findings) -> Value {
+    let check = |check: &Check| {
+        json!({
+            "name": check.name,
+            "status": check.status.word(),
+            "found": check.found,
+            "fix": if check.fix.is_empty() { Value::Null } else { check.fix.join("\n").into() },
+        })
+    };
+    json!({
+        "device": findings.device,
+        "capacity_bytes": findings.capacity,
+        "status": findings.worst().word(),
+        "checks": findings.checks.iter().map(check).collect::<Vec<_>>(),
+        "measured": {
+            "pin_gb_per_s": findings.measured.pin,
+            "touch_gb_per_s": findings.measured.touch,
+            "upload_gb_per_s": findings.measured.upload,
+            "download_gb_per_s": findings.measured.download,
+            "expected_gb_per_s": findings.measured.expected,
+        },
+    })
+}
+
+fn text(findings: &Findings) -> String {
+    let width = findings.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
+    let mut text = format!("device {}, a pool of {}\n\n", findings.device, size(findings.capacity));
+    for check in &findings.checks {
+        let (style, word) = (check.status.style(), check.status.word());
+        text += &format!("{style}{word:<4}{style:#}  {:<width$}  ", check.name);
+        text += &wrapped(&check.found, width + 8);
+        for fix in &check.fix {
+            text += &format!("{:>indent$}  fix: {fix}\n", "", indent = width + 6);
+        }
+    }
+    let count = |status| findings.checks.iter().filter(|check| check.status == status).count();
+    text += &format!(
+        "\n{} ok, {} to look at, {} failed\n",
+        count(Status::Ok),
+        count(Status::Warn),
+        count(Status::Fail)
+    );
+    text
+}
+
+/// Columns that a line of findings may have.
+const COLUMNS: usize = 110;
+
+/// Lines of whole words, all but the first behind an indent. (Remedies are not broken up: they are to be copied.)
+fn wrapped(text: &str, indent: usize) -> String {
+    let mut lines = String::new();
+    let mut column = indent;
+    for (index, word) in text.split(' ').enumerate() {
+        let len = word.chars().count();
+        if index > 0 && column + 1 + len > COLUMNS {
+            lines += &format!("\n{:indent$}", "");
+            column = indent;
+        } else if index > 0 {
+            lines.push(' ');
+            column += 1;
+        }
+        lines += word;
+        column += len;
+    }
+    lines + "\n"
+}
+
+/// An amount of memory for people, as the system counts it.
+pub fn size(bytes: u64) -> String {
+    let (unit, name) = match bytes {
+        0..0x400 => return format!("{bytes} B"),
+        0x400..0x10_0000 => (10, "KiB"),
+        0x10_0000..0x4000_0000 => (20, "MiB"),
+        0x4000_0000..0x100_0000_0000 => (30, "GiB"),
+        0x100_0000_0000.. => (40, "TiB"),
+    };
+    let number = format!("{:.1}", bytes as f64 / (1_u64 << unit) as f64);
+    format!("{} {name}", number.strip_suffix(".0").unwrap_or(&number))
+}
+
+/// A speed for people.
+pub fn speed(gb_per_s: f64) -> String {
+    format!("{gb_per_s:.1} GB/s")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_findings_are_wrapped_between_words() {
+        assert_eq!(wrapped("a b", 4), "a b\n");
+        let text = wrapped(&["word"; 60].join(" "), 20);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.iter().map(|l| l.split_whitespace().count()).sum::<usize>(), 60);
+        assert!(lines[1..].iter().all(|l| l.starts_with(&format!("{:20}word", "")) && l.len() <= COLUMNS));
+        let long = "x".repeat(300);
+        assert_eq!(wrapped(&format!("a {long}"), 4), format!("a\n    {long}\n"));
+    }
+
+    #[test]
+    fn sizes_are_told() {
+        assert_eq!(size(1023), "1023 B");
+        assert_eq!(size(64 << 10), "64 KiB");
+        assert_eq!(size(256 << 20), "256 MiB");
+        assert_eq!(size((3 << 30) + (1 << 29)), "3.5 GiB");
+        assert_eq!(size(2 << 40), "2 TiB");
+        assert_eq!(size(u64::MAX), "16777216 TiB");
+    }
+}

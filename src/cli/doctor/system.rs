@@ -1,0 +1,78 @@
+//! Where the doctor reads: the files of `/proc`, `/sys` and `/dev`, below a root.
+//!
+//! All that is asked about the system is asked by reading files, and never by a call of its own: limits, capabilities
+//! and control groups of this process are in `/proc/self` as well. So a folder that looks like a machine can stand in
+//! for it, and every condition can be shown by a test. What a machine, a container or a sandbox does not show is
+//! `None`, never an error: a doctor who cannot see a thing says so and goes on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A machine's files.
+#[derive(Clone, Debug)]
+pub struct System {
+    root: PathBuf,
+}
+
+impl System {
+    pub fn new(root: &Path) -> Self {
+        Self { root: root.to_owned() }
+    }
+
+    /// An absolute path of that machine, as a path of this one.
+    pub fn at(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    /// The file's bytes, if it is there and may be read.
+    pub fn bytes(&self, path: &str) -> Option<Vec<u8>> {
+        fs::read(self.at(path)).ok()
+    }
+
+    /// The file's text. Bytes that are no text (a mount point can be named anything) are replaced.
+    pub fn read(&self, path: &str) -> Option<String> {
+        self.bytes(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// The file's text without the white space around it.
+    pub fn word(&self, path: &str) -> Option<String> {
+        self.read(path).map(|text| text.trim().to_owned())
+    }
+
+    /// The number in the file.
+    pub fn number(&self, path: &str) -> Option<u64> {
+        self.word(path)?.parse().ok()
+    }
+
+    pub fn exists(&self, path: &str) -> bool {
+        self.at(path).exists()
+    }
+
+    /// The names in a folder, in order; none where there is no such folder.
+    pub fn list(&self, path: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.at(path)).into_iter().flatten().flatten();
+        let mut names: Vec<String> =
+            entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        // By length first, so that node10 comes after node9.
+        names.sort_by(|a, b| (a.len(), a).cmp(&(b.len(), b)));
+        names
+    }
+
+    /// The numbers behind `prefix` among the names in a folder, such as those of `node0` and `node1`.
+    pub fn numbered(&self, path: &str, prefix: &str) -> Vec<u32> {
+        let number = |name: &String| name.strip_prefix(prefix)?.parse().ok();
+        self.list(path).iter().filter_map(number).collect()
+    }
+
+    /// The last part of what a symbolic link points to: that is how `/sys` names a driver or a group.
+    pub fn link(&self, path: &str) -> Option<String> {
+        fs::read_link(self.at(path)).ok()?.file_name()?.to_str().map(str::to_owned)
+    }
+
+    /// Where a path leads when all symbolic links are followed, as a path of that machine, if it stays within.
+    pub fn real(&self, path: &str) -> Option<String> {
+        let root = self.root.canonicalize().ok()?;
+        let real = self.at(path).canonicalize().ok()?;
+        Some(format!("/{}", real.strip_prefix(root).ok()?.to_str()?))
+    }
+}

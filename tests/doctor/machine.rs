@@ -1,0 +1,196 @@
+//! Folders that look like machines to the doctor.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Command;
+
+use super::{Findings, doctor, findings};
+
+/// A machine with nothing wrong, until a test breaks it: 64 GiB on one node, no container, no accelerator, no limits.
+pub struct Machine(tempfile::TempDir);
+
+/// Limits as `/proc/self/limits` writes them.
+pub fn limits(memlock: &str, address: &str, data: &str) -> String {
+    let mut text = format!("{:<26}{:<21}{:<21}Units\n", "Limit", "Soft Limit", "Hard Limit");
+    for (name, value) in
+        [("Max data size", data), ("Max locked memory", memlock), ("Max address space", address)]
+    {
+        let (soft, hard) = value.split_once('/').unwrap_or((value, value));
+        text += &format!("{name:<26}{soft:<21}{hard:<21}bytes\n");
+    }
+    text
+}
+
+/// Lines of `/proc/self/status`, with these capabilities.
+pub fn status(capabilities: u64) -> String {
+    format!(
+        "Name:\tpinpool\nVmSize:\t   20000 kB\nVmLck:\t       0 kB\nVmData:\t    9000 kB\nCapEff:\t{capabilities:016x}\n\
+         Seccomp:\t0\nTHP_enabled:\t1\nCpus_allowed_list:\t0-15\nMems_allowed_list:\t0-1\n"
+    )
+}
+
+/// Bytes as `/proc/meminfo` has them.
+pub fn meminfo(available: u64) -> String {
+    format!(
+        "MemTotal:       67108864 kB\nMemFree:        {0:>8} kB\nMemAvailable:   {0:>8} kB\nMlocked:               0 kB\n\
+         CommitLimit:    33554432 kB\nCommitted_AS:    1000000 kB\nHugePages_Total:       0\nHugePages_Free:        0\n\
+         Hugepagesize:       2048 kB\n",
+        available >> 10
+    )
+}
+
+pub const GIB: u64 = 1 << 30;
+pub const THP: &str = "/sys/kernel/mm/transparent_hugepage";
+pub const GPU: &str = "0000:65:00.0";
+
+impl Machine {
+    pub fn healthy() -> Self {
+        let machine = Self(tempfile::tempdir().unwrap());
+        machine
+            .file("/proc/self/limits", &limits("unlimited", "unlimited", "unlimited"))
+            .file("/proc/self/status", &status(0))
+            .file("/proc/self/uid_map", "         0          0 4294967295\n")
+            .file("/proc/self/maps", "00400000-00401000 r-xp 00000000 00:00 0\n")
+            .file("/proc/self/cgroup", "0::/user.slice/session-1.scope\n")
+            .file("/proc/self/mountinfo", "30 20 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n")
+            .file("/proc/meminfo", &meminfo(60 * GIB))
+            .file("/proc/buddyinfo", "Node 0, zone   Normal 100 100 100 100 100 100 100 100 100 100 15000\n")
+            .file("/proc/cmdline", "BOOT_IMAGE=/vmlinuz root=/dev/sda1\n")
+            .file("/proc/sys/kernel/osrelease", "6.8.0-45-generic\n")
+            .file("/proc/sys/vm/max_map_count", "65530\n")
+            .file("/proc/sys/vm/overcommit_memory", "0\n")
+            .file(&format!("{THP}/enabled"), "always [madvise] never\n")
+            .file(&format!("{THP}/defrag"), "always defer defer+madvise [madvise] never\n")
+            .file(&format!("{THP}/hpage_pmd_size"), "2097152\n")
+            .folder("/sys/class/iommu")
+            .folder("/dev")
+            .group("/sys/fs/cgroup/user.slice", &[("memory.max", "max"), ("memory.high", "max")])
+            .node(0, 60 * GIB, "0-15")
+            .hugetlb(0, 2048, 0, 0);
+        machine
+    }
+
+    pub fn root(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn path(&self, path: &str) -> std::path::PathBuf {
+        self.0.path().join(path.trim_start_matches('/'))
+    }
+
+    pub fn file(&self, path: &str, text: &str) -> &Self {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+        self
+    }
+
+    pub fn folder(&self, path: &str) -> &Self {
+        fs::create_dir_all(self.path(path)).unwrap();
+        self
+    }
+
+    pub fn link(&self, path: &str, to: &str) -> &Self {
+        let path = self.path(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        symlink(to, path).unwrap();
+        self
+    }
+
+    pub fn without(&self, path: &str) -> &Self {
+        let path = self.path(path);
+        if path.is_dir() {
+            fs::remove_dir_all(path).unwrap()
+        } else {
+            fs::remove_file(path).unwrap()
+        }
+        self
+    }
+
+    /// Without a symbolic link, wherever it leads.
+    pub fn without_link(&self, path: &str) -> &Self {
+        fs::remove_file(self.path(path)).unwrap();
+        self
+    }
+
+    /// A control group, in which next to nothing is in use.
+    pub fn group(&self, dir: &str, files: &[(&str, &str)]) -> &Self {
+        self.file(&format!("{dir}/memory.current"), "1048576\n");
+        for (name, text) in files {
+            self.file(&format!("{dir}/{name}"), &format!("{text}\n"));
+        }
+        self
+    }
+
+    /// A NUMA node with memory and processors.
+    pub fn node(&self, node: u32, free: u64, cpus: &str) -> &Self {
+        let dir = format!("/sys/devices/system/node/node{node}");
+        let text = format!(
+            "Node {node} MemTotal:       67108864 kB\nNode {node} MemFree:        {} kB\n\
+             Node {node} Inactive(file):        0 kB\n",
+            free >> 10
+        );
+        self.file(&format!("{dir}/meminfo"), &text).file(&format!("{dir}/cpulist"), &format!("{cpus}\n"))
+    }
+
+    /// A pool of huge pages on a node.
+    pub fn hugetlb(&self, node: u32, kib: u64, all: u64, free: u64) -> &Self {
+        let dir = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-{kib}kB");
+        self.file(&format!("{dir}/nr_hugepages"), &format!("{all}\n"))
+            .file(&format!("{dir}/free_hugepages"), &format!("{free}\n"))
+    }
+
+    /// A device on the PCI bus, below a bridge.
+    pub fn pci(&self, address: &str, vendor: &str, class: &str, node: i32) -> &Self {
+        let dir = format!("/sys/devices/pci0000:64/0000:64:01.0/{address}");
+        self.file(&format!("{dir}/vendor"), &format!("{vendor}\n"))
+            .file(&format!("{dir}/class"), &format!("{class}\n"))
+            .file(&format!("{dir}/numa_node"), &format!("{node}\n"))
+            .link_once(
+                &format!("/sys/bus/pci/devices/{address}"),
+                &format!("../../../devices/pci0000:64/0000:64:01.0/{address}"),
+            )
+    }
+
+    fn link_once(&self, path: &str, to: &str) -> &Self {
+        if self.path(path).is_symlink() { self } else { self.link(path, to) }
+    }
+
+    /// A GPU whose driver is there and well.
+    pub fn nvidia(&self) -> &Self {
+        self.pci(GPU, "0x10de", "0x030200", 0)
+            .file(
+                "/proc/driver/nvidia/version",
+                "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue Oct 1 00:00:00 UTC 2026\nGCC version: 13\n",
+            )
+            .file("/dev/nvidiactl", "")
+            .file("/dev/nvidia-uvm", "")
+            .file("/dev/nvidia0", "")
+            .file("/usr/lib/x86_64-linux-gnu/libcuda.so.580.159.03", "")
+            .link("/usr/lib/x86_64-linux-gnu/libcuda.so.1", "libcuda.so.580.159.03")
+    }
+
+    /// The doctor, for this machine.
+    pub fn doctor(&self, device: &str, capacity: &str) -> Command {
+        let mut command = doctor();
+        // Little is pinned for real: that goes well wherever tests run, and soon.
+        command
+            .args(["--device", device, "--capacity", capacity, "--pin", "1MiB", "--root"])
+            .arg(self.0.path());
+        command
+    }
+
+    /// What the doctor says about this machine as a host.
+    pub fn host(&self, capacity: &str) -> Findings {
+        findings(&mut self.doctor("host", capacity))
+    }
+
+    /// What the doctor says about this machine's GPU, which does not open.
+    pub fn gpu(&self, capacity: &str) -> Findings {
+        let mut command = self.doctor("cuda:0", capacity);
+        // A library that is none, so that a real GPU does not answer instead.
+        command.env("PINPOOL_LIBCUDA", Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"));
+        findings(&mut command)
+    }
+}

@@ -1,0 +1,206 @@
+//! The form of what is said, exit statuses, and machines that show nothing or nonsense.
+
+use std::fs;
+use std::io::Read;
+use std::path::Path;
+use std::process::Stdio;
+
+use super::machine::Machine;
+use super::{NAMES, doctor, findings, stderr, stdout};
+
+#[test]
+fn a_healthy_machine_is_well() {
+    let machine = Machine::healthy();
+    let found = machine.host("1MiB");
+    for name in NAMES {
+        // Real, and this very machine's: how fast it copies, and whether it may pin at all.
+        if !["pin", "copy"].contains(&name) {
+            found.is(name, "ok", &[], &[]);
+        }
+    }
+    assert_eq!(found.0["device"], "host:0");
+    assert_eq!(found.0["capacity_bytes"], 1 << 20);
+    if found.check("pin")["status"] == "ok" {
+        assert_ne!(found.check("copy")["status"], "fail");
+        for key in ["pin_gb_per_s", "upload_gb_per_s", "download_gb_per_s", "expected_gb_per_s"] {
+            assert!(found.0["measured"][key].as_f64().unwrap() > 0.0, "{key}");
+        }
+    }
+}
+
+#[test]
+fn this_machine_can_be_examined() {
+    for device in ["host", "auto"] {
+        let found = findings(doctor().args(["--capacity", "8MiB", "--device", device]));
+        assert_ne!(found.check("device")["status"], "fail");
+    }
+}
+
+#[test]
+fn text_is_aligned_and_plain() {
+    let machine = Machine::healthy();
+    machine.file("/proc/sys/vm/max_map_count", "2\n");
+    let output = machine.doctor("host", "1MiB").output().unwrap();
+    let text = stdout(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(!text.contains('\u{1b}'), "colours without a terminal: {text:?}");
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[0].starts_with("device host:0, a pool of 1 MiB"), "{text}");
+    for name in NAMES {
+        let line = lines.iter().find(|line| line.split_whitespace().nth(1) == Some(name)).expect(name);
+        assert!(line.starts_with("ok ") || line.starts_with("warn ") || line.starts_with("fail "), "{line}");
+        // The findings start in one column.
+        assert_eq!(
+            (line.find(name), line.as_bytes()[20], line.as_bytes()[21] == b' '),
+            (Some(6), b' ', false),
+            "{line}"
+        );
+    }
+    let at = lines.iter().position(|line| line.starts_with("fail  mappings")).expect("a failure");
+    assert_eq!(lines[at + 1].find("fix: system: sudo sysctl -w vm.max_map_count="), Some(21), "{text}");
+    let last = lines.last().unwrap();
+    assert!(last.ends_with(" failed") && last.contains(" ok, "), "{last}");
+}
+
+#[test]
+fn colours_are_for_terminals() {
+    let machine = Machine::healthy();
+    let forced = |name: &str| stdout(&machine.doctor("host", "1MiB").env(name, "1").output().unwrap());
+    // What a terminal would be shown; and the words are the same.
+    let coloured = forced("CLICOLOR_FORCE");
+    assert!(coloured.contains("\u{1b}[1m\u{1b}[32mok"), "{coloured:?}");
+    assert!(!forced("NO_COLOR").contains('\u{1b}'));
+}
+
+#[test]
+fn command_lines_that_cannot_be_obeyed() {
+    for (args, cause) in [
+        (["--device", "gpu"], "gpu"),
+        (["--device", "cuda:x"], "cuda:x"),
+        (["--device", "auto:1"], "auto:1"),
+        (["--device", ""], "no device"),
+        (["--capacity", "0"], "--capacity"),
+        (["--root", ""], "--root"),
+    ] {
+        let output = doctor().args(args).output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {text}");
+        assert!(text.lines().count() == 1 && text.contains(cause), "{args:?}: {text}");
+        assert_eq!(stdout(&output), "");
+    }
+    let help = stdout(&doctor().arg("--help").output().unwrap());
+    for option in ["--device", "--capacity", "--pin", "--json", "Exit status"] {
+        assert!(help.contains(option), "{option}");
+    }
+    assert!(!help.contains("--root"), "{help}");
+}
+
+#[test]
+fn a_device_that_is_not_there_is_a_failure() {
+    let machine = Machine::healthy();
+    let found = findings(&mut machine.doctor("host:99", "1MiB"));
+    found.is("device", "fail", &["host:99"], &[]).is("pin", "warn", &["not tried"], &[]);
+    let found = machine.gpu("1MiB");
+    found.is("device", "fail", &["cuda:0"], &[]).is("copy", "warn", &["not tried"], &[]);
+    assert!(found.0["measured"]["upload_gb_per_s"].is_null());
+}
+
+#[test]
+fn a_closed_pipe_is_no_panic() {
+    let machine = Machine::healthy();
+    for args in [vec![], vec!["--json"]] {
+        let mut command = machine.doctor("host", "1MiB");
+        let mut child = command.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take());
+        let mut errors = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut errors).unwrap();
+        child.wait().unwrap();
+        assert_eq!(errors, "");
+    }
+}
+
+/// What is not there is said to be unknown.
+#[test]
+fn a_machine_that_shows_nothing() {
+    let nothing = tempfile::tempdir().unwrap();
+    let found = findings(doctor().args(["--device", "host", "--root"]).arg(nothing.path()));
+    for name in [
+        "memlock",
+        "address-space",
+        "memory",
+        "cgroup",
+        "huge-pages",
+        "hugetlb",
+        "fragmentation",
+        "numa",
+        "kernel",
+        "mappings",
+        "iommu",
+    ] {
+        found.is(name, "warn", &["cannot be read"], &["mount /proc and /sys"]);
+    }
+    for name in ["container", "wsl", "driver", "device-files", "library", "device", "link"] {
+        found.is(name, "ok", &[], &[]);
+    }
+    // With an accelerator as well.
+    let found = findings(doctor().args(["--device", "acl:0", "--root"]).arg(nothing.path()));
+    for name in ["driver", "device-files", "library", "device"] {
+        found.is(name, "fail", &[], &[]);
+    }
+}
+
+fn each_file(dir: &Path, change: &dyn Fn(&Path)) {
+    for entry in fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_symlink() {
+            continue;
+        }
+        if path.is_dir() { each_file(&path, change) } else { change(&path) }
+    }
+}
+
+/// Whatever the files hold, every check is there and nothing panics: [`findings`] looks.
+#[test]
+fn machines_that_show_nonsense() {
+    let changes: [&dyn Fn(&Path); 6] = [
+        &|path| fs::write(path, "").unwrap(),
+        &|path| fs::write(path, [0xff, 0, b'\n', 0xc3, b':', b' ', b'-']).unwrap(),
+        &|path| fs::write(path, "-1\n").unwrap(),
+        &|path| fs::write(path, format!("{}\n", u64::MAX)).unwrap(),
+        &|path| {
+            let bytes = fs::read(path).unwrap();
+            fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
+        },
+        // Numbers as large as they get, in the middle of everything.
+        &|path| {
+            let text = fs::read_to_string(path).unwrap();
+            let digits = |c: char| c.is_ascii_digit();
+            let text: Vec<String> = text
+                .split_inclusive(' ')
+                .map(|w| {
+                    if w.trim().chars().all(digits) && !w.trim().is_empty() {
+                        format!("{} ", u64::MAX)
+                    } else {
+                        w.into()
+                    }
+                })
+                .collect();
+            fs::write(path, text.concat()).unwrap();
+        },
+    ];
+    for change in changes {
+        let machine = Machine::healthy();
+        machine.nvidia().node(1, 1 << 30, "8-15").link("/sys/class/iommu/dmar0", "../x");
+        each_file(machine.root(), change);
+        machine.host("1MiB");
+        machine.gpu("1TiB");
+    }
+    // Folders where files should be.
+    let machine = Machine::healthy();
+    machine.nvidia();
+    each_file(machine.root(), &|path| {
+        fs::remove_file(path).unwrap();
+        fs::create_dir(path).unwrap();
+    });
+    machine.gpu("1TiB");
+}
