@@ -6,6 +6,7 @@ pub mod load;
 mod read;
 mod sample;
 mod sweep;
+mod top;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -53,6 +54,7 @@ pub fn run(args: &args::Args) -> ExitCode {
     match &args.command {
         args::Command::Load(load) => load::run(load),
         args::Command::Doctor(args) => doctor::run(args),
+        args::Command::Top(args) => top::run(args),
     }
 }
 
