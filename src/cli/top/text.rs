@@ -85,19 +85,19 @@ fn table(heads: &[&str], rows: &[Vec<String>], lines: &mut Vec<Line>) {
         };
         cells.enumerate().map(cell).collect::<String>()
     };
+    // The memory's states have the bar's signs before their names, and other lines of that table are indented as far.
+    let state = |cells: &[String]| {
+        STATES.iter().position(|state| cells.first().is_some_and(|name| name.replace(' ', "_") == **state))
+    };
+    let indent = if rows.iter().any(|cells| state(cells).is_some()) { "  " } else { "" };
     lines.push(Vec::new());
-    lines.push(vec![(Look::Dim, row(&mut heads.iter().copied()))]);
+    lines.push(vec![(Look::Dim, format!("{indent}{}", row(&mut heads.iter().copied())))]);
     lines.extend(rows.iter().map(|cells| {
-        // The memory's states have the bar's signs before their names.
-        let state =
-            STATES.iter().position(|s| cells.first().is_some_and(|name| name.replace(' ', "_") == **s));
-        match state {
-            Some(at) => vec![
-                (Look::State(at), format!("{} ", FILLS[at])),
-                (Look::Plain, row(&mut cells.iter().map(String::as_str))),
-            ],
-            None => vec![(Look::Plain, row(&mut cells.iter().map(String::as_str)))],
-        }
+        let sign = match state(cells) {
+            Some(at) => (Look::State(at), format!("{} ", FILLS[at])),
+            None => (Look::Plain, indent.to_owned()),
+        };
+        vec![sign, (Look::Plain, row(&mut cells.iter().map(String::as_str)))]
     }));
 }
 

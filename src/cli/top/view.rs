@@ -280,45 +280,33 @@ impl Watch {
 
     fn devices(&self, scrape: &Scrape, items: &mut Vec<Item>) {
         items.push(Item::Heading("Devices".into()));
-        let mut rows = Vec::new();
+        let (mut rows, mut links) = (Vec::new(), Vec::new());
         for lost in scrape.all("pinpool_device_lost", &[]) {
             let device = lost.label("device");
-            let link = |direction| {
+            for direction in ["upload", "download"] {
                 let want = [("device", device), ("direction", direction)];
                 let speed = self.rate("pinpool_device_copied_bytes_total", &want);
-                let peak = scrape.sum("server_link_peak_bytes_per_second", &want);
-                match peak > 0.0 {
-                    true => format!(
-                        "{}, {} of {}",
-                        gb(speed),
-                        percent(speed.unwrap_or(0.0), peak),
-                        gb(Some(peak))
-                    ),
-                    false => gb(speed),
-                }
-            };
+                // What the link can do is known only where the server exports it.
+                let peak =
+                    scrape.all("server_link_peak_bytes_per_second", &want).next().map(|peak| peak.value);
+                let share =
+                    peak.zip(speed).map_or_else(|| "-".to_owned(), |(peak, speed)| percent(speed, peak));
+                links.push(vec![format!("{device} {direction}"), gb(speed), share, gb(peak)]);
+            }
             rows.push(vec![
                 device.to_owned(),
                 if lost.value > 0.0 { "lost" } else { "works" }.to_owned(),
-                link("upload"),
-                link("download"),
                 per(self.rate("pinpool_device_submitted_total", &[("device", device)])),
                 time(self.quantile(0.99, "pinpool_flight_seconds", ("device", device))),
                 scrape.sum("pinpool_device_errors_total", &[("device", device)]).to_string(),
             ]);
         }
-        let heads = vec![
-            "device",
-            "state",
-            "upload, of peak",
-            "download, of peak",
-            "submitted",
-            "99% of flights",
-            "errors",
-        ];
-        items.push(Item::Table(heads, rows));
+        items.push(Item::Table(vec!["device", "state", "submitted", "99% of flights", "errors"], rows));
+        items.push(Item::Table(vec!["link", "speed", "of peak", "peak"], links));
         let mut rows = Vec::new();
-        for entries in scrape.all("pinpool_stream_in_flight_entries", &[]) {
+        let mut streams: Vec<_> = scrape.all("pinpool_stream_in_flight_entries", &[]).collect();
+        streams.sort_by_key(|sample| (sample.label("device"), sample.label("stream").parse::<u64>().ok()));
+        for entries in streams {
             let want = [("device", entries.label("device")), ("stream", entries.label("stream"))];
             rows.push(vec![
                 format!("{} stream {}", want[0].1, want[1].1),
