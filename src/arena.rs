@@ -716,7 +716,7 @@ impl Arena {
     pub(crate) fn check(
         &self,
         outside: &std::collections::HashSet<usize>,
-        mut visit: impl FnMut(&Slot, usize),
+        mut visit: impl FnMut(&Slot, usize, bool),
     ) -> Result<(), String> {
         let (mut total, mut cut, mut free_slots, mut free_pages, mut idle, mut runs) = (0, 0, 0, 0, 0, 0);
         let mut found_outside = 0;
@@ -768,7 +768,6 @@ impl Arena {
                     let base = slot.base().as_ptr().addr();
                     let bytes = slot.class().map_or(run.alone, Class::stride);
                     let here = std::ptr::from_ref(slot).addr();
-                    let free = slot.word().state() == state::FREE;
                     if slot.run() != entry {
                         return Err(format!("a slot of run {entry} says it is of run {}", slot.run()));
                     }
@@ -785,13 +784,15 @@ impl Arena {
                     let places = usize::from(listed.contains(&here)) + usize::from(outside.contains(&here));
                     seen += usize::from(listed.contains(&here));
                     found_outside += usize::from(outside.contains(&here));
-                    if places != usize::from(free) {
-                        let state = state::name(slot.word().state());
+                    let state = slot.word().state();
+                    // A segment is free exactly if it stands in a list.
+                    if places > 1 || places == 1 && state != state::HOST {
+                        let state = state::name(state);
                         return Err(format!(
                             "run {entry}: segment {n} is {state} and stands in {places} lists"
                         ));
                     }
-                    visit(slot, bytes);
+                    visit(slot, bytes, places == 1);
                 }
                 if seen != listed.len() {
                     return Err(format!("run {entry}: its list holds slots that are not its own"));
@@ -872,17 +873,12 @@ mod tests {
 
     fn take(arena: &mut Arena, len: usize, align: usize) -> Option<NonNull<Slot>> {
         let slot = arena.take(Placement::of(len, align).unwrap())?;
-        // SAFETY: just taken.
-        unsafe { slot.as_ref() }.mark_taken();
         Some(slot)
     }
 
     fn give(arena: &mut Arena, slot: NonNull<Slot>) {
         // SAFETY: the tests give each slot back once.
-        unsafe {
-            slot.as_ref().set(state::FREE);
-            arena.give(slot);
-        }
+        unsafe { arena.give(slot) };
     }
 
     #[test]
@@ -896,11 +892,11 @@ mod tests {
             }
             let used = held.len() * Class::of(len).unwrap().stride();
             assert!(used > all * 3 / 4, "{len}: {used} of {all}");
-            arena.check(&HashSet::new(), |_, _| {}).unwrap();
+            arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
             for slot in held {
                 give(&mut arena, slot);
             }
-            arena.check(&HashSet::new(), |_, _| {}).unwrap();
+            arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
             arena.release_idle();
             assert_eq!(
                 arena.bytes(),
@@ -919,10 +915,10 @@ mod tests {
         assert_eq!(h.base().as_ptr().addr() % 4096, 0);
         assert_eq!(h.run(), s.run(), "the small segment lies in the aligned one's last page");
         give(&mut arena, head);
-        arena.check(&HashSet::new(), |_, _| {}).unwrap();
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
         assert_eq!(arena.bytes().free, 63 * PAGE);
         give(&mut arena, small);
-        arena.check(&HashSet::new(), |_, _| {}).unwrap();
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
         assert_eq!(arena.bytes().free, 64 * PAGE);
     }
 
@@ -934,14 +930,14 @@ mod tests {
         give(&mut arena, held[1]);
         assert!(arena.shorten_runs());
         assert_eq!(arena.bytes().largest_free, 60 * PAGE, "three segments need four pages");
-        arena.check(&HashSet::new(), |_, _| {}).unwrap();
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
         assert!(!arena.shorten_runs(), "nothing more to give");
         // What was free before the last is still there, and the run ends like any other.
         assert_eq!(take(&mut arena, 5000, 64), Some(held[1]));
         for slot in held {
             give(&mut arena, slot);
         }
-        arena.check(&HashSet::new(), |_, _| {}).unwrap();
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
         arena.release_idle();
         assert_eq!(arena.bytes().largest_free, 64 * PAGE);
     }
@@ -963,7 +959,7 @@ mod tests {
         assert!(take(&mut arena, 17 * PAGE, 4096).is_none());
         assert!(take(&mut arena, 15 * PAGE, 4096).is_some());
         assert!(take(&mut arena, 15 * PAGE, 4096).is_some());
-        arena.check(&HashSet::new(), |_, _| {}).unwrap();
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
     }
 
     #[test]
@@ -1030,7 +1026,7 @@ mod tests {
                 let out: usize = held.iter().map(|h| h.1).sum();
                 let b = arena.bytes();
                 prop_assert_eq!(b.free + b.cut + out, b.total);
-                if let Err(e) = arena.check(&HashSet::new(), |_, _| {}) {
+                if let Err(e) = arena.check(&HashSet::new(), |_, _, _| {}) {
                     return Err(TestCaseError::fail(e));
                 }
             }
@@ -1040,7 +1036,7 @@ mod tests {
             arena.release_idle();
             prop_assert_eq!(arena.bytes().free, arena.bytes().total);
             prop_assert_eq!(arena.runs.len(), 0);
-            arena.check(&HashSet::new(), |_, _| {}).map_err(TestCaseError::fail)?;
+            arena.check(&HashSet::new(), |_, _, _| {}).map_err(TestCaseError::fail)?;
         }
     }
 }

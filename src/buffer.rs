@@ -102,6 +102,11 @@ impl PinnedBuf {
         Self { segment, len }
     }
 
+    /// What it is made of, in place of the buffer.
+    pub(crate) fn into_segment(self) -> Segment {
+        self.into_parts().0
+    }
+
     fn into_parts(self) -> (Segment, usize) {
         let this = ManuallyDrop::new(self);
         (this.segment.alias(), this.len)
@@ -531,7 +536,7 @@ impl sealed::Lend for PinnedBuf {
     fn finish(mut self, written: Option<usize>) -> Result<Self> {
         let slot = self.segment.slot();
         if slot.word().state() == state::LANDED {
-            slot.set(state::OUT);
+            slot.set(state::HOST);
             self.len = written.unwrap_or(self.len);
             return Ok(self);
         }
@@ -553,7 +558,7 @@ impl sealed::Lend for PinnedBuf {
         };
         // The timeline was faster: the device is done, and the segment waited for us.
         if detached.is_err_and(|found| found.state() == state::LANDED) {
-            slot.set(state::OUT);
+            slot.set(state::HOST);
             // SAFETY: landed, so every mark that covers it was seen complete; the handle owned it and is gone.
             unsafe { segment.release() };
         }
@@ -623,7 +628,7 @@ impl Keep for SharedBuf {
         // Leaked, so the segment is never returned; whoever still has the Arc may go on reading. The first to lose it
         // books it.
         std::mem::forget(self);
-        if word.state() == state::OUT && segment.slot().exchange(word, state::QUARANTINED).is_ok() {
+        if word.state() == state::HOST && segment.slot().exchange(word, state::QUARANTINED).is_ok() {
             segment.quarantine();
         }
     }

@@ -54,7 +54,8 @@
 //!   that others submit; [`Stream::copy_host`] from buffer to buffer.
 //! - Sharing: a server's own CUDA contexts and streams are adopted, and ours given out, by the module `cuda` (feature
 //!   `cuda`); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
-//! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`].
+//! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]. For operators: [`telemetry`], with
+//!   [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics.
 //! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
 //! - Errors: [`Error::class`] says what an error means for what comes next.
 //! - Testing: [`host`], a device that can be told to be late, to fail, to hang and to die.
@@ -70,6 +71,7 @@
 //! | `os` | the system calls, all of them | yes |
 //! | `sync` | atomics, locks and fences: the standard library's or loom's | |
 //! | `segment` | the segment rule and the size classes: integer arithmetic only | |
+//! | `telemetry::counters`, `telemetry::ledger` | what is counted where it happens; since when a segment is out: numbers only | |
 //! | `freelist` | the lock-free parts; no device and no policy | yes |
 //! | `arena` | extents, runs and segments, and a check of every invariant | yes |
 //! | `device` | the contract: what a device must do; below it, the devices | yes |
@@ -80,10 +82,12 @@
 //! | `cuda` | contexts and streams that others made | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
+//! | `telemetry::stuck` | the report on buffers that have been out for long | |
 //! | `pool` | the public face: trying, growing, waiting, ending | yes |
 //! | `copy` | copies between buffers and device memory | yes |
 //! | `cudarc` | cudarc's contexts, streams and slices beside the pool | yes |
 //! | `cuda` | what only CUDA has | |
+//! | `telemetry` | the snapshot, and the sampler that sends metrics | |
 //!
 //! # Features
 //!
@@ -91,21 +95,16 @@
 //! | --- | --- | --- |
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
-//! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `doctor` says what stands in the way of pinning |
+//! | `metrics` | no | a [`Sampler`](telemetry::Sampler) feeds the recorder of the `metrics` facade, too |
+//! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `doctor` says what stands in the way of pinning, `top` shows the pools of a process that serves `/metrics` |
 //!
 //! The host device is always there. Features are additive. Support for Ascend is planned behind the same contract and
 //! is not in yet.
 //!
 //! # Events
 //!
-//! The crate logs through [`tracing`], and never for a hit or a copy:
-//!
-//! | target | what |
-//! | --- | --- |
-//! | `pinpool::device` | opening; a device that is lost; device memory or events that cannot be freed |
-//! | `pinpool::region` | pinning and allocating (spans), memory that is not pinned, pinning that ended early, what leaks |
-//! | `pinpool::pool` | building, waiting and shutdown (spans), plain memory given out instead |
-//! | `pinpool::stream` | marks that cannot be made, what is quarantined |
+//! The crate logs through [`tracing`], and never for a hit or a copy. The page of [`telemetry`] lists the targets, levels
+//! and fields of all spans and of the events that an operator acts on, and all metrics.
 //!
 //! # Platforms
 //!

@@ -13,6 +13,7 @@ use std::future::Future;
 use std::ops::DerefMut;
 use std::panic::Location;
 use std::pin::Pin;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
@@ -22,9 +23,9 @@ use stable_deref_trait::StableDeref;
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{self, Depot, DepotConfig, DepotSnapshot, Fresh, Outcome, Take, Wake, Want};
+use crate::depot::{self, Depot, DepotConfig, DepotSnapshot, Fresh, Outcome, Segment, Take, Wake, Want};
 use crate::error::{Error, RegisterError, Result};
-use crate::freelist::state;
+use crate::freelist::{Slot, state};
 use crate::region::{Pinning, RegionInfo, RegionOptions, Regions};
 use crate::runtime::Device;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
@@ -118,6 +119,8 @@ struct Inner {
     devices: Vec<Device>,
     name: String,
     misses: AtomicU64,
+    /// Of the misses, those that nothing cached could serve.
+    slow: AtomicU64,
     fallbacks: AtomicU64,
     fallback_bytes: AtomicU64,
     errors: ErrorTally,
@@ -248,18 +251,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
-            None => self.checkout_slow(
-                request.len,
-                request.align,
-                request.reserve,
-                request.near,
-                Origin { tag: request.tag, site: Some(Location::caller()) },
-                Patience::Forever,
-            ),
-        }
+        self.checkout_with(request.into(), || Patience::Forever)
     }
 
     /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed.
@@ -269,15 +261,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
-            None => {
-                let origin = Origin { tag: request.tag, site: Some(Location::caller()) };
-                let Request { len, align, reserve, near, .. } = request;
-                self.checkout_slow(len, align, reserve, near, origin, Patience::None)
-            }
-        }
+        self.checkout_with(request.into(), || Patience::None)
     }
 
     /// A host-ready buffer, waiting for at most so long.
@@ -291,15 +275,29 @@ impl Pool {
         request: impl Into<Request<'a>>,
         timeout: Duration,
     ) -> Result<PinnedBuf> {
-        let request = request.into();
-        match self.hit(request) {
-            Some(buf) => Ok(buf),
+        self.checkout_with(request.into(), || Patience::until(timeout))
+    }
+
+    /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow path
+    /// too, it would be in memory, put there in words and moved on in wider pieces, for which the processor has to wait.
+    #[inline(always)]
+    #[track_caller]
+    #[allow(unsafe_code)]
+    fn checkout_with(&self, request: Request<'_>, patience: impl FnOnce() -> Patience) -> Result<PinnedBuf> {
+        let fresh = match self.hit_with(request, Depot::hit) {
+            Some(fresh) => fresh,
             None => {
-                let origin = Origin { tag: request.tag, site: Some(Location::caller()) };
-                let Request { len, align, reserve, near, .. } = request;
-                self.checkout_slow(len, align, reserve, near, origin, Patience::until(timeout))
+                let mut error = Error::Closed;
+                let Request { len, align, reserve, near, tag } = request;
+                let origin = Origin { tag, site: Some(Location::caller()) };
+                match self.checkout_slow(len, align, reserve, near, origin, patience(), &mut error) {
+                    // SAFETY: returned just now, for this request.
+                    Some(parts) => unsafe { Fresh::from_parts(parts, len) },
+                    None => return Err(error),
+                }
             }
-        }
+        };
+        Ok(fresh.into())
     }
 
     /// A host-ready buffer, for a task. Any runtime will do. Dropping the future leaves no trace.
@@ -402,8 +400,8 @@ impl Pool {
             return Err(Error::WrongDevice { device: stream.device().name().into() });
         }
         let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
-        if let Some(buf) = self.hit(request) {
-            return Ok(ready(buf));
+        if let Some(fresh) = self.hit_with(request, Depot::hit) {
+            return Ok(ready(fresh.into()));
         }
         let errand = self.errand(&[request])?;
         if let Some(mut granted) = self.try_errand(&errand)? {
@@ -424,7 +422,8 @@ impl Pool {
                 }
             }
         }
-        self.acquire(&[request], patience, site)?.pop().map(ready).ok_or(Error::ZeroLength)
+        let bufs = self.acquire(&[request], patience, site)?;
+        bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
     /// Takes back a buffer that went out as a token.
@@ -436,9 +435,13 @@ impl Pool {
         store.and_then(|s| PinnedBuf::redeem(&s.depot, token)).ok_or(Error::StaleToken)
     }
 
-    /// A hit in this thread's shard, and nothing else.
+    /// By way of `hit` only: in this thread's shard, or in a rack.
     #[inline(always)]
-    fn hit(&self, request: Request<'_>) -> Option<PinnedBuf> {
+    fn hit_with(
+        &self,
+        request: Request<'_>,
+        hit: impl FnOnce(&Depot, Class, usize) -> Option<Fresh>,
+    ) -> Option<Fresh> {
         if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
             return None;
         }
@@ -447,7 +450,7 @@ impl Pool {
             None => &self.0.main,
             Some((near, _)) => self.near(near)?,
         };
-        store.depot.hit(class, request.len).map(PinnedBuf::from)
+        hit(&store.depot, class, request.len)
     }
 
     /// The store on the node of a device. `None`: the pool does not serve it.
@@ -460,6 +463,7 @@ impl Pool {
     /// Everything else. Takes the request in parts: whole, it would be written to memory before each hit.
     #[cold]
     #[inline(never)]
+    #[allow(clippy::too_many_arguments, reason = "see above")]
     fn checkout_slow(
         &self,
         len: usize,
@@ -468,10 +472,22 @@ impl Pool {
         near: Option<(u64, &str)>,
         origin: Origin,
         patience: Patience,
-    ) -> Result<PinnedBuf> {
+        error: &mut Error,
+    ) -> Option<(NonNull<Depot>, NonNull<Slot>)> {
         let Origin { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
-        self.acquire(&[request], patience, site.unwrap_or(Location::caller()))?.pop().ok_or(Error::ZeroLength)
+        // What another thread has left on a rack costs little, and less than all that follows.
+        if let Some(fresh) = self.hit_with(request, Depot::refill) {
+            self.missed();
+            return Some(fresh.into_segment().into_parts());
+        }
+        match self.acquire(&[request], patience, site.unwrap_or(Location::caller())) {
+            Ok(mut bufs) => bufs.pop().map(PinnedBuf::into_segment).map(Segment::into_parts),
+            Err(why) => {
+                *error = why;
+                None
+            }
+        }
     }
 
     /// Checks requests, and finds where they may be served from.
@@ -584,16 +600,16 @@ impl Pool {
     /// Makes buffers of what was granted on the slow path, and enters some of them in the ledger, or all.
     fn entered(
         &self,
-        granted: Vec<Fresh>,
+        mut granted: Vec<Fresh>,
         tags: impl IntoIterator<Item = Option<&'static str>>,
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
-        // Counted already. Relaxed: any number will do.
-        let sampled = self.0.misses.load(Ordering::Relaxed) % SAMPLE == 1;
-        for (fresh, tag) in granted.iter().zip(tags) {
-            let depot = fresh.segment().depot();
-            if sampled || depot.tracks() {
-                depot.enter(fresh.segment(), Origin { tag, site: Some(site) });
+        // Relaxed: any one of so many will do. Misses are not counted for it: others than these are among them, and where
+        // the two kinds take turns always the same numbers would come here.
+        let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
+        for (fresh, tag) in granted.iter_mut().zip(tags) {
+            if sampled || fresh.segment().depot().tracks() {
+                Depot::enter(fresh, Origin { tag, site: Some(site) });
             }
         }
         granted.into_iter().map(PinnedBuf::from).collect()
@@ -955,10 +971,10 @@ impl Pool {
             let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();
             store.depot.check(|state, bytes| match state {
-                state::FREE => census.free += bytes,
-                state::OUT | state::LANDED => census.checked_out += bytes,
-                state::FLIGHT | state::DETACHED => census.in_flight += bytes,
-                state::CLAIMED => {
+                None => census.free += bytes,
+                Some(state::HOST | state::LANDED) => census.checked_out += bytes,
+                Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
+                Some(state::CLAIMED) => {
                     census.in_flight += bytes;
                     census.claimed += bytes;
                 }
@@ -1127,6 +1143,7 @@ impl PoolBuilder {
             devices: std::mem::take(&mut self.devices),
             name,
             misses: AtomicU64::new(0),
+            slow: AtomicU64::new(0),
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
             errors: ErrorTally::default(),

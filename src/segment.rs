@@ -134,19 +134,22 @@ impl Class {
     #[inline]
     #[must_use]
     pub fn of(len: usize) -> Option<Self> {
-        if len.wrapping_sub(1) >= LARGEST_CLASS_LEN {
-            return None;
-        }
-        let index = if len <= LINEAR_MAX - 32 {
+        // Wrapping, so that 0 is beyond both limits.
+        let last = len.wrapping_sub(1);
+        let index = if last < LINEAR_MAX - 32 {
             // ((span - 1) / 64, where the roundings to 32 and to 64 have become one.
-            (len + 31) / SEGMENT_ALIGN
+            (last + 32) / SEGMENT_ALIGN
         } else {
+            if last >= LARGEST_CLASS_LEN {
+                return None;
+            }
             // The largest number below the class's power-of-two part, which is span - 65 but for bits that are shifted
             // out; its leading bit names the doubling, and the three after it the step.
             let below = len - 33;
-            let shift = below.ilog2() as usize - 3;
+            let shift = below.ilog2() - 3;
             // The first doubling has shift 7 and quotients 8 to 15.
-            (below >> shift) + shift * 8 - (FIRST_DOUBLING as usize - 2) * 8 + LINEAR_CLASSES
+            const OFFSET: u32 = (FIRST_DOUBLING - 2) * 8 - LINEAR_CLASSES as u32;
+            ((below >> shift) as u32 + shift * 8 - OFFSET) as usize
         };
         Some(Self(index as u8))
     }

@@ -149,9 +149,10 @@ pub(crate) fn yield_now() {
 /// Whether this process fences with a system call, so that [`light`] may be a compiler fence. Asked once, when a pool
 /// is built; a pool that was told `false` keeps `FENCED` set for good.
 pub(crate) fn asymmetric() -> bool {
+    // Models have fences on both sides in place of the call, and go the way that has it.
     #[cfg(any(loom, pinpool_rmw))]
     {
-        false
+        cfg!(loom)
     }
     #[cfg(not(any(loom, pinpool_rmw)))]
     {
@@ -160,11 +161,13 @@ pub(crate) fn asymmetric() -> bool {
     }
 }
 
-/// The frequent side's fence where [`asymmetric`] holds: orders the compiler only.
+/// The frequent side's fence where [`asymmetric`] holds: orders the compiler only, but in models.
 #[inline(always)]
 pub(crate) fn light() {
     #[cfg(not(loom))]
     std::sync::atomic::compiler_fence(Ordering::SeqCst);
+    #[cfg(all(loom, not(pinpool_planted = "shard_no_fence")))]
+    fence(Ordering::SeqCst);
 }
 
 /// The rare side's fence. Pairs with [`light`] (through the system call) or with a full fence.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds and runs the peers on a machine that has them: those that are not there are skipped, and said to be.
-#   benches/peers/run.sh [THREADS...]     default: 1 2 4 8 16
+#   benches/peers/run.sh [--take] [THREADS...]     default: 1 2 4 8 16; --take: without copies
 # Prints lines of: name threads median-ns lower-quartile upper-quartile. Needs a C++20 compiler, and for PyTorch a
 # `python3` with a PyTorch built for CUDA, and CUDA's headers and runtime (CUDA_HOME, /usr/local/cuda, or the packages that
 # come with PyTorch).

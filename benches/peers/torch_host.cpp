@@ -11,7 +11,7 @@
 // The copies go in batches (128), after each of which the thread asks every 2 us whether the last one is done. Blocks are
 // allocated beforehand, so that no call of cudaHostAlloc is measured unless the allocator grows by itself.
 //
-// Prints lines of: name threads median-ns lower-quartile upper-quartile.
+// With --take only the first two. Prints lines of: name threads median-ns lower-quartile upper-quartile.
 #include <ATen/Context.h>
 #include <ATen/cuda/CachingHostAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -209,7 +209,12 @@ void run(const std::vector<Contender>& contenders, int threads) {
 
 int main(int argc, char** argv) {
   std::vector<int> counts;
+  bool copies = true;
   for (int i = 1; i < argc; ++i) {
+    if (std::string(argv[i]) == "--take") {
+      copies = false;
+      continue;
+    }
     counts.push_back(std::atoi(argv[i]));
   }
   if (counts.empty()) {
@@ -217,7 +222,7 @@ int main(int argc, char** argv) {
   }
   for (int threads : counts) {
     if (threads < 1 || threads > 256) {
-      std::fprintf(stderr, "usage: torch_host [THREADS...]\n");
+      std::fprintf(stderr, "usage: torch_host [--take] [THREADS...]\n");
       return 2;
     }
   }
@@ -233,7 +238,7 @@ int main(int argc, char** argv) {
     }
   }
   std::printf("# name threads ns quartile quartile\n");
-  const std::vector<Contender> contenders = {
+  std::vector<Contender> contenders = {
       {"take_give", Way::take_give, kSmall},
       {"take_give", Way::take_give, kLarge},
       {"take_record_give", Way::take_record_give, kLarge},
@@ -244,6 +249,9 @@ int main(int argc, char** argv) {
       {"copy_event", Way::copy_event, kLarge},
       {"copy_record", Way::copy_record, kLarge},
   };
+  if (!copies) {
+    contenders.resize(3);
+  }
   for (int threads : counts) {
     run(contenders, threads);
   }

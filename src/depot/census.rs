@@ -7,13 +7,12 @@
 //! parts sum to the whole at any time.
 
 use std::collections::HashSet;
-use std::time::Instant;
 
-use super::{Core, Depot, DepotSnapshot, Segment, StdOrdering, mode};
-use crate::freelist::Slot;
-use crate::segment::Class;
+use super::{Core, Depot, DepotSnapshot, Fresh, Segment, StdOrdering, mode};
+use crate::freelist::{Slot, state};
+use crate::segment::{CLASSES, Class};
 use crate::telemetry::counters::Histogram;
-use crate::telemetry::ledger::{Entry, Origin};
+use crate::telemetry::ledger::{Checkout, Entry, Origin};
 
 /// Segments of one size class. `None` for those without: large or aligned ones, which have a run of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +38,7 @@ pub(crate) struct OutSegment {
     pub(crate) state: u16,
     pub(crate) granted: usize,
     /// What the ledger has on it.
-    pub(crate) entry: Option<Entry>,
+    pub(crate) entry: Entry,
 }
 
 /// What stands for a slot.
@@ -122,10 +121,10 @@ impl Depot {
     }
 
     /// Enters a checkout in the ledger, before anybody else has the buffer.
-    pub(crate) fn enter(&self, segment: &Segment, origin: Origin) {
-        if segment.slot().watch() {
-            self.core.lock().ledger.enter(name(segment.slot()), segment.len(), origin);
-        }
+    pub(crate) fn enter(fresh: &mut Fresh, origin: Origin) {
+        fresh.watch();
+        let segment = fresh.segment();
+        segment.depot().core.lock().ledger.enter(name(segment.slot()), segment.len(), origin);
     }
 
     /// The same for a segment that may be in it already: then its entry starts anew, else none is made.
@@ -144,22 +143,37 @@ impl Depot {
             return out;
         }
         let mut core = self.core.lock();
-        self.gate.quiesce(mode::INSPECT, core.roster.shards());
+        self.gate.quiesce(mode::INSPECT, &core.roster);
         let mut cached = HashSet::new();
         for held in core.roster.quiet() {
             Class::all().for_each(|class| held.for_each(class, |slot| _ = cached.insert(name(slot))));
         }
         self.racks.iter().for_each(|rack| rack.for_each(|slot| _ = cached.insert(name(slot))));
-        let now = Instant::now();
+        let returns: Vec<u64> =
+            Class::all().map(Some).chain([None]).map(|class| core.returns(class)).collect();
         let Core { arena, ledger, .. } = &mut *core;
+        let mut look = ledger.look();
         arena.for_each_given(|slot, granted| {
-            if !cached.contains(&name(slot)) {
-                // Nobody returns it just now: that takes the lock, or a way into a shard.
-                let entry = slot.watch().then(|| ledger.see(name(slot), now));
-                out.push(OutSegment { slot: name(slot), state: slot.word().state(), granted, entry });
+            if cached.contains(&name(slot)) {
+                return;
             }
+            let word = slot.word();
+            let checkout = Checkout {
+                slot: name(slot),
+                generation: word.generation(),
+                // On its way it cannot have been returned and checked out again: that would be another generation.
+                returns: (word.state() == state::HOST)
+                    .then(|| returns[slot.class().map_or(CLASSES, Class::index)]),
+            };
+            out.push(OutSegment {
+                slot: name(slot),
+                state: word.state(),
+                granted,
+                entry: look.see(&checkout),
+            });
         });
-        self.gate.open(mode::INSPECT);
+        look.end();
+        self.gate.open(mode::INSPECT, &core.roster);
         out
     }
 
@@ -176,6 +190,13 @@ impl Depot {
 }
 
 impl Core {
+    /// Segments of a class that came back so far. Exact while everyone is kept out.
+    fn returns(&self, class: Option<Class>) -> u64 {
+        let here = self.classes.of(class).1;
+        let shards = self.roster.shards().filter_map(|shard| class.map(|class| shard.count(class).puts));
+        shards.fold(here, u64::wrapping_add)
+    }
+
     /// What is counted under the lock, for each class by its index, and then for what has none.
     fn by_class(&self) -> Vec<ClassCount> {
         let count = |class: Option<Class>| {

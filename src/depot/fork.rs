@@ -1,8 +1,8 @@
 //! What a fork does to pools.
 //!
 //! The child of a fork has neither our threads nor (where the system agreed) the pinned pages, and locks may be held by
-//! threads that it does not have. So in the child every pool is shut: a handler sets a bit in each depot's mode word,
-//! which every checkout and return reads anyway, and from there nothing is locked, freed or unmapped any more.
+//! threads that it does not have. So in the child every pool is shut: a handler takes the one thread's shards away and sets a bit
+//! in each depot's mode word, which who has no shard looks at, and from there nothing is locked, freed or unmapped any more.
 //! `Command::spawn` is not affected: its child runs no code of ours before it becomes another program.
 
 use std::sync::Once;
@@ -37,6 +37,8 @@ fn in_child() {
         // SAFETY: depots leave the list before they are freed.
         unsafe { &**depot }.gate().force(mode::FORKED);
     }
+    // The mode is what a thread looks at that has no shard at hand, so the only one there is shall have none.
+    super::lease::forget_all();
     unlock();
 }
 

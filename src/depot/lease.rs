@@ -1,9 +1,11 @@
 //! Which shard of which pool this thread has.
 //!
-//! Two thread-locals, because one that has a destructor costs a check on each access: `HOT` is a bare table of the last
-//! few pools used and is all that a hit reads; `LEASES` owns the leases and ends them when the thread does. A buffer
-//! may be dropped inside another thread-local's destructor, after `LEASES` is gone: then `HOT` is empty, `LEASES` cannot
-//! be reached, and the return takes the shared path under the depot's lock.
+//! Three thread-locals. `CURRENT` is the shard of the pool that this thread used last, and all that a hit reads: whether it
+//! is one of the right pool, the gate finds out by the comparison that it makes anyway. `HOT` is a bare table of the last
+//! few pools used, for threads that use several by turns. `LEASES` owns the leases and ends them when the thread does: it
+//! has a destructor, which costs a check on each access. A buffer may be dropped inside another thread-local's destructor,
+//! after `LEASES` is gone: then the other two are empty, `LEASES` cannot be reached, and the return takes the shared path
+//! under the depot's lock.
 //!
 //! Entries are found by the depot's address. It cannot be another depot's by now: an entry in `HOT` has a lease in
 //! `LEASES`, whose weak count keeps the address taken, and goes no later than that.
@@ -13,39 +15,32 @@ use std::sync::{Arc, Weak};
 
 use super::Depot;
 use crate::freelist::Shard;
+#[cfg(not(loom))]
+use crate::freelist::shard::NOBODYS;
 use crate::sync::thread_local;
 
-/// Pools that one thread can use at full speed by turns.
+/// Pools that one thread can use by turns for some instructions more.
 const WAYS: u64 = 4;
 
 type Entry = Cell<(*const Depot, *const Shard)>;
 
+#[cfg(not(loom))]
+const NOBODY: *const Shard = &raw const NOBODYS;
+/// There are no constant shards in models.
+#[cfg(loom)]
+const NOBODY: *const Shard = std::ptr::null();
+
 thread_local! {
+    static CURRENT: Cell<*const Shard> = const { Cell::new(NOBODY) };
     static HOT: [Entry; WAYS as usize] =
         const { [const { Cell::new((std::ptr::null(), std::ptr::null())) }; WAYS as usize] };
     static LEASES: Leases = const { Leases(RefCell::new(Vec::new())) };
 }
 
-/// Where in `HOT` a depot's entry is. A depot keeps its own, because a hit would feel even this.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Way {
-    /// # Invariant
-    /// The offset in bytes of one of the entries.
-    offset: usize,
-}
-
-impl Way {
-    /// Pools made one after the other have different ways.
-    pub(super) fn new(number: u64) -> Self {
-        Self { offset: (number % WAYS) as usize * size_of::<Entry>() }
-    }
-
-    #[inline(always)]
-    fn of<R>(self, f: impl FnOnce(&Entry) -> R) -> Option<R> {
-        // Without a destructor there is always an entry (but under loom, once a thread's locals are gone).
-        // SAFETY: the offset is that of an entry (the invariant).
-        HOT.try_with(|hot| f(unsafe { &*hot.as_ptr().byte_add(self.offset) })).ok()
-    }
+/// Where in `HOT` a depot's entry is. Pools made one after the other have different ways.
+fn way<R>(number: u64, f: impl FnOnce(&Entry) -> R) -> Option<R> {
+    // Without a destructor there is always an entry (but under loom, once a thread's locals are gone).
+    HOT.try_with(|hot| f(&hot[(number % WAYS) as usize])).ok()
 }
 
 struct Lease {
@@ -58,8 +53,7 @@ struct Leases(RefCell<Vec<Lease>>);
 
 impl Drop for Leases {
     fn drop(&mut self) {
-        // It has no destructor, so this cannot fail (but under loom, where then nothing is left to be emptied).
-        let _ = HOT.try_with(|hot| hot.iter().for_each(forget));
+        forget_all();
         for lease in self.0.take() {
             if let Some(depot) = lease.owner.upgrade() {
                 depot.end_lease(&lease.shard);
@@ -72,23 +66,37 @@ fn forget(entry: &Entry) {
     entry.set((std::ptr::null(), std::ptr::null()));
 }
 
-/// This thread's shard of the depot, if it was used lately.
+/// This thread finds no shard any more without asking `LEASES`.
+pub(super) fn forget_all() {
+    // They have no destructors, so this cannot fail (but under loom, where then nothing is left to be emptied).
+    let _ = CURRENT.try_with(|current| current.set(NOBODY));
+    let _ = HOT.try_with(|hot| hot.iter().for_each(forget));
+}
+
+/// The shard that this thread used last, of whichever pool, or nobody's.
 #[inline(always)]
+pub(super) fn current<'a>() -> Option<&'a Shard> {
+    #[cfg(not(loom))]
+    let shard = CURRENT.get();
+    #[cfg(loom)]
+    let shard = CURRENT.try_with(Cell::get).ok().filter(|shard| !shard.is_null())?;
+    // SAFETY: nobody's, which is static, or backed by a lease in LEASES, which keeps it alive on this thread until its end
+    // has reset CURRENT; the caller uses it only within a call on this thread. Neither is null.
+    Some(unsafe {
+        std::hint::assert_unchecked(!shard.is_null());
+        &*shard
+    })
+}
+
+/// This thread's shard of the depot, if it was used lately. It is the current one from here on.
 pub(super) fn hot<'a>(depot: &Depot) -> Option<&'a Shard> {
-    let found = depot.way.of(|entry| {
-        let (owner, shard) = entry.get();
-        if !std::ptr::eq(owner, depot) {
-            return None;
-        }
-        // SAFETY: an entry in HOT is backed by the lease in LEASES, which keeps the shard alive on this thread until
-        // its destructor has emptied HOT; the caller uses the shard only within a call on this thread. So it is not
-        // null either, which need not be looked at.
-        unsafe {
-            std::hint::assert_unchecked(!shard.is_null());
-            Some(&*shard)
-        }
-    });
-    found.flatten()
+    let (owner, shard) = way(depot.number(), Cell::get)?;
+    if !std::ptr::eq(owner, depot) {
+        return None;
+    }
+    let _ = CURRENT.try_with(|current| current.set(shard));
+    // SAFETY: an entry in HOT is backed by a lease in LEASES, as in `current`.
+    unsafe { shard.as_ref() }
 }
 
 /// The same, leasing one if there is none yet. `None` while this thread's locals are being destroyed.
@@ -107,7 +115,10 @@ pub(super) fn obtain<'a>(depot: &Depot) -> Option<&'a Shard> {
                         if !alive {
                             // Its entry goes before its address does.
                             let gone = lease.owner.as_ptr();
-                            Way::new(lease.depot).of(|e| (e.get().0 == gone).then(|| forget(e)));
+                            way(lease.depot, |e| (e.get().0 == gone).then(|| forget(e)));
+                            let _ = CURRENT.try_with(|current| {
+                                (current.get() == Arc::as_ptr(&lease.shard)).then(|| current.set(NOBODY))
+                            });
                         }
                         alive
                     });
@@ -117,7 +128,8 @@ pub(super) fn obtain<'a>(depot: &Depot) -> Option<&'a Shard> {
                     pointer
                 }
             };
-            let _ = depot.way.of(|entry| entry.set((std::ptr::from_ref(depot), shard)));
+            way(depot.number(), |entry| entry.set((std::ptr::from_ref(depot), shard)));
+            let _ = CURRENT.try_with(|current| current.set(shard));
             // SAFETY: as in `hot`.
             unsafe { shard.as_ref() }
         })

@@ -14,6 +14,7 @@ use super::*;
 use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{UnsafeCell, model, step, thread};
+use crate::telemetry::ledger::Origin;
 
 /// A length of the first class that shards have lists for.
 const LEN: usize = 1300;
@@ -255,6 +256,101 @@ fn loom_check_finds_everything() {
         other.join().unwrap();
         store.finish();
     });
+}
+
+// --- counting --------------------------------------------------------------------------------------------------------
+
+/// How many takes and returns have begun and ended. Read by a read-modify-write, which sees the latest.
+struct Progress([std::sync::Arc<AtomicU64>; 4]);
+
+impl Progress {
+    fn new() -> Self {
+        Self(std::array::from_fn(|_| std::sync::Arc::new(AtomicU64::new(0))))
+    }
+    fn note(&self, which: usize) {
+        // AcqRel, here and below: whoever sees that a call has ended sees what it counted.
+        self.0[which].fetch_add(1, Ordering::AcqRel);
+    }
+    fn read(&self) -> [u64; 4] {
+        std::array::from_fn(|i| self.0[i].fetch_add(0, Ordering::AcqRel))
+    }
+}
+
+impl Clone for Progress {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+#[test]
+fn loom_sums_hold() {
+    const TAKES: usize = 0;
+    const TAKEN: usize = 1;
+    const PUTS: usize = 2;
+    const PUT: usize = 3;
+    model("sums: a look while two take and return", 2, || {
+        let store = Store::new(TWO, PAGE);
+        let progress = Progress::new();
+        let users = [0, 1].map(|_| {
+            let (store, progress) = (store.clone(), progress.clone());
+            worker(move || {
+                for _ in 0..2 {
+                    progress.note(TAKES);
+                    let out = store.take();
+                    progress.note(TAKEN);
+                    progress.note(PUTS);
+                    out.into_iter().for_each(Out::put);
+                    progress.note(PUT);
+                }
+            })
+        });
+        step();
+        let before = progress.read();
+        let (s, classes) = store.depot.snapshot_by_class();
+        let after = progress.read();
+        assert_eq!(s.free + s.out + s.quarantined + s.cut, s.total, "the parts are the whole: {s:?}");
+        let out: u64 = classes.iter().map(|class| class.out).sum();
+        let bytes: usize = classes.iter().map(|class| class.out_bytes).sum();
+        assert_eq!(bytes, s.out + s.quarantined, "the classes are the whole: {s:?}, {classes:?}");
+        let sums = classes.iter().fold((0, 0), |(t, p), c| (t + c.takes, p + c.puts));
+        assert_eq!(sums, (s.takes, s.puts), "and so are their counts");
+        assert_eq!(s.takes - s.puts, out, "what was taken and is not back is out: {s:?}, {classes:?}");
+        // Off by no more than the calls under way, of which each may move one segment to or from a rack besides.
+        let moving = after[TAKES] - before[TAKEN] + after[PUTS] - before[PUT];
+        let within = |count: u64, least: u64, most: u64| least <= count && count <= most + moving;
+        assert!(within(s.takes, before[TAKEN], after[TAKES]), "{} of {before:?} to {after:?}", s.takes);
+        assert!(within(s.puts, before[PUT], after[PUTS]), "{} of {before:?} to {after:?}", s.puts);
+        for user in users {
+            user.join().unwrap();
+        }
+        let (s, classes) = store.depot.snapshot_by_class();
+        assert_eq!((s.takes, s.puts, s.out, s.requested), (4, 4, 0, 0), "exact at rest: {classes:?}");
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_ledger_closes() {
+    model(
+        "ledger: an entered segment returns on another thread, while all that is out is looked at",
+        3,
+        || {
+            let store = Store::new(TWO, PAGE);
+            let Ok(Take::Got(mut fresh)) = store.depot.try_take(store.want()) else { unreachable!() };
+            Depot::enter(&mut fresh, Origin::default());
+            let out = store.out(fresh);
+            let slot = std::ptr::from_ref(out.segment.slot()).addr();
+            let other = worker(move || out.put());
+            step();
+            let found = store.depot.everything_out();
+            // As long as it is out its entry is there, but for the moment in which it is closed and the segment not back yet.
+            assert!(found.iter().all(|one| one.slot == slot), "{found:?}");
+            other.join().unwrap();
+            assert_eq!(store.depot.histograms().1.count(), 1, "its time was counted, once");
+            assert!(store.depot.everything_out().is_empty());
+            store.finish();
+        },
+    );
 }
 
 // --- waiting ---------------------------------------------------------------------------------------------------------

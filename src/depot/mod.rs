@@ -4,7 +4,7 @@
 //! request is served, cheapest first:
 //!
 //! 1. *hit*: this thread's shard has a segment ([`crate::freelist::shard`]: plain loads and stores);
-//! 2. *exchange*: the shard takes over a chain that another thread left on a rack (one atomic swap);
+//! 2. *exchange*: the shard takes over a batch that another thread left on a rack (two atomic operations);
 //! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the shard;
 //! 4. *collect*: everything that shards and racks cache is taken back to its runs, idle runs are dissolved, and the
 //!    request is tried again;
@@ -47,7 +47,8 @@ use slab::Slab;
 
 use crate::arena::Arena;
 use crate::error::{Error, Result};
-use crate::freelist::{Chain, Gate, Rack, Roster, Shard, Slot, list_of, listed, mode, shard::Put, state};
+use crate::freelist::shard::{Held, Put};
+use crate::freelist::{Gate, LISTS, Rack, Roster, Shard, Slot, list_of, listed, mode, state};
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
@@ -84,10 +85,11 @@ pub(crate) struct DepotConfig {
 
 /// See the module's page.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Depot {
-    // Read on each hit, written hardly ever: together, and away from what is written.
+    /// First, so that its address, which a hit compares, is the depot's own.
     gate: Gate,
-    way: lease::Way,
+    // Read often, written hardly ever: together, and away from what is written.
     number: u64,
     config: DepotConfig,
     racks: Vec<Rack>,
@@ -183,7 +185,6 @@ impl Depot {
         let number = NUMBERS.fetch_add(1, StdOrdering::Relaxed);
         let depot = Arc::new_cyclic(|me| Self {
             gate: Gate::new(sync::asymmetric()),
-            way: lease::Way::new(number),
             number,
             regions,
             racks: listed().map(|_| Rack::new()).collect(),
@@ -253,9 +254,20 @@ impl Depot {
     /// A hit: this thread's shard has a segment. Everything else is [`Depot::try_take`]'s.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<Fresh> {
-        let shard = lease::hot(self)?;
-        let slot = self.gate.enter(shard)?.take(class, len)?;
-        Some(self.fresh(Grant { slot, len }))
+        // The ways join with a slot, which fits a register, and not with what is made of it: see the note in `Pool`.
+        let slot = match self.gate.pass_in(lease::current()?) {
+            Some(mut inside) => inside.take(class, len)?,
+            None => self.hit_other(class, len)?,
+        };
+        // SAFETY: taken from this depot just now, and of the class.
+        Some(unsafe { Fresh::of_list(self, Grant { slot, len }, list_of(class)) })
+    }
+
+    /// The same where this thread has used another pool since, or has to fence for itself.
+    #[cold]
+    #[inline(never)]
+    fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
+        self.gate.enter(lease::hot(self)?)?.take(class, len)
     }
 
     /// Hands out what was taken just now.
@@ -356,22 +368,39 @@ impl Depot {
         lease::hot(self).or_else(|| lease::obtain(self))
     }
 
+    /// A segment from this thread's shard after filling that from a rack. No lock, and no decision who comes first:
+    /// while anybody waits no shard can be entered. Nor in the child of a fork.
+    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
+        if self.gate.mode() != 0 {
+            return None;
+        }
+        self.exchange(class, len).map(|slot| self.fresh(Grant { slot, len }))
+    }
+
     /// Fills this thread's shard from a rack and takes one of it.
     fn exchange(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
         let shard = self.shard()?;
         let mut held = self.gate.enter(shard)?;
-        // Not everyone has tried for a hit: requests for a reserve have not, nor has this thread since it reaped. A list
-        // is filled only when it is empty, or it would grow beyond its limit.
+        // Not everyone has tried for a hit: requests for a reserve have not, nor has this thread since it reaped.
         if let Some(slot) = held.take(class, len) {
             return Some(slot);
         }
         if held.limit(class) == 0 {
             return None;
         }
-        let chain = self.racks[list_of(class)].take(held.number())?;
-        self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
-        held.fill(class, chain);
-        held.take(class, len)
+        let (count, rest) = held.take_down(class, &self.racks[list_of(class)]);
+        if count == 0 {
+            return None;
+        }
+        self.racked.fetch_sub((count as usize * class.stride()) as u64, Ordering::Relaxed);
+        let slot = held.take(class, len);
+        drop(held);
+        if !rest.is_empty() {
+            let mut core = self.core.lock();
+            // SAFETY: it hung in a rack, so it is free and alive.
+            unsafe { core.arena.give_chain(rest) };
+        }
+        slot
     }
 
     /// A batch from a run: one to be used, the others into this thread's shard.
@@ -380,11 +409,12 @@ impl Depot {
         let mut chain = core.arena.take_batch(class, (limit / 2).max(1));
         let slot = chain.pop()?;
         if !chain.is_empty() {
-            match self.gate.enter(shard) {
+            let rest = match self.gate.enter(shard) {
                 Some(mut held) => held.fill(class, chain),
-                // SAFETY: just taken from their run, still free.
-                None => unsafe { core.arena.give_chain(chain) },
-            }
+                None => chain,
+            };
+            // SAFETY: just taken from their run, still free.
+            unsafe { core.arena.give_chain(rest) };
         }
         Some(slot)
     }
@@ -420,9 +450,9 @@ impl Depot {
         if self.racked.load(Ordering::Relaxed) == 0 && !core.roster.shards().any(cached) {
             return false;
         }
-        self.gate.quiesce(mode::INSPECT, core.roster.shards());
+        self.gate.quiesce(mode::INSPECT, &core.roster);
         let any = self.sweep(core);
-        self.gate.open(mode::INSPECT);
+        self.gate.open(mode::INSPECT, &core.roster);
         core.stats.collects += u64::from(any);
         any
     }
@@ -439,7 +469,11 @@ impl Depot {
             });
         }
         for (class, rack) in listed().zip(&self.racks) {
-            while let Some(chain) = rack.take(0) {
+            loop {
+                let chain = rack.take_chain();
+                if chain.is_empty() {
+                    break;
+                }
                 any = true;
                 self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
                 // SAFETY: what hangs in a rack is free and alive.
@@ -454,27 +488,24 @@ impl Depot {
     /// Returns a segment. This may be the last anyone does with the depot: it can be gone when this returns.
     ///
     /// # Safety
-    /// `this` is the slot's depot; the slot is out and the caller's to give, `len` what it was taken for; the caller
-    /// touches neither afterwards.
+    /// `this` is the slot's depot; the slot is out and the caller's to give, `len` what it was taken for, `list` its list;
+    /// the caller touches neither afterwards.
     #[inline(always)]
-    pub(crate) unsafe fn put(this: NonNull<Self>, slot: NonNull<Slot>, len: usize) {
+    pub(crate) unsafe fn put(this: NonNull<Self>, slot: NonNull<Slot>, len: usize, list: usize) {
         // SAFETY: a slot that is out keeps its depot alive (the crowd's count) until it is counted as returned.
         let depot = unsafe { this.as_ref() };
-        // SAFETY: as above; slots that are out are alive.
-        if let (Some(shard), Some(class)) = (lease::hot(depot), unsafe { slot.as_ref() }.class()) {
-            if let Some(mut held) = depot.gate.enter(shard) {
-                // SAFETY: alive, of this class, in no list, and the caller's.
-                if let Put::Kept = unsafe { held.put(class, slot, len) } {
-                    return;
-                }
+        if let Some(mut inside) = lease::current().and_then(|shard| depot.gate.pass_in(shard)) {
+            // SAFETY: alive, in no list, and the caller's.
+            if let Put::Kept = unsafe { inside.put(slot, len, list) } {
+                return;
             }
         }
         // SAFETY: the caller's word, passed on.
-        unsafe { Self::put_slow(this, slot, len) }
+        unsafe { Self::put_slow(this, slot, len, list) }
     }
 
     #[cold]
-    unsafe fn put_slow(this: NonNull<Self>, slot: NonNull<Slot>, len: usize) {
+    unsafe fn put_slow(this: NonNull<Self>, slot: NonNull<Slot>, len: usize, list: usize) {
         // SAFETY: as in `put`.
         let depot = unsafe { this.as_ref() };
         if depot.forked() {
@@ -482,6 +513,11 @@ impl Depot {
         }
         // SAFETY: alive, and the caller's.
         if let Some(class) = unsafe { slot.as_ref() }.class() {
+            if list == LISTS {
+                // Not for want of a list, but because somebody wants to know when it comes back.
+                #[cfg(not(pinpool_planted = "ledger_left_open"))]
+                depot.core.lock().ledger.close(slot.addr().get());
+            }
             // SAFETY: as above.
             if unsafe { depot.make_room(class, slot, len) } {
                 return;
@@ -499,10 +535,7 @@ impl Depot {
         core.requested = core.requested.wrapping_sub(len as u64);
         core.puts += 1;
         // SAFETY: alive, the caller's, in no list.
-        unsafe {
-            slot.as_ref().set(state::FREE);
-            core.arena.give(slot);
-        }
+        unsafe { core.arena.give(slot) };
         core.serve(&mut wakes);
         depot.stop_waiting(&core);
         let last = core.came_back(1);
@@ -523,6 +556,11 @@ impl Depot {
     unsafe fn make_room(&self, class: Class, slot: NonNull<Slot>, len: usize) -> bool {
         let Some(shard) = self.shard() else { return false };
         let Some(mut held) = self.gate.enter(shard) else { return false };
+        // This thread may have used another pool since, or has to fence for itself.
+        // SAFETY: the caller's word.
+        if let Put::Kept = unsafe { held.put(slot, len, list_of(class)) } {
+            return true;
+        }
         let limit = held.limit(class);
         if limit == 0 {
             drop(held);
@@ -534,15 +572,20 @@ impl Depot {
             // The lock is released last, and who frees the depot has to take it first.
             let Some(mut held) = self.gate.enter(shard) else { return false };
             // SAFETY: the caller's word.
-            return matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
+            return matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept);
         }
-        let half = held.drain(class, limit.div_ceil(2));
-        let rest = self.hang_up(class, held.number(), half);
-        let counted = cfg!(pinpool_planted = "room_counts_first")
-            // SAFETY: the caller's word.
-            && matches!(unsafe { held.put(class, slot, len) }, Put::Kept);
         // What finds no hook stays here until the lock is ours, so that it can be found at any time.
-        let overflows = rest.map_err(|chain| held.fill(class, chain)).is_err();
+        let overflows = !self.hang_up(class, &mut held, limit.div_ceil(2));
+        #[cfg(pinpool_planted = "room_counts_first")]
+        if overflows {
+            let half = held.drain(class, limit.div_ceil(2));
+            // SAFETY: the caller's word.
+            let kept = matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept);
+            drop(held);
+            // SAFETY: drained from our shard, so free and alive.
+            unsafe { self.core.lock().arena.give_chain(half) };
+            return kept;
+        }
         drop(held);
         // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
         if overflows {
@@ -558,25 +601,22 @@ impl Depot {
             drop(core);
             wakes.into_iter().for_each(Wake::wake);
         }
-        if counted {
-            return true;
-        }
         let Some(mut held) = self.gate.enter(shard) else { return false };
         // SAFETY: the caller's word.
-        matches!(unsafe { held.put(class, slot, len) }, Put::Kept)
+        matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept)
     }
 
-    /// Leaves a chain on a rack, as long as racks hold no more than their share.
-    fn hang_up(&self, class: Class, hint: usize, chain: Chain) -> std::result::Result<(), Chain> {
-        let bytes = (chain.len() as usize * class.stride()) as u64;
-        // Relaxed: a sum, not a signal.
-        if self.racked.fetch_add(bytes, Ordering::Relaxed) + bytes <= self.config.shared_cache as u64 {
-            return self.racks[list_of(class)].put(hint, chain).inspect_err(|_| {
-                self.racked.fetch_sub(bytes, Ordering::Relaxed);
-            });
+    /// Leaves some of a shard's segments on a rack, as long as racks hold no more than their share.
+    fn hang_up(&self, class: Class, held: &mut Held<'_>, count: u32) -> bool {
+        let bytes = |count: u32| (count as usize * class.stride()) as u64;
+        // Relaxed: a sum, not a signal. Booked beforehand, so that all together stay within the bound.
+        let within = self.racked.fetch_add(bytes(count), Ordering::Relaxed) + bytes(count)
+            <= self.config.shared_cache as u64;
+        let hung = if within { held.hang_up(class, count, &self.racks[list_of(class)]) } else { 0 };
+        if hung < count {
+            self.racked.fetch_sub(bytes(count - hung), Ordering::Relaxed);
         }
-        self.racked.fetch_sub(bytes, Ordering::Relaxed);
-        Err(chain)
+        hung > 0
     }
 
     /// Marks a segment as never to be reused. It stays taken for good.
@@ -607,7 +647,7 @@ impl Depot {
         if self.gate.mode() & (mode::CLOSED | mode::FORKED) != 0 {
             return None;
         }
-        Some(self.core.lock().roster.lease())
+        Some(self.core.lock().roster.lease(&self.gate))
     }
 
     /// A thread ends: what it cached goes back to the runs.
@@ -646,7 +686,7 @@ impl Depot {
             return;
         }
         let early = cfg!(pinpool_planted = "close_counts_early").then(|| core.counted());
-        self.gate.quiesce(mode::CLOSED, core.roster.shards());
+        self.gate.quiesce(mode::CLOSED, &core.roster);
         self.sweep(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
         self.stop_waiting(&core);
@@ -725,18 +765,18 @@ impl Depot {
         Some((segment, written))
     }
 
-    /// Walks every invariant while everyone is kept out; `visit` sees each segment and its bytes.
+    /// Walks every invariant while everyone is kept out; `visit` sees each segment's state (`None`: free) and bytes.
     ///
     /// # Errors
     /// The first violation, in words.
-    pub(crate) fn check(&self, mut visit: impl FnMut(u16, usize)) -> std::result::Result<(), String> {
+    pub(crate) fn check(&self, mut visit: impl FnMut(Option<u16>, usize)) -> std::result::Result<(), String> {
         if self.forked() {
             return Err("forked".into());
         }
         let core = self.core.lock();
-        self.gate.quiesce(mode::INSPECT, core.roster.shards());
+        self.gate.quiesce(mode::INSPECT, &core.roster);
         let result = self.check_quiet(&core, &mut visit);
-        self.gate.open(mode::INSPECT);
+        self.gate.open(mode::INSPECT, &core.roster);
         drop(core);
         result
     }
@@ -744,7 +784,7 @@ impl Depot {
     fn check_quiet(
         &self,
         core: &MutexGuard<'_, Core>,
-        visit: &mut dyn FnMut(u16, usize),
+        visit: &mut dyn FnMut(Option<u16>, usize),
     ) -> std::result::Result<(), String> {
         let mut outside = HashSet::new();
         let mut twice = None;
@@ -772,12 +812,9 @@ impl Depot {
             return Err(error);
         }
         let mut out = 0u64;
-        core.arena.check(&outside, |slot, bytes| {
-            let state = slot.word().state();
-            if state != state::FREE {
-                out += 1;
-            }
-            visit(state, bytes);
+        core.arena.check(&outside, |slot, bytes, free| {
+            out += u64::from(!free);
+            visit((!free).then(|| slot.word().state()), bytes);
         })?;
         let (takes, puts) = core.counted();
         if takes.wrapping_sub(puts) != out {
@@ -800,10 +837,8 @@ impl Depot {
 impl Core {
     /// Counts a segment that the slow path gives out.
     fn took(&mut self, slot: NonNull<Slot>, len: usize) -> Grant {
-        // SAFETY: just taken from its run: alive, and ours alone.
-        unsafe { slot.as_ref() }.mark_taken();
         self.takes += 1;
-        // SAFETY: as above.
+        // SAFETY: just taken from its run: alive, and ours alone.
         let (granted, class) = unsafe { (self.arena.granted(slot), slot.as_ref().class()) };
         self.granted = self.granted.wrapping_add(granted as u64);
         self.classes.took(class, granted);

@@ -3,8 +3,13 @@
 use std::ptr::NonNull;
 
 use super::{Depot, Grant};
-use crate::freelist::{Slot, Word};
+use crate::freelist::{LISTS, Slot};
 use crate::segment::Class;
+
+/// The address without [`WATCHED`]. A slot's is not zero without it.
+fn unwatched(slot: NonNull<Slot>) -> NonNull<Slot> {
+    NonNull::new(slot.as_ptr().map_addr(|at| at & !WATCHED)).unwrap_or(slot)
+}
 
 /// The right to a segment that is out. Not `Drop`: who holds it decides what becomes of it, and forgetting it leaks the
 /// segment, never more.
@@ -16,8 +21,17 @@ use crate::segment::Class;
 pub(crate) struct Segment {
     depot: NonNull<Depot>,
     slot: NonNull<Slot>,
-    len: usize,
+    /// Bytes that were asked for, and above them which list of a shard it belongs to: a return that had to load that from
+    /// the slot would find its list, and with it whatever it reads and writes, only after the checkout has found the slot.
+    tag: u64,
 }
+
+/// Where in a tag the list is. No length comes near: the longest extent has 43 bits.
+const LIST: u32 = 56;
+
+/// In the address of a slot on its way: the return is watched.
+const WATCHED: usize = 1;
+const _: () = assert!(align_of::<Slot>() > WATCHED);
 
 // SAFETY: the depot and the slot are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
@@ -35,7 +49,31 @@ impl Fresh {
     /// The grant is this depot's, made just now, and nobody else uses it.
     #[inline(always)]
     pub(super) unsafe fn new(depot: &Depot, grant: Grant) -> Self {
-        Self(Segment { depot: NonNull::from(depot), slot: grant.slot, len: grant.len })
+        // SAFETY: granted, so alive.
+        let list = unsafe { grant.slot.as_ref() }.list();
+        // SAFETY: the caller's word.
+        unsafe { Self::of_list(depot, grant, list) }
+    }
+
+    /// # Safety
+    /// As for [`Fresh::new`], and `list` is the slot's.
+    #[inline(always)]
+    pub(super) unsafe fn of_list(depot: &Depot, grant: Grant, list: usize) -> Self {
+        let tag = grant.len as u64 | (list as u64) << LIST;
+        Self(Segment { depot: NonNull::from(depot), slot: grant.slot, tag })
+    }
+
+    /// # Safety
+    /// From [`Segment::into_parts`], once: of a segment with this length, of which nothing has been written that counts.
+    pub(crate) unsafe fn from_parts((depot, slot): (NonNull<Depot>, NonNull<Slot>), len: usize) -> Self {
+        let watched = slot.addr().get() & WATCHED != 0;
+        let slot = if watched { unwatched(slot) } else { slot };
+        // SAFETY: a segment that is out keeps its depot alive, and the caller's word.
+        let mut fresh = unsafe { Self::new(depot.as_ref(), Grant { slot, len }) };
+        if watched {
+            fresh.watch();
+        }
+        fresh
     }
 
     #[inline(always)]
@@ -46,13 +84,30 @@ impl Fresh {
     pub(crate) fn segment(&self) -> &Segment {
         &self.0
     }
+
+    /// Has its return take the slow path, so that it can be noted there: to this name of it no list belongs.
+    pub(super) fn watch(&mut self) {
+        self.0.tag = self.0.len() as u64 | (LISTS as u64) << LIST;
+    }
 }
 
 impl Segment {
     /// Bytes that were asked for.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
-        self.len
+        (self.tag & ((1 << LIST) - 1)) as usize
+    }
+
+    #[inline(always)]
+    fn list(&self) -> usize {
+        (self.tag >> LIST) as usize
+    }
+
+    /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is watched
+    /// is in a bit that a slot's address does not use.
+    pub(crate) fn into_parts(self) -> (NonNull<Depot>, NonNull<Slot>) {
+        let watched = if self.list() == LISTS { WATCHED } else { 0 };
+        (self.depot, self.slot.map_addr(|at| at | watched))
     }
 
     /// First byte.
@@ -95,13 +150,13 @@ impl Segment {
 
     /// Another name's length, after [`Segment::rebook`] through this one's alias.
     pub(crate) fn relabel(&mut self, len: usize) {
-        self.len = len;
+        self.tag = self.tag >> LIST << LIST | len as u64;
     }
 
     /// Changes what it counts as asked for, for a claimer that asks for another length.
     pub(crate) fn rebook(&mut self, len: usize) {
-        self.depot().rebook(self.len, len);
-        self.len = len;
+        self.depot().rebook(self.len(), len);
+        self.relabel(len);
     }
 
     /// Returns it to the pool.
@@ -111,16 +166,12 @@ impl Segment {
     #[inline(always)]
     pub(crate) unsafe fn release(self) {
         // SAFETY: the invariant, and the caller's word.
-        unsafe { Depot::put(self.depot, self.slot, self.len) }
+        unsafe { Depot::put(self.depot, self.slot, self.len(), self.list()) }
     }
 
     /// Takes it out of use for good. Its word already says so.
     pub(crate) fn quarantine(self) {
         // SAFETY: the invariant; a quarantined segment is never returned.
         unsafe { Depot::quarantine(self.depot, self.slot) }
-    }
-
-    pub(crate) fn set(&self, state: u16) -> Word {
-        self.slot().set(state)
     }
 }

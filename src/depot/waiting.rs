@@ -46,14 +46,14 @@ impl Depot {
         if cfg!(pinpool_planted = "wait_without_quiesce") {
             self.gate.force(mode::WAITING);
         } else {
-            self.gate.quiesce(mode::WAITING, core.roster.shards());
+            self.gate.quiesce(mode::WAITING, &core.roster);
         }
         self.sweep(core);
     }
 
     pub(super) fn stop_waiting(&self, core: &Core) {
         if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
-            self.gate.open(mode::WAITING);
+            self.gate.open(mode::WAITING, &core.roster);
         }
     }
 
@@ -94,7 +94,6 @@ impl Depot {
             for Grant { slot, len } in grants {
                 // SAFETY: granted, so out and alive, and the waiter never saw it.
                 unsafe {
-                    slot.as_ref().set(state::FREE);
                     let granted = core.arena.granted(slot);
                     core.granted = core.granted.wrapping_sub(granted as u64);
                     core.classes.gave(slot.as_ref().class(), granted);
@@ -218,10 +217,8 @@ impl Core {
     fn grant(&mut self, wakes: &mut Vec<Wake>) {
         let Self { arena, queue, takes, granted, requested, classes, .. } = self;
         queue.serve(arena, wakes, |arena, grant| {
-            // SAFETY: just taken from its run: alive, and ours alone.
-            unsafe { grant.slot.as_ref() }.mark_taken();
             *takes += 1;
-            // SAFETY: as above.
+            // SAFETY: just taken from its run: alive, and ours alone.
             let (bytes, class) = unsafe { (arena.granted(grant.slot), grant.slot.as_ref().class()) };
             *granted = granted.wrapping_add(bytes as u64);
             classes.took(class, bytes);

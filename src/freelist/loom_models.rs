@@ -54,6 +54,11 @@ impl Segments {
         number
     }
 
+    /// A batch of these.
+    fn batch<'a>(&'a self, numbers: &'a [usize]) -> impl ExactSizeIterator<Item = *mut Slot> + 'a {
+        numbers.iter().map(|&i| self.at(i).as_ptr())
+    }
+
     /// Takes a chain apart, using each segment. Their numbers.
     fn unlink(&self, mut chain: Chain) -> Vec<usize> {
         let count = chain.len();
@@ -79,24 +84,20 @@ fn loom_rack_hands_over() {
                     segments.write(segments.at(i));
                 }
                 step();
-                assert!(rack.put(0, segments.chain(numbers)).is_ok(), "there are hooks for all");
+                assert!(rack.put(0, segments.batch(numbers)), "there are hooks for all");
             })
         };
         let givers = [give(&[0, 1]), give(&[2])];
         let mut found = Vec::new();
         for _ in 0..2 {
             step();
-            if let Some(chain) = rack.take(1) {
-                found.extend(segments.unlink(chain));
-            }
+            rack.take(1, |slot| found.push(segments.write(slot)));
         }
         for giver in givers {
             giver.join().unwrap();
         }
-        assert_eq!(rack.count() as usize, 3 - found.len());
-        while let Some(chain) = rack.take(0) {
-            found.extend(segments.unlink(chain));
-        }
+        assert_eq!(rack.count(), 3 - found.len());
+        while rack.take(0, |slot| found.push(segments.write(slot))) > 0 {}
         found.sort_unstable();
         assert_eq!(found, [0, 1, 2]);
     });
@@ -107,9 +108,9 @@ fn loom_rack_recycles() {
     model("rack: two take and put back", 3, || {
         let segments = Segments::new(3);
         let rack = Arc::new(Rack::new());
-        assert!(rack.put(0, segments.chain(&[0, 1])).is_ok());
-        assert!(rack.put(0, segments.chain(&[2])).is_ok());
-        // Takes a chain, turns it round and puts it back; keeps it where all hooks looked taken. Both begin at the same
+        assert!(rack.put(0, segments.batch(&[0, 1])));
+        assert!(rack.put(0, segments.batch(&[2])));
+        // Takes a batch, turns it round and puts it back; keeps it where all hooks looked taken. Both begin at the same
         // hook, or they would never meet.
         let turn = || {
             let (segments, rack) = (segments.clone(), rack.clone());
@@ -117,11 +118,11 @@ fn loom_rack_recycles() {
                 let mut kept = Vec::new();
                 for _ in 0..2 {
                     step();
-                    let Some(chain) = rack.take(0) else { continue };
-                    let numbers = segments.unlink(chain);
+                    let mut numbers = Vec::new();
+                    rack.take(0, |slot| numbers.insert(0, segments.write(slot)));
                     step();
-                    if let Err(chain) = rack.put(0, segments.chain(&numbers)) {
-                        kept.extend(segments.unlink(chain));
+                    if !numbers.is_empty() && !rack.put(0, segments.batch(&numbers)) {
+                        kept.extend(numbers.iter().map(|&i| segments.write(segments.at(i))));
                     }
                 }
                 kept
@@ -130,9 +131,7 @@ fn loom_rack_recycles() {
         let other = spawn(turn());
         let mut found = turn()();
         found.extend(other.join().unwrap());
-        while let Some(chain) = rack.take(0) {
-            found.extend(segments.unlink(chain));
-        }
+        while rack.take(0, |slot| found.push(segments.write(slot))) > 0 {}
         found.sort_unstable();
         assert_eq!(found, [0, 1, 2]);
     });
@@ -148,7 +147,7 @@ struct Store {
 impl Store {
     fn new(count: u32) -> Arc<Self> {
         Arc::new(Self {
-            gate: Gate::new(false),
+            gate: Gate::new(true),
             cold: Mutex::new((Roster::default(), Vec::new())),
             segments: Segments::new(count),
         })
@@ -156,10 +155,10 @@ impl Store {
 
     /// A shard with these segments.
     fn lease(&self, numbers: &[usize]) -> Arc<Shard> {
-        let shard = self.cold.lock().0.lease();
+        let shard = self.cold.lock().0.lease(&self.gate);
         let mut held = self.gate.enter(&shard).unwrap();
         held.set_limit(class(), 2);
-        held.fill(class(), self.segments.chain(numbers));
+        assert!(held.fill(class(), self.segments.chain(numbers)).is_empty());
         drop(held);
         shard
     }
@@ -181,7 +180,7 @@ impl Store {
         step();
         if let Some(mut held) = self.gate.enter(shard) {
             // SAFETY: ours, and in no list.
-            if let Put::Kept = unsafe { held.put(class(), slot, 1) } {
+            if let Put::Kept = unsafe { held.put(slot, 1, list_of(class())) } {
                 return;
             }
         }
@@ -193,11 +192,11 @@ impl Store {
         step();
         let mut cold = self.cold.lock();
         let (roster, list) = &mut *cold;
-        self.gate.quiesce(mode::INSPECT, roster.shards());
+        self.gate.quiesce(mode::INSPECT, roster);
         for mut held in roster.quiet() {
             held.drain_all(|_, chain| list.extend(self.segments.unlink(chain)));
         }
-        self.gate.open(mode::INSPECT);
+        self.gate.open(mode::INSPECT, roster);
     }
 
     /// Where every segment is, when all is quiet.

@@ -5,10 +5,10 @@
 //! | place | whose | how |
 //! | --- | --- | --- |
 //! | a [`shard`] | one thread's, leased from the pool | plain loads and stores, guarded by the asymmetric [`Gate`] |
-//! | a [`rack`] | nobody's: whole chains that shards gave away | one atomic swap |
+//! | a [`rack`] | nobody's: batches that shards gave away | two atomic operations for a batch |
 //! | its run, in the arena | the depot's lock | ordinary code |
 //!
-//! Segments move between the first two without any lock, a *chain* at a time, so a thread that only frees feeds a thread
+//! Segments move between the first two without any lock, a batch at a time, so a thread that only frees feeds a thread
 //! that only takes. There is no device in here and no policy: how long a list may get, and when lists are taken back, is
 //! the depot's to say.
 
@@ -33,10 +33,14 @@ pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIter
     Class::all().take(LISTED.end).skip(LISTED.start)
 }
 
-/// Which list of a shard, or which rack, is this class's. With nothing to subtract this is the class's index.
+/// How many these are.
+pub(crate) const LISTS: usize = LISTED.end - LISTED.start;
+
+/// Which list of a shard, or which rack, is this class's; [`LISTS`] if there is none. Outside of models it is the class's
+/// index.
 #[inline(always)]
 pub(crate) fn list_of(class: Class) -> usize {
-    class.index().wrapping_sub(LISTED.start)
+    if cfg!(loom) { class.index().wrapping_sub(LISTED.start).min(LISTS) } else { class.index() }
 }
 
 #[cfg(all(test, loom))]

@@ -1,93 +1,159 @@
-//! Where shards leave whole chains for each other.
+//! Where shards leave batches for each other.
 //!
 //! A thread that returns more than it takes fills its shard; a thread that takes more than it returns empties its own.
-//! Between them hangs a rack for each class: a few hooks, each empty or holding one chain. Putting is a
-//! compare-and-swap of an empty hook, taking a swap. A chain is owned before it is looked into, so there is neither the
-//! ABA problem nor a read of memory that may be gone, which a linked stack of chains would have; the price is that a
-//! rack has a fixed number of hooks, and what finds none free goes back to its runs under the depot's lock.
+//! Between them hangs a rack for each class: a few hooks, each with room for one batch. A batch is moved as an array of
+//! addresses: neither side touches the slots themselves, whose lines the other's cache may have, and thirty-two segments
+//! change hands for the price of a few lines.
+//!
+//! A hook goes from EMPTY to MOVING to FULL and, by way of MOVING again, back. Who has made it MOVING has its array for
+//! itself; others go on to the next hook, so nobody waits for anybody. A rack has a fixed number of hooks, and what finds
+//! none free goes back to its runs under the depot's lock.
+//!
+//! Owners of shards touch racks inside the [`super::Gate`] only, so who has closed it finds no hook MOVING.
 
-use crate::sync::{AtomicPtr, Ordering};
+use std::ptr::NonNull;
+use std::sync::OnceLock;
 
 use super::slot::{Chain, Slot};
+use crate::sync::{AtomicPtr, AtomicU32, Ordering};
 
-/// Chains that hang at most in a rack. Few, because they are memory that no other class can use until it is collected.
+/// Batches that hang at most in a rack. Few, because they are memory that no other class can use until it is collected.
 pub(crate) const HOOKS: usize = if cfg!(loom) { 2 } else { 8 };
 
-/// The hooks of one class.
+/// Segments in a batch at most.
+pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 32 };
+
+const EMPTY: u32 = 0;
+const MOVING: u32 = 1;
+const FULL: u32 = 2;
+
+/// Two lines apart, since neighbouring lines are fetched in pairs.
 #[derive(Debug)]
+#[repr(align(128))]
+struct Hook {
+    state: AtomicU32,
+    /// Belongs, with the slots, to whoever has made the hook MOVING; so these accesses are relaxed.
+    count: AtomicU32,
+    slots: [AtomicPtr<Slot>; BATCH],
+}
+
+impl Hook {
+    fn new() -> Self {
+        Self {
+            state: AtomicU32::new(EMPTY),
+            count: AtomicU32::new(0),
+            slots: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
+        }
+    }
+
+    /// Makes the hook ours, if it is in this state.
+    fn enter(&self, from: u32) -> bool {
+        // Acquire: pairs with the release in `leave`, so that a taker sees the batch, and a giver writes after the last
+        // taker has read.
+        #[cfg(not(pinpool_planted = "rack_take_relaxed"))]
+        let order = Ordering::Acquire;
+        #[cfg(pinpool_planted = "rack_take_relaxed")]
+        let order = Ordering::Relaxed;
+        // Looked at first: a failing exchange would take the line away from others for nothing.
+        self.state.load(Ordering::Relaxed) == from
+            && self.state.compare_exchange(from, MOVING, order, Ordering::Relaxed).is_ok()
+    }
+
+    fn leave(&self, to: u32) {
+        // Release: pairs with the acquire in `enter`.
+        #[cfg(not(pinpool_planted = "rack_full_relaxed"))]
+        let order = Ordering::Release;
+        #[cfg(pinpool_planted = "rack_full_relaxed")]
+        let order = Ordering::Relaxed;
+        self.state.store(to, order);
+    }
+
+    fn slots(&self) -> &[AtomicPtr<Slot>] {
+        let count = self.count.load(Ordering::Relaxed) as usize;
+        &self.slots[..count.min(BATCH)]
+    }
+}
+
+/// The hooks of one class, made when the first batch comes.
+#[derive(Debug, Default)]
 pub(crate) struct Rack {
-    hooks: [AtomicPtr<Slot>; HOOKS],
+    hooks: OnceLock<Box<[Hook; HOOKS]>>,
 }
 
 impl Rack {
     pub(crate) fn new() -> Self {
-        Self { hooks: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())) }
+        let rack = Self::default();
+        // Loom does not see that making something once comes before its use by others.
+        if cfg!(loom) {
+            rack.hooks();
+        }
+        rack
     }
 
-    /// Hangs a chain up, or gives it back where all hooks are taken. `hint` spreads threads over the hooks.
-    pub(crate) fn put(&self, hint: usize, chain: Chain) -> Result<(), Chain> {
-        let Chain { head, count } = chain;
-        if head.is_null() {
-            return Ok(());
-        }
-        // SAFETY: the chain is ours, so its slots are alive.
-        unsafe { &*head }.set_chained(count);
-        for i in 0..HOOKS {
-            let hook = &self.hooks[(hint + i) % HOOKS];
-            // Looked at first: a failing exchange would take the line away from others for nothing.
-            // Release: pairs with the acquire in `take`, which then sees the links and the count.
-            if hook.load(Ordering::Relaxed).is_null()
-                && hook
-                    .compare_exchange(std::ptr::null_mut(), head, Ordering::Release, Ordering::Relaxed)
-                    .is_ok()
-            {
-                return Ok(());
-            }
-        }
-        Err(Chain { head, count })
+    fn hooks(&self) -> &[Hook; HOOKS] {
+        self.hooks.get_or_init(|| Box::new(std::array::from_fn(|_| Hook::new())))
     }
 
-    /// Takes a chain down.
-    pub(crate) fn take(&self, hint: usize) -> Option<Chain> {
-        for i in 0..HOOKS {
-            let hook = &self.hooks[(hint + i) % HOOKS];
-            if hook.load(Ordering::Relaxed).is_null() {
-                continue;
-            }
-            // Acquire: pairs with the release in `put`.
-            #[cfg(not(pinpool_planted = "rack_take_relaxed"))]
-            let order = Ordering::Acquire;
-            #[cfg(pinpool_planted = "rack_take_relaxed")]
-            let order = Ordering::Relaxed;
-            let head = hook.swap(std::ptr::null_mut(), order);
-            if !head.is_null() {
-                // SAFETY: the swap made the chain ours; its slots are alive (the chain's invariant).
-                let count = unsafe { &*head }.chained();
-                return Some(Chain { head, count });
-            }
-        }
-        None
+    /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all hooks are taken. `hint` spreads
+    /// threads over the hooks.
+    pub(super) fn put<'a>(&self, hint: usize, batch: impl ExactSizeIterator<Item = *mut Slot> + 'a) -> bool {
+        debug_assert!(batch.len() <= BATCH);
+        let hooks = self.hooks();
+        let Some(hook) =
+            (0..HOOKS).map(|i| &hooks[hint.wrapping_add(i) % HOOKS]).find(|hook| hook.enter(EMPTY))
+        else {
+            return false;
+        };
+        hook.count.store(batch.len() as u32, Ordering::Relaxed);
+        hook.slots.iter().zip(batch).for_each(|(place, slot)| place.store(slot, Ordering::Relaxed));
+        hook.leave(FULL);
+        true
+    }
+
+    /// Takes a batch down, and shows its segments one by one. How many there were; 0: there is no batch.
+    pub(super) fn take(&self, hint: usize, mut sink: impl FnMut(NonNull<Slot>)) -> u32 {
+        let Some(hooks) = self.hooks.get() else { return 0 };
+        let Some(hook) =
+            (0..HOOKS).map(|i| &hooks[hint.wrapping_add(i) % HOOKS]).find(|hook| hook.enter(FULL))
+        else {
+            return 0;
+        };
+        let slots = hook.slots();
+        slots.iter().filter_map(|slot| NonNull::new(slot.load(Ordering::Relaxed))).for_each(&mut sink);
+        let count = slots.len() as u32;
+        hook.leave(EMPTY);
+        count
+    }
+
+    /// Takes a batch down as a chain. Empty: there is none.
+    pub(crate) fn take_chain(&self) -> Chain {
+        let mut chain = Chain::new();
+        // SAFETY: what hangs in a rack is alive, free and in no other list, and it was just taken down.
+        self.take(0, |slot| unsafe { chain.push(slot) });
+        chain
     }
 
     /// Segments on the hooks. Exact only while nobody moves.
     #[cfg(all(test, loom))]
-    pub(crate) fn count(&self) -> u32 {
-        let count = |hook: &AtomicPtr<Slot>| {
-            let head = hook.load(Ordering::Acquire);
-            // SAFETY: called under the depot's lock with every shard quiet, so nobody takes the chain meanwhile.
-            unsafe { head.as_ref() }.map_or(0, Slot::chained)
-        };
-        self.hooks.iter().map(count).sum()
+    pub(crate) fn count(&self) -> usize {
+        let mut count = 0;
+        self.for_each(|_| count += 1);
+        count
     }
 
-    /// Visits every slot on the hooks. For `check()`: nobody may move meanwhile.
+    /// Visits every slot on the hooks. For `check()`: under the depot's lock, with every shard quiet.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Slot)) {
-        for hook in &self.hooks {
-            let head = hook.load(Ordering::Acquire);
-            // SAFETY: called under the depot's lock with every shard quiet, so the slots stay where they are.
-            let first = unsafe { head.as_ref() };
-            // SAFETY: as above.
-            std::iter::successors(first, |slot| unsafe { slot.next().as_ref() }).for_each(&mut visit);
+        for hook in self.hooks.get().into_iter().flat_map(|hooks| hooks.iter()) {
+            // Acquire: pairs with the release in `leave`.
+            if hook.state.load(Ordering::Acquire) != FULL {
+                continue;
+            }
+            for slot in hook.slots() {
+                // SAFETY: nobody moves by the caller's word, and what hangs in a rack is alive.
+                if let Some(slot) = unsafe { slot.load(Ordering::Relaxed).as_ref() } {
+                    visit(slot);
+                }
+            }
         }
     }
 }

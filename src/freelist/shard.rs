@@ -9,32 +9,38 @@
 //!
 //! ```text
 //!   owner (each checkout and return)          the cold side (rare; one at a time, under the depot's lock)
-//!   busy = 1                                  mode |= bits
+//!   busy = 1                                  mode |= bits; of every shard: pass = nobody's
 //!   light fence (the compiler only)           heavy fence (membarrier: a full fence on every running thread)
-//!   if mode != 0 { busy = 0; take the         wait until busy == 0
-//!                  slow path }                work on the shard's lists
-//!   work on the shard's lists                 mode &= !bits    (release)
+//!   if pass != my pool { busy = 0; take the   wait until every busy == 0
+//!                  slow path }                work on the shards' lists
+//!   work on the shard's lists                 mode &= !bits; if mode == 0, of every shard: pass = the pool (release)
 //!   busy = 0                (release)
 //! ```
 //!
-//! Either the owner's load of `mode` comes after the heavy fence and sees the bits, and the owner keeps out; or it came
-//! before, and then its `busy = 1` is visible to the cold side, which waits. [`crate::sync`] has the fence and its
-//! three modes; without `membarrier` the bit [`mode::FENCED`] is always set, which makes the owner's first look at
-//! `mode` fail and sends it through [`Gate::look_fenced`], where it pays for a real fence.
+//! Either the owner's load of `pass` comes after the heavy fence and finds it taken away, and the owner keeps out; or it
+//! came before, and then its `busy = 1` is visible to the cold side, which waits. `pass` is in the shard, and it is the
+//! pool's address: one comparison says both that this thread's shard is one of this pool and that nobody keeps it out.
+//! [`crate::sync`] has the fence and its three modes; without `membarrier` the bit [`mode::FENCED`] is always set, so no
+//! shard ever has its pass, and owners come in through [`Gate::enter`], where they pay for a real fence.
+//!
+//! # What a hit writes
+//!
+//! A list is a stack in an array, and its height is the difference of two counters: how many segments ever came, and how
+//! many ever went. A checkout writes only the second and a return only the first. A word that both wrote would be changed
+//! twice by each pair, and the processor has to wait each time until what it has just stored can be loaded again: two such
+//! waits are what two atomic increments cost. The counters serve the statistics, too.
 //!
 //! The owner's last access to a shard is `busy = 0`: a pool that is being freed waits for it.
 
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
 use std::sync::Arc;
 
-#[cfg(loom)]
-use super::list_of;
+use super::rack::{BATCH, Rack};
 use super::slot::{Chain, Slot};
-use super::{LISTED, listed};
-#[cfg(not(loom))]
-use crate::segment::CLASSES;
+use super::{LISTS, list_of, listed};
 use crate::segment::Class;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
-use std::ptr::NonNull;
 
 /// Why the owners of shards are kept out.
 pub(crate) mod mode {
@@ -55,43 +61,30 @@ pub(crate) mod mode {
 /// The fields are atomics so that a snapshot may read them at any time; only who holds the shard writes them, by a load
 /// and a store, both relaxed.
 ///
-/// A hit writes as few of them as can be, so what can be worked out is not kept: the list holds `limit - room` segments,
-/// and as many were returned here as it holds and were taken, less those that came by the slow path.
+/// # Invariant
+/// `came - went`, the segments in the list, is at most `limit`; so many places of the stack, from the second on, have slots
+/// that are alive. (From the second on, because the topmost is then found without a subtraction.) The stack has at least
+/// `limit + 1` places.
 #[derive(Debug)]
 #[repr(align(32))]
 struct Cell {
-    head: AtomicPtr<Slot>,
-    /// How many more segments the list may hold, as an `i32`: below 0 if it holds more than it may.
-    room: AtomicU32,
+    stack: AtomicPtr<AtomicPtr<Slot>>,
+    /// Segments returned and filled in since the shard was made.
+    came: AtomicU64,
+    /// Segments taken and drained since.
+    went: AtomicU64,
     /// How many segments the list may hold. 0 until the depot has granted room for this class.
-    limit: AtomicU32,
-    /// Segments taken here since the shard was made. A thread may return what another took.
-    takes: AtomicU64,
-    /// Segments filled in less drained (wrapping).
-    filled: AtomicU64,
+    limit: AtomicU64,
 }
 
-impl Cell {
-    fn new() -> Self {
-        Self {
-            head: AtomicPtr::new(std::ptr::null_mut()),
-            room: AtomicU32::new(0),
-            limit: AtomicU32::new(0),
-            takes: AtomicU64::new(0),
-            filled: AtomicU64::new(0),
-        }
-    }
-
-    /// Segments in the list.
-    fn count(&self) -> u32 {
-        self.limit.load(Ordering::Relaxed).wrapping_sub(self.room.load(Ordering::Relaxed))
-    }
-
-    /// Books segments that came by the slow path, or (wrapping) went.
-    fn refill(&self, count: u32) {
-        self.room.store(self.room.load(Ordering::Relaxed).wrapping_sub(count), Ordering::Relaxed);
-        add(&self.filled, i64::from(count as i32) as u64);
-    }
+/// What a hit does not need of a list.
+#[derive(Debug)]
+struct Aside {
+    /// Of those that came, those that were filled in; of those that went, those that were drained.
+    filled: AtomicU64,
+    drained: AtomicU64,
+    /// Places that the stack has.
+    places: AtomicU64,
 }
 
 /// What `fetch_add` would do, where nobody else writes (wrapping).
@@ -100,19 +93,161 @@ fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
 }
 
-/// A shard. Its own cache lines: nobody else writes there while its owner works. The cells come first, so that finding
-/// one is a shift and nothing else; what each hit writes besides follows in one line.
+/// The same for what was filled and drained, after it was counted as come and gone. Release: pairs with the acquire in
+/// `Shard::count`.
+fn note(counter: &AtomicU64, n: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Release);
+}
+
+/// How often counters that change while they are read are read again. (Not in models, where each read is a step.)
+const READS: usize = if cfg!(loom) { 0 } else { 8 };
+
+/// A shard. Its own cache lines: nobody else writes there while its owner works.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct Shard {
-    cells: [Cell; LISTED.end - LISTED.start],
+    /// The gate that its owner may pass just now, if any.
+    pass: AtomicPtr<Gate>,
     busy: AtomicU32,
+    /// Spreads threads over the hooks of a rack.
+    number: u32,
     /// Sums of the requested lengths taken and returned here (wrapping). Two, because a sum that each hit changed twice
     /// would make the second change wait for the first.
     requested: AtomicU64,
     returned: AtomicU64,
-    /// Spreads threads over the hooks of a rack.
-    number: usize,
+    /// The last one is for what has no list: its limit is 0.
+    cells: [Cell; LISTS + 1],
+    asides: [Aside; LISTS],
+    /// The gate that the shard belongs to; only compared.
+    home: *const Gate,
+}
+
+// SAFETY: `home` is not dereferenced, and the stacks' slots are Sync and belong to who holds the shard.
+unsafe impl Send for Shard {}
+// SAFETY: as above.
+unsafe impl Sync for Shard {}
+
+/// Makes all of a shard but its addresses, in a constant or not.
+macro_rules! blank {
+    ($number:expr, $pass:expr, $home:expr, $cells:expr, $asides:expr) => {
+        Shard {
+            pass: AtomicPtr::new($pass),
+            busy: AtomicU32::new(0),
+            number: $number,
+            requested: AtomicU64::new(0),
+            returned: AtomicU64::new(0),
+            cells: $cells,
+            asides: $asides,
+            home: $home,
+        }
+    };
+}
+
+/// What a thread has that has no shard: nobody passes a gate with it, which spares the hit a look for null.
+#[cfg(not(loom))]
+pub(crate) static NOBODYS: Shard = blank!(
+    0,
+    std::ptr::null_mut(),
+    std::ptr::null(),
+    [const { Cell::new() }; LISTS + 1],
+    [const { Aside::new() }; LISTS]
+);
+
+impl Cell {
+    #[cfg(not(loom))]
+    const fn new() -> Self {
+        Self {
+            stack: AtomicPtr::new(std::ptr::null_mut()),
+            came: AtomicU64::new(0),
+            went: AtomicU64::new(0),
+            limit: AtomicU64::new(0),
+        }
+    }
+    #[cfg(loom)]
+    fn new() -> Self {
+        Self {
+            stack: AtomicPtr::new(std::ptr::null_mut()),
+            came: AtomicU64::new(0),
+            went: AtomicU64::new(0),
+            limit: AtomicU64::new(0),
+        }
+    }
+
+    /// Segments in the list. Wrong for a moment where the owner is at work.
+    fn count(&self) -> u64 {
+        let went = self.went.load(Ordering::Relaxed);
+        self.came.load(Ordering::Relaxed).wrapping_sub(went)
+    }
+
+    /// The stack's place at `at`.
+    ///
+    /// # Safety
+    /// It is at most the limit, and the caller holds the shard.
+    #[inline(always)]
+    unsafe fn place(&self, at: u64) -> &AtomicPtr<Slot> {
+        // SAFETY: the caller's word.
+        unsafe { &*self.stack.load(Ordering::Relaxed).add(at as usize) }
+    }
+
+    /// Puts a segment on top and leaves the counting to the caller. `false`: there is no room.
+    #[inline(always)]
+    fn push(&self, slot: NonNull<Slot>) -> bool {
+        let came = self.came.load(Ordering::Relaxed);
+        let count = came.wrapping_sub(self.went.load(Ordering::Relaxed));
+        if count >= self.limit.load(Ordering::Relaxed) {
+            return false;
+        }
+        // SAFETY: at most the limit, which the stack has places for.
+        unsafe { self.place(count + 1) }.store(slot.as_ptr(), Ordering::Relaxed);
+        self.came.store(came.wrapping_add(1), Ordering::Relaxed);
+        true
+    }
+
+    /// Takes the segment on top.
+    #[inline(always)]
+    fn pop(&self) -> Option<NonNull<Slot>> {
+        let went = self.went.load(Ordering::Relaxed);
+        let count = self.came.load(Ordering::Relaxed).wrapping_sub(went);
+        if count == 0 {
+            return None;
+        }
+        // SAFETY: the topmost place that has a slot.
+        let slot = unsafe { NonNull::new_unchecked(self.place(count).load(Ordering::Relaxed)) };
+        self.went.store(went.wrapping_add(1), Ordering::Relaxed);
+        Some(slot)
+    }
+
+    /// Frees the stack, whose slots are the caller's by now.
+    ///
+    /// # Safety
+    /// It has so many places, and the caller holds the shard.
+    unsafe fn free(&self, places: u64) {
+        let stack = self.stack.load(Ordering::Relaxed);
+        if !stack.is_null() {
+            // SAFETY: leaked by `set_limit` with so many places.
+            drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(stack, places as usize)) });
+        }
+    }
+}
+
+impl Aside {
+    #[cfg(not(loom))]
+    const fn new() -> Self {
+        Self { filled: AtomicU64::new(0), drained: AtomicU64::new(0), places: AtomicU64::new(0) }
+    }
+    #[cfg(loom)]
+    fn new() -> Self {
+        Self { filled: AtomicU64::new(0), drained: AtomicU64::new(0), places: AtomicU64::new(0) }
+    }
+}
+
+impl Drop for Shard {
+    fn drop(&mut self) {
+        for (cell, aside) in self.cells.iter().zip(&self.asides) {
+            // SAFETY: nobody else has the shard any more; what it cached was taken back, or goes with the arena.
+            unsafe { cell.free(aside.places.load(Ordering::Relaxed)) };
+        }
+    }
 }
 
 /// What a shard has counted for one class.
@@ -132,36 +267,51 @@ pub(crate) enum Put {
 }
 
 impl Shard {
-    fn new(number: usize) -> Self {
-        Self {
-            busy: AtomicU32::new(0),
-            requested: AtomicU64::new(0),
-            returned: AtomicU64::new(0),
-            number,
-            cells: std::array::from_fn(|_| Cell::new()),
-        }
+    fn new(number: usize, gate: &Gate) -> Self {
+        blank!(
+            number as u32,
+            gate.pass(gate.mode.load(Ordering::Relaxed)),
+            std::ptr::from_ref(gate),
+            std::array::from_fn(|_| Cell::new()),
+            std::array::from_fn(|_| Aside::new())
+        )
     }
 
     #[inline(always)]
-    fn cell(&self, class: Class) -> Option<&Cell> {
-        #[cfg(loom)]
-        return self.cells.get(list_of(class));
-        #[cfg(not(loom))]
-        {
-            const { assert!(LISTED.start == 0 && LISTED.end == CLASSES) };
-            debug_assert!(class.index() < CLASSES);
-            // SAFETY: there is a cell for each class, and a class's index is below their number.
-            Some(unsafe { self.cells.get_unchecked(class.index()) })
-        }
+    fn cell(&self, list: usize) -> &Cell {
+        debug_assert!(list <= LISTS);
+        // SAFETY: lists are numbered below `LISTS`, which itself stands for none; that many cells and one there are.
+        unsafe { self.cells.get_unchecked(list) }
     }
 
-    /// What was counted. Exact while nobody moves.
+    /// What was counted. Exact while nobody moves. Otherwise never less than what was counted when the call began.
+    ///
+    /// The four counters belong together and are read one after the other. What the owner does in between would show as
+    /// if so many segments were out, or back, so where that was more than one call it is read again: a reader that lost its
+    /// processor in between would report nonsense.
     pub(crate) fn count(&self, class: Class) -> Count {
-        self.cell(class).map_or_else(Count::default, |cell| {
-            let (takes, cached) = (cell.takes.load(Ordering::Relaxed), u64::from(cell.count()));
-            let puts = takes.wrapping_add(cached).wrapping_sub(cell.filled.load(Ordering::Relaxed));
-            Count { takes, puts, cached }
-        })
+        let list = list_of(class);
+        let (Some(cell), Some(aside)) = (self.cells.get(list), self.asides.get(list)) else {
+            return Count::default();
+        };
+        // Acquire: pairs with the releases in `note`. What was filled and drained is read first, so that it is never more
+        // than what came and went. The other two keep their order by it.
+        let read =
+            || [&aside.filled, &aside.drained, &cell.came, &cell.went].map(|n| n.load(Ordering::Acquire));
+        let mut seen = read();
+        for _ in 0..READS {
+            let again = read();
+            if again[..2] == seen[..2] && again[2].wrapping_sub(seen[2]) <= 1 {
+                break;
+            }
+            seen = again;
+        }
+        let [filled, drained, came, went] = seen;
+        Count {
+            takes: went.wrapping_sub(drained),
+            puts: came.wrapping_sub(filled),
+            cached: came.wrapping_sub(went),
+        }
     }
 
     /// Requested lengths taken less returned here; meaningful only in the sum over all shards (wrapping).
@@ -170,105 +320,157 @@ impl Shard {
     }
 }
 
-/// Access to a shard's lists: its owner inside the gate, or the cold side that found it quiet.
+/// Access to a shard's lists: its owner's inside the gate, or the cold side's that found it quiet.
 #[derive(Debug)]
 pub(crate) struct Held<'a> {
     shard: &'a Shard,
-    owner: bool,
 }
 
-impl Drop for Held<'_> {
+/// The owner's access, from the gate on.
+#[derive(Debug)]
+pub(crate) struct Inside<'a>(Held<'a>);
+
+impl<'a> Deref for Inside<'a> {
+    type Target = Held<'a>;
+    #[inline(always)]
+    fn deref(&self) -> &Held<'a> {
+        &self.0
+    }
+}
+
+impl DerefMut for Inside<'_> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
+    }
+}
+
+impl Drop for Inside<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        if self.owner {
-            // Release: pairs with the acquire in `Gate::quiesce`, which then sees the lists as we left them.
-            self.shard.busy.store(0, Ordering::Release);
-        }
+        // Release: pairs with the acquire in `Gate::quiesce`, which then sees the lists as we left them.
+        self.0.shard.busy.store(0, Ordering::Release);
     }
 }
 
 impl Held<'_> {
-    pub(crate) fn number(&self) -> usize {
-        self.shard.number
-    }
-
-    /// Takes a segment, marked and counted as checked out.
+    /// Takes a segment, counted as checked out.
     #[inline(always)]
     pub(crate) fn take(&mut self, class: Class, requested: usize) -> Option<NonNull<Slot>> {
-        let cell = self.shard.cell(class)?;
-        let slot = NonNull::new(cell.head.load(Ordering::Relaxed))?;
-        // SAFETY: slots in a shard's list are alive: their runs count them as given out.
-        let s = unsafe { slot.as_ref() };
-        cell.head.store(s.next(), Ordering::Relaxed);
-        s.mark_taken();
-        cell.room.store(cell.room.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
-        add(&cell.takes, 1);
+        let slot = self.shard.cell(list_of(class)).pop()?;
         add(&self.shard.requested, requested as u64);
         Some(slot)
     }
 
-    /// Returns a segment, marked free, unless the list is full.
+    /// Returns a segment, unless the list is full.
     ///
     /// # Safety
-    /// The slot is alive, of this class, out, and in no list; it is the caller's to give.
+    /// The slot is alive, out, and in no list; it is the caller's to give, and `list` is its list.
     #[inline(always)]
-    pub(crate) unsafe fn put(&mut self, class: Class, slot: NonNull<Slot>, requested: usize) -> Put {
-        let Some(cell) = self.shard.cell(class) else { return Put::Full };
-        let room = cell.room.load(Ordering::Relaxed) as i32;
-        if room <= 0 {
+    pub(crate) unsafe fn put(&mut self, slot: NonNull<Slot>, requested: usize, list: usize) -> Put {
+        if !self.shard.cell(list).push(slot) {
             return Put::Full;
         }
-        // SAFETY: alive by the caller's word.
-        let s = unsafe { slot.as_ref() };
-        s.mark_returned();
-        s.set_next(cell.head.load(Ordering::Relaxed));
-        cell.head.store(slot.as_ptr(), Ordering::Relaxed);
-        cell.room.store((room - 1) as u32, Ordering::Relaxed);
         add(&self.shard.returned, requested as u64);
         Put::Kept
     }
 
     /// How many segments of this class the shard may hold.
     pub(crate) fn limit(&self, class: Class) -> u32 {
-        self.shard.cell(class).map_or(0, |cell| cell.limit.load(Ordering::Relaxed))
+        self.shard.cell(list_of(class)).limit.load(Ordering::Relaxed) as u32
     }
 
-    /// Changes that. What is above the new limit stays until it is taken or drained.
+    /// Changes how many segments of this class the shard may hold; not to fewer than it does.
     pub(crate) fn set_limit(&mut self, class: Class, limit: u32) {
-        if let Some(cell) = self.shard.cell(class) {
-            cell.room.store(limit.wrapping_sub(cell.count()), Ordering::Relaxed);
-            cell.limit.store(limit, Ordering::Relaxed);
+        let list = list_of(class);
+        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return };
+        let (limit, places) = (u64::from(limit), aside.places.load(Ordering::Relaxed));
+        if limit >= places {
+            let count = cell.count();
+            let slot = |at| match (1..=count).contains(&at) {
+                // SAFETY: one of those that have slots.
+                true => unsafe { cell.place(at) }.load(Ordering::Relaxed),
+                false => std::ptr::null_mut(),
+            };
+            let stack: Box<[AtomicPtr<Slot>]> = (0..=limit).map(|at| AtomicPtr::new(slot(at))).collect();
+            // SAFETY: ours, and what it held was copied.
+            unsafe { cell.free(places) };
+            cell.stack.store(Box::into_raw(stack).cast(), Ordering::Relaxed);
+            aside.places.store(limit + 1, Ordering::Relaxed);
         }
+        cell.limit.store(limit.max(cell.count()), Ordering::Relaxed);
     }
 
     /// Whether this shard has a list for the class at all.
     pub(crate) fn has(&self, class: Class) -> bool {
-        self.shard.cell(class).is_some()
+        list_of(class) < LISTS
     }
 
-    /// Adds a chain to the list without counting it as returned.
-    pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) {
-        let Some(cell) = self.shard.cell(class) else {
-            debug_assert!(chain.is_empty(), "filled a class without a list");
-            return;
-        };
-        let count = chain.len();
+    /// Adds a chain to the list without counting it as returned. What there is no room for comes back.
+    #[must_use = "dropping a chain loses its segments"]
+    pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) -> Chain {
+        let list = list_of(class);
+        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return chain };
         while let Some(slot) = chain.pop() {
-            // SAFETY: popped from a chain: alive, free and in no list.
-            unsafe { slot.as_ref() }.set_next(cell.head.load(Ordering::Relaxed));
-            cell.head.store(slot.as_ptr(), Ordering::Relaxed);
+            if !cell.push(slot) {
+                // SAFETY: just popped.
+                unsafe { chain.push(slot) };
+                break;
+            }
+            note(&aside.filled, 1);
         }
-        cell.refill(count);
+        chain
     }
 
     /// Takes up to `count` segments off the list without counting them as checked out.
     pub(crate) fn drain(&mut self, class: Class, count: u32) -> Chain {
-        let Some(cell) = self.shard.cell(class) else { return Chain::new() };
-        let mut list = Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count() };
-        let front = list.split(count);
-        cell.head.store(list.head, Ordering::Relaxed);
-        cell.refill(front.count.wrapping_neg());
-        front
+        let list = list_of(class);
+        let mut chain = Chain::new();
+        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return chain };
+        while chain.len() < count {
+            let Some(slot) = cell.pop() else { break };
+            note(&aside.drained, 1);
+            // SAFETY: what was in the list is alive, free, and by now in no list.
+            unsafe { chain.push(slot) };
+        }
+        chain
+    }
+
+    /// Leaves up to `count` segments, and no more than [`BATCH`], on a rack; which half of the list it is makes no
+    /// difference to who takes them. How many; 0: the rack is full, or the list empty.
+    pub(crate) fn hang_up(&mut self, class: Class, count: u32, rack: &Rack) -> u32 {
+        let list = list_of(class);
+        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return 0 };
+        let (have, count) = (cell.count(), u64::from(count).min(BATCH as u64));
+        let from = have.saturating_sub(count);
+        // SAFETY: those that have slots.
+        let batch = (from as usize..have as usize).map(|at| unsafe { cell.place(at as u64 + 1) });
+        if have == 0
+            || !rack.put(self.shard.number as usize, batch.map(|place| place.load(Ordering::Relaxed)))
+        {
+            return 0;
+        }
+        add(&cell.went, have - from);
+        note(&aside.drained, have - from);
+        (have - from) as u32
+    }
+
+    /// Takes a batch off a rack into the list. How many; 0: there was none. What there is no room for comes with it.
+    pub(crate) fn take_down(&mut self, class: Class, rack: &Rack) -> (u32, Chain) {
+        let list = list_of(class);
+        let mut rest = Chain::new();
+        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else {
+            return (0, rest);
+        };
+        let count = rack.take(self.shard.number as usize, |slot| {
+            if cell.push(slot) {
+                note(&aside.filled, 1);
+            } else {
+                // SAFETY: it hung in the rack, so it is alive and free, and by now in no list.
+                unsafe { rest.push(slot) };
+            }
+        });
+        (count, rest)
     }
 
     /// Everything that the shard caches.
@@ -282,16 +484,18 @@ impl Held<'_> {
     }
 
     /// Visits the slots of one list. For `check()`.
-    pub(crate) fn for_each(&self, class: Class, visit: impl FnMut(&Slot)) {
-        let Some(cell) = self.shard.cell(class) else { return };
-        let list = Chain { head: cell.head.load(Ordering::Relaxed), count: cell.count() };
-        list.iter().for_each(visit);
-        // Only looked at: the list stays the shard's.
-        let _ = std::mem::ManuallyDrop::new(list);
+    pub(crate) fn for_each(&self, class: Class, mut visit: impl FnMut(&Slot)) {
+        let cell = self.shard.cell(list_of(class));
+        for at in 1..=cell.count() {
+            // SAFETY: one of those that have slots, which are alive.
+            visit(unsafe { &*cell.place(at).load(Ordering::Relaxed) });
+        }
     }
 }
 
-/// The pool's mode word, which every owner reads before it touches its shard.
+/// The pool's mode word, and the way into its shards.
+///
+/// It stays where it is as long as it has shards, which know it by its address.
 #[derive(Debug)]
 pub(crate) struct Gate {
     mode: AtomicU32,
@@ -307,22 +511,37 @@ impl Gate {
         self.mode.load(Ordering::Acquire) & !mode::FENCED
     }
 
-    /// The owner's way in. `None`: take the slow path, which finds out why.
+    /// What shards have as their pass in this mode.
+    fn pass(&self, mode: u32) -> *mut Self {
+        if mode == 0 { std::ptr::from_ref(self).cast_mut() } else { std::ptr::null_mut() }
+    }
+
+    /// The way in for the thread that owns the shard, be it one of this pool or of another. `None`: it is of another, its
+    /// owner is kept out just now, or has to come by [`Gate::enter`].
     #[inline(always)]
-    pub(crate) fn enter<'a>(&self, shard: &'a Shard) -> Option<Held<'a>> {
+    pub(crate) fn pass_in<'a>(&self, shard: &'a Shard) -> Option<Inside<'a>> {
         // Pairs with the load in `quiesce`.
         shard.busy.store(1, Ordering::Relaxed);
         light();
         // Its drop is the way out, whether we get in or not.
-        let held = Held { shard, owner: true };
+        let inside = Inside(Held { shard });
         // Acquire: pairs with the release in `open`, so that we see the lists as the cold side left them.
-        if self.mode.load(Ordering::Acquire) == 0 || self.look_fenced() { Some(held) } else { None }
+        if std::ptr::eq(shard.pass.load(Ordering::Acquire), self) { Some(inside) } else { None }
     }
 
-    /// The owner's second look, behind a fence of its own. Whether [`mode::FENCED`] is all that is set.
-    #[cold]
+    /// The same, also where owners fence for themselves.
     #[inline(never)]
-    fn look_fenced(&self) -> bool {
+    pub(crate) fn enter<'a>(&self, shard: &'a Shard) -> Option<Inside<'a>> {
+        // Relaxed: the bit is set when the pool is made, for good.
+        if self.mode.load(Ordering::Relaxed) & mode::FENCED == 0 {
+            return self.pass_in(shard);
+        }
+        if !std::ptr::eq(shard.home, self) {
+            return None;
+        }
+        // Pairs with the load in `quiesce`.
+        shard.busy.store(1, Ordering::Relaxed);
+        let inside = Inside(Held { shard });
         #[cfg(pinpool_rmw)]
         // A read-modify-write instead of a fence, for tools that do not model fences: it either follows the cold side's
         // own in the word's order and sees its bits, or precedes it, and then (release, acquire) the cold side sees
@@ -331,20 +550,21 @@ impl Gate {
         #[cfg(not(pinpool_rmw))]
         let seen = {
             // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce`.
-            #[cfg(not(pinpool_planted = "shard_no_fence"))]
             crate::sync::fence(Ordering::SeqCst);
             self.mode.load(Ordering::Acquire)
         };
-        seen == mode::FENCED
+        if seen == mode::FENCED { Some(inside) } else { None }
     }
 
     /// Sets `bits` and waits until no owner is inside. The caller holds the depot's lock, and until [`Gate::open`] has
     /// cleared every keeping-out bit, owners stay out and the cold side may hold the shards.
-    pub(crate) fn quiesce<'a>(&self, bits: u32, shards: impl Iterator<Item = &'a Arc<Shard>>) {
-        // AcqRel: see `look_fenced` under `pinpool_rmw`; elsewhere the fence orders it.
+    pub(crate) fn quiesce(&self, bits: u32, roster: &Roster) {
+        // AcqRel: see `enter` under `pinpool_rmw`; elsewhere the fence orders it.
         self.mode.fetch_or(bits, Ordering::AcqRel);
+        // Relaxed: before the fence, which pairs with `light` in `pass_in`.
+        roster.shards().for_each(|shard| shard.pass.store(std::ptr::null_mut(), Ordering::Relaxed));
         crate::sync::heavy();
-        for shard in shards {
+        for shard in roster.shards() {
             // Acquire: pairs with the release when the owner leaves.
             #[cfg(not(pinpool_planted = "shard_no_wait"))]
             while shard.busy.load(Ordering::Acquire) != 0 {
@@ -353,13 +573,17 @@ impl Gate {
         }
     }
 
-    /// Clears `bits`.
-    pub(crate) fn open(&self, bits: u32) {
-        // Release: pairs with the acquire in `enter`.
-        self.mode.fetch_and(!bits, Ordering::Release);
+    /// Clears `bits`, and lets owners in again if they were the last. The caller holds the depot's lock.
+    pub(crate) fn open(&self, bits: u32, roster: &Roster) {
+        // Release: pairs with the acquire of who looks at the mode.
+        let left = self.mode.fetch_and(!bits, Ordering::Release) & !bits;
+        if left == 0 {
+            // Release: pairs with the acquire in `pass_in`.
+            roster.shards().for_each(|shard| shard.pass.store(self.pass(0), Ordering::Release));
+        }
     }
 
-    /// Sets bits without waiting for anyone. For the child of a fork, which is alone.
+    /// Sets bits without keeping anyone out. For the child of a fork, which is alone.
     pub(crate) fn force(&self, bits: u32) {
         self.mode.fetch_or(bits, Ordering::AcqRel);
     }
@@ -373,12 +597,12 @@ pub(crate) struct Roster {
 
 impl Roster {
     /// A shard for a thread: one that nobody leases, or a new one.
-    pub(crate) fn lease(&mut self) -> Arc<Shard> {
+    pub(crate) fn lease(&mut self, gate: &Gate) -> Arc<Shard> {
         if let Some((shard, leased)) = self.shards.iter_mut().find(|(_, leased)| !leased) {
             *leased = true;
             return shard.clone();
         }
-        let shard = Arc::new(Shard::new(self.shards.len()));
+        let shard = Arc::new(Shard::new(self.shards.len(), gate));
         self.shards.push((shard.clone(), true));
         shard
     }
@@ -386,7 +610,7 @@ impl Roster {
     /// Ends a lease; the owner's own call, on its thread. What the shard cached goes to `sink`.
     pub(crate) fn give_up(&mut self, shard: &Arc<Shard>, sink: impl FnMut(Class, Chain)) {
         // The owner is here and not inside the gate, and the cold side works only under the lock that we hold.
-        Held { shard, owner: false }.drain_all(sink);
+        Held { shard }.drain_all(sink);
         if let Some((_, leased)) = self.shards.iter_mut().find(|(s, _)| Arc::ptr_eq(s, shard)) {
             *leased = false;
         }
@@ -396,7 +620,7 @@ impl Roster {
     #[cfg(pinpool_planted = "exit_drains_unlocked")]
     pub(crate) fn drain_unlocked(shard: &Shard) -> Vec<Chain> {
         let mut chains = Vec::new();
-        Held { shard, owner: false }.drain_all(|_, chain| chains.push(chain));
+        Held { shard }.drain_all(|_, chain| chains.push(chain));
         chains
     }
 
@@ -407,6 +631,6 @@ impl Roster {
 
     /// The shards to work on, after [`Gate::quiesce`] and before [`Gate::open`].
     pub(crate) fn quiet(&self) -> impl Iterator<Item = Held<'_>> {
-        self.shards().map(|shard| Held { shard, owner: false })
+        self.shards().map(|shard| Held { shard })
     }
 }

@@ -1,5 +1,8 @@
 //! What the pool knows of one segment: 32 bytes, beside the memory, never in it.
 //!
+//! A hit only reads a slot: where its memory is, and which list it belongs to. So slots that lie in one cache line may be
+//! in the hands of different threads, and none of them slows another down.
+//!
 //! # The state word
 //!
 //! ```text
@@ -9,35 +12,38 @@
 //! +--------------------------------+---------+---------+
 //! ```
 //!
-//! The generation grows by one with each checkout, so a token or a timeline entry from an earlier checkout names a word
-//! that no longer exists. (It wraps after 2^40 checkouts of one segment: twelve days of nothing else at one per
+//! The generation grows by one whenever the segment goes in flight, so a timeline's entry for an earlier flight names a word
+//! that no longer exists. (It wraps after 2^40 flights of one segment: twelve days of nothing else at one per
 //! microsecond.) The class is fixed for the slot's life; [`LARGE`] stands for a segment that has a run of its own.
 //!
 //! # The states, and who may leave them
 //!
 //! ```text
-//!            take               submit               drop the handle
-//!   FREE ----------> OUT ------------------> FLIGHT ----------------> DETACHED --.
-//!    ^                ^ ^                      |                         |       | claim
-//!    |     return     | '------- LANDED <------' mark seen complete      |       v
-//!    '----------------'   wait()    |                                    |    CLAIMED --> OUT, FLIGHT, DETACHED
-//!    ^------------------------------'  drop the handle                   |
-//!    '-------------------------------------------------------------------'  mark seen complete
+//!                 submit               drop the handle
+//!   HOST -------------------> FLIGHT ----------------> DETACHED --.
+//!    ^ ^                       |                         |         | claim
+//!    | '-------- LANDED <------' mark seen complete      |         v
+//!    |  wait(), or                                       |    CLAIMED --> HOST, FLIGHT, DETACHED
+//!    |  drop the handle                                  |
+//!    '---------------------------------------------------'  mark seen complete
 //!   FLIGHT, DETACHED, CLAIMED --> QUARANTINED: the device is lost, or no mark can be made. Nothing leaves it.
 //! ```
 //!
-//! FREE and OUT have one owner each (a list, a handle), who changes the word by plain stores. Between FLIGHT and its
-//! successors two parties meet, the handle and whoever completes the tick, and both use compare-and-swap.
+//! HOST says that no device is at it, and not whether it is free or checked out: it is free exactly when it stands in a
+//! list (a shard's, a rack's, its run's), and a word that said so too would be written twice by each hit. Either way it has
+//! one owner, the list or the handle, who changes the word by plain stores. Between FLIGHT and its successors two parties
+//! meet, the handle and whoever completes the tick, and both use compare-and-swap.
 
 use std::ptr::NonNull;
 
+use super::{LISTS, list_of};
 use crate::segment::Class;
-use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 
 /// The states of a segment.
 pub(crate) mod state {
-    pub(crate) const FREE: u16 = 0;
-    pub(crate) const OUT: u16 = 1;
+    /// Free or checked out.
+    pub(crate) const HOST: u16 = 0;
     pub(crate) const FLIGHT: u16 = 2;
     pub(crate) const DETACHED: u16 = 3;
     pub(crate) const LANDED: u16 = 4;
@@ -46,8 +52,7 @@ pub(crate) mod state {
 
     pub(crate) fn name(state: u16) -> &'static str {
         match state {
-            FREE => "free",
-            OUT => "checked out",
+            HOST => "free or checked out",
             FLIGHT => "in flight",
             DETACHED => "in flight, handle dropped",
             LANDED => "landed",
@@ -82,17 +87,9 @@ impl Word {
     pub(crate) fn with(self, state: u16) -> Self {
         Self(self.0 & !0xFFFF | u64::from(state))
     }
-    /// From FREE, which is 0, to OUT in the next generation: one addition.
-    #[inline(always)]
-    fn taken(self) -> Self {
-        debug_assert!(self.state() == state::FREE, "{} segment taken", state::name(self.state()));
-        Self(self.0.wrapping_add(GENERATION | state::OUT as u64))
-    }
-    /// From OUT to FREE: one subtraction.
-    #[inline(always)]
-    fn returned(self) -> Self {
-        debug_assert!(self.state() == state::OUT, "{} segment returned", state::name(self.state()));
-        Self(self.0.wrapping_sub(state::OUT as u64))
+    /// In flight, as never before.
+    fn departed(self) -> Self {
+        Self(self.with(state::FLIGHT).0.wrapping_add(GENERATION))
     }
 }
 
@@ -106,8 +103,8 @@ pub(crate) struct Slot {
     link: AtomicPtr<Slot>,
     /// The run in the arena's table. Fixed.
     run: u32,
-    /// Slots in the chain that starts here, while it hangs in a rack.
-    chain: AtomicU32,
+    /// Which list of a shard it belongs to; [`super::LISTS`] if to none. Fixed.
+    list: u32,
 }
 
 // SAFETY: `base` is only handed on as an address; the memory behind it belongs to whoever owns the segment by the state
@@ -118,13 +115,14 @@ unsafe impl Sync for Slot {}
 
 impl Slot {
     pub(crate) fn new(base: NonNull<u8>, class: Option<Class>, run: u32, generation: u64) -> Self {
+        let list = class.map_or(LISTS, list_of) as u32;
         let class = class.map_or(LARGE, |c| c.index() as u8);
         Self {
             word: AtomicU64::new(generation << 24 | u64::from(class) << 16),
             base,
             link: AtomicPtr::new(std::ptr::null_mut()),
             run,
-            chain: AtomicU32::new(0),
+            list,
         }
     }
 
@@ -148,24 +146,16 @@ impl Slot {
         Word(self.word.load(Ordering::Relaxed)).class()
     }
 
-    /// Has the segment's return take the slow path. Whether it will.
-    pub(crate) fn watch(&self) -> bool {
-        self.class().is_none()
+    /// Which list of a shard it belongs to: at most [`super::LISTS`], which stands for none.
+    pub(crate) fn list(&self) -> usize {
+        self.list as usize
     }
 
-    /// FREE to OUT, by the one who just took it out of a list. Relaxed: the owner is alone with it.
-    #[inline(always)]
-    pub(crate) fn mark_taken(&self) -> Word {
-        let word = Word(self.word.load(Ordering::Relaxed)).taken();
-        self.word.store(word.0, Ordering::Relaxed);
-        word
-    }
-
-    /// OUT to FREE, by its owner, who is about to put it into a list. Release, as for [`Slot::set`].
-    #[inline(always)]
-    pub(crate) fn mark_returned(&self) {
-        let word = Word(self.word.load(Ordering::Relaxed)).returned();
+    /// To FLIGHT, in the next generation, by the one who owns the segment. Release: as for [`Slot::set`].
+    pub(crate) fn depart(&self) -> Word {
+        let word = Word(self.word.load(Ordering::Relaxed)).departed();
         self.word.store(word.0, Ordering::Release);
+        word
     }
 
     /// To `to`, by the one who owns the segment. Release: pairs with the exchanges of whoever meets it there.
@@ -188,22 +178,12 @@ impl Slot {
             .map_err(Word)
     }
 
-    #[inline(always)]
-    pub(super) fn next(&self) -> *mut Self {
+    fn next(&self) -> *mut Self {
         self.link.load(Ordering::Relaxed)
     }
 
-    #[inline(always)]
-    pub(super) fn set_next(&self, next: *mut Self) {
+    fn set_next(&self, next: *mut Self) {
         self.link.store(next, Ordering::Relaxed);
-    }
-
-    pub(super) fn chained(&self) -> u32 {
-        self.chain.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn set_chained(&self, count: u32) {
-        self.chain.store(count, Ordering::Relaxed);
     }
 }
 
@@ -215,8 +195,8 @@ impl Slot {
 #[derive(Debug)]
 #[must_use = "dropping a chain loses its segments"]
 pub(crate) struct Chain {
-    pub(super) head: *mut Slot,
-    pub(super) count: u32,
+    head: *mut Slot,
+    count: u32,
 }
 
 // SAFETY: a chain owns its slots, and slots are Send.

@@ -207,6 +207,7 @@ impl Setup {
             step: 0,
             timeless: true,
             serves: Vec::new(),
+            track: false,
         };
         let depot = Depot::new(config, None);
         let base = NonNull::new(std::ptr::without_provenance_mut(PAGE)).unwrap();

@@ -66,12 +66,12 @@ impl Metric {
 }
 
 /// A value to be sent.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Value {
     Count(u64),
     Level(u64),
     Real(f64),
-    Durations(Histogram),
+    Durations(Box<Histogram>),
 }
 
 /// The labels that a value has.
@@ -123,23 +123,23 @@ macro_rules! event {
 /// The events that a value makes.
 macro_rules! send {
     (Counter, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Count(count) = $value {
+        if let Value::Count(count) = *$value {
             event!(monotonic_counter, $name, count, $labels)
         }
     };
     (Gauge, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Level(level) = $value {
+        if let Value::Level(level) = *$value {
             event!(gauge, $name, level, $labels)
         }
     };
     (Real, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Real(real) = $value {
+        if let Value::Real(real) = *$value {
             event!(gauge, $name, real, $labels)
         }
     };
     (Histogram, $name:tt, $value:ident, $labels:ident) => {
         if let Value::Durations(durations) = $value {
-            for (seconds, count) in thinned(&durations) {
+            for (seconds, count) in thinned(durations) {
                 for _ in 0..count {
                     event!(histogram, $name, seconds, $labels)
                 }
@@ -169,7 +169,6 @@ macro_rules! table {
 
         /// Sends a value as events.
         pub(super) fn send_event(id: Id, value: &Value, labels: &Labels) {
-            let value = *value;
             match id {
                 $(Id::$id => send!($kind, [$first $(.$rest)*], value, labels),)*
             }
@@ -206,7 +205,7 @@ table! {
         "Checkouts that ended with an error, by what it means: argument, capture, moment, sticky, driver_end.";
     WaitSeconds: Histogram, [pinpool.wait.seconds], Seconds, [pool], "How long requests waited for memory.";
     HoldingSeconds: Histogram, [pinpool.holding.seconds], Seconds, [pool],
-        "How long buffers were out; of a sample, one in eight misses.";
+        "How long buffers were out; of a sample, one in eight that no cache could serve.";
     PinningSpeed: Real, [pinpool.pinning.bytes_per_second], BytesPerSecond, [pool], "Bytes pinned per second spent in pinning.";
     LongestPin: Real, [pinpool.pinning.longest_call.seconds], Seconds, [pool], "The longest single call that pinned.";
     Sampled: Real, [pinpool.sampled.timestamp.seconds], Seconds, [pool],

@@ -82,7 +82,7 @@
 //! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Their bytes |
 //! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by what it means: argument, capture, moment, sticky, driver_end |
 //! | `pinpool.wait.seconds` | histogram | pool | How long requests waited for memory |
-//! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight misses |
+//! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight that no cache could serve |
 //! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |
 //! | `pinpool.pinning.longest_call.seconds` | gauge | pool | The longest single call that pinned |
 //! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the pool was looked at last, in seconds since 1970: it stands still when the pool or its sampler is gone |
@@ -127,7 +127,10 @@ impl Pool {
     /// Ages cost a hit nothing, so they are known exactly only of checkouts that were entered: all of them with
     /// [`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts), and otherwise a sample. Of the others it is
     /// known how long they have been *seen* out: call this (or run a [`Sampler`]) from time to time, and what one call sees
-    /// counts from there in the next. With a threshold of zero everything that is out is listed.
+    /// counts from there in the next. Such an age is never too long, and starts anew whenever the buffer might have been
+    /// returned and checked out again in between: it is good for what is in flight, and for classes in which nothing comes
+    /// back, and says little of a class with much coming and going. With a threshold of zero everything that is out is
+    /// listed.
     ///
     /// The look takes milliseconds for large pools, and keeps everyone out of their caches meanwhile. It also happens by
     /// itself when a wait for memory times out, at most once a minute, if anyone listens: see the events of

@@ -263,7 +263,7 @@ impl Sender {
     fn durations(&mut self, id: Id, now: &Histogram, before: &Histogram, labels: &Labels) {
         let new = now.since(before);
         if new.count() > 0 {
-            self.send(id, Value::Durations(new), labels);
+            self.send(id, Value::Durations(Box::new(new)), labels);
         }
     }
 

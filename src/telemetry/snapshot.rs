@@ -38,8 +38,8 @@ pub struct Snapshot {
     /// How long requests waited in the queue, from joining it to a grant, an error or giving up.
     pub waiting: Histogram,
     /// How long buffers were out, from the checkout until the segment was back, flights included. Of a sample: one in eight
-    /// of the checkouts that the thread's own cache could not serve, or all with
-    /// [`track_checkouts`](crate::PoolBuilder::track_checkouts). What is served from the cache is never timed, so threads
+    /// of the checkouts that nothing which threads have cached could serve, or all with
+    /// [`track_checkouts`](crate::PoolBuilder::track_checkouts). What is served from caches is never timed, so threads
     /// that hit all the time are seen by their first checkouts only.
     pub holding: Histogram,
     /// How long flights took on the pool's devices, from submitting to being seen complete: see [`DeviceStats::flight`].

@@ -120,18 +120,18 @@ pub(crate) fn find<'a>(
     let mut found: HashMap<usize, StuckBuffer> = HashMap::new();
     for segment in depots.flat_map(|depot| depot.everything_out()) {
         let entry = segment.entry;
-        let age = entry.map_or(Duration::ZERO, |entry| now.saturating_duration_since(entry.since));
+        let age = now.saturating_duration_since(entry.since);
         if age >= threshold {
             let buffer = StuckBuffer {
                 slot: segment.slot,
                 granted: segment.granted,
-                requested: entry.and_then(|entry| entry.len),
+                requested: entry.len,
                 age,
-                exact: entry.is_some_and(|entry| entry.exact),
+                exact: entry.exact,
                 state: BufferState::of(segment.state),
                 awaited: Vec::new(),
-                tag: entry.and_then(|entry| entry.origin.tag),
-                site: entry.and_then(|entry| entry.origin.site),
+                tag: entry.origin.tag,
+                site: entry.origin.site,
             };
             found.insert(segment.slot, buffer);
         }

@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use bytes::BufMut;
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::telemetry::ClassStats;
 use pinpool::{
     Checkout, CheckoutMany, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
     Request, Result, Stream, StreamBuf, SubmitError, Token, Unpinned,
@@ -1763,6 +1764,7 @@ impl<'t> World<'t> {
         );
         let regions: usize = pool.regions().iter().map(|r| r.len).sum();
         assert_eq!(regions, s.pinned_bytes + s.unpinned_bytes);
+        self.check_snapshot(&pool, s);
         // Exact but for what is on its way back, and for what was granted to a future that nobody has looked at.
         let (least, unknown) = (self.requested(), self.detached.iter().sum::<usize>());
         assert!(s.requested_bytes >= least, "{} requested, {least} in our hands: {s:?}", s.requested_bytes);
@@ -1775,6 +1777,25 @@ impl<'t> World<'t> {
         assert!(self.may_lose || s.quarantined_bytes == 0, "quarantined without a reason: {s:?}");
         self.check_waiting();
         self.count(s);
+    }
+
+    /// The long form of the statistics says what the short one does, in parts that are the whole.
+    fn check_snapshot(&self, pool: &Pool, s: pinpool::PoolStats) {
+        let all = pool.snapshot();
+        assert_eq!(all.pool, s, "nobody moves");
+        let sum = |part: fn(&ClassStats) -> u64| all.classes.iter().map(part).sum::<u64>();
+        assert_eq!(sum(|c| c.out_bytes as u64), s.granted_bytes as u64, "{all:#?}");
+        assert_eq!((sum(|c| c.checkouts), sum(|c| c.returns)), (s.checkouts, s.returns), "{all:#?}");
+        assert_eq!(sum(|c| c.out), s.checkouts - s.returns, "{all:#?}");
+        assert_eq!(s.granted_bytes, s.requested_bytes + s.rounding_bytes, "{s:?}");
+        let streams = all.devices.iter().flat_map(|device| &device.streams);
+        let flying: usize = streams.map(|stream| stream.in_flight_bytes).sum();
+        let other = self.other.as_ref().map_or(0, |other| other.stats().in_flight_bytes);
+        // Without what several streams hold together, and with what is the other pool's.
+        assert!(flying <= s.in_flight_bytes + other, "{flying}: {all:#?}");
+        for device in &all.devices {
+            assert!(device.completed <= device.submitted, "{device:?}");
+        }
     }
 
     /// Counts the transitions that only the statistics show.

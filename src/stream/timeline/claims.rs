@@ -73,7 +73,7 @@ impl Timeline {
     pub(crate) fn resolve_claim(&self, key: usize) -> Option<Segment> {
         let claim = self.state.lock().claims.remove(key);
         debug_assert!(claim.landed, "resolved a claim that has not landed");
-        (claim.segment.slot().word().state() == state::OUT).then_some(claim.segment)
+        (claim.segment.slot().word().state() == state::HOST).then_some(claim.segment)
     }
 
     /// A claimed segment was not used: back under its old tick, or to its depot if that is complete.
@@ -89,7 +89,7 @@ impl Timeline {
             return;
         }
         drop(state);
-        if segment.slot().word().state() == state::OUT {
+        if segment.slot().word().state() == state::HOST {
             // SAFETY: landed: every mark that covers it was seen complete, and the claimer gives it up here.
             unsafe { segment.release() };
         }

@@ -66,7 +66,7 @@ pub(crate) struct Joint {
 impl Joint {
     /// For `timelines` of them; the segment is in flight from here on.
     pub(crate) fn new(segment: Segment, timelines: u32) -> Arc<Self> {
-        let word = segment.set(state::FLIGHT);
+        let word = segment.slot().depart();
         segment.depot().joint_in_flight(segment.granted() as isize);
         Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
     }
@@ -89,6 +89,7 @@ impl Joint {
     /// A part of the hold could not be placed: nobody will know when the segment is free.
     pub(crate) fn give_up(&self) {
         if let Some(segment) = self.quarantine() {
+            log_quarantine(1, segment.granted());
             segment.quarantine();
         }
     }
@@ -108,10 +109,17 @@ pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
         Ok(_) => None,
         Err(found) if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") => {
             // Nobody else leaves DETACHED but the claimer, and both are under the timeline's lock.
-            segment.slot().exchange(found, state::OUT).ok().map(|_| segment.alias())
+            segment.slot().exchange(found, state::HOST).ok().map(|_| segment.alias())
         }
         Err(_) => None,
     }
+}
+
+fn log_quarantine(buffers: usize, bytes: usize) {
+    tracing::error!(
+        target: "pinpool::stream::quarantine", buffers, bytes,
+        "buffers are quarantined: nobody can prove that the device is done with them"
+    );
 }
 
 /// The device will never be known to be done with it.
@@ -152,11 +160,7 @@ impl After {
             unsafe { segment.release() };
         }
         if !self.quarantined.is_empty() {
-            let bytes: usize = self.quarantined.iter().map(Segment::granted).sum();
-            tracing::error!(
-                target: "pinpool::stream::quarantine", buffers = self.quarantined.len(), bytes,
-                "buffers are quarantined: nobody can prove that the device is done with them"
-            );
+            log_quarantine(self.quarantined.len(), self.quarantined.iter().map(Segment::granted).sum());
         }
         for segment in self.quarantined {
             segment.quarantine();

@@ -318,14 +318,14 @@ impl Timeline {
         let (held, bytes) = match held {
             Lent::Segment(segment) => {
                 let bytes = segment.granted();
-                let word = segment.set(state::FLIGHT);
+                let word = segment.slot().depart();
                 state.flight(segment.depot()).bytes += bytes;
                 (Held::Segment { segment, word }, bytes)
             }
             Lent::Claimed(key) => {
                 let claim = state.claims.remove(key);
                 let depot = claim.segment.depot().number();
-                let word = claim.segment.set(state::FLIGHT);
+                let word = claim.segment.slot().depart();
                 if claim.landed {
                     state.flight_of(depot).bytes += claim.bytes;
                 } else {
@@ -496,7 +496,7 @@ impl State {
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.tick <= tick && !c.landed) {
             claim.landed = true;
             // Whoever holds the claim looks at `landed` under this lock, so the word can only be CLAIMED.
-            let _ = claim.segment.slot().exchange(claim.word.with(state::CLAIMED), state::OUT);
+            let _ = claim.segment.slot().exchange(claim.word.with(state::CLAIMED), state::HOST);
             landed.push((claim.segment.depot().number(), claim.bytes));
             after.dropped.push((Held::Nothing, claim.memory.take()));
         }

@@ -1,0 +1,172 @@
+//! What a checkout and a return cost, beside other ways to get a buffer and beside the price they are held to: two
+//! relaxed increments of an atomic that nobody else touches.
+//!
+//! # How it is measured
+//!
+//! Threads are started for each measurement, prepare what they need and run a thousand operations to warm up; a barrier
+//! then releases them together. Each takes the wall time of its own operations, and a measurement is the *mean over the
+//! threads*, so a figure is nanoseconds per operation as one thread sees it, however many run beside it.
+//!
+//! Figures of separate runs differ by more than what they are to show, above all on a machine that others use. What
+//! counts is therefore the table at the end: contenders take short turns, round after round, each round gives a ratio to
+//! the first contender of the same round (`two_fetch_adds`, where it takes part), and the table has the median of the
+//! rounds with their quartiles.
+//!
+//! # What is measured
+//!
+//! | group | file | an operation is |
+//! | --- | --- | --- |
+//! | `checkout_return` | `pair.rs` | check out 64 KiB, write one byte, return |
+//! | `floor` | `floor.rs` | the same on a bare copy of what a hit does, its parts taken away one at a time |
+//! | `checkout_return_64_live` | `pair.rs` | the same while the thread has 64 buffers of eight sizes: one, chosen at random, is replaced |
+//! | `alike_64_live` | `pair.rs` | likewise, all of 64 KiB |
+//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns; between them a queue, alone in `bare_token`; and the same 64 at a time |
+//! | `churn_65536` | `churn.rs` | as the first with 4 KiB, where 65,536 segments were out and a random half was returned, and in bursts that outrun what a thread caches |
+//! | `first_of_a_class` | `runs.rs` | a checkout that has to cut a new run, beside the system call that a page costs |
+//! | `hand_over` | `waiting.rs` | two threads wait for one segment by turns, beside a mutex and a condition variable |
+//! | `on_a_stream` | `stream.rs` | with a GPU: check out, hold on a stream, drop |
+//! | `tails` | `tails.rs` | single hits by the clock, while regions come and go and copies are reaped: quantiles |
+//!
+//! `glibc` and `mimalloc` are called through their own functions and are not the global allocator. They are asked for
+//! an alignment of 16 bytes, their fast path, though the pool gives 64. `array_queue` and `parking_lot_vec` keep a queue
+//! or a stack for each size; the pool finds the size class of each length.
+//!
+//! # Running it
+//!
+//! `cargo bench --bench checkout`, or the executable by itself: with `--bench` it runs criterion's groups and then the
+//! table, without only the table; `--only GROUP,GROUP` runs these. `PINPOOL_BENCH_THREADS=1,2,4` sets the numbers of
+//! threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set these. `--pairs N` only makes N checkouts and returns, for a tool that
+//! counts instructions (`.ci/instructions`).
+#![allow(missing_docs, unsafe_code)]
+
+mod churn;
+mod floor;
+#[path = "../measure/mod.rs"]
+mod measure;
+mod pair;
+mod relay;
+mod runs;
+mod stores;
+mod stream;
+mod tails;
+mod waiting;
+
+use std::time::Duration;
+
+use criterion::{BenchmarkId, Criterion};
+use measure::{Rounds, line};
+use pair::Work;
+
+/// A contender with its type left behind: time for (threads, operations).
+pub struct Contender {
+    name: &'static str,
+    run: Box<dyn Fn(usize, u64) -> Duration>,
+}
+
+impl Contender {
+    pub fn new(name: &'static str, run: impl Fn(usize, u64) -> Duration + 'static) -> Self {
+        Self { name, run: Box::new(run) }
+    }
+}
+
+/// A group: how it is called, its contenders, on how many threads, and by how much a round is shorter than usual.
+struct Group {
+    name: &'static str,
+    contenders: Vec<Contender>,
+    threads: Vec<usize>,
+    shorter: u64,
+}
+
+/// Contenders take turns; each round's ratio is to the round's first contender.
+fn table(group: &Group, quick: bool) {
+    let Group { name: title, contenders, threads, shorter } = group;
+    let (rounds, iters) = if quick { (7, 20_000) } else { (41, 200_000) };
+    let (rounds, iters) =
+        (measure::number("rounds", rounds), measure::number("operations", iters) as u64 / shorter);
+    println!("\n{title}: median of {rounds} rounds by turns, {iters} operations each");
+    println!("{:>8} {:<18} {:>9} {:>9}   quartiles of the ratio", "threads", "", "ns", "ratio");
+    for &n in threads {
+        let mut times = Rounds::new(contenders.len());
+        for round in 0..rounds {
+            // Every contender comes first in some rounds, so that none always follows the same one.
+            for i in 0..contenders.len() {
+                let i = (i + round) % contenders.len();
+                times.add(i, (contenders[i].run)(n, iters).as_secs_f64() * 1e9 / iters as f64);
+            }
+        }
+        for (i, contender) in contenders.iter().enumerate() {
+            let (ns, ratio) = (times.spread(i), times.ratio(i, 0));
+            println!(
+                "{n:>8} {:<18} {:>9.2} {:>9.3}   {:.3} to {:.3}",
+                contender.name, ns.mid, ratio.mid, ratio.low, ratio.high
+            );
+            line(format_args!("{title}_{}", contender.name), n, ns);
+        }
+    }
+}
+
+fn group(c: &mut Criterion, group: &Group) {
+    let mut bench = c.benchmark_group(group.name);
+    for &n in &group.threads {
+        for contender in &group.contenders {
+            let id = BenchmarkId::new(contender.name, n);
+            bench.bench_function(id, |b| b.iter_custom(|iters| (contender.run)(n, iters)));
+        }
+    }
+    bench.finish();
+}
+
+fn main() {
+    if let Some(pairs) = measure::option("pairs") {
+        return pair::count(pairs.parse().expect("--pairs is a number"));
+    }
+    let quick = measure::quick();
+    let list = std::env::var("PINPOOL_BENCH_THREADS").unwrap_or_else(|_| "1,2".into());
+    let threads: Vec<usize> = list.split(',').filter_map(|n| n.trim().parse().ok()).collect();
+    assert!(
+        !threads.is_empty() && !threads.contains(&0),
+        "PINPOOL_BENCH_THREADS is {list:?}, not like 1,2,4"
+    );
+    let most = threads.iter().copied().max().unwrap_or(1);
+
+    type Make = Box<dyn Fn() -> Vec<Contender>>;
+    let all: [(&str, Make, &[usize], u64); 9] = [
+        ("checkout_return", Box::new(move || pair::contenders(Work::Pair, most)), &threads, 1),
+        ("floor", Box::new(floor::contenders), &[1], 1),
+        ("checkout_return_64_live", Box::new(move || pair::contenders(Work::Live, most)), &threads, 1),
+        ("alike_64_live", Box::new(move || pair::contenders(Work::Alike, most)), &threads, 1),
+        ("cross_thread_return", Box::new(relay::contenders), &[2], 1),
+        ("churn_65536", Box::new(churn::churned), &[1], 1),
+        ("first_of_a_class", Box::new(runs::contenders), &[1], 100),
+        ("hand_over", Box::new(waiting::contenders), &[2], 20),
+        ("on_a_stream", Box::new(stream::contenders), &threads, 10),
+    ];
+    let wanted = all.into_iter().filter(|(name, ..)| measure::wanted(name));
+    let groups: Vec<Group> = wanted
+        .map(|(name, make, threads, shorter)| Group {
+            name,
+            contenders: make(),
+            threads: threads.to_vec(),
+            shorter,
+        })
+        .collect();
+    if std::env::args().any(|a| a == "--bench") {
+        let (sample, warm, time) = if quick { (10, 50, 200) } else { (40, 500, 2000) };
+        let mut criterion = Criterion::default()
+            .sample_size(sample)
+            .warm_up_time(Duration::from_millis(warm))
+            .measurement_time(Duration::from_millis(time));
+        for one in &groups {
+            group(&mut criterion, one);
+        }
+        criterion.final_summary();
+    }
+    for group in &groups {
+        table(group, quick);
+    }
+    if measure::wanted("tails") {
+        for &n in &threads {
+            tails::table(n, quick);
+        }
+    }
+}

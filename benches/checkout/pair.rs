@@ -1,0 +1,136 @@
+//! A checkout and a return on one thread, one at a time or with many buffers out.
+
+use std::alloc::System;
+use std::hint::black_box;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use super::Contender;
+use super::stores::{
+    LIVE, MIXED, Malloc, PLAIN, Pinpool, PinpoolPlain, Queues, Stacks, Store, TwoFetchAdds, pool,
+};
+
+/// What each thread does.
+#[derive(Clone, Copy)]
+pub enum Work {
+    /// Check out, return.
+    Pair,
+    /// Replace one of [`LIVE`] buffers of one size.
+    Alike,
+    /// Replace one of [`LIVE`] buffers.
+    Live,
+}
+
+/// Small and reproducible; made before the clock starts.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 16) as usize % n
+    }
+}
+
+/// One thread's operations: `warm` of them, the barrier, and `iters` on the clock.
+pub fn turn<S: Store>(
+    store: &S,
+    work: Work,
+    sizes: usize,
+    seed: u64,
+    iters: u64,
+    barrier: &Barrier,
+) -> Duration {
+    let mut local = store.local();
+    let warm = 1000;
+    match work {
+        Work::Pair => {
+            let mut run = |n: u64| {
+                for _ in 0..n {
+                    let buf = store.take(&mut local, black_box(0));
+                    store.give(&mut local, buf);
+                }
+            };
+            run(warm);
+            barrier.wait();
+            let since = Instant::now();
+            run(iters);
+            since.elapsed()
+        }
+        Work::Alike | Work::Live => {
+            let mut random = Random(0x9E37_79B9_7F4A_7C15 ^ (seed << 32 | 1));
+            let steps: Vec<(usize, usize)> =
+                (0..1 << 14).map(|_| (random.below(LIVE), random.below(sizes))).collect();
+            let mut live: Vec<S::Buf> =
+                (0..LIVE).map(|_| store.take(&mut local, random.below(sizes))).collect();
+            let mut steps = steps.iter().cycle();
+            let mut run = |n: u64| {
+                for _ in 0..n {
+                    let Some(&(at, size)) = steps.next() else { return };
+                    let new = store.take(&mut local, size);
+                    let old = std::mem::replace(&mut live[at], new);
+                    store.give(&mut local, old);
+                }
+            };
+            run(warm * 20);
+            barrier.wait();
+            let since = Instant::now();
+            run(iters);
+            let taken = since.elapsed();
+            live.drain(..).for_each(|buf| store.give(&mut local, buf));
+            taken
+        }
+    }
+}
+
+/// The mean over the threads of the wall time that `iters` operations took.
+pub fn measure<S: Store>(store: &S, work: Work, sizes: usize, threads: usize, iters: u64) -> Duration {
+    let barrier = Barrier::new(threads);
+    let sum: Duration = std::thread::scope(|scope| {
+        let start = |n| {
+            let barrier = &barrier;
+            scope.spawn(move || turn(store, work, sizes, n as u64, iters, barrier))
+        };
+        let running: Vec<_> = (0..threads).map(start).collect();
+        running.into_iter().map(|t| t.join().expect("no thread panics")).sum()
+    });
+    sum / threads as u32
+}
+
+pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
+    fn entry<S: Store + 'static>(name: &'static str, store: S, work: Work, sizes: usize) -> Contender {
+        let run = move |threads, iters| measure(&store, work, sizes, threads, iters);
+        Contender { name, run: Box::new(run) }
+    }
+    let (sizes, each) = match work {
+        Work::Pair => (PLAIN, 4),
+        Work::Alike => (PLAIN, LIVE + 2),
+        Work::Live => (MIXED, LIVE + 2),
+    };
+    let n = sizes.len();
+    // Twice what all threads can hold, since each may also keep some for itself.
+    let held = most_threads * each * sizes.iter().max().map_or(0, |s| s + 4096);
+    let pool = pool((2 * held).clamp(128 << 20, 1 << 30));
+    vec![
+        entry("two_fetch_adds", TwoFetchAdds, work, n),
+        match work {
+            Work::Pair => entry("pinpool", PinpoolPlain { pool, len: PLAIN[0] }, work, n),
+            _ => entry("pinpool", Pinpool { pool, sizes }, work, n),
+        },
+        entry("array_queue", Queues::new(sizes, most_threads * each), work, n),
+        entry("parking_lot_vec", Stacks::new(sizes, most_threads * each), work, n),
+        entry("mimalloc", Malloc { allocator: mimalloc::MiMalloc, sizes }, work, n),
+        entry("glibc", Malloc { allocator: System, sizes }, work, n),
+    ]
+}
+
+/// So many checkouts and returns on this thread, and nothing else: for a tool that counts instructions.
+pub fn count(pairs: u64) {
+    let pool = pool(64 << 20);
+    let store = PinpoolPlain { pool, len: PLAIN[0] };
+    for _ in 0..pairs {
+        let buf = store.take(&mut (), black_box(0));
+        store.give(&mut (), buf);
+    }
+}

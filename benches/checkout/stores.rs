@@ -1,0 +1,210 @@
+//! Who takes part: the pool, the measure that it is held to, and other ways to get a buffer.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::hint::black_box;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossbeam::queue::ArrayQueue;
+use crossbeam::utils::CachePadded;
+use parking_lot::Mutex;
+use pinpool::{Device, PinnedBuf, Pool, Unpinned};
+
+/// The plain figure's one size.
+pub const PLAIN: &[usize] = &[64 << 10];
+/// Metadata, token ids, and blocks of caches.
+pub const MIXED: &[usize] = &[200, 1 << 10, 3000, 4 << 10, 16 << 10, 20_000, 32 << 10, 64 << 10];
+/// Buffers that each thread keeps in the second group.
+pub const LIVE: usize = 64;
+
+/// A source of buffers.
+pub trait Store: Sync {
+    /// What each thread has for itself.
+    type Local;
+    type Buf;
+    fn local(&self) -> Self::Local;
+    /// A buffer of the size at this index, one byte of it written.
+    fn take(&self, local: &mut Self::Local, size: usize) -> Self::Buf;
+    fn give(&self, local: &mut Self::Local, buf: Self::Buf);
+}
+
+/// Writes one byte, in a way that the compiler cannot take back.
+///
+/// # Safety
+/// The start of a buffer of at least one byte that the caller owns.
+#[inline(always)]
+pub unsafe fn touch(start: *mut u8) {
+    // SAFETY: the caller's word.
+    unsafe { start.write_volatile(1) };
+}
+
+pub struct Pinpool {
+    pub pool: Pool,
+    pub sizes: &'static [usize],
+}
+
+impl Store for Pinpool {
+    type Local = ();
+    type Buf = PinnedBuf;
+    fn local(&self) {}
+    #[inline(always)]
+    fn take(&self, (): &mut (), size: usize) -> PinnedBuf {
+        let mut buf = self.pool.checkout(self.sizes[size]).expect("the pool is large enough");
+        // SAFETY: just checked out, and no size is 0.
+        unsafe { touch(buf.as_mut_ptr()) };
+        buf
+    }
+    #[inline(always)]
+    fn give(&self, (): &mut (), buf: PinnedBuf) {
+        drop(buf);
+    }
+}
+
+/// The same where all buffers have one length, which it reads from memory each time.
+pub struct PinpoolPlain {
+    pub pool: Pool,
+    pub len: usize,
+}
+
+impl Store for PinpoolPlain {
+    type Local = ();
+    type Buf = PinnedBuf;
+    fn local(&self) {}
+    #[inline(always)]
+    fn take(&self, (): &mut (), _: usize) -> PinnedBuf {
+        let mut buf = self.pool.checkout(self.len).expect("the pool is large enough");
+        // SAFETY: just checked out, and longer than 0.
+        unsafe { touch(buf.as_mut_ptr()) };
+        buf
+    }
+    #[inline(always)]
+    fn give(&self, (): &mut (), buf: PinnedBuf) {
+        drop(buf);
+    }
+}
+
+/// The measure: what any bookkeeping in a word that nobody else touches costs once it is atomic.
+pub struct TwoFetchAdds;
+
+impl Store for TwoFetchAdds {
+    type Local = Box<CachePadded<AtomicU64>>;
+    type Buf = ();
+    fn local(&self) -> Self::Local {
+        black_box(Box::default())
+    }
+    #[inline(always)]
+    fn take(&self, local: &mut Self::Local, _: usize) {
+        local.fetch_add(1, Ordering::Relaxed);
+    }
+    #[inline(always)]
+    fn give(&self, local: &mut Self::Local, (): ()) {
+        local.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A block of an allocator's.
+pub struct Block(NonNull<u8>, Layout);
+
+// SAFETY: a block is owned memory.
+unsafe impl Send for Block {}
+
+pub struct Malloc<A> {
+    pub allocator: A,
+    pub sizes: &'static [usize],
+}
+
+impl<A: GlobalAlloc + Sync> Malloc<A> {
+    fn block(&self, size: usize) -> Block {
+        let layout = Layout::from_size_align(self.sizes[size], 16).expect("sizes are sane");
+        // SAFETY: no size is 0.
+        Block(NonNull::new(unsafe { self.allocator.alloc(layout) }).expect("memory"), layout)
+    }
+}
+
+impl<A: GlobalAlloc + Sync> Store for Malloc<A> {
+    type Local = ();
+    type Buf = Block;
+    fn local(&self) {}
+    #[inline(always)]
+    fn take(&self, (): &mut (), size: usize) -> Block {
+        let block = self.block(size);
+        // SAFETY: just checked out, and no size is 0.
+        unsafe { touch(block.0.as_ptr()) };
+        block
+    }
+    #[inline(always)]
+    fn give(&self, (): &mut (), Block(start, layout): Block) {
+        // SAFETY: allocated in `take` with this layout.
+        unsafe { self.allocator.dealloc(start.as_ptr(), layout) }
+    }
+}
+
+/// Blocks of each size for a pool made by hand. They are never freed: the bench ends with its process.
+pub fn stock(sizes: &'static [usize], count: usize) -> Vec<Vec<(usize, Block)>> {
+    let system = Malloc { allocator: System, sizes };
+    (0..sizes.len()).map(|size| (0..count).map(|_| (size, system.block(size))).collect()).collect()
+}
+
+pub struct Queues(Vec<ArrayQueue<(usize, Block)>>);
+
+impl Queues {
+    pub fn new(sizes: &'static [usize], count: usize) -> Self {
+        let fill = |blocks: Vec<(usize, Block)>| {
+            let queue = ArrayQueue::new(blocks.len());
+            blocks.into_iter().for_each(|b| assert!(queue.push(b).is_ok()));
+            queue
+        };
+        Self(stock(sizes, count).into_iter().map(fill).collect())
+    }
+}
+
+impl Store for Queues {
+    type Local = ();
+    type Buf = (usize, Block);
+    fn local(&self) {}
+    #[inline(always)]
+    fn take(&self, (): &mut (), size: usize) -> Self::Buf {
+        let buf = self.0[size].pop().expect("the queue holds more than all threads take");
+        // SAFETY: just checked out, and no size is 0.
+        unsafe { touch(buf.1.0.as_ptr()) };
+        buf
+    }
+    #[inline(always)]
+    fn give(&self, (): &mut (), buf: Self::Buf) {
+        assert!(self.0[buf.0].push(buf).is_ok());
+    }
+}
+
+pub struct Stacks(Vec<Mutex<Vec<(usize, Block)>>>);
+
+impl Stacks {
+    pub fn new(sizes: &'static [usize], count: usize) -> Self {
+        Self(stock(sizes, count).into_iter().map(Mutex::new).collect())
+    }
+}
+
+impl Store for Stacks {
+    type Local = ();
+    type Buf = (usize, Block);
+    fn local(&self) {}
+    #[inline(always)]
+    fn take(&self, (): &mut (), size: usize) -> Self::Buf {
+        let buf = self.0[size].lock().pop().expect("the stack holds more than all threads take");
+        // SAFETY: just checked out, and no size is 0.
+        unsafe { touch(buf.1.0.as_ptr()) };
+        buf
+    }
+    #[inline(always)]
+    fn give(&self, (): &mut (), buf: Self::Buf) {
+        self.0[buf.0].lock().push(buf);
+    }
+}
+
+pub fn pool(capacity: usize) -> Pool {
+    let device = Device::open("host").expect("the host device is always there");
+    // Where the memlock limit is low the cost is the same: no operation here looks at whether pages are locked.
+    let builder = Pool::builder(&device).capacity(capacity).initial(capacity).unpinned(Unpinned::Allow);
+    let pool = builder.build().expect("memory for a pool");
+    pool.wait_pinned(None).expect("pinning ends");
+    pool
+}

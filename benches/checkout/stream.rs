@@ -1,0 +1,48 @@
+//! A checkout and a return with a stream in between: the buffer is held until what the stream has been given so far is done,
+//! and comes back by itself.
+//!
+//! On the GPU `cuda:0`; where there is none the group is left out. Each thread has a stream of its own on which nothing else
+//! happens, so this is the price of the bookkeeping, not of a copy.
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use pinpool::{Device, Pool, Unpinned};
+
+use super::Contender;
+use super::stores::{PLAIN, touch};
+
+fn held(device: &Device, pool: &Pool, threads: usize, iters: u64) -> Duration {
+    let barrier = Barrier::new(threads);
+    let sum: Duration = std::thread::scope(|scope| {
+        let work = || {
+            let stream = device.stream().expect("a stream");
+            let run = |n: u64| {
+                for _ in 0..n {
+                    let mut buf = pool.checkout(PLAIN[0]).expect("comes back");
+                    // SAFETY: just checked out, and no size is 0.
+                    unsafe { touch(buf.as_mut_ptr()) };
+                    drop(stream.hold(buf).expect("the device is there"));
+                }
+            };
+            run(1000);
+            barrier.wait();
+            let since = Instant::now();
+            run(iters);
+            let taken = since.elapsed();
+            stream.synchronize().expect("the device is there");
+            taken
+        };
+        let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        running.into_iter().map(|t| t.join().expect("no thread panics")).sum()
+    });
+    sum / threads as u32
+}
+
+pub fn contenders() -> Vec<Contender> {
+    let Ok(device) = Device::open("cuda:0") else { return Vec::new() };
+    let pool = Pool::builder(&device).capacity(2 << 30).initial(2 << 30).unpinned(Unpinned::Allow);
+    let pool = pool.build().expect("memory for a pool");
+    pool.wait_pinned(None).expect("pinning ends");
+    vec![Contender::new("pinpool_held", move |threads, iters| held(&device, &pool, threads, iters))]
+}
