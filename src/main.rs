@@ -1,5 +1,5 @@
-//! The `pinpool` command: moves files to a device and back through a pool, to see that it works here and how fast, and
-//! looks for what stands in its way.
+//! The `pinpool` command: moves files to a device and back through a pool, to see that it works here and how fast,
+//! looks for what stands in its way, and shows the pools of a running process.
 //!
 //! This file reads the command line and turns what happened into an exit status: 0 when all was moved (and verified, if
 //! asked), 1 for a mismatch or a device that fails, 2 for a command line that cannot be obeyed, with one line on

@@ -46,6 +46,35 @@ pub enum Command {
     /// five, and what arrived is compared with what was sent.
     #[command(after_help = EXIT_STATUS)]
     Bench(Bench),
+    /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
+    ///
+    /// Reads the address every interval and shows what a Prometheus would see: rates over 5 s, waits and alarms over the last
+    /// minute. q ends it. The process needs a Sampler that feeds a recorder, as in the crate's examples/dashboard.rs.
+    #[command(after_help = TOP_STATUS)]
+    Top(Top),
+}
+
+const TOP_STATUS: &str = "Exit status: 0; 1 when the terminal fails or, with --once, when there are no metrics; 2 for a \
+                          command line that cannot be obeyed.";
+
+#[derive(Debug, clap::Args)]
+pub struct Top {
+    /// Where the metrics are; http:// and /metrics need not be written
+    #[arg(value_name = "URL", default_value = "http://127.0.0.1:9185/metrics")]
+    pub url: String,
+    /// Print it once as plain text, with rates of one interval
+    #[arg(long)]
+    pub once: bool,
+    /// Seconds from one look to the next, 0.1 to 3600
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = seconds)]
+    pub interval: f64,
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(n) if (0.1..=3600.0).contains(&n) => Ok(n),
+        _ => Err("not a number of seconds from 0.1 to 3600".into()),
+    }
 }
 
 const DOCTOR_STATUS: &str = "Exit status: 0 when no check failed (warnings may be there), 1 when one did, 2 for a command \

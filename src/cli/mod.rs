@@ -6,6 +6,7 @@ mod doctor;
 pub mod load;
 mod sample;
 mod spread;
+mod top;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
@@ -54,6 +55,7 @@ pub fn run(args: &args::Args) -> ExitCode {
         args::Command::Load(load) => load::run(load),
         args::Command::Doctor(args) => doctor::run(args),
         args::Command::Bench(bench) => bench::run(bench),
+        args::Command::Top(args) => top::run(args),
     }
 }
 

@@ -293,8 +293,9 @@ impl Stream {
     ) -> Result<GraphBuf<B>, SubmitError<B>> {
         let timeline = self.timeline();
         let context = timeline.context();
+        // Not counted as copied: nothing is until the graph runs.
         // SAFETY: while the capture goes on, the graph keeps what the copy uses. Where it does not, the timeline does, below.
-        let submitted = unsafe { self.driver_copy(transfer) };
+        let submitted = context.noting(unsafe { context.driver().copy(timeline.stream(), transfer) });
         let placed = match context.noting(context.driver().capture_id(timeline.stream())) {
             // An error says nothing about the capture: then the promise of whoever captures has to do, that it goes on.
             now if now.is_err() || now == Ok(Some(capture)) => {

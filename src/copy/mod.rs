@@ -429,7 +429,8 @@ impl Stream {
     unsafe fn driver_copy(&self, transfer: Transfer) -> Result<()> {
         let context = self.timeline().context();
         // SAFETY: the caller's word.
-        context.noting(unsafe { context.driver().copy(self.timeline().stream(), transfer) })
+        let result = context.noting(unsafe { context.driver().copy(self.timeline().stream(), transfer) });
+        result.inspect(|()| context.count_copied(&transfer))
     }
 
     /// Before anything is submitted for a blocking copy.
@@ -443,6 +444,7 @@ impl Stream {
     unsafe fn driver_copy_blocking(&self, transfer: Transfer) -> Result<()> {
         let context = self.timeline().context();
         // SAFETY: the caller's word.
-        context.noting(unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) })
+        let result = unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) };
+        context.noting(result).inspect(|()| context.count_copied(&transfer))
     }
 }

@@ -3,10 +3,11 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use crossbeam::utils::CachePadded;
 use parking_lot::Mutex;
 
 use super::worker::Worker;
-use super::{Driver, EventHandle};
+use super::{Driver, EventHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
 use crate::telemetry::counters::{ErrorTally, SharedHistogram};
 
@@ -30,6 +31,9 @@ pub(crate) struct Context {
     flights: SharedHistogram,
     /// What was submitted to, and landed on, streams that are no more.
     past: [AtomicU64; 2],
+    /// Bytes of the copies that the driver accepted, to the device and from it. On a line of their own: every copy counts
+    /// here, next to a driver call that costs many times as much.
+    copied: CachePadded<[AtomicU64; 2]>,
     forks: u32,
 }
 
@@ -48,6 +52,7 @@ impl Context {
             errors: ErrorTally::default(),
             flights: SharedHistogram::new(),
             past: Default::default(),
+            copied: Default::default(),
             forks: crate::os::forks(),
         }))
     }
@@ -106,6 +111,21 @@ impl Context {
     pub(crate) fn count_past(&self, submitted: u64, landed: u64) {
         self.past[0].fetch_add(submitted, Ordering::Relaxed);
         self.past[1].fetch_add(landed, Ordering::Relaxed);
+    }
+
+    /// Bytes of the copies that the driver accepted, to the device and from it.
+    pub(crate) fn copied(&self) -> [u64; 2] {
+        [self.copied[0].load(Ordering::Relaxed), self.copied[1].load(Ordering::Relaxed)]
+    }
+
+    /// The driver accepted a copy. What does not cross the link is not counted.
+    pub(crate) fn count_copied(&self, transfer: &Transfer) {
+        let (to, len) = match transfer {
+            Transfer::Upload { len, .. } => (0, *len),
+            Transfer::Download { len, .. } => (1, *len),
+            Transfer::OnDevice { .. } | Transfer::OnHost { .. } => return,
+        };
+        self.copied[to].fetch_add(len as u64, Ordering::Relaxed);
     }
 
     /// The error that the device was lost with, if it was.

@@ -83,6 +83,7 @@ pub(super) struct Labels {
     pub(super) class: Option<&'static str>,
     pub(super) device: Option<String>,
     pub(super) stream: Option<String>,
+    pub(super) direction: Option<&'static str>,
 }
 
 impl Labels {
@@ -96,6 +97,7 @@ impl Labels {
             ("class", self.class),
             ("device", self.device.as_deref()),
             ("stream", self.stream.as_deref()),
+            ("direction", self.direction),
         ];
         all.map(|(name, value)| value.map(|value| (name, value.to_owned()))).into_iter().flatten()
     }
@@ -112,7 +114,8 @@ macro_rules! event {
             stride = $labels.stride.as_deref(),
             class = $labels.class,
             device = $labels.device.as_deref(),
-            stream = $labels.stream.as_deref()
+            stream = $labels.stream.as_deref(),
+            direction = $labels.direction
         })
     };
 }
@@ -205,6 +208,8 @@ table! {
         "How long buffers were out; of a sample, one in eight that no cache could serve.";
     PinningSpeed: Real, [pinpool.pinning.bytes_per_second], BytesPerSecond, [pool], "Bytes pinned per second spent in pinning.";
     LongestPin: Real, [pinpool.pinning.longest_call.seconds], Seconds, [pool], "The longest single call that pinned.";
+    Sampled: Real, [pinpool.sampled.timestamp.seconds], Seconds, [pool],
+        "When the pool was looked at last, in seconds since 1970: it stands still when the pool or its sampler is gone.";
     StuckBuffers: Gauge, [pinpool.stuck.buffers], Count, [pool], "Buffers out for longer than the sampler's threshold.";
     StuckBytes: Gauge, [pinpool.stuck.bytes], Bytes, [pool], "Their bytes.";
     ClassFree: Gauge, [pinpool.class.free.segments], Count, [pool, stride],
@@ -219,6 +224,8 @@ table! {
         "Errors that the driver answered with, by what they mean.";
     DeviceSubmitted: Counter, [pinpool.device.submitted.total], Count, [device], "Copies and holds submitted.";
     DeviceCompleted: Counter, [pinpool.device.completed.total], Count, [device], "Those of them known to be complete.";
+    DeviceCopied: Counter, [pinpool.device.copied.bytes.total], Bytes, [device, direction],
+        "Bytes of copies that the driver accepted; direction is upload or download.";
     DeviceRegistered: Gauge, [pinpool.device.registered.bytes], Bytes, [device], "Bytes of values registered with the device.";
     DeviceLost: Gauge, [pinpool.device.lost], Count, [device], "1 if the device is lost, else 0.";
     StuckStreams: Gauge, [pinpool.device.stuck.streams], Count, [device],

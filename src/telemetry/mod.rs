@@ -85,6 +85,7 @@
 //! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight that no cache could serve |
 //! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |
 //! | `pinpool.pinning.longest_call.seconds` | gauge | pool | The longest single call that pinned |
+//! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the pool was looked at last, in seconds since 1970: it stands still when the pool or its sampler is gone |
 //! | `pinpool.stuck.buffers` | gauge | pool | Buffers out for longer than the sampler's threshold |
 //! | `pinpool.stuck.bytes` | gauge | pool | Their bytes |
 //! | `pinpool.class.free.segments` | gauge | pool, stride | Segments of a size class that can be checked out; stride is the class's bytes, or large |
@@ -95,6 +96,7 @@
 //! | `pinpool.device.errors.total` | counter | device, class | Errors that the driver answered with, by what they mean |
 //! | `pinpool.device.submitted.total` | counter | device | Copies and holds submitted |
 //! | `pinpool.device.completed.total` | counter | device | Those of them known to be complete |
+//! | `pinpool.device.copied.bytes.total` | counter | device, direction | Bytes of copies that the driver accepted; direction is upload or download |
 //! | `pinpool.device.registered.bytes` | gauge | device | Bytes of values registered with the device |
 //! | `pinpool.device.lost` | gauge | device | 1 if the device is lost, else 0 |
 //! | `pinpool.device.stuck.streams` | gauge | device | Streams with work in flight that got nothing done for longer than the sampler's threshold |

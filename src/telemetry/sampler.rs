@@ -11,7 +11,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::counters::{ErrorCounts, Histogram};
 use super::metrics::{self, Id, Labels, Value};
@@ -73,6 +73,7 @@ struct Watched {
 struct WatchedDevice {
     submitted: u64,
     completed: u64,
+    copied: [u64; 2],
     flight: Histogram,
     errors: ErrorCounts,
     streams: HashMap<u64, WatchedStream>,
@@ -283,6 +284,9 @@ impl Watched {
         to.durations(Id::WaitSeconds, &now.waiting, &self.waiting, labels);
         to.durations(Id::HoldingSeconds, &now.holding, &self.holding, labels);
         send_pinning(&now.pinning, to, labels);
+        if let Ok(since) = SystemTime::now().duration_since(UNIX_EPOCH) {
+            to.send(Id::Sampled, Value::Real(since.as_secs_f64()), labels);
+        }
         for class in &now.classes {
             let stride = class.stride.map_or_else(|| "large".to_owned(), |stride| stride.to_string());
             let labels = &Labels { stride: Some(stride), ..labels.clone() };
@@ -366,6 +370,12 @@ impl WatchedDevice {
         to.errors(Id::DeviceErrors, stats.errors, self.errors, labels);
         to.count(Id::DeviceSubmitted, stats.submitted, self.submitted, labels);
         to.count(Id::DeviceCompleted, stats.completed, self.completed, labels);
+        let copied = [stats.uploaded_bytes, stats.downloaded_bytes];
+        for (i, direction) in ["upload", "download"].into_iter().enumerate() {
+            let labels = &Labels { direction: Some(direction), ..labels.clone() };
+            to.count(Id::DeviceCopied, copied[i], self.copied[i], labels);
+        }
+        self.copied = copied;
         to.level(Id::DeviceRegistered, stats.registered_bytes, labels);
         to.level(Id::DeviceLost, usize::from(stats.lost.is_some()), labels);
         let mut stuck = 0;

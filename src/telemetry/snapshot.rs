@@ -82,6 +82,11 @@ pub struct DeviceStats {
     pub submitted: u64,
     /// Those of them that are known to be complete.
     pub completed: u64,
+    /// Bytes of uploads that the driver accepted, blocking ones included. What a graph copies is not known here, nor what
+    /// stays within the device or the host.
+    pub uploaded_bytes: u64,
+    /// The same of downloads.
+    pub downloaded_bytes: u64,
     /// How long they took, from submitting to being seen complete by whoever asked first: the reaper's pause, an eighth of the
     /// flight and at most 1 ms, is within it. Of a sample: the first of every sixteen submissions to each stream.
     pub flight: Histogram,
@@ -187,6 +192,7 @@ impl Device {
     pub fn stats(&self) -> DeviceStats {
         let context = self.context();
         let [mut submitted, mut completed] = context.past();
+        let [uploaded_bytes, downloaded_bytes] = context.copied();
         // In the child of a fork the locks may be anyone's.
         let known = if context.forked() { Vec::new() } else { self.listing().known() };
         let mut streams: Vec<StreamStats> = known.iter().map(|timeline| of(timeline)).collect();
@@ -202,6 +208,8 @@ impl Device {
             errors: context.errors().read(),
             submitted,
             completed,
+            uploaded_bytes,
+            downloaded_bytes,
             flight: context.flights().read(),
             streams,
         }

@@ -1,0 +1,63 @@
+//! `pinpool top`: the pools of a process that serves `/metrics`, live in a terminal, or once as text.
+//!
+//! The way of the numbers: [`scrape`] fetches and reads them, [`view`] works out rates, quantiles and alarms, [`text`] makes
+//! lines, and [`screen`] draws these. Nothing of the pool's code is used: what is shown is what the other process
+//! exports, so any Prometheus would see the same.
+
+mod scrape;
+mod screen;
+mod text;
+mod view;
+
+use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use super::args::Top;
+use super::{Failure, say};
+use scrape::Source;
+use view::Watch;
+
+/// As wide as most terminals.
+const WIDTH: usize = 80;
+
+pub fn run(args: &Top) -> ExitCode {
+    match top(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            say(&format!("error: {failure}"));
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+fn top(args: &Top) -> Result<(), Failure> {
+    let url = scrape::address(&args.url).map_err(Failure::Usage)?;
+    let interval = Duration::from_secs_f64(args.interval);
+    let source = Source::new(url);
+    if args.once {
+        return once(&source, interval);
+    }
+    if !io::stdout().is_terminal() {
+        return Err(Failure::Usage("this is not a terminal: use --once for plain text".into()));
+    }
+    screen::run(source, interval).map_err(|error| Failure::Failed(format!("the terminal: {error}")))
+}
+
+/// Looks twice, an interval apart, since one look has no rates.
+fn once(source: &Source, interval: Duration) -> Result<(), Failure> {
+    let mut watch = Watch::default();
+    for pause in [Duration::ZERO, interval] {
+        std::thread::sleep(pause);
+        let scrape = source.fetch().map_err(|why| Failure::Failed(format!("{}: {why}", source.url())))?;
+        watch.add(Instant::now(), Ok(scrape));
+    }
+    let text = text::plain(&watch.items(Instant::now()), WIDTH);
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::Failed(format!("the result cannot be written: {error}")))
+        }
+        _ => Ok(()),
+    }
+}

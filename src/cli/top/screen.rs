@@ -1,0 +1,169 @@
+//! The terminal: draws what a [`Watch`] shows until somebody has seen enough.
+//!
+//! A thread of its own fetches, since a server may take seconds to answer; this one draws, and listens for keys. The
+//! terminal is put back in order however it ends, a panic included (ratatui's hook sees to that).
+
+use std::io;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::time::{Duration, Instant};
+
+use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::Paragraph;
+
+use super::scrape::{Scrape, Source};
+use super::text::{self, Look};
+use super::view::{Level, Watch};
+
+/// How soon a key or an answer is seen to.
+const BEAT: Duration = Duration::from_millis(100);
+
+/// Shows what the server says until `q`.
+pub fn run(source: Source, interval: Duration) -> io::Result<()> {
+    let url = source.url().to_owned();
+    let answers = fetch_always(source, interval)?;
+    let mut terminal = ratatui::try_init()?;
+    let result = draw_always(&mut terminal, &url, &answers);
+    ratatui::try_restore().and(result)
+}
+
+type Answer = (Instant, Result<Scrape, String>);
+
+/// Fetches on a thread of its own, which ends when nobody listens any more, and with the process at the latest.
+fn fetch_always(source: Source, interval: Duration) -> io::Result<Receiver<Answer>> {
+    let (sender, answers) = sync_channel(1);
+    let fetch = move || {
+        loop {
+            let answer = source.fetch();
+            if sender.send((Instant::now(), answer)).is_err() {
+                return;
+            }
+            std::thread::sleep(interval);
+        }
+    };
+    std::thread::Builder::new().name("fetch".into()).spawn(fetch)?;
+    Ok(answers)
+}
+
+fn draw_always(
+    terminal: &mut ratatui::DefaultTerminal,
+    url: &str,
+    answers: &Receiver<Answer>,
+) -> io::Result<()> {
+    let (mut watch, mut scroll) = (Watch::default(), 0u16);
+    loop {
+        let mut last = 0;
+        terminal.draw(|frame| last = draw(frame, &watch, url, scroll))?;
+        scroll = scroll.min(last);
+        match answers.recv_timeout(BEAT) {
+            Ok((at, answer)) => watch.add(at, answer),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(io::Error::other("the thread that fetches has ended"));
+            }
+        }
+        while event::poll(Duration::ZERO)? {
+            let Event::Key(key) = event::read()? else { continue };
+            if key.kind == KeyEventKind::Release {
+                continue;
+            }
+            let interrupt = key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c');
+            scroll = match key.code {
+                _ if interrupt => return Ok(()),
+                KeyCode::Char('q') | KeyCode::Esc => return Ok(()),
+                KeyCode::Down | KeyCode::Char('j') => scroll.saturating_add(1),
+                KeyCode::Up | KeyCode::Char('k') => scroll.saturating_sub(1),
+                KeyCode::PageDown | KeyCode::Char(' ') => scroll.saturating_add(20),
+                KeyCode::PageUp => scroll.saturating_sub(20),
+                KeyCode::Home => 0,
+                KeyCode::End => u16::MAX,
+                _ => scroll,
+            };
+        }
+    }
+}
+
+/// Draws everything. The furthest that can be scrolled.
+fn draw(frame: &mut Frame, watch: &Watch, url: &str, scroll: u16) -> u16 {
+    let [head, body] = Layout::vertical([Constraint::Length(1), Constraint::Fill(1)]).areas(frame.area());
+    let stale = watch.trouble().is_some();
+    let state = if stale { ("STALE", Color::Red) } else { ("live", Color::Green) };
+    let title = Line::from(vec![
+        Span::raw(format!("pinpool top  {url}  ")),
+        Span::styled(state.0, Style::new().fg(state.1).add_modifier(Modifier::BOLD)),
+        Span::styled("  q ends, arrows scroll", Style::new().add_modifier(Modifier::DIM)),
+    ]);
+    frame.render_widget(Paragraph::new(title), head);
+    let lines = text::lines(&watch.items(Instant::now()), usize::from(body.width));
+    let last = u16::try_from(lines.len()).unwrap_or(u16::MAX).saturating_sub(body.height);
+    let spans = |line: text::Line| {
+        let span = |(look, text)| Span::styled(text, style(look, stale));
+        Line::from(line.into_iter().map(span).collect::<Vec<_>>())
+    };
+    let lines: Vec<Line> = lines.into_iter().map(spans).collect();
+    frame.render_widget(Paragraph::new(lines).scroll((scroll.min(last), 0)), body);
+    last
+}
+
+/// Of the terminal's own sixteen colours, so that its theme has the say; what is stale is dim.
+fn style(look: Look, stale: bool) -> Style {
+    let plain = Style::new();
+    let style = match look {
+        Look::Plain => plain,
+        Look::Dim => plain.add_modifier(Modifier::DIM),
+        Look::Heading => plain.add_modifier(Modifier::BOLD),
+        Look::Note(Level::Fine) => return plain.fg(Color::Green),
+        Look::Note(Level::Warning) => return plain.fg(Color::Yellow),
+        Look::Note(Level::Alarm) => return plain.fg(Color::Red).add_modifier(Modifier::BOLD),
+        Look::State(0) => plain.fg(Color::Blue),
+        Look::State(1) => plain.fg(Color::Magenta),
+        Look::State(2) => plain.fg(Color::Red),
+        Look::State(3) => plain.fg(Color::Yellow),
+        Look::State(_) => plain.add_modifier(Modifier::DIM),
+    };
+    if stale { style.add_modifier(Modifier::DIM) } else { style }
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+
+    use super::*;
+
+    fn drawn(watch: &Watch, scroll: u16) -> (String, u16) {
+        let mut terminal = Terminal::new(TestBackend::new(90, 12)).unwrap();
+        let mut last = 0;
+        terminal.draw(|frame| last = draw(frame, watch, "http://h/metrics", scroll)).unwrap();
+        let buffer = terminal.backend().buffer();
+        let rows =
+            buffer.content().chunks(90).map(|row| row.iter().map(|cell| cell.symbol()).collect::<String>());
+        (rows.map(|row| format!("{}\n", row.trim_end())).collect(), last)
+    }
+
+    #[test]
+    fn the_screen_says_what_is_live_and_what_is_stale() {
+        let mut watch = Watch::default();
+        assert!(drawn(&watch, 0).0.contains("waiting for the first answer"));
+        let text = "pinpool_memory_capacity_bytes{pool=\"p\"} 1048576\npinpool_memory_bytes{pool=\"p\",state=\"free\"} 524288\n";
+        watch.add(Instant::now(), Ok(Scrape::parse(text)));
+        let (screen, last) = drawn(&watch, 0);
+        assert!(
+            screen.contains("http://h/metrics  live") && screen.contains("Pool p: 0 B of 1.0 MiB"),
+            "{screen}"
+        );
+        assert!(last > 0, "more than fits");
+        let (end, _) = drawn(&watch, u16::MAX);
+        assert!(end.contains("in flight") && !end.contains("Pool p"), "{end}");
+        watch.add(Instant::now(), Err("nobody listens there".into()));
+        let (screen, _) = drawn(&watch, 0);
+        assert!(
+            screen.contains("STALE") && screen.contains("ALARM: stale: nobody listens there"),
+            "{screen}"
+        );
+        assert!(screen.contains("Pool p"), "what was known is still there: {screen}");
+    }
+}

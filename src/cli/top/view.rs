@@ -1,0 +1,469 @@
+//! What is shown of a process's pools: rates, quantiles and alarms worked out from what it said over the last minutes.
+//!
+//! The same as on the page of `examples/dashboard`, and from the same metrics. The outcome is a list of [`Item`]s without
+//! colours or positions, which `--once` prints as text and the screen draws.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::scrape::Scrape;
+
+/// Rates are of so long.
+const RATE: Duration = Duration::from_secs(5);
+/// Alarms about what happened, and quantiles, are of so long.
+const RECENT: Duration = Duration::from_secs(60);
+/// How long is kept, a little more than that.
+const KEEP: Duration = Duration::from_secs(70);
+/// How often a pool is thought to be looked at until it was seen.
+const ASSUMED_GAP: f64 = 10.0;
+
+/// How bad something is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    Fine,
+    Warning,
+    Alarm,
+}
+
+/// A part of what is shown.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Item {
+    Heading(String),
+    Note(Level, String),
+    /// Parts of a whole, by state.
+    Bar(Vec<(&'static str, f64)>, f64),
+    /// Heads and rows; the first column is left-aligned.
+    Table(Vec<&'static str>, Vec<Vec<String>>),
+}
+
+/// States of memory, in the order of the bar.
+pub const STATES: [&str; 5] = ["checked_out", "in_flight", "quarantined", "cut", "free"];
+
+/// When a pool was looked at.
+#[derive(Clone, Copy, Debug)]
+struct Looked {
+    stamp: f64,
+    at: Instant,
+    gap: f64,
+}
+
+/// What a process said lately.
+#[derive(Debug, Default)]
+pub struct Watch {
+    history: VecDeque<(Instant, Scrape)>,
+    looked: HashMap<String, Looked>,
+    /// Why the last attempt brought nothing.
+    trouble: Option<String>,
+}
+
+impl Watch {
+    /// Takes in what a look brought.
+    pub fn add(&mut self, at: Instant, result: Result<Scrape, String>) {
+        let scrape = match result {
+            Ok(scrape) => scrape,
+            Err(why) => return self.trouble = Some(why),
+        };
+        self.trouble = None;
+        for sample in scrape.all("pinpool_sampled_timestamp_seconds", &[]) {
+            let fresh = Looked { stamp: sample.value, at, gap: ASSUMED_GAP };
+            let seen = self.looked.entry(sample.label("pool").to_owned()).or_insert(fresh);
+            if seen.stamp != sample.value {
+                *seen = Looked { gap: (sample.value - seen.stamp).max(1.0), ..fresh };
+            }
+        }
+        self.history.push_back((at, scrape));
+        while self.history.front().is_some_and(|old| at.saturating_duration_since(old.0) > KEEP) {
+            self.history.pop_front();
+        }
+    }
+
+    /// Why there is no news, if there is none.
+    pub fn trouble(&self) -> Option<&str> {
+        self.trouble.as_deref()
+    }
+
+    /// All that is to be shown. Without any news so far: only what is wrong.
+    pub fn items(&self, now: Instant) -> Vec<Item> {
+        let mut items = Vec::new();
+        let Some((at, scrape)) = self.history.back() else {
+            let waiting = "waiting for the first answer".to_owned();
+            let note = self.trouble.clone().map_or((Level::Fine, waiting), |why| (Level::Alarm, why));
+            return vec![Item::Note(note.0, note.1)];
+        };
+        if let Some(why) = &self.trouble {
+            let age = now.saturating_duration_since(*at).as_secs();
+            items.push(Item::Note(Level::Alarm, format!("stale: {why}; what is shown is {age} s old")));
+        }
+        let pools = || scrape.all("pinpool_memory_capacity_bytes", &[]);
+        for pool in pools() {
+            self.pool_alarms(scrape, pool.label("pool"), pool.value, now, &mut items);
+        }
+        device_alarms(scrape, &mut items);
+        if items.is_empty() {
+            items.push(Item::Note(Level::Fine, "no alarms".into()));
+        }
+        for pool in pools() {
+            self.pool(scrape, pool.label("pool"), pool.value, &mut items);
+        }
+        self.devices(scrape, &mut items);
+        items
+    }
+
+    /// The youngest scrape that is as old as this before the last, else the oldest. `None`: there is only one.
+    fn before(&self, age: Duration) -> Option<(f64, &Scrape)> {
+        let (now, _) = self.history.back()?;
+        let old_enough = |old: &&(Instant, Scrape)| now.saturating_duration_since(old.0) >= age;
+        let (at, scrape) = self.history.iter().rev().find(old_enough).or(self.history.front())?;
+        let seconds = now.saturating_duration_since(*at).as_secs_f64();
+        (seconds > 0.0).then_some((seconds, scrape))
+    }
+
+    /// What a counter came up by over so long.
+    fn since(&self, age: Duration, name: &str, want: &[(&str, &str)]) -> Option<(f64, f64)> {
+        let (seconds, old) = self.before(age)?;
+        let now = self.history.back()?.1.sum(name, want);
+        let was = old.sum(name, want);
+        // One that went down has started again with its process.
+        Some((if now >= was { now - was } else { now }, seconds))
+    }
+
+    fn rate(&self, name: &str, want: &[(&str, &str)]) -> Option<f64> {
+        self.since(RATE, name, want).map(|(count, seconds)| count / seconds)
+    }
+
+    fn recent(&self, name: &str, pool: &str) -> f64 {
+        self.since(RECENT, name, &[("pool", pool)]).map_or(0.0, |(count, _)| count)
+    }
+
+    /// An upper bound of a quantile of what was counted in the last minute, or ever where there is one scrape only.
+    fn quantile(&self, q: f64, name: &str, label: (&str, &str)) -> Option<f64> {
+        let name = format!("{name}_bucket");
+        let (_, scrape) = self.history.back()?;
+        let mut buckets: Vec<(f64, f64)> = Vec::new();
+        for bucket in scrape.all(&name, &[label]) {
+            let le = bucket.label("le");
+            let count =
+                self.since(RECENT, &name, &[label, ("le", le)]).map_or(bucket.value, |(count, _)| count);
+            buckets.push((le.parse().ok()?, count));
+        }
+        buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let all = buckets.last()?.1;
+        buckets.iter().find(|bucket| all > 0.0 && bucket.1 >= q * all).map(|bucket| bucket.0)
+    }
+
+    /// How long nobody has looked at a pool, if that is too long: exporters keep the last values of what is gone.
+    fn idle(&self, pool: &str, now: Instant) -> Option<f64> {
+        let seen = self.looked.get(pool)?;
+        let idle = now.saturating_duration_since(seen.at).as_secs_f64();
+        (idle > 3.0 * seen.gap + 3.0).then_some(idle)
+    }
+
+    fn pool_alarms(&self, scrape: &Scrape, pool: &str, capacity: f64, now: Instant, items: &mut Vec<Item>) {
+        let of = |name: &str| scrape.sum(name, &[("pool", pool)]);
+        let state = |state: &str| scrape.sum("pinpool_memory_bytes", &[("pool", pool), ("state", state)]);
+        let mut note = |level, text: String| items.push(Item::Note(level, format!("{pool}: {text}")));
+        if let Some(idle) = self.idle(pool, now) {
+            note(
+                Level::Alarm,
+                format!("stale, nobody has looked at this pool for {idle:.0} s: it or its sampler is gone"),
+            );
+        }
+        let used = of("pinpool_memory_bytes") - state("free");
+        if used > 0.9 * capacity {
+            let share = percent(used, capacity);
+            note(
+                Level::Warning,
+                format!("nearly full, {share} in use: raise the capacity, or find who keeps buffers"),
+            );
+        }
+        let (timeouts, waits) =
+            (self.recent("pinpool_timeouts_total", pool), self.recent("pinpool_waits_total", pool));
+        if timeouts > 0.0 {
+            note(Level::Alarm, format!("{timeouts} waits for memory were given up in the last minute"));
+        } else if waits > 0.0 {
+            note(Level::Warning, format!("{waits} requests had to wait for memory in the last minute"));
+        }
+        let plain = self.recent("pinpool_unpinned_fallbacks_total", pool);
+        if plain > 0.0 {
+            note(
+                Level::Warning,
+                format!("{plain} unpinned buffers in place of pinned ones in the last minute"),
+            );
+        }
+        if state("quarantined") > 0.0 {
+            let gone = bytes(state("quarantined"));
+            note(Level::Alarm, format!("{gone} are quarantined: gone until the process ends"));
+        }
+        let stuck = of("pinpool_stuck_buffers");
+        if stuck > 0.0 {
+            let size = bytes(of("pinpool_stuck_bytes"));
+            let log = "the log names them: pinpool::pool::stuck";
+            note(Level::Alarm, format!("{stuck} buffers ({size}) have been out for too long; {log}"));
+        }
+        let unlocked = of("pinpool_memory_unlocked_bytes");
+        if unlocked > 0.0 {
+            let size = bytes(unlocked);
+            note(
+                Level::Warning,
+                format!("{size} are not page-locked: raise the memlock limit, pinpool doctor says how"),
+            );
+        }
+        if self.recent("pinpool_growth_failures_total", pool) > 0.0 {
+            note(Level::Alarm, "pinning ended early in the last minute: pinpool doctor says why".into());
+        }
+    }
+
+    fn pool(&self, scrape: &Scrape, pool: &str, capacity: f64, items: &mut Vec<Item>) {
+        let of = |name: &str| scrape.sum(name, &[("pool", pool)]);
+        let rate = |name: &str| self.rate(name, &[("pool", pool)]);
+        let state = |state: &str| scrape.sum("pinpool_memory_bytes", &[("pool", pool), ("state", state)]);
+        let held = of("pinpool_memory_bytes");
+        let used = held - state("free");
+        items.push(Item::Heading(format!(
+            "Pool {pool}: {} of {} in use ({})",
+            bytes(used),
+            bytes(capacity),
+            percent(used, capacity)
+        )));
+        items.push(Item::Bar(STATES.map(|name| (name, state(name))).to_vec(), capacity));
+        let mut states: Vec<Vec<String>> = STATES
+            .iter()
+            .map(|name| vec![name.replace('_', " "), bytes(state(name)), percent(state(name), capacity)])
+            .collect();
+        let rest = (capacity - held).max(0.0);
+        states.push(vec!["not taken from the system".into(), bytes(rest), percent(rest, capacity)]);
+        items.push(Item::Table(vec!["memory", "bytes", "of capacity"], states));
+
+        let counted = |name: &str| format!("{}, {} in all", per(rate(name)), of(name));
+        let wait = |q| time(self.quantile(q, "pinpool_wait_seconds", ("pool", pool)));
+        let hits = match (rate("pinpool_checkouts_total"), rate("pinpool_misses_total")) {
+            (Some(all), Some(misses)) if all > 0.0 => percent((all - misses).max(0.0), all),
+            _ => "-".into(),
+        };
+        let rows = [
+            ("requests waiting now", of("pinpool_waiting_requests").to_string()),
+            ("waits", counted("pinpool_waits_total")),
+            ("waits given up", counted("pinpool_timeouts_total")),
+            ("half of the waits", wait(0.5)),
+            ("99% of the waits", wait(0.99)),
+            ("99% of buffers held for", time(self.quantile(0.99, "pinpool_holding_seconds", ("pool", pool)))),
+            ("checkouts", per(rate("pinpool_checkouts_total"))),
+            ("from the thread's own cache", hits),
+            ("page-locked", bytes(of("pinpool_memory_locked_bytes"))),
+            ("not page-locked", bytes(of("pinpool_memory_unlocked_bytes"))),
+            ("longest free piece", bytes(of("pinpool_memory_largest_free_bytes"))),
+        ];
+        let rows = rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec();
+        items.push(Item::Table(vec!["use", ""], rows));
+
+        let mut classes: Vec<(f64, Vec<String>)> = Vec::new();
+        for class in scrape.all("pinpool_class_out_segments", &[("pool", pool)]) {
+            let stride = class.label("stride");
+            let want = [("pool", pool), ("stride", stride)];
+            let size: Option<f64> = stride.parse().ok();
+            let free = scrape.sum("pinpool_class_free_segments", &want);
+            classes.push((
+                size.unwrap_or(f64::INFINITY),
+                vec![
+                    size.map_or_else(|| "larger".to_owned(), bytes),
+                    class.value.to_string(),
+                    free.to_string(),
+                    scrape.sum("pinpool_class_cached_segments", &want).to_string(),
+                    per(self.rate("pinpool_class_checkouts_total", &want)),
+                ],
+            ));
+        }
+        classes.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let rows = classes.into_iter().map(|(_, row)| row).collect();
+        items.push(Item::Table(vec!["class", "out", "free", "kept by threads", "checkouts"], rows));
+    }
+
+    fn devices(&self, scrape: &Scrape, items: &mut Vec<Item>) {
+        items.push(Item::Heading("Devices".into()));
+        let (mut rows, mut links) = (Vec::new(), Vec::new());
+        for lost in scrape.all("pinpool_device_lost", &[]) {
+            let device = lost.label("device");
+            for direction in ["upload", "download"] {
+                let want = [("device", device), ("direction", direction)];
+                let speed = self.rate("pinpool_device_copied_bytes_total", &want);
+                // What the link can do is known only where the server exports it.
+                let peak =
+                    scrape.all("server_link_peak_bytes_per_second", &want).next().map(|peak| peak.value);
+                let share =
+                    peak.zip(speed).map_or_else(|| "-".to_owned(), |(peak, speed)| percent(speed, peak));
+                links.push(vec![format!("{device} {direction}"), gb(speed), share, gb(peak)]);
+            }
+            rows.push(vec![
+                device.to_owned(),
+                if lost.value > 0.0 { "lost" } else { "works" }.to_owned(),
+                per(self.rate("pinpool_device_submitted_total", &[("device", device)])),
+                time(self.quantile(0.99, "pinpool_flight_seconds", ("device", device))),
+                scrape.sum("pinpool_device_errors_total", &[("device", device)]).to_string(),
+            ]);
+        }
+        items.push(Item::Table(vec!["device", "state", "submitted", "99% of flights", "errors"], rows));
+        items.push(Item::Table(vec!["link", "speed", "of peak", "peak"], links));
+        let mut rows = Vec::new();
+        let mut streams: Vec<_> = scrape.all("pinpool_stream_in_flight_entries", &[]).collect();
+        streams.sort_by_key(|sample| (sample.label("device"), sample.label("stream").parse::<u64>().ok()));
+        for entries in streams {
+            let want = [("device", entries.label("device")), ("stream", entries.label("stream"))];
+            rows.push(vec![
+                format!("{} stream {}", want[0].1, want[1].1),
+                entries.value.to_string(),
+                bytes(scrape.sum("pinpool_stream_in_flight_bytes", &want)),
+            ]);
+        }
+        items.push(Item::Table(vec!["in flight", "copies and holds", "bytes"], rows));
+    }
+}
+
+fn device_alarms(scrape: &Scrape, items: &mut Vec<Item>) {
+    for lost in scrape.all("pinpool_device_lost", &[]).filter(|lost| lost.value > 0.0) {
+        let device = lost.label("device");
+        items.push(Item::Note(Level::Alarm, format!("{device} is lost: restart the process")));
+    }
+    for stuck in scrape.all("pinpool_device_stuck_streams", &[]).filter(|stuck| stuck.value > 0.0) {
+        let (device, streams) = (stuck.label("device"), stuck.value);
+        let text = format!("{device}: {streams} streams get nothing done: a kernel or copy hangs");
+        items.push(Item::Note(Level::Alarm, text));
+    }
+}
+
+fn bytes(mut n: f64) -> String {
+    let mut unit = 0;
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    while n.abs() >= 1024.0 && unit + 1 < UNITS.len() {
+        n /= 1024.0;
+        unit += 1;
+    }
+    let digits = usize::from(unit > 0 && n < 100.0);
+    format!("{n:.digits$} {}", UNITS[unit])
+}
+
+fn per(rate: Option<f64>) -> String {
+    match rate {
+        None => "-".into(),
+        Some(rate) if rate < 10.0 => format!("{rate:.1}/s"),
+        Some(rate) => format!("{rate:.0}/s"),
+    }
+}
+
+fn gb(speed: Option<f64>) -> String {
+    speed.map_or_else(|| "-".into(), |speed| format!("{:.2} GB/s", speed / 1e9))
+}
+
+fn percent(part: f64, whole: f64) -> String {
+    if whole > 0.0 { format!("{:.0}%", 100.0 * part / whole) } else { "-".into() }
+}
+
+fn time(seconds: Option<f64>) -> String {
+    match seconds {
+        None => "none".into(),
+        Some(s) if s.is_infinite() => "over 1,000 s".into(),
+        Some(s) if s >= 1.0 => format!("<= {s:.1} s"),
+        Some(s) if s >= 1e-3 => format!("<= {:.1} ms", s * 1e3),
+        Some(s) => format!("<= {:.0} us", s * 1e6),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A pool of 100 MiB with 20 free.
+    const POOL: &str = "pinpool_memory_capacity_bytes{pool=\"p\"} 104857600\n\
+                        pinpool_memory_bytes{pool=\"p\",state=\"free\"} 20971520\n\
+                        pinpool_memory_bytes{pool=\"p\",state=\"checked_out\"} 83886080\n";
+
+    fn notes(watch: &Watch, now: Instant) -> Vec<(Level, String)> {
+        let note = |item| if let Item::Note(level, text) = item { Some((level, text)) } else { None };
+        watch.items(now).into_iter().filter_map(note).collect()
+    }
+
+    fn add(watch: &mut Watch, at: Instant, more: &str) {
+        watch.add(at, Ok(Scrape::parse(&format!("{POOL}{more}\n"))));
+    }
+
+    #[test]
+    fn rates_are_of_the_last_seconds_and_survive_a_restart() {
+        let (mut watch, start) = (Watch::default(), Instant::now());
+        for (second, count) in [(0, 1000), (5, 1000), (10, 1100)] {
+            add(&mut watch, start + Duration::from_secs(second), &format!("c_total{{pool=\"p\"}} {count}"));
+        }
+        assert_eq!(watch.rate("c_total", &[("pool", "p")]), Some(20.0));
+        add(&mut watch, start + Duration::from_secs(15), "c_total{pool=\"p\"} 50");
+        assert_eq!(watch.rate("c_total", &[]), Some(10.0), "50 since it started again");
+    }
+
+    #[test]
+    fn quantiles_are_of_what_came_lately() {
+        let (mut watch, start) = (Watch::default(), Instant::now());
+        let buckets = |fast: u32, all: u32| {
+            format!("w_bucket{{pool=\"p\",le=\"0.001\"}} {fast}\nw_bucket{{pool=\"p\",le=\"+Inf\"}} {all}")
+        };
+        add(&mut watch, start, &buckets(1000, 1000));
+        assert_eq!(watch.quantile(0.99, "w", ("pool", "p")), Some(0.001));
+        add(&mut watch, start + Duration::from_secs(10), &buckets(1001, 1010));
+        assert_eq!(
+            watch.quantile(0.5, "w", ("pool", "p")),
+            Some(f64::INFINITY),
+            "nine of ten new ones are long"
+        );
+        assert_eq!(watch.quantile(0.1, "w", ("pool", "p")), Some(0.001));
+        assert_eq!(watch.quantile(0.5, "w", ("pool", "q")), None);
+    }
+
+    #[test]
+    fn what_nobody_looks_at_is_stale() {
+        let (mut watch, start) = (Watch::default(), Instant::now());
+        let at = |second| start + Duration::from_secs(second);
+        for second in 0..5 {
+            add(&mut watch, at(second), &format!("pinpool_sampled_timestamp_seconds{{pool=\"p\"}} {second}"));
+        }
+        assert_eq!(notes(&watch, at(5)), [(Level::Fine, "no alarms".into())]);
+        add(&mut watch, at(20), "pinpool_sampled_timestamp_seconds{pool=\"p\"} 4");
+        let found = notes(&watch, at(20));
+        assert!(
+            found.len() == 1 && found[0].1.contains("nobody has looked at this pool for 16 s"),
+            "{found:?}"
+        );
+    }
+
+    #[test]
+    fn a_server_that_is_gone_leaves_stale_numbers() {
+        let (mut watch, start) = (Watch::default(), Instant::now());
+        watch.add(start, Err("nobody listens there".into()));
+        assert_eq!(notes(&watch, start), [(Level::Alarm, "nobody listens there".into())]);
+        add(&mut watch, start, "");
+        assert_eq!(notes(&watch, start), [(Level::Fine, "no alarms".into())]);
+        watch.add(start, Err("nobody listens there".into()));
+        let found = notes(&watch, start + Duration::from_secs(7));
+        assert_eq!(found, [(Level::Alarm, "stale: nobody listens there; what is shown is 7 s old".into())]);
+    }
+
+    #[test]
+    fn each_condition_is_said() {
+        for (metric, words) in [
+            (
+                "pinpool_memory_bytes{pool=\"p\",state=\"quarantined\"} 15728640",
+                ["15.0 MiB are quarantined", "nearly full, 95%"],
+            ),
+            ("pinpool_stuck_buffers{pool=\"p\"} 3", ["3 buffers", "too long"]),
+            ("pinpool_memory_unlocked_bytes{pool=\"p\"} 4096", ["4.0 KiB are not page-locked", "memlock"]),
+            ("pinpool_device_lost{device=\"cuda:0\"} 1", ["cuda:0 is lost", "restart"]),
+            ("pinpool_device_stuck_streams{device=\"cuda:0\"} 2", ["cuda:0: 2 streams", "hangs"]),
+            ("pinpool_timeouts_total{pool=\"p\"} 4", ["4 waits for memory were given up", "last minute"]),
+            ("pinpool_waits_total{pool=\"p\"} 5", ["5 requests had to wait", "last minute"]),
+            ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", ["6 unpinned buffers", "last minute"]),
+            ("pinpool_growth_failures_total{pool=\"p\"} 1", ["pinning ended early", "doctor"]),
+        ] {
+            let (mut watch, start) = (Watch::default(), Instant::now());
+            add(&mut watch, start, "");
+            add(&mut watch, start + Duration::from_secs(1), metric);
+            let found = format!("{:?}", notes(&watch, start));
+            assert!(words.iter().all(|word| found.contains(word)), "{metric}: {found}");
+            assert!(!found.contains("no alarms"), "{metric}: {found}");
+        }
+    }
+}
