@@ -465,3 +465,27 @@ fn a_wait_on_a_thread_that_has_to_do_the_work_is_refused() {
     assert!(failed.error.to_string().contains("own thread"), "{}", failed.error);
     rig.all_is_back();
 }
+
+#[test]
+fn a_waker_that_panics_does_so_alone() {
+    struct Panics;
+    impl std::task::Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            panic!("on purpose");
+        }
+    }
+    use std::future::Future;
+    let waker = std::task::Waker::from(Arc::new(Panics));
+    for rig in [Rig::late(), Rig::late().direct()] {
+        let pipeline = rig.pipeline();
+        let bytes = pattern(2 << 20, 11);
+        let memory = rig.device.alloc(2 << 20).unwrap();
+        let mut load = Box::pin(pipeline.upload(bytes.clone(), &memory).unwrap());
+        let _ = load.as_mut().poll(&mut std::task::Context::from_waker(&waker));
+        pipeline.upload_slice(&bytes, &memory).unwrap();
+        assert!(load.is_over());
+        assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+        drop(load);
+        rig.all_is_back();
+    }
+}

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::config::{Priority, Settings};
-use super::job::{Direction, End, Job, Landed};
+use super::job::{Direction, End, Job, Landed, wake_all};
 use super::stats::Counters;
 use super::window::Tuner;
 use super::wire::{Ready, Wire};
@@ -320,7 +320,7 @@ impl Engine {
         MutexGuard::unlocked(state, || {
             drop(stash);
             job.finish();
-            wakers.into_iter().for_each(|w| w.1.wake());
+            wake_all(wakers.into_iter().map(|w| w.1));
         });
         self.work.notify_all();
         self.room.notify_all();
@@ -418,7 +418,7 @@ impl Engine {
         self.bells[Direction::Down as usize].notify_one();
         let wakers = std::mem::take(&mut state.wakers);
         if !wakers.is_empty() {
-            MutexGuard::unlocked(state, || wakers.into_iter().for_each(|w| w.1.wake()));
+            MutexGuard::unlocked(state, || wake_all(wakers.into_iter().map(|w| w.1)));
         }
     }
 }

@@ -9,7 +9,7 @@ use std::task::Poll;
 use parking_lot::MutexGuard;
 
 use super::Handle;
-use super::engine::{Engine, Got, State};
+use super::engine::{Engine, Got, State, may_wait};
 use super::job::{Direction, End, Job, Landed, Progress};
 use super::plan::{Chunk, Parts};
 use super::source::Fill;
@@ -116,6 +116,7 @@ impl Feed {
     /// # Errors
     /// What the transfer failed with.
     pub fn finish_blocking(mut self) -> Result<u64> {
+        may_wait()?;
         self.last()?;
         self.job.wait(None, |_| false);
         self.job.outcome().unwrap_or(Ok(())).map(|()| self.pushed)
@@ -320,6 +321,7 @@ impl Drop for Seat<'_> {
 impl Engine {
     /// A segment for a feed, for which its thread waits.
     fn wait_for_segment(&self, job: &Arc<Job>) -> Result<PinnedBuf> {
+        may_wait()?;
         let mut state = self.state.lock();
         loop {
             if job.stopped() {

@@ -8,6 +8,7 @@
 //! The engine's lock is taken before a job's, never the other way round.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -22,6 +23,22 @@ use super::source::{Sink, Source};
 use super::wire::InPlace;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
+
+/// Wakes tasks. That is the caller's code, which may panic, and must not take our thread along.
+pub(super) fn wake_all(wakers: impl IntoIterator<Item = Waker>) {
+    for waker in wakers {
+        if catch_unwind(AssertUnwindSafe(|| waker.wake())).is_err() {
+            tracing::error!(target: "pinpool::pipeline", "a waker panicked");
+        }
+    }
+}
+
+/// Drops a source or sink, likewise.
+fn let_go<T>(value: T) {
+    if catch_unwind(AssertUnwindSafe(|| drop(value))).is_err() {
+        tracing::error!(target: "pinpool::pipeline", "dropping a source or sink panicked");
+    }
+}
 
 /// How a chunk ended.
 #[derive(Debug)]
@@ -318,7 +335,7 @@ impl Job {
         if !over {
             // Who waits for a part of it.
             self.bell.notify_all();
-            wakers.into_iter().for_each(Waker::wake);
+            wake_all(wakers);
         }
         over
     }
@@ -350,7 +367,7 @@ impl Job {
     pub(super) fn finish(&self) {
         let body = self.body.write().take();
         // The caller's own code may run here: under no lock.
-        drop(body);
+        let_go(body);
         let (landed, wakers) = {
             let mut run = self.run.lock();
             let complete = run.missing >= run.limit;
@@ -364,7 +381,7 @@ impl Job {
         };
         drop(landed);
         self.bell.notify_all();
-        wakers.into_iter().for_each(|w| w.1.wake());
+        wake_all(wakers.into_iter().map(|w| w.1));
     }
 
     fn was_cancelled(&self, done: u64) -> Error {

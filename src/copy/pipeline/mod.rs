@@ -60,12 +60,11 @@
 //! [with foreground priority](Pipeline::with_priority) goes before them; copies by [`Stream`] calls need nothing of this. A
 //! pipeline that has nothing to do uses no processor time, and holds no segment.
 //!
-//! # Modules
+//! # Files
 //!
-//! Here are the calls. [`plan`]: the cutting. [`engine`]: threads and segments. [`workers`]: what they do.
-//! [`wire`]: submitting and arriving. [`job`]: a
-//! transfer's state. [`source`], [`file`], [`window`], [`feed`], [`collect`]: what is
-//! read and written. [`stores`], [`direct`]: memory copies.
+//! Here are the calls. `plan.rs`: the cutting. `engine.rs`: threads, segments and order; `workers.rs`: what the threads do;
+//! `wire.rs`: submitting and arriving; `job.rs`: a transfer's state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`,
+//! `collect.rs`: what is read and written. `stores.rs`, `direct.rs`: memory copies.
 
 #![allow(unsafe_code)]
 

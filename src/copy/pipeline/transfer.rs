@@ -63,7 +63,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     /// [`Error::Timeout`] with the handle itself; all others with what it was about, inside of the inner result.
     #[allow(clippy::type_complexity, reason = "the handle back, or the outcome")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<Result<T, SubmitError<T>>, SubmitError<Self>> {
-        let deadline = Instant::now().checked_add(timeout);
+        let deadline = Instant::now().checked_add(if may_wait().is_ok() { timeout } else { Duration::ZERO });
         if self.job.wait(deadline, |_| false) {
             return Ok(self.take());
         }
@@ -74,7 +74,10 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     /// arrived. (A loader uses the first tensors while the last are being read.)
     #[must_use]
     pub fn wait_landed(&self, offset: u64) -> bool {
-        self.job.wait(None, |progress| progress.landed_to >= offset);
+        // On a thread that has to do the work nobody waits.
+        if may_wait().is_ok() {
+            self.job.wait(None, |progress| progress.landed_to >= offset);
+        }
         self.job.progress().landed_to >= offset
     }
 
