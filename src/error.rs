@@ -384,7 +384,7 @@ pub enum Error {
         /// The file.
         what: String,
         /// The tensor that the lie is about, where it is about one.
-        tensor: Option<String>,
+        tensor: Option<Box<str>>,
         /// What is wrong, and what to do about it.
         why: String,
     },

@@ -128,7 +128,7 @@ impl Header {
             if to > data {
                 return Err(Error::Malformed {
                     what: name.into(),
-                    tensor: Some(key),
+                    tensor: Some(key.into()),
                     why: format!(
                         "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
                     ),

@@ -60,7 +60,11 @@ impl Index {
             });
             let Some(file) = plain else {
                 let why = format!("is said to be in {file}, which is no name of a file beside the index");
-                return Err(Error::Malformed { what: what.into(), tensor: Some(tensor.clone()), why });
+                return Err(Error::Malformed {
+                    what: what.into(),
+                    tensor: Some(tensor.as_str().into()),
+                    why,
+                });
             };
             files.entry(folder.join(file)).or_default().insert(tensor.clone());
         }

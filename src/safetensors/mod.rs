@@ -131,7 +131,7 @@ impl Checkpoint {
             if let Some(missing) = wanted.iter().find(|name| !have.contains(name.as_str())) {
                 return Err(Error::Malformed {
                     what: path.display().to_string(),
-                    tensor: Some(missing.clone()),
+                    tensor: Some(missing.as_str().into()),
                     why: format!("is said to be in {}, which does not have it; get both again", shard.name),
                 });
             }
@@ -165,7 +165,7 @@ impl Checkpoint {
                 if let Some((other, _)) = self.names.insert(tensor.name().to_owned(), (s, t)) {
                     return Err(Error::Malformed {
                         what: shard.name.clone(),
-                        tensor: Some(tensor.name().to_owned()),
+                        tensor: Some(tensor.name().into()),
                         why: format!("is in {} too; load them one by one", self.shards[other].name),
                     });
                 }

@@ -11,7 +11,7 @@ fn parse(bytes: &[u8]) -> Result<Header, Error> {
 }
 
 /// The tensor that is blamed, and why.
-fn lie(header: &str, data: usize) -> (Option<String>, String) {
+fn lie(header: &str, data: usize) -> (Option<Box<str>>, String) {
     let bytes = with_header(header, vec![0; data]);
     let error = parse(&bytes).map(drop).expect_err(header);
     // The same from a file.

@@ -240,7 +240,7 @@ impl Wake for Unpark {
     }
 }
 
-pub fn block_on<F: Future>(future: F) -> F::Output {
+pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
     let (mut future, mut cx) = (pin!(future), Context::from_waker(&waker));
     loop {

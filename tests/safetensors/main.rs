@@ -23,19 +23,19 @@ use pinpool::safetensors::DeviceTensor;
 use pinpool::{Device, Pool, Unpinned};
 
 /// A device of its own, with a pool.
-pub struct Rig {
-    pub node: HostNode,
-    pub device: Device,
-    pub pool: Pool,
+pub(crate) struct Rig {
+    pub(crate) node: HostNode,
+    pub(crate) device: Device,
+    pub(crate) pool: Pool,
 }
 
 impl Rig {
     /// Copies are as late as they may be.
-    pub fn late() -> Self {
+    pub(crate) fn late() -> Self {
         Self::new(HostConfig::new().late(Duration::from_micros(200), 5))
     }
 
-    pub fn new(config: HostConfig) -> Self {
+    pub(crate) fn new(config: HostConfig) -> Self {
         let node = HostNode::new(config.memory(1 << 30)).unwrap();
         let device = Device::on(&node, 0).unwrap();
         let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
@@ -43,13 +43,13 @@ impl Rig {
     }
 
     /// Small chunks, so that there are many of them.
-    pub fn pipeline(&self) -> Pipeline {
+    pub(crate) fn pipeline(&self) -> Pipeline {
         let builder = Pipeline::builder(&self.pool, &self.device);
         builder.threads(3).chunk(64 << 10).share(1 << 20).build().unwrap()
     }
 
     /// Everything is back, at once or a little later, and the books are right.
-    pub fn all_is_back(&self) {
+    pub(crate) fn all_is_back(&self) {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
             self.device.reap();
@@ -66,14 +66,14 @@ impl Rig {
 
 /// A tensor to be written: bytes of no type's in particular.
 #[derive(Clone, Debug)]
-pub struct Made {
-    pub name: String,
-    pub dtype: &'static str,
-    pub shape: Vec<usize>,
-    pub bytes: Vec<u8>,
+pub(crate) struct Made {
+    pub(crate) name: String,
+    pub(crate) dtype: &'static str,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
 }
 
-pub fn made(name: &str, dtype: &'static str, shape: &[usize], seed: u64) -> Made {
+pub(crate) fn made(name: &str, dtype: &'static str, shape: &[usize], seed: u64) -> Made {
     let size = match dtype {
         "U8" | "BOOL" => 1,
         "BF16" | "F16" => 2,
@@ -86,7 +86,7 @@ pub fn made(name: &str, dtype: &'static str, shape: &[usize], seed: u64) -> Made
 }
 
 /// The header of a file in the format, for tensors in this order, and its bytes.
-pub fn file(tensors: &[Made]) -> Vec<u8> {
+pub(crate) fn file(tensors: &[Made]) -> Vec<u8> {
     let mut header = String::from(r#"{"__metadata__":{"format":"pt"}"#);
     let mut end = 0;
     for Made { name, dtype, shape, bytes } in tensors {
@@ -100,22 +100,22 @@ pub fn file(tensors: &[Made]) -> Vec<u8> {
 }
 
 /// A file of this header, whatever it says, and what follows.
-pub fn with_header(header: &str, rest: impl IntoIterator<Item = u8>) -> Vec<u8> {
+pub(crate) fn with_header(header: &str, rest: impl IntoIterator<Item = u8>) -> Vec<u8> {
     (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(rest).collect()
 }
 
-pub struct Folder(tempfile::TempDir);
+pub(crate) struct Folder(tempfile::TempDir);
 
 impl Folder {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
 
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }
 
-    pub fn put(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
+    pub(crate) fn put(&self, name: &str, bytes: impl AsRef<[u8]>) -> PathBuf {
         let path = self.0.path().join(name);
         std::fs::write(&path, bytes).unwrap();
         path
@@ -123,7 +123,7 @@ impl Folder {
 }
 
 /// The same tensors, with the same bytes on the device, in the same order.
-pub fn arrived(pipeline: &Pipeline, tensors: &[DeviceTensor], expected: &[&Made]) {
+pub(crate) fn arrived(pipeline: &Pipeline, tensors: &[DeviceTensor], expected: &[&Made]) {
     let names = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(
         names(tensors.iter().map(DeviceTensor::name).collect()),
@@ -140,7 +140,7 @@ pub fn arrived(pipeline: &Pipeline, tensors: &[DeviceTensor], expected: &[&Made]
 }
 
 /// Bytes in which no two neighbourhoods are alike.
-pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes = vec![0; len];
     for eight in bytes.chunks_mut(8) {
