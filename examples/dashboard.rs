@@ -147,5 +147,7 @@ async fn main() -> Result<(), AnyError> {
     println!("http://{}/, and http://{0}/metrics for Prometheus and `pinpool top`", listener.local_addr()?);
     let interrupted = async { drop(tokio::signal::ctrl_c().await) };
     axum::serve(listener, router(dashboard.metrics())).with_graceful_shutdown(interrupted).await?;
+    let stats = dashboard.pool.stats();
+    println!("{} checkouts, {} of them waited", stats.checkouts, stats.waits);
     Ok(())
 }

@@ -25,6 +25,9 @@ pub struct Load {
     threads: Vec<JoinHandle<()>>,
 }
 
+/// What a thread does until it is told to stop.
+type Work = fn(&Worker) -> Result<(), Error>;
+
 /// What a thread works with.
 struct Worker {
     pool: Pool,
@@ -35,7 +38,7 @@ struct Worker {
 impl Load {
     pub fn start(pool: &Pool, device: &Device) -> std::io::Result<Self> {
         let mut load = Self { stop: Arc::default(), threads: Vec::new() };
-        let kinds: [(&str, fn(&Worker) -> Result<(), Error>); 5] = [
+        let kinds: [(&str, Work); 5] = [
             ("weights", weights),
             ("cache", cache),
             ("requests-0", requests),

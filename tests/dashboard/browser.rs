@@ -144,7 +144,7 @@ fn each_condition_is_said_in_words() {
     for (_, words) in conditions {
         has(&dom, words);
     }
-    has(&dom, &["Alarm: ", "Warning: "]);
+    has(&dom, &["Alarm: ", "Warning: ", ">6 alarms, 4 warnings<"]);
     assert!(!dom.contains("No alarms"), "{dom}");
 }
 

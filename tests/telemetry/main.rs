@@ -2,6 +2,7 @@
 //!
 //! The tests take turns, since what they record is the whole process's.
 
+mod copied;
 mod events;
 #[cfg(feature = "metrics")]
 mod facade;

@@ -72,7 +72,9 @@ impl Watch {
             }
         }
         self.history.push_back((at, scrape));
-        while self.history.front().is_some_and(|old| at.saturating_duration_since(old.0) > KEEP) {
+        // Two at least, however long an interval is.
+        let too_old = |old: &(Instant, Scrape)| at.saturating_duration_since(old.0) > KEEP;
+        while self.history.len() > 2 && self.history.front().is_some_and(too_old) {
             self.history.pop_front();
         }
     }
@@ -176,19 +178,19 @@ impl Watch {
                 format!("nearly full, {share} in use: raise the capacity, or find who keeps buffers"),
             );
         }
+        // A minute, or as long as we have been looking.
+        let seconds = self.before(RECENT).map_or(0.0, |(seconds, _)| seconds.max(1.0));
+        let lately = format!("in the last {seconds:.0} s");
         let (timeouts, waits) =
             (self.recent("pinpool_timeouts_total", pool), self.recent("pinpool_waits_total", pool));
         if timeouts > 0.0 {
-            note(Level::Alarm, format!("{timeouts} waits for memory were given up in the last minute"));
+            note(Level::Alarm, format!("{timeouts} waits for memory were given up {lately}"));
         } else if waits > 0.0 {
-            note(Level::Warning, format!("{waits} requests had to wait for memory in the last minute"));
+            note(Level::Warning, format!("{waits} requests had to wait for memory {lately}"));
         }
         let plain = self.recent("pinpool_unpinned_fallbacks_total", pool);
         if plain > 0.0 {
-            note(
-                Level::Warning,
-                format!("{plain} unpinned buffers in place of pinned ones in the last minute"),
-            );
+            note(Level::Warning, format!("{plain} unpinned buffers in place of pinned ones {lately}"));
         }
         if state("quarantined") > 0.0 {
             let gone = bytes(state("quarantined"));
@@ -209,7 +211,7 @@ impl Watch {
             );
         }
         if self.recent("pinpool_growth_failures_total", pool) > 0.0 {
-            note(Level::Alarm, "pinning ended early in the last minute: pinpool doctor says why".into());
+            note(Level::Alarm, format!("pinning ended early {lately}: pinpool doctor says why"));
         }
     }
 
@@ -453,9 +455,9 @@ mod tests {
             ("pinpool_memory_unlocked_bytes{pool=\"p\"} 4096", ["4.0 KiB are not page-locked", "memlock"]),
             ("pinpool_device_lost{device=\"cuda:0\"} 1", ["cuda:0 is lost", "restart"]),
             ("pinpool_device_stuck_streams{device=\"cuda:0\"} 2", ["cuda:0: 2 streams", "hangs"]),
-            ("pinpool_timeouts_total{pool=\"p\"} 4", ["4 waits for memory were given up", "last minute"]),
-            ("pinpool_waits_total{pool=\"p\"} 5", ["5 requests had to wait", "last minute"]),
-            ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", ["6 unpinned buffers", "last minute"]),
+            ("pinpool_timeouts_total{pool=\"p\"} 4", ["4 waits for memory were given up", "in the last 1 s"]),
+            ("pinpool_waits_total{pool=\"p\"} 5", ["5 requests had to wait", "in the last 1 s"]),
+            ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", ["6 unpinned buffers", "in the last 1 s"]),
             ("pinpool_growth_failures_total{pool=\"p\"} 1", ["pinning ended early", "doctor"]),
         ] {
             let (mut watch, start) = (Watch::default(), Instant::now());
