@@ -83,7 +83,8 @@ pub fn table(threads: usize, quick: bool) {
     let clock = || {
         black_box(0);
     };
-    let cases: [(&str, &(dyn Fn() + Sync), &(dyn Fn() + Sync)); 4] = [
+    type Run<'a> = &'a (dyn Fn() + Sync);
+    let cases: [(&str, Run<'_>, Run<'_>); 4] = [
         ("clock", &clock, &idle),
         ("pinpool", &hit, &idle),
         ("growing", &hit, &growing),
