@@ -65,7 +65,8 @@ part overlap 45 "$bin/overlap"
 part peers 150 bash "$here/peers/run.sh"
 
 if [ -x "$bin/checkout" ]; then
-    part checkout 150 env PINPOOL_BENCH_THREADS="${PINPOOL_BENCH_THREADS:-1,16}" "$bin/checkout"
+    part checkout 150 env PINPOOL_BENCH_THREADS="${PINPOOL_BENCH_THREADS:-1,16}" "$bin/checkout" --only checkout_return \
+        --rounds 21 --operations 60000
     mv "$work/checkout.txt" "$out/checkout.txt"
 fi
 
