@@ -67,7 +67,8 @@ part pipeline 120 "$bin/pipeline"
 part peers 150 bash "$here/peers/run.sh"
 
 if [ -x "$bin/checkout" ]; then
-    part checkout 150 env PINPOOL_BENCH_THREADS="${PINPOOL_BENCH_THREADS:-1,16}" "$bin/checkout"
+    part checkout 150 env PINPOOL_BENCH_THREADS="${PINPOOL_BENCH_THREADS:-1,16}" "$bin/checkout" --only checkout_return \
+        --rounds 21 --operations 60000
     mv "$work/checkout.txt" "$out/checkout.txt"
 fi
 
