@@ -503,7 +503,12 @@ mod tests {
         pipeline.upload_slice(&vec![1; 1 << 20], &memory).unwrap();
         pipeline.download_vec(&memory).unwrap();
         let deadline = Instant::now() + Duration::from_secs(20);
+        // A thread has its name when it has begun, which may be later than what others have done for it.
         let mut before = sleeps();
+        while before.len() < 5 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+            before = sleeps();
+        }
         assert_eq!(before.len(), 5, "three workers and two watchers: {before:?}");
         // They go to sleep, and then nothing wakes them.
         loop {
