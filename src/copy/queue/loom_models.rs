@@ -72,7 +72,9 @@ fn loom_role_leaves_nothing() {
                     while let Some(held) = role.try_take() {
                         // SAFETY: loom fails the model if anyone else is at it.
                         desk.with_mut(|desk| unsafe { *desk += 1 });
-                        lanes.iter().for_each(|lane| drop(lane.swap(false, Ordering::Relaxed)));
+                        for lane in lanes {
+                            lane.swap(false, Ordering::Relaxed);
+                        }
                         drop(held);
                         if !filled() {
                             break;
