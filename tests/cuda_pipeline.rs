@@ -119,7 +119,8 @@ fn windows_that_are_refused_are_read_and_counted() {
                 s.window_bytes + s.cached_bytes + s.direct_bytes + s.buffered_bytes
             };
             assert_eq!(moved(&after) - moved(&before), LEN as u64);
-            assert_eq!(after.window_bytes > before.window_bytes, nth > 1);
+            // Another thread may have had one meanwhile; the first of several comes before the refused one.
+            assert!(after.window_bytes > before.window_bytes || nth == 1, "{after:?}");
             assert!(pipeline.download_vec(&memory).unwrap() == sent);
         }
         all_is_back(&device, &pool);
