@@ -74,9 +74,10 @@ fn written(list: &[Tensor], more: i8, change: Option<(u16, u8)>) {
     for (number, Tensor { dtype, shape, lie }) in list.iter().take(40).enumerate() {
         let (name, bits) = TYPES[usize::from(*dtype) % TYPES.len()];
         let mut shape: Vec<u64> = shape.iter().take(4).map(|&n| u64::from(n)).collect();
-        let bytes = shape.iter().map(|&n| u128::from(n)).product::<u128>() * bits;
-        honest &= name != "U9" && bytes % 8 == 0;
-        let (mut from, mut to) = (end, end.saturating_add(u64::try_from(bytes / 8).unwrap_or(u64::MAX)));
+        let bits = shape.iter().map(|&n| u128::from(n)).product::<u128>() * bits;
+        // (More bits than a word counts are refused as more than any memory has.)
+        honest &= name != "U9" && bits % 8 == 0 && bits <= u128::from(u64::MAX);
+        let (mut from, mut to) = (end, end.saturating_add(u64::try_from(bits / 8).unwrap_or(u64::MAX)));
         end = to;
         let mut own = number;
         match *lie {

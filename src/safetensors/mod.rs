@@ -35,7 +35,7 @@
 //! # What is refused
 //!
 //! A header is a stranger's claim about offsets into memory. Whatever is wrong with one is
-//! [`Error::Malformed`](crate::Error::Malformed), which names the tensor, and is found before anything is loaded: offsets
+//! [`Error::Malformed`], which names the tensor, and is found before anything is loaded: offsets
 //! that run backwards, past the file's end or into another tensor, bytes that belong to none, shapes whose elements do not
 //! come to as many bytes (or to more than any memory holds), types that nobody knows, headers longer than 100 MB or than
 //! their file, an index that names tensors which its files do not have, or files outside of its folder.
@@ -48,8 +48,8 @@
 //!
 //! # Modules
 //!
-//! Here is what was opened. [`header`]: what a file says, and whether that can be. [`index`]: which files there are.
-//! [`load`]: the loader, and where on the device tensors go. [`tensor`]: what comes out. [`sums`]: checksums.
+//! Here is what was opened. `header`: what a file says, and whether that can be. `index`: which files there are.
+//! `load`: the loader, and where on the device tensors go. `tensor`: what comes out. `sums`: checksums.
 
 mod header;
 mod index;
