@@ -195,6 +195,71 @@ fn a_thread_leaves_what_it_cached_to_the_pool() {
 }
 
 #[test]
+fn one_thread_uses_more_pools_by_turns_than_it_has_at_hand() {
+    let device = late();
+    let pools: Vec<Pool> = (0..7).map(|_| builder(&device).capacity(1 << 20).build().unwrap()).collect();
+    let mut held: Vec<(usize, PinnedBuf)> = Vec::new();
+    let mut random = Random::new(1);
+    for round in 0..rounds(3000) {
+        let at = random.below(pools.len());
+        let mut buf = pools[at].checkout(random.len(12)).unwrap();
+        fill(&mut buf, stamp(at, round));
+        held.push((round, buf));
+        if held.len() > 20 {
+            // Pools must not mistake each other's buffers, whichever was used last.
+            let (round, buf) = held.swap_remove(random.below(held.len()));
+            assert!((0..pools.len()).any(|at| is(&buf, stamp(at, round))));
+        }
+    }
+    held.clear();
+    // All of it comes back to where it was taken from, and what this thread keeps can be had.
+    for pool in &pools {
+        settled(pool, &[]);
+        assert_eq!(pool.stats().checkouts, pool.stats().returns);
+        drop(pool.try_checkout(700 << 10).unwrap());
+    }
+    let before = pools[3].stats().misses;
+    drop(pools[3].checkout(100).unwrap());
+    let first = pools[3].stats().misses;
+    drop(pools[5].checkout(100).unwrap());
+    drop(pools[3].checkout(100).unwrap());
+    assert!(first <= before + 1);
+    assert_eq!(pools[3].stats().misses, first, "a hit, though another pool was used in between");
+}
+
+#[test]
+fn what_flows_one_way_is_bounded_and_comes_round() {
+    const CACHE: usize = 1 << 20;
+    const LEN: usize = 8 << 10;
+    let device = late();
+    let pool = builder(&device).capacity(64 << 20).initial(64 << 20).thread_cache(CACHE).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let (give, take) = mpsc::sync_channel::<Vec<PinnedBuf>>(4);
+    let total = rounds(400);
+    std::thread::scope(|scope| {
+        let pool = &pool;
+        scope.spawn(move || {
+            for _ in 0..total {
+                give.send((0..100).map(|_| pool.checkout(LEN).unwrap()).collect()).unwrap();
+            }
+        });
+        scope.spawn(move || {
+            for bufs in take {
+                drop(bufs);
+                // Two threads and what lies between them.
+                let cached = pool.stats().cached_bytes;
+                assert!(cached <= 2 * CACHE + 4 * CACHE, "{cached} bytes are cached");
+            }
+        });
+    });
+    let stats = pool.stats();
+    assert_eq!(stats.checkouts, total as u64 * 100);
+    // Batches come round between the two threads: few checkouts find nothing at hand.
+    assert!(stats.misses <= stats.checkouts / 4, "{stats:?}");
+    settled(&pool, &[]);
+}
+
+#[test]
 fn a_buffer_dropped_by_a_thread_local_comes_back() {
     thread_local! {
         static LAST: std::cell::RefCell<Vec<PinnedBuf>> = const { std::cell::RefCell::new(Vec::new()) };

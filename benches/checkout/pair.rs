@@ -109,9 +109,8 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
         Work::Live => (MIXED, LIVE + 2),
     };
     let n = sizes.len();
-    // Twice what all threads can hold, since each may also keep some for itself.
-    let held = most_threads * each * sizes.iter().max().map_or(0, |s| s + 4096);
-    let pool = pool((2 * held).clamp(128 << 20, 1 << 30));
+    // As servers have them, some gigabytes: then a thread may keep 64 of each size here.
+    let pool = pool(2 << 30);
     vec![
         entry("two_fetch_adds", TwoFetchAdds, work, n),
         match work {

@@ -1,9 +1,10 @@
 //! Single hits by the clock: what the slowest of a hundred and of ten thousand take, alone and while the pool is busy with
 //! other things.
 //!
-//! `clock` is what reading the clock twice takes, all of the machine's interruptions included. Beside `busy`, a thread takes
-//! and returns more than the pool has, so that regions come and go, and another copies on the host device, so that there is
-//! something to reap.
+//! `clock` is what reading the clock twice takes, all of the machine's interruptions included. Beside `growing`, a thread
+//! copies on the host device, so that there is something to reap, and now and then takes a buffer for which the pool has to
+//! grow. Beside `emptied` it has the pool trimmed each time as well: then every thread's cache is taken back again and again,
+//! and these are misses as often as hits.
 
 use std::hint::black_box;
 use std::sync::Barrier;
@@ -47,7 +48,7 @@ fn times(threads: usize, iters: usize, operation: impl Fn() + Sync, beside: &(dy
 pub fn table(threads: usize, quick: bool) {
     let iters = if quick { 20_000 } else { 400_000 };
     let device = Device::open("host").expect("the host device is always there");
-    let pool = Pool::builder(&device).capacity(1 << 30).initial(256 << 20).region(64 << 20);
+    let pool = Pool::builder(&device).capacity(2 << 30).initial(256 << 20).region(64 << 20);
     let pool = pool.unpinned(Unpinned::Allow).build().expect("memory for a pool");
     pool.wait_pinned(None).expect("pinning ends");
     let stream = device.stream().expect("a stream");
@@ -58,14 +59,23 @@ pub fn table(threads: usize, quick: bool) {
         unsafe { super::stores::touch(buf.as_mut_ptr()) };
     };
     let idle = || std::thread::sleep(std::time::Duration::from_millis(1));
-    let busy = || {
-        let large: Vec<_> = (0..40).filter_map(|_| pool.try_checkout(8 << 20).ok()).collect();
+    let copies = || {
         for _ in 0..64 {
             let mut buf = pool.checkout(64 << 10).expect("the pool is large enough");
             buf.try_resize(4096, 1).expect("it fits");
             drop(stream.upload(buf, memory.slice(..4096)).expect("the device takes it"));
         }
-        drop(large);
+    };
+    // Kept, so that the next needs more.
+    let kept = std::sync::Mutex::new(Vec::new());
+    let growing = || {
+        copies();
+        kept.lock().expect("nobody panics").extend(pool.try_checkout(48 << 20));
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    };
+    let emptied = || {
+        copies();
+        kept.lock().expect("nobody panics").clear();
         pool.trim(256 << 20);
     };
     println!("\ntails: {threads} threads, {iters} operations each; ns, reading the clock included");
@@ -73,8 +83,12 @@ pub fn table(threads: usize, quick: bool) {
     let clock = || {
         black_box(0);
     };
-    let cases: [(&str, &(dyn Fn() + Sync), &(dyn Fn() + Sync)); 3] =
-        [("clock", &clock, &idle), ("pinpool", &hit, &idle), ("busy", &hit, &busy)];
+    let cases: [(&str, &(dyn Fn() + Sync), &(dyn Fn() + Sync)); 4] = [
+        ("clock", &clock, &idle),
+        ("pinpool", &hit, &idle),
+        ("growing", &hit, &growing),
+        ("emptied", &hit, &emptied),
+    ];
     for (name, operation, beside) in cases {
         let times = times(threads, iters, operation, beside);
         let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize];

@@ -4,12 +4,15 @@ Python's threads take turns (unless the interpreter is a free-threaded one), so 
 more. The pool knows of no streams. Prints lines of: name threads median-ns lower-quartile upper-quartile.
 """
 
+import os
 import statistics
 import sys
 import threading
 import time
+import traceback
 
 import cupy
+import numpy
 
 LEN, ROUNDS, PAIRS = 64 << 10, 7, 20000
 
@@ -17,7 +20,7 @@ LEN, ROUNDS, PAIRS = 64 << 10, 7, 20000
 def operate(pool, pairs):
     for _ in range(pairs):
         block = pool.malloc(LEN)
-        memoryview(block)[0:1] = b"\1"
+        numpy.frombuffer(block, numpy.uint8, 1)[0] = 1
         del block
 
 
@@ -26,6 +29,13 @@ def measure(pool, threads):
     times = [[0.0] * ROUNDS for _ in range(threads)]
 
     def work(n):
+        try:
+            turns(n)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # The others wait for this one.
+
+    def turns(n):
         cupy.cuda.Device(0).use()
         for turn in range(ROUNDS):
             operate(pool, 200)

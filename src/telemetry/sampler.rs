@@ -278,7 +278,14 @@ impl Watched {
     fn send(&mut self, pool: &Pool, to: &mut Sender, look: Option<Duration>) {
         let name = Some(pool.name().to_owned());
         let labels = &Labels { pool: name.clone(), ..Labels::default() };
-        let now = pool.snapshot();
+        let mut now = pool.snapshot();
+        // A call that refills a list may count it for a moment as given out and returned. What was sent is sent.
+        now.pool.checkouts = now.pool.checkouts.max(self.stats.checkouts);
+        now.pool.returns = now.pool.returns.max(self.stats.returns);
+        for class in &mut now.classes {
+            let before = self.classes.iter().find(|c| c.stride == class.stride).map_or(0, |c| c.checkouts);
+            class.checkouts = class.checkouts.max(before);
+        }
         self.send_bytes(&now.pool, to, labels);
         self.send_counts(&now.pool, to, labels);
         to.durations(Id::WaitSeconds, &now.waiting, &self.waiting, labels);
