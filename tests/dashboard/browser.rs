@@ -127,13 +127,13 @@ fn each_condition_is_said_in_words() {
             "pinpool_memory_bytes{pool=\"p\",state=\"quarantined\"} 15728640",
             &["15.0 MiB are quarantined", "nearly full, 95%"],
         ),
-        ("pinpool_stuck_buffers{pool=\"p\"} 3", &["3 buffers", "out for too long"]),
+        ("pinpool_stuck_buffers{pool=\"p\"} 3", &["buffers out for too long: 3 (0 B)"]),
         ("pinpool_memory_unlocked_bytes{pool=\"p\"} 4096", &["4.0 KiB are not page-locked", "memlock"]),
         ("pinpool_device_lost{device=\"cuda:0\"} 1", &["cuda:0 is lost", ">lost<"]),
-        ("pinpool_device_stuck_streams{device=\"cuda:0\"} 2", &["cuda:0: 2 streams get nothing done"]),
-        ("pinpool_timeouts_total{pool=\"p\"} 4", &["4 waits for memory were given up"]),
-        ("pinpool_waits_total{pool=\"q\"} 5", &["q: 5 requests had to wait"]),
-        ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", &["6 unpinned buffers"]),
+        ("pinpool_device_stuck_streams{device=\"cuda:0\"} 2", &["cuda:0: streams that get nothing done: 2"]),
+        ("pinpool_timeouts_total{pool=\"p\"} 4", &["p: waits for memory given up"]),
+        ("pinpool_waits_total{pool=\"q\"} 5", &["q: requests that had to wait"]),
+        ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", &["unpinned buffers given out"]),
         ("pinpool_growth_failures_total{pool=\"p\"} 1", &["pinning ended early"]),
     ];
     let lines: Vec<&str> = conditions.iter().map(|condition| condition.0).collect();

@@ -54,7 +54,7 @@ fn numbers_are_those_of_the_metrics() {
     });
     let text = text(&once(&fake.address.to_string()));
     for line in [
-        "ALARM: p: 2 waits for memory were given up in the last 1 s",
+        "ALARM: p: waits for memory given up in the last 1 s: 2",
         "warning: p: 4.0 KiB are not page-locked: raise the memlock limit, pinpool doctor says how",
         "Pool p: 80.0 MiB of 100 MiB in use (80%)",
         "# checked out               50.0 MiB           50%",

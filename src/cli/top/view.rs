@@ -184,13 +184,13 @@ impl Watch {
         let (timeouts, waits) =
             (self.recent("pinpool_timeouts_total", pool), self.recent("pinpool_waits_total", pool));
         if timeouts > 0.0 {
-            note(Level::Alarm, format!("{timeouts} waits for memory were given up {lately}"));
+            note(Level::Alarm, format!("waits for memory given up {lately}: {timeouts}"));
         } else if waits > 0.0 {
-            note(Level::Warning, format!("{waits} requests had to wait for memory {lately}"));
+            note(Level::Warning, format!("requests that had to wait for memory {lately}: {waits}"));
         }
         let plain = self.recent("pinpool_unpinned_fallbacks_total", pool);
         if plain > 0.0 {
-            note(Level::Warning, format!("{plain} unpinned buffers in place of pinned ones {lately}"));
+            note(Level::Warning, format!("unpinned buffers in place of pinned ones {lately}: {plain}"));
         }
         if state("quarantined") > 0.0 {
             let gone = bytes(state("quarantined"));
@@ -200,7 +200,7 @@ impl Watch {
         if stuck > 0.0 {
             let size = bytes(of("pinpool_stuck_bytes"));
             let log = "the log names them: pinpool::pool::stuck";
-            note(Level::Alarm, format!("{stuck} buffers ({size}) have been out for too long; {log}"));
+            note(Level::Alarm, format!("buffers out for too long: {stuck} ({size}); {log}"));
         }
         let unlocked = of("pinpool_memory_unlocked_bytes");
         if unlocked > 0.0 {
@@ -327,7 +327,7 @@ fn device_alarms(scrape: &Scrape, items: &mut Vec<Item>) {
     }
     for stuck in scrape.all("pinpool_device_stuck_streams", &[]).filter(|stuck| stuck.value > 0.0) {
         let (device, streams) = (stuck.label("device"), stuck.value);
-        let text = format!("{device}: {streams} streams get nothing done: a kernel or copy hangs");
+        let text = format!("{device}: streams that get nothing done: {streams}; a kernel or copy hangs");
         items.push(Item::Note(Level::Alarm, text));
     }
 }
@@ -451,13 +451,16 @@ mod tests {
                 "pinpool_memory_bytes{pool=\"p\",state=\"quarantined\"} 15728640",
                 ["15.0 MiB are quarantined", "nearly full, 95%"],
             ),
-            ("pinpool_stuck_buffers{pool=\"p\"} 3", ["3 buffers", "too long"]),
+            ("pinpool_stuck_buffers{pool=\"p\"} 3", ["out for too long: 3 (0 B)", "pinpool::pool::stuck"]),
             ("pinpool_memory_unlocked_bytes{pool=\"p\"} 4096", ["4.0 KiB are not page-locked", "memlock"]),
             ("pinpool_device_lost{device=\"cuda:0\"} 1", ["cuda:0 is lost", "restart"]),
-            ("pinpool_device_stuck_streams{device=\"cuda:0\"} 2", ["cuda:0: 2 streams", "hangs"]),
-            ("pinpool_timeouts_total{pool=\"p\"} 4", ["4 waits for memory were given up", "in the last 1 s"]),
-            ("pinpool_waits_total{pool=\"p\"} 5", ["5 requests had to wait", "in the last 1 s"]),
-            ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", ["6 unpinned buffers", "in the last 1 s"]),
+            (
+                "pinpool_device_stuck_streams{device=\"cuda:0\"} 2",
+                ["cuda:0: streams that get nothing done: 2", "hangs"],
+            ),
+            ("pinpool_timeouts_total{pool=\"p\"} 4", ["waits for memory given up", "in the last 1 s: 4"]),
+            ("pinpool_waits_total{pool=\"p\"} 5", ["requests that had to wait", "in the last 1 s: 5"]),
+            ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", ["unpinned buffers", "in the last 1 s: 6"]),
             ("pinpool_growth_failures_total{pool=\"p\"} 1", ["pinning ended early", "doctor"]),
         ] {
             let (mut watch, start) = (Watch::default(), Instant::now());
