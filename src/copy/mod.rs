@@ -430,7 +430,7 @@ impl Stream {
         let context = self.timeline().context();
         // SAFETY: the caller's word.
         let result = context.noting(unsafe { context.driver().copy(self.timeline().stream(), transfer) });
-        result.inspect(|()| context.count_copied(&transfer))
+        result.inspect(|()| context.count_copied([&transfer]))
     }
 
     /// Before anything is submitted for a blocking copy.
@@ -445,6 +445,6 @@ impl Stream {
         let context = self.timeline().context();
         // SAFETY: the caller's word.
         let result = unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) };
-        context.noting(result).inspect(|()| context.count_copied(&transfer))
+        context.noting(result).inspect(|()| context.count_copied([&transfer]))
     }
 }

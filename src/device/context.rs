@@ -118,14 +118,21 @@ impl Context {
         [self.copied[0].load(Ordering::Relaxed), self.copied[1].load(Ordering::Relaxed)]
     }
 
-    /// The driver accepted a copy. What does not cross the link is not counted.
-    pub(crate) fn count_copied(&self, transfer: &Transfer) {
-        let (to, len) = match transfer {
-            Transfer::Upload { len, .. } => (0, *len),
-            Transfer::Download { len, .. } => (1, *len),
-            Transfer::OnDevice { .. } | Transfer::OnHost { .. } => return,
-        };
-        self.copied[to].fetch_add(len as u64, Ordering::Relaxed);
+    /// The driver accepted these copies. What does not cross the link is not counted.
+    pub(crate) fn count_copied<'a>(&self, transfers: impl IntoIterator<Item = &'a Transfer>) {
+        let mut sums = [0; 2];
+        for transfer in transfers {
+            match transfer {
+                Transfer::Upload { len, .. } => sums[0] += *len as u64,
+                Transfer::Download { len, .. } => sums[1] += *len as u64,
+                Transfer::OnDevice { .. } | Transfer::OnHost { .. } => {}
+            }
+        }
+        for (counter, sum) in self.copied.iter().zip(sums) {
+            if sum > 0 {
+                counter.fetch_add(sum, Ordering::Relaxed);
+            }
+        }
     }
 
     /// The error that the device was lost with, if it was.

@@ -247,6 +247,8 @@ impl Flow {
                 .driver()
                 .copy_many(self.timeline.stream(), transfers, &mut |at, error| failed.push((at, error)));
         }
+        let accepted = |&(at, _): &(usize, _)| !failed.iter().any(|(failed, _)| *failed == at);
+        context.count_copied(transfers.iter().enumerate().filter(accepted).map(|(_, transfer)| transfer));
         for (at, error) in failed {
             let Err(error) = context.noting::<()>(Err(error)) else { continue };
             if let Some(run) = runs.iter().find(|run| (run.at..run.at + run.len).contains(&at)) {
