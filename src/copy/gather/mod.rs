@@ -1,7 +1,7 @@
 //! Gather and scatter: thousands of small pieces by one call, with one completion.
 //!
 //! A call is split by [`plan`], which is arithmetic; here its parts are done: segments of the pool are filled or emptied by
-//! the calling thread, and the copies go through the [queue](super::queue), so that they travel in batches. While one
+//! the calling thread, and the copies go through the [queue](crate::CopyQueue), so that they travel in batches. While one
 //! segment is on the wire the next one is filled.
 //!
 //! What is not pinned is always staged, so its bytes are borrowed only for the length of the call that touches them: a

@@ -174,7 +174,8 @@ unsafe extern "C" fn aclrtGetVersion(major: *mut c_int, minor: *mut c_int, patch
 #[unsafe(no_mangle)]
 extern "C" fn aclrtGetSocName() -> *const c_char {
     static NAMED: std::sync::OnceLock<Option<std::ffi::CString>> = std::sync::OnceLock::new();
-    let named = || std::env::var("PINPOOL_STANDIN_SOC").ok().and_then(|name| std::ffi::CString::new(name).ok());
+    let named =
+        || std::env::var("PINPOOL_STANDIN_SOC").ok().and_then(|name| std::ffi::CString::new(name).ok());
     NAMED.get_or_init(named).as_ref().map_or(c"Ascend910B-standin".as_ptr(), |name| name.as_ptr())
 }
 
