@@ -163,6 +163,23 @@ fn auto_takes_the_next_gpu_where_the_first_cannot_be_had() {
     assert!(said.contains("cuda:0 cannot be opened") && said.contains("taking cuda:1"), "{said}");
 }
 
+/// Each GPU would be asked for in turn, and there is no last one.
+#[test]
+fn auto_goes_on_without_gpus_where_they_cannot_be_counted() {
+    on_stand_in("auto_goes_on_without_gpus_where_they_cannot_be_counted", |d| {
+        for nth in 1..=9 {
+            d.fail("cuDeviceGetCount", nth, 999, false);
+        }
+        let error = Device::open("cuda:0").unwrap_err();
+        assert!(
+            matches!(&error, Error::Unavailable { why, .. } if why.contains("cuDeviceGetCount")),
+            "{error}"
+        );
+        assert!(!Device::open("auto").unwrap().name().starts_with("cuda"));
+        assert_eq!(d.struck(), 2, "nobody asks again for the next one");
+    });
+}
+
 #[test]
 fn a_bad_ordinal_is_told_which_there_are() {
     on_stand_in("a_bad_ordinal_is_told_which_there_are", |_| {

@@ -99,7 +99,9 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let said = |call, code| check(api, &name, call, code);
     let mut count: c_int = 0;
     // SAFETY: writes a number.
-    said("cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })?;
+    said("cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })
+        // Of no device in particular: the next one would have the same.
+        .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?;
     let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
     if index >= count {
         return Err(api::no_such(&name, count));
