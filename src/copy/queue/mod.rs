@@ -362,7 +362,8 @@ impl Side {
         Ok((Place { line: line.clone(), range: Range { first: number, last: number } }, left))
     }
 
-    /// Pushes several copies, of which the last in each lane's turn has what all of them use: they land in order.
+    /// Pushes several copies, each of which has its own share of what all of them use: one that cannot be submitted any
+    /// more lets go at once, while those before it may be in flight.
     fn push_all(&self, copies: &[(Transfer, &DeviceSlice)], lend: impl Fn() -> Lent) -> Result<Vec<Place>> {
         let line = self.line();
         let (lane, flow) = (line.lane(), &line.flow);
@@ -379,9 +380,8 @@ impl Side {
             let turn = usize::try_from(entry.room()).unwrap_or(usize::MAX).min(left.len());
             let (now, later) = left.split_at(turn);
             let mut range = Range { first: u64::MAX, last: 0 };
-            for (n, (transfer, memory)) in now.iter().enumerate() {
-                let lent = if n + 1 == turn { lend() } else { Lent::Object(Box::new(())) };
-                let number = entry.push(flow.filled(), line.lane, *transfer, lent, memory.allocation());
+            for (transfer, memory) in now {
+                let number = entry.push(flow.filled(), line.lane, *transfer, lend(), memory.allocation());
                 range = Range { first: range.first.min(number), last: number };
             }
             drop(entry);
