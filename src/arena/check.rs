@@ -1,0 +1,135 @@
+//! The check of every invariant: what [`Pool::check`](crate::Pool::check) and the tests walk.
+
+use super::*;
+
+impl Arena {
+    /// Walks every invariant. `outside` are the free slots in shards and racks, by address; `visit` sees every slot.
+    ///
+    /// # Errors
+    /// The first violation, in words.
+    pub(crate) fn check(
+        &self,
+        outside: &std::collections::HashSet<usize>,
+        mut visit: impl FnMut(&Slot, usize, bool),
+    ) -> Result<(), String> {
+        let (mut total, mut cut, mut free_slots, mut free_pages, mut idle, mut runs) = (0, 0, 0, 0, 0, 0);
+        let mut found_outside = 0;
+        for (i, e) in &self.extents {
+            let (mut at, mut was_free) = (0u32, false);
+            while at < e.pages {
+                let entry = e.map[at as usize];
+                if entry & FREE != 0 {
+                    let pages = entry & !FREE;
+                    if was_free {
+                        return Err(format!("extent {i}: two free runs meet at page {at}"));
+                    }
+                    if pages == 0 || at + pages > e.pages || e.map[(at + pages - 1) as usize] != entry {
+                        return Err(format!("extent {i}: free run at page {at} has no end"));
+                    }
+                    if !self.free.contains(&(pages, i as u32, at)) {
+                        return Err(format!("extent {i}: free run at page {at} cannot be found"));
+                    }
+                    free_pages += pages as usize;
+                    (at, was_free) = (at + pages, true);
+                    continue;
+                }
+                let run = self
+                    .runs
+                    .get(entry as usize)
+                    .ok_or(format!("extent {i}: no run {entry} at page {at}"))?;
+                if (run.extent, run.first) != (i as u32, at) || e.map[(at + run.pages - 1) as usize] != entry
+                {
+                    return Err(format!("run {entry} is not where the page map says"));
+                }
+                runs += 1;
+                let start = e.base.as_ptr().addr() + at as usize * PAGE;
+                let end = start + run.pages as usize * PAGE;
+                let mut below = start;
+                let mut covered = 0;
+                let listed: std::collections::HashSet<usize> =
+                    run.list.iter().map(|s| std::ptr::from_ref(s).addr()).collect();
+                if listed.len() != run.list.len() as usize {
+                    return Err(format!(
+                        "run {entry}: its list counts {} but holds {}",
+                        run.list.len(),
+                        listed.len()
+                    ));
+                }
+                let mut seen = 0;
+                for n in 0..run.count {
+                    // SAFETY: the run's own slot.
+                    let slot = unsafe { self.slot(run, n).as_ref() };
+                    let base = slot.base().as_ptr().addr();
+                    let bytes = slot.class().map_or(run.alone, Class::stride);
+                    let here = std::ptr::from_ref(slot).addr();
+                    if slot.run() != entry {
+                        return Err(format!("a slot of run {entry} says it is of run {}", slot.run()));
+                    }
+                    if slot.class().is_none() && run.alone == 0 {
+                        continue; // A single segment that is back, its tail out.
+                    }
+                    if base % SEGMENT_ALIGN != 0 || base < below || base + bytes > end {
+                        return Err(format!(
+                            "run {entry}: segment {n} overlaps, leaves its run, or is misaligned"
+                        ));
+                    }
+                    below = base + bytes;
+                    covered += bytes;
+                    let places = usize::from(listed.contains(&here)) + usize::from(outside.contains(&here));
+                    seen += usize::from(listed.contains(&here));
+                    found_outside += usize::from(outside.contains(&here));
+                    let state = slot.word().state();
+                    // A segment is free exactly if it stands in a list.
+                    if places > 1 || places == 1 && state != state::HOST {
+                        let state = state::name(state);
+                        return Err(format!(
+                            "run {entry}: segment {n} is {state} and stands in {places} lists"
+                        ));
+                    }
+                    visit(slot, bytes, places == 1);
+                }
+                if seen != listed.len() {
+                    return Err(format!("run {entry}: its list holds slots that are not its own"));
+                }
+                if covered + run.cut != end - start {
+                    return Err(format!(
+                        "run {entry}: {covered} covered + {} cut != {}",
+                        run.cut,
+                        end - start
+                    ));
+                }
+                if let Some(class) = run.class {
+                    let known = self.partial[class.index()].contains(&(run.extent, run.first, entry));
+                    if known == run.list.is_empty() {
+                        return Err(format!(
+                            "run {entry} has {} free segments, findable: {known}",
+                            run.list.len()
+                        ));
+                    }
+                    free_slots += run.list.len() as usize * class.stride();
+                }
+                idle += usize::from(run.class.is_some() && Self::is_idle(run));
+                cut += run.cut;
+                (at, was_free) = (at + run.pages, false);
+            }
+            total += e.pages as usize * PAGE;
+        }
+        let sums = (total, cut, free_slots, free_pages, idle, runs);
+        let kept = (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle, self.runs.len());
+        if sums != kept {
+            return Err(format!(
+                "(total, cut, free slots, free pages, idle, runs) are {sums:?}, kept as {kept:?}"
+            ));
+        }
+        if self.free.iter().map(|f| f.0 as usize).sum::<usize>() != free_pages {
+            return Err("the free runs that can be found are not those that exist".into());
+        }
+        if found_outside != outside.len() {
+            return Err(format!(
+                "{} segments are cached, {found_outside} of them are the arena's",
+                outside.len()
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,190 @@
+//! Property tests of the arithmetic: no byte is touched.
+
+use super::*;
+use proptest::prelude::*;
+use std::collections::HashSet;
+
+/// An address range that nobody touches: the arena only does arithmetic on it.
+fn base(page: usize) -> NonNull<u8> {
+    NonNull::new(std::ptr::without_provenance_mut(page * PAGE)).unwrap()
+}
+
+fn arena(extents: &[usize]) -> Arena {
+    let mut arena = Arena::new();
+    let mut page = 1 << 20;
+    for (i, &pages) in extents.iter().enumerate() {
+        // SAFETY: nothing dereferences the memory in these tests.
+        unsafe { arena.add_extent(RegionId(i as u64), base(page), pages * PAGE, true) };
+        page += pages; // The next extent follows at once, so that joining across the edge would show.
+    }
+    arena
+}
+
+fn take(arena: &mut Arena, len: usize, align: usize) -> Option<NonNull<Slot>> {
+    let slot = arena.take(Placement::of(len, align).unwrap())?;
+    Some(slot)
+}
+
+fn give(arena: &mut Arena, slot: NonNull<Slot>) {
+    // SAFETY: the tests give each slot back once.
+    unsafe { arena.give(slot) };
+}
+
+#[test]
+fn memory_can_serve_any_class() {
+    let mut arena = arena(&[1024]);
+    let all = arena.bytes().free;
+    for len in [100, 5000, 70_000, 1 << 20, 3 << 20] {
+        let mut held = Vec::new();
+        while let Some(slot) = take(&mut arena, len, 64) {
+            held.push(slot);
+        }
+        let used = held.len() * Class::of(len).unwrap().stride();
+        assert!(used > all * 3 / 4, "{len}: {used} of {all}");
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+        for slot in held {
+            give(&mut arena, slot);
+        }
+        arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+        arena.release_idle();
+        assert_eq!(
+            arena.bytes(),
+            ArenaBytes { total: all, free: all, largest_free: all, ..Default::default() }
+        );
+    }
+}
+
+#[test]
+fn an_aligned_segment_gives_its_tail_away() {
+    let mut arena = arena(&[64]);
+    let head = take(&mut arena, 4096, 4096).unwrap();
+    let small = take(&mut arena, 3800, 64).unwrap();
+    // SAFETY: both are out.
+    let (h, s) = unsafe { (head.as_ref(), small.as_ref()) };
+    assert_eq!(h.base().as_ptr().addr() % 4096, 0);
+    assert_eq!(h.run(), s.run(), "the small segment lies in the aligned one's last page");
+    give(&mut arena, head);
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    assert_eq!(arena.bytes().free, 63 * PAGE);
+    give(&mut arena, small);
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    assert_eq!(arena.bytes().free, 64 * PAGE);
+}
+
+#[test]
+fn a_run_gives_up_what_lies_behind_its_last_segment() {
+    let mut arena = arena(&[64]);
+    let held: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    assert!(arena.bytes().largest_free < 16 * PAGE);
+    give(&mut arena, held[1]);
+    assert!(arena.shorten_runs());
+    assert_eq!(arena.bytes().largest_free, 60 * PAGE, "three segments need four pages");
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    assert!(!arena.shorten_runs(), "nothing more to give");
+    // What was free before the last is still there, and the run ends like any other.
+    assert_eq!(take(&mut arena, 5000, 64), Some(held[1]));
+    for slot in held {
+        give(&mut arena, slot);
+    }
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+    arena.release_idle();
+    assert_eq!(arena.bytes().largest_free, 64 * PAGE);
+}
+
+#[test]
+fn tables_stay_below_one_percent() {
+    for len in [4096, 5000, 6000, 10_000, 65_536, 1 << 20] {
+        let mut arena = arena(&[(64 << 20) / PAGE]);
+        while take(&mut arena, len, 64).is_some() {}
+        let share = arena.table_bytes() as f64 / arena.bytes().total as f64;
+        println!("tables for segments of {len}: {:.3}%", share * 100.0);
+        assert!(share < 0.01, "{len}: {share}");
+    }
+}
+
+#[test]
+fn no_run_crosses_an_extents_edge() {
+    let mut arena = arena(&[16, 16]);
+    assert!(take(&mut arena, 17 * PAGE, 4096).is_none());
+    assert!(take(&mut arena, 15 * PAGE, 4096).is_some());
+    assert!(take(&mut arena, 15 * PAGE, 4096).is_some());
+    arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
+}
+
+#[test]
+fn a_region_goes_only_when_nothing_of_it_is_used() {
+    let mut arena = arena(&[16, 16]);
+    let slot = take(&mut arena, 10 * PAGE, 4096).unwrap();
+    assert!(arena.retire(RegionId(0)).is_none());
+    assert_eq!(arena.retire(RegionId(1)).unwrap().len(), 1);
+    give(&mut arena, slot);
+    assert_eq!(arena.retire(RegionId(0)).unwrap(), vec![(base(1 << 20), 16 * PAGE, true)]);
+    assert!(arena.retire(RegionId(0)).is_none(), "it is gone");
+    assert_eq!(arena.bytes(), ArenaBytes::default());
+}
+
+#[test]
+fn what_can_be_served_is_known() {
+    let mut arena = arena(&[64]);
+    let stuck = take(&mut arena, 4 * PAGE, 4096).unwrap();
+    let quarantined = |s: &Slot| s.word().state() == state::QUARANTINED;
+    let whole = Placement::of(64 * PAGE - 32, 4096).unwrap();
+    assert!(arena.could_serve(whole, 1, Some(&quarantined)));
+    // SAFETY: out, and ours.
+    unsafe { stuck.as_ref() }.set(state::QUARANTINED);
+    assert!(!arena.could_serve(whole, 1, Some(&quarantined)));
+    assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
+    assert!(!arena.could_serve(Placement::of(60 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn any_order_of_takes_and_gives_keeps_the_invariants(
+        extents in prop::collection::vec(1usize..300, 1..4),
+        steps in prop::collection::vec((0u8..11, 1usize..3_000_000, 0u32..22, any::<prop::sample::Index>()), 1..120),
+    ) {
+        let mut arena = arena(&extents);
+        let mut held: Vec<(NonNull<Slot>, usize)> = Vec::new();
+        for (what, len, shift, pick) in steps {
+            // Lengths over all magnitudes, alignments mostly small.
+            let len = (len >> (len % 16)).max(1);
+            let align = if what < 5 { 64 } else { 1 << shift };
+            match what {
+                0..=6 => {
+                    if let Some(slot) = take(&mut arena, len, align) {
+                        // SAFETY: just taken.
+                        let (start, bytes) = unsafe { (slot.as_ref().base().as_ptr().addr(), arena.granted(slot)) };
+                        prop_assert!(start % align == 0 && bytes >= len.next_multiple_of(32) + 32);
+                        for &(other, n) in &held {
+                            // SAFETY: held.
+                            let o = unsafe { other.as_ref() }.base().as_ptr().addr();
+                            prop_assert!(start + bytes <= o || o + n <= start);
+                        }
+                        held.push((slot, bytes));
+                    }
+                }
+                7 => { arena.release_idle(); }
+                8 => { arena.shorten_runs(); }
+                _ if !held.is_empty() => {
+                    let (slot, _) = held.swap_remove(pick.index(held.len()));
+                    give(&mut arena, slot);
+                }
+                _ => {}
+            }
+            let out: usize = held.iter().map(|h| h.1).sum();
+            let b = arena.bytes();
+            prop_assert_eq!(b.free + b.cut + out, b.total);
+            if let Err(e) = arena.check(&HashSet::new(), |_, _, _| {}) {
+                return Err(TestCaseError::fail(e));
+            }
+        }
+        for (slot, _) in held.drain(..) {
+            give(&mut arena, slot);
+        }
+        arena.release_idle();
+        prop_assert_eq!(arena.bytes().free, arena.bytes().total);
+        prop_assert_eq!(arena.runs.len(), 0);
+        arena.check(&HashSet::new(), |_, _, _| {}).map_err(TestCaseError::fail)?;
+    }
+}
