@@ -78,6 +78,13 @@ pub fn use_library(path: impl AsRef<Path>) -> Result<()> {
     crate::device::acl::use_library(path.as_ref())
 }
 
+/// The files that are tried when the first Ascend device is opened, in this order; the first that can be loaded is taken. One
+/// without a folder is looked for by the system's loader. For whoever wants to know what is in the way.
+#[must_use]
+pub fn library_candidates() -> Vec<PathBuf> {
+    crate::device::acl::library_candidates()
+}
+
 /// A device that works in a context that the server made (`aclrtCreateContext`), instead of the device's default one.
 ///
 /// The context is not destroyed, and on the caller's thread the current context stays what it was. The default context of a

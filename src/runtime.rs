@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)]
 
+mod closing;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -10,12 +12,14 @@ use parking_lot::Mutex;
 
 use crate::device::Driver;
 use crate::device::context::Context;
+use crate::device::holds::Tenant;
 use crate::device::host::HostNode;
 use crate::device::memory::{DeviceBuffer, DeviceSlice};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
 use crate::stream::timeline::Timeline;
+pub use closing::{CloseError, HeldBy};
 
 /// A device: the thing on the other side of a copy.
 ///
@@ -29,7 +33,8 @@ use crate::stream::timeline::Timeline;
 /// feature `cuda` a server's own contexts and streams can be adopted (module `cuda`). The module `acl` says the same for
 /// Ascend.
 ///
-/// Cloning gives another handle to the same device, and so does opening it again while it is open.
+/// Cloning gives another handle to the same device, and so does opening it again while it is open. It is let go of when the
+/// last handle is gone, and all that came from it; [`Device::close`] waits for that.
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
@@ -109,6 +114,11 @@ impl Device {
 
     pub(crate) fn listing(&self) -> &Listing {
         self.0.reaper.listing()
+    }
+
+    /// The device is told what keeps it open, beside its own handles.
+    pub(crate) fn enter(&self, tenant: Arc<dyn Tenant>) {
+        self.context().holds().enter(tenant);
     }
 
     /// Its name, such as `host:0`.

@@ -38,6 +38,7 @@ pub(crate) mod callback;
 pub(crate) mod context;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+pub(crate) mod holds;
 pub mod host;
 pub(crate) mod memory;
 pub(crate) mod worker;
@@ -146,6 +147,10 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     fn holds_pages(&self) -> bool {
         true
     }
+
+    /// Keeps something until the last call for the device has returned, the one that lets go of it included, and drops it
+    /// then, on any thread. Called once, before any other call. In the child of a fork it is forgotten.
+    fn leave(&self, last: holds::Last);
 
     /// Called once, and first, on each thread of ours that makes calls: the driver may set the thread up for good.
     fn enter_thread(&self) {}

@@ -39,10 +39,11 @@ use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
 pub(crate) use self::adopt::{About, Adopted, adopt};
-pub(crate) use self::api::use_library;
 use self::api::{AclContext, AclStream, Api};
+pub(crate) use self::api::{library_candidates, use_library};
 use self::error::Code;
 use self::event::Events;
+use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 use crate::os;
@@ -74,6 +75,8 @@ pub(crate) struct Acl {
     default: bool,
     /// What keeps a context of the server's alive, if it said so.
     keeper: OnceLock<Box<dyn Any + Send + Sync>>,
+    /// Dropped after the last call. Behind the keeper, which may make one.
+    last: OnceLock<Last>,
     /// What the device was lost with.
     lost: OnceLock<DeviceError>,
     forks: u32,
@@ -171,14 +174,16 @@ fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + S
     })
 }
 
-/// Takes back one `aclrtSetDevice`.
-fn reset(api: &Api, name: &Arc<str>, ordinal: i32) {
+/// Takes back one `aclrtSetDevice`. On a thread of ours. Whether it was.
+fn reset(api: &Api, name: &Arc<str>, ordinal: i32) -> bool {
     gate::enter();
-    let Some(_pass) = gate::pass() else { return };
+    let Some(_pass) = gate::pass() else { return false };
     // SAFETY: the call takes a number, and is one for one that set it.
-    if let Err(error) = check(api, name, "aclrtResetDevice", unsafe { (api.reset_device)(ordinal) }) {
+    let reset = check(api, name, "aclrtResetDevice", unsafe { (api.reset_device)(ordinal) });
+    if let Err(error) = &reset {
         tracing::warn!(target: "pinpool::device", device = &**name, %error, "a device stays set");
     }
+    reset.is_ok()
 }
 
 fn check(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> Result<()> {
@@ -259,6 +264,7 @@ impl Acl {
             foreign: adopt::Foreign::default(),
             default,
             keeper: OnceLock::new(),
+            last: OnceLock::new(),
             lost: OnceLock::new(),
             forks: os::forks(),
         }
@@ -302,6 +308,11 @@ impl Acl {
                 }
             }
         })
+    }
+
+    /// Something of the device's stays for good.
+    fn leaked(&self) {
+        self.last.get().into_iter().for_each(Last::leaked);
     }
 
     /// Waits until the device has nothing to do.
@@ -353,6 +364,10 @@ impl Driver for Acl {
 
     fn acl(&self) -> Option<&Acl> {
         Some(self)
+    }
+
+    fn leave(&self, last: Last) {
+        let _ = self.last.set(last);
     }
 
     fn enter_thread(&self) {
@@ -490,10 +505,11 @@ impl Drop for Acl {
         // Its keeper goes now where there is one: no call follows. A lost device stays set, as everything there stays.
         if self.forks != os::forks() {
             // The parent's.
-            std::mem::forget(self.keeper.take());
+            std::mem::forget((self.keeper.take(), self.last.take()));
             return;
         }
         if self.lost.get().is_some() {
+            self.leaked();
             return;
         }
         self.events_end();
@@ -501,10 +517,18 @@ impl Drop for Acl {
             return;
         }
         let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);
+        let last = Arc::new(self.last.take());
+        let goes = last.clone();
         // It may be the last one, and then ends the device for this process, which takes time: dropping never blocks.
         // And it may change what is current. Without a thread the device stays set.
         let thread = std::thread::Builder::new().name(format!("pinpool-end-{name}"));
-        if let Err(error) = thread.spawn(move || reset(api, &name, ordinal)) {
+        let end = move || {
+            if !reset(api, &name, ordinal) {
+                goes.iter().for_each(Last::leaked);
+            }
+        };
+        if let Err(error) = thread.spawn(end) {
+            last.iter().for_each(Last::leaked);
             tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "a device stays set");
         }
     }

@@ -79,6 +79,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
         context,
         primary: false,
         keeper,
+        last: OnceLock::new(),
         forks: os::forks(),
     };
     Ok(Adopted::Other { key, driver: Arc::new(driver) })

@@ -44,6 +44,7 @@ use std::time::Duration;
 
 pub(crate) use self::adopt::{Adopted, adopt};
 use self::api::{Api, CUcontext, CUdevice, CUevent, CUstream, Code};
+use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, Gone, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, Result};
 use crate::os;
@@ -79,6 +80,8 @@ pub(crate) struct Cuda {
     primary: bool,
     /// What keeps a context of the server's alive, if it said so.
     keeper: OnceLock<Box<dyn Any + Send + Sync>>,
+    /// Dropped after the last call. Behind the keeper, which may make one.
+    last: OnceLock<Last>,
     forks: u32,
 }
 
@@ -124,6 +127,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         pools,
         primary: true,
         keeper: OnceLock::new(),
+        last: OnceLock::new(),
         forks: os::forks(),
     }))
 }
@@ -288,6 +292,10 @@ impl Driver for Cuda {
 
     fn cuda(&self) -> Option<&Cuda> {
         Some(self)
+    }
+
+    fn leave(&self, last: Last) {
+        let _ = self.last.set(last);
     }
 
     fn enter_thread(&self) {
@@ -490,7 +498,7 @@ impl Drop for Cuda {
     fn drop(&mut self) {
         if self.forks != os::forks() {
             // The parent's.
-            std::mem::forget(self.keeper.take());
+            std::mem::forget((self.keeper.take(), self.last.take()));
             return;
         }
         if !self.primary {
@@ -498,11 +506,16 @@ impl Drop for Cuda {
             return;
         }
         let (api, device) = (self.api, self.device);
+        let last = Arc::new(self.last.take());
+        let goes = last.clone();
         let release = move || {
             let _relaxed = Current::relaxed(api, false);
             // After an error the driver is ending, and nothing is left to do.
             // SAFETY: retained once when this was made.
-            let _ = unsafe { (api.primary_release)(device) };
+            let released = unsafe { (api.primary_release)(device) };
+            if let (Some(last), true) = (&*goes, released != Code::SUCCESS) {
+                last.leaked();
+            }
         };
         if OURS.get() {
             return release();
@@ -511,6 +524,7 @@ impl Drop for Cuda {
         // a thread the context stays.
         let started = std::thread::Builder::new().name(format!("pinpool-end-{}", self.name)).spawn(release);
         if let Err(error) = started {
+            last.iter().for_each(Last::leaked);
             tracing::warn!(target: "pinpool::device::leak", device = &*self.name, %error, "a context is leaked");
         }
     }
