@@ -74,6 +74,8 @@ impl Device {
         let open = open.get_or_insert_with(HashMap::new);
         let known = open.get(&key).and_then(Weak::upgrade);
         if let Some(inner) = known.filter(|inner| !inner.context.forked()) {
+            // Whatever the new one has to undo belongs to the device that is open.
+            driver.leave(inner.context.holds().last());
             return Ok(Self(inner));
         }
         let device = Self::start(Context::new(driver)?)?;

@@ -40,8 +40,8 @@ pub(crate) struct Context {
 
 impl Context {
     pub(crate) fn new(driver: Arc<dyn Driver>) -> Result<Arc<Self>> {
-        let (holds, last) = Holds::new();
-        driver.leave(last);
+        let holds = Holds::new();
+        driver.leave(holds.last());
         let worker = Arc::new(Worker::start(&driver, &holds)?);
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);

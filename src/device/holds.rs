@@ -58,15 +58,21 @@ pub(crate) struct Holds {
     condemned: AtomicBool,
     lost: OnceLock<Error>,
     tenants: Mutex<Vec<Arc<dyn Tenant>>>,
-    ended: Mutex<bool>,
+    /// Drivers that have not made their last call: the one that is in use, and those of other openings that found it.
+    drivers: Mutex<usize>,
     news: Condvar,
 }
 
 impl Holds {
-    /// Of a device that is being opened, and what its driver is to drop last.
-    pub(crate) fn new() -> (Arc<Self>, Last) {
-        let holds = Arc::new(Self { forks: crate::os::forks(), ..Self::default() });
-        (holds.clone(), Last(holds))
+    /// Of a device that is being opened.
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self { forks: crate::os::forks(), ..Self::default() })
+    }
+
+    /// What a driver of the device is to drop last. The first when the device is opened; others while it is open.
+    pub(crate) fn last(self: &Arc<Self>) -> Last {
+        *self.drivers.lock() += 1;
+        Last(self.clone())
     }
 
     /// Whether this is a child of the process that opened the device. Its locks may be anyone's there.
@@ -164,13 +170,13 @@ impl Holds {
 
     /// Waits until the last call was made, but not past `until`. Whether it was.
     pub(crate) fn wait(&self, until: Instant) -> bool {
-        let mut ended = self.ended.lock();
-        while !*ended {
-            if self.news.wait_until(&mut ended, until).timed_out() {
+        let mut drivers = self.drivers.lock();
+        while *drivers > 0 {
+            if self.news.wait_until(&mut drivers, until).timed_out() {
                 break;
             }
         }
-        *ended
+        *drivers == 0
     }
 }
 
@@ -200,7 +206,7 @@ impl Drop for Last {
             return;
         }
         // Under the lock, so that who waits sees all that was done before.
-        *self.0.ended.lock() = true;
+        *self.0.drivers.lock() -= 1;
         self.0.news.notify_all();
     }
 }

@@ -212,7 +212,8 @@ impl Watch {
         let deadline = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
         loop {
             if self.holds.wait(deadline.min(Instant::now() + LOOK)) {
-                let held = self.held_by();
+                // The job that let go of it may not be over, but made its last call.
+                let held = HeldBy { jobs: 0, ..self.held_by() };
                 if held.leaked == 0 && held.lost.is_none() {
                     return Ok(());
                 }

@@ -230,7 +230,10 @@ impl Api {
         // Each time: after the first it only says so, and what it failed for may have been put right.
         // SAFETY: no configuration is given, which is allowed.
         match unsafe { (api.init)(std::ptr::null()) } {
-            Code::SUCCESS | Code::REPEAT_INITIALIZE => {
+            code @ (Code::SUCCESS | Code::REPEAT_INITIALIZE) => {
+                if code == Code::REPEAT_INITIALIZE {
+                    api.expected();
+                }
                 super::gate::watch();
                 Ok(api)
             }
@@ -289,6 +292,11 @@ impl Api {
         // SAFETY: a string that is there until the next such call on this thread.
         let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+    }
+
+    /// A call was refused, as it may be: what the library has to say about that is not to be told with a later error.
+    pub(super) fn expected(&self) {
+        let _ = self.recent();
     }
 
     /// The chip's name, such as `Ascend910B4`.

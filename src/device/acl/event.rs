@@ -223,7 +223,7 @@ impl Acl {
         // It may be there still where its recording had failed.
         let last = self.events.brief.lock().slots.get_mut(at).and_then(Option::take);
         if let Some(last) = last {
-            self.event_drop(last)?;
+            self.event_drop(last).inspect_err(|_| self.leaked())?;
         }
         {
             let mut brief = self.events.brief.lock();

@@ -99,7 +99,10 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     // SAFETY: writes a number.
     match unsafe { (api.device_count)(&raw mut count) } {
         // Some say so where there is none.
-        Code::NO_DEVICE => count = 0,
+        Code::NO_DEVICE => {
+            api.expected();
+            count = 0;
+        }
         // Of no device in particular: the next one would have the same.
         code => check(api, &name, "aclrtGetDeviceCount", code)
             .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?,
@@ -229,8 +232,7 @@ impl<'a> Current<'a> {
             Code::SUCCESS if current == context => return Ok(Self { api, theirs: None, _pass: pass }),
             Code::SUCCESS => Some(current),
             Code::CONTEXT_NULL => {
-                // Some libraries leave a message about that, which is not to be told with the next error.
-                let _ = api.recent();
+                api.expected();
                 None
             }
             code => return Err(Error::Device(failed(api, name, "aclrtGetCurrentContext", code))),
@@ -246,7 +248,9 @@ impl Drop for Current<'_> {
         if let Some(theirs) = self.theirs {
             // It can only fail for a context that was destroyed meanwhile.
             // SAFETY: what was current when this was made.
-            let _ = unsafe { (self.api.context_set)(theirs) };
+            if unsafe { (self.api.context_set)(theirs) } != Code::SUCCESS {
+                self.api.expected();
+            }
         }
     }
 }
@@ -375,7 +379,9 @@ impl Driver for Acl {
         let Some(_pass) = gate::pass() else { return };
         // Where it fails the thread is like any other, and each call does it for itself.
         // SAFETY: our context, which is kept for as long as the driver is there.
-        let _ = unsafe { (self.api.context_set)(self.context) };
+        if unsafe { (self.api.context_set)(self.context) } != Code::SUCCESS {
+            self.api.expected();
+        }
     }
 
     fn record_may_block(&self) -> bool {
