@@ -84,7 +84,7 @@
 //! | `region` | where pinned ranges come from, written against the contract | yes |
 //! | `depot` | what buffers drop into: shards, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
-//! | `runtime` | an opened device: its context and its reaper | yes |
+//! | `runtime` | an opened device: its context, its reaper, its end | yes |
 //! | `cuda` | contexts and streams that others made | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |

@@ -15,6 +15,8 @@ use crate::device::context::Context;
 use crate::device::holds::Tenant;
 use crate::device::host::HostNode;
 use crate::device::memory::{DeviceBuffer, DeviceSlice};
+#[cfg(any(feature = "acl", feature = "cuda"))]
+use crate::device::{Adopted, ending::Keeper};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
@@ -82,6 +84,21 @@ impl Device {
         open.retain(|_, inner| inner.strong_count() > 0);
         open.insert(key, Arc::downgrade(&device.0));
         Ok(device)
+    }
+
+    /// The device of a context that others made.
+    #[cfg(any(feature = "acl", feature = "cuda"))]
+    pub(crate) fn adopted(context: Adopted, keeper: Option<Keeper>) -> Result<Self> {
+        match context {
+            Adopted::Default(name) => Self::open(&name),
+            Adopted::Other { key, driver } => {
+                let device = Self::known(key, driver)?;
+                if let Some(keeper) = keeper {
+                    device.context().driver().keep(keeper);
+                }
+                Ok(device)
+            }
+        }
     }
 
     /// A device of a host node made by hand, for tests.

@@ -33,20 +33,19 @@ mod host;
 mod memory;
 mod names;
 
-use std::any::Any;
 use std::ffi::c_int;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
-pub(crate) use self::adopt::{About, Adopted, adopt};
+pub(crate) use self::adopt::{About, adopt};
 use self::api::{AclContext, AclStream, Api};
 pub(crate) use self::api::{library_candidates, use_library};
 use self::error::Code;
 use self::event::Events;
+use super::ending::{Ending, Keeper};
 use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
-use crate::os;
 
 /// acl_rt.h: aclrtRunMode's ACL_DEVICE: this program runs on the device itself, and its memory is the device's.
 const RUN_ON_DEVICE: c_int = 0;
@@ -73,13 +72,9 @@ pub(crate) struct Acl {
     foreign: adopt::Foreign,
     /// The device's default context, counted once. Others are the server's.
     default: bool,
-    /// What keeps a context of the server's alive, if it said so.
-    keeper: OnceLock<Box<dyn Any + Send + Sync>>,
-    /// Dropped after the last call. Behind the keeper, which may make one.
-    last: OnceLock<Last>,
     /// What the device was lost with.
     lost: OnceLock<DeviceError>,
-    forks: u32,
+    ending: Ending,
 }
 
 // SAFETY: a context may be current on any thread, on several at once; the library does its own locking.
@@ -267,10 +262,8 @@ impl Acl {
             host: host::Host::new(found.on_device),
             foreign: adopt::Foreign::default(),
             default,
-            keeper: OnceLock::new(),
-            last: OnceLock::new(),
             lost: OnceLock::new(),
-            forks: os::forks(),
+            ending: Ending::new(),
         }
     }
 
@@ -316,7 +309,7 @@ impl Acl {
 
     /// Something of the device's stays for good.
     fn leaked(&self) {
-        self.last.get().into_iter().for_each(Last::leaked);
+        self.ending.leaked();
     }
 
     /// Waits until the device has nothing to do.
@@ -371,7 +364,11 @@ impl Driver for Acl {
     }
 
     fn leave(&self, last: Last) {
-        let _ = self.last.set(last);
+        self.ending.leave(last);
+    }
+
+    fn keep(&self, keeper: Keeper) {
+        self.ending.keep(keeper);
     }
 
     fn enter_thread(&self) {
@@ -508,34 +505,17 @@ impl Driver for Acl {
 
 impl Drop for Acl {
     fn drop(&mut self) {
-        // Its keeper goes now where there is one: no call follows. A lost device stays set, as everything there stays.
-        if self.forks != os::forks() {
-            // The parent's.
-            std::mem::forget((self.keeper.take(), self.last.take()));
+        if self.ending.forked() {
             return;
         }
+        // A lost device stays set, as everything there stays.
         if self.lost.get().is_some() {
-            self.leaked();
-            return;
+            return self.leaked();
         }
         self.events_end();
-        if !self.default {
-            return;
-        }
-        let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);
-        let last = Arc::new(self.last.take());
-        let goes = last.clone();
-        // It may be the last one, and then ends the device for this process, which takes time: dropping never blocks.
-        // And it may change what is current. Without a thread the device stays set.
-        let thread = std::thread::Builder::new().name(format!("pinpool-end-{name}"));
-        let end = move || {
-            if !reset(api, &name, ordinal) {
-                goes.iter().for_each(Last::leaked);
-            }
-        };
-        if let Err(error) = thread.spawn(end) {
-            last.iter().for_each(Last::leaked);
-            tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "a device stays set");
+        if self.default {
+            let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);
+            self.ending.end(&self.name, false, move || reset(api, &name, ordinal));
         }
     }
 }
