@@ -53,7 +53,8 @@
 //! - **Sharing a process.** A device that is opened is set once more (`aclrtSetDevice`), and reset as often when it is closed.
 //!   Who makes contexts there by `aclrtCreateContext` sets it too, or closing the device may end these.
 //! - **Ending.** Before host memory is freed every open device is drained, on the worker thread: trimming a busy server's
-//!   pool takes until its queued work is done.
+//!   pool takes until its queued work is done. A program that ends right after it dropped everything ends before the worker
+//!   is through, and its memory goes with the process: [`Device::close`] waits for it, and for `aclrtResetDevice`.
 //! - **A lost device** is not called any more at all, and what it had is leaked: nobody says that it has let go.
 
 #![allow(unsafe_code)]
@@ -64,7 +65,8 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 
-use crate::device::acl::{Acl, Adopted};
+use crate::device::acl::Acl;
+use crate::device::ending::Keeper;
 use crate::error::{Error, Result};
 use crate::runtime::Device;
 use crate::stream::Stream;
@@ -76,6 +78,13 @@ use crate::stream::Stream;
 /// [`Error::Config`]: another library was chosen, loaded or looked for before.
 pub fn use_library(path: impl AsRef<Path>) -> Result<()> {
     crate::device::acl::use_library(path.as_ref())
+}
+
+/// The files that are tried when the first Ascend device is opened, in this order; the first that can be loaded is taken. One
+/// without a folder is looked for by the system's loader. For whoever wants to know what is in the way.
+#[must_use]
+pub fn library_candidates() -> Vec<PathBuf> {
+    crate::device::acl::library_candidates()
 }
 
 /// A device that works in a context that the server made (`aclrtCreateContext`), instead of the device's default one.
@@ -93,7 +102,8 @@ pub fn use_library(path: impl AsRef<Path>) -> Result<()> {
 /// when that is.
 pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
     // SAFETY: the caller's word.
-    unsafe { adopt_context_keeping(context, None) }
+    let context = unsafe { crate::device::acl::adopt(context) }?;
+    Device::adopted(context, None)
 }
 
 /// The same, leaving something with the device that is dropped, on any thread, after its last call: by its drop the server
@@ -107,26 +117,8 @@ pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
 /// `context` is a context of AscendCL, and stays one until the keeper is dropped.
 pub unsafe fn adopt_context_with(context: *mut c_void, keeper: impl Any + Send + Sync) -> Result<Device> {
     // SAFETY: the caller's word.
-    unsafe { adopt_context_keeping(context, Some(Box::new(keeper))) }
-}
-
-/// # Safety
-/// As for [`adopt_context`] and [`adopt_context_with`].
-unsafe fn adopt_context_keeping(
-    context: *mut c_void,
-    keeper: Option<Box<dyn Any + Send + Sync>>,
-) -> Result<Device> {
-    // SAFETY: the caller's word; what keeps it alive is left with the driver.
-    match unsafe { crate::device::acl::adopt(context) }? {
-        Adopted::Default(ordinal) => Device::open(&format!("acl:{ordinal}")),
-        Adopted::Other { key, driver } => {
-            let device = Device::known(key, driver)?;
-            if let Some(keeper) = keeper {
-                acl(&device)?.keep_context(keeper);
-            }
-            Ok(device)
-        }
-    }
+    let context = unsafe { crate::device::acl::adopt(context) }?;
+    Device::adopted(context, Some(Box::new(keeper)))
 }
 
 /// A stream that the server made, for copies and holds in order with the server's own work on it. Null is the default
@@ -169,21 +161,13 @@ pub unsafe fn adopt_stream_with(
 
 /// # Safety
 /// As for [`adopt_stream`] and [`adopt_stream_with`].
-unsafe fn adopt(
-    device: &Device,
-    raw: *mut c_void,
-    keeper: Option<Box<dyn Any + Send + Sync>>,
-) -> Result<Stream> {
+unsafe fn adopt(device: &Device, raw: *mut c_void, keeper: Option<Keeper>) -> Result<Stream> {
     let context = device.context();
     let acl = acl(device)?;
     context.alive()?;
     // SAFETY: the caller's word: a stream.
     let handle = context.noting(unsafe { acl.recognise(raw) })?;
-    let stream = Stream::adopted(device, handle, None);
-    if let Some(keeper) = keeper {
-        stream.timeline().keep(keeper);
-    }
-    Ok(stream)
+    Ok(Stream::adopted(device, handle, None, keeper))
 }
 
 /// The `aclrtContext` that a device works in. It is valid for as long as the device is open.
@@ -196,7 +180,8 @@ pub fn raw_context(device: &Device) -> Result<*mut c_void> {
 
 /// The `aclrtStream` behind a stream, for servers that queue work of their own on it. It is valid for as long as a handle
 /// to the stream is there, and must not be destroyed. From here on the stream is one that others can reach: every submit
-/// records its event at once.
+/// records its event at once. Subscribe no thread to it (`aclrtSubscribeReport`) while [`Stream::copy_host`] is used on it:
+/// that may launch host functions, and the two must not meet on one stream (documentation of `aclrtLaunchHostFunc`).
 ///
 /// # Errors
 /// [`Error::Unsupported`] for a stream of a device that is not Ascend's.

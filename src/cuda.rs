@@ -80,7 +80,8 @@
 use std::any::Any;
 use std::ffi::c_void;
 
-use crate::device::cuda::{Adopted, Cuda};
+use crate::device::cuda::Cuda;
+use crate::device::ending::Keeper;
 use crate::error::{Error, Result};
 use crate::runtime::Device;
 use crate::stream::Stream;
@@ -101,7 +102,8 @@ use crate::stream::Stream;
 /// that is.
 pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
     // SAFETY: the caller's word.
-    unsafe { adopt_context_keeping(context, None) }
+    let context = unsafe { crate::device::cuda::adopt(context) }?;
+    Device::adopted(context, None)
 }
 
 /// The same, leaving something with the device that is dropped, on any thread, after its last call: by its drop the server
@@ -115,26 +117,8 @@ pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
 /// `context` is a CUDA context, and stays one until the keeper is dropped.
 pub unsafe fn adopt_context_with(context: *mut c_void, keeper: impl Any + Send + Sync) -> Result<Device> {
     // SAFETY: the caller's word.
-    unsafe { adopt_context_keeping(context, Some(Box::new(keeper))) }
-}
-
-/// # Safety
-/// As for [`adopt_context`] and [`adopt_context_with`].
-unsafe fn adopt_context_keeping(
-    context: *mut c_void,
-    keeper: Option<Box<dyn Any + Send + Sync>>,
-) -> Result<Device> {
-    // SAFETY: the caller's word; what keeps it alive is left with the driver.
-    match unsafe { crate::device::cuda::adopt(context) }? {
-        Adopted::Primary(ordinal) => Device::open(&format!("cuda:{ordinal}")),
-        Adopted::Other { key, driver } => {
-            let device = Device::known(key, driver)?;
-            if let Some(keeper) = keeper {
-                cuda(&device)?.keep_context(keeper);
-            }
-            Ok(device)
-        }
-    }
+    let context = unsafe { crate::device::cuda::adopt(context) }?;
+    Device::adopted(context, Some(Box::new(keeper)))
 }
 
 /// A stream that the server made, for copies and holds in order with the server's own work on it.
@@ -178,22 +162,14 @@ pub unsafe fn adopt_stream_with(
 
 /// # Safety
 /// As for [`adopt_stream`] and [`adopt_stream_with`].
-unsafe fn adopt(
-    device: &Device,
-    raw: *mut c_void,
-    keeper: Option<Box<dyn Any + Send + Sync>>,
-) -> Result<Stream> {
+unsafe fn adopt(device: &Device, raw: *mut c_void, keeper: Option<Keeper>) -> Result<Stream> {
     let context = device.context();
     let cuda = cuda(device)?;
     context.alive()?;
     // SAFETY: the caller's word: a stream.
     let handle = context.noting(unsafe { cuda.recognise(raw) })?;
     let id = context.noting(cuda.stream_id(handle))?;
-    let stream = Stream::adopted(device, handle, id);
-    if let Some(keeper) = keeper {
-        stream.timeline().keep(keeper);
-    }
-    Ok(stream)
+    Ok(Stream::adopted(device, handle, id, keeper))
 }
 
 /// The `CUcontext` that a device works in. It is valid for as long as the device is open.

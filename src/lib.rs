@@ -61,7 +61,8 @@
 //!   `safetensors`).
 //! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]. For operators: [`telemetry`], with
 //!   [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics.
-//! - Ending: [`Pool::trim`], [`Pool::shutdown`]. Dropping the pool never waits, and buffers that are out stay usable.
+//! - Ending: [`Pool::trim`], [`Pool::shutdown`], and for a process that ends or loads its driver anew [`Device::close`], which
+//!   waits until everything has been given back. Dropping never waits, and buffers that are out stay usable.
 //! - Errors: [`Error::class`] says what an error means for what comes next.
 //! - Testing: [`host`], a device that can be told to be late, to fail, to hang and to die.
 //!
@@ -83,7 +84,7 @@
 //! | `region` | where pinned ranges come from, written against the contract | yes |
 //! | `depot` | what buffers drop into: shards, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
-//! | `runtime` | an opened device: its context and its reaper | yes |
+//! | `runtime` | an opened device: its context, its reaper, its end | yes |
 //! | `cuda` | contexts and streams that others made | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
@@ -158,12 +159,13 @@ pub use copy::gather::{self, Gathered};
 pub use copy::pipeline;
 pub use copy::{CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats};
 pub use device::HostAllocFlags;
+pub use device::holds::HeldPool;
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
 pub use error::{AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, SubmitError};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
 pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
-pub use runtime::Device;
+pub use runtime::{CloseError, Device, HeldBy};
 pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
 

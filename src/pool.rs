@@ -24,6 +24,7 @@ use stable_deref_trait::StableDeref;
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
 use crate::depot::{self, Depot, DepotConfig, DepotSnapshot, Fresh, Outcome, Segment, Take, Wake, Want};
+use crate::device::holds::{HeldPool, Tenant};
 use crate::error::{Error, RegisterError, Result};
 use crate::freelist::{Slot, state};
 use crate::region::{Pinning, RegionInfo, RegionOptions, Regions};
@@ -1174,6 +1175,8 @@ impl PoolBuilder {
             errors: ErrorTally::default(),
             reported: parking_lot::Mutex::new(None),
         }));
+        let tenant: Arc<dyn Tenant> = Arc::new(pool.resident());
+        pool.0.devices.iter().for_each(|device| device.enter(tenant.clone()));
         for store in pool.growing() {
             store.start(plan.initial)?;
         }
@@ -1193,6 +1196,44 @@ impl Drop for Inner {
         self.main.depot.close();
         self.nodes.iter().for_each(|n| n.1.depot.close());
         self.reserves.iter().for_each(|r| r.1.depot.close());
+    }
+}
+
+impl Pool {
+    fn resident(&self) -> Resident {
+        Resident {
+            name: self.name().to_owned(),
+            pool: self.downgrade(),
+            depots: self.depots().map(Arc::downgrade).collect(),
+        }
+    }
+}
+
+/// A pool as what keeps its devices open: by its handles all of them, after these by its memory those that made that.
+struct Resident {
+    name: String,
+    pool: WeakPool,
+    depots: Vec<Weak<Depot>>,
+}
+
+impl Tenant for Resident {
+    fn holds(&self, context: u64) -> Option<HeldPool> {
+        let open = self.pool.0.strong_count() > 0;
+        let depots = self.depots.iter().filter_map(Weak::upgrade).filter(|depot| !depot.forked());
+        let mut held =
+            HeldPool { name: self.name.clone(), open, buffers: 0, quarantined: 0, quarantined_bytes: 0 };
+        for depot in depots.filter(|depot| open || depot.keeps(context)) {
+            held.buffers += depot.outstanding();
+            let snapshot = depot.snapshot();
+            held.quarantined += snapshot.quarantined_segments;
+            held.quarantined_bytes += snapshot.quarantined;
+        }
+        // With neither, the worker has been told.
+        (open || held.buffers > 0).then_some(held)
+    }
+
+    fn is_gone(&self) -> bool {
+        self.depots.iter().all(|depot| depot.strong_count() == 0)
     }
 }
 

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)]
 
+mod closing;
+
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -10,12 +12,16 @@ use parking_lot::Mutex;
 
 use crate::device::Driver;
 use crate::device::context::Context;
+use crate::device::holds::Tenant;
 use crate::device::host::HostNode;
 use crate::device::memory::{DeviceBuffer, DeviceSlice};
+#[cfg(any(feature = "acl", feature = "cuda"))]
+use crate::device::{Adopted, ending::Keeper};
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
 use crate::stream::timeline::Timeline;
+pub use closing::{CloseError, HeldBy};
 
 /// A device: the thing on the other side of a copy.
 ///
@@ -29,7 +35,8 @@ use crate::stream::timeline::Timeline;
 /// feature `cuda` a server's own contexts and streams can be adopted (module `cuda`). The module `acl` says the same for
 /// Ascend.
 ///
-/// Cloning gives another handle to the same device, and so does opening it again while it is open.
+/// Cloning gives another handle to the same device, and so does opening it again while it is open. It is let go of when the
+/// last handle is gone, and all that came from it; [`Device::close`] waits for that.
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
@@ -69,12 +76,29 @@ impl Device {
         let open = open.get_or_insert_with(HashMap::new);
         let known = open.get(&key).and_then(Weak::upgrade);
         if let Some(inner) = known.filter(|inner| !inner.context.forked()) {
+            // Whatever the new one has to undo belongs to the device that is open.
+            driver.leave(inner.context.holds().last());
             return Ok(Self(inner));
         }
         let device = Self::start(Context::new(driver)?)?;
         open.retain(|_, inner| inner.strong_count() > 0);
         open.insert(key, Arc::downgrade(&device.0));
         Ok(device)
+    }
+
+    /// The device of a context that others made.
+    #[cfg(any(feature = "acl", feature = "cuda"))]
+    pub(crate) fn adopted(context: Adopted, keeper: Option<Keeper>) -> Result<Self> {
+        match context {
+            Adopted::Default(name) => Self::open(&name),
+            Adopted::Other { key, driver } => {
+                let device = Self::known(key, driver)?;
+                if let Some(keeper) = keeper {
+                    device.context().driver().keep(keeper);
+                }
+                Ok(device)
+            }
+        }
     }
 
     /// A device of a host node made by hand, for tests.
@@ -109,6 +133,11 @@ impl Device {
 
     pub(crate) fn listing(&self) -> &Listing {
         self.0.reaper.listing()
+    }
+
+    /// The device is told what keeps it open, beside its own handles.
+    pub(crate) fn enter(&self, tenant: Arc<dyn Tenant>) {
+        self.context().holds().enter(tenant);
     }
 
     /// Its name, such as `host:0`.

@@ -1,5 +1,8 @@
 //! What any device must do, seen from outside: one suite, written once, run on every device there is.
 //!
+//! After each test its device is closed, which waits until everything was given back: so each of them shows, too, that nothing
+//! of what it did stays behind.
+//!
 //! A device joins by one more [`Subject`] in [`subjects`]. Nothing here knows how a device works, and nothing asserts
 //! how long anything takes. `PINPOOL_REQUIRE=host:0,cuda:0` names devices whose tests must not be skipped; without it a
 //! device that cannot be opened is reported and left out.
@@ -10,6 +13,8 @@
 
 #![allow(unsafe_code, reason = "memory by its address")]
 
+#[path = "contract/closing.rs"]
+mod closing;
 #[cfg(any(feature = "acl", feature = "cuda"))]
 mod doubles;
 #[path = "contract/memories.rs"]
@@ -157,6 +162,9 @@ fn subjects() -> Vec<(&'static str, &'static str, Open)> {
     ]
 }
 
+/// This one forgets a handle on the host device, which therefore stays open.
+const FORGETS: &str = "a copy queue is dropped in every order";
+
 /// The suite.
 const TESTS: &[Test] = &[
     ("round trips of many sizes and offsets", round_trips),
@@ -197,10 +205,22 @@ const TESTS: &[Test] = &[
     ("what a copy queue refuses", queue::refusals),
     ("a copy queue that is full", queue::depth),
     ("copies of a queue are awaited", queue::awaited),
-    ("a copy queue is dropped in every order", queue::drops),
+    (FORGETS, queue::drops),
     ("a copy queue of many threads", queue::threads),
     ("many pieces gathered and scattered", queue::gathers),
 ];
+
+/// Those that end with the device.
+const CLOSING: &[(&str, fn(Subject))] = &[
+    ("a device is closed with what was dropped just now", closing::at_once),
+    ("what keeps a device open is told", closing::told),
+    ("what others drop is waited for", closing::waited_for),
+    ("a device is closed and opened again", closing::again),
+    ("a device is closed by an owner that it drops", closing::from_an_owner),
+];
+
+/// Tests of each device that has a sibling.
+const PER_DEVICE: usize = TESTS.len() + CLOSING.len() + 1;
 
 /// Runs the suite on the devices whose names start so, and tells how many tests were run.
 fn run(family: &str) -> usize {
@@ -219,7 +239,16 @@ fn run(family: &str) -> usize {
                 missing.retain(|n| *n != name);
                 for (test, call) in TESTS {
                     println!("{name} ({kind}): {test}");
-                    call(&open().unwrap());
+                    let subject = open().unwrap();
+                    call(&subject);
+                    if !(family == "host" && *test == FORGETS) {
+                        subject.close();
+                    }
+                    run += 1;
+                }
+                for (test, call) in CLOSING {
+                    println!("{name} ({kind}): {test}");
+                    call(open().unwrap());
                     run += 1;
                 }
                 let subject = open().unwrap();
@@ -254,7 +283,7 @@ fn the_contract_holds_on_gpus() {
         let report = stand_in.final_report();
         assert!(report.over, "a device is still open: {report:?}");
         assert_eq!((report.violations, report.leaks), (Vec::new(), Vec::new()));
-        assert_eq!(run, 3 * (TESTS.len() + 1), "the stand-in has two GPUs");
+        assert_eq!(run, 3 * PER_DEVICE, "the stand-in has two GPUs");
     }
 }
 
@@ -270,7 +299,7 @@ fn the_contract_holds_on_ascend() {
     assert!(run >= TESTS.len());
     if let Some(stand_in) = npu::stand_in() {
         npu::no_trace(&stand_in);
-        assert_eq!(run, 3 * (TESTS.len() + 1), "the stand-in has two NPUs");
+        assert_eq!(run, 3 * PER_DEVICE, "the stand-in has two NPUs");
     }
 }
 

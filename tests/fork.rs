@@ -410,3 +410,22 @@ fn a_task_that_waits_is_told_in_a_child() {
     drop(all);
     assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())).is_ready());
 }
+
+/// What there is belongs to the parent, whose threads are not here: nobody could be waited for.
+#[test]
+fn a_child_closes_no_device() {
+    let _alone = alone();
+    let device = device();
+    let pool = pool(&device);
+    let mut closes = Some(device.clone());
+    let code = forked(|| {
+        let closed = closes.take().map(|device| device.close(Duration::from_secs(3600)));
+        let Some(Err(error)) = closed else { return 1 };
+        let forked = error.held_by().forked;
+        let again = error.wait(Duration::from_secs(3600)).is_err_and(|error| error.held_by().forked);
+        first_wrong(&[true, forked, again])
+    });
+    assert_eq!(code, Some(0));
+    drop((closes, pool));
+    device.close(Duration::from_secs(60)).unwrap();
+}

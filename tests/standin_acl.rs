@@ -73,3 +73,40 @@ fn the_page_of_the_stand_in_has_these_rules() {
     let tested: BTreeSet<String> = ALL.iter().copied().flatten().map(|name| id(name)).collect();
     assert_eq!(of_page, tested, "rules of the page, and tests");
 }
+
+/// The files below a folder of this package, as text. `None`: they are not here.
+fn sources(folder: &str) -> Option<Vec<String>> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+    let files = std::fs::read_dir(folder).ok()?;
+    Some(files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap()).collect())
+}
+
+/// Whatever looks like an id in quotation marks.
+fn quoted(text: &str) -> impl Iterator<Item = String> + '_ {
+    text.split('"').filter_map(|word| {
+        let (family, number) = word.split_once('-')?;
+        let is_id = (3..=4).contains(&family.len()) && family.bytes().all(|b| b.is_ascii_uppercase());
+        (is_id && number.parse::<u32>().is_ok()).then(|| word.to_owned())
+    })
+}
+
+/// The ids that the stand-in writes down are those of the tests, and each test expects its own.
+#[test]
+fn each_rule_that_is_written_down_has_a_test_that_sees_it() {
+    let (Some(double), Some(tests)) = (sources("tests/doubles/acl/src"), sources("tests/rules/acl")) else {
+        return println!("skipped: the sources are not here");
+    };
+    let written: BTreeSet<String> = double.iter().flat_map(|text| quoted(text)).collect();
+    let tested: BTreeSet<String> = ALL.iter().copied().flatten().map(|name| id(name)).collect();
+    assert_eq!(written, tested, "rules of the stand-in, and tests");
+    for name in ALL.iter().copied().flatten() {
+        // From its own name to the next rule's, or the file's end.
+        let head = format!("\n    {name} (");
+        let bodies: Vec<&str> =
+            tests.iter().filter_map(|text| text.split_once(&head).map(|parts| parts.1)).collect();
+        let [rest] = bodies[..] else { panic!("{name} is in {} files", bodies.len()) };
+        let body = rest.split_inclusive('\n').take_while(|line| *line != "    }\n");
+        let seen: BTreeSet<String> = body.flat_map(|line| quoted(line).collect::<Vec<_>>()).collect();
+        assert!(seen.contains(&id(name)), "{name} expects {seen:?}");
+    }
+}

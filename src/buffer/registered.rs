@@ -101,11 +101,14 @@ fn unregister(context: &DeviceContext, range: Range) -> Result<()> {
     // SAFETY: registered once, unregistered once, and the last copy that used it was seen complete.
     let undone = unsafe { context.driver().unregister(range.base, range.len) };
     match &undone {
-        Ok(()) => context.count_unregistered(range.len),
-        Err(error) => tracing::error!(
-            target: "pinpool::region::leak", device = context.name(), bytes = range.len, %error,
-            "a value cannot be unregistered: it is leaked"
-        ),
+        Ok(()) => context.holds().count_unregistered(range.len),
+        Err(error) => {
+            context.holds().leaked(1);
+            tracing::error!(
+                target: "pinpool::region::leak", device = context.name(), bytes = range.len, %error,
+                "a value cannot be unregistered: it is leaked"
+            );
+        }
     }
     undone
 }
@@ -154,7 +157,7 @@ impl Device {
     /// leaked included. Pools have their own count.
     #[must_use]
     pub fn registered_bytes(&self) -> usize {
-        self.context().registered()
+        self.context().holds().registered()
     }
 
     fn register_as<T>(&self, value: T, read_only: bool) -> Result<Registered<T>, RegisterError<T>>
@@ -182,7 +185,7 @@ impl Device {
         if let Err(error) = registered {
             return refused(error, value);
         }
-        context.count_registered(range.len);
+        context.holds().count_registered(range.len);
         let value = UnsafeCell::new(Value { there: ManuallyDrop::new(value), taken: false });
         Ok(Registered(Arc::new(Locked { value, range, read_only, context })))
     }

@@ -38,7 +38,12 @@ const SHARE: usize = 256 << 20;
 
 /// Runs the command.
 pub fn run(args: &Bench) -> ExitCode {
-    let result = prepare(args).and_then(|mut bench| bench.measure());
+    let device = Device::open(&args.device).map_err(|e| Failure::Usage(format!("--device: {e}")));
+    let result = device.and_then(|device| {
+        let result = prepare(args, &device).and_then(|mut bench| bench.measure());
+        let closed = super::close(device);
+        result.and_then(|report| closed.map(|()| report))
+    });
     let (report, mut code) = match result {
         Ok(report) => (report, 0),
         Err(failure) => {
@@ -95,8 +100,7 @@ struct Bed {
     unpinned: bool,
 }
 
-fn prepare(args: &Bench) -> Result<Bed, Failure> {
-    let device = Device::open(&args.device).map_err(|e| Failure::Usage(format!("--device: {e}")))?;
+fn prepare(args: &Bench, device: &Device) -> Result<Bed, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = args.threads.map_or(cores.min(8), std::num::NonZero::get);
     let asked = args.size.unwrap_or(SIZE);
@@ -106,7 +110,7 @@ fn prepare(args: &Bench) -> Result<Bed, Failure> {
     // Buffers of whole pages, and pieces of them.
     let mut size = (most / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
     loop {
-        match bed(&device, threads, size, asked) {
+        match bed(device, threads, size, asked) {
             Ok(bed) => return Ok(bed),
             // On a GPU that others use, or under a limit that nobody told us about.
             Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST => size /= 2,

@@ -41,7 +41,11 @@ pub fn run(args: &Load) -> ExitCode {
     let result = prepare(args).and_then(|job| {
         let result = job.run(args, &mut report);
         job.note(&mut report);
-        result
+        let device = job.device.clone();
+        drop(job);
+        // Whatever happened; what went wrong first is what is told.
+        let closed = super::close(device);
+        result.and(closed)
     });
     let mut code = match &result {
         Ok(()) => 0,
@@ -120,8 +124,15 @@ impl Speed {
 
 /// Opens everything, so that what the command line asks for in vain is known before anything is moved.
 fn prepare(args: &Load) -> Result<Job, Failure> {
-    let mut sources = args.files.iter().map(|path| open(path)).collect::<Result<Vec<_>, _>>()?;
+    let sources = args.files.iter().map(|path| open(path)).collect::<Result<Vec<_>, _>>()?;
     let device = Device::open(&args.device).map_err(|e| Failure::Usage(format!("--device: {e}")))?;
+    furnish(args, sources, device.clone()).inspect_err(|_| {
+        let _ = super::close(device);
+    })
+}
+
+/// Makes what is needed on the device.
+fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job, Failure> {
     let segment =
         Request::new(args.chunk).segment_bytes().map_err(|e| Failure::Usage(format!("--chunk: {e}")))?;
     let too_small = || {

@@ -11,6 +11,7 @@ mod top;
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::error::ErrorKind;
 
@@ -78,6 +79,14 @@ pub fn refuse(error: &clap::Error) -> ExitCode {
         }
     }
     ExitCode::from(EXIT_USAGE)
+}
+
+/// How long a device gets to give everything back, at a time when nothing of ours is in flight any more.
+const CLOSING: Duration = Duration::from_secs(10);
+
+/// Ends with a device: after this the library makes no call for it, and its driver may end as it likes.
+fn close(device: pinpool::Device) -> Result<(), Failure> {
+    device.close(CLOSING).map_err(|error| Failure::Failed(error.to_string()))
 }
 
 /// A line on stderr, if anybody still listens.

@@ -713,6 +713,11 @@ impl Depot {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
+    /// Whether its memory keeps the device with this context open.
+    pub(crate) fn keeps(&self, context: u64) -> bool {
+        self.regions.as_ref().is_some_and(|regions| regions.keep(context))
+    }
+
     /// Bytes that a segment was given.
     ///
     /// # Safety

@@ -1,11 +1,12 @@
 //! An opened device: its driver, its worker, its events, and whether it is still alive.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crossbeam::utils::CachePadded;
 use parking_lot::Mutex;
 
+use super::holds::Holds;
 use super::worker::Worker;
 use super::{Driver, EventHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
@@ -23,8 +24,8 @@ pub(crate) struct Context {
     /// Events that were seen complete or never recorded, so that they may be recorded.
     events: Mutex<Vec<EventHandle>>,
     poison: OnceLock<Error>,
-    /// Bytes of callers' values that are registered.
-    registered: AtomicUsize,
+    /// What there is that keeps the device open. It outlives this.
+    holds: Arc<Holds>,
     /// What the driver answered with an error.
     errors: ErrorTally,
     /// Times from submitting to being seen complete, of a sample.
@@ -39,7 +40,9 @@ pub(crate) struct Context {
 
 impl Context {
     pub(crate) fn new(driver: Arc<dyn Driver>) -> Result<Arc<Self>> {
-        let worker = Arc::new(Worker::start(&driver)?);
+        let holds = Holds::new();
+        driver.leave(holds.last());
+        let worker = Arc::new(Worker::start(&driver, &holds)?);
         static IDS: AtomicU64 = AtomicU64::new(1);
         let id = IDS.fetch_add(1, Ordering::Relaxed);
         Ok(Arc::new(Self {
@@ -48,7 +51,7 @@ impl Context {
             worker,
             events: Mutex::new(Vec::new()),
             poison: OnceLock::new(),
-            registered: AtomicUsize::new(0),
+            holds,
             errors: ErrorTally::default(),
             flights: SharedHistogram::new(),
             past: Default::default(),
@@ -79,18 +82,9 @@ impl Context {
         self.forks != crate::os::forks()
     }
 
-    /// Bytes of callers' values that are registered.
-    pub(crate) fn registered(&self) -> usize {
-        // Relaxed, here and below: a sum, not a signal.
-        self.registered.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn count_registered(&self, bytes: usize) {
-        self.registered.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    pub(crate) fn count_unregistered(&self, bytes: usize) {
-        self.registered.fetch_sub(bytes, Ordering::Relaxed);
+    /// What there is that keeps the device open.
+    pub(crate) fn holds(&self) -> &Arc<Holds> {
+        &self.holds
     }
 
     pub(crate) fn errors(&self) -> &ErrorTally {
@@ -150,6 +144,7 @@ impl Context {
         if let Err(error) = &result {
             self.errors.note(error);
             if error.is_sticky() && self.poison.set(error.clone()).is_ok() {
+                self.holds.lose(error);
                 tracing::error!(target: "pinpool::device::lost", device = self.name(), %error, "the device is lost");
             }
         }
@@ -174,8 +169,8 @@ impl Context {
             return;
         }
         drop(events);
-        let driver = self.driver.clone();
-        self.worker.send(move || drop(driver.destroy_event(event)));
+        let (driver, holds) = (self.driver.clone(), self.holds.clone());
+        self.worker.send(move || destroy(&*driver, &holds, event));
     }
 }
 
@@ -187,13 +182,15 @@ impl Drop for Context {
         if ended || events.is_empty() || self.forked() {
             return;
         }
-        let driver = self.driver.clone();
-        self.worker.send(move || {
-            for event in events {
-                if let Err(error) = driver.destroy_event(event) {
-                    tracing::warn!(target: "pinpool::device::leak", device = driver.name(), %error, "an event is leaked");
-                }
-            }
-        });
+        let (driver, holds) = (self.driver.clone(), self.holds.clone());
+        self.worker.send(move || events.into_iter().for_each(|event| destroy(&*driver, &holds, event)));
+    }
+}
+
+/// On the worker.
+fn destroy(driver: &dyn Driver, holds: &Holds, event: EventHandle) {
+    if let Err(error) = driver.destroy_event(event) {
+        holds.leaked(1);
+        tracing::warn!(target: "pinpool::device::leak", device = driver.name(), %error, "an event is leaked");
     }
 }

@@ -66,12 +66,18 @@ impl Allocation {
         context.alive()?;
         let maker = context.clone();
         let ptr = context.worker().call(move || maker.noting(maker.driver().allocate(len)))?;
-        Ok(Arc::new(Self { context: context.clone(), ptr, len, origin: Origin::Plain }))
+        Ok(Self::new(context, ptr, len, Origin::Plain))
+    }
+
+    fn new(context: &Arc<Context>, ptr: DevicePtr, len: usize, origin: Origin) -> Arc<Self> {
+        context.holds().count_memory(len);
+        Arc::new(Self { context: context.clone(), ptr, len, origin })
     }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
+        self.context.holds().count_memory_gone(self.len);
         let origin = std::mem::replace(&mut self.origin, Origin::Foreign(None));
         if matches!(origin, Origin::Foreign(None)) {
             return;
@@ -92,6 +98,7 @@ impl Drop for Allocation {
                 },
             };
             if let Err(error) = freed {
+                context.holds().leaked(1);
                 tracing::warn!(target: "pinpool::device::leak", device = context.name(), %error, "device memory is leaked");
             }
         });
@@ -124,7 +131,7 @@ impl DeviceBuffer {
     /// What was allocated in a stream's order, by a call that is to get a tick there.
     pub(crate) fn ordered(context: &Arc<Context>, ptr: DevicePtr, len: usize, home: Arc<dyn Home>) -> Self {
         let origin = Origin::Ordered { home, tick: OnceLock::new() };
-        let allocation = Arc::new(Allocation { context: context.clone(), ptr, len, origin });
+        let allocation = Allocation::new(context, ptr, len, origin);
         Self(DeviceSlice { allocation, offset: 0, len })
     }
 
@@ -185,7 +192,7 @@ impl DeviceSlice {
         }
         let told = std::mem::needs_drop::<O>();
         let origin = Origin::Foreign(told.then(|| Mutex::new(Box::new(owner) as Box<dyn Send>)));
-        let allocation = Arc::new(Allocation { context: context.clone(), ptr, len, origin });
+        let allocation = Allocation::new(context, ptr, len, origin);
         Ok(Self { allocation, offset: 0, len })
     }
 

@@ -38,6 +38,9 @@ pub(crate) mod callback;
 pub(crate) mod context;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
+#[cfg(any(feature = "acl", feature = "cuda"))]
+pub(crate) mod ending;
+pub(crate) mod holds;
 pub mod host;
 pub(crate) mod memory;
 pub(crate) mod worker;
@@ -111,6 +114,15 @@ pub(crate) enum HostKind {
     Managed,
 }
 
+/// A context that somebody else made.
+#[cfg(any(feature = "acl", feature = "cuda"))]
+pub(crate) enum Adopted {
+    /// The one that the device with this name works in, if that is opened.
+    Default(String),
+    /// Another one, under a name for it that is the same each time.
+    Other { key: String, driver: std::sync::Arc<dyn Driver> },
+}
+
 /// What a device must do. The module's page has the rules.
 pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The device as [`Device::open`](crate::Device::open) names it, such as `host:0`.
@@ -145,6 +157,17 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// through the mapping, and a mapped file that becomes shorter kills the process.
     fn holds_pages(&self) -> bool {
         true
+    }
+
+    /// Keeps something until the last call for the device has returned, the one that lets go of it included, and drops it
+    /// then, on any thread. Called once, before any other call. In the child of a fork it is forgotten.
+    fn leave(&self, last: holds::Last);
+
+    /// Keeps what keeps a context of others alive, and drops it after the last call in that. Only of contexts that others
+    /// made; the first that is left.
+    #[cfg(any(feature = "acl", feature = "cuda"))]
+    fn keep(&self, keeper: ending::Keeper) {
+        drop(keeper);
     }
 
     /// Called once, and first, on each thread of ours that makes calls: the driver may set the thread up for good.

@@ -12,6 +12,7 @@ use std::thread::ThreadId;
 use crossbeam::channel::{Sender, unbounded};
 
 use super::Driver;
+use super::holds::Holds;
 use crate::error::{Error, Result};
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -23,15 +24,19 @@ pub(crate) struct Worker {
     jobs: Option<Sender<Job>>,
     /// The thread that runs them, if there is one.
     thread: Option<ThreadId>,
+    /// Where jobs are counted that are still to be done.
+    holds: Arc<Holds>,
     forks: u32,
 }
 
 impl Worker {
     /// Starts the thread of a device. A stepped one does without.
-    pub(crate) fn start(driver: &Arc<dyn Driver>) -> Result<Self> {
+    pub(crate) fn start(driver: &Arc<dyn Driver>, holds: &Arc<Holds>) -> Result<Self> {
+        let (forks, holds) = (crate::os::forks(), holds.clone());
         if driver.stepped().is_some() {
-            return Ok(Self { jobs: None, thread: None, forks: crate::os::forks() });
+            return Ok(Self { jobs: None, thread: None, holds, forks });
         }
+        let count = holds.clone();
         let (jobs, queue) = unbounded::<Job>();
         let entering = driver.clone();
         let spawned = std::thread::Builder::new()
@@ -42,13 +47,14 @@ impl Worker {
                 drop(entering);
                 for job in queue {
                     run(job);
+                    count.count_job_done();
                 }
             })
             .map_err(|e| Error::Unavailable {
                 device: driver.name().into(),
                 why: format!("no thread could be started: {e}"),
             })?;
-        Ok(Self { jobs: Some(jobs), thread: Some(spawned.thread().id()), forks: crate::os::forks() })
+        Ok(Self { jobs: Some(jobs), thread: Some(spawned.thread().id()), holds, forks })
     }
 
     /// Whether jobs run on the caller's thread.
@@ -64,7 +70,10 @@ impl Worker {
         }
         match &self.jobs {
             // The receiver lives as long as this sender, so this cannot fail.
-            Some(jobs) => drop(jobs.send(Box::new(job))),
+            Some(jobs) => {
+                self.holds.count_job();
+                drop(jobs.send(Box::new(job)));
+            }
             None => run(Box::new(job)),
         }
     }

@@ -183,6 +183,7 @@ fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent])
             unsafe { context.driver().unpin(start, len) }
         });
         if let Err(error) = unpinned {
+            device.holds().leaked(1);
             tracing::error!(
                 target: "pinpool::region::leak", device = device.name(), bytes = adoptee.len, %error,
                 "adopted memory cannot be unpinned: it is leaked"

@@ -468,6 +468,11 @@ impl Regions {
         self.progress.lock().pinning.clone()
     }
 
+    /// Whether they keep the device with this context open.
+    pub(crate) fn keep(&self, context: u64) -> bool {
+        self.context.id() == context || self.progress.lock().regions.iter().any(|r| r.context.id() == context)
+    }
+
     /// Waits until nothing is being pinned, or until `enough` of what is ready.
     pub(crate) fn wait(
         &self,

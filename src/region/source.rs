@@ -233,6 +233,7 @@ impl Region {
                 let unpinned = unsafe { context.driver().unpin(start, extent.len) };
                 last = Some((Instant::now(), call.elapsed()));
                 if let Err(error) = unpinned {
+                    context.holds().leaked(1);
                     tracing::error!(
                         target: "pinpool::region::leak", device = context.name(), bytes = extent.len, %error,
                         "memory cannot be unpinned: it is leaked"
@@ -259,6 +260,7 @@ impl Region {
 fn free(context: &Context, base: NonNull<u8>, len: usize, kind: HostKind) {
     // SAFETY: allocated once, freed once, and nobody uses it.
     if let Err(error) = unsafe { context.driver().free_host(base, len, kind) } {
+        context.holds().leaked(1);
         tracing::error!(
             target: "pinpool::region::leak", device = context.name(), bytes = len, %error,
             "memory of the driver's cannot be freed: it is leaked"

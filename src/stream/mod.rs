@@ -14,7 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 
 #[cfg(any(feature = "acl", feature = "cuda"))]
-use crate::device::StreamHandle;
+use crate::device::{StreamHandle, ending::Keeper};
 use crate::error::{Error, Result};
 use crate::runtime::Device;
 use timeline::Timeline;
@@ -41,9 +41,15 @@ impl Stream {
     }
 
     /// A stream that others made, and are alive by their word for as long as anything is in flight on it. `id` is the
-    /// driver's number for it: the same number gives the same timeline. Without one each call gives another.
+    /// driver's number for it: the same number gives the same timeline. Without one each call gives another. `keeper`: what
+    /// keeps it alive.
     #[cfg(any(feature = "acl", feature = "cuda"))]
-    pub(crate) fn adopted(device: &Device, handle: StreamHandle, id: Option<u64>) -> Self {
+    pub(crate) fn adopted(
+        device: &Device,
+        handle: StreamHandle,
+        id: Option<u64>,
+        keeper: Option<Keeper>,
+    ) -> Self {
         let make = || {
             let context = device.context().clone();
             Timeline::adopted(context, handle, id.is_some(), device.listing().clone())
@@ -52,6 +58,9 @@ impl Stream {
             Some(id) => device.known_stream(id, make),
             None => make(),
         };
+        if let Some(keeper) = keeper {
+            timeline.keep(keeper);
+        }
         Self { timeline, device: device.clone() }
     }
 

@@ -18,6 +18,7 @@
 //! | target | span | level | fields | from, to |
 //! | --- | --- | --- | --- | --- |
 //! | `pinpool::device` | `open` | INFO | device | [`Device::open`](crate::Device::open): loading the driver, making its context |
+//! | `pinpool::device` | `close` | INFO | device | [`Device::close`](crate::Device::close) |
 //! | `pinpool::pool` | `build` | INFO | pool, capacity | [`PoolBuilder::build`](crate::PoolBuilder::build), until the first extent is usable |
 //! | `pinpool::pool` | `adopt` | INFO | pool | [`Pool::adopt`](crate::Pool::adopt) |
 //! | `pinpool::pool` | `wait` | DEBUG | pool, bytes | a thread's wait for memory (a task's is in `pinpool.wait.seconds` only) |
@@ -40,6 +41,7 @@
 //! | `pinpool::stream::lost` | ERROR | device, stream, error, entries | nobody will know what is complete there; the device is lost, or its driver refuses to be asked |
 //! | `pinpool::stream::quarantine` | ERROR | buffers, bytes | that memory is gone until the process ends |
 //! | `pinpool::device::lost` | ERROR | device, error | the device is gone until the process ends |
+//! | `pinpool::device::unclosed` | WARN | device, error | [`Device::close`](crate::Device::close) gave up: the error says what keeps the device open, or was leaked |
 //! | `pinpool::region::unpinned` | WARN | device, bytes, error | memory is not page-locked: raise the memlock limit |
 //! | `pinpool::region::ended` | WARN | device, missing, error | the pool could not grow |
 //! | `pinpool::device::leak`, `pinpool::region::leak`, `pinpool::stream::leak` | WARN, ERROR for memory | device, error, and bytes of memory | something could not be given back to the driver, which kept it |

@@ -204,7 +204,7 @@ impl Device {
         DeviceStats {
             name: self.name().into(),
             lost: self.lost(),
-            registered_bytes: context.registered(),
+            registered_bytes: context.holds().registered(),
             errors: context.errors().read(),
             submitted,
             completed,

@@ -140,3 +140,60 @@ fn handles_may_be_waited_for_and_dropped_anywhere() {
         std::thread::spawn(move || drop((pools, streams, memories, devices))).join().unwrap();
     });
 }
+
+/// A part of everything, whatever of it fails.
+fn whatever_fails(
+    device: &Device,
+    pool: &pinpool::Pool,
+    [stream, other]: &[pinpool::Stream; 2],
+) -> pinpool::Result<()> {
+    let memory = device.alloc(10_000)?;
+    for on in [stream, other] {
+        let sent = on.upload(filled(pool, &bytes(1, 10_000)), &memory)?.wait();
+        // By the CPU's own way, and at once.
+        drop(on.upload_part(filled(pool, &bytes(1, 10_000)), 1..77, memory.slice(3..79)?)?);
+        on.upload_blocking(&[7; 100], &memory)?;
+        let (from, to) = on.copy_host(sent?, pool.checkout(10_000)?)?;
+        (from.wait()?, to.wait()?);
+    }
+    other.wait_for(stream)?;
+    drop(pool.checkout_zeroed(500)?);
+    // SAFETY: nobody else uses it.
+    drop(unsafe { device.raw_memory(memory.address() + 64, 10, ()) }?);
+    stream.synchronize()
+}
+
+#[test]
+fn the_callers_context_is_put_back_after_errors_too() {
+    on_each("contexts::the_callers_context_is_put_back_after_errors_too", &npu::WAYS, |stand_in| {
+        let server = Server { stand_in };
+        crate::says!(server, 0, "aclInit", 0);
+        crate::says!(server, 0, "aclrtSetDevice", 1);
+        let theirs = server.current();
+        let device = Device::open("acl:0").unwrap();
+        let pool = pinpool::Pool::builder(&device).capacity(1 << 20).build().unwrap();
+        // One of them in the hands of others. What destroys them is not to fail.
+        let streams = [device.stream().unwrap(), device.stream().unwrap()];
+        pinpool::acl::raw_stream(&streams[1]).unwrap();
+        whatever_fails(&device, &pool, &streams).unwrap();
+        assert_eq!(server.current(), theirs);
+        let mut failed = 0;
+        for (call, count) in stand_in.report().calls {
+            // What looks what is current, and what puts it back; what may stay for good; and what is no call of ours.
+            let other =
+                ["CurrentContext", "Destroy", "Free", "Reset", "SetDevice", "Init", "Name", "Msg", "standin"];
+            if other.iter().any(|part| call.contains(part)) {
+                continue;
+            }
+            for nth in [1, 2, count.div_ceil(2)] {
+                stand_in.fail(&call, nth, 507_000, false);
+                failed += u64::from(whatever_fails(&device, &pool, &streams).is_err());
+                assert_eq!(server.current(), theirs, "{call}, {nth}");
+                stand_in.calm();
+            }
+        }
+        assert!(failed > 10, "{failed}");
+        drop((pool, streams, device));
+        crate::says!(server, 0, "aclrtResetDevice", 1);
+    });
+}

@@ -6,10 +6,19 @@ use crate::bytes;
 use crate::doubles::npu::{EARLY_2022, LATE_2022, ON_DEVICE, TODAY, Way, on_each};
 use crate::doubles::{HANG, StandIn};
 
-/// A little of everything. Whatever fails is an error that comes back; what came back without one is right.
-fn a_little_of_everything() -> Result<()> {
-    let device = Device::open("acl:0")?;
-    let pool = Pool::builder(&device).capacity(512 << 10).extent(128 << 10).region(256 << 10).build()?;
+/// A little of everything, and the device closed. What failed, if anything did, and whether all was given back.
+fn a_little_of_everything() -> (Result<()>, bool) {
+    let device = match Device::open("acl:0") {
+        Ok(device) => device,
+        Err(error) => return (Err(error), false),
+    };
+    let outcome = a_little_on(&device);
+    (outcome, device.close(HANG).is_ok())
+}
+
+/// Whatever fails is an error that comes back; what came back without one is right.
+fn a_little_on(device: &Device) -> Result<()> {
+    let pool = Pool::builder(device).capacity(512 << 10).extent(128 << 10).region(256 << 10).build()?;
     let (stream, other) = (device.stream()?, device.stream()?);
     acl::raw_stream(&other)?;
     let memory = device.alloc(20_000)?;
@@ -99,13 +108,13 @@ fn settled(stand_in: &StandIn, failed: &str, seen: &mut usize) -> Vec<String> {
 fn every_call(test: &str, way: Way) {
     on_each_tolerant(test, way, |stand_in| {
         let mut seen = 0;
-        a_little_of_everything().unwrap();
+        assert!(matches!(a_little_of_everything(), (Ok(()), true)));
         let mut leaks = settled(stand_in, "", &mut seen);
         assert_eq!(leaks, Vec::<String>::new());
         let calls: Vec<(String, u64)> =
             stand_in.report().calls.into_iter().filter(|call| call.0.starts_with("acl")).collect();
         assert!(calls.len() > 15, "{calls:?}");
-        let (mut struck, mut said) = (0, 0);
+        let (mut struck, mut said, mut given_back) = (0, 0, 0);
         for (call, count) in calls {
             if call == "aclGetRecentErrMsg" || call == "aclrtGetSocName" {
                 continue;
@@ -113,7 +122,14 @@ fn every_call(test: &str, way: Way) {
             for nth in [1, 2, count / 2, count - 1] {
                 for (code, class) in [(507_000, ErrorClass::Argument), (207_001, ErrorClass::Moment)] {
                     stand_in.fail(&call, nth.max(1), code, false);
-                    let outcome = a_little_of_everything();
+                    let (outcome, closed) = a_little_of_everything();
+                    // At once: whoever was told that all was given back can rely on it.
+                    let now = stand_in.report();
+                    assert!(
+                        !closed || (now.over && now.leaks == leaks),
+                        "{call}, {nth}, {code}: {now:?}, {leaks:?}"
+                    );
+                    given_back += u64::from(closed);
                     stand_in.calm();
                     if let Err(error) = outcome {
                         said += 1;
@@ -141,8 +157,8 @@ fn every_call(test: &str, way: Way) {
         }
         struck += stand_in.struck();
         assert!(
-            struck > 60 && said > 30,
-            "{struck} calls were made to fail, and {said} times somebody was told"
+            struck > 60 && said > 30 && given_back > 60,
+            "{struck} calls were made to fail, {said} times somebody was told, {given_back} times all was given back"
         );
     });
 }

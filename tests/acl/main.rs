@@ -8,6 +8,7 @@
 #![cfg(all(feature = "acl", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling the library beside pinpool")]
 
+mod closing;
 mod contexts;
 #[path = "../doubles/mod.rs"]
 mod doubles;

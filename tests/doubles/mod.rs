@@ -228,6 +228,8 @@ pub struct Report {
     pub calls: Vec<(String, u64)>,
     /// Every context that was retained was released, or was to be.
     pub over: bool,
+    /// The last call that was made, where the double tells.
+    pub last: Option<String>,
 }
 
 impl Report {
@@ -238,6 +240,7 @@ impl Report {
             report.over |= line == "over";
             match line.split_once(' ') {
                 Some(("violation", text)) => report.violations.push(text.into()),
+                Some(("last", text)) => report.last = Some(text.into()),
                 Some(("leak", text)) => report.leaks.push(text.into()),
                 Some(("note", text)) => report.notes.push(text.into()),
                 Some(("call", text)) => {

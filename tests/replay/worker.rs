@@ -165,6 +165,9 @@ impl Worker<'_> {
         let first = self.seq + 1;
         self.seq += SLOTS as u64;
         let words: Vec<u64> = (0..SLOTS).flat_map(|s| message(first + s as u64, WORDS)).collect();
+        // Downloads of the round before whose handles were dropped may still read there, on the other stream: nothing but
+        // this orders two streams, for a blocking copy as for any other.
+        self.streams[0].wait_for(&self.streams[1]).unwrap();
         self.streams[0].upload_blocking(bytemuck::cast_slice(&words), &self.memory).unwrap();
         first
     }

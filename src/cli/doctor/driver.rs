@@ -276,17 +276,15 @@ fn loader_dirs() -> Vec<String> {
     named.into_iter().chain(USUAL.map(str::to_owned)).collect()
 }
 
-/// Where CANN puts its library: where its variables say, and where its installers do.
+/// Where CANN puts its library: the folders that the library itself looks into.
 fn cann_dirs() -> Vec<String> {
-    const USUAL: [&str; 3] = [
-        "/usr/local/Ascend/ascend-toolkit/latest",
-        "/usr/local/Ascend/cann",
-        "/usr/local/Ascend/nnrt/latest",
-    ];
-    let named =
-        ["ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"].into_iter().filter_map(|name| env::var(name).ok());
-    let homes = named.filter(|home| !home.is_empty()).chain(USUAL.map(str::to_owned));
-    homes.map(|home| format!("{home}/lib64")).collect()
+    #[cfg(feature = "acl")]
+    let files = pinpool::acl::library_candidates();
+    // Without it no such device can be opened, wherever the library is.
+    #[cfg(not(feature = "acl"))]
+    let files: Vec<PathBuf> = Vec::new();
+    let dirs = files.iter().filter_map(|file| file.parent()).filter(|dir| !dir.as_os_str().is_empty());
+    dirs.map(|dir| dir.display().to_string()).collect()
 }
 
 /// The library that is loaded at run time.

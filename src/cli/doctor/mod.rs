@@ -207,8 +207,13 @@ fn examine(system: &System, args: &Doctor) -> Findings {
         driver::library(&case),
     ];
     let measured = probe::probe(&case, &mut checks);
-    let device = case.device.as_ref().map_or_else(|_| spec.to_owned(), |device| device.name().to_owned());
-    Findings { device, capacity, checks, measured }
+    let Case { device, patience, .. } = case;
+    let name = device.as_ref().map_or_else(|_| spec.to_owned(), |device| device.name().to_owned());
+    // One that did not answer before is not waited for as long again.
+    if let Some(Err(error)) = device.ok().map(|device| device.close(patience / 4)) {
+        checks.push(Check::warn("close", error.to_string(), vec!["see the checks that failed above".into()]));
+    }
+    Findings { device: name, capacity, checks, measured }
 }
 
 /// Whether a device can have this name at all.

@@ -15,7 +15,6 @@
 //! equal: each adoption stands for itself. Nor does it tell a stream's context; but an event can only be recorded on a
 //! stream of the current one (107003), and recording one does no harm. So that is how a stream is looked at.
 
-use std::any::Any;
 use std::collections::HashSet;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -25,16 +24,8 @@ use parking_lot::Mutex;
 use super::api::Api;
 use super::error::Code;
 use super::{Acl, Current, Found, check, host, on_other_thread, stream};
-use crate::device::{Driver, StreamHandle};
+use crate::device::{Adopted, StreamHandle};
 use crate::error::{Error, Result};
-
-/// What an adopted context is.
-pub(crate) enum Adopted {
-    /// The default context of the device with this ordinal.
-    Default(u32),
-    /// Another one, under a name for it that is the same each time.
-    Other { key: String, driver: Arc<dyn Driver> },
-}
 
 /// Handles of streams that others made.
 #[derive(Debug, Default)]
@@ -78,7 +69,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
     })?;
     let name: Arc<str> = format!("acl:{known} (adopted context)").into();
     if host::is_default(context) {
-        return Ok(Adopted::Default(known));
+        return Ok(Adopted::Default(format!("acl:{known}")));
     }
     let key = format!("acl context {:#x}", context.addr());
     let driver = Arc::new(Acl::new(api, name, ordinal, found, false));
@@ -89,12 +80,6 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
 impl Acl {
     pub(crate) fn raw_context(&self) -> *mut c_void {
         self.context
-    }
-
-    /// Keeps `keeper` until the last call in this context was made; the first that is left with it.
-    pub(crate) fn keep_context(&self, keeper: Box<dyn Any + Send + Sync>) {
-        // A later one says the same about the same context, and is not needed.
-        let _ = self.keeper.set(keeper);
     }
 
     /// The handle by which a stream of this context is called, after everything was looked at that can be looked at. Null

@@ -17,7 +17,7 @@
 //! `aclInit` is called here. Whoever called it first, the second call says so (100002), and that is success. `aclFinalize`
 //! is never called: it ends the library for everybody in the process, at once.
 
-use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -196,6 +196,28 @@ pub(crate) fn use_library(path: &Path) -> Result<()> {
     )))
 }
 
+/// The library that a program or its environment has named, and what to do if that is of no use.
+fn named() -> Option<(PathBuf, &'static str)> {
+    let chosen = CHOSEN.get().map(|path| (path.clone(), "it was chosen by acl::use_library"));
+    chosen.or_else(|| {
+        let set = std::env::var_os(PATH).filter(|path| !path.is_empty());
+        set.map(|path| (path.into(), "PINPOOL_LIBASCENDCL names it; correct or unset that"))
+    })
+}
+
+/// Where the library may be, if nobody has named one.
+fn usual() -> Vec<PathBuf> {
+    let homes = HOMES.iter().filter_map(std::env::var_os).filter(|home| !home.is_empty());
+    let homes = homes.map(PathBuf::from).chain(USUAL.iter().map(PathBuf::from));
+    let files = homes.map(|home| home.join("lib64").join(FILE));
+    std::iter::once(PathBuf::from(FILE)).chain(files).collect()
+}
+
+/// What is tried, in this order.
+pub(crate) fn library_candidates() -> Vec<PathBuf> {
+    named().map_or_else(usual, |(path, _)| vec![path])
+}
+
 impl Api {
     /// The library of this machine, loaded once and initialised.
     ///
@@ -203,21 +225,15 @@ impl Api {
     /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
     pub(super) fn get(device: &str) -> Result<&'static Self> {
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = API.get_or_init(|| {
-            let chosen =
-                CHOSEN.get().map(|path| (path.clone().into_os_string(), "it was chosen by acl::use_library"));
-            let set = || std::env::var_os(PATH).filter(|path| !path.is_empty());
-            Self::load(
-                chosen.or_else(|| {
-                    set().map(|path| (path, "PINPOOL_LIBASCENDCL names it; correct or unset that"))
-                }),
-            )
-        });
+        let api = API.get_or_init(|| Self::load(named()));
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: after the first it only says so, and what it failed for may have been put right.
         // SAFETY: no configuration is given, which is allowed.
         match unsafe { (api.init)(std::ptr::null()) } {
-            Code::SUCCESS | Code::REPEAT_INITIALIZE => {
+            code @ (Code::SUCCESS | Code::REPEAT_INITIALIZE) => {
+                if code == Code::REPEAT_INITIALIZE {
+                    api.expected();
+                }
                 super::gate::watch();
                 Ok(api)
             }
@@ -233,20 +249,17 @@ impl Api {
     }
 
     /// Loads the library that was named, and else the first that is found.
-    fn load(named: Option<(OsString, &str)>) -> std::result::Result<Self, String> {
-        let (candidates, remedy) = match named {
-            Some((path, remedy)) => (vec![PathBuf::from(path)], remedy.to_owned()),
-            None => {
-                let homes = HOMES.iter().filter_map(std::env::var_os).filter(|home| !home.is_empty());
-                let homes = homes.map(PathBuf::from).chain(USUAL.iter().map(PathBuf::from));
-                let files = homes.map(|home| home.join("lib64").join(FILE));
-                let remedy = format!(
-                    "install CANN (toolkit or runtime), source its set_env.sh, set ASCEND_TOOLKIT_HOME, or name the library \
-                     by {PATH}"
-                );
-                (std::iter::once(PathBuf::from(FILE)).chain(files).collect(), remedy)
-            }
-        };
+    fn load(named: Option<(PathBuf, &str)>) -> std::result::Result<Self, String> {
+        let remedy = named.as_ref().map_or_else(
+            || {
+                format!(
+                    "install CANN (toolkit or runtime), source its set_env.sh, set ASCEND_TOOLKIT_HOME, or name the \
+                     library by {PATH}"
+                )
+            },
+            |(_, remedy)| (*remedy).to_owned(),
+        );
+        let candidates = named.map_or_else(usual, |(path, _)| vec![path]);
         let mut tried = Vec::new();
         for file in candidates {
             // SAFETY: AscendCL's initialisers have no preconditions, and whoever names another library vouches for it.
@@ -279,6 +292,11 @@ impl Api {
         // SAFETY: a string that is there until the next such call on this thread.
         let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+    }
+
+    /// A call was refused, as it may be: what the library has to say about that is not to be told with a later error.
+    pub(super) fn expected(&self) {
+        let _ = self.recent();
     }
 
     /// The chip's name, such as `Ascend910B4`.

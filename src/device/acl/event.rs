@@ -160,6 +160,7 @@ impl Acl {
         for event in aside {
             // What others have queued before it may still run; destroying waits for nothing.
             if let Err(error) = self.event_destroy(event) {
+                self.leaked();
                 tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
             }
         }
@@ -222,7 +223,7 @@ impl Acl {
         // It may be there still where its recording had failed.
         let last = self.events.brief.lock().slots.get_mut(at).and_then(Option::take);
         if let Some(last) = last {
-            self.event_drop(last)?;
+            self.event_drop(last).inspect_err(|_| self.leaked())?;
         }
         {
             let mut brief = self.events.brief.lock();
@@ -283,6 +284,7 @@ impl Acl {
             let last = self.events.brief.lock().slots.get_mut(at).and_then(Option::take);
             if let Some(Err(error)) = last.map(|event| self.event_drop(event)) {
                 // It is complete all the same.
+                self.leaked();
                 tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
             }
         }

@@ -38,17 +38,20 @@ use std::ffi::c_int;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 
 use super::api::{AclContext, MallocAttribute, MallocConfig};
 use super::error::{Code, host_memory_limits};
 use super::{Acl, advise};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorClass, Result};
 use crate::os;
 
 /// What `aclrtHostRegister` takes: pages of that size, whatever the system's are.
 const REGISTER_PAGE: usize = 4096;
+/// How often a device that cannot be waited for just now is tried again before memory is freed: for half a second in all.
+const TRIES: u32 = 9;
 /// acl_rt.h: aclrtHostRegisterType's ACL_HOST_REGISTER_MAPPED; the others are reserved.
 const REGISTER_MAPPED: c_int = 0;
 /// acl_rt.h: aclrtMallocAttrType's ACL_RT_MEM_ATTR_VA_FLAG.
@@ -147,7 +150,7 @@ impl Acl {
             }
             self.host.pads.store(true, Ordering::Relaxed);
             // SAFETY: allocated just now; nobody uses it.
-            unsafe { self.host_free_at(at) }?;
+            unsafe { self.host_free_at(at) }.inspect_err(|_| self.leaked())?;
         }
         let longer = len
             .checked_add(page)
@@ -173,6 +176,9 @@ impl Acl {
             code = unsafe { allocate(&raw mut at, len as u64, &raw mut config) };
         }
         if code == Code::NOT_SUPPORTED {
+            if with_cfg.is_some() {
+                self.api.expected();
+            }
             self.host.plain.store(true, Ordering::Relaxed);
             call = "aclrtMallocHost";
             // SAFETY: writes an address.
@@ -217,13 +223,35 @@ impl Acl {
         self.said("aclrtFreeHost", unsafe { (self.api.host_free)(at.as_ptr().cast()) })
     }
 
-    /// Waits until no device of this process has anything to do. What a lost one had is never freed.
+    /// Waits until no device of this process has anything to do. A lost one is not waited for: what was in flight there is
+    /// quarantined, and so is never freed.
     fn drain_all(&self) -> Result<()> {
-        self.drained()?;
+        self.drained_in_the_end()?;
         let open: Vec<Arc<Self>> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
         let mut others =
             open.iter().filter(|other| other.context != self.context && other.lost.get().is_none());
-        others.try_for_each(|other| other.drained())
+        others.try_for_each(|other| match other.drained_in_the_end() {
+            // It was lost only now.
+            Err(error) if error.is_sticky() => Ok(()),
+            drained => drained,
+        })
+    }
+
+    /// After one refusal it is tried again: what cannot be freed is gone for good.
+    fn drained_in_the_end(&self) -> Result<()> {
+        let mut attempt = 0;
+        loop {
+            match self.drained() {
+                Err(error)
+                    if matches!(error.class(), ErrorClass::Moment | ErrorClass::Capture)
+                        && attempt < TRIES =>
+                {
+                    std::thread::sleep(Duration::from_millis(1 << attempt));
+                    attempt += 1;
+                }
+                end => return end,
+            }
+        }
     }
 
     /// # Safety

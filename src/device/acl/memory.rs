@@ -44,7 +44,7 @@ impl Acl {
     pub(super) fn memory_allocate(&self, len: usize) -> Result<DevicePtr> {
         let mut at = self.malloc(len)?;
         if at % ALIGN != 0 {
-            self.free_at(at)?;
+            self.free_at(at).inspect_err(|_| self.leaked())?;
             let longer = len.checked_add(ALIGN as usize).ok_or_else(|| Error::OutOfMemory {
                 wanted: len,
                 text: "no allocation can be as long".into(),

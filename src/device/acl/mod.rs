@@ -33,19 +33,19 @@ mod host;
 mod memory;
 mod names;
 
-use std::any::Any;
 use std::ffi::c_int;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
-pub(crate) use self::adopt::{About, Adopted, adopt};
-pub(crate) use self::api::use_library;
+pub(crate) use self::adopt::{About, adopt};
 use self::api::{AclContext, AclStream, Api};
+pub(crate) use self::api::{library_candidates, use_library};
 use self::error::Code;
 use self::event::Events;
+use super::ending::{Ending, Keeper};
+use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
-use crate::os;
 
 /// acl_rt.h: aclrtRunMode's ACL_DEVICE: this program runs on the device itself, and its memory is the device's.
 const RUN_ON_DEVICE: c_int = 0;
@@ -72,11 +72,9 @@ pub(crate) struct Acl {
     foreign: adopt::Foreign,
     /// The device's default context, counted once. Others are the server's.
     default: bool,
-    /// What keeps a context of the server's alive, if it said so.
-    keeper: OnceLock<Box<dyn Any + Send + Sync>>,
     /// What the device was lost with.
     lost: OnceLock<DeviceError>,
-    forks: u32,
+    ending: Ending,
 }
 
 // SAFETY: a context may be current on any thread, on several at once; the library does its own locking.
@@ -96,7 +94,10 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     // SAFETY: writes a number.
     match unsafe { (api.device_count)(&raw mut count) } {
         // Some say so where there is none.
-        Code::NO_DEVICE => count = 0,
+        Code::NO_DEVICE => {
+            api.expected();
+            count = 0;
+        }
         // Of no device in particular: the next one would have the same.
         code => check(api, &name, "aclrtGetDeviceCount", code)
             .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?,
@@ -171,14 +172,16 @@ fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + S
     })
 }
 
-/// Takes back one `aclrtSetDevice`.
-fn reset(api: &Api, name: &Arc<str>, ordinal: i32) {
+/// Takes back one `aclrtSetDevice`. On a thread of ours. Whether it was.
+fn reset(api: &Api, name: &Arc<str>, ordinal: i32) -> bool {
     gate::enter();
-    let Some(_pass) = gate::pass() else { return };
+    let Some(_pass) = gate::pass() else { return false };
     // SAFETY: the call takes a number, and is one for one that set it.
-    if let Err(error) = check(api, name, "aclrtResetDevice", unsafe { (api.reset_device)(ordinal) }) {
+    let reset = check(api, name, "aclrtResetDevice", unsafe { (api.reset_device)(ordinal) });
+    if let Err(error) = &reset {
         tracing::warn!(target: "pinpool::device", device = &**name, %error, "a device stays set");
     }
+    reset.is_ok()
 }
 
 fn check(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> Result<()> {
@@ -224,8 +227,7 @@ impl<'a> Current<'a> {
             Code::SUCCESS if current == context => return Ok(Self { api, theirs: None, _pass: pass }),
             Code::SUCCESS => Some(current),
             Code::CONTEXT_NULL => {
-                // Some libraries leave a message about that, which is not to be told with the next error.
-                let _ = api.recent();
+                api.expected();
                 None
             }
             code => return Err(Error::Device(failed(api, name, "aclrtGetCurrentContext", code))),
@@ -241,7 +243,9 @@ impl Drop for Current<'_> {
         if let Some(theirs) = self.theirs {
             // It can only fail for a context that was destroyed meanwhile.
             // SAFETY: what was current when this was made.
-            let _ = unsafe { (self.api.context_set)(theirs) };
+            if unsafe { (self.api.context_set)(theirs) } != Code::SUCCESS {
+                self.api.expected();
+            }
         }
     }
 }
@@ -258,9 +262,8 @@ impl Acl {
             host: host::Host::new(found.on_device),
             foreign: adopt::Foreign::default(),
             default,
-            keeper: OnceLock::new(),
             lost: OnceLock::new(),
-            forks: os::forks(),
+            ending: Ending::new(),
         }
     }
 
@@ -302,6 +305,11 @@ impl Acl {
                 }
             }
         })
+    }
+
+    /// Something of the device's stays for good.
+    fn leaked(&self) {
+        self.ending.leaked();
     }
 
     /// Waits until the device has nothing to do.
@@ -355,12 +363,22 @@ impl Driver for Acl {
         Some(self)
     }
 
+    fn leave(&self, last: Last) {
+        self.ending.leave(last);
+    }
+
+    fn keep(&self, keeper: Keeper) {
+        self.ending.keep(keeper);
+    }
+
     fn enter_thread(&self) {
         gate::enter();
         let Some(_pass) = gate::pass() else { return };
         // Where it fails the thread is like any other, and each call does it for itself.
         // SAFETY: our context, which is kept for as long as the driver is there.
-        let _ = unsafe { (self.api.context_set)(self.context) };
+        if unsafe { (self.api.context_set)(self.context) } != Code::SUCCESS {
+            self.api.expected();
+        }
     }
 
     fn record_may_block(&self) -> bool {
@@ -487,25 +505,17 @@ impl Driver for Acl {
 
 impl Drop for Acl {
     fn drop(&mut self) {
-        // Its keeper goes now where there is one: no call follows. A lost device stays set, as everything there stays.
-        if self.forks != os::forks() {
-            // The parent's.
-            std::mem::forget(self.keeper.take());
+        if self.ending.forked() {
             return;
         }
+        // A lost device stays set, as everything there stays.
         if self.lost.get().is_some() {
-            return;
+            return self.leaked();
         }
         self.events_end();
-        if !self.default {
-            return;
-        }
-        let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);
-        // It may be the last one, and then ends the device for this process, which takes time: dropping never blocks.
-        // And it may change what is current. Without a thread the device stays set.
-        let thread = std::thread::Builder::new().name(format!("pinpool-end-{name}"));
-        if let Err(error) = thread.spawn(move || reset(api, &name, ordinal)) {
-            tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "a device stays set");
+        if self.default {
+            let (api, name, ordinal) = (self.api, self.name.clone(), self.ordinal);
+            self.ending.end(&self.name, false, move || reset(api, &name, ordinal));
         }
     }
 }

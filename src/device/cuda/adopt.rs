@@ -14,15 +14,14 @@
 //!
 //! `CU_STREAM_PER_THREAD` names another stream on every thread, and our marks are recorded by several: it is refused.
 
-use std::any::Any;
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use super::api::{Api, CUcontext, CUdevice, CUstream, Code};
 use super::{Cuda, Current, check, memory, numa_node, stream};
-use crate::device::{Driver, StreamHandle};
+use crate::device::ending::Ending;
+use crate::device::{Adopted, StreamHandle};
 use crate::error::{Error, Result};
-use crate::os;
 
 /// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that we use.
 const LEGACY: usize = 1;
@@ -30,14 +29,6 @@ const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 /// cuda.h: CUDA_ERROR_NOT_SUPPORTED.
 const NOT_SUPPORTED: Code = Code(801);
-
-/// What an adopted context is.
-pub(crate) enum Adopted {
-    /// The primary context of the device with this ordinal.
-    Primary(u32),
-    /// Another one, under a name for it that is the same each time.
-    Other { key: String, driver: Arc<dyn Driver> },
-}
 
 /// The driver of a context that somebody else made.
 ///
@@ -63,11 +54,10 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
     };
     let ordinal = ordinal(api, &name, device)?;
     if is_primary(api, &name, device, context)? {
-        return Ok(Adopted::Primary(ordinal));
+        return Ok(Adopted::Default(format!("cuda:{ordinal}")));
     }
     let name: Arc<str> = format!("cuda:{ordinal} (adopted context)").into();
     let key = format!("cuda context {:#x}", context as usize);
-    let keeper = OnceLock::new();
     let pools = memory::has_pools(api, &name, device)?;
     let driver = Cuda {
         ordinal: c_int::try_from(ordinal).unwrap_or(c_int::MAX),
@@ -78,8 +68,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
         device,
         context,
         primary: false,
-        keeper,
-        forks: os::forks(),
+        ending: Ending::new(),
     };
     Ok(Adopted::Other { key, driver: Arc::new(driver) })
 }
@@ -126,12 +115,6 @@ fn is_primary(api: &Api, name: &Arc<str>, device: CUdevice, context: CUcontext) 
 impl Cuda {
     pub(crate) fn raw_context(&self) -> *mut c_void {
         self.context
-    }
-
-    /// Keeps `keeper` until the last call in this context was made; the first that is left with it.
-    pub(crate) fn keep_context(&self, keeper: Box<dyn Any + Send + Sync>) {
-        // A later one says the same about the same context, and is not needed.
-        let _ = self.keeper.set(keeper);
     }
 
     pub(crate) fn is_capturing(&self, on: StreamHandle) -> Result<bool> {

@@ -35,15 +35,16 @@ mod host;
 mod memory;
 mod pointers;
 
-use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
-pub(crate) use self::adopt::{Adopted, adopt};
+pub(crate) use self::adopt::adopt;
 use self::api::{Api, CUcontext, CUdevice, CUevent, CUstream, Code};
+use super::ending::{Ending, Keeper};
+use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, Gone, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, Result};
 use crate::os;
@@ -77,9 +78,7 @@ pub(crate) struct Cuda {
     pools: bool,
     /// The device's primary context, retained once. Others are the server's.
     primary: bool,
-    /// What keeps a context of the server's alive, if it said so.
-    keeper: OnceLock<Box<dyn Any + Send + Sync>>,
-    forks: u32,
+    ending: Ending,
 }
 
 // SAFETY: a context may be used from any thread; the driver does its own locking.
@@ -123,8 +122,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         numa_node,
         pools,
         primary: true,
-        keeper: OnceLock::new(),
-        forks: os::forks(),
+        ending: Ending::new(),
     }))
 }
 
@@ -288,6 +286,14 @@ impl Driver for Cuda {
 
     fn cuda(&self) -> Option<&Cuda> {
         Some(self)
+    }
+
+    fn leave(&self, last: Last) {
+        self.ending.leave(last);
+    }
+
+    fn keep(&self, keeper: Keeper) {
+        self.ending.keep(keeper);
     }
 
     fn enter_thread(&self) {
@@ -488,31 +494,17 @@ impl Driver for Cuda {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if self.forks != os::forks() {
-            // The parent's.
-            std::mem::forget(self.keeper.take());
-            return;
-        }
-        if !self.primary {
-            // Its keeper goes now: no call follows.
+        if self.ending.forked() || !self.primary {
             return;
         }
         let (api, device) = (self.api, self.device);
-        let release = move || {
+        // A thread of ours may wait for the driver.
+        self.ending.end(&self.name, OURS.get(), move || {
             let _relaxed = Current::relaxed(api, false);
             // After an error the driver is ending, and nothing is left to do.
             // SAFETY: retained once when this was made.
-            let _ = unsafe { (api.primary_release)(device) };
-        };
-        if OURS.get() {
-            return release();
-        }
-        // It may be the last one, and then takes the whole context down, which takes time: dropping never blocks. Without
-        // a thread the context stays.
-        let started = std::thread::Builder::new().name(format!("pinpool-end-{}", self.name)).spawn(release);
-        if let Err(error) = started {
-            tracing::warn!(target: "pinpool::device::leak", device = &*self.name, %error, "a context is leaked");
-        }
+            unsafe { (api.primary_release)(device) == Code::SUCCESS }
+        });
     }
 }
 

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use super::Refusal;
 use super::fault::{Call, Failure};
@@ -12,6 +12,7 @@ use super::memory::Place;
 use super::node::Node;
 use super::stream::{Freeing, Job, Promise, Ticket, Work};
 use super::unit::Unit;
+use crate::device::holds::Last;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{AddressFault, Error, ErrorClass, Result};
 use crate::os;
@@ -25,6 +26,8 @@ pub(super) struct HostDriver {
     node: Arc<Node>,
     unit: Arc<Unit>,
     id: u64,
+    /// Dropped when all streams have ended.
+    last: OnceLock<Last>,
     forks: u32,
 }
 
@@ -41,7 +44,7 @@ enum Twist {
 impl HostDriver {
     pub(super) fn new(node: &Arc<Node>, unit: &Arc<Unit>) -> Self {
         let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
-        Self { node: Arc::clone(node), unit: Arc::clone(unit), id, forks: os::forks() }
+        Self { node: Arc::clone(node), unit: Arc::clone(unit), id, last: OnceLock::new(), forks: os::forks() }
     }
 
     fn error(&self, call: Call, refusal: Refusal) -> Error {
@@ -190,6 +193,10 @@ impl Driver for HostDriver {
 
     fn family(&self) -> &'static str {
         "host"
+    }
+
+    fn leave(&self, last: Last) {
+        let _ = self.last.set(last);
     }
 
     fn holds_pages(&self) -> bool {
@@ -450,7 +457,7 @@ impl Drop for HostDriver {
     fn drop(&mut self) {
         // In the child of a fork the streams' threads do not exist, and locks may be theirs for ever.
         if self.forks != os::forks() {
-            return;
+            return std::mem::forget(self.last.take());
         }
         self.unit.abandon(self.id);
     }

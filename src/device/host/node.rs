@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
@@ -27,7 +27,7 @@ struct Stepper {
 /// What the devices of a node share.
 #[derive(Debug)]
 pub(super) struct Node {
-    units: Vec<(Arc<Unit>, Mutex<Weak<HostDriver>>)>,
+    units: Vec<Arc<Unit>>,
     pub(super) faults: FaultBook,
     /// Pinned ranges by their start: end, and the device that pinned them.
     pins: Mutex<BTreeMap<usize, (usize, u32)>>,
@@ -40,8 +40,7 @@ pub(super) struct Node {
 impl Node {
     fn new(config: &HostConfig) -> Arc<Self> {
         let capacity = config.capacity();
-        let units =
-            (0..config.devices).map(|ordinal| (Unit::new(ordinal, capacity, config), Mutex::default()));
+        let units = (0..config.devices).map(|ordinal| Unit::new(ordinal, capacity, config));
         let stepper = config
             .stepped
             .map(|seed| Mutex::new(Stepper { random: Random::new(seed), scratch: Scratch::default() }));
@@ -55,11 +54,11 @@ impl Node {
     }
 
     fn unit(&self, ordinal: u32) -> Option<&Arc<Unit>> {
-        self.units.get(ordinal as usize).map(|(unit, _)| unit)
+        self.units.get(ordinal as usize)
     }
 
     fn units(&self) -> impl Iterator<Item = &Arc<Unit>> {
-        self.units.iter().map(|(unit, _)| unit)
+        self.units.iter()
     }
 
     pub(super) fn is_stepped(&self) -> bool {
@@ -265,19 +264,16 @@ impl HostNode {
         self.0.units.len() as u32
     }
 
-    /// The driver of one device; the same one as long as anybody has it.
+    /// A driver of one device, for one opening of it: it ends with that.
     pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
-        let Some((unit, driver)) = self.0.units.get(ordinal as usize) else {
+        let Some(unit) = self.0.units.get(ordinal as usize) else {
             let known = match self.0.units.len() {
                 1 => "this node has host:0 only".to_owned(),
                 n => format!("this node has host:0 to host:{}", n - 1),
             };
             return Err(Error::UnknownDevice { name: format!("host:{ordinal}"), known });
         };
-        let mut current = driver.lock();
-        let driver = current.upgrade().unwrap_or_else(|| Arc::new(HostDriver::new(&self.0, unit)));
-        *current = Arc::downgrade(&driver);
-        Ok(driver)
+        Ok(Arc::new(HostDriver::new(&self.0, unit)))
     }
 
     /// Runs one operation, of a device and stream chosen by the seed. `false`: none can run, or the node has threads.
@@ -405,7 +401,7 @@ impl HostNode {
 #[cfg(all(test, not(loom)))]
 impl HostNode {
     /// The device's streams, without keeping them alive as their threads do.
-    pub(super) fn watch_streams(&self, device: u32) -> Vec<Weak<Stream>> {
+    pub(super) fn watch_streams(&self, device: u32) -> Vec<std::sync::Weak<Stream>> {
         self.0.unit(device).map_or_else(Vec::new, |unit| unit.streams().iter().map(Arc::downgrade).collect())
     }
 }

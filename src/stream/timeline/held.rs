@@ -49,10 +49,19 @@ pub(crate) trait Keep: Send + std::fmt::Debug {
     fn slot(&self) -> Option<usize> {
         None
     }
+
+    /// Whether there is anything to leak.
+    fn is_something(&self) -> bool {
+        true
+    }
 }
 
 impl Keep for () {
     fn quarantine(self: Box<Self>) {}
+
+    fn is_something(&self) -> bool {
+        false
+    }
 }
 
 /// A segment that comes back when several timelines are done with it.
@@ -211,6 +220,8 @@ pub(super) struct After {
     pub(super) quarantined: Vec<Segment>,
     /// Objects that the device may use for good. They book what they leak, which can wake somebody.
     pub(super) condemned: Vec<Box<dyn Keep>>,
+    /// Whether device memory is kept for good.
+    pub(super) kept: bool,
     pub(super) dropped: Vec<(Held, Option<Arc<Allocation>>)>,
     pub(super) wakes: Vec<Wake>,
     /// When those were submitted that were timed and have landed.

@@ -238,12 +238,15 @@ impl Timeline {
         let marks = std::mem::take(&mut state.marks).into_iter().chain(std::mem::take(&mut state.doubtful));
         self.booking.fetch_add(1, Ordering::Relaxed);
         state.quarantine(self.is_dead(), &mut after);
+        self.note_kept(&after);
         state.take_wakes(&mut after, |_| true);
         drop(state);
         // A dead device lets go of its events. Those of one that is alive may still be recorded, for all we know: nobody
         // may use or destroy them.
         if self.is_dead() {
             marks.for_each(|(_, event)| self.context.recycle(event));
+        } else {
+            self.context.holds().leaked(marks.count());
         }
         after.run();
         // Release: pairs with the acquire in `flight`.

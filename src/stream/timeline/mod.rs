@@ -389,6 +389,7 @@ impl Timeline {
         if lost {
             self.booking.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             state.quarantine(self.is_dead(), &mut after);
+            self.note_kept(&after);
         }
         let lingers = self.lingers && !shared;
         let close = !lingers || state.open_entries >= TICK_ENTRIES || state.open_bytes >= TICK_BYTES;
@@ -406,6 +407,13 @@ impl Timeline {
             self.close_submitted();
         }
         tick
+    }
+
+    /// What never comes back keeps the device open. (Segments do that by way of their pool.)
+    fn note_kept(&self, after: &After) {
+        if after.kept || after.condemned.iter().any(|object| object.is_something()) {
+            self.context.holds().condemn();
+        }
     }
 
     // --- looking -----------------------------------------------------------------------------------------------------
@@ -449,9 +457,11 @@ impl Drop for Timeline {
         if !self.destroy {
             return;
         }
-        let (driver, stream) = (self.context.driver().clone(), self.stream);
+        let (driver, stream, holds) =
+            (self.context.driver().clone(), self.stream, self.context.holds().clone());
         self.context.worker().send(move || {
             if let Err(error) = driver.destroy_stream(stream) {
+                holds.leaked(1);
                 tracing::warn!(target: "pinpool::stream::leak", device = driver.name(), %error, "a stream is leaked");
             }
         });
@@ -533,11 +543,12 @@ impl State {
     /// With `dead`, the whole device is gone and uses nothing any more. Otherwise the copies may still be queued, and
     /// their device memory is leaked: a device that finds it freed may die of that.
     fn quarantine(&mut self, dead: bool, after: &mut After) {
-        let After { quarantined, dropped, condemned, .. } = after;
+        let After { quarantined, dropped, condemned, kept, .. } = after;
         let mut let_go = |memory: Option<Arc<Allocation>>| {
             if dead {
                 dropped.push((Held::Nothing, memory));
             } else {
+                *kept |= memory.is_some();
                 std::mem::forget(memory);
             }
         };

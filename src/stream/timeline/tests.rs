@@ -42,6 +42,10 @@ impl Driver for Held {
         self.inner.family()
     }
 
+    fn leave(&self, last: crate::device::holds::Last) {
+        self.inner.leave(last);
+    }
+
     fn stepped(&self) -> Option<&dyn Stepped> {
         self.inner.stepped()
     }

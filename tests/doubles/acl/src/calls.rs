@@ -49,6 +49,7 @@ fn locked(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
     let mut guard = world();
     let Some(world) = guard.as_mut() else { return INTERNAL_ERROR };
     *world.counts.entry(name).or_default() += 1;
+    world.last = name;
     if !needs_no_init(name) && name != "standin_nothing" {
         if world.ended {
             let refused: Outcome = world.violate("INIT-3", format!("{name} after the end"), UNINITIALIZE);

@@ -105,7 +105,7 @@ unsafe extern "C" fn standin_calls(name: *const c_char) -> u64 {
 }
 
 /// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they went), `note
-/// what count`, `call name count`; and `over` when every device that was set was reset and every context that was made was
+/// what count`, `call name count`, `last name`, which call came last; and `over` when every device that was set was reset and every context that was made was
 /// destroyed, or was to be.
 fn report(w: &World) -> String {
     let mut all = String::new();
@@ -131,6 +131,7 @@ fn report(w: &World) -> String {
     if closed.into_iter().sum::<u64>() >= w.opened {
         all.push_str("over\n");
     }
+    let _ = writeln!(all, "last {}", w.last);
     for (what, count) in &w.notes {
         let _ = writeln!(all, "note {what} {count}");
     }

@@ -118,6 +118,8 @@ pub struct World {
     pub violations: Vec<String>,
     pub notes: BTreeMap<&'static str, u64>,
     pub counts: BTreeMap<&'static str, u64>,
+    /// The last call that came.
+    pub last: &'static str,
     pub faults: Vec<Fault>,
     /// What contexts had left when they went.
     pub left: BTreeMap<&'static str, usize>,

@@ -1,0 +1,74 @@
+//! How a driver's last reference ends, where the driver has a device to let go of and may keep something for others: the same
+//! on every accelerator.
+//!
+//! Letting go may take the whole device down for this process, which takes time, and dropping never blocks; and it may change
+//! what is current on the thread. So the call is made on a thread of its own. What waits for the end hears of it after
+//! that call.
+
+use std::any::Any;
+use std::sync::{Arc, OnceLock};
+
+use super::holds::Last;
+use crate::os;
+
+/// What keeps alive what others made: a context, a stream.
+pub(crate) type Keeper = Box<dyn Any + Send + Sync>;
+
+/// What a driver drops when it ends.
+#[derive(Debug)]
+pub(super) struct Ending {
+    /// What keeps a context of the server's alive, if it said so.
+    keeper: OnceLock<Keeper>,
+    /// Behind the keeper, which may make a call.
+    last: OnceLock<Last>,
+    forks: u32,
+}
+
+impl Ending {
+    pub(super) fn new() -> Self {
+        Self { keeper: OnceLock::new(), last: OnceLock::new(), forks: os::forks() }
+    }
+
+    /// The first that is left: a later one says the same about the same context, and is not needed.
+    pub(super) fn keep(&self, keeper: Keeper) {
+        let _ = self.keeper.set(keeper);
+    }
+
+    pub(super) fn leave(&self, last: Last) {
+        let _ = self.last.set(last);
+    }
+
+    /// Something of the device's stays for good.
+    pub(super) fn leaked(&self) {
+        self.last.get().into_iter().for_each(Last::leaked);
+    }
+
+    /// Whether this is the child of a fork: then all of it is the parent's.
+    pub(super) fn forked(&mut self) -> bool {
+        let forked = self.forks != os::forks();
+        if forked {
+            std::mem::forget((self.keeper.take(), self.last.take()));
+        }
+        forked
+    }
+
+    /// Makes the last call: `let_go` says whether the device was let go of. On this thread, or on one of its own; where none
+    /// can be started the device stays.
+    pub(super) fn end(&mut self, device: &str, here: bool, let_go: impl FnOnce() -> bool + Send + 'static) {
+        let last = Arc::new(self.last.take());
+        let goes = last.clone();
+        let end = move || {
+            if !let_go() {
+                goes.iter().for_each(Last::leaked);
+            }
+        };
+        if here {
+            return end();
+        }
+        let thread = std::thread::Builder::new().name(format!("pinpool-end-{device}"));
+        if let Err(error) = thread.spawn(end) {
+            last.iter().for_each(Last::leaked);
+            tracing::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
+        }
+    }
+}

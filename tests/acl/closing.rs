@@ -1,0 +1,178 @@
+//! Closing an Ascend device: what the library was given back when it returns, and what it says where that was refused.
+
+use pinpool::Device;
+
+use crate::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY, on_each};
+use crate::doubles::{HANG, StandIn};
+use crate::{bytes, calls, filled, pool, round_trip};
+
+/// Where something stays.
+fn leaving_something(test: &str, body: impl FnOnce(&StandIn)) {
+    if !npu::is_set() {
+        return TODAY.again(test, &[]);
+    }
+    match npu::stand_in() {
+        Some(stand_in) => body(&stand_in),
+        None => println!("{test}: skipped, the library that is named is no stand-in"),
+    }
+}
+
+/// Opened twice it is set twice, if only for a moment; both are undone when it is closed.
+#[test]
+fn a_device_that_was_opened_again_is_let_go_of_as_often() {
+    let test = "closing::a_device_that_was_opened_again_is_let_go_of_as_often";
+    on_each(test, &[TODAY, ON_DEVICE, EARLY_2022], |stand_in| {
+        for round in 0..20 {
+            let device = Device::open("acl:0").unwrap();
+            let pool = pool(&device, 1 << 20);
+            round_trip(&pool, &device.stream().unwrap(), round, 10_000);
+            drop(pool);
+            let others: Vec<Device> = (0..8).map(|_| Device::open("acl:0").unwrap()).collect();
+            drop(others);
+            device.close(HANG).unwrap();
+            let report = stand_in.report();
+            let sets = ["aclrtSetDevice", "aclrtResetDevice"].map(|name| calls(stand_in, name));
+            assert_eq!(sets[0], sets[1], "round {round}");
+            assert!(report.over && report.leaks.is_empty(), "round {round}: {report:?}");
+        }
+    });
+}
+
+/// With copies in flight, on two devices that share a pool, from several threads.
+#[test]
+fn everything_is_given_back_by_the_time_that_it_is_closed() {
+    let test = "closing::everything_is_given_back_by_the_time_that_it_is_closed";
+    on_each(test, &npu::WAYS, |stand_in| {
+        let devices = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
+        let shared = pinpool::Pool::builder(&devices[0]).device(&devices[1]).capacity(2 << 20);
+        let shared = shared.extent(512 << 10).build().unwrap();
+        std::thread::scope(|scope| {
+            for device in devices {
+                let shared = shared.clone();
+                scope.spawn(move || {
+                    let own = pool(&device, 1 << 20);
+                    let (stream, memory) = (device.stream().unwrap(), device.alloc(20_000).unwrap());
+                    for from in [&own, &shared] {
+                        for n in 0..6 {
+                            drop(stream.upload(filled(from, &bytes(n, 20_000)), &memory).unwrap());
+                        }
+                    }
+                    drop((own, shared, stream, memory));
+                    device.close(HANG).unwrap();
+                });
+            }
+            drop(shared);
+        });
+        let report = stand_in.report();
+        assert!(report.over && report.leaks.is_empty(), "{report:?}");
+    });
+}
+
+#[test]
+fn what_the_library_refuses_to_take_back_is_told() {
+    leaving_something("closing::what_the_library_refuses_to_take_back_is_told", |stand_in| {
+        for call in
+            ["aclrtFree", "aclrtFreeHost", "aclrtDestroyStream", "aclrtDestroyEvent", "aclrtResetDevice"]
+        {
+            let device = Device::open("acl:0").unwrap();
+            let pool = pool(&device, 1 << 20);
+            round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
+            stand_in.fail(call, 1, 507_000, false);
+            drop(pool);
+            let error = device.close(HANG).unwrap_err();
+            assert!(error.is_closed() && error.held_by().leaked == 1, "{call}: {error}");
+            stand_in.calm();
+        }
+        assert_eq!(stand_in.struck(), 5);
+    });
+}
+
+#[test]
+fn a_lost_device_is_closed_without_a_call() {
+    leaving_something("closing::a_lost_device_is_closed_without_a_call", |stand_in| {
+        let device = Device::open("acl:0").unwrap();
+        let memory = device.alloc(1000).unwrap();
+        stand_in.kill(0, 507_010);
+        assert!(device.stream().is_err());
+        let before: u64 = stand_in.report().calls.iter().map(|call| call.1).sum();
+        drop(memory);
+        let error = device.close(HANG).unwrap_err();
+        assert!(error.is_closed() && error.held_by().lost.is_some(), "{error}");
+        // The memory, and the device that stays set.
+        assert!(error.held_by().leaked >= 2, "{error}");
+        assert_eq!(stand_in.report().calls.iter().map(|call| call.1).sum::<u64>(), before);
+    });
+}
+
+/// Before host memory is freed every device is drained. One that turns out to be lost then is none that uses it: what is in
+/// flight there never comes to be freed.
+#[test]
+fn another_device_that_is_lost_keeps_nothing_of_this_one() {
+    leaving_something("closing::another_device_that_is_lost_keeps_nothing_of_this_one", |stand_in| {
+        let [device, other] = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
+        let pool = pool(&device, 1 << 20);
+        round_trip(&pool, &device.stream().unwrap(), 1, 10_000);
+        assert!(stand_in.report().leaks.iter().any(|leak| leak.starts_with("hosts")));
+        stand_in.kill(1, 507_010);
+        drop(pool);
+        device.close(HANG).unwrap();
+        let leaks = stand_in.report().leaks;
+        assert!(!leaks.iter().any(|leak| leak.starts_with("hosts")), "{leaks:?}");
+        assert!(other.close(HANG).is_err_and(|error| error.is_closed()));
+    });
+}
+
+/// One refusal to wait for the device is no reason to lose gigabytes for good.
+#[test]
+fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
+    let test = "closing::freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now";
+    on_each(test, &[TODAY], |stand_in| {
+        for nth in [1, 2] {
+            let devices = [0, 1].map(|n| Device::open(&format!("acl:{n}")).unwrap());
+            let pool = pool(&devices[0], 1 << 20);
+            round_trip(&pool, &devices[0].stream().unwrap(), 1, 10_000);
+            // Of this device, and of the other one.
+            stand_in.fail("aclrtSynchronizeDevice", nth, 107_020, false);
+            drop(pool);
+            devices.into_iter().for_each(|device| device.close(HANG).unwrap());
+        }
+        assert_eq!(stand_in.struck(), 2);
+    });
+}
+
+/// A blocking copy that was never submitted, since what comes before it cannot be waited for, uses no memory: the error comes
+/// back at once, and nobody waits for the whole device.
+#[test]
+fn a_copy_that_was_not_submitted_is_not_waited_for() {
+    on_each("closing::a_copy_that_was_not_submitted_is_not_waited_for", &[TODAY, EARLY_2022], |stand_in| {
+        let device = Device::open("acl:0").unwrap();
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(1000).unwrap());
+        stand_in.fail("aclrtSynchronizeStream", 1, 107_030, false);
+        let waited = calls(stand_in, "aclrtSynchronizeDevice");
+        assert!(stream.upload_blocking(&[1; 1000], &memory).is_err());
+        assert_eq!(calls(stand_in, "aclrtSynchronizeDevice"), waited);
+        stream.upload_blocking(&[2; 1000], &memory).unwrap();
+    });
+}
+
+/// What this crate asked for and knew might be refused leaves no message, which somebody would take for that of a later error.
+#[test]
+fn no_message_of_an_expected_refusal_is_left() {
+    on_each("closing::no_message_of_an_expected_refusal_is_left", &[TODAY], |stand_in| {
+        let said = || {
+            // SAFETY: acl.h has the signature; what it gives is null or a string.
+            let text =
+                unsafe { stand_in.get::<extern "C" fn() -> *const std::ffi::c_char>("aclGetRecentErrMsg")() };
+            // SAFETY: as above.
+            (!text.is_null())
+                .then(|| unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned())
+        };
+        for _ in 0..2 {
+            let device = Device::open("acl:0").unwrap();
+            assert_eq!(said(), None);
+            drop(pool(&device, 1 << 20));
+            device.close(HANG).unwrap();
+            assert_eq!(said(), None);
+        }
+    });
+}

@@ -1,0 +1,153 @@
+//! Closing a device: everything is given back by the time that it returns, and what is in the way is told.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use pinpool::{Device, Error};
+
+use super::{Subject, bytes, filled};
+
+/// Longer than anything takes that does not hang.
+const HANG: Duration = Duration::from_secs(60);
+
+impl Subject {
+    /// At the end of a test, when nothing of it is left but handles to its devices.
+    pub(super) fn close(self) {
+        let Self { device, other, .. } = self;
+        for device in [Some(device), other].into_iter().flatten() {
+            if let Err(error) = device.close(HANG) {
+                panic!("{error}");
+            }
+        }
+    }
+}
+
+/// What was dropped only just now, copies in flight among it.
+pub(super) fn at_once(on: Subject) {
+    let (pool, stream, memory) = (on.pool(2 << 20), on.stream(), on.alloc(100_000));
+    let sent = bytes(1, 100_000);
+    let flights: Vec<_> = (0..4).map(|_| stream.upload(filled(&pool, &sent), &memory).unwrap()).collect();
+    let held = stream.hold(filled(&pool, &sent)).unwrap();
+    let registered = on.device.register(vec![7_u8; 8192]).ok();
+    drop((registered, pool, flights, memory, held, stream));
+    on.close();
+}
+
+/// Each thing by itself keeps the device open, and the error says which; then it goes on waiting.
+pub(super) fn told(on: Subject) {
+    let name = on.device.name().to_owned();
+    let again = on.device.clone();
+    let error = again.close(Duration::ZERO).unwrap_err();
+    // The subject's own.
+    assert_eq!((error.held_by().handles, error.device(), error.is_closed()), (1, &*name, false), "{error}");
+
+    let (pool, stream, memory) = (on.pool(1 << 20), on.stream(), on.alloc(5000));
+    let buf = pool.checkout(3000).unwrap();
+    let pool_name = pool.name().to_owned();
+    let registered = on.device.register(vec![7_u8; 8192]).ok();
+    let Subject { device, other, .. } = on;
+    let error = device.close(Duration::ZERO).unwrap_err();
+    let held = error.held_by();
+    // Those in the pool and in the stream.
+    assert_eq!((held.handles, held.streams, held.busy_streams), (2, 1, 0), "{error}");
+    assert_eq!((held.memory_bytes, held.leaked, held.forked), (5000, 0, false), "{error}");
+    assert_eq!(held.registered_bytes, registered.as_ref().map_or(0, |_| 8192), "{error}");
+    assert!(held.lost.is_none());
+    let [held_pool] = &held.pools[..] else { panic!("{error}") };
+    assert_eq!((&*held_pool.name, held_pool.open, held_pool.buffers), (&*pool_name, true, 1), "{error}");
+    assert_eq!((held_pool.quarantined, held_pool.quarantined_bytes), (0, 0), "{error}");
+    for word in [&*name, &*pool_name, "still open", "1 streams", "5000 bytes of device memory"] {
+        assert!(error.to_string().contains(word), "{word}: {error}");
+    }
+
+    // One after the other goes: a buffer keeps its pool's memory, and that the device.
+    drop((pool, stream, registered));
+    let error = error.wait(Duration::ZERO).unwrap_err();
+    assert!(matches!(&error.held_by().pools[..], [pool] if !pool.open && pool.buffers == 1), "{error}");
+    drop(buf);
+    let error = match error.wait(Duration::from_millis(1)) {
+        Err(error) => error,
+        Ok(()) => panic!("closed, with device memory allocated"),
+    };
+    assert_eq!((error.held_by().handles, error.held_by().memory_bytes), (0, 5000), "{error}");
+    drop(memory);
+    if let Err(error) = error.wait(HANG) {
+        panic!("{error}");
+    }
+    if let Some(Err(error)) = other.map(|other| other.close(HANG)) {
+        panic!("{error}");
+    }
+}
+
+/// Whatever other threads drop meanwhile is waited for, and what they close as well.
+pub(super) fn waited_for(on: Subject) {
+    if !on.has_threads() {
+        return on.close();
+    }
+    let (pool, stream, memory) = (on.pool(1 << 20), on.stream(), on.alloc(5000));
+    let (say, hear) = mpsc::channel();
+    let (hands, other) = (on.device.clone(), on.device.clone());
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let flight = stream.upload(filled(&pool, &bytes(2, 5000)), &memory).unwrap();
+            say.send(()).unwrap();
+            std::thread::sleep(Duration::from_millis(5));
+            drop(hands);
+            drop((pool, stream));
+            std::thread::sleep(Duration::from_millis(5));
+            drop((flight, memory));
+        });
+        scope.spawn(move || other.close(HANG).unwrap());
+        hear.recv().unwrap();
+        on.close();
+    });
+}
+
+/// Opened again, it works; where it is still open that is the same device, which then keeps it open.
+pub(super) fn again(on: Subject) {
+    let name = on.device.name().to_owned();
+    // Only devices that have a name for themselves: those of nodes made by hand are all called alike.
+    let Some(same) = Device::open(&name).ok().filter(|_| on.pump.is_none()) else { return on.close() };
+    let error = same.clone().close(Duration::ZERO).unwrap_err();
+    assert!(error.held_by().handles >= 1);
+    drop((on, same));
+    // A node made by hand is none that is found by name; then there is nothing to wait for either.
+    error.wait(HANG).unwrap();
+    let device = Device::open(&name).unwrap();
+    let pool = pinpool::Pool::builder(&device).capacity(1 << 20).unpinned(pinpool::Unpinned::Allow).build();
+    let (pool, stream, memory) = (pool.unwrap(), device.stream().unwrap(), device.alloc(5000).unwrap());
+    let sent = bytes(3, 5000);
+    drop(stream.upload(filled(&pool, &sent), &memory).unwrap());
+    let back = stream.download(&memory, pool.checkout(5000).unwrap()).unwrap().wait().unwrap();
+    assert!(*back == sent);
+    drop((back, pool, stream, memory));
+    device.close(HANG).unwrap();
+}
+
+/// From a thread of ours it does not wait for itself.
+pub(super) fn from_an_owner(on: Subject) {
+    struct Closes(Option<Device>, mpsc::Sender<bool>);
+    impl Drop for Closes {
+        fn drop(&mut self) {
+            let closed = self.0.take().map(|device| device.close(HANG));
+            let _ = self.1.send(matches!(closed, Some(Err(error)) if !error.is_closed()));
+        }
+    }
+    let (say, hear) = mpsc::channel();
+    let memory = on.alloc(4096);
+    // SAFETY: nobody uses it, and it outlives the slice.
+    let foreign =
+        unsafe { on.device.raw_memory(memory.address(), 4096, Closes(Some(on.device.clone()), say)) };
+    match foreign {
+        Ok(foreign) => {
+            drop(foreign);
+            assert!(hear.recv().unwrap(), "closed while others have handles");
+        }
+        Err(refused) => {
+            assert!(!matches!(refused.error, Error::Closed), "{}", refused.error);
+            drop(refused);
+        }
+    }
+    drop(memory);
+    on.close();
+}
