@@ -25,6 +25,7 @@
 //! | `pinpool::region` | `grow` | INFO | device, bytes | memory asked of the system, until all of it came or no more does |
 //! | `pinpool::region` | `pin` | INFO | device, bytes | within `grow`: one extent touched and pinned, on the device's worker thread |
 //! | `pinpool::region` | `allocate` | INFO | device, bytes | within `grow`: one extent allocated by the driver |
+//! | `pinpool::pipeline` | `transfer` | INFO | device, direction (upload or download), priority (bulk or foreground), bytes, what; when it is over outcome (done, cancelled or failed), copied_bytes, seconds, and error of what failed | a transfer of a [pipeline](crate::pipeline), from its start until nothing of it is under way; it lies within the spans of who started it, and no chunk has one. (A small blocking call in the foreground is made at once, and is none) |
 //!
 //! # Events to act on
 //!
