@@ -12,7 +12,7 @@
 use std::cmp::Reverse;
 use std::panic::Location;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::depot::{Depot, OutSegment};
 use crate::freelist::state;
@@ -89,8 +89,8 @@ pub struct Awaited {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
-    /// Its slot, so that one that was reported is known again.
-    pub(super) slot: usize,
+    /// Its slot and since when it is out, so that one that was reported is known again, and apart from the slot's next.
+    pub(super) known_by: (usize, Instant),
     /// Bytes that it takes of the pool.
     pub granted: usize,
     /// Bytes that were asked for, if its checkout was entered.
@@ -139,7 +139,7 @@ pub(crate) fn find<'a>(
         let from = awaited.partition_point(|(of, _)| *of < slot);
         let mine = awaited[from..].iter().take_while(|(of, _)| *of == slot);
         StuckBuffer {
-            slot,
+            known_by: (slot, entry.since),
             granted,
             requested: entry.len,
             age,
