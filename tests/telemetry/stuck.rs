@@ -266,7 +266,7 @@ fn come_and_go(stay: usize, at_once: bool) {
         let churn = &churn;
         (1..=3).for_each(|seed| _ = scope.spawn(move || churn(seed)));
         let start = Instant::now();
-        for _ in 0..40 {
+        for _ in 0..15 {
             let report = pool.stuck(Duration::ZERO);
             let (stay, move_on): (Vec<_>, Vec<_>) = report.iter().partition(|buffer| buffer.granted > 1000);
             assert_eq!(stay.len(), kept.len(), "each of those that are out all the time is there once");
