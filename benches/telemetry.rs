@@ -1,20 +1,33 @@
 //! What looking costs those who are looked at.
 //!
-//! Threads check out and return, each from its own cache, while nobody looks (0), while a sampler polls ten times a second
-//! and a subscriber takes its events (1), and the same with looks for stuck buffers at every poll (2). The three take turns
-//! in one run; what counts is the ratio to the first. The subscriber keeps nothing, but is asked and told like any other.
+//! *Watched.* Threads check out and return, each from its own cache, in one run without an end; meanwhile the sampler's
+//! thread is told to poll or left asleep, by slices of a few milliseconds in the order off, on, on, off. A subscriber is
+//! installed, and takes the events. What the machine does besides falls on both states alike, and what drifts cancels: each
+//! four slices give a ratio of on to off, and what counts is the median of hundreds of those. With a poll in each slice
+//! this is a hundred polls a second, a thousand times as many as are usual. The gate is on processor time, that of the
+//! threads and the sampler's own together for each pair, as if every poll kept a thread from its work: what others do on a
+//! busy machine is not in it, and what polls do to the threads is. Beside it stand the threads' processor time alone, and
+//! the clock on the wall.
 //!
-//! Besides: what a snapshot and a look cost whoever takes them, on a pool with many segments; and a checkout and return of a
-//! pool that tracks its checkouts, beside one that does not.
+//! *Polls, snapshots and looks*: what they cost whoever takes them, on a pool with many segments out. A look for stuck
+//! buffers is timed where none is old enough and where all are (`_all`), as a sampler takes it and as a report does, by the
+//! thousand buffers.
 //!
-//! `--quick` is for a look that it runs. `--threads A,B` names the numbers of threads, `--rounds N` the rounds.
+//! *Tracked*: a checkout and return of a pool that tracks its checkouts, beside one that does not.
+//!
+//! *Copies*: what counting costs them. Submitting a small copy to the host device, and by themselves the same counters with
+//! the same clock: the bytes of each added up, one in sixteen timed.
+//!
+//! `--quick` is for a look that it runs. `--threads A,B` names the numbers of threads, `--quads N` how often four slices are
+//! taken, `--slice MS` their length, `--rounds N` the rounds of the others.
 
 #![allow(unsafe_code, reason = "what the benches share asks the system for its clock")]
 
 mod measure;
 
 use std::hint::black_box;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
 use measure::{Rounds, Spread, at_most, beside, judge, line, number, numbers, quick};
@@ -70,26 +83,178 @@ fn pairs(pool: &Pool, threads: usize, time: Duration) -> f64 {
     })
 }
 
-fn watched(device: &Device, threads: usize, rounds: usize, time: Duration) {
-    let pool = pool(device, false);
-    let mut all = Rounds::new(3);
-    for _ in 0..rounds {
-        for contender in 0..3 {
-            let after = if contender == 2 { Duration::from_millis(1) } else { Duration::MAX };
-            let sampler = Sampler::new(&pool).stuck_after(after);
-            let sampling = (contender > 0).then(|| sampler.spawn(Duration::from_millis(100)));
-            all.add(contender, pairs(&pool, threads, time));
-            drop(sampling);
+/// What a worker did in a slice: pairs, and nanoseconds on the wall and on a processor.
+#[derive(Clone, Copy, Default)]
+struct Done {
+    pairs: f64,
+    wall: f64,
+    processor: f64,
+}
+
+/// Processor time of this thread.
+fn processor() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer is to a timespec of ours.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// The slice that follows the last.
+const OVER: usize = usize::MAX;
+
+/// Checks out and returns until it is over, and tells what it did in each slice.
+fn worker(pool: &Pool, slice: &AtomicUsize) -> Vec<Done> {
+    const SHORT: u32 = 200;
+    let mut all = Vec::new();
+    drop(pool.checkout(4096));
+    // Relaxed: nothing else is read on the strength of it.
+    let mut now = slice.load(Ordering::Relaxed);
+    while now != OVER {
+        let (mut count, wall, used) = (0u64, Instant::now(), processor());
+        loop {
+            for _ in 0..SHORT {
+                drop(black_box(pool.checkout(4096)));
+            }
+            count += u64::from(SHORT);
+            let next = slice.load(Ordering::Relaxed);
+            if next != now {
+                let nanos = |time: Duration| time.as_nanos() as f64;
+                let (wall, processor) = (nanos(wall.elapsed()), nanos(processor().saturating_sub(used)));
+                // One that slept through a slice has nothing to say of it.
+                all.resize(now, Done::default());
+                all.push(Done { pairs: count as f64, wall, processor });
+                now = next;
+                break;
+            }
         }
     }
-    line("telemetry_pair_unwatched", threads, all.spread(0));
-    at_most(
-        format!("a pair under a sampler, over one without, {threads} threads"),
-        all.ratio(1, 0),
-        1.02,
-        None,
+    all
+}
+
+fn watched(device: &Device, threads: usize, quads: usize, length: Duration, looks: bool) {
+    let pool = pool(device, false);
+    let slice = AtomicUsize::new(0);
+    let (wake, woken) = sync_channel::<()>(1);
+    let (all, spent) = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(|| worker(&pool, &slice))).collect();
+        let after = if looks { Duration::from_nanos(1) } else { Duration::MAX };
+        let mut sampler = Sampler::new(&pool).stuck_after(after);
+        let sampling = scope.spawn(move || {
+            // The first has everything to say.
+            sampler.poll();
+            let (mut spent, mut before) = (Vec::new(), processor());
+            while woken.recv().is_ok() {
+                sampler.poll();
+                let now = processor();
+                spent.push((now - before).as_nanos() as f64);
+                before = now;
+            }
+            spent
+        });
+        std::thread::sleep(length);
+        for at in 1..=4 * quads {
+            slice.store(at, Ordering::Relaxed);
+            if matches!(at % 4, 2 | 3) {
+                wake.send(()).expect("a sampler");
+            }
+            std::thread::sleep(length);
+        }
+        slice.store(OVER, Ordering::Relaxed);
+        drop(wake);
+        let all: Vec<Vec<Done>> = workers.into_iter().map(|w| w.join().expect("a worker")).collect();
+        (all, sampling.join().expect("the sampler"))
+    });
+    let mut rounds = [Rounds::new(2), Rounds::new(2), Rounds::new(2)];
+    for quad in 0..quads {
+        let sum = |slices: [usize; 2]| {
+            let parts = all
+                .iter()
+                .flat_map(|done| slices.map(|n| done.get(4 * quad + n).copied().unwrap_or_default()));
+            parts.fold(Done::default(), |a, b| Done {
+                pairs: a.pairs + b.pairs,
+                wall: a.wall + b.wall,
+                processor: a.processor + b.processor,
+            })
+        };
+        let [off, on] = [sum([1, 4]), sum([2, 3])];
+        if off.pairs > 0.0 && on.pairs > 0.0 {
+            // Two polls of each four slices.
+            let polls: f64 = spent[2 * quad..].iter().take(2).sum();
+            for (contender, (done, polls)) in [(off, 0.0), (on, polls)].into_iter().enumerate() {
+                rounds[0].add(contender, (done.processor + polls) / done.pairs);
+                rounds[1].add(contender, done.processor / done.pairs);
+                rounds[2].add(contender, done.wall / done.pairs);
+            }
+        }
+    }
+    let what = format!(
+        "a pair while a sampler polls every {length:?}{}, over one while it sleeps, {threads} threads",
+        if looks { " and looks for stuck buffers each time" } else { "" }
     );
-    beside(format!("the same, looked at ten times a second, {threads} threads"), all.ratio(2, 0));
+    let [all, own, wall] = &rounds;
+    if looks {
+        beside(what, all.ratio(1, 0));
+    } else {
+        line("telemetry_pair_unwatched", threads, all.spread(0));
+        line("telemetry_pair_watched", threads, all.spread(1));
+        at_most(what, all.ratio(1, 0), 1.02, None);
+    }
+    beside("  by the threads' own processor time", own.ratio(1, 0));
+    beside("  by the clock on the wall", wall.ratio(1, 0));
+    let polls: Vec<f64> = spent.iter().map(|nanos| nanos / 1e3).collect();
+    line(
+        if looks { "telemetry_polled_looking_us" } else { "telemetry_polled_us" },
+        threads,
+        Spread::of(&polls),
+    );
+}
+
+/// ns that submitting a small copy takes, and that what is counted of it takes by itself.
+fn copies(device: &Device, threads: usize, rounds: usize) {
+    const BATCH: usize = 64;
+    let pool = pool(device, false);
+    let memory = device.alloc(64).expect("device memory");
+    let (bytes, buckets) = (AtomicU64::new(0), [const { AtomicU64::new(0) }; 2]);
+    let submit = || {
+        let stream = device.stream().expect("a stream");
+        let filled = || {
+            let mut buf = pool.checkout(64).expect("a buffer");
+            buf.extend_from_slice(&[1; 64]);
+            buf
+        };
+        let bufs: Vec<_> = (0..BATCH).map(|_| filled()).collect();
+        let since = Instant::now();
+        let sent: Vec<_> = bufs.into_iter().map(|buf| stream.upload(buf, &memory).expect("a copy")).collect();
+        let took = since.elapsed();
+        sent.into_iter().for_each(|sent| drop(sent.wait().expect("arrived")));
+        took.as_nanos() as f64 / BATCH as f64
+    };
+    let count = || {
+        let since = Instant::now();
+        for n in 0..BATCH * 16 {
+            let timed = (n % 16 == 0).then(Instant::now);
+            bytes.fetch_add(black_box(64), Ordering::Relaxed);
+            if let Some(timed) = timed {
+                buckets[0].fetch_add(1, Ordering::Relaxed);
+                buckets[1].fetch_add(timed.elapsed().as_nanos() as u64, Ordering::Relaxed);
+            }
+        }
+        since.elapsed().as_nanos() as f64 / (BATCH * 16) as f64
+    };
+    let at_once = |work: &(dyn Fn() -> f64 + Sync)| {
+        std::thread::scope(|scope| {
+            let all: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+            all.into_iter().map(|one| one.join().expect("a worker")).fold(0.0, f64::max)
+        })
+    };
+    let mut both = Rounds::new(2);
+    for _ in 0..rounds * 4 {
+        both.add(0, at_once(&submit));
+        both.add(1, at_once(&count));
+    }
+    line("telemetry_copy", threads, both.spread(0));
+    line("telemetry_copy_counted", threads, both.spread(1));
+    beside(format!("what is counted of a copy, over submitting it, {threads} threads"), both.ratio(1, 0));
 }
 
 /// us of one call.
@@ -114,8 +279,12 @@ fn main() {
     let (rounds, time) =
         if quick() { (2, Duration::from_millis(20)) } else { (15, Duration::from_millis(400)) };
     let rounds = number("rounds", rounds);
+    let quads = number("quads", if quick() { 3 } else { 250 });
+    let slice = Duration::from_millis(number("slice", if quick() { 2 } else { 10 }) as u64);
     for threads in numbers("threads", &[1, 2]) {
-        watched(&device, threads, rounds, time);
+        watched(&device, threads, quads, slice, false);
+        watched(&device, threads, quads.div_ceil(4), slice, true);
+        copies(&device, threads, rounds);
     }
 
     let tracked = pool(&device, true);
@@ -132,6 +301,13 @@ fn main() {
     let out: Vec<_> = (0..count).filter_map(|_| plain.try_checkout(4096).ok()).step_by(2).collect();
     line("telemetry_stats_us", 1, call(rounds, || _ = black_box(plain.stats())));
     line("telemetry_snapshot_us", 1, call(rounds, || _ = black_box(plain.snapshot())));
-    line("telemetry_stuck_us", 1, call(rounds, || _ = black_box(plain.stuck(Duration::ZERO))));
+    let mut sampler = Sampler::new(&plain).stuck_after(Duration::MAX);
+    line("telemetry_poll_us", 1, call(rounds, || _ = sampler.poll()));
+    let thousands = out.len() as f64 / 1e3;
+    for (name, after) in [("", Duration::MAX), ("_all", Duration::ZERO)] {
+        let Spread { low, mid, high } = call(rounds * 4, || _ = black_box(plain.stuck(after)));
+        let each = Spread { low: low / thousands, mid: mid / thousands, high: high / thousands };
+        line(format!("telemetry_stuck{name}_us_a_thousand"), 1, each);
+    }
     drop(out);
 }

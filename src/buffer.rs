@@ -34,7 +34,7 @@ use crate::freelist::state;
 use crate::runtime::Device;
 use crate::stream::Stream;
 use crate::stream::awaited::Place;
-use crate::stream::timeline::{Joint, Keep, Lent, Ticket, Timeline, WaitKey};
+use crate::stream::timeline::{Gone, Joint, Keep, Lent, Ticket, Timeline, WaitKey};
 
 pub use registered::Registered;
 
@@ -636,15 +636,14 @@ impl Keep for SharedBuf {
         Some(std::ptr::from_ref(self.0.segment.slot()).addr())
     }
 
-    fn quarantine(self: Box<Self>) {
+    fn quarantine(self: Box<Self>) -> Gone {
         let segment = self.0.segment.alias();
         let word = segment.slot().word();
         // Leaked, so the segment is never returned; whoever still has the Arc may go on reading. The first to lose it
         // books it.
         std::mem::forget(self);
-        if word.state() == state::HOST && segment.slot().exchange(word, state::QUARANTINED).is_ok() {
-            segment.quarantine();
-        }
+        let first = word.state() == state::HOST && segment.slot().exchange(word, state::QUARANTINED).is_ok();
+        if first { Gone::one(segment) } else { Gone::default() }
     }
 }
 

@@ -9,6 +9,8 @@
 
 #[path = "doctor/accelerator.rs"]
 mod accelerator;
+#[path = "doctor/cgroup.rs"]
+mod cgroup;
 #[cfg(feature = "cuda")]
 mod doubles;
 #[path = "doctor/limits.rs"]

@@ -23,7 +23,7 @@ use stable_deref_trait::StableDeref;
 use super::{DeviceContext, Lend, sealed};
 use crate::error::{Error, RegisterError, Result};
 use crate::runtime::Device;
-use crate::stream::timeline::{Keep, Lent};
+use crate::stream::timeline::{Gone, Keep, Lent};
 
 /// A value whose bytes are page-locked where they are: a mapped file, shared memory, a vector. Made by
 /// [`Device::register`].
@@ -313,9 +313,10 @@ impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
 struct Share<S>(S);
 
 impl<S: Send> Keep for Share<S> {
-    fn quarantine(self: Box<Self>) {
-        // Nobody can prove that the device is done with it: never unregistered, never dropped.
+    fn quarantine(self: Box<Self>) -> Gone {
+        // Nobody can prove that the device is done with it: never unregistered, never dropped. No pool's, it counts for none.
         std::mem::forget(self);
+        Gone::default()
     }
 }
 

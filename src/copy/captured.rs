@@ -27,7 +27,7 @@ use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result, SubmitError};
 use crate::stream::Stream;
-use crate::stream::timeline::{Keep, Lent};
+use crate::stream::timeline::{Gone, Keep, Lent};
 
 const CAPTURING: &str = "making a copy a part of the graph";
 const SPOILED: &str = "the capture is spoiled: end it, and begin another";
@@ -164,9 +164,10 @@ impl<B> fmt::Debug for Share<B> {
 }
 
 impl<B: Send + Sync> Keep for Share<B> {
-    fn quarantine(self: Box<Self>) {
+    fn quarantine(self: Box<Self>) -> Gone {
         // Never let go: then the buffer stays checked out for good.
         std::mem::forget(self);
+        Gone::default()
     }
 }
 

@@ -5,14 +5,21 @@
 //! the calls that are made while it is looked: one segment each, or, where a call fills or empties a thread's list, as many
 //! as that list may hold. Each shard's numbers are read once, and everything is worked out from that one reading. So the
 //! parts sum to the whole at any time.
+//!
+//! Looking at all that is out takes longer, and goes piece by piece: under the lock, and for a moment with everyone kept out of
+//! the shards to learn what these cache, a piece is put down in numbers; what follows from them is worked out with the
+//! lock released. So nobody waits longer than for a piece, whatever the pool's size.
 
-use std::collections::HashSet;
+use std::time::{Duration, Instant};
 
 use super::{Core, Depot, DepotSnapshot, Fresh, Segment, StdOrdering, mode};
-use crate::freelist::{Slot, state};
+use crate::freelist::{Slot, Word, state};
 use crate::segment::{CLASSES, Class};
 use crate::telemetry::counters::Histogram;
 use crate::telemetry::ledger::{Checkout, Entry, Origin};
+
+/// Slots that are looked at in one go, under the lock, at least.
+const PIECE: usize = if cfg!(loom) { 1 } else { 4096 };
 
 /// Segments of one size class. `None` for those without: large or aligned ones, which have a run of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,8 +44,31 @@ pub(crate) struct OutSegment {
     pub(crate) slot: usize,
     pub(crate) state: u16,
     pub(crate) granted: usize,
+    /// How long it had been out when it was seen.
+    pub(crate) age: Duration,
     /// What the ledger has on it.
     pub(crate) entry: Entry,
+}
+
+/// A segment that is out, as it is put down under the lock.
+#[derive(Debug)]
+struct Found {
+    place: u64,
+    slot: usize,
+    word: Word,
+    granted: usize,
+}
+
+/// What a look puts down of one piece. Kept from one to the next for its memory's sake.
+#[derive(Debug, Default)]
+struct Piece {
+    /// The runs and addresses of all that is cached.
+    cached: Vec<(u32, usize)>,
+    found: Vec<Found>,
+    /// Those of them that are entered in the ledger: their index, and the entry.
+    entered: Vec<(usize, Entry)>,
+    /// Segments that came back so far, by class and, last, without one.
+    returns: Vec<u64>,
 }
 
 /// What stands for a slot.
@@ -135,46 +165,61 @@ impl Depot {
         }
     }
 
-    /// Everything that is out. Walks all segments that were cut, under the depot's lock, and keeps everyone out of their
-    /// shards meanwhile.
-    pub(crate) fn everything_out(&self) -> Vec<OutSegment> {
+    /// Everything that has been out for at least `threshold`, as far as that is known, in no certain order. Walks all segments
+    /// that were cut; the module's page says how. What comes and goes meanwhile may be there or not.
+    pub(crate) fn out_for(&self, threshold: Duration) -> Vec<OutSegment> {
         let mut out = Vec::new();
         if self.forked() {
             return out;
         }
-        let mut core = self.core.lock();
-        self.gate.quiesce(mode::INSPECT, &core.roster);
-        let mut cached = HashSet::new();
-        for held in core.roster.quiet() {
-            Class::all().for_each(|class| held.for_each(class, |slot| _ = cached.insert(name(slot))));
-        }
-        self.racks.iter().for_each(|rack| rack.for_each(|slot| _ = cached.insert(name(slot))));
-        let returns: Vec<u64> =
-            Class::all().map(Some).chain([None]).map(|class| core.returns(class)).collect();
-        let Core { arena, ledger, .. } = &mut *core;
-        let mut look = ledger.look();
-        arena.for_each_given(|slot, granted| {
-            if cached.contains(&name(slot)) {
-                return;
+        // Who else looks waits for us. Nobody who holds a lock of ours comes here.
+        let mut sightings = self.sightings.lock();
+        let mut look = sightings.look();
+        let (mut piece, mut next) = (Piece::default(), Some(0));
+        while let Some(from) = next {
+            next = self.put_down(from, &mut piece);
+            // Later than all that was seen, so that nothing is taken to have been seen for longer than it was.
+            let now = Instant::now();
+            let mut entered = piece.entered.iter().peekable();
+            for (i, found) in piece.found.iter().enumerate() {
+                let entry = match entered.next_if(|(index, _)| *index == i) {
+                    Some((_, entry)) => *entry,
+                    None => look.see(found.checkout(&piece.returns), now),
+                };
+                let age = now.saturating_duration_since(entry.since);
+                if age >= threshold {
+                    let Found { slot, word, granted, .. } = *found;
+                    out.push(OutSegment { slot, state: word.state(), granted, age, entry });
+                }
             }
-            let word = slot.word();
-            let checkout = Checkout {
-                slot: name(slot),
-                generation: word.generation(),
-                // On its way it cannot have been returned and checked out again: that would be another generation.
-                returns: (word.state() == state::HOST)
-                    .then(|| returns[slot.class().map_or(CLASSES, Class::index)]),
-            };
-            out.push(OutSegment {
-                slot: name(slot),
-                state: word.state(),
-                granted,
-                entry: look.see(&checkout),
-            });
-        });
+        }
         look.end();
-        self.gate.open(mode::INSPECT, &core.roster);
         out
+    }
+
+    /// Puts down what is out of the runs from this number on, as many as make a piece. Where to go on, if there are more.
+    fn put_down(&self, from: usize, piece: &mut Piece) -> Option<usize> {
+        let Piece { cached, found, entered, returns } = piece;
+        (cached.clear(), found.clear(), entered.clear(), returns.clear());
+        let core = self.core.lock();
+        let mut note = |slot: &Slot| cached.push((slot.run(), name(slot)));
+        self.gate.quiesce(mode::INSPECT, &core.roster);
+        for held in core.roster.quiet() {
+            Class::all().for_each(|class| held.for_each(class, &mut note));
+        }
+        self.racks.iter().for_each(|rack| rack.for_each(&mut note));
+        // With what is cached: what comes back from here on has been out, and shows in the next look's numbers.
+        returns.extend(Class::all().map(Some).chain([None]).map(|class| core.returns(class)));
+        self.gate.open(mode::INSPECT, &core.roster);
+        // From here on hits go on: what is cached now may go out, and the other way round, but nothing enters or leaves
+        // a run as long as we have the lock.
+        // As many as are cached at least, since each piece looks at all of these.
+        core.arena.for_each_given(from, PIECE.max(cached.len()), cached, |place, slot, granted| {
+            if let Some(entry) = core.ledger.get(name(slot)) {
+                entered.push((found.len(), entry));
+            }
+            found.push(Found { place, slot: name(slot), word: slot.word(), granted });
+        })
     }
 
     /// Books bytes that several timelines hold together, which none of them counts.
@@ -186,6 +231,18 @@ impl Depot {
     /// What is booked there.
     pub(crate) fn joint_bytes(&self) -> usize {
         self.joint.load(StdOrdering::Relaxed) as usize
+    }
+}
+
+impl Found {
+    fn checkout(&self, returns: &[u64]) -> Checkout {
+        Checkout {
+            place: self.place,
+            generation: self.word.generation(),
+            // On its way it cannot have been returned and checked out again: that would be another generation.
+            returns: (self.word.state() == state::HOST)
+                .then(|| returns[self.word.class().map_or(CLASSES, Class::index)]),
+        }
     }
 }
 

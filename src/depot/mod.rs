@@ -53,8 +53,9 @@ use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
 use crate::telemetry::counters::ClassTally;
-use crate::telemetry::ledger::Ledger;
+use crate::telemetry::ledger::{Ledger, Sightings};
 
+pub(crate) use census::OutSegment;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
 use queue::Grant;
@@ -98,6 +99,8 @@ pub(crate) struct Depot {
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
     me: Weak<Self>,
+    /// What those remember who look at all that is out. Locked before the core.
+    sightings: Mutex<Sightings>,
     core: crossbeam::utils::CachePadded<Mutex<Core>>,
     /// Kept until nobody can reach the memory any more.
     regions: Option<Arc<Regions>>,
@@ -191,6 +194,7 @@ impl Depot {
             racked: AtomicU64::new(0),
             joint: StdAtomicU64::new(0),
             me: me.clone(),
+            sightings: Mutex::new(Sightings::default()),
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
                 arena: Arena::new(),
                 roster: Roster::default(),

@@ -97,18 +97,22 @@ impl Context {
 
     /// What was submitted to, and landed on, streams that are no more.
     pub(crate) fn past(&self) -> [u64; 2] {
-        // Relaxed, here and below: sums, not signals.
-        [self.past[0].load(Ordering::Relaxed), self.past[1].load(Ordering::Relaxed)]
+        // Acquire: pairs with the release below, so that what landed was submitted in this reading, too.
+        let landed = self.past[1].load(Ordering::Acquire);
+        [self.past[0].load(Ordering::Relaxed), landed]
     }
 
     /// A stream ends.
     pub(crate) fn count_past(&self, submitted: u64, landed: u64) {
+        // Relaxed: ordered by the next.
         self.past[0].fetch_add(submitted, Ordering::Relaxed);
-        self.past[1].fetch_add(landed, Ordering::Relaxed);
+        // Release: pairs with the acquire above.
+        self.past[1].fetch_add(landed, Ordering::Release);
     }
 
     /// Bytes of the copies that the driver accepted, to the device and from it.
     pub(crate) fn copied(&self) -> [u64; 2] {
+        // Relaxed, here and below: sums, not signals.
         [self.copied[0].load(Ordering::Relaxed), self.copied[1].load(Ordering::Relaxed)]
     }
 

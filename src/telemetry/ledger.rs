@@ -1,7 +1,7 @@
 //! The ledger: since when a segment is out, and who asked for it.
 //!
 //! A hit reads no clock, so of most buffers nobody knows when they were checked out. Three sources make up for it, all of
-//! them off the hit path, and all kept here, under the depot's lock:
+//! them off the hit path. The first two are kept under the depot's lock, the third under one that only looks take:
 //!
 //! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) have no thread caches, so
 //!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
@@ -19,6 +19,7 @@
 //! who looks for a leak there has the pool track its checkouts.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::panic::Location;
 use std::time::Instant;
 
@@ -49,27 +50,38 @@ pub(crate) struct Entry {
 /// A segment that a look finds out, and what tells this checkout from a later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Checkout {
-    pub(crate) slot: usize,
+    /// Where it is in the arena: looks come by in this order.
+    pub(crate) place: u64,
     pub(crate) generation: u64,
     /// Where it is in somebody's hands: segments of its class that came back so far.
     pub(crate) returns: Option<u64>,
 }
 
-/// See the module's page. Slots are named by their address, which is theirs for as long as they are out.
-#[derive(Debug, Default)]
-pub(crate) struct Ledger {
-    out: HashMap<usize, Entry>,
-    holding: Histogram,
-    /// What the last look found that had no entry, by slot, and when that was first seen.
-    seen: HashMap<usize, (Checkout, Instant)>,
+/// Hashes addresses. They are ours, so nobody chooses them to collide, and a multiplication by an odd number (2^64 by the golden
+/// ratio) spreads them over all bits; the table goes by the lowest and the topmost.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct AddressHasher(u64);
+
+impl Hasher for AddressHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_usize((*byte).into()));
+    }
+
+    fn write_usize(&mut self, n: usize) {
+        let product = (self.0 ^ n as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        self.0 = product ^ product >> 32;
+    }
 }
 
-/// A look at everything that is out.
-#[derive(Debug)]
-pub(crate) struct Look<'a> {
-    ledger: &'a mut Ledger,
-    now: Instant,
-    seen: HashMap<usize, (Checkout, Instant)>,
+/// Checkouts that were entered. Slots are named by their address, which is theirs for as long as they are out.
+#[derive(Debug, Default)]
+pub(crate) struct Ledger {
+    out: HashMap<usize, Entry, BuildHasherDefault<AddressHasher>>,
+    holding: Histogram,
 }
 
 impl Ledger {
@@ -80,6 +92,10 @@ impl Ledger {
 
     pub(crate) fn has(&self, slot: usize) -> bool {
         self.out.contains_key(&slot)
+    }
+
+    pub(crate) fn get(&self, slot: usize) -> Option<Entry> {
+        self.out.get(&slot).copied()
     }
 
     /// A segment is back.
@@ -97,38 +113,60 @@ impl Ledger {
     pub(crate) fn holding(&self) -> &Histogram {
         &self.holding
     }
+}
 
+/// What the last look found that had no entry, in order of places, and when that was first seen. Not under the depot's
+/// lock: those who look are the only ones to need it.
+#[derive(Debug, Default)]
+pub(crate) struct Sightings {
+    seen: Vec<(Checkout, Instant)>,
+}
+
+/// A look at everything that is out.
+#[derive(Debug)]
+pub(crate) struct Look<'a> {
+    sightings: &'a mut Sightings,
+    /// How far it has come in the last look's.
+    at: usize,
+    seen: Vec<(Checkout, Instant)>,
+}
+
+impl Sightings {
     /// Begins a look.
     pub(crate) fn look(&mut self) -> Look<'_> {
-        Look { now: Instant::now(), seen: HashMap::new(), ledger: self }
+        let seen = Vec::with_capacity(self.seen.len());
+        Look { sightings: self, at: 0, seen }
     }
 }
 
 impl Look<'_> {
-    /// A segment is out. What is known of it.
-    pub(crate) fn see(&mut self, checkout: &Checkout) -> Entry {
-        if let Some(entry) = self.ledger.out.get(&checkout.slot) {
-            return *entry;
-        }
+    /// A segment without an entry was seen out, not later than `now`. Places come in ascending order. What is known of it.
+    pub(crate) fn see(&mut self, checkout: Checkout, now: Instant) -> Entry {
         let same = |before: &Checkout| {
             // Landed or waited for since, it is the same one still, as far as nothing came back.
-            before.generation == checkout.generation
+            (before.place, before.generation) == (checkout.place, checkout.generation)
                 && checkout.returns.is_none_or(|now| before.returns.is_some_and(|before| before == now))
         };
-        let before = self.ledger.seen.get(&checkout.slot).filter(|(before, _)| same(before));
-        let since = before.map_or(self.now, |(_, since)| *since);
-        self.seen.insert(checkout.slot, (*checkout, since));
+        let earlier = &self.sightings.seen;
+        while earlier.get(self.at).is_some_and(|(before, _)| before.place < checkout.place) {
+            self.at += 1;
+        }
+        let before = earlier.get(self.at).filter(|(before, _)| same(before));
+        let since = before.map_or(now, |(_, since)| *since);
+        self.seen.push((checkout, since));
         Entry { since, exact: false, len: None, origin: Origin::default() }
     }
 
     /// Everything was seen; what was not is forgotten.
     pub(crate) fn end(self) {
-        self.ledger.seen = self.seen;
+        self.sightings.seen = self.seen;
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use std::hash::BuildHasher;
+
     use super::*;
 
     #[test]
@@ -136,10 +174,7 @@ mod tests {
         let mut ledger = Ledger::default();
         ledger.close(1);
         ledger.enter(1, 10, Origin { tag: Some("a"), site: None });
-        let checkout = Checkout { slot: 1, generation: 0, returns: Some(0) };
-        let mut look = ledger.look();
-        let entry = look.see(&checkout);
-        look.end();
+        let entry = ledger.get(1).unwrap();
         assert_eq!((entry.exact, entry.len, entry.origin.tag), (true, Some(10), Some("a")));
         [1, 1].into_iter().for_each(|slot| ledger.close(slot));
         assert_eq!(ledger.holding().count(), 1);
@@ -148,14 +183,14 @@ mod tests {
 
     #[test]
     fn only_what_is_certainly_the_same_grows_older() {
-        let mut ledger = Ledger::default();
+        let mut sightings = Sightings::default();
         let mut see = |generation, returns| {
-            let mut look = ledger.look();
-            let entry = look.see(&Checkout { slot: 1, generation, returns });
-            let first = entry.since == look.now;
+            let mut look = sightings.look();
+            let now = Instant::now();
+            let entry = look.see(Checkout { place: 1, generation, returns }, now);
             look.end();
             std::thread::sleep(std::time::Duration::from_millis(1));
-            first
+            entry.since == now
         };
         assert!(see(7, Some(3)), "never seen before");
         assert!(!see(7, Some(3)), "nothing of its class came back since");
@@ -168,13 +203,30 @@ mod tests {
 
     #[test]
     fn what_a_look_does_not_find_is_forgotten() {
-        let mut ledger = Ledger::default();
-        let checkout = Checkout { slot: 1, generation: 0, returns: Some(0) };
-        let mut look = ledger.look();
-        let first = look.see(&checkout).since;
-        look.end();
-        std::thread::sleep(std::time::Duration::from_millis(1));
-        ledger.look().end();
-        assert!(ledger.look().see(&checkout).since > first);
+        let mut sightings = Sightings::default();
+        let start = Instant::now();
+        let mut look_for = |places: &[u64], after: u64| {
+            let now = start + std::time::Duration::from_secs(after);
+            let mut look = sightings.look();
+            let see = |place: &u64| look.see(Checkout { place: *place, generation: 0, returns: None }, now);
+            let ages: Vec<u64> = places.iter().map(see).map(|e| (now - e.since).as_secs()).collect();
+            look.end();
+            ages
+        };
+        assert_eq!(look_for(&[1, 3, 5], 1), [0, 0, 0]);
+        assert_eq!(look_for(&[0, 1, 2, 5, 6], 3), [0, 2, 0, 2, 0], "each by its own place");
+        assert_eq!(look_for(&[1, 3, 6], 6), [5, 0, 3], "the third was not there in between");
+    }
+
+    #[test]
+    fn addresses_are_spread() {
+        // Slots lie 32 bytes apart: what a table goes by, the lowest bits and the seven topmost, must differ all the same.
+        let hash =
+            |n: usize| BuildHasherDefault::<AddressHasher>::default().hash_one(0x7F00_0000_1000 + n * 32);
+        let mut buckets = vec![0; 1024];
+        (0..4096).for_each(|n| buckets[hash(n) as usize % 1024] += 1);
+        assert!(buckets.iter().all(|n| *n <= 16), "{:?}", buckets.iter().max());
+        let tops: std::collections::HashSet<u64> = (0..4096).map(|n| hash(n) >> 57).collect();
+        assert!(tops.len() > 100, "{}", tops.len());
     }
 }

@@ -251,12 +251,14 @@ fn stands_for(upper: Option<std::time::Duration>) -> f64 {
 /// The durations of a histogram, as a value for each bucket and how often: in right proportion, where there are too many.
 fn thinned(durations: &Histogram) -> Vec<(f64, u64)> {
     let all = durations.count();
+    let buckets = || durations.buckets().filter(|bucket| bucket.count > 0);
+    // One of each bucket, however rare; the others share what is left.
+    let rest = REPLAYED.saturating_sub(buckets().count() as u64);
     let shown = |count: u64| match all {
         0..=REPLAYED => count,
-        _ => (count.saturating_mul(REPLAYED) / all).max(1),
+        _ => 1 + (u128::from(count) * u128::from(rest) / u128::from(all)) as u64,
     };
-    let buckets = durations.buckets().filter(|bucket| bucket.count > 0);
-    buckets.map(|bucket| (stands_for(bucket.upper), shown(bucket.count))).collect()
+    buckets().map(|bucket| (stands_for(bucket.upper), shown(bucket.count))).collect()
 }
 
 /// Tells the facade what each metric is.
@@ -373,9 +375,17 @@ mod tests {
         let shown = thinned(&histogram);
         assert_eq!(
             shown.iter().map(|(_, n)| *n).collect::<Vec<_>>(),
-            [1, 63],
+            [1, 62],
             "what is rare is shown all the same"
         );
+        // As many buckets as there are, of which all but one have little.
+        for ns in &Histogram::BOUNDS_NS {
+            histogram.record(Duration::from_nanos(*ns));
+        }
+        histogram.record(Duration::MAX);
+        let shown = thinned(&histogram);
+        assert_eq!(shown.len(), Histogram::BOUNDS_NS.len() + 1);
+        assert!(shown.iter().all(|(_, n)| *n > 0) && shown.iter().map(|(_, n)| n).sum::<u64>() <= REPLAYED);
     }
 
     #[test]

@@ -26,6 +26,7 @@
 //! | `pinpool::region` | `grow` | INFO | device, bytes | memory asked of the system, until all of it came or no more does |
 //! | `pinpool::region` | `pin` | INFO | device, bytes | within `grow`: one extent touched and pinned, on the device's worker thread |
 //! | `pinpool::region` | `allocate` | INFO | device, bytes | within `grow`: one extent allocated by the driver |
+//! | `pinpool::pipeline` | `transfer` | INFO | device, direction (upload or download), priority (bulk or foreground), bytes, what; when it is over outcome (done, cancelled or failed), copied_bytes, seconds, and error of what failed | a transfer of a [pipeline](crate::pipeline), from its start until nothing of it is under way; it lies within the spans of who started it, and no chunk has one. (A small blocking call in the foreground is made at once, and is none) |
 //!
 //! # Events to act on
 //!
@@ -134,7 +135,9 @@ impl Pool {
     /// back, and says little of a class with much coming and going. With a threshold of zero everything that is out is
     /// listed.
     ///
-    /// The look takes milliseconds for large pools, and keeps everyone out of their caches meanwhile. It also happens by
+    /// The look takes some 15 us for each thousand buffers that are out, and 40 us more for each thousand that it lists. It goes
+    /// piece by piece: who checks out or returns meanwhile is kept out of his cache while it is learned what caches hold, and
+    /// waits for a piece of some 4,000 segments at most, tens of microseconds. It also happens by
     /// itself when a wait for memory times out, at most once a minute, if anyone listens: see the events of
     /// [`telemetry`](crate::telemetry).
     ///

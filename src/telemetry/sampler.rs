@@ -4,7 +4,7 @@
 //! and, with the feature `metrics`, to the `metrics` facade. Besides, it looks for what an operator has to act on: buffers
 //! that have been out for too long, and streams on which nothing gets done. All the work is the sampler's own, on its own
 //! thread or on that of whoever polls it; those who check out notice the looks for stuck buffers (they are kept out of
-//! their caches for as long as one takes), and nothing else.
+//! their caches for some microseconds, piece by piece), and nothing else. A poll takes tens of microseconds.
 //!
 //! It holds no pool: a pool that is dropped is closed all the same, and is not looked at any more.
 
@@ -64,8 +64,8 @@ struct Watched {
     classes: Vec<ClassStats>,
     waiting: Histogram,
     holding: Histogram,
-    /// The stuck buffers that were logged, by their slots.
-    logged: HashSet<usize>,
+    /// The stuck buffers that were logged, by their slots and since when they were out.
+    logged: HashSet<(usize, Instant)>,
 }
 
 /// A device, and what was seen of it last.
@@ -143,8 +143,8 @@ impl Sampler {
     /// How long a buffer may be out, and how long a stream may get nothing done while work is in flight on it, before that
     /// is logged, once each. `Duration::MAX`: never. Default: a minute.
     ///
-    /// Buffers are looked for four times in so long, at polls, so ages that are not known exactly are short by as much. A
-    /// look takes milliseconds for large pools: see [`Pool::stuck`].
+    /// Buffers are looked for four times in so long, at polls, so ages that are not known exactly are short by as much. What a
+    /// look costs, [`Pool::stuck`] says.
     pub fn stuck_after(mut self, threshold: Duration) -> Self {
         self.stuck_after = (threshold < Duration::MAX).then_some(threshold);
         self
@@ -358,9 +358,9 @@ impl Watched {
         to.level(Id::StuckBuffers, found.len(), labels);
         to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
         // Those that are not stuck any more are logged again if they are one day.
-        let logged = found.iter().map(|buffer| buffer.slot).collect();
+        let logged = found.iter().map(|buffer| buffer.known_by).collect();
         let logged = std::mem::replace(&mut self.logged, logged);
-        let new = found.iter().filter(|buffer| !logged.contains(&buffer.slot));
+        let new = found.iter().filter(|buffer| !logged.contains(&buffer.known_by));
         new.take(LISTED).for_each(|buffer| stuck::emit(pool.name(), buffer));
     }
 }

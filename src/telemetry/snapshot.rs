@@ -138,7 +138,7 @@ impl Pool {
     /// Everything that was counted: bytes by state and by size class, the devices and their streams, histograms of waiting,
     /// holding and flights. The module page of [`telemetry`](crate::telemetry) says how exact it is.
     ///
-    /// Costs those who check out nothing, and the caller some tens of microseconds: it reads 113 counters of each thread that
+    /// Costs those who check out nothing, and the caller some microseconds: it reads 113 counters of each thread that
     /// uses the pool, and visits each run of segments under the pool's lock.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {

@@ -9,12 +9,12 @@
 //!
 //! What is returned or lands between the looks may still be listed, or be listed without its stream.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
 use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::depot::Depot;
+use crate::depot::{Depot, OutSegment};
 use crate::freelist::state;
 use crate::runtime::Device;
 pub use crate::stream::timeline::Mark;
@@ -89,8 +89,8 @@ pub struct Awaited {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
-    /// Its slot, so that one that was reported is known again.
-    pub(super) slot: usize,
+    /// Its slot and since when it is out, so that one that was reported is known again, and apart from the slot's next.
+    pub(super) known_by: (usize, Instant),
     /// Bytes that it takes of the pool.
     pub granted: usize,
     /// Bytes that were asked for, if its checkout was entered.
@@ -116,43 +116,41 @@ pub(crate) fn find<'a>(
     depots: impl Iterator<Item = &'a Arc<Depot>>,
     devices: &[Device],
 ) -> Vec<StuckBuffer> {
-    let now = Instant::now();
-    let mut found: HashMap<usize, StuckBuffer> = HashMap::new();
-    for segment in depots.flat_map(|depot| depot.everything_out()) {
-        let entry = segment.entry;
-        let age = now.saturating_duration_since(entry.since);
-        if age >= threshold {
-            let buffer = StuckBuffer {
-                slot: segment.slot,
-                granted: segment.granted,
-                requested: entry.len,
-                age,
-                exact: entry.exact,
-                state: BufferState::of(segment.state),
-                awaited: Vec::new(),
-                tag: entry.origin.tag,
-                site: entry.origin.site,
-            };
-            found.insert(segment.slot, buffer);
-        }
-    }
-    if found.is_empty() {
+    let mut out: Vec<OutSegment> = depots.flat_map(|depot| depot.out_for(threshold)).collect();
+    if out.is_empty() {
         return Vec::new();
     }
+    // While they are small: the oldest first, and of these the largest.
+    out.sort_by_cached_key(|segment| Reverse((segment.age, segment.granted)));
+    let mut awaited: Vec<(usize, Awaited)> = Vec::new();
     for device in devices.iter().filter(|device| !device.context().forked()) {
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
             let (stream, completed) = (timeline.number(), timeline.look().completed);
             timeline.for_each_kept(|slot, tick, mark| {
-                if let Some(buffer) = found.get_mut(&slot) {
-                    buffer.awaited.push(Awaited { device: name.clone(), stream, tick, completed, mark });
-                }
+                awaited.push((slot, Awaited { device: name.clone(), stream, tick, completed, mark }));
             });
         }
     }
-    let mut all: Vec<StuckBuffer> = found.into_values().collect();
-    all.sort_by_key(|buffer| std::cmp::Reverse((buffer.age, buffer.granted)));
-    all
+    // Those of one buffer, of several streams, stay in the order of the streams.
+    awaited.sort_by_key(|(slot, _)| *slot);
+    let buffer = |segment: OutSegment| {
+        let OutSegment { slot, state, granted, age, entry } = segment;
+        let from = awaited.partition_point(|(of, _)| *of < slot);
+        let mine = awaited[from..].iter().take_while(|(of, _)| *of == slot);
+        StuckBuffer {
+            known_by: (slot, entry.since),
+            granted,
+            requested: entry.len,
+            age,
+            exact: entry.exact,
+            state: BufferState::of(state),
+            awaited: mine.map(|(_, awaited)| awaited.clone()).collect(),
+            tag: entry.origin.tag,
+            site: entry.origin.site,
+        }
+    };
+    out.into_iter().map(buffer).collect()
 }
 
 /// Logs what is out, since a wait for memory has timed out.

@@ -103,11 +103,16 @@ fn the_capability_sets_the_limit_aside_outside_of_user_namespaces() {
     let machine = Machine::healthy();
     machine.file("/proc/self/limits", &memlock("65536")).file("/proc/self/status", &status(IPC_LOCK));
     machine.host("256MiB").is("memlock", "ok", &["64 KiB", "CAP_IPC_LOCK"], &[]);
-    machine
-        .file("/proc/self/uid_map", "         0       1000          1\n         1     100000      65536\n");
+    machine.file("/proc/self/uid_map", "         0          0 4294967295\n");
     machine.host("256MiB").is("memlock", "ok", &[], &[]);
-    machine.file("/proc/self/uid_map", "         0       1000          1\n");
-    machine.host("256MiB").is("memlock", "fail", &["user namespace"], &[]);
+    // One's own number alone, and what rootless containers have: a range of subordinate numbers besides.
+    let own = "         0       1000          1\n";
+    for map in [own.to_owned(), format!("{own}         1     100000      65536\n")] {
+        machine.file("/proc/self/uid_map", &map);
+        machine.host("256MiB").is("memlock", "fail", &["user namespace"], &[]);
+    }
+    machine.file("/proc/self/uid_map", "");
+    machine.host("256MiB").is("memlock", "ok", &[], &[]);
     // All but that one.
     machine.file("/proc/self/status", &status(!IPC_LOCK)).file("/proc/self/uid_map", "0 0 4294967295\n");
     machine.host("256MiB").is("memlock", "fail", &["no CAP_IPC_LOCK"], &[]);

@@ -204,3 +204,31 @@ fn machines_that_show_nonsense() {
     });
     machine.gpu("1TiB");
 }
+
+/// Each number by itself is one that could be; their sums are more than there are numbers.
+#[test]
+fn sums_of_nonsense_end_at_the_largest_number() {
+    let machine = Machine::healthy();
+    let most = u64::MAX >> 10;
+    machine.nvidia().node(1, 1 << 30, "8-15").file(
+        "/sys/devices/system/node/node1/meminfo",
+        &format!("Node 1 MemFree: {most} kB\nNode 1 Inactive(file): {most} kB\n"),
+    );
+    machine.file(
+        "/sys/devices/system/node/node0/meminfo",
+        &format!("Node 0 MemFree: {most} kB\nNode 0 Inactive(file): {most} kB\n"),
+    );
+    machine.hugetlb(0, 2048, u64::MAX, u64::MAX).hugetlb(1, 2048, u64::MAX, u64::MAX);
+    let blocks = format!("{} ", u64::MAX >> 12).repeat(11);
+    machine.file(
+        "/proc/buddyinfo",
+        &format!(
+            "Node 0, zone      DMA {blocks}\nNode 0, zone   Normal {blocks}\nNode 1, zone   Normal {blocks}\n"
+        ),
+    );
+    machine
+        .gpu("1GiB")
+        .is("numa", "ok", &["node 1: 16777216 TiB"], &[])
+        .is("fragmentation", "ok", &["16777216 TiB"], &[])
+        .is("hugetlb", "ok", &["18446744073709551615 of 2 MiB"], &[]);
+}

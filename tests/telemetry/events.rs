@@ -114,6 +114,54 @@ fn a_lost_device() {
 }
 
 #[test]
+fn all_that_is_quarantined_is_in_the_event() {
+    let _turn = alone();
+    let bench = Bench::stepped(|builder| builder);
+    let stream = bench.device.stream().unwrap();
+    let other = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    let filled = || {
+        let mut buf = bench.pool.checkout(4096).unwrap();
+        buf.try_resize(4096, 1).unwrap();
+        buf
+    };
+    // One of its own, one that is shared and in flight twice, and one over two streams.
+    let sent = stream.upload(filled(), &memory).unwrap();
+    let shared = std::sync::Arc::new(filled());
+    let lent = [(); 2].map(|()| stream.upload(shared.clone(), &memory).unwrap());
+    drop(other.copy(memory.slice(..8).unwrap(), memory.slice(8..16).unwrap()).unwrap());
+    let both = pinpool::Stream::hold_on_all(&[&stream, &other], filled()).unwrap();
+    bench.node.kill(0);
+    assert!(stream.synchronize().is_err());
+    assert!(other.synchronize().is_err());
+    let events = events("pinpool::stream::quarantine");
+    let sum = |field| events.iter().map(|e| e.field(field).parse::<usize>().unwrap()).sum::<usize>();
+    let stats = bench.pool.stats();
+    assert_eq!(sum("bytes"), stats.quarantined_bytes, "{events:#?}");
+    assert_eq!((sum("buffers"), stats.quarantined_bytes), (3, 3 * 4160), "{events:#?}");
+    drop((sent, shared, lent, both));
+}
+
+#[test]
+fn what_a_queue_loses_is_in_the_event() {
+    let _turn = alone();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let memory = bench.device.alloc(4096).unwrap();
+    let queue = bench.device.copy_queue().unwrap();
+    bench.node.hang(0);
+    let mut buf = bench.pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 1).unwrap();
+    let sent = queue.upload(buf, &memory).unwrap();
+    eventually("submitted", || bench.pool.stats().in_flight_bytes > 0);
+    bench.node.kill(0);
+    assert!(sent.wait().is_err());
+    eventually("quarantined", || bench.pool.stats().quarantined_bytes > 0);
+    eventually("said", || !events("pinpool::stream::quarantine").is_empty());
+    let gone = event("pinpool::stream::quarantine", Level::ERROR, &["buffers", "bytes"]);
+    assert_eq!((gone.field("buffers"), gone.field("bytes")), ("1", "4160"));
+}
+
+#[test]
 fn memory_that_is_not_pinned() {
     let _turn = alone();
     let bench = Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10));

@@ -11,6 +11,7 @@ mod sampler;
 mod snapshot;
 mod stuck;
 mod sums;
+mod transfers;
 
 use std::time::{Duration, Instant};
 

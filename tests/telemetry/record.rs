@@ -18,6 +18,9 @@ pub struct Record {
     pub fields: BTreeMap<String, String>,
     /// The names of the spans that it is in, the innermost first.
     pub within: Vec<&'static str>,
+    /// A span's number, and whether it is over.
+    id: u64,
+    pub closed: bool,
 }
 
 impl Record {
@@ -46,7 +49,18 @@ impl tracing::field::Visit for Fields<'_> {
     }
 }
 
+fn records() -> MutexGuard<'static, Vec<Record>> {
+    ALL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The record of a span, unless it was made in another test's turn. (Numbers are used again.)
+fn change(id: &tracing::Id, change: impl FnOnce(&mut Record)) {
+    let mut all = records();
+    all.iter_mut().rev().find(|record| record.span.is_some() && record.id == id.into_u64()).map(change);
+}
+
 fn keep(
+    id: u64,
     metadata: &tracing::Metadata<'_>,
     span: Option<&'static str>,
     within: Vec<&'static str>,
@@ -57,16 +71,15 @@ fn keep(
     }
     let mut fields = BTreeMap::new();
     visit(&mut Fields(&mut fields));
-    let record =
-        Record { target: metadata.target().to_owned(), span, level: *metadata.level(), fields, within };
-    ALL.lock().unwrap_or_else(PoisonError::into_inner).push(record);
+    let (target, level) = (metadata.target().to_owned(), *metadata.level());
+    records().push(Record { target, span, level, fields, within, id, closed: false });
 }
 
 impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Recorder {
     fn on_event(&self, event: &tracing::Event<'_>, context: Context<'_, S>) {
         let within =
             context.event_scope(event).map_or_else(Vec::new, |scope| scope.map(|s| s.name()).collect());
-        keep(event.metadata(), None, within, |fields| event.record(fields));
+        keep(0, event.metadata(), None, within, |fields| event.record(fields));
     }
 
     fn on_new_span(
@@ -78,7 +91,15 @@ impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Recorder {
         let within =
             context.span_scope(id).map_or_else(Vec::new, |scope| scope.skip(1).map(|s| s.name()).collect());
         let metadata = attributes.metadata();
-        keep(metadata, Some(metadata.name()), within, |fields| attributes.record(fields));
+        keep(id.into_u64(), metadata, Some(metadata.name()), within, |fields| attributes.record(fields));
+    }
+
+    fn on_record(&self, id: &tracing::Id, values: &tracing::span::Record<'_>, _: Context<'_, S>) {
+        change(id, |record| values.record(&mut Fields(&mut record.fields)));
+    }
+
+    fn on_close(&self, id: tracing::Id, _: Context<'_, S>) {
+        change(&id, |record| record.closed = true);
     }
 }
 
@@ -95,13 +116,12 @@ pub fn alone() -> MutexGuard<'static, ()> {
 }
 
 pub fn clear() {
-    ALL.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    records().clear();
 }
 
 /// What was recorded so far and is as wanted.
 pub fn all(wanted: impl Fn(&Record) -> bool) -> Vec<Record> {
-    let all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
-    all.iter().filter(|record| wanted(record)).cloned().collect()
+    records().iter().filter(|record| wanted(record)).cloned().collect()
 }
 
 /// Events of a target.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use pinpool::Request;
 use pinpool::host::HostConfig;
 use pinpool::telemetry::{Kind, METRICS, Sampler};
 use tracing::Level;
@@ -207,4 +208,22 @@ fn a_stream_that_ends_is_shown_empty() {
     clear();
     sampler.poll();
     assert!(all(last).is_empty());
+}
+
+#[test]
+fn the_next_buffer_of_a_segment_is_told_as_well() {
+    let _turn = alone();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
+    let threshold = Duration::from_millis(5);
+    let mut sampler = Sampler::new(&bench.pool).stuck_after(threshold);
+    // The lowest free segment is taken first, so both have the same.
+    for (n, tag) in [(1, "first"), (2, "second")] {
+        let buf = bench.pool.checkout(Request::new(64).tag(tag)).unwrap();
+        std::thread::sleep(threshold);
+        sampler.poll();
+        let told = events("pinpool::pool::stuck");
+        assert_eq!(told.len(), n, "no look in between has seen it come back: {told:#?}");
+        assert_eq!(told[n - 1].field("tag"), tag);
+        drop(buf);
+    }
 }

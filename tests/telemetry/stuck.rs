@@ -2,8 +2,10 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
+use pinpool::host::HostConfig;
 use pinpool::telemetry::{BufferState, Mark, StuckBuffer};
 use pinpool::{PoolBuilder, Request, Stream};
 
@@ -197,4 +199,83 @@ fn tokens_and_forgotten_buffers_show() {
     drop(bench.pool.redeem(token).unwrap());
     let left = all(&bench);
     assert_eq!(left.iter().map(|buffer| buffer.tag).collect::<Vec<_>>(), [Some("forgotten")]);
+}
+
+#[test]
+fn a_large_pool_is_looked_at_in_pieces() {
+    let _turn = alone();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.capacity(32 << 20));
+    let pool = &bench.pool;
+    pool.wait_pinned(None).unwrap();
+    // More than fits into one piece, of two classes by turns, with holes, and with some kept by this thread.
+    let lens = [100, 1000];
+    let mut out: Vec<_> = (0..9_000).map(|n| pool.checkout(lens[n % 2]).unwrap()).map(Some).collect();
+    out.iter_mut().step_by(3).for_each(|buf| drop(buf.take()));
+    let left = |len: usize| out.iter().flatten().filter(|buf| buf.capacity() == len).count();
+    let first = all(&bench);
+    let found = |report: &[StuckBuffer], len: usize| {
+        let near = |granted: usize| (len..len * 2).contains(&granted);
+        report.iter().filter(|buffer| near(buffer.granted)).count()
+    };
+    assert_eq!(lens.map(|len| found(&first, len)), lens.map(left));
+    assert_eq!(first.len(), 6_000);
+    std::thread::sleep(Duration::from_millis(2));
+    // Seen again, all of them; and one that was not there is new.
+    let extra = pool.checkout(100_000).unwrap();
+    let second = all(&bench);
+    assert_eq!(second.len(), 6_001);
+    let young = second.iter().filter(|buffer| buffer.age < Duration::from_millis(2)).count();
+    assert!(young <= 1, "{young}");
+    assert!(second.is_sorted_by_key(|buffer| std::cmp::Reverse((buffer.age, buffer.granted))));
+    assert!(pool.stuck(Duration::from_millis(2)).len() >= 6_000);
+    assert!(pool.stuck(Duration::from_secs(3600)).is_empty());
+    drop((out, extra));
+    assert!(all(&bench).is_empty());
+    pool.check().unwrap();
+}
+
+#[test]
+fn looks_go_on_while_others_come_and_go() {
+    let _turn = alone();
+    // So few that all are seen at one moment, and more than that.
+    come_and_go(500, true);
+    come_and_go(6000, false);
+}
+
+fn come_and_go(stay: usize, at_once: bool) {
+    const MOST: usize = 100;
+    let bench = Bench::new(HostConfig::new(), |builder| builder.capacity(32 << 20));
+    let pool = &bench.pool;
+    pool.wait_pinned(None).unwrap();
+    // Those that stay are of another length than those that come and go, so they can be told apart.
+    let kept: Vec<_> = (0..stay).map(|_| pool.checkout(1000).unwrap()).collect();
+    let over = AtomicBool::new(false);
+    let churn = |seed: usize| {
+        let mut some = Vec::new();
+        let mut n = seed;
+        while !over.load(Ordering::Relaxed) {
+            n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            match n >> 60 {
+                0..9 if some.len() < MOST => some.extend(pool.try_checkout(100).ok()),
+                0..14 => drop(some.pop()),
+                _ => some.truncate(some.len() / 2),
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let churn = &churn;
+        (1..=3).for_each(|seed| _ = scope.spawn(move || churn(seed)));
+        let start = Instant::now();
+        for _ in 0..15 {
+            let report = pool.stuck(Duration::ZERO);
+            let (stay, move_on): (Vec<_>, Vec<_>) = report.iter().partition(|buffer| buffer.granted > 1000);
+            assert_eq!(stay.len(), kept.len(), "each of those that are out all the time is there once");
+            assert!(!at_once || move_on.len() <= 3 * MOST, "{} that nobody has", move_on.len());
+            assert!(report.iter().all(|buffer| buffer.exact || buffer.age <= start.elapsed()));
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    drop(kept);
+    assert!(all(&bench).is_empty());
+    pool.check().unwrap();
 }

@@ -73,9 +73,10 @@ pub fn memlock(case: &Case) -> Check {
 /// Whether this process is in a user namespace of its own, where capabilities reach less far.
 fn inner_user(case: &Case) -> bool {
     let map = case.system.read("/proc/self/uid_map").unwrap_or_default();
-    let mut words = map.split_ascii_whitespace();
-    // The machine's own maps all numbers to themselves. What cannot be read is taken for that.
-    words.clone().count() == 3 && !words.all(|word| word == "0" || word == "4294967295")
+    let words: Vec<&str> = map.split_ascii_whitespace().collect();
+    // The machine's own maps all numbers to themselves, in one line; rootless containers have one or several others. What
+    // cannot be read is taken for the machine's.
+    !words.is_empty() && words != ["0", "0", "4294967295"]
 }
 
 /// How much can be mapped. Both limits count what a region maps (getrlimit(2): RLIMIT_AS; RLIMIT_DATA since Linux 4.7).

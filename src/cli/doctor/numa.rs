@@ -25,7 +25,7 @@ fn node_of(case: &Case, address: &str) -> Option<u32> {
 /// Bytes that a node could give: free, or held for files that were not used lately.
 fn room(case: &Case, node: u32) -> Option<u64> {
     let text = case.system.read(&format!("{NODES}/node{node}/meminfo"))?;
-    Some(parse::kib(&text, "MemFree")? + parse::kib(&text, "Inactive(file)").unwrap_or(0))
+    Some(parse::kib(&text, "MemFree")?.saturating_add(parse::kib(&text, "Inactive(file)").unwrap_or(0)))
 }
 
 /// Memory next to each device.

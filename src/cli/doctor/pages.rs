@@ -94,7 +94,7 @@ pub fn hugetlb(case: &Case) -> Check {
             }
             let on = node.map_or_else(String::new, |node| format!("node {node}: "));
             parts.push(format!("{on}{all} of {}, {free} of them free", size(bytes)));
-            idle += bytes.saturating_mul(free);
+            idle = idle.saturating_add(bytes.saturating_mul(free));
             fix.push((
                 By::Kernel,
                 format!("echo {} | sudo tee {dir}/{name}/nr_hugepages", all - free.min(all)),
@@ -125,8 +125,8 @@ pub fn fragmentation(case: &Case) -> Check {
     let page = case.system.bytes("/proc/self/auxv").as_deref().and_then(parse::page_size).unwrap_or(4096);
     let node = numa::device_node(case).filter(|node| zones.iter().any(|zone| zone.node == *node));
     let here = || zones.iter().filter(|zone| node.is_none_or(|node| zone.node == node));
-    let free: u64 = here().map(|zone| zone.bytes_in(page, page)).sum();
-    let whole: u64 = here().map(|zone| zone.bytes_in(huge(case), page)).sum();
+    let bytes_in = |size| here().map(|zone| zone.bytes_in(size, page)).fold(0, u64::saturating_add);
+    let (free, whole) = (bytes_in(page), bytes_in(huge(case)));
     let on = node.map_or_else(String::new, |node| format!(" on node {node}"));
     let found =
         format!("{} of {} free{on} in pieces of {} or more", size(whole), size(free), size(huge(case)));

@@ -20,6 +20,7 @@ use super::file::FileSource;
 use super::plan::Plan;
 use super::source::ours::Token;
 use super::source::{Sink, Source};
+use super::trace::Trace;
 use super::wire::InPlace;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
@@ -199,6 +200,7 @@ struct Run {
     open: bool,
     /// Somebody was told that it is over, and finishes it.
     finishing: bool,
+    trace: Option<Trace>,
     over: Option<(Result<()>, Duration)>,
     landed: BTreeMap<usize, Landed>,
     /// Who is to be told of whatever happens.
@@ -243,6 +245,7 @@ impl Job {
             cancelled: false,
             open,
             finishing: false,
+            trace: None,
             over: None,
             landed: BTreeMap::new(),
             wakers: Vec::new(),
@@ -251,6 +254,12 @@ impl Job {
         let (body, run) = (RwLock::new(Some(body)), Mutex::new(run));
         let since = Instant::now();
         Arc::new(Self { id, direction, priority, plan, name, kind, body, run, bell: Condvar::new(), since })
+    }
+
+    /// The span that ends with it. Before it is started.
+    pub(super) fn traced(self: Arc<Self>, trace: Trace) -> Arc<Self> {
+        self.run.lock().trace = Some(trace);
+        self
     }
 
     /// What it reads or writes, until it is over. Not to be asked for under the engine's lock.
@@ -368,7 +377,7 @@ impl Job {
         let body = self.body.write().take();
         // The caller's own code may run here: under no lock.
         let_go(body);
-        let (landed, wakers) = {
+        let (result, done, trace) = {
             let mut run = self.run.lock();
             let complete = run.missing >= run.limit;
             let result = match (&run.error, run.cancelled && !complete) {
@@ -376,7 +385,15 @@ impl Job {
                 (None, true) => Err(self.was_cancelled(run.done)),
                 (None, false) => Ok(()),
             };
-            run.over = Some((result, self.since.elapsed()));
+            (result, run.done, run.trace.take())
+        };
+        let elapsed = self.since.elapsed();
+        if let Some(trace) = trace {
+            trace.end(&result, done, elapsed);
+        }
+        let (landed, wakers) = {
+            let mut run = self.run.lock();
+            run.over = Some((result, elapsed));
             (std::mem::take(&mut run.landed), std::mem::take(&mut run.wakers))
         };
         drop(landed);

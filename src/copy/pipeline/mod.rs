@@ -79,6 +79,7 @@ mod plan;
 mod source;
 mod stats;
 mod stores;
+mod trace;
 mod transfer;
 mod window;
 mod wire;
@@ -86,6 +87,7 @@ mod workers;
 
 use std::io::{Read, Write};
 use std::sync::Arc;
+use std::time::Duration;
 
 pub use self::collect::Collect;
 pub use self::config::{PipelineBuilder, Priority, Staging};
@@ -108,6 +110,7 @@ use self::job::{Body, Direction, Job};
 use self::plan::{Plan, Ramp};
 use self::source::ours::Token;
 use self::source::{Borrowed, Landing};
+use self::trace::Trace;
 use self::wire::{InPlace, Shared};
 use super::DeviceRange;
 use crate::buffer::Lend;
@@ -526,7 +529,10 @@ impl Pipeline {
 
     fn begin(&self, direction: Direction, plan: Plan, name: &str, body: Body) -> Result<Arc<Job>> {
         let (priority, staged) = (self.priority, self.handle.engine.settings.staged);
-        self.handle.engine.start(|id| Job::new(id, direction, priority, plan, name.to_owned(), body, staged))
+        let trace = Trace::begin(self.device().name(), direction, priority, plan.wanted(), name);
+        let job = |id| Job::new(id, direction, priority, plan, name.to_owned(), body, staged);
+        let started = self.handle.engine.start(|id| job(id).traced(trace.clone()));
+        started.inspect_err(|error| trace.end(&Err(error.clone()), 0, Duration::ZERO))
     }
 
     fn transfer<T: Send + Sync + 'static>(

@@ -43,7 +43,7 @@ use crate::device::Transfer;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 use crate::stream::awaited::{Awaited, Range};
-use crate::stream::timeline::{Keep, Lent, SPIN, Timeline, WaitKey};
+use crate::stream::timeline::{Gone, Keep, Lent, SPIN, Timeline, WaitKey};
 use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, Own, thread, yield_now};
 
 /// Copies of a batch at most. (With more than 256 the driver becomes slower again.)
@@ -308,22 +308,24 @@ impl Flow {
         }
     }
 
-    /// Nobody will ever know whether a batch is.
-    fn lose(&self, pieces: Vec<Piece>, booked: &[(Segment, usize)]) {
+    /// Nobody will ever know whether a batch is. What that takes out of use.
+    fn lose(&self, pieces: Vec<Piece>, booked: &[(Segment, usize)]) -> Gone {
         unbook(booked);
         let context = self.timeline.context();
         let error = self.timeline.usable().err().unwrap_or(Error::QueueClosed);
         let mut runs = Vec::new();
         find_runs(&pieces, &mut runs);
-        for Piece { loan, memory, .. } in pieces {
-            loan.condemn();
+        let lost = pieces.into_iter().map(|Piece { loan, memory, .. }| {
             if context.poisoned().is_none() {
                 // The copy may still be queued, and the device may die of finding the memory freed.
                 std::mem::forget(memory);
             }
-        }
+            loan.condemn()
+        });
+        let gone = lost.sum();
         runs.iter().for_each(|run| self.lanes[run.lane as usize].lose(&error));
         self.flying.fetch_sub(1, Ordering::Relaxed);
+        gone
     }
 
     /// Has a look at what is in flight.
@@ -517,9 +519,9 @@ impl Drop for Batch {
 }
 
 impl Keep for Batch {
-    fn quarantine(mut self: Box<Self>) {
+    fn quarantine(mut self: Box<Self>) -> Gone {
         let pieces = std::mem::take(&mut self.pieces);
-        self.flow.lose(pieces, &self.booked);
+        self.flow.lose(pieces, &self.booked)
     }
 }
 

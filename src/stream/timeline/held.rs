@@ -40,10 +40,43 @@ pub(crate) enum Lent {
     Object(Box<dyn Keep>),
 }
 
+/// Segments of pools that were taken out of use for good.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Gone {
+    pub(crate) buffers: usize,
+    pub(crate) bytes: usize,
+}
+
+impl Gone {
+    /// Takes a segment out of use whose word says that it is.
+    pub(crate) fn one(segment: Segment) -> Self {
+        let bytes = segment.granted();
+        segment.quarantine();
+        Self { buffers: 1, bytes }
+    }
+
+    /// For whoever operates the process: that memory is gone until it ends.
+    pub(crate) fn log(self) {
+        let Self { buffers, bytes } = self;
+        if buffers > 0 {
+            tracing::error!(
+                target: "pinpool::stream::quarantine", buffers, bytes,
+                "buffers are quarantined: nobody can prove that the device is done with them"
+            );
+        }
+    }
+}
+
+impl std::iter::Sum for Gone {
+    fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
+        parts.fold(Self::default(), |a, b| Self { buffers: a.buffers + b.buffers, bytes: a.bytes + b.bytes })
+    }
+}
+
 /// Something that a hold owns.
 pub(crate) trait Keep: Send + std::fmt::Debug {
-    /// Nobody can prove that the device is done with it: leak what the device may touch.
-    fn quarantine(self: Box<Self>);
+    /// Nobody can prove that the device is done with it: leak what the device may touch. Which segments that took out of use.
+    fn quarantine(self: Box<Self>) -> Gone;
 
     /// The address of the slot that it keeps, for reports.
     fn slot(&self) -> Option<usize> {
@@ -57,7 +90,9 @@ pub(crate) trait Keep: Send + std::fmt::Debug {
 }
 
 impl Keep for () {
-    fn quarantine(self: Box<Self>) {}
+    fn quarantine(self: Box<Self>) -> Gone {
+        Gone::default()
+    }
 
     fn is_something(&self) -> bool {
         false
@@ -97,10 +132,7 @@ impl Joint {
 
     /// A part of the hold could not be placed: nobody will know when the segment is free.
     pub(crate) fn give_up(&self) {
-        if let Some(segment) = self.quarantine() {
-            log_quarantine(1, segment.granted());
-            segment.quarantine();
-        }
+        self.quarantine().map(Gone::one).unwrap_or_default().log();
     }
 
     pub(super) fn quarantine(&self) -> Option<Segment> {
@@ -159,20 +191,15 @@ impl Loan {
         gone
     }
 
-    /// The device will never be known to be done with it.
-    pub(crate) fn condemn(self) {
+    /// The device will never be known to be done with it. What that takes out of use.
+    pub(crate) fn condemn(self) -> Gone {
         let lost = match self.held {
             Held::Segment { segment, word } => condemn(&segment, word),
             Held::Joint(joint) => joint.quarantine(),
-            Held::Object(object) => {
-                object.quarantine();
-                None
-            }
+            Held::Object(object) => return object.quarantine(),
             Held::Nothing => None,
         };
-        if let Some(segment) = lost {
-            segment.quarantine();
-        }
+        lost.map(Gone::one).unwrap_or_default()
     }
 }
 
@@ -186,13 +213,6 @@ pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
         }
         Err(_) => None,
     }
-}
-
-fn log_quarantine(buffers: usize, bytes: usize) {
-    tracing::error!(
-        target: "pinpool::stream::quarantine", buffers, bytes,
-        "buffers are quarantined: nobody can prove that the device is done with them"
-    );
 }
 
 /// The device will never be known to be done with it.
@@ -234,13 +254,9 @@ impl After {
             // SAFETY: settled: the handle is gone and every mark that covers it was seen complete.
             unsafe { segment.release() };
         }
-        if !self.quarantined.is_empty() {
-            log_quarantine(self.quarantined.len(), self.quarantined.iter().map(Segment::granted).sum());
-        }
-        for segment in self.quarantined {
-            segment.quarantine();
-        }
-        self.condemned.into_iter().for_each(|object| object.quarantine());
+        let segments = self.quarantined.into_iter().map(Gone::one);
+        let objects = self.condemned.into_iter().map(|object| object.quarantine());
+        segments.chain(objects).sum::<Gone>().log();
         for (held, memory) in self.dropped {
             // Objects are the caller's own types: their drop may panic, and must not take the reaper along.
             if catch_unwind(AssertUnwindSafe(|| drop((held, memory)))).is_err() {

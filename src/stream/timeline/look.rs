@@ -77,9 +77,11 @@ impl Timeline {
     /// Everything on it that keeps a segment: the address of its slot, its tick, and the mark that it waits for.
     pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(usize, u64, Mark)) {
         let state = self.state.lock();
+        // Once, not for each of thousands: a mark covers all ticks up to its own.
+        let recorded = state.marks.iter().map(|(covers, _)| *covers).max();
         let mark = |tick: u64| match () {
             () if state.lost.is_some() => Mark::Lost,
-            () if state.marks.iter().any(|(covers, _)| *covers >= tick) => Mark::Recorded,
+            () if recorded.is_some_and(|covers| covers >= tick) => Mark::Recorded,
             () if tick <= state.unmarked => Mark::Failing,
             () => Mark::Due,
         };

@@ -64,7 +64,7 @@ use slab::Slab;
 
 use self::claims::Claim;
 use self::held::{After, Entry, Held, condemn, settle};
-pub(crate) use self::held::{Joint, Keep, Lent, Loan};
+pub(crate) use self::held::{Gone, Joint, Keep, Lent, Loan};
 pub use self::look::Mark;
 use self::waits::Waiting;
 pub(crate) use self::waits::{SPIN, WaitKey};
