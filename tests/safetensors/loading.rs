@@ -142,6 +142,36 @@ fn checksums_of_what_was_read_of_the_file_and_of_the_device_agree() {
     rig.all_is_back();
 }
 
+/// The definition, by the algorithm's own published values: XXH3 of 128 bits, without a seed.
+#[test]
+fn checksums_are_those_of_everybody() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let mut abc = made("abc", "U8", &[3], 1);
+    abc.bytes = b"abc".into();
+    let path = folder.put("model.safetensors", file(&[made("none", "U8", &[0], 1), abc]));
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let got = checkpoint.loader(&rig.pipeline()).checksums(true).load().unwrap();
+    let sums: Vec<String> = got.iter().map(|tensor| format!("{:032x}", tensor.checksum().unwrap())).collect();
+    assert_eq!(sums, ["99aa06d3014798d86001c324468d497f", "06b05ab6733a618578af5f94892f3950"]);
+}
+
+#[test]
+fn a_load_knows_how_many_are_left() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let paths =
+        [folder.put("1.safetensors", file(&tensors[..4])), folder.put("2.safetensors", file(&tensors[4..]))];
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let mut loading = checkpoint.loader(&pipeline).filter(|t| t.name() != "odd").start().unwrap();
+    for left in (0..tensors.len()).rev() {
+        // One more: an error may come in between.
+        assert_eq!(loading.size_hint(), (0, Some(left + 1)));
+        assert_eq!(loading.next().is_some(), left > 0);
+    }
+    assert_eq!(loading.size_hint(), (0, Some(0)));
+    assert!(loading.next().is_none() && loading.next().is_none());
+}
+
 #[test]
 fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
     let (rig, folder) = (Rig::late(), Folder::new());
