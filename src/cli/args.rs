@@ -42,8 +42,8 @@ pub enum Command {
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at once.
     /// Beside it, by the same bytes: plain copies of ordinary memory by the driver, the pipeline on ordinary memory, 16 KiB
-    /// pieces from scattered places through the pipeline, and copies in memory by as many threads. Each is the best of
-    /// five, and what arrived is compared with what was sent.
+    /// pieces from scattered places gathered through the copy queue, and copies in memory, all by as many threads. Each is the
+    /// best of five, wall time of the whole, and what arrived is compared with what was sent each time.
     #[command(after_help = EXIT_STATUS)]
     Bench(Bench),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
