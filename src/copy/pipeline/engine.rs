@@ -13,7 +13,8 @@
 //! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
 //! in the pool's queue in front of others, and goes on with what it has. Only when it has none at all does one thread wait
 //! in the queue, like anybody else. An eighth is kept for the foreground, and where both directions are under way neither
-//! has more than half.
+//! has more than half. Of the others as many are in use as keep threads and wire busy, the one that came back last first:
+//! what the CPU has just read or written is in its caches, and there the device finds it, or puts it.
 //!
 //! *Order.* Transfers that use the same device memory, one of them writing it, take effect in the order in which they were
 //! started: the later one begins when the earlier one is over.
@@ -358,7 +359,7 @@ impl Engine {
             let kept = if most > 1 { (most / 8).max(1) } else { 0 };
             let both = state.jobs.iter().any(|live| live.job.direction == direction.other());
             let bulk = most - kept;
-            let own = if both { (bulk / 2).max(1) } else { bulk };
+            let own = if both { (bulk / 2).max(1) } else { bulk }.min(self.settings.rotation);
             room &= used < bulk && state.out[direction as usize] < own;
         }
         if !room || (state.stash.is_empty() && state.dry && used > 0) {

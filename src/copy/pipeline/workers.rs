@@ -210,7 +210,7 @@ impl Engine {
                 Ok(lead)
             }
             Some(Body::Source(source)) => {
-                let mut fill = Fill::new(buf, len, self.settings.stores);
+                let mut fill = Fill::new(buf, len, self.settings.fills);
                 let filled = guarded(|| source.fill(at, &mut fill));
                 let read = buf.len();
                 filled.map_err(|error| read_error(&job.name, at + read as u64, &error))?;
