@@ -27,9 +27,9 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::config::{Priority, Settings};
-use super::job::{Direction, End, Job, Landed, wake_all};
+use super::job::{Direction, End, Job, Kind, Landed, wake_all};
 use super::stats::Counters;
-use super::window::Tuner;
+use super::window::{LULL, Windows};
 use super::wire::{Ready, Wire};
 use crate::buffer::PinnedBuf;
 use crate::device::memory::DeviceSlice;
@@ -99,9 +99,7 @@ pub(super) struct State {
     next_job: u64,
     /// Segments in use, by direction.
     pub(super) out: [usize; 2],
-    /// Bytes of registered windows, which count like segments.
-    pub(super) windows: usize,
-    pub(super) tuner: Tuner,
+    pub(super) windows: Windows,
     /// Segments that are not in use.
     stash: Vec<PinnedBuf>,
     /// The pool had nothing when it was asked last, and nothing has come back since.
@@ -140,8 +138,7 @@ impl Engine {
             jobs: VecDeque::new(),
             next_job: 0,
             out: [0, 0],
-            windows: 0,
-            tuner: Tuner::default(),
+            windows: Windows::default(),
             stash: Vec::new(),
             dry: false,
             wires: [Wire::default(), Wire::default()],
@@ -182,6 +179,7 @@ impl Engine {
         let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
         let behind = behind.collect();
         state.events += 1;
+        state.hurries(job.priority);
         state.jobs.push_back(Live { job: job.clone(), behind });
         self.work.notify_all();
         self.bells[job.direction as usize].notify_one();
@@ -224,9 +222,11 @@ impl Engine {
     }
 
     /// Whether a transfer under way has to be over before this memory is read or written.
+    /// Asked on behalf of the foreground.
     pub(super) fn is_in_use(&self, memory: &DeviceSlice, direction: Direction) -> bool {
         let (start, end) = (memory.address(), memory.address() + memory.len() as u64);
-        let state = self.state.lock();
+        let mut state = self.state.lock();
+        state.hurries(Priority::Foreground);
         state.jobs.iter().any(|live| {
             let bounds = live.job.plan.bounds();
             let writes = direction == Direction::Up || live.job.direction == Direction::Up;
@@ -352,7 +352,7 @@ impl Engine {
         job: &Arc<Job>,
         patient: bool,
     ) -> Got {
-        let used = state.out[0] + state.out[1] + state.windows.div_ceil(self.settings.segment);
+        let used = state.out[0] + state.out[1] + state.windows.bytes.div_ceil(self.settings.segment);
         let most = self.settings.segments;
         let mut room = used < most;
         if job.priority == Priority::Bulk {
@@ -414,6 +414,12 @@ impl Engine {
             Some(buf) if !state.jobs.is_empty() => state.stash.push(buf),
             buf => MutexGuard::unlocked(state, || drop(buf)),
         }
+        self.made_room(state);
+    }
+
+    /// Tells those who wait for a segment.
+    pub(super) fn made_room(&self, state: &mut MutexGuard<'_, State>) {
+        state.events += 1;
         self.work.notify_one();
         self.room.notify_all();
         self.bells[Direction::Down as usize].notify_one();
@@ -425,6 +431,29 @@ impl Engine {
 }
 
 impl State {
+    /// A transfer of this priority is about.
+    fn hurries(&mut self, priority: Priority) {
+        if priority == Priority::Foreground {
+            self.windows.hurry = Some(Instant::now());
+        }
+    }
+
+    /// Whether windows would hold up nobody but files that come in bulk.
+    pub(super) fn may_have_windows(&self) -> bool {
+        let bulk = |live: &Live| live.job.priority == Priority::Bulk && live.job.kind == Kind::File;
+        self.jobs.iter().all(bulk) && self.windows.hurry.is_none_or(|hurry| hurry.elapsed() > LULL)
+    }
+
+    /// Bytes of the pool that are in use or kept for it, and those of windows.
+    pub(super) fn held(&self, segment: usize) -> usize {
+        (self.out[0] + self.out[1] + self.stash.len()) * segment + self.windows.bytes
+    }
+
+    /// Segments that are kept and not in use.
+    pub(super) fn take_stash(&mut self) -> Vec<PinnedBuf> {
+        std::mem::take(&mut self.stash)
+    }
+
     /// Whether no earlier transfer is in the way of this one.
     pub(super) fn may_begin(&self, id: u64) -> bool {
         self.jobs.iter().any(|live| live.job.id == id && live.behind.is_empty())
@@ -432,7 +461,7 @@ impl State {
 
     /// Counts a segment that its user gets from the pool by itself, if there is no other.
     pub(super) fn take_seat(&mut self, direction: Direction) -> bool {
-        let none = self.out == [0, 0] && self.windows == 0 && self.stash.is_empty();
+        let none = self.out == [0, 0] && self.windows.bytes == 0 && self.stash.is_empty();
         if none {
             self.out[direction as usize] += 1;
         }

@@ -119,7 +119,7 @@ use crate::segment::PAGE;
 use crate::stream::Stream;
 
 /// By so much chunks are longer that are not staged.
-const UNSTAGED: usize = 4;
+const UNSTAGED: usize = 8;
 /// Chunks are cut no smaller than this to give every thread one.
 const LEAST: usize = 512 << 10;
 

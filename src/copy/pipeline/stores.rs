@@ -70,7 +70,8 @@ unsafe fn lines_by_32(from: &[u8], to: &mut [MaybeUninit<u8>]) {
         // SAFETY: within the two, which do not overlap, since one is borrowed exclusively; the target's halves of a line
         // start on multiples of 32.
         unsafe {
-            let halves: [__m256i; 2] = std::array::from_fn(|i| _mm256_loadu_si256(src.add(at + 32 * i).cast()));
+            let halves: [__m256i; 2] =
+                std::array::from_fn(|i| _mm256_loadu_si256(src.add(at + 32 * i).cast()));
             for (i, half) in halves.into_iter().enumerate() {
                 _mm256_stream_si256(dst.add(at + 32 * i).cast(), half);
             }
