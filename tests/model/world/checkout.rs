@@ -1,0 +1,222 @@
+//! Checking out, one and many, at once and in the queue.
+
+use super::*;
+
+impl World<'_> {
+    pub(super) fn request(size: Size) -> Request<'static> {
+        let request = Request::new(size.len).align(size.align);
+        if size.reserve { request.reserve(RESERVE) } else { request }
+    }
+
+    pub(super) fn largest(&self, size: Size) -> usize {
+        let all = self.setup.capacity - self.setup.reserve;
+        let capacity = if size.reserve { self.setup.reserve } else { all };
+        self.setup.extent.min(capacity) * KIB - 32
+    }
+
+    pub(super) fn is_bad(&self, size: Size) -> bool {
+        size.len == 0
+            || !size.align.is_power_of_two()
+            || size.align > 2 << 20
+            || size.len > self.largest(Size { reserve: false, ..size }).max(self.largest(size))
+    }
+
+    /// A new buffer: looks at it from all sides, and fills it.
+    pub(super) fn admit(&mut self, buf: PinnedBuf, size: Size) {
+        assert_eq!((buf.capacity(), buf.len()), (size.len, 0), "another buffer than was asked for");
+        let address = buf.as_ptr() as usize;
+        assert_eq!(address % size.align.max(64), 0, "misaligned");
+        self.assert_free((address, span(size.len)));
+        let id = self.id();
+        let bytes = pattern(id, size.len);
+        let mut buf = buf;
+        buf.extend_from_slice(&bytes);
+        self.bufs.push(Live { buf, bytes });
+    }
+
+    /// A refusal must have its reason.
+    pub(super) fn refused(&mut self, sizes: &[Size], error: &Error) {
+        match error {
+            Error::ZeroLength => assert!(sizes.iter().any(|s| s.len == 0)),
+            Error::BadAlignment { .. } => {
+                assert!(sizes.iter().any(|s| !s.align.is_power_of_two() || s.align > 2 << 20));
+            }
+            Error::TooLong { .. } => assert!(sizes.iter().any(|s| s.len > self.largest(*s))),
+            Error::Config(_) => assert!(sizes.iter().any(|s| s.reserve != sizes[0].reserve)),
+            Error::Exhausted { .. } => self.tally.note("checkout refused: exhausted"),
+            Error::Timeout(_) => {}
+            Error::Impossible { .. } => {
+                // No region of the pool need be longer than this.
+                let piece = self.setup.region.min(self.setup.extent) * KIB;
+                let long = sizes.iter().any(|s| span(s.len) > piece);
+                let aligned = sizes.iter().any(|s| s.align > 4096);
+                let reason = self.trouble || sizes.len() > 1 || long || aligned;
+                assert!(reason, "impossible without a reason: {error}");
+                self.tally.note("checkout refused: impossible");
+            }
+            Error::Closed => assert!(self.closed),
+            Error::Device(_) => {
+                assert!(self.tolerant(), "no fault, and yet: {error}");
+                self.tally.note("growing failed");
+            }
+            _ => panic!("unexpected: {error}"),
+        }
+        if sizes.iter().any(|s| self.is_bad(*s)) {
+            self.tally.note("checkout refused: bad request");
+        }
+    }
+
+    pub(super) fn checkout(&mut self, size: Size, patience: Patience, who: Who) {
+        let pool = self.pool();
+        let full = pool.stats().free_bytes;
+        let job = move || {
+            let request = Self::request(size);
+            match patience {
+                Patience::Try => pool.try_checkout(request),
+                Patience::Forever => pool.checkout(request),
+                Patience::Timeout => pool.checkout_timeout(request, Duration::from_secs(3600)),
+            }
+        };
+        let result = match who {
+            Who::Main => job(),
+            Who::Helper => self.helper.run(job),
+            Who::Fresh => std::thread::spawn(job).join().unwrap(),
+        };
+        match result {
+            Ok(buf) => {
+                assert!(!self.is_bad(size), "a bad request was served: {size:?}");
+                self.tally.note("checkout");
+                if who != Who::Main {
+                    self.tally.note("checkout on another thread");
+                }
+                if size.reserve && full <= self.setup.reserve * KIB {
+                    self.tally.note("checkout from the reserve while the pool is full");
+                }
+                self.admit(buf, size);
+            }
+            Err(error) => self.refused(&[size], &error),
+        }
+    }
+
+    pub(super) fn many(&mut self, sizes: &[Size], patience: Patience) {
+        let requests: Vec<_> = sizes.iter().map(|s| Self::request(*s)).collect();
+        let timeout = match patience {
+            Patience::Try => Some(Duration::ZERO),
+            Patience::Forever => None,
+            Patience::Timeout => Some(Duration::from_secs(3600)),
+        };
+        match self.pool().checkout_many(&requests, timeout) {
+            Ok(bufs) => {
+                assert_eq!(bufs.len(), sizes.len());
+                self.tally.note("checkout of several");
+                for (buf, size) in bufs.into_iter().zip(sizes) {
+                    self.admit(buf, *size);
+                }
+            }
+            Err(error) => {
+                self.tally.note("checkout of several refused");
+                self.refused(sizes, &error);
+            }
+        }
+    }
+
+    pub(super) fn or_unpinned(&mut self, size: Size) {
+        if size.len > 64 << 20 {
+            return; // Plain memory could be had.
+        }
+        match self.pool().checkout_or_unpinned(Self::request(size)) {
+            Ok(HostBuf::Pinned(buf)) => self.admit(buf, size),
+            Ok(HostBuf::Unpinned(buf)) => {
+                assert_eq!((buf.capacity(), buf.len()), (size.len, 0));
+                self.tally.note("fallback to plain memory");
+            }
+            Err(error) => self.refused(&[size], &error),
+        }
+    }
+
+    // --- waiting -----------------------------------------------------------------------------------------------------
+
+    pub(super) fn join(&mut self, sizes: &[Size]) {
+        if self.waiting.len() >= 8 {
+            return;
+        }
+        let requests: Vec<_> = sizes.iter().map(|s| Self::request(*s)).collect();
+        let future = match &requests[..] {
+            [request] => Pending::One(self.pool().checkout_async(*request)),
+            _ => Pending::Many(self.pool().checkout_many_async(&requests)),
+        };
+        let mut waiting = Waiting { future, flag: Arc::default(), sizes: sizes.to_vec() };
+        match waiting.poll() {
+            Poll::Pending => self.waiting.push(waiting),
+            Poll::Ready(result) => {
+                self.tally.note("future ready at once");
+                self.served(sizes, result);
+            }
+        }
+    }
+
+    pub(super) fn served(&mut self, sizes: &[Size], result: Result<Vec<PinnedBuf>>) {
+        match result {
+            Ok(bufs) => {
+                assert_eq!(bufs.len(), sizes.len());
+                for (buf, size) in bufs.into_iter().zip(sizes) {
+                    self.admit(buf, *size);
+                }
+            }
+            Err(error) => {
+                if error == Error::Closed {
+                    self.tally.note("waiter ended by a shutdown");
+                }
+                self.refused(sizes, &error);
+            }
+        }
+    }
+
+    pub(super) fn poll_waiting(&mut self) {
+        let mut at = 0;
+        while at < self.waiting.len() {
+            if !self.waiting[at].woken() {
+                at += 1;
+                continue;
+            }
+            let mut waiting = self.waiting.remove(at);
+            let Poll::Ready(result) = waiting.poll() else { panic!("woken in vain") };
+            self.tally.note("future woken");
+            self.served(&waiting.sizes.clone(), result);
+        }
+    }
+
+    pub(super) fn cancel(&mut self, at: usize) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let waiting = self.waiting.remove(at % self.waiting.len());
+        self.tally.note(if waiting.woken() {
+            "future cancelled after it was granted"
+        } else {
+            "future cancelled while waiting"
+        });
+        drop(waiting);
+    }
+
+    /// Who was not woken must still wait, and equal requests are served in their order.
+    pub(super) fn check_waiting(&mut self) {
+        for at in 0..self.waiting.len() {
+            if self.waiting[at].woken() {
+                let sizes = self.waiting[at].sizes.clone();
+                let earlier = self.waiting[..at].iter().find(|w| !w.woken() && w.sizes == sizes);
+                assert!(earlier.is_none(), "an equal request was served before an earlier one");
+                if self.waiting[..at].iter().any(|w| w.sizes == sizes) {
+                    self.tally.note("later waiter served after an equal one");
+                }
+            } else {
+                let poll = self.waiting[at].poll();
+                assert!(poll.is_pending(), "ready, but not woken: {:?}", poll.map(|r| r.map(|b| b.len())));
+            }
+        }
+        if let Some(pool) = &self.pool {
+            let waiting = self.waiting.iter().filter(|w| !w.woken()).count();
+            assert_eq!(pool.stats().waiting, waiting, "others wait than those who wait");
+        }
+    }
+}

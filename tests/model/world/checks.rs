@@ -1,0 +1,203 @@
+//! What must hold after every step, and at the end.
+
+use super::*;
+
+impl World<'_> {
+    /// Everything that must hold after every step.
+    pub fn check(&mut self) {
+        self.sweep();
+        for live in &self.bufs {
+            assert!(*live.buf == *live.bytes, "a host-ready buffer was written to");
+        }
+        for shared in &self.shared {
+            assert!(**shared.buf == *shared.bytes, "a shared buffer was written to");
+        }
+        let mut owned = self.owned();
+        owned.sort_unstable();
+        for pair in owned.windows(2).filter(|p| p[0].1 > 0) {
+            assert!(!overlap(pair[0], pair[1]), "{:x?} overlap", pair);
+        }
+        for (device, handle) in self.devices.iter().enumerate() {
+            assert!(
+                handle.lost().is_none() || self.dead[device],
+                "lost without a reason: {:?}",
+                handle.lost()
+            );
+        }
+        let Some(pool) = self.pool.clone() else { return };
+        let census = pool.check().unwrap();
+        let s = pool.stats();
+        let parts =
+            s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
+        assert_eq!(parts, s.pinned_bytes + s.unpinned_bytes, "{s:?}");
+        assert!(s.pinned_bytes + s.unpinned_bytes <= s.capacity_bytes, "{s:?}");
+        assert_eq!(s.capacity_bytes, self.setup.capacity * KIB);
+        assert_eq!(
+            (census.checked_out, census.in_flight, census.claimed, census.quarantined),
+            (s.checked_out_bytes, s.in_flight_bytes, s.claimed_bytes, s.quarantined_bytes),
+        );
+        let regions: usize = pool.regions().iter().map(|r| r.len).sum();
+        assert_eq!(regions, s.pinned_bytes + s.unpinned_bytes);
+        self.check_snapshot(&pool, s);
+        // Exact but for what is on its way back, and for what was granted to a future that nobody has looked at.
+        let (least, unknown) = (self.requested(), self.detached.iter().sum::<usize>());
+        assert!(s.requested_bytes >= least, "{} requested, {least} in our hands: {s:?}", s.requested_bytes);
+        if !self.waiting.iter().any(Waiting::woken) && !self.may_lose {
+            assert!(s.requested_bytes <= least + unknown, "{} + {unknown} in our hands: {s:?}", least);
+        }
+        let used = s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes;
+        let needed: usize = owned.iter().map(|r| r.1).sum();
+        assert!(used >= needed && used >= s.requested_bytes, "{needed} bytes are needed: {s:?}");
+        assert!(self.may_lose || s.quarantined_bytes == 0, "quarantined without a reason: {s:?}");
+        self.check_waiting();
+        self.count(s);
+    }
+
+    /// The long form of the statistics says what the short one does, in parts that are the whole.
+    pub(super) fn check_snapshot(&self, pool: &Pool, s: pinpool::PoolStats) {
+        let all = pool.snapshot();
+        assert_eq!(all.pool, s, "nobody moves");
+        let sum = |part: fn(&ClassStats) -> u64| all.classes.iter().map(part).sum::<u64>();
+        assert_eq!(sum(|c| c.out_bytes as u64), s.granted_bytes as u64, "{all:#?}");
+        assert_eq!((sum(|c| c.checkouts), sum(|c| c.returns)), (s.checkouts, s.returns), "{all:#?}");
+        assert_eq!(sum(|c| c.out), s.checkouts - s.returns, "{all:#?}");
+        assert_eq!(s.granted_bytes, s.requested_bytes + s.rounding_bytes, "{s:?}");
+        let streams = all.devices.iter().flat_map(|device| &device.streams);
+        let flying: usize = streams.map(|stream| stream.in_flight_bytes).sum();
+        let other = self.other.as_ref().map_or(0, |other| other.stats().in_flight_bytes);
+        // Without what several streams hold together, and with what is the other pool's.
+        assert!(flying <= s.in_flight_bytes + other, "{flying}: {all:#?}");
+        for device in &all.devices {
+            assert!(device.completed <= device.submitted, "{device:?}");
+        }
+    }
+
+    /// Counts the transitions that only the statistics show.
+    pub(super) fn count(&mut self, s: pinpool::PoolStats) {
+        let was = std::mem::replace(&mut self.seen, s);
+        self.tally.add("miss", s.misses - was.misses);
+        self.tally.add("take-back", s.collects - was.collects);
+        self.tally.add("wait", s.waits - was.waits);
+        self.tally.add("timeout", s.timeouts - was.timeouts);
+        let held = |s: &pinpool::PoolStats| s.pinned_bytes + s.unpinned_bytes;
+        self.tally.add("grow", u64::from(held(&s) > held(&was)));
+        self.tally.add("unpinned growth", u64::from(s.unpinned_bytes > was.unpinned_bytes));
+        self.tally.add("quarantine", u64::from(s.quarantined_bytes > was.quarantined_bytes));
+    }
+
+    // --- the end -----------------------------------------------------------------------------------------------------
+
+    /// Ends the case, and asks for everything back.
+    pub fn end(mut self) {
+        match self.setup.end {
+            End::Quiet => {}
+            End::DropPool => self.drop_pool(),
+            End::Shutdown => self.shutdown(),
+        }
+        self.waiting.clear();
+        for at in 0..self.tokens.len() {
+            if let (Some(pool), token) = (&self.pool, self.tokens[at].0) {
+                drop(pool.redeem(token).unwrap());
+            }
+        }
+        let lost_tokens = self.pool.is_none() && !self.tokens.is_empty();
+        self.tokens.clear();
+        self.bufs.clear();
+        self.shared.clear();
+        self.flights.clear();
+        self.drain();
+        // What the devices hold now is what was sent, however late it went.
+        for at in 0..self.regions.len() {
+            let (device, slice) = (self.regions[at].device, self.regions[at].memory.slice(..).unwrap());
+            if !self.dead[device] {
+                // Submitted with an error and not queued, or lost, are not in the list.
+                assert!(self.peek(device, &slice) == self.regions[at].bytes, "wrong bytes arrived");
+            }
+        }
+        self.regions.clear();
+        self.ruins = Default::default();
+        let stuck = lost_tokens || !self.forgotten.is_empty() || self.may_lose;
+        let quiet = !stuck && self.setup.end == End::Quiet;
+        if let (Some(pool), true) = (self.pool.clone(), quiet) {
+            let s = pool.stats();
+            assert_eq!((s.checked_out_bytes, s.requested_bytes, s.checkouts - s.returns), (0, 0, 0), "{s:?}");
+            pool.trim(0);
+            let s = pool.stats();
+            let reserve = self.setup.reserve * KIB;
+            assert_eq!(s.pinned_bytes + s.unpinned_bytes, reserve, "all that is idle goes: {s:?}");
+            if !self.trouble {
+                // With everything back, the longest request can be served.
+                let most = self.setup.extent.min(self.setup.capacity - self.setup.reserve) * KIB;
+                drop(pool.checkout(most - 4096.min(most / 2)).unwrap());
+            }
+            self.tally.note("ended quietly");
+        }
+        self.pool = None;
+        self.other = None;
+        self.lanes.clear();
+        self.probes.clear();
+        self.copies.clear();
+        self.helper = Helper::new();
+        if let Some(failure) = self.setup.closing {
+            self.node.fail(Fault { device: 0, call: Call::DestroyEvent, nth: 0, failure });
+            self.trouble = true;
+        }
+        self.devices.clear();
+        if let (0, Some(failure)) = (self.node.clear_faults(), self.setup.closing) {
+            self.tally.fault(Call::DestroyEvent, failure);
+        }
+        if !stuck && !self.trouble {
+            for device in 0..DEVICES {
+                let left = self.node.live(device as u32);
+                assert_eq!(left, pinpool::host::HostUsage::default(), "host:{device} has kept something");
+            }
+        }
+    }
+
+    pub(super) fn drop_pool(&mut self) {
+        self.poll_waiting();
+        // A future holds the pool.
+        self.waiting.clear();
+        self.sweep();
+        let out = !self.bufs.is_empty() || !self.flights.is_empty();
+        self.pool = None;
+        // From here on host memory goes with the last buffer in it: only what arrives in device memory can be seen.
+        self.copies.retain(|c| matches!(c.seen, Seen::Device(_)));
+        if out {
+            self.tally.note("pool dropped while buffers were out");
+        }
+        for at in 0..self.bufs.len().min(3) {
+            self.check();
+            self.upload(at, at, None, Keep::Keep, false);
+            self.tally.note("buffer used after its pool");
+        }
+        while !self.flights.is_empty() {
+            self.wait(0);
+            self.check();
+        }
+    }
+
+    pub(super) fn shutdown(&mut self) {
+        self.sweep();
+        let down = self.pool().shutdown(Duration::from_secs(3600));
+        self.closed = true;
+        self.sweep();
+        self.poll_waiting();
+        assert!(self.waiting.is_empty(), "a shutdown left somebody waiting");
+        let ours = !self.bufs.is_empty() || !self.shared.is_empty() || !self.tokens.is_empty();
+        assert!(!(down.drained && ours), "drained, and yet something is out");
+        assert_eq!(down.drained, down.outstanding == 0);
+        self.tally.note(if down.drained {
+            "shut down and drained"
+        } else {
+            "shut down while buffers were out"
+        });
+        let size = Size { len: 64, align: 64, reserve: false };
+        self.checkout(size, Patience::Try, Who::Main);
+        self.checkout(size, Patience::Forever, Who::Fresh);
+        assert!(self.bufs.iter().all(|b| *b.buf == *b.bytes));
+        let bufs = self.bufs.len();
+        self.join(&[size]);
+        assert_eq!(self.bufs.len(), bufs, "a closed pool served somebody");
+    }
+}

@@ -1,0 +1,662 @@
+//! The pool under test beside a plain model of it.
+//!
+//! The model knows nothing of shards, runs and timelines. It knows which addresses are in whose hands, what was written
+//! where, and which copies were submitted; and since the device is stepped it can find out which copies have really
+//! run: a copy to the device has run when its bytes are there (looked at over a stream of its own, which moves nothing
+//! else), a copy to the host when the memory says so. From that follows all that is asserted:
+//!
+//! - a buffer that is handed out overlaps nothing that is in anybody's hands, and no copy that has not run, unless it
+//!   was claimed on that copy's own stream;
+//! - what arrives in device memory is what was written before the copy was submitted, however late the copy ran;
+//! - what a buffer holds is what its owner wrote or what the device sent, and nothing else;
+//! - what a dead device had not let go of is never handed out again;
+//! - nobody is woken in vain or not at all, and equal requests are served in their order;
+//! - and when everything is done, everything is back.
+
+mod checkout;
+mod checks;
+mod copies;
+mod devices;
+mod flights;
+mod hands;
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+use bytes::BufMut;
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::telemetry::ClassStats;
+use pinpool::{
+    Checkout, CheckoutMany, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
+    Request, Result, Stream, StreamBuf, SubmitError, Token, Unpinned,
+};
+
+use crate::ops::{DEVICES, End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
+use crate::tally::Tally;
+
+const KIB: usize = 1 << 10;
+const RESERVE: &str = "urgent";
+/// What fresh device memory is made to hold. No byte of a pattern is like it.
+const BLANK: u8 = 0;
+/// Regions of device memory that are kept for downloads.
+const REGIONS: usize = 16;
+
+/// The bytes that stand for a number: unlike those of any other number, at any length, and never blank.
+fn pattern(id: u64, len: usize) -> Vec<u8> {
+    let mut x = id.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let block: Vec<u8> = (0..61)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            (x >> 32) as u8 | 0x80
+        })
+        .collect();
+    let mut bytes = block.repeat(len.div_ceil(block.len()));
+    bytes.truncate(len);
+    bytes
+}
+
+/// Bytes that a segment for so many spans at least.
+fn span(len: usize) -> usize {
+    len.next_multiple_of(32) + 32
+}
+
+type Range = (usize, usize);
+
+fn overlap(a: Range, b: Range) -> bool {
+    a.0 < b.0 + b.1 && b.0 < a.0 + a.1
+}
+
+/// A host-ready buffer, filled with the pattern of its number.
+struct Live {
+    buf: PinnedBuf,
+    bytes: Vec<u8>,
+}
+
+impl Live {
+    fn range(&self) -> Range {
+        (self.buf.as_ptr() as usize, span(self.buf.capacity()))
+    }
+}
+
+struct Shared {
+    buf: Arc<PinnedBuf>,
+    bytes: Vec<u8>,
+}
+
+/// Device memory with known contents, once its upload has run.
+struct Region {
+    memory: DeviceBuffer,
+    device: usize,
+    lane: usize,
+    copy: u64,
+    bytes: Vec<u8>,
+}
+
+/// Where a copy's effect can be seen.
+enum Seen {
+    Device(DeviceSlice),
+    /// The target, and what it held before.
+    Host(usize, Vec<u8>),
+}
+
+/// A copy that was submitted and is not known to have run.
+struct Copy {
+    id: u64,
+    device: usize,
+    lane: usize,
+    /// The host memory that it uses.
+    host: Range,
+    seen: Seen,
+    /// What may be there when it has run.
+    allowed: Vec<Vec<u8>>,
+    /// Its device is dead: it never will.
+    dead: bool,
+}
+
+/// What is submitted to a stream from a certain copy on runs after these copies of another.
+struct Behind {
+    lane: usize,
+    from: u64,
+    after: Vec<u64>,
+}
+
+/// Addresses, and the bytes from there.
+type Gone = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
+
+/// What the buffer will hold when it comes back.
+#[derive(Clone)]
+enum Expect {
+    Same(Vec<u8>),
+    OneOf(Vec<Vec<u8>>),
+}
+
+enum Handle {
+    Own(InFlight<PinnedBuf>),
+    Shared(InFlight<Arc<PinnedBuf>>),
+    Nothing(InFlight<()>),
+}
+
+/// A handle to something in flight.
+struct Flight {
+    handle: Handle,
+    /// Not known for a claimed segment.
+    range: Option<Range>,
+    capacity: usize,
+    expect: Expect,
+    /// Copies that must have run when this is done.
+    after: Vec<u64>,
+    flag: Option<Arc<Flag>>,
+}
+
+/// A hold whose handle was dropped.
+struct Hold {
+    range: Range,
+    after: Vec<u64>,
+    lanes: Vec<usize>,
+}
+
+#[derive(Default)]
+struct Flag(AtomicBool);
+
+impl Wake for Flag {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+enum Pending {
+    One(Checkout),
+    Many(CheckoutMany),
+}
+
+struct Waiting {
+    future: Pending,
+    flag: Arc<Flag>,
+    sizes: Vec<Size>,
+}
+
+impl Waiting {
+    fn poll(&mut self) -> Poll<Result<Vec<PinnedBuf>>> {
+        let waker = Waker::from(self.flag.clone());
+        let mut cx = Context::from_waker(&waker);
+        match &mut self.future {
+            Pending::One(f) => Pin::new(f).poll(&mut cx).map_ok(|buf| vec![buf]),
+            Pending::Many(f) => Pin::new(f).poll(&mut cx),
+        }
+    }
+
+    fn woken(&self) -> bool {
+        self.flag.0.load(Ordering::SeqCst)
+    }
+}
+
+struct Lane {
+    stream: Stream,
+    device: usize,
+    /// Among the device's streams.
+    nth: usize,
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A thread that does what it is told, and idles with what it caches.
+struct Helper {
+    jobs: Option<mpsc::Sender<Job>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Helper {
+    fn new() -> Self {
+        let (jobs, queue) = mpsc::channel::<Job>();
+        let thread = std::thread::spawn(move || queue.into_iter().for_each(|job| job()));
+        Self { jobs: Some(jobs), thread: Some(thread) }
+    }
+
+    fn run<R: Send + 'static>(&self, job: impl FnOnce() -> R + Send + 'static) -> R {
+        let (tell, told) = mpsc::channel();
+        let job: Job = Box::new(move || drop(tell.send(job())));
+        self.jobs.as_ref().expect("not ended").send(job).expect("the helper lives");
+        told.recv().expect("the helper's job panicked")
+    }
+}
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+pub struct World<'t> {
+    tally: &'t mut Tally,
+    setup: Setup,
+    node: HostNode,
+    helper: Helper,
+    pool: Option<Pool>,
+    /// A pool that serves the first device only, for what is foreign.
+    other: Option<Pool>,
+    devices: Vec<Device>,
+    probes: Vec<Stream>,
+    lanes: Vec<Lane>,
+    bufs: Vec<Live>,
+    shared: Vec<Shared>,
+    flights: Vec<Flight>,
+    holds: Vec<Hold>,
+    copies: Vec<Copy>,
+    regions: Vec<Region>,
+    behind: Vec<Behind>,
+    /// Regions that have gone since the last look, with what was in them.
+    gone: Gone,
+    /// Device memory that outlives its device.
+    ruins: [Option<DeviceBuffer>; DEVICES],
+    tokens: Vec<(Token, Range, usize, Vec<u8>)>,
+    stale: Vec<Token>,
+    waiting: Vec<Waiting>,
+    /// Addresses that must never be seen again.
+    graves: Vec<Range>,
+    /// Lengths of what was given up while in flight and may not be back yet.
+    detached: Vec<usize>,
+    /// Forgotten buffers: range and length.
+    forgotten: Vec<(Range, usize)>,
+    next: u64,
+    armed: Option<Fault>,
+    dead: [bool; DEVICES],
+    /// Whether any fault struck or any device died: then errors need no other reason.
+    trouble: bool,
+    /// Whether something may be quarantined.
+    may_lose: bool,
+    closed: bool,
+    seen: pinpool::PoolStats,
+}
+
+impl<'t> World<'t> {
+    pub fn new(setup: &Setup, tally: &'t mut Tally) -> Self {
+        let config = HostConfig::new().devices(DEVICES as u32).memory(256 << 20).stepped(setup.seed);
+        let node = HostNode::new(config).unwrap();
+        let devices: Vec<Device> = (0..DEVICES).map(|d| Device::on(&node, d as u32).unwrap()).collect();
+        let gone = Gone::default();
+        let log = gone.clone();
+        let pool = Pool::builder(&devices[0])
+            .before_unpin(move |region| {
+                // SAFETY: mapped until this returns, and this thread is the only one.
+                let bytes = unsafe { std::slice::from_raw_parts(region.base.as_ptr(), region.len) };
+                log.lock().unwrap().push((region.base.as_ptr() as usize, bytes.to_vec()));
+            })
+            .device(&devices[1])
+            .capacity(setup.capacity * KIB)
+            .region(setup.region * KIB)
+            .extent(setup.extent * KIB)
+            .initial(setup.initial * KIB)
+            .thread_cache(setup.cache * KIB)
+            .reserve(RESERVE, setup.reserve * KIB)
+            .unpinned(Unpinned::Allow)
+            .pin_threads(1)
+            .build()
+            .unwrap();
+        let other = Pool::builder(&devices[0]).capacity(64 * KIB).unpinned(Unpinned::Allow).build().unwrap();
+        let mut lanes = Vec::new();
+        for (device, &count) in setup.lanes.iter().enumerate() {
+            for nth in 0..count {
+                lanes.push(Lane { stream: devices[device].stream().unwrap(), device, nth });
+            }
+        }
+        let probes = devices.iter().map(|d| d.stream().unwrap()).collect();
+        let seen = pool.stats();
+        Self {
+            tally,
+            setup: setup.clone(),
+            node,
+            helper: Helper::new(),
+            pool: Some(pool),
+            other: Some(other),
+            devices,
+            probes,
+            lanes,
+            bufs: Vec::new(),
+            shared: Vec::new(),
+            flights: Vec::new(),
+            holds: Vec::new(),
+            copies: Vec::new(),
+            regions: Vec::new(),
+            behind: Vec::new(),
+            gone,
+            ruins: Default::default(),
+            tokens: Vec::new(),
+            stale: Vec::new(),
+            waiting: Vec::new(),
+            graves: Vec::new(),
+            detached: Vec::new(),
+            forgotten: Vec::new(),
+            next: 0,
+            armed: None,
+            dead: [false; DEVICES],
+            trouble: false,
+            may_lose: false,
+            closed: false,
+            seen,
+        }
+    }
+
+    fn pool(&self) -> Pool {
+        self.pool.clone().expect("the pool is there")
+    }
+
+    fn id(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    /// Whether an error of a device needs no explanation.
+    fn tolerant(&self) -> bool {
+        self.trouble || self.armed.is_some()
+    }
+
+    // --- the oracle --------------------------------------------------------------------------------------------------
+
+    /// Does something without the armed fault in the way.
+    fn calmly<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> R {
+        let left = self.node.clear_faults();
+        let result = f(self);
+        if let (Some(fault), true) = (self.armed, left > 0) {
+            self.node.fail(fault);
+        }
+        result
+    }
+
+    /// Whether the armed fault has struck.
+    fn struck(&mut self) -> bool {
+        let left = self.node.clear_faults();
+        if let (Some(fault), true) = (self.armed, left > 0) {
+            self.node.fail(fault);
+        }
+        self.armed.is_some() && left == 0
+    }
+
+    /// What device memory holds now, without moving any stream of the case.
+    fn peek(&mut self, device: usize, slice: &DeviceSlice) -> Vec<u8> {
+        let mut bytes = vec![0; slice.len()];
+        let probe = self.probes[device].clone();
+        self.calmly(|_| probe.download_blocking(slice, &mut bytes)).expect("the device is alive");
+        bytes
+    }
+
+    /// Whether a copy has run. Anything between what was there and what it brings is a corruption.
+    fn has_run(&mut self, at: usize) -> bool {
+        let copy = &self.copies[at];
+        if copy.dead {
+            return false;
+        }
+        let (id, allowed) = (copy.id, copy.allowed.clone());
+        let (now, before) = match &copy.seen {
+            Seen::Device(slice) => {
+                let (device, slice) = (copy.device, slice.clone());
+                let len = slice.len();
+                (self.peek(device, &slice), vec![BLANK; len])
+            }
+            Seen::Host(address, before) => {
+                // Since the last look its buffer may have come back, and its region gone.
+                let gone = self.gone.lock().unwrap().iter().find_map(|(base, bytes)| {
+                    bytes.get(address.checked_sub(*base)?..)?.get(..before.len()).map(<[u8]>::to_vec)
+                });
+                if let Some(then) = gone {
+                    assert!(allowed.contains(&then), "a region has gone under copy {id}");
+                    return true;
+                }
+                // SAFETY: the copy is in flight, so its target is mapped; it was filled before it was submitted, and
+                // the stepped device runs on this thread only, so nobody writes there now.
+                let now = unsafe { std::slice::from_raw_parts(*address as *const u8, before.len()) };
+                (now.to_vec(), before.clone())
+            }
+        };
+        if allowed.contains(&now) {
+            return true;
+        }
+        assert!(now == before, "copy {id} brought bytes that were never sent");
+        false
+    }
+
+    /// Takes out the copies that have run. Their bytes were verified by that.
+    fn sweep(&mut self) {
+        // A fault that kills may have struck in the middle of an operation.
+        if let Some(Fault { device, failure: Failure::Sticky, .. }) = self.armed {
+            if self.devices[device as usize].lost().is_some() {
+                self.buried(device as usize);
+            }
+        }
+        let mut at = 0;
+        while at < self.copies.len() {
+            if self.has_run(at) {
+                let gone = self.copies.remove(at);
+                self.tally.note("copy arrived and was verified");
+                let overtaken = self.copies.iter().any(|c| c.id < gone.id && c.lane != gone.lane && !c.dead);
+                if overtaken {
+                    self.tally.note("streams overtook each other");
+                }
+                let behind = self.copies.iter().find(|c| c.id < gone.id && c.lane == gone.lane && !c.dead);
+                let behind = behind.map(|c| (c.id, c.host, matches!(c.seen, Seen::Host(..))));
+                assert!(
+                    behind.is_none(),
+                    "copy {} of {:x?} ran before an earlier one of its stream: {behind:x?}",
+                    gone.id,
+                    gone.host
+                );
+                for Behind { lane, from, after } in &self.behind {
+                    if *lane == gone.lane && *from <= gone.id && !after.is_empty() {
+                        self.tally.note("copy ran after another stream's");
+                        let early =
+                            self.copies.iter().find(|c| after.contains(&c.id) && !c.dead).map(|c| c.id);
+                        assert_eq!(
+                            early, None,
+                            "copy {} ran though its stream was to wait for that",
+                            gone.id
+                        );
+                    }
+                }
+            } else {
+                at += 1;
+            }
+        }
+        self.gone.lock().unwrap().clear();
+    }
+
+    fn have_run(&self, ids: &[u64]) -> bool {
+        !self.copies.iter().any(|c| ids.contains(&c.id))
+    }
+
+    /// Copies on these lanes that have not run.
+    fn outstanding(&self, lanes: &[usize]) -> Vec<u64> {
+        self.copies.iter().filter(|c| lanes.contains(&c.lane)).map(|c| c.id).collect()
+    }
+
+    fn owned(&self) -> Vec<Range> {
+        let bufs = self.bufs.iter().map(Live::range);
+        let shared = self.shared.iter().map(|s| (s.buf.as_ptr() as usize, span(s.buf.capacity())));
+        let flights =
+            self.flights.iter().filter(|f| matches!(f.handle, Handle::Own(_))).filter_map(|f| f.range);
+        let tokens = self.tokens.iter().map(|t| t.1);
+        bufs.chain(shared).chain(flights).chain(tokens).chain(self.forgotten.iter().map(|f| f.0)).collect()
+    }
+
+    /// Nobody has this memory, and no device will ever touch it.
+    fn assert_free(&mut self, range: Range) {
+        self.sweep();
+        for other in self.owned() {
+            assert!(
+                !overlap(range, other),
+                "{range:x?} was handed out while {other:x?} is in somebody's hands"
+            );
+        }
+        for grave in &self.graves {
+            assert!(
+                !overlap(range, *grave),
+                "{range:x?} was handed out though {grave:x?} was lost with its device"
+            );
+        }
+        for copy in &self.copies {
+            assert!(
+                !overlap(range, copy.host),
+                "{range:x?} was handed out before copy {} of {:x?} has run (dead: {})",
+                copy.id,
+                copy.host,
+                copy.dead
+            );
+        }
+        let held = self.holds.iter().filter(|h| overlap(range, h.range));
+        for hold in held {
+            assert!(self.have_run(&hold.after), "{range:x?} was handed out before its hold was over");
+        }
+        self.holds.retain(|h| !overlap(range, h.range));
+    }
+
+    /// Bytes asked for by all that is in our hands.
+    fn requested(&self) -> usize {
+        let bufs: usize = self.bufs.iter().map(|b| b.buf.capacity()).sum();
+        let own = |f: &&Flight| matches!(f.handle, Handle::Own(_));
+        let flights: usize = self.flights.iter().filter(own).map(|f| f.capacity).sum();
+        let tokens: usize = self.tokens.iter().map(|t| t.2).sum();
+        let forgotten: usize = self.forgotten.iter().map(|f| f.1).sum();
+        // A shared buffer counts once, whoever has it.
+        let arcs = self.shared.iter().map(|s| (s.buf.as_ptr() as usize, s.buf.capacity()));
+        let in_flight = self.flights.iter().filter(|f| matches!(f.handle, Handle::Shared(_)));
+        let shared: BTreeSet<_> =
+            arcs.chain(in_flight.filter_map(|f| f.range.map(|r| (r.0, f.capacity)))).collect();
+        bufs + flights + tokens + forgotten + shared.iter().map(|s| s.1).sum::<usize>()
+    }
+
+    pub fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Checkout(size, patience, who) => self.checkout(*size, *patience, *who),
+            Op::Many(sizes, patience) => self.many(sizes, *patience),
+            Op::OrUnpinned(size) => self.or_unpinned(*size),
+            Op::Join(sizes) => self.join(sizes),
+            Op::PollWaiting => self.poll_waiting(),
+            Op::Cancel(at) => self.cancel(*at),
+            Op::Write(at, kind) => self.write(*at, *kind),
+            Op::Drop(at, who) => self.drop_buf(*at, *who),
+            Op::ForgetBuf(at) => self.forget_buf(*at),
+            Op::Upload(at, lane, part, keep, orphan) => self.upload(*at, *lane, *part, *keep, *orphan),
+            Op::Download(at, lane, region, keep) => self.download(*at, *lane, *region, *keep),
+            Op::Share(at, lane, other, keep) => self.share(*at, *lane, *other, *keep),
+            Op::DropShared(at) => self.drop_shared(*at),
+            Op::Hold(at, lane, keep) => self.hold(*at, &[self.lane(*lane)], *keep),
+            Op::HoldAll(at, mask, keep) => {
+                let lanes: Vec<usize> = (0..self.lanes.len()).filter(|l| mask >> l & 1 != 0).collect();
+                if lanes.len() != 1 {
+                    self.hold(*at, &lanes, *keep);
+                }
+            }
+            Op::Claim(lane, size, usage) => self.claim(*lane, *size, *usage),
+            Op::Crowd(lane, size, usages) => self.crowd(*lane, *size, usages),
+            Op::OnDevice(lane, region) => self.on_device(*lane, *region),
+            Op::Wait(at) => self.wait(*at),
+            Op::IsDone(at) => self.is_done(*at),
+            Op::Await(at) => self.poll_flight(*at),
+            Op::DropFlight(at) => {
+                if let Some(flight) = self.take_flight(*at) {
+                    let lanes: Vec<usize> = (0..self.lanes.len()).collect();
+                    self.let_go(flight, &lanes);
+                }
+            }
+            Op::Step(device, nth, times) => {
+                for _ in 0..*times {
+                    let runnable = self.node.runnable(*device as u32);
+                    if runnable > 0 && self.node.step_stream(*device as u32, nth % runnable) {
+                        self.tally.note("stream stepped");
+                    }
+                }
+            }
+            Op::StepAny(times) => {
+                for _ in 0..*times {
+                    self.node.step();
+                }
+            }
+            Op::Reap(device) => {
+                self.devices[*device].reap();
+            }
+            Op::Drain => self.drain(),
+            Op::Trim(keep) => {
+                self.sweep();
+                let before = self.pool().stats();
+                let gone = self.pool().trim(keep * KIB);
+                let after = self.pool().stats();
+                let held = |s: pinpool::PoolStats| s.pinned_bytes + s.unpinned_bytes;
+                assert_eq!(held(before) - held(after), gone);
+                if gone > 0 {
+                    self.tally.note("trim");
+                }
+            }
+            Op::Token(at) => self.token(*at),
+            Op::Redeem(at) => self.redeem(*at),
+            Op::Hang(at) => {
+                let lane = &self.lanes[self.lane(*at)];
+                assert!(self.node.hang_stream(lane.device as u32, lane.nth));
+                self.tally.note("stream hung");
+            }
+            Op::Resume(at) => {
+                let lane = &self.lanes[self.lane(*at)];
+                assert!(self.node.resume_stream(lane.device as u32, lane.nth));
+                self.tally.note("stream resumed");
+            }
+            Op::Sync(at) => {
+                let lane = self.lane(*at);
+                self.sweep();
+                let after = self.outstanding(&[lane]);
+                match self.lanes[lane].stream.clone().synchronize() {
+                    Ok(()) => {
+                        self.sweep();
+                        assert!(self.have_run(&after), "synchronized before everything has run");
+                        self.tally.note("synchronized");
+                    }
+                    Err(Error::Timeout(_)) => {}
+                    Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
+                }
+            }
+            Op::WaitFor(waiter, other) => self.wait_for(self.lane(*waiter), self.lane(*other)),
+            Op::Blocking(at) => self.blocking(*at),
+            Op::NewStream(device) => match self.devices[*device].stream() {
+                Ok(stream) => drop(stream),
+                Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
+            },
+            Op::DropRegion(at) => {
+                if !self.regions.is_empty() {
+                    self.regions.swap_remove(at % self.regions.len());
+                }
+            }
+            Op::Misuse(misuse, at) => self.misuse(*misuse, *at),
+            Op::Kill(device) => self.kill(*device),
+            Op::Fault(device, call, nth, failure, ops) => self.fault(*device, *call, *nth, *failure, ops),
+        }
+    }
+
+    fn blocking(&mut self, at: usize) {
+        let lane = self.lane(at);
+        let (stream, device) = (self.lanes[lane].stream.clone(), self.lanes[lane].device);
+        if self.dead[device] {
+            return;
+        }
+        let Ok(memory) = self.devices[device].alloc(4096) else { return assert!(self.tolerant()) };
+        let id = self.id();
+        let (sent, mut back) = (pattern(id, 4096), vec![0; 4096]);
+        let result = stream
+            .upload_blocking(&sent, &memory)
+            .and_then(|()| stream.download_blocking(&memory, &mut back));
+        match result {
+            Ok(()) => {
+                assert!(sent == back, "a blocking copy brought wrong bytes");
+                self.tally.note("blocking copy");
+            }
+            // The stream is hung or stalled: the copy was taken back.
+            Err(Error::Device(e)) if e.class == pinpool::ErrorClass::Moment => {}
+            Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
+        }
+    }
+}
