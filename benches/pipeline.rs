@@ -32,6 +32,8 @@
 //! executable by itself.
 #![allow(missing_docs, unsafe_code)]
 
+#[path = "measure/link.rs"]
+mod link;
 mod measure;
 
 use std::io::Write;
@@ -39,57 +41,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use link::{DOWN, Link, UP, fill, memcpy};
 use measure::{Spread, at_least, at_most, flag, line, number, option, quantile, quick, wanted};
 use pinpool::pipeline::{FileSource, Pipeline, PipelineBuilder, Priority, Reading, Stores};
-use pinpool::{Device, DeviceBuffer, InFlight, PinnedBuf, Pool, Stream, Unpinned};
-
-/// Page-locked memory and streams, for the bare link.
-struct Link {
-    streams: Vec<Stream>,
-    bufs: [Vec<PinnedBuf>; 2],
-    piece: usize,
-}
-
-const UP: usize = 0;
-const DOWN: usize = 1;
-
-impl Link {
-    fn new(pool: &Pool, device: &Device, bytes: usize) -> Self {
-        let pieces = 8;
-        let piece = bytes / pieces;
-        let buf = |_| {
-            let buf = pool.checkout_timeout(piece, Duration::from_secs(20));
-            let mut buf = buf.expect("the pool is large enough");
-            buf.try_resize(piece, 1).expect("within its capacity");
-            buf
-        };
-        let bufs = [(0..pieces).map(buf).collect(), (0..pieces).map(buf).collect()];
-        let streams = (0..8).map(|_| device.stream().expect("a stream")).collect();
-        Self { streams, bufs, piece }
-    }
-
-    /// Moves all of it, on so many streams for each direction: seconds.
-    fn run(&mut self, directions: &[usize], streams: usize, memory: [&DeviceBuffer; 2]) -> f64 {
-        let since = Instant::now();
-        let mut flights: [Vec<InFlight<PinnedBuf>>; 2] = [Vec::new(), Vec::new()];
-        for number in 0..8 {
-            let part = number * self.piece..(number + 1) * self.piece;
-            for &direction in directions {
-                let buf = self.bufs[direction].remove(0);
-                let stream = &self.streams[direction * streams + number % streams];
-                let slice = memory[direction].slice(part.clone());
-                flights[direction].push(match direction {
-                    UP => stream.upload(buf, slice).expect("a copy"),
-                    _ => stream.download(slice, buf).expect("a copy"),
-                });
-            }
-        }
-        for (bufs, flights) in self.bufs.iter_mut().zip(flights) {
-            bufs.extend(flights.into_iter().map(|flight| flight.wait().expect("the device works")));
-        }
-        since.elapsed().as_secs_f64()
-    }
-}
+use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Unpinned};
 
 struct Bench {
     device: Device,
@@ -172,36 +127,6 @@ fn timed(bytes: usize, work: impl FnOnce()) -> (f64, usize) {
     let since = Instant::now();
     work();
     (since.elapsed().as_secs_f64(), bytes)
-}
-
-fn fill(bytes: &mut [u8], threads: usize) {
-    let part = bytes.len().div_ceil(threads).next_multiple_of(8);
-    std::thread::scope(|scope| {
-        for (number, part) in bytes.chunks_mut(part).enumerate() {
-            scope.spawn(move || {
-                let mut x = number as u64 + 0x9e37_79b9_7f4a_7c15;
-                for eight in part.chunks_mut(8) {
-                    x ^= x << 13;
-                    x ^= x >> 7;
-                    x ^= x << 17;
-                    let n = eight.len();
-                    eight.copy_from_slice(&x.to_le_bytes()[..n]);
-                }
-            });
-        }
-    });
-}
-
-/// Copies by threads of its own.
-fn memcpy(from: &[u8], to: &mut [u8], threads: usize) -> f64 {
-    let part = from.len().div_ceil(threads);
-    let since = Instant::now();
-    std::thread::scope(|scope| {
-        for (from, to) in from.chunks(part).zip(to.chunks_mut(part)) {
-            scope.spawn(|| to.copy_from_slice(from));
-        }
-    });
-    since.elapsed().as_secs_f64()
 }
 
 fn equal(a: &[u8], b: &[u8], threads: usize) -> bool {
@@ -390,7 +315,7 @@ fn main() {
     let pipeline = bench.pipeline(cores.min(8));
     pipeline.upload_slice(&bench.source, &bench.memory[DOWN]).expect("arrives");
 
-    let mut link = Link::new(&bench.pool, &bench.device, bytes);
+    let mut link = Link::new(&bench.pool, &bench.device, bytes, &[UP, DOWN]);
     let mut peaks = [f64::INFINITY; 2];
     let mut both = f64::INFINITY;
     let streams: &[usize] = if gpu { &[1, 2] } else { &[1, 2, 4] };

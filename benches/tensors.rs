@@ -15,15 +15,15 @@
 //! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, where `python3` has both; by a process of its own |
 //!
 //! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every round,
-//! each round begun by another of them, a copy for the peak among them, and one of memory to memory by as many threads. What
-//! is on the device is compared with the file by checksums, once for each file, outside of the time.
+//! each round begun by another of them, a copy for the peak among them, and a plain loop of as many threads that reads the
+//! file into ordinary memory and does nothing with it, which is as fast as staging can be here. What is on the device is compared with the file by checksums, once for each file, outside of the time.
 //!
 //! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a load
 //! started: which tensors, where they go, and the transfer begun), `first` (from there to the first tensor), `hand_out` (all
 //! tensors of a load whose bytes have all arrived). What lies between is the pipeline's. `--only parts` is these alone.
 //!
-//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the pipeline's chunks. `cargo bench
-//! --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
+//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the pipeline's chunks,
+//! `--no-peer`. `cargo bench --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "measure/link.rs"]
@@ -208,14 +208,12 @@ fn main() {
     let longest = files.iter().map(|file| file.2).max().unwrap_or(0) + (1 << 20);
     let memory = device.alloc(link_bytes.max(longest)).expect("device memory");
     let mut link = Link::new(&pool, &device, link_bytes, &[UP]);
-    let (mut peak, mut memory_speed) = (0.0_f64, Vec::new());
-    let (from, mut to) = (vec![1_u8; 256 << 20], vec![2_u8; 256 << 20]);
-    let mut around = |peak: &mut f64, memory_speed: &mut Vec<f64>| {
+    let mut peak = 0.0_f64;
+    let mut around = |peak: &mut f64| {
         for streams in [1, 2] {
             let taken = link.run(&[UP], streams, [&memory, &memory]);
             *peak = peak.max(link_bytes as f64 / taken / 1e9);
         }
-        memory_speed.push(from.len() as f64 / link::memcpy(&from, &mut to, threads) / 1e9);
     };
 
     for (name, path, bytes) in &files {
@@ -224,9 +222,11 @@ fn main() {
         // For warmth as well.
         bed.check();
         let (mut seconds, mut parts) = (Rounds::new(ROWS.len()), Rounds::new(PARTS.len()));
+        let (file, mut loop_speed) = (std::fs::File::open(path).expect("a file"), Vec::new());
         for round in 0..rounds {
             if !only_parts {
-                around(&mut peak, &mut memory_speed);
+                around(&mut peak);
+                loop_speed.push(*bytes as f64 / link::read(&file, *bytes, threads) / 1e9);
                 // So that none of them is always behind another.
                 for turn in 0..ROWS.len() {
                     let row = (round + turn) % ROWS.len();
@@ -236,8 +236,8 @@ fn main() {
             bed.parts().into_iter().enumerate().for_each(|(part, micros)| parts.add(part, micros));
         }
         if !only_parts {
-            around(&mut peak, &mut memory_speed);
-            bed.table(&seconds, peak, Spread::of(&memory_speed), threads, gpu);
+            around(&mut peak);
+            bed.table(&seconds, peak, Spread::of(&loop_speed), threads, gpu);
         }
         for (part, what) in PARTS.iter().enumerate() {
             let spread = parts.spread(part);
@@ -249,7 +249,7 @@ fn main() {
         }
         // As often as ours, over the bytes of the file.
         let ours = |row: usize| Spread::of(&bed.rates(seconds.values(row))).mid;
-        if gpu {
+        if gpu && !flag("no-peer") {
             match peer(path, rounds.min(3)) {
                 Ok(taken) => {
                     let Spread { low, mid, high } = Spread::of(&bed.rates(&taken));
@@ -279,7 +279,7 @@ impl Bed<'_> {
     fn table(&self, seconds: &Rounds, peak: f64, memory: Spread, threads: usize, gpu: bool) {
         let Self { name, bytes, .. } = self;
         println!(
-            "{name}: {bytes} bytes, {}, pinned peak {peak:.2} GB/s; memory to memory by {threads} threads {:.2} GB/s ({:.2} to {:.2})",
+            "{name}: {bytes} bytes, {}, pinned peak {peak:.2} GB/s; a plain loop of {threads} threads reads it at {:.2} GB/s ({:.2} to {:.2})",
             self.pipeline.device().name(),
             memory.mid,
             memory.low,

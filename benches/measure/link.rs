@@ -1,4 +1,5 @@
 //! The bare link of a device, and the speed of this machine's memory: what all else is compared with.
+#![allow(dead_code, reason = "each bench uses a part of it")]
 
 use std::time::{Duration, Instant};
 
@@ -74,6 +75,28 @@ pub fn fill(bytes: &mut [u8], threads: usize) {
             });
         }
     });
+}
+
+/// Reads a file, or so much of it, by plain loops of so many threads, 4 MiB at a time into two segments of ordinary memory
+/// each: seconds. What is staged cannot be faster on this machine.
+pub fn read(file: &std::fs::File, len: usize, threads: usize) -> f64 {
+    use std::os::unix::fs::FileExt;
+    const CHUNK: usize = 4 << 20;
+    let mut segments = vec![1_u8; threads * 2 * CHUNK];
+    let part = len.div_ceil(threads);
+    let since = Instant::now();
+    std::thread::scope(|scope| {
+        for (number, segments) in segments.chunks_mut(2 * CHUNK).enumerate() {
+            scope.spawn(move || {
+                let end = len.min((number + 1) * part);
+                for (turn, at) in (number * part..end).step_by(CHUNK).enumerate() {
+                    let segment = &mut segments[turn % 2 * CHUNK..][..CHUNK.min(end - at)];
+                    file.read_exact_at(segment, at as u64).expect("the file is there");
+                }
+            });
+        }
+    });
+    since.elapsed().as_secs_f64()
 }
 
 /// Copies by so many threads of its own: seconds.

@@ -27,8 +27,8 @@ pub enum Command {
     ///
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
     /// memory that holds all of it. A .safetensors file, or an index of several (.safetensors.index.json), is loaded as
-    /// tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, the
-    /// download's includes the checksums of what came back.
+    /// tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, for
+    /// tensors also getting their device memory; the download's includes the checksums of what came back.
     #[command(after_help = EXIT_STATUS)]
     Load(Load),
     /// Look for what stands in the way of pinning and copying here, and say how to put it right

@@ -1,15 +1,13 @@
 //! What arrives, where, and when.
 
 use std::future::Future;
-use std::pin::pin;
-use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Waker};
 
 use pinpool::Error;
 use pinpool::pipeline::Reading;
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 
-use super::{Folder, Made, Rig, arrived, file, made};
+use super::{Folder, Made, Rig, arrived, block_on, file, made};
 
 /// Tensors of all kinds of sizes: none, a byte, odd ones, larger than several chunks.
 fn various() -> Vec<Made> {
@@ -260,25 +258,6 @@ fn memory_of_the_callers_own_is_used() {
     let wrong = checkpoint.loader(&pipeline).memory(|len| foreign.slice(..len)).start().map(drop);
     assert!(matches!(wrong, Err(Error::WrongDevice { .. })), "{wrong:?}");
     rig.all_is_back();
-}
-
-struct Unpark(std::thread::Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-    let (mut future, mut cx) = (pin!(future), Context::from_waker(&waker));
-    loop {
-        match future.as_mut().poll(&mut cx) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => std::thread::park(),
-        }
-    }
 }
 
 #[test]

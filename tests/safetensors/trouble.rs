@@ -4,12 +4,11 @@ use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::host::{Call, Failure, Fault};
 use pinpool::safetensors::{Checkpoint, DeviceTensor};
 use pinpool::{Error, ErrorClass};
 
-use super::loading::block_on;
-use super::{Folder, Made, Rig, arrived, file, made};
+use super::{Folder, Made, Rig, arrived, block_on, file, made};
 
 fn many() -> Vec<Made> {
     (0..40).map(|i| made(&format!("t{i:02}"), "F32", &[25_000 + i as usize % 3], i)).collect()
@@ -149,7 +148,7 @@ fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
     let (folder, tensors) = (Folder::new(), many());
     let path = folder.put("1.safetensors", file(&tensors));
     for task in [false, true] {
-        let rig = Rig::new(HostConfig::new());
+        let rig = Rig::plain();
         let pipeline = rig.pipeline();
         let checkpoint = Checkpoint::open(&path).unwrap();
         pipeline.set_rate(Some(1 << 10));
