@@ -135,7 +135,9 @@ impl Header {
 
     fn check(name: &str, header: &[u8], file_len: u64) -> Result<Self> {
         let mut entries = Entries::default();
-        let mut json = serde_json::Deserializer::from_slice(header);
+        // At once, and not each of its texts.
+        let text = std::str::from_utf8(header).map_err(|error| no_object(name, &error))?;
+        let mut json = serde_json::Deserializer::from_str(text);
         if let Err(error) = (&mut entries).deserialize(&mut json).and_then(|()| json.end()) {
             return Err(entries.blame(name, &error));
         }
@@ -188,6 +190,10 @@ fn header_len(name: &str, front: [u8; FRONT], file_len: u64) -> Result<usize> {
         return Err(malformed(name, why));
     }
     usize::try_from(len).map_err(|_| malformed(name, "its header is larger than all memory"))
+}
+
+fn no_object(what: &str, said: &dyn fmt::Display) -> Error {
+    malformed(what, format!("its header is no JSON object ({said}); it is no safetensors file, or damaged"))
 }
 
 /// Two tensors of one file have the same name.
@@ -269,10 +275,7 @@ impl Entries {
             Some(name) if error.classify() == Category::Data => {
                 fault(what, name, format_args!("is not described as the format asks ({error})"))
             }
-            _ => malformed(
-                what,
-                format!("its header is no JSON object ({error}); it is no safetensors file, or damaged"),
-            ),
+            _ => no_object(what, error),
         }
     }
 }

@@ -132,9 +132,19 @@ impl<'a> Loader<'a> {
         Ok(Loading { parts, total, before: 0, since, ended: None })
     }
 
-    fn start_shard(&mut self, shard: &Arc<Shard>, chosen: Chosen, before: &VecDeque<Part>) -> Result<Part> {
-        // Neighbours are joined here, not by a piece for each tensor: there may be tens of thousands, and the link waits.
-        // In the file, and in the block.
+    /// Ranges of the file, and of the block, that are copied; the block's end, and how many bytes that are. Neighbours are
+    /// joined here, not by a piece for each tensor: there may be tens of thousands, and the link waits.
+    #[allow(clippy::type_complexity, reason = "three numbers")]
+    fn runs(&self, shard: &Shard, chosen: &Chosen) -> Result<(Vec<(Range<u64>, Range<usize>)>, usize, u64)> {
+        // Found out when it was opened: nothing is to be done for each of them.
+        if let (Chosen::All, Some((whole, even))) = (chosen, &shard.whole) {
+            let bytes = whole.end - whole.start;
+            if *even >= self.align {
+                let place = Layout::new(self.align).put(bytes)?;
+                let end = place.end;
+                return Ok((vec![(whole.clone(), place)], end, bytes));
+            }
+        }
         let mut runs: Vec<(Range<u64>, Range<usize>)> = Vec::new();
         let (mut layout, mut bytes) = (Layout::new(self.align), 0);
         for tensor in chosen.tensors(shard).filter(|tensor| !tensor.is_empty()) {
@@ -147,6 +157,11 @@ impl<'a> Loader<'a> {
                 _ => runs.push((file, place)),
             }
         }
+        Ok((runs, layout.end, bytes))
+    }
+
+    fn start_shard(&mut self, shard: &Arc<Shard>, chosen: Chosen, before: &VecDeque<Part>) -> Result<Part> {
+        let (runs, end, bytes) = self.runs(shard, &chosen)?;
         let mut part = Part {
             shard: shard.clone(),
             chosen,
@@ -161,10 +176,10 @@ impl<'a> Loader<'a> {
         if bytes == 0 {
             return Ok(part);
         }
-        let block = self.block(layout.end)?;
+        let block = self.block(end)?;
         let apart = |other: &DeviceSlice| {
             let ends = |slice: &DeviceSlice, len| (slice.address(), slice.address() + len as u64);
-            let (one, two) = (ends(&block, layout.end), ends(other, other.len()));
+            let (one, two) = (ends(&block, end), ends(other, other.len()));
             one.1 <= two.0 || two.1 <= one.0
         };
         if !before.iter().filter_map(|part| part.block.as_ref()).all(apart) {
@@ -203,7 +218,8 @@ impl<'a> Loader<'a> {
                     self.align
                 )));
             }
-            return Ok(slice);
+            // What is beyond is the caller's still.
+            return slice.slice(..len);
         }
         let slice = DeviceSlice::from(self.pipeline.device().alloc(len)?);
         if aligned(&slice) {

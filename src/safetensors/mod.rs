@@ -71,6 +71,7 @@ mod tensor;
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, Metadata};
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -105,6 +106,9 @@ struct Shard {
     stamp: Stamp,
     /// In the file's order. Shared with all that were handed out.
     tensors: Arc<Vec<Tensor>>,
+    /// Where their bytes are, if they lie side by side and each has a multiple of so many bytes, a power of two: then they
+    /// can go to the device as they are.
+    whole: Option<(Range<u64>, usize)>,
     metadata: Vec<(String, String)>,
 }
 
@@ -128,7 +132,8 @@ impl Shard {
         let (file, metadata) = open_regular(path, &name)?;
         let stamp = Stamp::of(&metadata);
         let Header { tensors, metadata } = Header::of_file(&file, &name, stamp.len)?;
-        Ok(Self { file: Arc::new(file), name, stamp, tensors: Arc::new(tensors), metadata })
+        let whole = side_by_side(&tensors);
+        Ok(Self { file: Arc::new(file), name, stamp, tensors: Arc::new(tensors), whole, metadata })
     }
 
     /// An error if the file is not what it was when its header was read.
@@ -143,6 +148,23 @@ impl Shard {
         }
         Ok(())
     }
+}
+
+/// See [`Shard::whole`].
+fn side_by_side(tensors: &[Tensor]) -> Option<(Range<u64>, usize)> {
+    let mut lens = 0;
+    let mut whole: Option<Range<u64>> = None;
+    for tensor in tensors.iter().filter(|tensor| !tensor.is_empty()) {
+        lens |= tensor.len();
+        let range = tensor.range();
+        match &mut whole {
+            Some(whole) if whole.end == range.start => whole.end = range.end,
+            Some(_) => return None,
+            None => whole = Some(range),
+        }
+    }
+    // (Beyond 2^31 nobody asks.)
+    Some((whole?, 1 << lens.trailing_zeros().min(31)))
 }
 
 /// Opens a file, if it is one: opening a named pipe would wait.
@@ -181,6 +203,7 @@ impl Checkpoint {
                     why: format!("is said to be in {}, which does not have it; get both again", shard.name),
                 });
             }
+            shard.whole = side_by_side(&tensors);
             shard.tensors = tensors;
         }
         Self::of(shards)
