@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the benches that need a GPU, and their peers, in one go of a few minutes, and writes their tables to a folder.
 #   benches/gpu.sh OUT [EXECUTABLES]
-# EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `overlap`, `queue` and `pipeline`, and `checkout` if that is to be
-# run too (stripped ones of another machine will do); without it all are built here. In the environment: PIN_GIB, what is
-# pinned (24), SECONDS_BEHIND, how long the reaper's kernel runs (10), and PINPOOL_BENCH_THREADS for `checkout` (1,16).
+# EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `overlap`, `queue`, `pipeline` and `tensors`,
+# and `checkout` if that is to be run too (stripped ones of another machine will do); without it all are built here. In the
+# environment: PIN_GIB, what is pinned (24), SECONDS_BEHIND, how long the reaper's kernel runs (10), and PINPOOL_BENCH_THREADS for `checkout` (1,16).
 #
 # OUT/machine.txt says where it ran, OUT/tables.txt what each part printed, OUT/checkout.txt what `checkout` did (which uses
 # no GPU, but shows this machine), OUT/gates.txt the gates of all parts, and OUT/lines.txt all figures as lines of: name
@@ -24,8 +24,8 @@ if [ $# -gt 1 ]; then
 else
     bin="$work/bin"
     mkdir "$bin"
-    benches=(completion pinning overlap queue pipeline checkout)
-    (cd "$here/.." && cargo bench --no-run "${benches[@]/#/--bench=}" --message-format=json) >"$work/built" || exit 1
+    benches=(completion pinning overlap queue pipeline tensors checkout)
+    (cd "$here/.." && cargo bench --features safetensors --no-run "${benches[@]/#/--bench=}" --message-format=json) >"$work/built" || exit 1
     for bench in "${benches[@]}"; do
         path="$(sed -n 's/.*"executable":"\([^"]*\/'"$bench"'-[^"]*\)".*/\1/p' "$work/built" | tail -n 1)"
         ln -s "$path" "$bin/$bench"
@@ -64,6 +64,8 @@ part pinning 120 "$bin/pinning" --gib "${PIN_GIB:-24}"
 part overlap 45 "$bin/overlap"
 part queue 90 "$bin/queue"
 part pipeline 120 "$bin/pipeline"
+# From the repository's root, where its peer is.
+part tensors 150 env -C "$here/.." "$bin/tensors"
 part plain 60 bash -c 'g++ -std=c++20 -O2 -pthread -o "$0/plain_pipeline" "$1/peers/plain_pipeline.cpp" \
     -I"${CUDA_HOME:-/usr/local/cuda}/include" -L"${CUDA_HOME:-/usr/local/cuda}/lib64/stubs" -lcuda && "$0/plain_pipeline"' \
     "$work" "$here"
@@ -76,14 +78,14 @@ if [ -x "$bin/checkout" ]; then
 fi
 
 cd "$work" || exit 2
-for name in track latency reaper pinning overlap queue pipeline plain peers; do
+for name in track latency reaper pinning overlap queue pipeline tensors plain peers; do
     printf '==== %s\n' "$name"
     cat "$name.txt"
     echo
 done >"$out/tables.txt"
-grep -h '^gate: ' {track,latency,reaper,pinning,overlap,queue,pipeline}.txt >"$out/gates.txt"
+grep -h '^gate: ' {track,latency,reaper,pinning,overlap,queue,pipeline,tensors}.txt >"$out/gates.txt"
 {
-    sed -n 's/^@ //p' {track,latency,reaper,pinning,overlap,queue,pipeline}.txt
+    sed -n 's/^@ //p' {track,latency,reaper,pinning,overlap,queue,pipeline,tensors}.txt
     cat plain.txt peers.txt | grep -v '^#' | grep -E '^[a-z0-9_]+ [0-9]+ [0-9.]+ '
 } >"$out/lines.txt"
 echo

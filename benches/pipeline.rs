@@ -15,74 +15,36 @@
 //! | `slice_T` | touched ordinary memory to the device |
 //! | `touched_T` | the device to touched ordinary memory |
 //! | `fresh_T` | the device to a new vector |
-//! | `both_8` | `slice_8` and `touched_8` at once, over the same two directions of the bare link at once |
+//! | `both_T` | `slice_T` and `touched_T` at once, by a pipeline each, over the same two directions of the bare link at once |
+//! | `both_T_one` | the same by one pipeline of twice as many threads |
+//! | `both_T_pinned` | the same, but that what goes to the device is page-locked already |
+//!
+//! Beside each row is printed what the machine's memory gave as many threads in the same round, with no device in it: a
+//! plain loop that reads the file, or copies by `memcpy`, 4 MiB at a time into (or out of) two segments of ordinary
+//! memory for each thread. A row that is as fast as that loop is as fast as staging can be here.
 //!
 //! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile, the bulk rate beside it. On the
 //! host device, whose link is the CPU and whoever else uses that, each row is compared with a copy of the bare link right
 //! before it, and that with copies by threads of the bench's own (`memcpy`).
 //!
-//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--only A,B`, `--sweep` for chunk lengths and stores. `cargo
-//! bench --bench pipeline`, or the executable by itself.
+//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--only file` with the rows of files (default), `--only
+//! memory` without, `--sweep` for other chunk lengths, depths, streams and stores. `cargo bench --bench pipeline`, or the
+//! executable by itself.
 #![allow(missing_docs, unsafe_code)]
 
+#[path = "measure/link.rs"]
+mod link;
 mod measure;
 
 use std::io::Write;
-use std::sync::Arc;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use link::{DOWN, Link, UP, fill, memcpy};
 use measure::{Spread, at_least, at_most, flag, line, number, option, quantile, quick, wanted};
 use pinpool::pipeline::{FileSource, Pipeline, PipelineBuilder, Priority, Reading, Stores};
-use pinpool::{Device, DeviceBuffer, InFlight, PinnedBuf, Pool, Stream, Unpinned};
-
-/// Page-locked memory and streams, for the bare link.
-struct Link {
-    streams: Vec<Stream>,
-    bufs: [Vec<PinnedBuf>; 2],
-    piece: usize,
-}
-
-const UP: usize = 0;
-const DOWN: usize = 1;
-
-impl Link {
-    fn new(pool: &Pool, device: &Device, bytes: usize) -> Self {
-        let pieces = 8;
-        let piece = bytes / pieces;
-        let buf = |_| {
-            let buf = pool.checkout_timeout(piece, Duration::from_secs(20));
-            let mut buf = buf.expect("the pool is large enough");
-            buf.try_resize(piece, 1).expect("within its capacity");
-            buf
-        };
-        let bufs = [(0..pieces).map(buf).collect(), (0..pieces).map(buf).collect()];
-        let streams = (0..8).map(|_| device.stream().expect("a stream")).collect();
-        Self { streams, bufs, piece }
-    }
-
-    /// Moves all of it, on so many streams for each direction: seconds.
-    fn run(&mut self, directions: &[usize], streams: usize, memory: [&DeviceBuffer; 2]) -> f64 {
-        let since = Instant::now();
-        let mut flights: [Vec<InFlight<PinnedBuf>>; 2] = [Vec::new(), Vec::new()];
-        for number in 0..8 {
-            let part = number * self.piece..(number + 1) * self.piece;
-            for &direction in directions {
-                let buf = self.bufs[direction].remove(0);
-                let stream = &self.streams[direction * streams + number % streams];
-                let slice = memory[direction].slice(part.clone());
-                flights[direction].push(match direction {
-                    UP => stream.upload(buf, slice).expect("a copy"),
-                    _ => stream.download(slice, buf).expect("a copy"),
-                });
-            }
-        }
-        for (bufs, flights) in self.bufs.iter_mut().zip(flights) {
-            bufs.extend(flights.into_iter().map(|flight| flight.wait().expect("the device works")));
-        }
-        since.elapsed().as_secs_f64()
-    }
-}
+use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Unpinned};
 
 struct Bench {
     device: Device,
@@ -90,6 +52,8 @@ struct Bench {
     memory: [DeviceBuffer; 2],
     source: Vec<u8>,
     target: Vec<u8>,
+    /// For the plain loops.
+    segments: Vec<u8>,
     file: Option<(tempfile::NamedTempFile, usize, DeviceBuffer)>,
     cores: usize,
     gpu: bool,
@@ -105,43 +69,64 @@ impl Bench {
     }
 }
 
-/// What one row does: seconds, and bytes.
-type Row<'a> = (String, Box<dyn FnMut(&mut Bench) -> (f64, usize) + 'a>, usize);
+/// One way to or from the device.
+struct Row<'a> {
+    name: String,
+    /// Seconds, and bytes.
+    run: Box<dyn FnMut(&mut Bench) -> (f64, usize) + 'a>,
+    direction: usize,
+    threads: usize,
+    plain: Plain,
+}
+
+/// What the memory of the machine is asked for beside a row.
+#[derive(Clone, Copy)]
+enum Plain {
+    Reading,
+    Into,
+    OutOf,
+}
+
+/// Moves all of the source, or as much of the file, by a plain loop of so many threads, 4 MiB at a time by way of two
+/// segments for each: bytes a second.
+fn plain(bench: &mut Bench, what: Plain, threads: usize) -> f64 {
+    const CHUNK: usize = 4 << 20;
+    let mut segments = std::mem::take(&mut bench.segments);
+    segments.resize(threads.max(segments.len() / (2 * CHUNK)) * 2 * CHUNK, 1);
+    let file = bench.file.as_ref().map(|file| file.0.as_file());
+    let (source, target) = (&bench.source, &mut bench.target);
+    let len = source.len();
+    let since = Instant::now();
+    std::thread::scope(|scope| {
+        let part = len.div_ceil(threads).next_multiple_of(8);
+        let parts = source.chunks(part).zip(target.chunks_mut(part));
+        for (number, ((from, to), segments)) in parts.zip(segments.chunks_mut(2 * CHUNK)).enumerate() {
+            scope.spawn(move || {
+                let places = (0..from.len()).step_by(CHUNK).zip([0, CHUNK].into_iter().cycle());
+                for (at, segment) in places {
+                    let n = CHUNK.min(from.len() - at);
+                    let segment = &mut segments[segment..segment + n];
+                    match (what, file) {
+                        (Plain::Reading, Some(file)) => {
+                            let at = (number * part + at) as u64;
+                            file.read_exact_at(segment, at).expect("the file is there");
+                        }
+                        (Plain::OutOf, _) => to[at..at + n].copy_from_slice(segment),
+                        _ => segment.copy_from_slice(&from[at..at + n]),
+                    }
+                }
+            });
+        }
+    });
+    let taken = since.elapsed().as_secs_f64();
+    bench.segments = segments;
+    len as f64 / taken
+}
 
 fn timed(bytes: usize, work: impl FnOnce()) -> (f64, usize) {
     let since = Instant::now();
     work();
     (since.elapsed().as_secs_f64(), bytes)
-}
-
-fn fill(bytes: &mut [u8], threads: usize) {
-    let part = bytes.len().div_ceil(threads).next_multiple_of(8);
-    std::thread::scope(|scope| {
-        for (number, part) in bytes.chunks_mut(part).enumerate() {
-            scope.spawn(move || {
-                let mut x = number as u64 + 0x9e37_79b9_7f4a_7c15;
-                for eight in part.chunks_mut(8) {
-                    x ^= x << 13;
-                    x ^= x >> 7;
-                    x ^= x << 17;
-                    let n = eight.len();
-                    eight.copy_from_slice(&x.to_le_bytes()[..n]);
-                }
-            });
-        }
-    });
-}
-
-/// Copies by threads of its own.
-fn memcpy(from: &[u8], to: &mut [u8], threads: usize) -> f64 {
-    let part = from.len().div_ceil(threads);
-    let since = Instant::now();
-    std::thread::scope(|scope| {
-        for (from, to) in from.chunks(part).zip(to.chunks_mut(part)) {
-            scope.spawn(|| to.copy_from_slice(from));
-        }
-    });
-    since.elapsed().as_secs_f64()
 }
 
 fn equal(a: &[u8], b: &[u8], threads: usize) -> bool {
@@ -155,6 +140,7 @@ fn equal(a: &[u8], b: &[u8], threads: usize) -> bool {
 }
 
 fn file_row<'a>(name: String, pipeline: Pipeline, reading: Reading) -> Row<'a> {
+    let threads = pipeline.threads();
     let mut checked = false;
     let run = move |bench: &mut Bench| {
         let (file, len, memory) = bench.file.as_ref().expect("made");
@@ -173,10 +159,11 @@ fn file_row<'a>(name: String, pipeline: Pipeline, reading: Reading) -> Row<'a> {
         }
         taken
     };
-    (name, Box::new(run), UP)
+    Row { name, run: Box::new(run), direction: UP, threads, plain: Plain::Reading }
 }
 
 fn slice_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
+    let threads = pipeline.threads();
     let mut checked = false;
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
@@ -189,10 +176,11 @@ fn slice_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
         }
         taken
     };
-    (name, Box::new(run), UP)
+    Row { name, run: Box::new(run), direction: UP, threads, plain: Plain::Into }
 }
 
 fn touched_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
+    let threads = pipeline.threads();
     let run = move |bench: &mut Bench| {
         let taken = timed(bench.source.len(), || {
             pipeline.download_slice(&bench.memory[DOWN], &mut bench.target).expect("arrives");
@@ -200,10 +188,11 @@ fn touched_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
         assert!(equal(&bench.source, &bench.target, bench.cores), "wrong bytes");
         taken
     };
-    (name, Box::new(run), DOWN)
+    Row { name, run: Box::new(run), direction: DOWN, threads, plain: Plain::OutOf }
 }
 
 fn fresh_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
+    let threads = pipeline.threads();
     let run = move |bench: &mut Bench| {
         let mut back = Vec::new();
         let taken = timed(bench.source.len(), || {
@@ -212,7 +201,7 @@ fn fresh_row<'a>(name: String, pipeline: Pipeline) -> Row<'a> {
         assert!(equal(&bench.source, &back, bench.cores), "wrong bytes");
         taken
     };
-    (name, Box::new(run), DOWN)
+    Row { name, run: Box::new(run), direction: DOWN, threads, plain: Plain::OutOf }
 }
 
 fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
@@ -220,10 +209,10 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
     let counts: &[usize] = if bench.gpu { &[8, 4, 1] } else { &[2, 1] };
     if bench.file.is_some() {
         for &threads in counts {
-            let pipeline = bench.pipeline(threads);
-            rows.push(file_row(format!("file_{threads}"), pipeline.clone(), Reading::Auto));
-            rows.push(file_row(format!("read_{threads}"), pipeline.clone(), Reading::Buffered));
-            rows.push(file_row(format!("mapped_{threads}"), pipeline, Reading::Mapped));
+            // Each with a pipeline, and so with measurements, of its own.
+            rows.push(file_row(format!("file_{threads}"), bench.pipeline(threads), Reading::Auto));
+            rows.push(file_row(format!("read_{threads}"), bench.pipeline(threads), Reading::Buffered));
+            rows.push(file_row(format!("mapped_{threads}"), bench.pipeline(threads), Reading::Mapped));
         }
     }
     let many: &[usize] = if bench.gpu { &[8, 16] } else { &[2, 1] };
@@ -235,24 +224,32 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
     if flag("sweep") {
         for &threads in many {
             for (word, stores) in [("cached", Stores::Cached), ("streaming", Stores::Streaming)] {
-                let pipeline = bench.builder(threads).stores(stores).build().expect("a pipeline");
-                rows.push(slice_row(format!("slice_{threads}_{word}"), pipeline.clone()));
-                rows.push(touched_row(format!("touched_{threads}_{word}"), pipeline.clone()));
+                let pipeline = || bench.builder(threads).stores(stores).build().expect("a pipeline");
+                rows.push(slice_row(format!("slice_{threads}_{word}"), pipeline()));
+                rows.push(touched_row(format!("touched_{threads}_{word}"), pipeline()));
+                rows.push(fresh_row(format!("fresh_{threads}_{word}"), pipeline()));
             }
-            for mib in [1, 2, 4, 16] {
-                let pipeline = bench.builder(threads).chunk(mib << 20).build().expect("a pipeline");
-                rows.push(slice_row(format!("slice_{threads}_{mib}mib"), pipeline.clone()));
-                rows.push(touched_row(format!("touched_{threads}_{mib}mib"), pipeline));
-            }
-            for depth in [1, 3, 4, 8] {
-                let pipeline = bench.builder(threads).depth(depth).build().expect("a pipeline");
-                rows.push(slice_row(format!("slice_{threads}_depth{depth}"), pipeline.clone()));
-                rows.push(touched_row(format!("touched_{threads}_depth{depth}"), pipeline));
+            for (mib, depth, streams) in SWEEP {
+                let pipeline = || {
+                    let builder = bench.builder(threads).chunk(mib << 20).depth(depth).streams(streams);
+                    builder.build().expect("a pipeline")
+                };
+                let word = format!("{threads}_{mib}mib_{depth}deep_{streams}s");
+                rows.push(slice_row(format!("slice_{word}"), pipeline()));
+                rows.push(touched_row(format!("touched_{word}"), pipeline()));
+                rows.push(fresh_row(format!("fresh_{word}"), pipeline()));
+                if bench.file.is_some() {
+                    rows.push(file_row(format!("read_{word}"), pipeline(), Reading::Buffered));
+                }
             }
         }
     }
     rows
 }
+
+/// Mebibytes of a chunk, chunks on the wire, and streams: what `--sweep` tries.
+const SWEEP: [(usize, usize, usize); 7] =
+    [(2, 6, 1), (4, 2, 1), (4, 4, 1), (4, 3, 2), (4, 4, 2), (8, 2, 1), (8, 2, 2)];
 
 /// Gate and aim of a row, over the peak.
 fn gate(row: &str) -> Option<(f64, Option<f64>)> {
@@ -296,7 +293,7 @@ fn main() {
     assert!(pinning.error.is_none(), "{pinning:?}");
     let mut source = vec![0; bytes];
     fill(&mut source, cores);
-    let file = wanted("file").then(|| {
+    let file = (!wanted("memory") || wanted("file")).then(|| {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
         for at in (0..file_bytes).step_by(bytes) {
             file.write_all(&source[..bytes.min(file_bytes - at)]).expect("room for a file");
@@ -304,15 +301,25 @@ fn main() {
         (file, file_bytes, device.alloc(file_bytes).expect("device memory"))
     });
     let memory = [device.alloc(bytes).expect("device memory"), device.alloc(bytes).expect("device memory")];
-    let mut bench = Bench { target: vec![1; bytes], device, pool, memory, source, file, cores, gpu };
+    let mut bench = Bench {
+        target: vec![1; bytes],
+        segments: Vec::new(),
+        device,
+        pool,
+        memory,
+        source,
+        file,
+        cores,
+        gpu,
+    };
     let pipeline = bench.pipeline(cores.min(8));
     pipeline.upload_slice(&bench.source, &bench.memory[DOWN]).expect("arrives");
 
-    let mut link = Link::new(&bench.pool, &bench.device, bytes);
+    let mut link = Link::new(&bench.pool, &bench.device, bytes, &[UP, DOWN]);
     let mut peaks = [f64::INFINITY; 2];
     let mut both = f64::INFINITY;
     let streams: &[usize] = if gpu { &[1, 2] } else { &[1, 2, 4] };
-    let mut peak = |bench: &Bench, peaks: &mut [f64; 2]| {
+    let mut peak = |bench: &Bench, link: &mut Link, peaks: &mut [f64; 2]| {
         // Into memory of its own: the rows' is compared.
         let memory = [&bench.memory[UP], &bench.memory[UP]];
         for &streams in streams {
@@ -322,48 +329,49 @@ fn main() {
             both = both.min(link.run(&[UP, DOWN], streams, memory));
         }
     };
-    peak(&bench, &mut peaks);
+    peak(&bench, &mut link, &mut peaks);
     let mut rows = rows(&bench);
     let mut copied = f64::INFINITY;
     let mut taken: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
     let mut beside: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
     let mut copies = Vec::new();
-    let mut together = Vec::new();
+    let mut loops: Vec<Vec<f64>> = vec![Vec::new(); rows.len()];
+    let mut pairs = pairs(&bench);
+    let mut together: Vec<Vec<f64>> = vec![Vec::new(); pairs.len()];
     // Once for warmth, and for what is measured by the pipelines themselves.
-    for (name, run, _) in &mut rows {
+    for Row { name, run, .. } in &mut rows {
         let (seconds, bytes) = run(&mut bench);
         println!("warm: {name}: {:.2} GB/s", bytes as f64 / seconds / 1e9);
     }
     for _ in 0..rounds {
-        peak(&bench, &mut peaks);
+        peak(&bench, &mut link, &mut peaks);
         if !gpu {
             let mut alone = [f64::INFINITY; 2];
-            peak(&bench, &mut alone);
+            peak(&bench, &mut link, &mut alone);
             let by = [cores, 2 * cores].map(|threads| memcpy(&bench.source, &mut bench.target, threads));
             let by = by[0].min(by[1]);
             copied = copied.min(by);
             copies.push(by / alone[UP].min(alone[DOWN]));
         }
-        for (((_, run, direction), taken), beside) in rows.iter_mut().zip(&mut taken).zip(&mut beside) {
+        let figures = taken.iter_mut().zip(&mut beside).zip(&mut loops);
+        for (row, ((taken, beside), loops)) in rows.iter_mut().zip(figures) {
             let mut alone = [f64::INFINITY; 2];
             if !gpu {
-                peak(&bench, &mut alone);
+                peak(&bench, &mut link, &mut alone);
             }
-            let (seconds, moved) = run(&mut bench);
+            let (seconds, moved) = (row.run)(&mut bench);
             taken.push(moved as f64 / seconds / 1e9);
-            beside.push(moved as f64 / seconds / (bytes as f64 / alone[*direction]));
+            beside.push(moved as f64 / seconds / (bytes as f64 / alone[row.direction]));
+            loops.push(plain(&mut bench, row.plain, row.threads) / 1e9);
         }
-        let (up, down) = (bench.pipeline(8.min(cores)), bench.pipeline(8.min(cores)));
-        let (source, target) = (&bench.source, &mut bench.target);
-        let memory = &bench.memory;
-        together.push(timed(2 * bytes, || {
-            std::thread::scope(|scope| {
-                scope.spawn(|| up.upload_slice(source, &memory[UP]).expect("arrives"));
-                down.download_slice(&memory[DOWN], target).expect("arrives");
-            });
-        }));
+        for ((_, run), together) in pairs.iter_mut().zip(&mut together) {
+            let (seconds, moved) = run(&mut bench, &mut link);
+            together.push(moved as f64 / seconds / 1e9);
+        }
     }
-    drop(rows);
+    drop(pairs);
+    let rows: Vec<_> =
+        rows.into_iter().map(|row| (row.name, row.direction, row.plain, row.threads)).collect();
     let peaks = peaks.map(|seconds| bytes as f64 / seconds / 1e9);
     let both = 2.0 * bytes as f64 / both / 1e9;
     println!(
@@ -381,45 +389,107 @@ fn main() {
         println!("memcpy by {cores} threads {copied:.2} GB/s");
         at_least("the host device's peak over memcpy", Spread::of(&copies), 0.9, None);
     }
-    let names: Vec<(String, usize)> = self::rows(&bench).into_iter().map(|row| (row.0, row.2)).collect();
-    for (((name, direction), taken), beside) in names.iter().zip(&taken).zip(&beside) {
+    let figures = taken.iter().zip(&beside).zip(&loops);
+    for ((name, direction, plain, threads), ((taken, beside), loops)) in rows.iter().zip(figures) {
         let spread = Spread::of(taken);
         let over = match gpu {
             true => Spread::of(&taken.iter().map(|rate| rate / peaks[*direction]).collect::<Vec<_>>()),
             false => Spread::of(beside),
         };
+        let what = match plain {
+            Plain::Reading => "reading",
+            Plain::Into => "copying into segments",
+            Plain::OutOf => "copying out of them",
+        };
         println!(
-            "{name:<20} {:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3})",
-            spread.mid, over.mid, over.low, over.high
+            "{name:<20} {:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3})   {what} alone {:.2} by {threads}",
+            spread.mid,
+            over.mid,
+            over.low,
+            over.high,
+            Spread::of(loops).mid
         );
-        let Spread { low, mid, high } = spread;
-        line(
-            format!("pipeline_mb_per_s_{name}"),
-            1,
-            Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 },
-        );
+        line(format!("pipeline_mb_per_s_{name}"), 1, mega(spread));
+        line(format!("plain_loop_mb_per_s_{name}"), *threads, mega(Spread::of(loops)));
         let gate = if gpu { gate(name) } else { (name == "slice_2").then_some((0.85, None)) };
         if let Some((gate, aim)) = gate {
             at_least(format!("{name} over the pinned peak"), over, gate, aim);
         }
     }
-    let rates: Vec<f64> =
-        together.iter().map(|(seconds, bytes)| *bytes as f64 / seconds / 1e9 / both).collect();
-    at_least("both directions at once over the bare link's", Spread::of(&rates), 0.9, None);
+    for (name, taken) in PAIRS.iter().zip(&together) {
+        let over = Spread::of(&taken.iter().map(|rate| rate / both).collect::<Vec<_>>());
+        println!("{name:<20} {:>7.2} GB/s   {:.3} of the bare link's both", Spread::of(taken).mid, over.mid);
+        line(format!("pipeline_mb_per_s_{name}"), 1, mega(Spread::of(taken)));
+        if *name == PAIRS[0] {
+            at_least("both directions at once over the bare link's", over, 0.9, None);
+        }
+    }
     drop(link);
-    foreground(&bench, peaks[UP]);
+    for (mib, depth, streams) in SWEEP.iter().filter(|_| flag("sweep")) {
+        println!("chunks of {mib} MiB, {depth} on the wire, {streams} streams:");
+        let builder = bench.builder(bench.cores.min(8)).chunk(mib << 20).depth(*depth).streams(*streams);
+        foreground(&bench, builder.build().expect("a pipeline"), peaks[UP]);
+    }
+    foreground(&bench, bench.pipeline(bench.cores.min(8)), peaks[UP]);
     println!("{:?}", pipeline.stats());
     let stats = bench.pool.stats();
     assert_eq!(stats.in_flight_bytes + stats.checked_out_bytes, 0, "{stats:?}");
 }
 
+fn mega(Spread { low, mid, high }: Spread) -> Spread {
+    Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 }
+}
+
+const PAIRS: [&str; 3] = ["both_8", "both_8_one", "both_8_pinned"];
+
+/// Both directions at once: seconds, and bytes.
+type Pair<'a> = (&'static str, Box<dyn FnMut(&mut Bench, &mut Link) -> (f64, usize) + 'a>);
+
+/// In the order of [`PAIRS`].
+fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
+    let threads = bench.cores.min(8);
+    let two = [bench.pipeline(threads), bench.pipeline(threads)];
+    let one = bench.pipeline(2 * threads);
+    let staged = |[up, down]: [Pipeline; 2]| {
+        move |bench: &mut Bench, _: &mut Link| {
+            let Bench { source, target, memory, .. } = bench;
+            timed(2 * source.len(), || {
+                std::thread::scope(|scope| {
+                    scope.spawn(|| up.upload_slice(source, &memory[UP]).expect("arrives"));
+                    down.download_slice(&memory[DOWN], target).expect("arrives");
+                });
+            })
+        }
+    };
+    let pinned = {
+        let two = [bench.pipeline(threads), bench.pipeline(threads)];
+        move |bench: &mut Bench, link: &mut Link| {
+            let Bench { source, target, memory, .. } = bench;
+            let [up, down] = &two;
+            timed(2 * source.len(), || {
+                let mut sent = Vec::new();
+                for (number, buf) in std::mem::take(&mut link.bufs[UP]).into_iter().enumerate() {
+                    let there = memory[UP].slice(number * link.piece..(number + 1) * link.piece);
+                    sent.push(up.upload_pinned(buf, there).expect("starts"));
+                }
+                down.download_slice(&memory[DOWN], target).expect("arrives");
+                link.bufs[UP] = sent.into_iter().map(|sent| sent.wait().expect("arrives")).collect();
+            })
+        }
+    };
+    vec![
+        (PAIRS[0], Box::new(staged(two))),
+        (PAIRS[1], Box::new(staged([one.clone(), one]))),
+        (PAIRS[2], Box::new(pinned)),
+    ]
+}
+
 /// Uploads of 64 KiB, alone and during a bulk load.
-fn foreground(bench: &Bench, peak: f64) {
+fn foreground(bench: &Bench, bulk: Pipeline, peak: f64) {
     const LEN: usize = 64 << 10;
     let count = if quick() { 200 } else { 2000 };
     let stream = bench.device.stream().expect("a stream");
     let memory = bench.device.alloc(LEN).expect("device memory");
-    let bulk = Arc::new(bench.pipeline(bench.cores.min(8)));
     let first = bulk.with_priority(Priority::Foreground);
     let bytes = vec![5; LEN];
     let mut own = Some(bench.pool.checkout(LEN).expect("room"));

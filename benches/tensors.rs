@@ -7,31 +7,39 @@
 //!
 //! | row | what it is |
 //! | --- | --- |
+//! | `pipeline` | the pipeline itself: the same range of the same file to the same memory, as one transfer of plain bytes |
 //! | `load` | an opened checkpoint into device memory that is there |
 //! | `alloc` | the same, into device memory of its own, allocated and freed within the time |
 //! | `open` | the same, the header read within the time as well |
 //! | `sums` | as `load`, with a checksum taken of each tensor |
 //! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, where `python3` has both; by a process of its own |
 //!
-//! The *peak* is the best of all copies of the small file's bytes, or of 1 GiB, from page-locked memory in this run. Rows
-//! follow each other in every round, a copy for the peak among them. What is on the device is compared with the file by
-//! checksums, once for each file, outside of the time.
+//! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every round,
+//! each round begun by another of them, a copy for the peak among them, and a plain loop of as many threads that reads the
+//! file into ordinary memory and does nothing with it, which is as fast as staging can be here. What is on the device is compared with the file by checksums, once for each file, outside of the time.
 //!
-//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the pipeline's chunks. `cargo bench
-//! --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
+//! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a load
+//! started: which tensors, where they go, and the transfer begun), `first` (from there to the first tensor), `hand_out` (all
+//! tensors of a load whose bytes have all arrived). What lies between is the pipeline's. `--only parts` is these alone.
+//!
+//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the pipeline's chunks,
+//! `--no-peer`. `cargo bench --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
 #![allow(missing_docs, unsafe_code)]
 
+#[path = "measure/link.rs"]
+mod link;
 mod measure;
 
 use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use measure::{Spread, at_least, flag, line, number, option, quick};
-use pinpool::pipeline::Pipeline;
+use link::{Link, UP};
+use measure::{Rounds, Spread, at_least, flag, line, number, option, quick, wanted};
+use pinpool::pipeline::{FileSource, Pipeline};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
-use pinpool::{Device, DeviceBuffer, Pool, Stream, Unpinned};
+use pinpool::{Device, DeviceBuffer, Pool, Unpinned};
 
 /// What the peer is run by: seconds of each load, one a line.
 const PEER: &str = "benches/peers/safetensors_load.py";
@@ -53,26 +61,108 @@ fn write(path: &Path, count: usize, len: usize) {
     let mut file = BufWriter::with_capacity(1 << 20, std::fs::File::create(path).expect("a file"));
     file.write_all(&(header.len() as u64).to_le_bytes()).expect("room for a file");
     file.write_all(header.as_bytes()).expect("room for a file");
-    let (mut x, mut block) = (0x9e37_79b9_7f4a_7c15_u64, vec![0; 1 << 16]);
-    for _ in 0..count * len / block.len() {
-        for eight in block.chunks_exact_mut(8) {
-            x ^= x << 13;
-            x ^= x >> 7;
-            x ^= x << 17;
-            eight.copy_from_slice(&x.to_le_bytes());
-        }
-        file.write_all(&block).expect("room for a file");
+    let mut block = vec![0; 1 << 24];
+    link::fill(&mut block, 8);
+    let (mut left, mut turn) = (count * len, 0_u64);
+    while left > 0 {
+        // Nowhere the same as a block before.
+        turn += 1;
+        block.chunks_exact_mut(4096).for_each(|page| page[..8].copy_from_slice(&turn.to_le_bytes()));
+        let part = left.min(block.len());
+        file.write_all(&block[..part]).expect("room for a file");
+        left -= part;
     }
     file.flush().expect("room for a file");
 }
 
-fn timed(work: impl FnOnce() -> Vec<DeviceTensor>) -> f64 {
-    let since = Instant::now();
-    let tensors = work();
-    let taken = since.elapsed().as_secs_f64();
-    assert!(!tensors.is_empty());
-    taken
+/// A file, and all that its rows share.
+struct Bed<'a> {
+    name: &'a str,
+    path: &'a Path,
+    bytes: usize,
+    checkpoint: Checkpoint,
+    pipeline: &'a Pipeline,
+    memory: &'a DeviceBuffer,
 }
+
+impl Bed<'_> {
+    /// Into device memory that is there.
+    fn load(&self, sums: bool) -> Vec<DeviceTensor> {
+        let loader = self.checkpoint.loader(self.pipeline).checksums(sums);
+        loader.memory(|len| self.memory.slice(..len)).load().expect("arrives")
+    }
+
+    /// Where in the file its tensors are.
+    fn range(&self) -> std::ops::Range<u64> {
+        let ends = self.checkpoint.tensors().map(|tensor| tensor.range().end);
+        let start = self.checkpoint.tensors().next().map_or(0, |tensor| tensor.range().start);
+        start..ends.max().unwrap_or(start)
+    }
+
+    /// Every byte is there.
+    fn check(&self) {
+        let tensors = self.load(true);
+        let back = device_checksums(self.pipeline, &tensors).expect("comes back");
+        for (tensor, back) in tensors.iter().zip(back) {
+            assert_eq!(tensor.checksum(), Some(back), "{}", tensor.name());
+            let right = self.checkpoint.file_checksum(tensor.name()).expect("is read");
+            assert_eq!(right, Some(back), "{}", tensor.name());
+        }
+    }
+
+    /// Seconds.
+    fn row(&self, row: &str) -> f64 {
+        let since = Instant::now();
+        let tensors = match row {
+            "pipeline" => {
+                let source = FileSource::open(self.path).and_then(|file| file.range(self.range()));
+                let since = Instant::now();
+                let source = source.expect("a file");
+                let sent = self.pipeline.upload_file(source, self.memory.slice(..self.bytes));
+                sent.expect("starts").wait().expect("arrives");
+                return since.elapsed().as_secs_f64();
+            }
+            "load" => self.load(false),
+            "sums" => self.load(true),
+            "alloc" => self.checkpoint.loader(self.pipeline).load().expect("arrives"),
+            _ => {
+                let checkpoint = Checkpoint::open(self.path).expect("a checkpoint");
+                checkpoint.loader(self.pipeline).load().expect("arrives")
+            }
+        };
+        let taken = since.elapsed().as_secs_f64();
+        assert_eq!(tensors.len(), self.checkpoint.len());
+        taken
+    }
+
+    /// Microseconds of the loader's own parts, in the order of [`PARTS`].
+    fn parts(&self) -> [f64; 4] {
+        let micros = |since: Instant| since.elapsed().as_secs_f64() * 1e6;
+        let since = Instant::now();
+        let checkpoint = Checkpoint::open(self.path).expect("a checkpoint");
+        let open = micros(since);
+        drop(checkpoint);
+        let since = Instant::now();
+        let loader = self.checkpoint.loader(self.pipeline).memory(|len| self.memory.slice(..len));
+        let mut loading = loader.start().expect("starts");
+        let plan = micros(since);
+        let since = Instant::now();
+        let mut tensors = Vec::with_capacity(self.checkpoint.len());
+        tensors.extend(loading.next().map(|tensor| tensor.expect("arrives")));
+        let first = micros(since);
+        while loading.progress().done < loading.progress().total {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        let since = Instant::now();
+        tensors.extend(loading.map(|tensor| tensor.expect("arrives")));
+        let hand_out = micros(since);
+        assert_eq!(tensors.len(), self.checkpoint.len());
+        [open, plan, first, hand_out]
+    }
+}
+
+const ROWS: [&str; 5] = ["pipeline", "load", "alloc", "open", "sums"];
+const PARTS: [&str; 4] = ["open", "plan", "first", "hand_out"];
 
 fn main() {
     // Asked for by cargo, which tests benches too.
@@ -98,109 +188,121 @@ fn main() {
         (name, path, count * len)
     });
 
-    let link = 1 << if gpu { 30 } else { 27 };
-    let builder = Pool::builder(&device).capacity(link + (400 << 20)).initial(link + (400 << 20));
-    let builder = builder.extent(link + (400 << 20)).region(link + (400 << 20));
-    let pool =
-        if gpu { builder } else { builder.unpinned(Unpinned::Allow) }.build().expect("memory for a pool");
+    let only_parts = option("only").is_some() && wanted("parts");
+    let link_bytes = 1 << if gpu { 30 } else { 27 };
+    // The bare link's pieces fill an extent each.
+    let extent = link_bytes / 8 + (2 << 20);
+    let capacity = 8 * extent + (400 << 20);
+    let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity).extent(extent);
+    let builder = if gpu { builder } else { builder.unpinned(Unpinned::Allow) };
+    let pool = builder.build().expect("memory for a pool");
     pool.wait_pinned(None).expect("pinning ends");
-    let builder = Pipeline::builder(&pool, &device).threads(cores.min(8)).share(256 << 20);
+    let threads = cores.min(8);
+    let builder = Pipeline::builder(&pool, &device).threads(threads).share(256 << 20);
     let chunk = option("chunk-kib").map(|kib| kib.parse::<usize>().expect("a number") << 10);
     let pipeline = match chunk {
         Some(chunk) => builder.chunk(chunk),
         None => builder,
     };
     let pipeline = pipeline.build().expect("a pipeline");
-    let memory = device
-        .alloc(link.max(files.iter().map(|file| file.2).max().unwrap_or(0) + (1 << 20)))
-        .expect("device memory");
-    let streams: Vec<Stream> = (0..2).map(|_| device.stream().expect("a stream")).collect();
-    let mut pinned = Some(pool.checkout(link).expect("room"));
-    pinned.as_mut().expect("there").try_resize(link, 3).expect("within its capacity");
+    let longest = files.iter().map(|file| file.2).max().unwrap_or(0) + (1 << 20);
+    let memory = device.alloc(link_bytes.max(longest)).expect("device memory");
+    let mut link = Link::new(&pool, &device, link_bytes, &[UP]);
     let mut peak = 0.0_f64;
-    let mut link_round = |len: usize| {
-        let buf = pinned.take().expect("back");
-        let since = Instant::now();
-        let buf =
-            streams[0].upload_part(buf, ..len, memory.slice(..len)).expect("a copy").wait().expect("arrives");
-        peak = peak.max(len as f64 / since.elapsed().as_secs_f64() / 1e9);
-        pinned = Some(buf);
-        peak
+    let mut around = |peak: &mut f64| {
+        for streams in [1, 2] {
+            let taken = link.run(&[UP], streams, [&memory, &memory]);
+            *peak = peak.max(link_bytes as f64 / taken / 1e9);
+        }
     };
 
     for (name, path, bytes) in &files {
         let checkpoint = Checkpoint::open(path).expect("a checkpoint");
-        let into = |_: &Pipeline, checkpoint: &Checkpoint, memory: &DeviceBuffer, sums: bool| {
-            let loader = checkpoint.loader(&pipeline).checksums(sums).memory(|len| memory.slice(..len));
-            loader.load().expect("arrives")
-        };
-        // Once for warmth, and to see that every byte is there.
-        let tensors = into(&pipeline, &checkpoint, &memory, true);
-        let back = device_checksums(&pipeline, &tensors).expect("comes back");
-        for (tensor, back) in tensors.iter().zip(back) {
-            assert_eq!(tensor.checksum(), Some(back), "{}", tensor.name());
-        }
-        drop(tensors);
-        let mut rows: Vec<(&str, Vec<f64>)> =
-            ["load", "alloc", "open", "sums"].map(|row| (row, Vec::new())).into();
-        for _ in 0..rounds {
-            link_round(link);
-            link_round((*bytes).min(link));
-            for (row, taken) in &mut rows {
-                taken.push(match *row {
-                    "load" => timed(|| into(&pipeline, &checkpoint, &memory, false)),
-                    "sums" => timed(|| into(&pipeline, &checkpoint, &memory, true)),
-                    "alloc" => timed(|| checkpoint.loader(&pipeline).load().expect("arrives")),
-                    _ => timed(|| {
-                        let checkpoint = Checkpoint::open(path).expect("a checkpoint");
-                        checkpoint.loader(&pipeline).load().expect("arrives")
-                    }),
-                });
-            }
-        }
-        let peak = link_round(link);
-        let rates =
-            |taken: &[f64]| taken.iter().map(|seconds| *bytes as f64 / seconds / 1e9).collect::<Vec<_>>();
-        println!("{name}: {bytes} bytes, {}, pinned peak {peak:.2} GB/s", device.name());
-        let mut ours = Spread::of(&[0.0]);
-        for (row, taken) in &rows {
-            let spread = Spread::of(&rates(taken));
-            let over = Spread::of(&rates(taken).iter().map(|rate| rate / peak).collect::<Vec<_>>());
-            println!(
-                "{name}_{row:<12} {:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3})",
-                spread.mid, over.mid, over.low, over.high
-            );
-            let Spread { low, mid, high } = spread;
-            line(
-                format!("tensors_mb_per_s_{name}_{row}"),
-                1,
-                Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 },
-            );
-            if *row == "load" {
-                ours = spread;
-                if gpu {
-                    let (gate, aim) = if *name == "small" { (0.88, Some(0.93)) } else { (0.95, None) };
-                    at_least(format!("{name} tensors over the pinned peak"), over, gate, aim);
+        let bed = Bed { name, path, bytes: *bytes, checkpoint, pipeline: &pipeline, memory: &memory };
+        // For warmth as well.
+        bed.check();
+        let (mut seconds, mut parts) = (Rounds::new(ROWS.len()), Rounds::new(PARTS.len()));
+        let (file, mut loop_speed) = (std::fs::File::open(path).expect("a file"), Vec::new());
+        for round in 0..rounds {
+            if !only_parts {
+                around(&mut peak);
+                loop_speed.push(*bytes as f64 / link::read(&file, *bytes, threads) / 1e9);
+                // So that none of them is always behind another.
+                for turn in 0..ROWS.len() {
+                    let row = (round + turn) % ROWS.len();
+                    seconds.add(row, bed.row(ROWS[row]));
                 }
             }
+            bed.parts().into_iter().enumerate().for_each(|(part, micros)| parts.add(part, micros));
         }
-        if gpu {
+        if !only_parts {
+            around(&mut peak);
+            bed.table(&seconds, peak, Spread::of(&loop_speed), threads, gpu);
+        }
+        for (part, what) in PARTS.iter().enumerate() {
+            let spread = parts.spread(part);
+            println!("{name}_{what:<12} {:>9.1} us ({:.1} to {:.1})", spread.mid, spread.low, spread.high);
+            line(format!("tensors_us_{name}_{what}"), threads, spread);
+        }
+        if only_parts {
+            continue;
+        }
+        // As often as ours, over the bytes of the file.
+        let ours = |row: usize| Spread::of(&bed.rates(seconds.values(row))).mid;
+        if gpu && !flag("no-peer") {
             match peer(path, rounds.min(3)) {
                 Ok(taken) => {
-                    let spread = Spread::of(&rates(&taken));
-                    println!("{name}_python       {:>7.2} GB/s", spread.mid);
-                    let Spread { low, mid, high } = spread;
+                    let Spread { low, mid, high } = Spread::of(&bed.rates(&taken));
+                    println!("{name}_python       {mid:>7.2} GB/s");
                     let line_of = Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 };
                     line(format!("tensors_mb_per_s_{name}_python"), 1, line_of);
-                    let times = Spread::of(&[ours.mid / mid]);
-                    at_least(
-                        format!("{name} tensors over safetensors' loader"),
-                        times,
-                        if *name == "small" { 50.0 } else { 6.0 },
-                        None,
+                    let gate = if *name == "small" { 50.0 } else { 6.0 };
+                    let times = |row| Spread::of(&[ours(row) / mid]);
+                    at_least(format!("{name} tensors over safetensors' loader"), times(1), gate, None);
+                    println!(
+                        "{name}, with the header read and memory allocated, over it: {:.1}",
+                        times(3).mid
                     );
                 }
                 Err(why) => println!("{name}_python: skipped, {why}"),
+            }
+        }
+    }
+}
+
+impl Bed<'_> {
+    /// Bytes over seconds, in GB/s.
+    fn rates(&self, seconds: &[f64]) -> Vec<f64> {
+        seconds.iter().map(|seconds| self.bytes as f64 / seconds / 1e9).collect()
+    }
+
+    fn table(&self, seconds: &Rounds, peak: f64, memory: Spread, threads: usize, gpu: bool) {
+        let Self { name, bytes, .. } = self;
+        println!(
+            "{name}: {bytes} bytes, {}, pinned peak {peak:.2} GB/s; a plain loop of {threads} threads reads it at {:.2} GB/s ({:.2} to {:.2})",
+            self.pipeline.device().name(),
+            memory.mid,
+            memory.low,
+            memory.high
+        );
+        for (row, what) in ROWS.iter().enumerate() {
+            let rates = self.rates(seconds.values(row));
+            let Spread { low, mid, high } = Spread::of(&rates);
+            let over = Spread::of(&rates.iter().map(|rate| rate / peak).collect::<Vec<_>>());
+            // Row by row of the pipeline's own.
+            let beside = seconds.ratio(0, row);
+            println!(
+                "{name}_{what:<12} {mid:>7.2} GB/s   {:.3} of the peak ({:.3} to {:.3}), {:.3} of the pipeline ({:.3} to {:.3})",
+                over.mid, over.low, over.high, beside.mid, beside.low, beside.high
+            );
+            line(
+                format!("tensors_mb_per_s_{name}_{what}"),
+                threads,
+                Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 },
+            );
+            if *what == "load" && gpu {
+                let (gate, aim) = if *name == "small" { (0.88, Some(0.93)) } else { (0.95, None) };
+                at_least(format!("{name} tensors over the pinned peak"), over, gate, aim);
             }
         }
     }

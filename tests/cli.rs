@@ -542,6 +542,32 @@ fn checkpoints_that_lie_are_refused_by_tensor() {
     refuses(&mut load([&index]), "no name of a file beside the index");
 }
 
+/// What a stranger wrote may be long; what is made of it in memory is not much longer.
+#[test]
+fn nonsense_of_tens_of_megabytes_is_refused_in_little_memory() {
+    let files = Files::new();
+    let long = |front: &str| format!("{front}{}[]]", "[],".repeat(20 << 20));
+    let header = files.path("nonsense.safetensors");
+    let text = long(r#"{"t":["#) + "}";
+    fs::write(&header, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
+    let index = files.path("nonsense.safetensors.index.json");
+    fs::write(&index, long(r#"{"metadata":["#) + r#","weight_map":{}}"#).unwrap();
+    for (path, cause) in [(&header, "tensor \"t\" is not described"), (&index, "names no tensor")] {
+        let mut command = load([path]);
+        // SAFETY: between fork and exec only a system call is made, which is allowed there.
+        unsafe {
+            command.pre_exec(|| {
+                let limit = libc::rlimit { rlim_cur: 300 << 20, rlim_max: 300 << 20 };
+                match libc::setrlimit(libc::RLIMIT_AS, &raw const limit) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        refuses(&mut command, cause);
+    }
+}
+
 /// `pinpool bench`: its table, and the object on its last line.
 fn bench(args: &[&str], device: &str) -> (String, Value) {
     let mut command = pinpool();
@@ -586,6 +612,12 @@ fn the_bench_measures_the_host_device() {
     assert_eq!((&report["device"], &report["threads"]), (&"host:0".into(), &3.into()));
     assert!(text.starts_with("host:0, 3 threads, copies of 24 MiB, best of 5\n"), "{text}");
     assert!(text.contains("pipeline, from the device") && text.contains('%'), "{text}");
+    // Beside each figure what memory gives as many threads: of that, copies in memory are all.
+    let memory: Vec<&str> = text.lines().filter(|line| line.starts_with("copies in memory")).collect();
+    assert!(
+        text.contains("of copies in memory") && memory.len() == 1 && memory[0].ends_with(" 100.0%"),
+        "{text}"
+    );
 
     let output = pinpool().args(["bench", "--device", "host", "--size", "1MiB"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));

@@ -27,8 +27,8 @@ pub enum Command {
     ///
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
     /// memory that holds all of it. A .safetensors file, or an index of several (.safetensors.index.json), is loaded as
-    /// tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, the
-    /// download's includes the checksums of what came back.
+    /// tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, for
+    /// tensors also getting their device memory; the download's includes the checksums of what came back.
     #[command(after_help = EXIT_STATUS)]
     Load(Load),
     /// Look for what stands in the way of pinning and copying here, and say how to put it right
@@ -42,8 +42,8 @@ pub enum Command {
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at once.
     /// Beside it, by the same bytes: plain copies of ordinary memory by the driver, the pipeline on ordinary memory, 16 KiB
-    /// pieces from scattered places through the pipeline, and copies in memory by as many threads. Each is the best of
-    /// five, and what arrived is compared with what was sent.
+    /// pieces from scattered places gathered through the copy queue, and copies in memory, all by as many threads. Each is the
+    /// best of five, wall time of the whole, and what arrived is compared with what was sent each time.
     #[command(after_help = EXIT_STATUS)]
     Bench(Bench),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms

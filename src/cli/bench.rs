@@ -1,22 +1,27 @@
 //! `pinpool bench`: what the link to a device gives, and what the pipeline makes of it, in one run.
 //!
 //! All figures move the same number of bytes, each five times, by turns, of which the best counts: the question is what this
-//! machine can do, and whatever else runs on it only takes away from that. In the first round and in the last the target is
-//! overwritten before, and compared with what was sent afterwards, outside of the time; so a figure of bytes that did not
-//! arrive is never printed.
+//! machine can do, and whatever else runs on it only takes away from that. A figure is the wall time of the whole call, from
+//! before the first byte is touched until the last is there. Each time the target is overwritten before, and compared with
+//! what was sent afterwards, outside of the time; so a figure of bytes that did not arrive is never printed.
 //!
 //! The pinned peak is measured without the pipeline: eight page-locked buffers that hold all of it, on one stream or on one
 //! for each thread, whichever is faster (the host device's streams are threads). Then everything is a ratio: to the peak,
-//! or, for the peak of a device that is the CPU itself, to copies in memory by threads of our own.
+//! and to copies in memory by as many threads of our own, which is the limit of whatever the CPU has to touch.
+//!
+//! The pageable path is what the driver does with ordinary memory by itself; the pipeline is given the same memory. The
+//! gathered pieces lie all over it, and go through the copy queue, by a call of each thread for its share of them.
 
-use std::borrow::Cow;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use pinpool::pipeline::{Fill, Pipeline, Source};
-use pinpool::{Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Stream, Unpinned};
+use pinpool::pipeline::Pipeline;
+use pinpool::{
+    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Stream, Unpinned,
+};
 use serde_json::json;
 
 use super::args::Bench;
@@ -97,6 +102,7 @@ struct Bed {
     bufs: Vec<PinnedBuf>,
     streams: Vec<Stream>,
     pipeline: Pipeline,
+    queue: CopyQueue,
     unpinned: bool,
 }
 
@@ -136,6 +142,7 @@ fn bed(device: &Device, threads: usize, size: usize, asked: usize) -> Result<Bed
     let pipeline = Pipeline::builder(&pool, device).threads(threads).share(share).build()?;
     pool.wait_pinned(None)?;
     link.wait_pinned(None)?;
+    let queue = device.copy_queue()?;
     let streams = (0..threads.min(BUFFERS)).map(|_| device.stream()).collect::<Result<_, _>>()?;
     let vec = |len: usize| {
         let mut vec: Vec<u8> = Vec::new();
@@ -149,7 +156,7 @@ fn bed(device: &Device, threads: usize, size: usize, asked: usize) -> Result<Bed
     fill(&mut source, threads);
     let unpinned = link.stats().unpinned_bytes + pool.stats().unpinned_bytes > 0;
     let (device, source, bufs) = (device.clone(), Arc::new(source), bufs?);
-    Ok(Bed { device, threads, size, asked, source, target, memory, bufs, streams, pipeline, unpinned })
+    Ok(Bed { device, threads, size, asked, source, target, memory, bufs, streams, pipeline, queue, unpinned })
 }
 
 /// Memory that is available, as the system says.
@@ -175,9 +182,9 @@ fn fill(bytes: &mut [u8], threads: usize) {
     });
 }
 
-/// Cuts memory into a part for each thread, and calls `work` with where the part starts.
+/// Cuts memory into a part of whole pieces for each thread, and calls `work` with where the part starts.
 fn each(bytes: &mut [u8], threads: usize, work: impl Fn(usize, &mut [u8]) + Sync) {
-    let part = bytes.len().div_ceil(threads).next_multiple_of(PAGE);
+    let part = bytes.len().div_ceil(threads).next_multiple_of(PIECE);
     std::thread::scope(|scope| {
         let mut parts = bytes.chunks_mut(part).enumerate();
         let own = parts.next();
@@ -191,50 +198,31 @@ fn each(bytes: &mut [u8], threads: usize, work: impl Fn(usize, &mut [u8]) + Sync
     });
 }
 
-/// Pieces of 16 KiB from all over a vector, each once, as one source.
+/// Pieces of 16 KiB from all over a vector, each once, put one behind the other.
 struct Scattered {
-    bytes: Arc<Vec<u8>>,
+    pieces: usize,
     /// Coprime to the number of pieces: multiples of it come to all of them.
     step: usize,
 }
 
 impl Scattered {
-    fn new(bytes: Arc<Vec<u8>>) -> Self {
-        let pieces = bytes.as_slice().len() / PIECE;
+    /// Of a vector of so many bytes.
+    fn new(bytes: usize) -> Self {
+        let pieces = bytes / PIECE;
         let coprime = |step: &usize| gcd(*step, pieces) == 1;
         // About the golden section of all: neighbours come from far apart.
         let step = (pieces * 5 / 8 + 1..).find(coprime).unwrap_or(1);
-        Self { bytes, step }
+        Self { pieces, step }
     }
 
     /// Where the bytes at a piece's place come from.
     fn from(&self, piece: usize) -> usize {
-        piece * self.step % (self.bytes.as_slice().len() / PIECE) * PIECE
+        piece * self.step % self.pieces * PIECE
     }
 }
 
 fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
-}
-
-impl Source for Scattered {
-    fn len(&self) -> u64 {
-        self.bytes.as_slice().len() as u64
-    }
-
-    fn name(&self) -> Cow<'_, str> {
-        "scattered pieces".into()
-    }
-
-    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
-        let mut at = offset as usize;
-        while into.remaining() > 0 {
-            let (piece, skip) = (at / PIECE, at % PIECE);
-            let from = self.from(piece);
-            at += into.push(&self.bytes[from + skip..from + PIECE]);
-        }
-        Ok(())
-    }
 }
 
 /// What is measured, in the order of a round.
@@ -279,9 +267,9 @@ impl Bed {
         figures.extend([Figure::PageableUp, Figure::PipelineUp, Figure::PipelineDown, Figure::Gather]);
         let mut times = vec![Duration::MAX; figures.len()];
         // Round by round, so that what else goes on meets all of them alike.
-        for round in 0..ROUNDS {
+        for _ in 0..ROUNDS {
             for (figure, best) in figures.iter().zip(&mut times) {
-                let time = self.once(*figure, round == 0 || round + 1 == ROUNDS)?;
+                let time = self.once(*figure)?;
                 *best = (*best).min(time);
             }
         }
@@ -310,46 +298,63 @@ impl Bed {
         Failure::Failed(format!("{}: {error}", self.device.name()))
     }
 
-    /// Measures once. With `look` the target is overwritten before, and compared afterwards.
-    fn once(&mut self, figure: Figure, look: bool) -> Result<Duration, Failure> {
-        self.prepare(figure, look).map_err(|e| self.failed(&e))?;
-        let since = Instant::now();
-        self.run(figure).map_err(|e| self.failed(&e))?;
-        let taken = since.elapsed();
-        if look {
-            self.look(figure)?;
-        }
+    /// Measures once. The target is overwritten before, and compared afterwards.
+    fn once(&mut self, figure: Figure) -> Result<Duration, Failure> {
+        self.prepare(figure).map_err(|e| self.failed(&e))?;
+        let taken = self.run(figure).map_err(|e| self.failed(&e))?;
+        self.look(figure)?;
         Ok(taken)
     }
 
-    fn run(&mut self, figure: Figure) -> Result<(), Error> {
+    /// How long it takes.
+    fn run(&mut self, figure: Figure) -> Result<Duration, Error> {
+        let source = self.source.clone();
+        let pieces = if figure == Figure::Gather { self.pieces(&source)? } else { Vec::new() };
+        let since = Instant::now();
         match figure {
-            Figure::Memcpy => {
-                let source = &self.source;
-                each(&mut self.target, self.threads, |start, part| {
-                    part.copy_from_slice(&source[start..start + part.len()]);
-                });
-                Ok(())
-            }
+            Figure::Memcpy => each(&mut self.target, self.threads, |start, part| {
+                part.copy_from_slice(&source[start..start + part.len()]);
+            }),
             Figure::LinkUp(streams) => {
-                self.all(streams, |stream, buf, slice| stream.upload(buf, slice).map_err(|e| e.error))
+                self.all(streams, |stream, buf, slice| stream.upload(buf, slice).map_err(|e| e.error))?;
             }
             Figure::LinkDown(streams) => {
-                self.all(streams, |stream, buf, slice| stream.download(slice, buf).map_err(|e| e.error))
+                self.all(streams, |stream, buf, slice| stream.download(slice, buf).map_err(|e| e.error))?;
             }
-            Figure::PageableUp => self.streams[0].upload_blocking(&self.source, &self.memory),
-            Figure::PipelineUp => self.pipeline.upload_slice(&self.source, &self.memory),
-            Figure::PipelineDown => self.pipeline.download_slice(&self.memory, &mut self.target),
-            Figure::Gather => {
-                let scattered = Scattered::new(self.source.clone());
-                self.pipeline.upload(scattered, &self.memory)?.wait()?;
-                Ok(())
-            }
+            Figure::PageableUp => self.streams[0].upload_blocking(&source, &self.memory)?,
+            Figure::PipelineUp => self.pipeline.upload_slice(&source, &self.memory)?,
+            Figure::PipelineDown => self.pipeline.download_slice(&self.memory, &mut self.target)?,
+            Figure::Gather => self.gather(&pieces)?,
         }
+        Ok(since.elapsed())
     }
 
-    /// Puts what is to be sent where it is sent from, and with `wipe` something else where it goes.
-    fn prepare(&mut self, figure: Figure, wipe: bool) -> Result<(), Error> {
+    /// Pieces from all over the source, and where on the device they go: one behind the other.
+    fn pieces<'a>(&self, source: &'a [u8]) -> Result<Vec<(&'a [u8], DeviceSlice)>, Error> {
+        let scattered = Scattered::new(self.size);
+        let piece = |number: usize| {
+            let (from, to) = (scattered.from(number), number * PIECE);
+            Ok((&source[from..from + PIECE], self.memory.slice(to..to + PIECE)?))
+        };
+        (0..self.size / PIECE).map(piece).collect()
+    }
+
+    /// By one call of each thread, for its share of them.
+    fn gather(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<(), Error> {
+        let share = pieces.len().div_ceil(self.threads);
+        let gather = |share: &[_]| self.queue.gather_blocking(self.pipeline.pool(), share);
+        std::thread::scope(|scope| {
+            let mut shares = pieces.chunks(share);
+            let own = shares.next();
+            let others: Vec<_> = shares.map(|share| scope.spawn(move || gather(share))).collect();
+            let mine = own.map_or(Ok(()), gather);
+            let theirs = others.into_iter().map(|other| other.join().unwrap_or(Err(Error::Closed)));
+            theirs.chain([mine]).collect()
+        })
+    }
+
+    /// Puts what is to be sent where it is sent from, and something else where it goes.
+    fn prepare(&mut self, figure: Figure) -> Result<(), Error> {
         let piece = self.size / BUFFERS;
         if matches!(figure, Figure::LinkUp(_)) {
             for (number, buf) in self.bufs.iter_mut().enumerate() {
@@ -361,15 +366,11 @@ impl Bed {
             // Something of an earlier figure's may be there.
             self.streams[0].upload_blocking(&self.source, &self.memory)?;
         }
-        if wipe {
-            self.target[..].fill(0);
-            match figure {
-                Figure::LinkDown(_) => self.bufs.iter_mut().for_each(|buf| buf.fill(0)),
-                figure if figure.is_upload() => {
-                    self.streams[0].upload_blocking(&self.target, &self.memory)?
-                }
-                _ => {}
-            }
+        each(&mut self.target, self.threads, |_, part| part.fill(0));
+        match figure {
+            Figure::LinkDown(_) => self.bufs.iter_mut().for_each(|buf| buf.fill(0)),
+            figure if figure.is_upload() => self.streams[0].upload_blocking(&self.target, &self.memory)?,
+            _ => {}
         }
         Ok(())
     }
@@ -386,16 +387,26 @@ impl Bed {
                 part.copy_from_slice(buf);
             }
         }
-        let scattered = Scattered::new(self.source.clone());
-        for (number, piece) in self.target.chunks(PIECE).enumerate() {
-            let at = number * PIECE;
-            let from = if figure == Figure::Gather { scattered.from(number) } else { at };
-            if piece != &self.source[from..from + piece.len()] {
-                let (what, end) = (figure.name(), at + piece.len());
-                return Err(Failure::Mismatch(format!("{what}: mismatch in bytes {at}..{end}")));
+        let (source, scattered) = (&self.source, Scattered::new(self.size));
+        let first = AtomicUsize::new(usize::MAX);
+        each(&mut self.target, self.threads, |start, part| {
+            for (number, piece) in part.chunks(PIECE).enumerate() {
+                let at = start + number * PIECE;
+                let from = if figure == Figure::Gather { scattered.from(at / PIECE) } else { at };
+                if *piece != source[from..from + piece.len()] {
+                    // Relaxed: a number, read when all have ended.
+                    first.fetch_min(at, Ordering::Relaxed);
+                    return;
+                }
+            }
+        });
+        match first.into_inner() {
+            usize::MAX => Ok(()),
+            at => {
+                let (what, end) = (figure.name(), self.size.min(at + PIECE));
+                Err(Failure::Mismatch(format!("{what}: mismatch in bytes {at}..{end}")))
             }
         }
-        Ok(())
     }
 
     /// Copies all page-locked buffers at once, on so many streams.
@@ -430,18 +441,19 @@ impl Report {
         if self.unpinned {
             text += "(the system refused to pin memory, see ulimit -l: what is called pinned here is not)\n";
         }
-        text += "\n                                   GB/s   of the pinned peak\n";
+        text += "\n                                   GB/s   of the pinned peak   of copies in memory\n";
         let rows = [
             ("pinned peak, to the device", self.peak_up, self.peak_up),
             ("pinned peak, from the device", self.peak_down, self.peak_down),
-            ("copies in memory", self.memcpy, self.peak_up),
+            ("copies in memory, by as many", self.memcpy, self.peak_up),
             ("pageable memory to the device", self.pageable_up, self.peak_up),
             ("pipeline, to the device", self.pipeline_up, self.peak_up),
             ("pipeline, from the device", self.pipeline_down, self.peak_down),
             ("pieces of 16 KiB, gathered", self.gather, self.peak_up),
         ];
         for (name, speed, peak) in rows {
-            text += &format!("{name:<32}{speed:>7.2}{:>20.1}%\n", 100.0 * speed / peak);
+            let (over, beside) = (100.0 * speed / peak, 100.0 * speed / self.memcpy);
+            text += &format!("{name:<32}{speed:>7.2}{over:>20.1}%{beside:>21.1}%\n");
         }
         text
     }
@@ -471,8 +483,7 @@ mod tests {
     #[test]
     fn scattered_pieces_are_each_taken_once_and_from_far_apart() {
         for pieces in [1, 2, 3, 8, 64, 1000, 4096] {
-            let bytes = Arc::new(vec![0; pieces * PIECE]);
-            let scattered = Scattered::new(bytes);
+            let scattered = Scattered::new(pieces * PIECE);
             let mut from: Vec<usize> = (0..pieces).map(|piece| scattered.from(piece)).collect();
             if pieces > 3 {
                 assert!(from.windows(2).all(|pair| pair[0] + PIECE != pair[1]), "{pieces}");
@@ -488,15 +499,20 @@ mod tests {
         let mut bed = bed(&device, 2, 1 << 20, 1 << 20).unwrap();
         let figures = [Figure::LinkUp(2), Figure::PageableUp, Figure::PipelineUp, Figure::Gather];
         for figure in figures.into_iter().chain([Figure::Memcpy, Figure::LinkDown(1), Figure::PipelineDown]) {
-            bed.once(figure, true).unwrap();
-            bed.prepare(figure, true).unwrap();
+            bed.once(figure).unwrap();
+            bed.prepare(figure).unwrap();
             let nothing = bed.look(figure).unwrap_err();
             assert!(nothing.to_string().contains("mismatch in bytes 0.."), "{figure:?} {nothing}");
         }
         // A part of it.
-        bed.prepare(Figure::PipelineUp, true).unwrap();
+        bed.prepare(Figure::PipelineUp).unwrap();
         bed.pipeline.upload_slice(&bed.source[..1 << 19], &bed.memory).unwrap();
         let partly = bed.look(Figure::PipelineUp).unwrap_err();
+        // All pieces, each in a wrong place.
+        bed.prepare(Figure::Gather).unwrap();
+        bed.pipeline.upload_slice(&bed.source, &bed.memory).unwrap();
+        let mixed = bed.look(Figure::Gather).unwrap_err();
+        assert!(mixed.to_string().contains("the gathered pieces: mismatch in bytes 16384.."), "{mixed}");
         assert!(partly.to_string().contains("the pipeline's upload: mismatch in bytes 524288.."), "{partly}");
     }
 }

@@ -1,16 +1,22 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! The header is JSON, and the `safetensors` crate reads it and knows the format's rules. Its refusals do not say which
-//! tensor is meant; so where it refuses, the header is looked through once more, slowly, for the tensor to name.
+//! The header is JSON. The `safetensors` crate says what an entry and its types are; the entries are read one by one into
+//! their list, which is the only thing that grows with the header, so a header of nonsense ends at its first wrong entry,
+//! and whatever is refused can be named. Then one pass over the list, in the file's order, applies the format's rules: no
+//! gaps, no overlaps, nothing past the end, as many bytes as type and shape say.
 
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
 use ::safetensors::Dtype;
-use ::safetensors::tensor::{Metadata, TensorInfo};
-use serde_json::Value;
+use ::safetensors::tensor::TensorInfo;
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, MapAccess, Visitor};
+use serde_json::error::Category;
 
 use super::{malformed, unread};
 use crate::error::{Error, Result};
@@ -25,7 +31,7 @@ const METADATA: &str = "__metadata__";
 /// A tensor in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
-    name: String,
+    name: Arc<str>,
     dtype: Dtype,
     shape: Vec<usize>,
     range: Range<u64>,
@@ -36,6 +42,11 @@ impl Tensor {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The same, shared.
+    pub(super) fn shared_name(&self) -> Arc<str> {
+        self.name.clone()
     }
 
     /// The type of its elements.
@@ -85,18 +96,8 @@ impl Header {
     /// # Errors
     /// [`Error::Read`], [`Error::Malformed`].
     pub fn read(file: &File, name: &str) -> Result<Self> {
-        let unread = |error: io::Error| unread(name, 0, &error);
-        let len = file.metadata().map_err(unread)?.len();
-        let mut front = [0; FRONT];
-        if len < FRONT as u64 {
-            return Err(too_short(name, len));
-        }
-        file.read_exact_at(&mut front, 0).map_err(unread)?;
-        // Before memory is asked for.
-        let header = header_len(name, front, len)?;
-        let mut bytes = vec![0; header];
-        file.read_exact_at(&mut bytes, FRONT as u64).map_err(unread)?;
-        Self::check(name, &bytes, len)
+        let len = file.metadata().map_err(|error| unread(name, 0, &error))?.len();
+        Self::of_file(file, name, len)?.named_once(name)
     }
 
     /// The same, from the first bytes of a file that has `file_len`: its header at least.
@@ -109,47 +110,57 @@ impl Header {
         };
         let len = header_len(name, *front, file_len)?;
         match rest.get(..len) {
-            Some(header) => Self::check(name, header, file_len),
+            Some(header) => Self::check(name, header, file_len)?.named_once(name),
             None => {
                 Err(malformed(name, format!("its header has {len} bytes, of which {} are there", rest.len())))
             }
         }
     }
 
+    /// As [`read`](Self::read), of a file that has `len` bytes. Whether two tensors have the same name is left to whoever
+    /// lists them by name.
+    pub(super) fn of_file(file: &File, name: &str, len: u64) -> Result<Self> {
+        let unread = |error: io::Error| unread(name, 0, &error);
+        let mut front = [0; FRONT];
+        if len < FRONT as u64 {
+            return Err(too_short(name, len));
+        }
+        file.read_exact_at(&mut front, 0).map_err(unread)?;
+        // Before memory is asked for.
+        let header = header_len(name, front, len)?;
+        let mut bytes = vec![0; header];
+        file.read_exact_at(&mut bytes, FRONT as u64).map_err(unread)?;
+        Self::check(name, &bytes, len)
+    }
+
     fn check(name: &str, header: &[u8], file_len: u64) -> Result<Self> {
-        let metadata: Metadata =
-            serde_json::from_slice(header).map_err(|error| blame(name, header, &error.to_string()))?;
-        let start = (FRONT + header.len()) as u64;
-        let data = file_len.saturating_sub(start);
-        let mut tensors: Vec<Tensor> = Vec::with_capacity(metadata.offset_keys().len());
-        for key in metadata.offset_keys() {
-            let Some(info) = metadata.info(&key) else { continue };
-            let (from, to) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
-            if to > data {
-                return Err(Error::Malformed {
-                    what: name.into(),
-                    tensor: Some(key.into()),
-                    why: format!(
-                        "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
-                    ),
-                });
-            }
-            let range = start + from..start + to;
-            tensors.push(Tensor { name: key, dtype: info.dtype, shape: info.shape.clone(), range });
+        let mut entries = Entries::default();
+        // At once, and not each of its texts.
+        let text = std::str::from_utf8(header).map_err(|error| no_object(name, &error))?;
+        let mut json = serde_json::Deserializer::from_str(text);
+        if let Err(error) = (&mut entries).deserialize(&mut json).and_then(|()| json.end()) {
+            return Err(entries.blame(name, &error));
         }
-        let end = metadata.data_len() as u64;
-        if end < data {
-            let why = format!("{} bytes at its end belong to no tensor; get it again", data - end);
-            return Err(malformed(name, why));
-        }
-        // Those without bytes lie where others start: put before them, or the file's order is none.
-        tensors.sort_by(|a, b| {
+        let Entries { mut tensors, metadata, .. } = entries;
+        // In the order of the file mostly. Those without bytes lie where others start: they come first.
+        let order = |a: &Tensor, b: &Tensor| {
             (a.range.start, a.range.end, &a.name).cmp(&(b.range.start, b.range.end, &b.name))
-        });
-        let mut rest: Vec<(String, String)> =
-            metadata.metadata().iter().flatten().map(|(k, v)| (k.clone(), v.clone())).collect();
-        rest.sort();
-        Ok(Self { tensors, metadata: rest })
+        };
+        if !tensors.is_sorted_by(|a, b| order(a, b).is_le()) {
+            tensors.sort_unstable_by(order);
+        }
+        let start = (FRONT + header.len()) as u64;
+        place(name, &mut tensors, start, file_len.saturating_sub(start))?;
+        Ok(Self { tensors, metadata: metadata.unwrap_or_default().into_iter().collect() })
+    }
+
+    /// An error if two tensors have the same name.
+    fn named_once(self, what: &str) -> Result<Self> {
+        let mut names = HashSet::with_capacity(self.tensors.len());
+        match self.tensors.iter().find(|tensor| !names.insert(tensor.name())) {
+            Some(tensor) => Err(twice(what, tensor.name())),
+            None => Ok(self),
+        }
     }
 }
 
@@ -181,74 +192,146 @@ fn header_len(name: &str, front: [u8; FRONT], file_len: u64) -> Result<usize> {
     usize::try_from(len).map_err(|_| malformed(name, "its header is larger than all memory"))
 }
 
-/// Why a header was refused, with the tensor's name if it is one tensor's fault. `said`: what the crate says.
-fn blame(what: &str, header: &[u8], said: &str) -> Error {
-    let fault = |tensor: &str, why: String| {
-        let why =
-            format!("{why}; the file is damaged or made to mislead: get it from where it can be trusted");
-        Error::Malformed { what: what.into(), tensor: Some(tensor.into()), why }
-    };
-    let Ok(Value::Object(entries)) = serde_json::from_slice::<Value>(header) else {
-        return malformed(
-            what,
-            format!("its header is no JSON object ({said}); it is no safetensors file, or damaged"),
-        );
-    };
-    let mut infos: Vec<(String, TensorInfo)> = Vec::new();
-    for (name, entry) in entries {
-        if name == METADATA {
-            let fine = entry.as_object().is_some_and(|pairs| pairs.values().all(Value::is_string));
-            if !fine && !entry.is_null() {
-                return malformed(what, "its metadata is not an object of texts");
-            }
-            continue;
-        }
-        match serde_json::from_value::<TensorInfo>(entry) {
-            Ok(info) => infos.push((name, info)),
-            Err(error) => return fault(&name, format!("is not described as the format asks ({error})")),
-        }
-    }
-    infos.sort_by(|a, b| (a.1.data_offsets, &a.0).cmp(&(b.1.data_offsets, &b.0)));
+fn no_object(what: &str, said: &dyn fmt::Display) -> Error {
+    malformed(what, format!("its header is no JSON object ({said}); it is no safetensors file, or damaged"))
+}
+
+/// Two tensors of one file have the same name.
+pub(super) fn twice(what: &str, tensor: &str) -> Error {
+    fault(what, tensor, "is there twice, and which of the two is meant nobody can tell")
+}
+
+/// What is wrong with a tensor.
+fn fault(what: &str, tensor: &str, why: impl fmt::Display) -> Error {
+    let why = format!("{why}; the file is damaged or made to mislead: get it from where it can be trusted");
+    Error::Malformed { what: what.into(), tensor: Some(tensor.into()), why }
+}
+
+/// Checks tensors, which are in the order of their offsets, against each other and the `data` bytes that there are for them,
+/// and makes the offsets those of the file, whose data starts at `start`.
+fn place(what: &str, tensors: &mut [Tensor], start: u64, data: u64) -> Result<()> {
     let mut end = 0;
-    let mut before = None;
-    for (name, TensorInfo { dtype, shape, data_offsets: (from, to) }) in &infos {
+    for index in 0..tensors.len() {
+        let Tensor { name, dtype, shape, range } = &tensors[index];
+        let (from, to) = (range.start, range.end);
+        let wrong = |why: String| Err(fault(what, name, why));
         if to < from {
-            return fault(name, format!("ends at {to}, before its start at {from}"));
+            return wrong(format!("ends at {to}, before its start at {from}"));
         }
-        if *from < end {
-            let other = before.unwrap_or_default();
-            return fault(name, format!("starts at {from}, inside of tensor {other:?}, which ends at {end}"));
+        if from < end {
+            let other = index.checked_sub(1).map_or("", |before| tensors[before].name());
+            return wrong(format!("starts at {from}, inside of tensor {other:?}, which ends at {end}"));
         }
-        if *from > end {
-            return fault(
-                name,
-                format!("starts at {from}, and bytes {end}..{from} before it belong to no tensor"),
-            );
+        if from > end {
+            return wrong(format!("starts at {from}, and bytes {end}..{from} before it belong to no tensor"));
         }
-        let elements = shape.iter().try_fold(1_usize, |n, &axis| n.checked_mul(axis));
-        let bits = elements.and_then(|n| n.checked_mul(dtype.bitsize()));
-        match bits {
-            None => {
-                return fault(name, format!("has the shape {shape:?}, more elements than any memory holds"));
-            }
+        let elements = shape.iter().try_fold(1_u64, |n, &axis| n.checked_mul(axis as u64));
+        match elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64)) {
+            None => return wrong(format!("has the shape {shape:?}, more elements than any memory holds")),
             Some(bits) if bits % 8 != 0 => {
-                return fault(
-                    name,
-                    format!("is {dtype} of shape {shape:?}, which is no whole number of bytes"),
-                );
+                return wrong(format!("is {dtype} of shape {shape:?}, which is no whole number of bytes"));
             }
             Some(bits) if bits / 8 != to - from => {
-                let need = bits / 8;
-                let have = to - from;
-                return fault(
-                    name,
-                    format!("is {dtype} of shape {shape:?}, {need} bytes, and has {have} at {from}..{to}"),
-                );
+                let (need, have) = (bits / 8, to - from);
+                return wrong(format!(
+                    "is {dtype} of shape {shape:?}, {need} bytes, and has {have} at {from}..{to}"
+                ));
             }
             Some(_) => {}
         }
-        end = *to;
-        before = Some(name.as_str());
+        if to > data {
+            let why = format!(
+                "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
+            );
+            return Err(Error::Malformed { what: what.into(), tensor: Some((&**name).into()), why });
+        }
+        tensors[index].range = start + from..start + to;
+        end = to;
     }
-    malformed(what, format!("its header cannot be read ({said})"))
+    if end < data {
+        let why = format!("{} bytes at its end belong to no tensor; get it again", data - end);
+        return Err(malformed(what, why));
+    }
+    Ok(())
+}
+
+/// A header's entries, read one by one.
+#[derive(Default)]
+struct Entries {
+    /// In the header's order, with offsets that count from the data's start.
+    tensors: Vec<Tensor>,
+    metadata: Option<BTreeMap<String, String>>,
+    /// The name of the entry that is being read.
+    at: Option<Arc<str>>,
+}
+
+impl Entries {
+    /// Why the header was refused, with the tensor's name if it is one tensor's fault.
+    fn blame(&self, what: &str, error: &serde_json::Error) -> Error {
+        match &self.at {
+            Some(name) if error.classify() == Category::Data && &**name == METADATA => {
+                malformed(what, format!("its metadata is not an object of texts ({error})"))
+            }
+            Some(name) if error.classify() == Category::Data => {
+                fault(what, name, format_args!("is not described as the format asks ({error})"))
+            }
+            _ => no_object(what, error),
+        }
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for &mut Entries {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> std::result::Result<(), D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for &mut Entries {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
+        while let Some(Name(name)) = map.next_key()? {
+            let about = &**self.at.insert(name);
+            if about == METADATA {
+                let pairs: Option<BTreeMap<String, String>> = map.next_value()?;
+                if self.metadata.replace(pairs.unwrap_or_default()).is_some() {
+                    return Err(A::Error::custom("it is there twice"));
+                }
+                continue;
+            }
+            let TensorInfo { dtype, shape, data_offsets: (from, to) } = map.next_value()?;
+            if let Some(name) = self.at.take() {
+                self.tensors.push(Tensor { name, dtype, shape, range: from as u64..to as u64 });
+            }
+        }
+        self.at = None;
+        Ok(())
+    }
+}
+
+/// A key, in memory that is shared from then on.
+struct Name(Arc<str>);
+
+impl<'de> Deserialize<'de> for Name {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        struct Text;
+        impl Visitor<'_> for Text {
+            type Value = Name;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a name")
+            }
+
+            fn visit_str<E>(self, text: &str) -> std::result::Result<Name, E> {
+                Ok(Name(text.into()))
+            }
+        }
+        from.deserialize_str(Text)
+    }
 }

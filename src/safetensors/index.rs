@@ -4,17 +4,22 @@
 //! the index are opened.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::io::Read;
 use std::path::{Component, Path, PathBuf};
 
-use serde_json::Value;
+use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde_json::error::Category;
 
-use super::{Found, malformed, unread};
+use super::{Found, malformed, open_regular, unread};
 use crate::error::{Error, Result};
 
 /// The longest index that is read: as long as a header may be.
 const LONGEST: u64 = 100_000_000;
 const SUFFIX: &str = "safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// The index's entry that says which tensor is in which file.
+const MAP: &str = "weight_map";
 
 /// What is in which file, by the index.
 pub(super) struct Index {
@@ -30,48 +35,135 @@ impl Index {
 
     fn read(path: &Path) -> Result<Self> {
         let what = path.display().to_string();
-        let failed = |error: std::io::Error| unread(&what, 0, &error);
-        let len = std::fs::metadata(path).map_err(failed)?.len();
-        if len > LONGEST {
-            return Err(malformed(
-                &what,
-                format!("{len} bytes are too many for an index, which has at most {LONGEST}"),
-            ));
+        let mut text = Vec::new();
+        let (file, _) = open_regular(path, &what)?;
+        // One more than is allowed, whatever its length was said to be.
+        file.take(LONGEST + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
+        if text.len() as u64 > LONGEST {
+            let why = format!("more than {LONGEST} bytes are too many for an index");
+            return Err(malformed(&what, why));
         }
-        let text = std::fs::read(path).map_err(failed)?;
         Self::parse(&what, &text, path.parent().unwrap_or_else(|| Path::new("")))
     }
 
     /// `folder` is where its files are.
     fn parse(what: &str, text: &[u8], folder: &Path) -> Result<Self> {
-        let value: Value = serde_json::from_slice(text)
-            .map_err(|error| malformed(what, format!("it is no JSON ({error}); get it again")))?;
-        let Some(map) = value.get("weight_map").and_then(Value::as_object) else {
-            return Err(malformed(
-                what,
-                "it has no object \"weight_map\", which says which tensor is in which file",
-            ));
+        let mut weights = Weights::default();
+        let mut json = serde_json::Deserializer::from_slice(text);
+        if let Err(error) = Root(&mut weights).deserialize(&mut json).and_then(|()| json.end()) {
+            return Err(weights.blame(what, &error));
+        }
+        let fault = |tensor: &str, why: String| {
+            Err(Error::Malformed { what: what.into(), tensor: Some(tensor.into()), why })
         };
+        let Some(mut pairs) = weights.pairs else { return Err(no_map(what)) };
+        pairs.sort_unstable();
+        if let Some(pair) = pairs.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+            let why = "is there twice, and in which file it is nobody can tell; get it again".into();
+            return fault(&pair[0].0, why);
+        }
         let mut files: BTreeMap<PathBuf, BTreeSet<String>> = BTreeMap::new();
-        for (tensor, file) in map {
-            let plain = file.as_str().filter(|name| {
-                let mut parts = Path::new(name).components();
-                matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
-            });
-            let Some(file) = plain else {
-                let why = format!("is said to be in {file}, which is no name of a file beside the index");
-                return Err(Error::Malformed {
-                    what: what.into(),
-                    tensor: Some(tensor.as_str().into()),
-                    why,
-                });
-            };
-            files.entry(folder.join(file)).or_default().insert(tensor.clone());
+        for (tensor, file) in pairs {
+            let mut parts = Path::new(&file).components();
+            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
+                let why = format!("is said to be in {file:?}, which is no name of a file beside the index");
+                return fault(&tensor, why);
+            }
+            files.entry(folder.join(file)).or_default().insert(tensor);
         }
         if files.is_empty() {
             return Err(malformed(what, "its \"weight_map\" names no tensor"));
         }
         Ok(Self { files })
+    }
+}
+
+fn no_map(what: &str) -> Error {
+    malformed(what, "it has no object \"weight_map\", which says which tensor is in which file")
+}
+
+/// Tensors and their files, read one by one: an index may be long, and be anything else.
+#[derive(Default)]
+struct Weights {
+    /// `None`: there is no map.
+    pairs: Option<Vec<(String, String)>>,
+    /// The tensor whose file is being read.
+    at: Option<String>,
+}
+
+impl Weights {
+    fn blame(&self, what: &str, error: &serde_json::Error) -> Error {
+        match &self.at {
+            _ if error.classify() != Category::Data => {
+                malformed(what, format!("it is no JSON ({error}); get it again"))
+            }
+            Some(tensor) => Error::Malformed {
+                what: what.into(),
+                tensor: Some(tensor.as_str().into()),
+                why: format!("is said to be in what is no name of a file beside the index ({error})"),
+            },
+            None => no_map(what),
+        }
+    }
+}
+
+/// The index itself.
+struct Root<'a>(&'a mut Weights);
+
+impl<'de> DeserializeSeed<'de> for Root<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> std::result::Result<(), D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Root<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an index")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
+        while let Some(key) = map.next_key::<String>()? {
+            if key == MAP {
+                map.next_value_seed(&mut *self.0)?;
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for &mut Weights {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> std::result::Result<(), D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for &mut Weights {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of files by tensor")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
+        if self.pairs.is_some() {
+            return Err(A::Error::custom("it is there twice"));
+        }
+        let mut pairs = Vec::new();
+        while let Some(tensor) = map.next_key()? {
+            self.at = Some(tensor);
+            let file = map.next_value()?;
+            pairs.extend(self.at.take().map(|tensor| (tensor, file)));
+        }
+        self.pairs = Some(pairs);
+        Ok(())
     }
 }
 
@@ -98,7 +190,8 @@ fn of_folder(path: &Path) -> Result<Found> {
     let mut files = Vec::new();
     for entry in entries {
         let file = entry.map_err(|error| unread(&what, 0, &error))?.path();
-        if file.extension().is_some_and(|end| end == SUFFIX) && file.is_file() {
+        // (A link that leads nowhere is a file that is missing.)
+        if file.extension().is_some_and(|end| end == SUFFIX) && !file.is_dir() {
             files.push(file);
         }
     }
@@ -109,5 +202,33 @@ fn of_folder(path: &Path) -> Result<Found> {
         ));
     }
     files.sort();
+    complete(&what, &files)?;
     Ok(Found { files, index: None })
+}
+
+/// Where files say in their names that they are one of so many (`model-00002-of-00003`), all of them have to be there.
+fn complete(what: &str, files: &[PathBuf]) -> Result<()> {
+    // Of each set, named by what its files' names start with and how many there are: those that are there.
+    let mut sets: BTreeMap<(&str, &str), BTreeSet<u64>> = BTreeMap::new();
+    for file in files {
+        let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+        let Some((front, of)) = stem.rsplit_once("-of-") else { continue };
+        let Some((set, number)) = front.rsplit_once('-') else { continue };
+        if let (Ok(_), Ok(number)) = (of.parse::<u64>(), number.parse()) {
+            sets.entry((set, of)).or_default().insert(number);
+        }
+    }
+    for ((set, of), there) in sets {
+        let count: u64 = of.parse().unwrap_or_default();
+        // Most count from one.
+        let from = u64::from(!there.contains(&0));
+        if let Some(missing) = (from..count.saturating_add(from)).find(|number| !there.contains(number)) {
+            let width = of.len();
+            return Err(malformed(
+                what,
+                format!("{set}-{missing:0width$}-of-{of}.{SUFFIX} is missing in it; get it too"),
+            ));
+        }
+    }
+    Ok(())
 }

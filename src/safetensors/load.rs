@@ -95,24 +95,27 @@ impl<'a> Loader<'a> {
     ///
     /// # Errors
     /// [`Error::BadAlignment`]; what allocating says; [`Error::TooSmall`], [`Error::WrongDevice`] and [`Error::Config`] for
-    /// memory of your own that does not fit; [`Error::Shrunk`] for a file that has become shorter since it was opened; a lost
-    /// device. What was started for other files is cancelled.
+    /// memory of your own that does not fit, or is given for two files; [`Error::Shrunk`] for a file that has become shorter
+    /// since it was opened, [`Error::Malformed`] for one that was written to; a lost device. What was started for other
+    /// files is cancelled.
     pub fn start(mut self) -> Result<Loading> {
         let (prefixes, mut filter) = (std::mem::take(&mut self.prefixes), self.filter.take());
         self.start_with(|shard| {
-            let named = |tensor: &&Arc<Tensor>| {
-                prefixes.is_empty() || prefixes.iter().any(|prefix| tensor.name().starts_with(prefix))
+            if prefixes.is_empty() && filter.is_none() {
+                return Chosen::All;
+            }
+            let mut is_wanted = |tensor: &Tensor| {
+                let mut prefixes_of = prefixes.iter();
+                (prefixes.is_empty() || prefixes_of.any(|prefix| tensor.name().starts_with(prefix)))
+                    && filter.as_mut().is_none_or(|filter| filter(tensor))
             };
-            let tensors = shard.tensors.iter().filter(named);
-            tensors.filter(|tensor| filter.as_mut().is_none_or(|filter| filter(tensor))).cloned().collect()
+            let all = (0..).zip(shard.tensors.iter());
+            Chosen::Some(all.filter(|(_, tensor)| is_wanted(tensor)).map(|(index, _)| index).collect())
         })
     }
 
     /// Starts it with the tensors that are chosen of each shard.
-    pub(super) fn start_with(
-        mut self,
-        mut choose: impl FnMut(&Shard) -> Vec<Arc<Tensor>>,
-    ) -> Result<Loading> {
+    pub(super) fn start_with(mut self, mut choose: impl FnMut(&Shard) -> Chosen) -> Result<Loading> {
         if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
             return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
         }
@@ -120,54 +123,84 @@ impl<'a> Loader<'a> {
         let (mut parts, mut total) = (VecDeque::new(), 0);
         for shard in &self.checkpoint.shards {
             let chosen = choose(shard);
-            if !chosen.is_empty() {
-                total += chosen.iter().map(|tensor| tensor.len()).sum::<u64>();
-                parts.push_back(self.start_shard(shard, chosen)?);
+            if chosen.count(shard) > 0 {
+                let part = self.start_shard(shard, chosen, &parts)?;
+                total += part.bytes;
+                parts.push_back(part);
             }
         }
         Ok(Loading { parts, total, before: 0, since, ended: None })
     }
 
-    fn start_shard(&mut self, shard: &Shard, chosen: Vec<Arc<Tensor>>) -> Result<Part> {
-        let (places, len) = layout(&chosen, self.align)?;
-        if len == 0 {
-            let left = chosen.into_iter().zip(places).collect();
-            return Ok(Part { left, block: None, transfer: None, landed_to: 0, sums: None, bytes: 0 });
-        }
-        let block = self.block(len)?;
-        let mut source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
-        if source.len() < shard.len {
-            return Err(Error::Shrunk { what: shard.name.clone(), end: source.len(), len: shard.len });
-        }
-        let sums = self.checksums.then(|| Arc::new(Sums::new(&chosen)));
-        if let Some(sums) = &sums {
-            source = source.tap(sums.clone());
-        }
-        // Joined here, not as a piece for each tensor: there may be tens of thousands, and the link waits.
-        let mut pieces: Vec<Piece> = Vec::new();
-        let mut bytes = 0;
-        // In the file and in the block.
-        let mut run: Option<(Range<u64>, Range<usize>)> = None;
-        let mut push = |run: Option<(Range<u64>, Range<usize>)>| {
-            if let Some((file, place)) = run {
-                pieces.push(Piece::new(file.start, block.slice(place)?));
+    /// Ranges of the file, and of the block, that are copied; the block's end, and how many bytes that are. Neighbours are
+    /// joined here, not by a piece for each tensor: there may be tens of thousands, and the link waits.
+    #[allow(clippy::type_complexity, reason = "three numbers")]
+    fn runs(&self, shard: &Shard, chosen: &Chosen) -> Result<(Vec<(Range<u64>, Range<usize>)>, usize, u64)> {
+        // Found out when it was opened: nothing is to be done for each of them.
+        if let (Chosen::All, Some((whole, even))) = (chosen, &shard.whole) {
+            let bytes = whole.end - whole.start;
+            if *even >= self.align {
+                let place = Layout::new(self.align).put(bytes)?;
+                let end = place.end;
+                return Ok((vec![(whole.clone(), place)], end, bytes));
             }
-            Ok::<_, Error>(())
-        };
-        for (tensor, &place) in chosen.iter().zip(&places).filter(|(tensor, _)| !tensor.is_empty()) {
-            let (file, end) = (tensor.range(), place + tensor.len() as usize);
+        }
+        let mut runs: Vec<(Range<u64>, Range<usize>)> = Vec::new();
+        let (mut layout, mut bytes) = (Layout::new(self.align), 0);
+        for tensor in chosen.tensors(shard).filter(|tensor| !tensor.is_empty()) {
+            let (file, place) = (tensor.range(), layout.put(tensor.len())?);
             bytes += tensor.len();
-            match &mut run {
-                Some((from, to)) if from.end == file.start && to.end == place => {
-                    (from.end, to.end) = (file.end, end);
+            match runs.last_mut() {
+                Some((from, to)) if from.end == file.start && to.end == place.start => {
+                    (from.end, to.end) = (file.end, place.end);
                 }
-                _ => push(run.replace((file, place..end)))?,
+                _ => runs.push((file, place)),
             }
         }
-        push(run)?;
-        let transfer = self.pipeline.upload_file_pieces(source, pieces).map_err(|refused| refused.error)?;
-        let left = chosen.into_iter().zip(places).collect();
-        Ok(Part { left, block: Some(block), transfer: Some(transfer), landed_to: 0, sums, bytes })
+        Ok((runs, layout.end, bytes))
+    }
+
+    fn start_shard(&mut self, shard: &Arc<Shard>, chosen: Chosen, before: &VecDeque<Part>) -> Result<Part> {
+        let (runs, end, bytes) = self.runs(shard, &chosen)?;
+        let mut part = Part {
+            shard: shard.clone(),
+            chosen,
+            next: 0,
+            layout: Layout::new(self.align),
+            block: None,
+            transfer: None,
+            landed_to: 0,
+            sums: None,
+            bytes,
+        };
+        if bytes == 0 {
+            return Ok(part);
+        }
+        let block = self.block(end)?;
+        let apart = |other: &DeviceSlice| {
+            let ends = |slice: &DeviceSlice, len| (slice.address(), slice.address() + len as u64);
+            let (one, two) = (ends(&block, end), ends(other, other.len()));
+            one.1 <= two.0 || two.1 <= one.0
+        };
+        if !before.iter().filter_map(|part| part.block.as_ref()).all(apart) {
+            return Err(Error::Config(format!(
+                "the memory for the tensors of {} overlaps that for another file's; give each file memory of its own",
+                shard.name
+            )));
+        }
+        shard.unchanged()?;
+        let mut source = FileSource::new(shard.file.clone(), shard.name.clone())?.reading(self.reading);
+        if self.checksums {
+            let sums = Arc::new(Sums::new(part.chosen.tensors(shard)));
+            source = source.tap(sums.clone());
+            part.sums = Some(sums);
+        }
+        let pieces = runs.into_iter().map(|(file, place)| Ok(Piece::new(file.start, block.slice(place)?)));
+        let pieces = pieces.collect::<Result<_>>()?;
+        part.transfer =
+            Some(self.pipeline.upload_file_pieces(source, pieces).map_err(|refused| refused.error)?);
+        part.block = Some(block);
+        Ok(part)
     }
 
     /// Device memory of so many bytes that starts on the alignment.
@@ -185,7 +218,8 @@ impl<'a> Loader<'a> {
                     self.align
                 )));
             }
-            return Ok(slice);
+            // What is beyond is the caller's still.
+            return slice.slice(..len);
         }
         let slice = DeviceSlice::from(self.pipeline.device().alloc(len)?);
         if aligned(&slice) {
@@ -203,7 +237,12 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// As for [`start`](Self::start) and [`Loading`].
     pub fn load(self) -> Result<Vec<DeviceTensor>> {
-        self.start()?.collect()
+        let loading = self.start()?;
+        let mut tensors = Vec::with_capacity(loading.left());
+        for tensor in loading {
+            tensors.push(tensor?);
+        }
+        Ok(tensors)
     }
 
     /// Loads everything, and calls `each` for each tensor when it has arrived, while others are on their way.
@@ -224,29 +263,74 @@ impl std::fmt::Debug for Loader<'_> {
     }
 }
 
-/// Where tensors go in a block, and how long that is: in their order, each on the alignment, with nothing between them but
-/// what that takes.
-fn layout(tensors: &[Arc<Tensor>], align: usize) -> Result<(Vec<usize>, usize)> {
-    let too_large = || Error::OutOfMemory {
-        wanted: usize::MAX,
-        text: "the tensors are more than the address space holds".into(),
-    };
-    let (mut places, mut end) = (Vec::with_capacity(tensors.len()), 0_usize);
-    for tensor in tensors {
-        let place = end.checked_next_multiple_of(align).ok_or_else(too_large)?;
-        places.push(place);
-        if !tensor.is_empty() {
-            let len = usize::try_from(tensor.len()).map_err(|_| too_large())?;
-            end = place.checked_add(len).filter(|end| *end <= isize::MAX as usize).ok_or_else(too_large)?;
+/// Which of a shard's tensors are loaded.
+pub(super) enum Chosen {
+    All,
+    /// By their places in the shard, in its order.
+    Some(Vec<u32>),
+}
+
+impl Chosen {
+    fn count(&self, shard: &Shard) -> usize {
+        match self {
+            Self::All => shard.tensors.len(),
+            Self::Some(places) => places.len(),
         }
     }
-    Ok((places, end))
+
+    /// The place in the shard of the one with so many before it.
+    fn get(&self, shard: &Shard, number: usize) -> Option<u32> {
+        match self {
+            // (A header has no room for more than that.)
+            Self::All => (number < shard.tensors.len()).then_some(number as u32),
+            Self::Some(places) => places.get(number).copied(),
+        }
+    }
+
+    fn tensors<'a>(&'a self, shard: &'a Shard) -> impl Iterator<Item = &'a Tensor> {
+        (0..self.count(shard))
+            .filter_map(|number| self.get(shard, number))
+            .map(|place| &shard.tensors[place as usize])
+    }
+}
+
+/// Where tensors go in a block: in their order, each on the alignment, with nothing between them but what that takes. Worked
+/// out when it is planned, and once more as they are handed out.
+#[derive(Clone, Copy)]
+struct Layout {
+    align: usize,
+    /// One past the last.
+    end: usize,
+}
+
+impl Layout {
+    fn new(align: usize) -> Self {
+        Self { align, end: 0 }
+    }
+
+    /// The place of the next tensor, which has so many bytes, and some.
+    fn put(&mut self, len: u64) -> Result<Range<usize>> {
+        let start = self.end.checked_next_multiple_of(self.align);
+        let place = start.zip(usize::try_from(len).ok()).and_then(|(start, len)| {
+            let end = start.checked_add(len).filter(|end| *end <= isize::MAX as usize)?;
+            Some(start..end)
+        });
+        let place = place.ok_or_else(|| Error::OutOfMemory {
+            wanted: usize::MAX,
+            text: "the tensors are more than the address space holds".into(),
+        })?;
+        self.end = place.end;
+        Ok(place)
+    }
 }
 
 /// What is loaded of one file.
 struct Part {
-    /// What was not handed out yet, and where in the block it goes.
-    left: VecDeque<(Arc<Tensor>, usize)>,
+    shard: Arc<Shard>,
+    chosen: Chosen,
+    /// How many were handed out, and where they are.
+    next: usize,
+    layout: Layout,
     /// `None`, as the transfer: there are no bytes.
     block: Option<DeviceSlice>,
     transfer: Option<Transfer<FileSource>>,
@@ -257,14 +341,21 @@ struct Part {
 }
 
 impl Part {
-    /// A tensor that has arrived.
-    fn out(&self, tensor: Arc<Tensor>, place: usize) -> Result<DeviceTensor> {
+    /// How many were not handed out.
+    fn left(&self) -> usize {
+        self.chosen.count(&self.shard) - self.next
+    }
+
+    /// The next tensor, which has arrived.
+    fn out(&mut self, index: u32) -> Result<DeviceTensor> {
+        self.next += 1;
+        let tensor = &self.shard.tensors[index as usize];
         let slice = match &self.block {
-            Some(block) if !tensor.is_empty() => Some(block.slice(place..place + tensor.len() as usize)?),
+            Some(block) if !tensor.is_empty() => Some(block.slice(self.layout.put(tensor.len())?)?),
             _ => None,
         };
         let sum = self.sums.as_ref().and_then(|sums| sums.of(&tensor.range()));
-        Ok(DeviceTensor::new(tensor, slice, sum))
+        Ok(DeviceTensor::new(self.shard.tensors.clone(), index, slice, sum))
     }
 }
 
@@ -277,7 +368,8 @@ impl Part {
 ///
 /// # Errors
 /// Of each item: [`Error::Read`] and [`Error::Shrunk`] with file and offset; [`Error::Transfer`] with what the pool or the
-/// device said; [`Error::Cancelled`].
+/// device said; [`Error::Cancelled`]; [`Error::Malformed`], after the last tensor of a file that was written to meanwhile:
+/// then what came of it may be wrong.
 #[must_use = "dropping it cancels the load"]
 pub struct Loading {
     parts: VecDeque<Part>,
@@ -295,6 +387,12 @@ impl Loading {
     /// See [`Loading`].
     pub async fn next_tensor(&mut self) -> Option<Result<DeviceTensor>> {
         poll_fn(|cx| self.advance(Some(cx))).await
+    }
+
+    /// How many tensors are still to come.
+    #[must_use]
+    pub fn left(&self) -> usize {
+        self.parts.iter().map(Part::left).sum()
     }
 
     /// How far it has come: bytes of tensors, over all files. `landed_to` counts them one behind the other.
@@ -333,7 +431,8 @@ impl Loading {
                 self.ended.get_or_insert_with(Instant::now);
                 return Poll::Ready(None);
             };
-            if let Some((tensor, _)) = part.left.front() {
+            if let Some(index) = part.chosen.get(&part.shard, part.next) {
+                let tensor = &part.shard.tensors[index as usize];
                 let end = tensor.range().end;
                 let there = match (&mut part.transfer, &mut cx) {
                     _ if tensor.is_empty() || end <= part.landed_to => true,
@@ -348,9 +447,7 @@ impl Loading {
                     }
                 };
                 if there {
-                    if let Some((tensor, place)) = part.left.pop_front() {
-                        return Poll::Ready(Some(part.out(tensor, place)));
-                    }
+                    return Poll::Ready(Some(part.out(index)));
                 }
             }
             // The transfer is over, or about to be: all of its tensors are out, or it has failed.
@@ -364,7 +461,9 @@ impl Loading {
                     None => Ok(()),
                 },
             };
-            let missing = !part.left.is_empty();
+            let missing = part.left() > 0;
+            // Asked when the last byte was read.
+            let over = over.and_then(|()| if part.bytes > 0 { part.shard.unchanged() } else { Ok(()) });
             self.before += if missing { 0 } else { part.bytes };
             self.parts.pop_front();
             let failed = match over {
@@ -392,7 +491,14 @@ impl Iterator for Loading {
             Poll::Pending => None,
         }
     }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        // An error may come in the place of any, or after the last.
+        (0, Some(self.left() + usize::from(!self.parts.is_empty())))
+    }
 }
+
+impl std::iter::FusedIterator for Loading {}
 
 impl futures_core::Stream for Loading {
     type Item = Result<DeviceTensor>;

@@ -6,7 +6,6 @@
 //! as all threads together.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
@@ -62,10 +61,10 @@ impl std::fmt::Debug for Sum {
 
 impl Sums {
     /// For these tensors, which are in the file's order.
-    pub(super) fn new(tensors: &[Arc<Tensor>]) -> Self {
-        let with_bytes = tensors.iter().filter(|tensor| !tensor.is_empty());
+    pub(super) fn new<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Self {
+        let with_bytes = tensors.filter(|tensor| !tensor.is_empty());
         let sum =
-            |tensor: &Arc<Tensor>| Sum { range: tensor.range(), run: Mutex::default(), bell: Condvar::new() };
+            |tensor: &Tensor| Sum { range: tensor.range(), run: Mutex::default(), bell: Condvar::new() };
         Self { sums: with_bytes.map(sum).collect() }
     }
 

@@ -13,40 +13,48 @@ use ::safetensors::Dtype;
 
 /// A tensor that has arrived on the device. Its memory lives for as long as a handle to it, or to a tensor beside it: those
 /// of one file share a block. Whatever is submitted to any stream from now on finds the bytes there.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct DeviceTensor {
-    tensor: Arc<Tensor>,
+    /// All of its file, and which of them it is: the file's one list serves all, so that thousands cost nothing each.
+    all: Arc<Vec<Tensor>>,
+    index: u32,
     slice: Option<DeviceSlice>,
     checksum: Option<u128>,
 }
 
 impl DeviceTensor {
-    pub(super) fn new(tensor: Arc<Tensor>, slice: Option<DeviceSlice>, checksum: Option<u128>) -> Self {
-        Self { tensor, slice, checksum }
+    /// `index` is a place in the list.
+    pub(super) fn new(
+        all: Arc<Vec<Tensor>>,
+        index: u32,
+        slice: Option<DeviceSlice>,
+        checksum: Option<u128>,
+    ) -> Self {
+        Self { all, index, slice, checksum }
     }
 
     /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
-        self.tensor.name()
+        self.tensor().name()
     }
 
     /// The type of its elements.
     #[must_use]
     pub fn dtype(&self) -> Dtype {
-        self.tensor.dtype()
+        self.tensor().dtype()
     }
 
     /// Elements along each axis.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
-        self.tensor.shape()
+        self.tensor().shape()
     }
 
     /// What its file says of it.
     #[must_use]
     pub fn tensor(&self) -> &Tensor {
-        &self.tensor
+        &self.all[self.index as usize]
     }
 
     /// Its bytes on the device. `None`: it has none, as it has no elements.
@@ -75,6 +83,16 @@ impl DeviceTensor {
     pub fn device_checksum(&self, pipeline: &Pipeline) -> Result<u128> {
         let sums = device_checksums(pipeline, std::slice::from_ref(self))?;
         sums.first().copied().ok_or(Error::Empty)
+    }
+}
+
+impl std::fmt::Debug for DeviceTensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeviceTensor")
+            .field("tensor", self.tensor())
+            .field("slice", &self.slice)
+            .field("checksum", &self.checksum)
+            .finish()
     }
 }
 

@@ -10,8 +10,7 @@ use pinpool::Error;
 use pinpool::host::{Call, HostConfig};
 use pinpool::pipeline::{Fill, Pipeline, Priority, Source};
 
-use super::memory::block_on;
-use super::{Rig, pattern};
+use super::{Rig, block_on, pattern};
 
 #[test]
 fn settings_that_make_no_sense_are_refused_and_say_why() {

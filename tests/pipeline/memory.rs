@@ -1,10 +1,7 @@
 //! Bytes in memory, up and down.
 
-use std::future::Future;
 use std::io::Read;
-use std::pin::pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
 
 use pinpool::Error;
 use pinpool::pipeline::Piece;
@@ -176,22 +173,4 @@ fn what_is_pinned_is_not_staged() {
     assert!(pipeline.download_vec(&memory).unwrap() == bytes);
     drop(buf);
     rig.all_is_back();
-}
-
-/// Runs a future on this thread.
-pub fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unparks(std::thread::Thread);
-    impl Wake for Unparks {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let waker = Waker::from(Arc::new(Unparks(std::thread::current())));
-    let mut future = pin!(future);
-    loop {
-        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => std::thread::park(),
-        }
-    }
 }

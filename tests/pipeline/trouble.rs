@@ -11,8 +11,7 @@ use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::pipeline::{FileSink, FileSource, Fill, Reading, Sink, Source};
 use pinpool::{Error, ErrorClass};
 
-use super::memory::block_on;
-use super::{Rig, pattern};
+use super::{Rig, block_on, pattern};
 
 /// A source that fails, panics, is short or waits at a place.
 struct Odd {

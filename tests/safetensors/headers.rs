@@ -3,6 +3,7 @@
 use pinpool::Error;
 use pinpool::safetensors::{Checkpoint, Header};
 use proptest::prelude::*;
+use safetensors::SafeTensors;
 
 use super::{Folder, Made, file, made, with_header};
 
@@ -66,6 +67,21 @@ fn lies_about_a_tensor_name_it() {
         ),
         (r#"{"x":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}"#.into(), 2, "x", "belong to no tensor"),
         (r#"{"x":7}"#.into(), 0, "x", "described"),
+        // Twice: which of them is meant?
+        (
+            format!(r#"{{{a},"a":{{"dtype":"I8","shape":[4],"data_offsets":[0,4]}}}}"#),
+            4,
+            "a",
+            "inside of tensor \"a\"",
+        ),
+        (format!(r#"{{{a},"a":{{"dtype":"I8","shape":[4],"data_offsets":[4,8]}}}}"#), 8, "a", "twice"),
+        (
+            r#"{"n":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"n":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#
+                .into(),
+            0,
+            "n",
+            "twice",
+        ),
     ] {
         let (named, text) = lie(&header, data);
         assert_eq!(named.as_deref(), Some(tensor), "{header}: {text}");
@@ -88,6 +104,9 @@ fn lies_about_the_whole_are_refused() {
         ("\u{0}", 0, "no JSON object"),
         (r#"{"__metadata__":{"n":1}}"#, 0, "metadata"),
         (r#"{"__metadata__":"text"}"#, 0, "metadata"),
+        (r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "metadata"),
+        (r#"{"a":{"dtype":"U8""#, 0, "no JSON object"),
+        ("{} x", 0, "no JSON object"),
     ] {
         let (named, text) = lie(header, data);
         assert_eq!(named, None, "{header}: {text}");
@@ -97,6 +116,8 @@ fn lies_about_the_whole_are_refused() {
     let deep = format!(r#"{{"a":{}}}"#, "[".repeat(100_000));
     lie(&deep, 0);
     for (bytes, why) in [
+        // A name that is not UTF-8.
+        (8_u64.to_le_bytes().into_iter().chain(*b"{\"\xff\xfe\":{}").collect(), "no JSON object"),
         (vec![], "too few"),
         (vec![1, 0, 0, 0, 0, 0, 0], "too few"),
         (9_u64.to_le_bytes().into_iter().chain(*b"{}      ").collect(), "cut off"),
@@ -125,6 +146,36 @@ fn an_empty_file_of_the_format_is_fine() {
     assert!(header.tensors.is_empty() && header.metadata.is_empty());
     let header = parse(&with_header(r#"{"__metadata__":{"b":"2","a":"1"}}      "#, [])).unwrap();
     assert_eq!(header.metadata, [("a".into(), "1".into()), ("b".into(), "2".into())]);
+}
+
+/// Types whose elements are no whole bytes, and those of a byte that came later.
+#[test]
+fn elements_smaller_than_a_byte_are_counted_in_bits() {
+    for (dtype, shape, bytes) in [
+        ("F4", vec![2], 1),
+        ("F4", vec![3, 6], 9),
+        ("F4", vec![0, 3], 0),
+        ("F6_E2M3", vec![4], 3),
+        ("F6_E3M2", vec![2, 2, 4], 12),
+        ("F8_E8M0", vec![5], 5),
+        ("F8_E4M3FNUZ", vec![5], 5),
+        ("C64", vec![2], 16),
+    ] {
+        let header = |end: usize| {
+            format!(r#"{{"a":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[0,{end}]}}}}"#)
+        };
+        let whole = with_header(&header(bytes), vec![0; bytes]);
+        let read = parse(&whole).unwrap();
+        is_sound(&read, &whole);
+        assert_eq!(read.tensors[0].len(), bytes as u64, "{dtype} {shape:?}");
+        let (named, text) = lie(&header(bytes + 1), bytes + 1);
+        assert!(named.as_deref() == Some("a") && text.contains(&format!("{bytes} bytes")), "{text}");
+    }
+    for (dtype, shape) in [("F4", vec![1]), ("F4", vec![3, 3]), ("F6_E2M3", vec![2]), ("F6_E3M2", vec![1])] {
+        let header = format!(r#"{{"a":{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[0,1]}}}}"#);
+        let (named, text) = lie(&header, 1);
+        assert!(named.as_deref() == Some("a") && text.contains("no whole number of bytes"), "{text}");
+    }
 }
 
 fn tensors() -> impl Strategy<Value = Vec<Made>> {
@@ -190,9 +241,25 @@ proptest! {
                 _ => bytes.insert(at, byte),
             }
         }
+        // What the format's own crate makes of it.
+        let theirs = SafeTensors::deserialize(&bytes);
         match parse(&bytes) {
-            Ok(header) => is_sound(&header, &bytes),
-            Err(Error::Malformed { what, why, .. }) => prop_assert!(what == "it" && !why.is_empty()),
+            Ok(header) => {
+                is_sound(&header, &bytes);
+                let theirs = theirs.unwrap();
+                prop_assert_eq!(theirs.len(), header.tensors.len());
+                for tensor in &header.tensors {
+                    let view = theirs.tensor(tensor.name()).unwrap();
+                    prop_assert_eq!((view.dtype(), view.shape()), (tensor.dtype(), tensor.shape()));
+                    let range = tensor.range();
+                    prop_assert_eq!(view.data(), &bytes[range.start as usize..range.end as usize]);
+                }
+            }
+            Err(Error::Malformed { what, why, .. }) => {
+                prop_assert!(what == "it" && !why.is_empty());
+                // They let a name come twice.
+                prop_assert!(theirs.is_err() || why.contains("twice") || why.contains("inside"), "{}", why);
+            }
             Err(error) => prop_assert!(false, "{error}"),
         }
     }

@@ -53,6 +53,13 @@ fn an_index_that_lies_is_refused() {
     refused(&with(r#"{"weight_map":{}}"#), None, "names no tensor");
     refused(&with(r#"{"weight_map":[]}"#), None, "weight_map");
     refused(&with("{"), None, "no JSON");
+    refused(&with("[]"), None, "weight_map");
+    refused(&with(r#"{"weight_map":{"a":"1.safetensors"},"weight_map":{}}"#), None, "weight_map");
+    // In two files, says the index: in which, nobody can tell.
+    folder.put("2.safetensors", file(&[made("a", "U8", &[3], 2)]));
+    let both = r#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#;
+    refused(&with(both), Some("a"), "twice");
+    std::fs::remove_file(folder.path().join("2.safetensors")).unwrap();
     let missing = Checkpoint::open(with(r#"{"weight_map":{"a":"2.safetensors"}}"#)).map(drop).unwrap_err();
     assert!(matches!(&missing, Error::Read { what, .. } if what.ends_with("2.safetensors")), "{missing}");
 }
@@ -73,4 +80,61 @@ fn a_folder_without_an_index_is_all_of_its_files() {
     assert!(matches!(Checkpoint::open_files::<&str>(&[]), Err(Error::Empty)));
     assert!(matches!(Checkpoint::open(folder.path().join("nowhere")), Err(Error::Read { .. })));
     refused(std::path::Path::new("/dev/null"), None, "no regular file");
+}
+
+#[test]
+fn what_is_no_file_is_not_waited_for() {
+    let folder = Folder::new();
+    folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1)]));
+    for name in ["pipe.safetensors", "pipe.safetensors.index.json"] {
+        let path = folder.path().join(name);
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        // Nobody ever writes into it.
+        let (told, result) = std::sync::mpsc::channel();
+        let opened = path.clone();
+        std::thread::spawn(move || _ = told.send(Checkpoint::open(opened).map(drop)));
+        let result = result.recv_timeout(std::time::Duration::from_secs(20)).expect("it waits for a writer");
+        assert!(
+            matches!(&result, Err(Error::Malformed { why, .. }) if why.contains("no regular file")),
+            "{result:?}"
+        );
+    }
+}
+
+/// As a hub's cache has them: the files beside the index are links to elsewhere.
+#[test]
+fn links_are_followed_and_must_lead_somewhere() {
+    let (folder, store) = (Folder::new(), Folder::new());
+    let there = store.put("blob", file(&[made("a", "U8", &[3], 1)]));
+    let link = folder.path().join("1.safetensors");
+    std::os::unix::fs::symlink(&there, &link).unwrap();
+    let index = folder.put("model.safetensors.index.json", r#"{"weight_map":{"a":"1.safetensors"}}"#);
+    assert_eq!(Checkpoint::open(&index).unwrap().len(), 1);
+    std::fs::remove_file(&index).unwrap();
+    assert_eq!(Checkpoint::open(folder.path()).unwrap().len(), 1);
+
+    // One that leads nowhere is a file that is missing, not one that is not there.
+    std::os::unix::fs::symlink(store.path().join("gone"), folder.path().join("2.safetensors")).unwrap();
+    let missing = Checkpoint::open(folder.path()).map(drop).unwrap_err();
+    assert!(matches!(&missing, Error::Read { what, .. } if what.ends_with("2.safetensors")), "{missing}");
+}
+
+#[test]
+fn a_folder_whose_files_say_how_many_they_are_has_to_have_all_of_them() {
+    let folder = Folder::new();
+    let put = |name: &str| folder.put(name, file(&[made(name, "U8", &[3], 1)]));
+    put("model-00001-of-00003.safetensors");
+    let last = put("model-00003-of-00003.safetensors");
+    refused(folder.path(), None, "model-00002-of-00003.safetensors is missing");
+    put("model-00002-of-00003.safetensors");
+    assert_eq!(Checkpoint::open(folder.path()).unwrap().len(), 3);
+    // Others count for themselves, and some from nothing.
+    put("head-of-state.safetensors");
+    put("extra-0-of-2.safetensors");
+    put("extra-1-of-2.safetensors");
+    assert_eq!(Checkpoint::open(folder.path()).unwrap().len(), 6);
+    std::fs::remove_file(last).unwrap();
+    refused(folder.path(), None, "model-00003-of-00003.safetensors is missing");
+    put("extra-3-of-99999999999999999999.safetensors");
+    refused(folder.path(), None, "model-00003-of-00003.safetensors is missing");
 }

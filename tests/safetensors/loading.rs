@@ -1,15 +1,13 @@
 //! What arrives, where, and when.
 
 use std::future::Future;
-use std::pin::pin;
-use std::sync::Arc;
-use std::task::{Context, Poll, Wake, Waker};
+use std::task::{Context, Waker};
 
 use pinpool::Error;
 use pinpool::pipeline::Reading;
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 
-use super::{Folder, Made, Rig, arrived, file, made};
+use super::{Folder, Made, Rig, arrived, block_on, file, made};
 
 /// Tensors of all kinds of sizes: none, a byte, odd ones, larger than several chunks.
 fn various() -> Vec<Made> {
@@ -142,6 +140,36 @@ fn checksums_of_what_was_read_of_the_file_and_of_the_device_agree() {
     rig.all_is_back();
 }
 
+/// The definition, by the algorithm's own published values: XXH3 of 128 bits, without a seed.
+#[test]
+fn checksums_are_those_of_everybody() {
+    let (rig, folder) = (Rig::late(), Folder::new());
+    let mut abc = made("abc", "U8", &[3], 1);
+    abc.bytes = b"abc".into();
+    let path = folder.put("model.safetensors", file(&[made("none", "U8", &[0], 1), abc]));
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let got = checkpoint.loader(&rig.pipeline()).checksums(true).load().unwrap();
+    let sums: Vec<String> = got.iter().map(|tensor| format!("{:032x}", tensor.checksum().unwrap())).collect();
+    assert_eq!(sums, ["99aa06d3014798d86001c324468d497f", "06b05ab6733a618578af5f94892f3950"]);
+}
+
+#[test]
+fn a_load_knows_how_many_are_left() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), various());
+    let paths =
+        [folder.put("1.safetensors", file(&tensors[..4])), folder.put("2.safetensors", file(&tensors[4..]))];
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let mut loading = checkpoint.loader(&pipeline).filter(|t| t.name() != "odd").start().unwrap();
+    for left in (0..tensors.len()).rev() {
+        // One more: an error may come in between.
+        assert_eq!(loading.size_hint(), (0, Some(left + 1)));
+        assert_eq!(loading.next().is_some(), left > 0);
+    }
+    assert_eq!(loading.size_hint(), (0, Some(0)));
+    assert!(loading.next().is_none() && loading.next().is_none());
+}
+
 #[test]
 fn the_first_tensor_is_there_while_the_last_are_on_their_way() {
     let (rig, folder) = (Rig::late(), Folder::new());
@@ -230,25 +258,6 @@ fn memory_of_the_callers_own_is_used() {
     let wrong = checkpoint.loader(&pipeline).memory(|len| foreign.slice(..len)).start().map(drop);
     assert!(matches!(wrong, Err(Error::WrongDevice { .. })), "{wrong:?}");
     rig.all_is_back();
-}
-
-struct Unpark(std::thread::Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-    let (mut future, mut cx) = (pin!(future), Context::from_waker(&waker));
-    loop {
-        match future.as_mut().poll(&mut cx) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => std::thread::park(),
-        }
-    }
 }
 
 #[test]

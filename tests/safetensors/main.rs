@@ -11,58 +11,17 @@ mod gpu;
 mod headers;
 mod indexes;
 mod loading;
+#[path = "../rig/mod.rs"]
+mod rig;
 mod trouble;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
-use pinpool::host::{HostConfig, HostNode};
 use pinpool::pipeline::Pipeline;
 use pinpool::safetensors::DeviceTensor;
-use pinpool::{Device, Pool, Unpinned};
 
-/// A device of its own, with a pool.
-pub(crate) struct Rig {
-    pub(crate) node: HostNode,
-    pub(crate) device: Device,
-    pub(crate) pool: Pool,
-}
-
-impl Rig {
-    /// Copies are as late as they may be.
-    pub(crate) fn late() -> Self {
-        Self::new(HostConfig::new().late(Duration::from_micros(200), 5))
-    }
-
-    pub(crate) fn new(config: HostConfig) -> Self {
-        let node = HostNode::new(config.memory(1 << 30)).unwrap();
-        let device = Device::on(&node, 0).unwrap();
-        let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
-        Self { node, device, pool }
-    }
-
-    /// Small chunks, so that there are many of them.
-    pub(crate) fn pipeline(&self) -> Pipeline {
-        let builder = Pipeline::builder(&self.pool, &self.device);
-        builder.threads(3).chunk(64 << 10).share(1 << 20).build().unwrap()
-    }
-
-    /// Everything is back, at once or a little later, and the books are right.
-    pub(crate) fn all_is_back(&self) {
-        let deadline = Instant::now() + Duration::from_secs(20);
-        loop {
-            self.device.reap();
-            let stats = self.pool.stats();
-            if stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes == 0 {
-                break;
-            }
-            assert!(Instant::now() < deadline, "not all came back: {stats:?}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.pool.check().unwrap();
-    }
-}
+pub(crate) use rig::{Rig, block_on, pattern};
 
 /// A tensor to be written: bytes of no type's in particular.
 #[derive(Clone, Debug)]
@@ -137,18 +96,4 @@ pub(crate) fn arrived(pipeline: &Pipeline, tensors: &[DeviceTensor], expected: &
             None => assert!(made.bytes.is_empty()),
         }
     }
-}
-
-/// Bytes in which no two neighbourhoods are alike.
-pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
-    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = vec![0; len];
-    for eight in bytes.chunks_mut(8) {
-        x ^= x << 13;
-        x ^= x >> 7;
-        x ^= x << 17;
-        let n = eight.len();
-        eight.copy_from_slice(&x.to_le_bytes()[..n]);
-    }
-    bytes
 }

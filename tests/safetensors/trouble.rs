@@ -1,14 +1,14 @@
 //! What goes wrong while tensors are on their way.
 
 use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::host::{Call, Failure, Fault};
 use pinpool::safetensors::{Checkpoint, DeviceTensor};
 use pinpool::{Error, ErrorClass};
 
-use super::loading::block_on;
-use super::{Folder, Made, Rig, arrived, file, made};
+use super::{Folder, Made, Rig, arrived, block_on, file, made};
 
 fn many() -> Vec<Made> {
     (0..40).map(|i| made(&format!("t{i:02}"), "F32", &[25_000 + i as usize % 3], i)).collect()
@@ -148,7 +148,7 @@ fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
     let (folder, tensors) = (Folder::new(), many());
     let path = folder.put("1.safetensors", file(&tensors));
     for task in [false, true] {
-        let rig = Rig::new(HostConfig::new());
+        let rig = Rig::plain();
         let pipeline = rig.pipeline();
         let checkpoint = Checkpoint::open(&path).unwrap();
         pipeline.set_rate(Some(1 << 10));
@@ -178,5 +178,123 @@ fn a_device_without_room_is_an_error_before_anything_moves() {
     let _all = rig.device.alloc((1 << 30) - (1 << 19)).unwrap();
     let error = checkpoint.loader(&pipeline).start().map(drop).unwrap_err();
     assert_eq!(error.class(), ErrorClass::Moment, "{error}");
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_that_was_written_to_is_not_what_was_opened() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let first = folder.put("1.safetensors", file(&tensors[..20]));
+    let second = folder.put("2.safetensors", file(&tensors[20..]));
+    let pipeline = rig.pipeline();
+    // Some bytes in its midst, the length as before; and a clock that has gone on, however coarse it is.
+    let write = || {
+        std::thread::sleep(Duration::from_millis(30));
+        OpenOptions::new().write(true).open(&second).unwrap().write_all_at(&[7; 9], 500_000).unwrap();
+    };
+    let changed = |error: &Error| matches!(error, Error::Malformed { what, why, .. } if what.ends_with("2.safetensors") && why.contains("was written to"));
+
+    // Before it is loaded.
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    write();
+    let error = checkpoint.loader(&pipeline).start().map(drop).unwrap_err();
+    assert!(changed(&error), "{error}");
+    rig.all_is_back();
+
+    // While it is: what was not handed out by then is not, and the load does not end well.
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    pipeline.set_rate(Some(1));
+    let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+    write();
+    pipeline.set_rate(None);
+    let results: Vec<_> = loading.by_ref().collect();
+    let errors: Vec<&Error> = results.iter().filter_map(|next| next.as_ref().err()).collect();
+    assert!(errors.len() == 1 && changed(errors[0]) && results.last().unwrap().is_err(), "{errors:?}");
+    drop(results);
+    rig.all_is_back();
+
+    // A new file of the same name is another one: what was opened is loaded.
+    let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+    let before = std::fs::read(&second).unwrap();
+    std::fs::remove_file(&second).unwrap();
+    folder.put("2.safetensors", "something else");
+    let got = checkpoint.loader(&pipeline).prefix("t39").load().unwrap();
+    let last = made("t39", "F32", &[tensors[39].shape[0]], 39);
+    assert!(before.ends_with(&last.bytes));
+    arrived(&pipeline, &got, &[&last]);
+    drop(got);
+    rig.all_is_back();
+}
+
+#[test]
+fn two_files_in_the_same_memory_are_refused() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let memory = rig.device.alloc(8 << 20).unwrap();
+    for step in [0, 16, 1 << 20] {
+        let mut at = 0;
+        let start = checkpoint.loader(&pipeline).memory(|len| {
+            at += step;
+            memory.slice(at..at + len)
+        });
+        let refused = start.start().map(drop);
+        assert!(matches!(&refused, Err(Error::Config(text)) if text.contains("overlap")), "{refused:?}");
+        rig.all_is_back();
+    }
+    // Longer than need be: what is beyond the first file's tensors is the second's.
+    let mut at = 0;
+    let got = checkpoint.loader(&pipeline).memory(|len| {
+        at += len.next_multiple_of(16);
+        memory.slice(at - len.next_multiple_of(16)..)
+    });
+    arrived(&pipeline, &got.load().unwrap(), &tensors.iter().collect::<Vec<_>>());
+}
+
+/// The caller's own code may do what it wants, and end as it wants.
+#[test]
+fn callbacks_that_panic_or_wait_leave_nothing_behind() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    let panics = |what: &dyn Fn() -> bool| {
+        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(what));
+        assert!(caught.is_err());
+        rig.all_is_back();
+    };
+    panics(&|| {
+        checkpoint.loader(&pipeline).filter(|t| t.name() != "t30" || panic!("as told")).start().is_ok()
+    });
+    panics(&|| {
+        let mut calls = 0;
+        let loader = checkpoint.loader(&pipeline).memory(|len| {
+            calls += 1;
+            assert!(calls < 2, "as told");
+            rig.device.alloc(len).map(Into::into)
+        });
+        loader.start().is_ok()
+    });
+    panics(&|| checkpoint.loader(&pipeline).for_each(|t| panic!("as told, at {}", t.name())).is_ok());
+
+    // One that waits for another load by the same pipeline, and for bytes to come back by it.
+    let mut count = 0;
+    let each = |tensor: DeviceTensor| {
+        count += 1;
+        if count % 13 == 1 {
+            let other = checkpoint.tensor(&pipeline, "t39")?.expect("it is there");
+            arrived(&pipeline, &[tensor, other], &[&tensors[count - 1], &tensors[39]]);
+        }
+        Ok(())
+    };
+    checkpoint.loader(&pipeline).for_each(each).unwrap();
+    assert_eq!(count, 40);
     rig.all_is_back();
 }

@@ -67,12 +67,12 @@ impl Collect {
 }
 
 /// The sink of the one download that fills it. Not [`Collect`] itself: anyone could put bytes twice into that.
-pub(super) struct Filler(Arc<Collect>);
+pub(super) struct Filler(Arc<Collect>, Stores);
 
 impl Filler {
     /// Once for each.
-    pub(super) fn new(collect: Arc<Collect>) -> Self {
-        Self(collect)
+    pub(super) fn new(collect: Arc<Collect>, stores: Stores) -> Self {
+        Self(collect, stores)
     }
 }
 
@@ -82,7 +82,7 @@ impl Sink for Filler {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let Self(collect) = self;
+        let Self(collect, stores) = self;
         let offset = usize::try_from(offset).unwrap_or(usize::MAX);
         if offset > collect.len || bytes.len() > collect.len - offset {
             return Err(io::ErrorKind::WriteZero.into());
@@ -94,7 +94,7 @@ impl Sink for Filler {
                 bytes.len(),
             )
         };
-        stores::copy(bytes, there, Stores::Cached);
+        stores::copy(bytes, there, *stores);
         // Relaxed: summed up when nobody writes any more.
         collect.put.fetch_add(bytes.len(), Ordering::Relaxed);
         Ok(())

@@ -10,7 +10,13 @@ use crate::runtime::Device;
 use crate::segment::PAGE;
 
 /// Bytes that go through one segment where nothing else is said.
-const CHUNK: usize = 8 << 20;
+const CHUNK: usize = 4 << 20;
+/// Streams for each direction where nothing else is said.
+const STREAMS: usize = 1;
+/// Chunks on the wire where nothing else is said.
+const DEPTH: usize = 3;
+/// Chunks that are filled and wait for the wire, or have landed and wait for a thread, where nothing else is said.
+const WAITING: usize = 2;
 /// The least that the chunk is made smaller to by itself.
 const LEAST_CHUNK: usize = 64 << 10;
 /// Bytes of segments that a pipeline uses at most where nothing else is said.
@@ -21,8 +27,8 @@ const THREADS: usize = 8;
 /// Who goes first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
-    /// Loads of much data: in the order in which they were started, at most two chunks of them in each direction on the
-    /// wire at a time.
+    /// Loads of much data: in the order in which they were started, at most [so many](PipelineBuilder::depth) chunks of them
+    /// in each direction on the wire at a time.
     #[default]
     Bulk,
     /// Requests that somebody waits for: before all of the above, on a stream of their own, with segments kept for them.
@@ -67,11 +73,15 @@ pub(super) struct Settings {
     pub(super) segment: usize,
     /// Segments at most.
     pub(super) segments: usize,
+    /// Of these, in use for the bulk transfers of one direction at most.
+    pub(super) rotation: usize,
     pub(super) share: usize,
     pub(super) streams: usize,
     pub(super) depth: usize,
     pub(super) rate: Option<u64>,
-    pub(super) stores: Stores,
+    /// How bytes are put into segments, and out of them into memory.
+    pub(super) fills: Stores,
+    pub(super) drains: Stores,
     /// Ordinary memory goes through segments.
     pub(super) staged: bool,
 }
@@ -84,8 +94,8 @@ impl PipelineBuilder {
             threads: None,
             chunk: None,
             share: None,
-            streams: 2,
-            depth: 2,
+            streams: STREAMS,
+            depth: DEPTH,
             rate: None,
             priority: Priority::Bulk,
             stores: None,
@@ -101,9 +111,10 @@ impl PipelineBuilder {
         self
     }
 
-    /// Bytes that go through one segment, rounded up to whole pages of 4 KiB. Default: 8 MiB, less where the share or the
-    /// pool's extents are small. Larger chunks are faster by a little, and a foreground request may have to wait for two
-    /// of them. Transfers that would leave threads idle are cut smaller.
+    /// Bytes that go through one segment, rounded up to whole pages of 4 KiB. Default: 4 MiB, less where the share or the
+    /// pool's extents are small. The segments in rotation (as many as there are threads, and [`depth`](Self::depth), and two)
+    /// should stay in the processor's caches, from which the device is served. A foreground request may have to wait for the
+    /// chunk that is on the wire. Transfers that would leave threads idle are cut smaller.
     pub fn chunk(mut self, bytes: usize) -> Self {
         self.chunk = Some(bytes);
         self
@@ -116,14 +127,15 @@ impl PipelineBuilder {
         self
     }
 
-    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn. Default: 2.
+    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn. Default: 1. The device takes
+    /// turns between streams, so that a foreground copy may have to wait for a chunk of each.
     pub fn streams(mut self, streams: usize) -> Self {
         self.streams = streams;
         self
     }
 
-    /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is what a
-    /// foreground copy may have to wait. Default: 2, which keeps the wire busy.
+    /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most that a
+    /// foreground copy may have to wait. Default: 3, which keeps the wire busy.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = chunks;
         self
@@ -143,7 +155,8 @@ impl PipelineBuilder {
         self
     }
 
-    /// How bytes are put into segments and into memory. Default: past the caches from 12 threads on.
+    /// How bytes in memory are put into segments, and from segments into memory. Default: into segments through the
+    /// processor's caches, from which the device is served; into memory past them.
     pub fn stores(mut self, stores: Stores) -> Self {
         self.stores = Some(stores);
         self
@@ -219,17 +232,20 @@ impl PipelineBuilder {
         }
         let segment = need(chunk)? + PAGE;
         let segments = (share / segment).max(1);
-        let many = if threads >= 12 { Stores::Streaming } else { Stores::Cached };
+        // More would only push each other out of the caches.
+        let rotation = threads + self.depth + WAITING;
         Ok(Settings {
             threads,
             chunk,
             segment,
             segments,
+            rotation,
             share,
             streams: self.streams,
             depth: self.depth,
             rate: self.rate,
-            stores: self.stores.unwrap_or(many),
+            fills: self.stores.unwrap_or(Stores::Cached),
+            drains: self.stores.unwrap_or(Stores::Streaming),
             staged: self.staging == Staging::Always
                 || !self.device.context().driver().takes_ordinary_memory(),
         })

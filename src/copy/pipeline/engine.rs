@@ -13,7 +13,8 @@
 //! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
 //! in the pool's queue in front of others, and goes on with what it has. Only when it has none at all does one thread wait
 //! in the queue, like anybody else. An eighth is kept for the foreground, and where both directions are under way neither
-//! has more than half.
+//! has more than half. Of the others as many are in use as keep threads and wire busy, the one that came back last first:
+//! what the CPU has just read or written is in its caches, and there the device finds it, or puts it.
 //!
 //! *Order.* Transfers that use the same device memory, one of them writing it, take effect in the order in which they were
 //! started: the later one begins when the earlier one is over.
@@ -26,9 +27,9 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::config::{Priority, Settings};
-use super::job::{Direction, End, Job, Landed, wake_all};
+use super::job::{Direction, End, Job, Kind, Landed, wake_all};
 use super::stats::Counters;
-use super::window::Tuner;
+use super::window::{LULL, Windows};
 use super::wire::{Ready, Wire};
 use crate::buffer::PinnedBuf;
 use crate::device::memory::DeviceSlice;
@@ -98,9 +99,7 @@ pub(super) struct State {
     next_job: u64,
     /// Segments in use, by direction.
     pub(super) out: [usize; 2],
-    /// Bytes of registered windows, which count like segments.
-    pub(super) windows: usize,
-    pub(super) tuner: Tuner,
+    pub(super) windows: Windows,
     /// Segments that are not in use.
     stash: Vec<PinnedBuf>,
     /// The pool had nothing when it was asked last, and nothing has come back since.
@@ -139,8 +138,7 @@ impl Engine {
             jobs: VecDeque::new(),
             next_job: 0,
             out: [0, 0],
-            windows: 0,
-            tuner: Tuner::default(),
+            windows: Windows::default(),
             stash: Vec::new(),
             dry: false,
             wires: [Wire::default(), Wire::default()],
@@ -181,6 +179,7 @@ impl Engine {
         let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
         let behind = behind.collect();
         state.events += 1;
+        state.hurries(job.priority);
         state.jobs.push_back(Live { job: job.clone(), behind });
         self.work.notify_all();
         self.bells[job.direction as usize].notify_one();
@@ -223,9 +222,11 @@ impl Engine {
     }
 
     /// Whether a transfer under way has to be over before this memory is read or written.
+    /// Asked on behalf of the foreground.
     pub(super) fn is_in_use(&self, memory: &DeviceSlice, direction: Direction) -> bool {
         let (start, end) = (memory.address(), memory.address() + memory.len() as u64);
-        let state = self.state.lock();
+        let mut state = self.state.lock();
+        state.hurries(Priority::Foreground);
         state.jobs.iter().any(|live| {
             let bounds = live.job.plan.bounds();
             let writes = direction == Direction::Up || live.job.direction == Direction::Up;
@@ -351,14 +352,14 @@ impl Engine {
         job: &Arc<Job>,
         patient: bool,
     ) -> Got {
-        let used = state.out[0] + state.out[1] + state.windows.div_ceil(self.settings.segment);
+        let used = state.out[0] + state.out[1] + state.windows.bytes.div_ceil(self.settings.segment);
         let most = self.settings.segments;
         let mut room = used < most;
         if job.priority == Priority::Bulk {
             let kept = if most > 1 { (most / 8).max(1) } else { 0 };
             let both = state.jobs.iter().any(|live| live.job.direction == direction.other());
             let bulk = most - kept;
-            let own = if both { (bulk / 2).max(1) } else { bulk };
+            let own = if both { (bulk / 2).max(1) } else { bulk }.min(self.settings.rotation);
             room &= used < bulk && state.out[direction as usize] < own;
         }
         if !room || (state.stash.is_empty() && state.dry && used > 0) {
@@ -413,6 +414,12 @@ impl Engine {
             Some(buf) if !state.jobs.is_empty() => state.stash.push(buf),
             buf => MutexGuard::unlocked(state, || drop(buf)),
         }
+        self.made_room(state);
+    }
+
+    /// Tells those who wait for a segment.
+    pub(super) fn made_room(&self, state: &mut MutexGuard<'_, State>) {
+        state.events += 1;
         self.work.notify_one();
         self.room.notify_all();
         self.bells[Direction::Down as usize].notify_one();
@@ -424,6 +431,29 @@ impl Engine {
 }
 
 impl State {
+    /// A transfer of this priority is about.
+    fn hurries(&mut self, priority: Priority) {
+        if priority == Priority::Foreground {
+            self.windows.hurry = Some(Instant::now());
+        }
+    }
+
+    /// Whether windows would hold up nobody but files that come in bulk.
+    pub(super) fn may_have_windows(&self) -> bool {
+        let bulk = |live: &Live| live.job.priority == Priority::Bulk && live.job.kind == Kind::File;
+        self.jobs.iter().all(bulk) && self.windows.hurry.is_none_or(|hurry| hurry.elapsed() > LULL)
+    }
+
+    /// Bytes of the pool that are in use or kept for it, and those of windows.
+    pub(super) fn held(&self, segment: usize) -> usize {
+        (self.out[0] + self.out[1] + self.stash.len()) * segment + self.windows.bytes
+    }
+
+    /// Segments that are kept and not in use.
+    pub(super) fn take_stash(&mut self) -> Vec<PinnedBuf> {
+        std::mem::take(&mut self.stash)
+    }
+
     /// Whether no earlier transfer is in the way of this one.
     pub(super) fn may_begin(&self, id: u64) -> bool {
         self.jobs.iter().any(|live| live.job.id == id && live.behind.is_empty())
@@ -431,7 +461,7 @@ impl State {
 
     /// Counts a segment that its user gets from the pool by itself, if there is no other.
     pub(super) fn take_seat(&mut self, direction: Direction) -> bool {
-        let none = self.out == [0, 0] && self.windows == 0 && self.stash.is_empty();
+        let none = self.out == [0, 0] && self.windows.bytes == 0 && self.stash.is_empty();
         if none {
             self.out[direction as usize] += 1;
         }

@@ -193,7 +193,7 @@ impl Feed {
 
     /// Puts bytes into the chunk being filled, and sends it when it is full. How many were taken.
     fn put(&mut self, bytes: &[u8]) -> Result<usize> {
-        let stores = self.handle.engine.settings.stores;
+        let stores = self.handle.engine.settings.fills;
         let Some(Filling { chunk, buf, .. }) = &mut self.current else { return Ok(0) };
         let left = chunk.len - buf.len();
         let taken = Fill::new(buf, left, stores).push(bytes);

@@ -40,7 +40,8 @@ pub enum Reading {
     /// Past the page cache (`O_DIRECT`), where the file system can.
     Direct,
     /// What is in the page cache is copied from where that has it, without moving a byte on the CPU, where the system and
-    /// the driver let us; the rest past it.
+    /// the driver let us; the rest past it. That holds up other copies of the process, and is not done while foreground
+    /// transfers, or other bulk transfers than those of files, are about: then as [`Auto`](Self::Auto).
     Mapped,
 }
 

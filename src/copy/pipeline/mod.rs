@@ -122,7 +122,7 @@ use crate::segment::PAGE;
 use crate::stream::Stream;
 
 /// By so much chunks are longer that are not staged.
-const UNSTAGED: usize = 4;
+const UNSTAGED: usize = 8;
 /// Chunks are cut no smaller than this to give every thread one.
 const LEAST: usize = 512 << 10;
 
@@ -378,7 +378,7 @@ impl Pipeline {
         engine::may_wait()?;
         // SAFETY: borrowed exclusively, and we return when the transfer is over, and then nobody has it.
         let landing =
-            unsafe { Landing::new(dst.as_mut_ptr(), dst.len(), self.handle.engine.settings.stores) };
+            unsafe { Landing::new(dst.as_mut_ptr(), dst.len(), self.handle.engine.settings.drains) };
         let plan = self.plan(vec![Piece { at: 0, device: src }], Direction::Down, true)?;
         let job = self.begin(Direction::Down, plan, "memory", Body::Sink(Arc::new(landing)))?;
         job.wait(None, |_| false);
@@ -401,8 +401,9 @@ impl Pipeline {
     pub fn download_collect(&self, src: impl DeviceRange) -> Result<Transfer<Collect>> {
         let device = self.own(src)?;
         let collect = Collect::new(device.len())?;
+        let stores = self.handle.engine.settings.drains;
         let plan = self.plan(vec![Piece { at: 0, device }], Direction::Down, true);
-        let body = |shared| Body::Sink(Arc::new(Filler::new(shared)));
+        let body = |shared| Body::Sink(Arc::new(Filler::new(shared, stores)));
         Ok(self.transfer(Direction::Down, collect, plan, "a new vector", body)?)
     }
 

@@ -6,7 +6,8 @@
 //! multiples of a page of the source where they can, since that is where files are read past the page cache.
 //!
 //! The first chunks of an upload are short, since the wire is idle until the first of them is filled, and so are the last
-//! of a download, after which it is the threads that are waited for.
+//! of a download, after which it is the threads that are waited for. The last of an upload are shorter, too: where it is the
+//! threads that are slower, they come to the end together, and none has to fill a long one while the wire waits.
 //!
 //! Pieces that lie one behind the other on both sides become one before anything else, so that a thousand tensors that
 //! were given one block of device memory are copied like a single one. Pieces that are small and close together in the
@@ -40,7 +41,7 @@ impl Piece {
     }
 }
 
-/// Which end of a transfer has short chunks, and how many of each length.
+/// Which end of a transfer has short chunks, and how many of each length. (An upload's other end has shorter ones, too.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ramp {
     /// The start (uploads) or the end (downloads).
@@ -57,12 +58,15 @@ impl Ramp {
 
     /// Bytes of the chunk with so many chunks before it and so many bytes left, where `chunk` is the most.
     fn len(self, chunk: usize, before: usize, left: u64) -> usize {
+        // Eighths (of downloads alone), quarters and halves of a chunk, one of each for each thread, are what is left at the
+        // end.
+        let threads = (self.threads * chunk / 8) as u64;
+        let longer = |ends: &[u64]| ends.iter().filter(|most| left > **most).count();
         let step = if self.up {
-            before.checked_div(self.threads).unwrap_or(3)
+            let first = before.checked_div(self.threads).unwrap_or(3);
+            first.min(1 + longer(&[2 * threads, 6 * threads]))
         } else {
-            // Eighths, quarters and halves of a chunk, one of each for each thread, are what is left at the end.
-            let threads = (self.threads * chunk / 8) as u64;
-            [threads, 3 * threads, 7 * threads].iter().filter(|most| left > **most).count()
+            longer(&[threads, 3 * threads, 7 * threads])
         };
         let len = chunk >> 3_usize.saturating_sub(step);
         (len / PAGE * PAGE).max(self.least.min(chunk))

@@ -1,6 +1,6 @@
 //! Putting chunks on the wire, and seeing them arrive.
 //!
-//! At most so many bulk chunks are submitted and not complete in each direction (the *depth*, two unless told): enough to
+//! At most so many bulk chunks are submitted and not complete in each direction (the *depth*, three unless told): enough to
 //! keep the wire busy, and few enough that somebody else's copy never waits for more than these. So what is filled and
 //! cannot go yet waits in `ready`, outside of the driver, where a foreground chunk overtakes it. Whoever has filled a
 //! segment, or given one back, submits what can be submitted (*pumps*); and one thread for each direction waits for the
@@ -386,7 +386,7 @@ impl Engine {
         });
         state.wires[direction as usize].on[place(job.priority)] -= 1;
         if job.kind == Kind::File && result.is_ok() {
-            state.tuner.arrived(wanted as usize, segment.is_none(), Instant::now());
+            state.windows.tuner.arrived(wanted as usize, segment.is_none(), Instant::now());
         }
         let failed = result.map_err(|error| match error {
             Error::Shrunk { .. } | Error::Read { .. } => error,

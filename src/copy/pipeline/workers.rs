@@ -7,6 +7,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Instant;
 
 use parking_lot::MutexGuard;
 
@@ -16,7 +17,7 @@ use super::engine::{Engine, Got, State};
 use super::job::{Body, Direction, End, Job, Kind, Landed};
 use super::source::Fill;
 use super::stats::Counters;
-use super::window::{self, Window};
+use super::window::{self, Window, Windows};
 use super::wire::{self, InPlace, Load, Ready};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
@@ -39,10 +40,14 @@ impl Engine {
                 Some(Task::Copy(job)) => self.copy(&mut state, &job),
                 Some(Task::Fill(job)) => {
                     // Something may have come back while the pool was asked.
-                    if !self.fill(&mut state, &job) && state.events == events {
+                    if !self.fill(&mut state, &job)
+                        && !self.release_windows(&mut state)
+                        && state.events == events
+                    {
                         self.work.wait(&mut state);
                     }
                 }
+                None if self.release_windows(&mut state) => {}
                 None if state.closing && state.jobs.is_empty() => return,
                 None => self.work.wait(&mut state),
             }
@@ -96,6 +101,9 @@ impl Engine {
             self.give_back(state, Direction::Up, Some(buf));
             return true;
         };
+        if job.kind == Kind::File {
+            state.windows.tuner.begins(false, Instant::now());
+        }
         let filled = MutexGuard::unlocked(state, || {
             let chunk = job.plan.chunk(index)?;
             let lead = self.fill_from(job, chunk.at, chunk.len, &mut buf)?;
@@ -116,11 +124,11 @@ impl Engine {
     /// Brings the next chunks of a file from a window of it. `None`: they are to be read. `Some(false)`: not now.
     fn fill_by_window(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) -> Option<bool> {
         let Settings { chunk, segment, segments, .. } = self.settings;
-        if !self.device.context().driver().holds_pages() {
+        if !self.device.context().driver().holds_pages() || !state.may_have_windows() {
             return None;
         }
         let most = window::window(segments * segment, chunk)?;
-        let (count, faster) = (most / job.plan.chunk_len(), state.tuner.windows());
+        let (count, faster) = (most / job.plan.chunk_len(), state.windows.tuner.windows());
         // (A lone rest is read: the call costs more than it saves.)
         let untouched = job.untouched();
         let last = job.plan.range(job.plan.count() - 1).1;
@@ -137,14 +145,23 @@ impl Engine {
             return None;
         }
         let engine = self.own.upgrade()?;
-        let used = (state.out[0] + state.out[1]) * segment + state.windows;
-        if state.windows + most > window::AT_ONCE * most || used + most > segments * segment {
+        if state.windows.registering {
             return Some(false);
+        }
+        if state.held(segment) + most > segments * segment {
+            // Segments from when it was read are not needed now.
+            let stash = state.take_stash();
+            let some = !stash.is_empty();
+            MutexGuard::unlocked(state, || drop(stash));
+            return Some(some);
         }
         let (first, count) = job.begin(count)?;
         let (at, last) = (job.plan.range(first).0, job.plan.range(first + count - 1));
         let len = (last.0 - at) as usize + last.1;
-        state.windows += len;
+        state.windows.bytes += len;
+        state.windows.open += 1;
+        state.windows.registering = true;
+        state.windows.tuner.begins(true, Instant::now());
         let opened = MutexGuard::unlocked(state, || match &*job.body() {
             Some(Body::File(file)) => Window::open(&engine, file, at, len).inspect_err(|refused| {
                 file.has_no_windows();
@@ -155,6 +172,7 @@ impl Engine {
             }),
             _ => Err(None),
         });
+        state.windows.registering = false;
         match opened {
             Ok(window) => {
                 let window = Arc::new(window);
@@ -171,24 +189,35 @@ impl Engine {
                 MutexGuard::unlocked(state, || drop(window));
             }
             Err(refused) => {
-                state.windows -= len;
-                state.tuner.refused(refused.is_some());
-                state.events += 1;
-                self.work.notify_all();
+                state.windows.bytes -= len;
+                state.windows.open -= 1;
+                state.windows.tuner.refused(refused.is_some());
                 if job.unbegin(first, count) {
                     self.finish(state, job);
                 }
             }
         }
+        // Whoever has found somebody registering may go on.
+        state.events += 1;
+        self.work.notify_all();
         Some(true)
     }
 
     /// The last chunk of a window has arrived.
-    pub(super) fn window_gone(&self, len: usize) {
+    pub(super) fn window_gone(&self, close: impl FnOnce(&mut Windows)) {
         let mut state = self.state.lock();
-        state.windows -= len;
+        close(&mut state.windows);
         state.events += 1;
+        // Whoever finds that there is nothing else to do sees to the batch.
         self.work.notify_all();
+    }
+
+    /// Lets a batch of windows go that has arrived, by somebody who has nothing else to do. Whether there was one.
+    fn release_windows(&self, state: &mut MutexGuard<'_, State>) -> bool {
+        let Some(batch) = state.windows.batch() else { return false };
+        self.made_room(state);
+        MutexGuard::unlocked(state, || drop(batch));
+        true
     }
 
     /// Hands a filled chunk to the wire.
@@ -210,7 +239,7 @@ impl Engine {
                 Ok(lead)
             }
             Some(Body::Source(source)) => {
-                let mut fill = Fill::new(buf, len, self.settings.stores);
+                let mut fill = Fill::new(buf, len, self.settings.fills);
                 let filled = guarded(|| source.fill(at, &mut fill));
                 let read = buf.len();
                 filled.map_err(|error| read_error(&job.name, at + read as u64, &error))?;
