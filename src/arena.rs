@@ -670,6 +670,51 @@ impl Arena {
         found >= count
     }
 
+    /// Whether a placement could be served if so many segments of each class came back from where they are cached. `false`
+    /// is certain; `true` is not, since nobody knows of which runs they are.
+    pub(crate) fn could_gather(&self, placement: Placement, cached: impl Fn(Class) -> usize) -> bool {
+        let (need, align) = placement.fresh_pages();
+        if let Placement::Class(class) = placement {
+            if cached(class) > 0 {
+                return true;
+            }
+        }
+        let cached: Vec<usize> = Class::all().map(cached).collect();
+        self.extents.iter().any(|(_, e)| {
+            let page = e.base.as_ptr().addr() / PAGE;
+            let fits = |from: usize, end: usize| (page + from).next_multiple_of(align) - page + need <= end;
+            let (mut at, mut free_from) = (0, 0);
+            while at < e.pages as usize {
+                let entry = e.map[at];
+                if entry & FREE != 0 {
+                    at += (entry & !FREE) as usize;
+                    continue;
+                }
+                let run = &self.runs[entry as usize];
+                let end = at + run.pages as usize;
+                // A single segment that is back has its tail out, or there would be no run.
+                let segments = if Self::is_single(run) { 1 } else { run.count as usize };
+                let out = segments.saturating_sub(run.list.len() as usize);
+                // What of it stays where it is. Of a class's run, as little as possible: the first pages.
+                let stays = match run.class {
+                    Some(class) if run.alone == 0 => {
+                        let out = out.saturating_sub(cached[class.index()]);
+                        (out * class.stride()).div_ceil(PAGE).min(run.pages as usize)
+                    }
+                    _ => run.pages as usize,
+                };
+                if stays > 0 {
+                    if fits(free_from, at) {
+                        return true;
+                    }
+                    free_from = at + stays;
+                }
+                at = end;
+            }
+            fits(free_from, e.pages as usize)
+        })
+    }
+
     /// Visits every segment that is not in its run, so that it is out or cached, with the bytes that it was given.
     pub(crate) fn for_each_given(&self, mut visit: impl FnMut(&Slot, usize)) {
         let mut here = Vec::new();
@@ -975,6 +1020,22 @@ mod tests {
     }
 
     #[test]
+    fn what_could_be_gathered_is_known() {
+        let mut arena = arena(&[64]);
+        let large = take(&mut arena, 30 * PAGE, 4096).unwrap();
+        let small: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+        let class = Class::of(5000).unwrap();
+        let cached = |n: usize| move |c: Class| if c == class { n } else { 0 };
+        let pages = |n: usize| Placement::of(n * PAGE - 32, 4096).unwrap();
+        assert!(arena.could_gather(pages(34), cached(3)), "behind the large one");
+        assert!(!arena.could_gather(pages(35), cached(3)), "it is in the way");
+        assert!(arena.could_gather(pages(32), cached(2)), "the last may be the first of the run");
+        assert!(!arena.could_gather(pages(33), cached(2)), "and two pages are its own");
+        assert!(arena.could_gather(Placement::Class(class), cached(1)));
+        small.into_iter().chain([large]).for_each(|slot| give(&mut arena, slot));
+    }
+
+    #[test]
     fn what_can_be_served_is_known() {
         let mut arena = arena(&[64]);
         let stuck = take(&mut arena, 4 * PAGE, 4096).unwrap();
@@ -990,6 +1051,43 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
+        /// What comes back from where it is cached serves nothing that was said to be out of reach.
+        #[test]
+        fn what_could_be_gathered_is_never_denied(
+            extents in prop::collection::vec(1usize..200, 1..4),
+            steps in prop::collection::vec((0u8..10, 1usize..1_000_000, any::<prop::sample::Index>()), 1..100),
+            want in 1usize..3_000_000,
+            cached in any::<u64>(),
+        ) {
+            let mut arena = arena(&extents);
+            let mut held = Vec::new();
+            for (what, len, pick) in steps {
+                let len = (len >> (len % 16)).max(1);
+                let align = if what == 0 { 4096 } else { 64 };
+                if what < 8 || held.is_empty() {
+                    held.extend(take(&mut arena, len, align));
+                } else {
+                    give(&mut arena, held.swap_remove(pick.index(held.len())));
+                }
+            }
+            let placement = Placement::of((want >> (want % 16)).max(1), 64).unwrap();
+            let take_any = |arena: &mut Arena| {
+                let slot = arena.take(placement);
+                let slot = slot.or_else(|| { arena.release_idle(); arena.take(placement) });
+                slot.or_else(|| { arena.shorten_runs(); arena.take(placement) })
+            };
+            // SAFETY: held.
+            let class = |slot: &NonNull<Slot>| unsafe { slot.as_ref() }.class();
+            if take_any(&mut arena).is_none() {
+                let back = |i: usize, slot| cached >> (i % 64) & 1 == 1 && class(slot).is_some();
+                let back: Vec<_> = held.iter().enumerate().filter(|(i, s)| back(*i, s)).map(|(_, s)| *s).collect();
+                let count = |c: Class| back.iter().filter(|s| class(s) == Some(c)).count();
+                let possible = arena.could_gather(placement, count);
+                back.iter().for_each(|slot| give(&mut arena, *slot));
+                prop_assert!(possible || take_any(&mut arena).is_none());
+            }
+        }
+
         #[test]
         fn any_order_of_takes_and_gives_keeps_the_invariants(
             extents in prop::collection::vec(1usize..300, 1..4),
