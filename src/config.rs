@@ -107,8 +107,10 @@ impl PoolBuilder {
 
     /// Bytes that one thread may keep for itself at most, so that its next checkouts cost nothing. Four times as much may
     /// lie between threads, in batches that who returns leaves for who takes; so `n` threads and what is between them keep
-    /// `n + 4` times this at most, whichever way buffers flow. All of it is taken back when memory is short or anybody
-    /// waits, and a thread that ends leaves its part to the pool. A size class gets an eighth of it and 64 segments at most;
+    /// `n + 4` times this at most, whichever way buffers flow. All of it is within reach of a request that finds nothing
+    /// else: first what lies between threads and what those keep who have been idle for a millisecond; of a thread at work
+    /// half of what it has of the very class; and everything, once the pool can grow no more or anybody waits. A thread that
+    /// ends leaves its part to the pool. A size class gets an eighth of it and 64 segments at most;
     /// segments of up to a quarter are kept by twos at least, and larger ones not at all.
     /// So much for each node where there are several, and for each reserve.
     /// Default: a 32nd of the capacity, at least 256 KiB and at most 64 MiB.

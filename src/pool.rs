@@ -2,10 +2,10 @@
 //!
 //! The pool owns no mechanism. It puts those of the other modules in order, so that none of them calls upward:
 //!
-//! 1. try: a hit, or what the depot can find ([`crate::depot`]);
+//! 1. try: a hit, or what the depot can find ([`crate::depot`]) without taking from threads at work what they cache;
 //! 2. ask: let the streams say what is done, since buffers may be ready to come back;
 //! 3. claim, for a stream-ready request: take over a segment in flight on that very stream;
-//! 4. grow: have the worker pin another region, up to the capacity;
+//! 4. grow: have the worker pin another region, up to the capacity; where that is reached, take back all that is cached;
 //! 5. wait: join the queue, as a thread or as a task.
 
 use std::fmt;
@@ -23,7 +23,9 @@ use stable_deref_trait::StableDeref;
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{self, Depot, DepotConfig, DepotSnapshot, Fresh, Outcome, Segment, Take, Wake, Want};
+use crate::depot::{
+    self, Depot, DepotConfig, DepotSnapshot, Fresh, Outcome, Reach, Segment, Take, Wake, Want,
+};
 use crate::device::holds::{HeldPool, Tenant};
 use crate::error::{Error, RegisterError, Result};
 use crate::freelist::{Slot, state};
@@ -31,7 +33,7 @@ use crate::region::{Pinning, RegionInfo, RegionOptions, Regions};
 use crate::runtime::Device;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
-use crate::telemetry::counters::{ErrorCounts, ErrorTally};
+use crate::telemetry::counters::{ErrorCounts, ErrorTally, note_thread_miss};
 use crate::telemetry::ledger::{Origin, SAMPLE};
 use crate::telemetry::stuck;
 
@@ -255,7 +257,9 @@ impl Pool {
         self.checkout_with(request.into(), || Patience::Forever)
     }
 
-    /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed.
+    /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed. As
+    /// long as the pool can grow, what threads at work keep for themselves does not count: see
+    /// [`PoolBuilder::thread_cache`].
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
@@ -419,7 +423,7 @@ impl Pool {
             return Ok(ready(fresh.into()));
         }
         let errand = self.errand(&[request])?;
-        if let Some(mut granted) = self.try_errand(&errand)? {
+        if let Some(mut granted) = self.try_errand(&errand, Reach::Idle)? {
             self.missed();
             let mut bufs = self.entered(std::mem::take(&mut granted), [request.tag], site);
             return bufs.pop().map(ready).ok_or(Error::ZeroLength);
@@ -491,6 +495,7 @@ impl Pool {
     ) -> Option<(NonNull<Depot>, NonNull<Slot>)> {
         let Origin { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
+        note_thread_miss();
         // What another thread has left on a rack costs little, and less than all that follows.
         if let Some(fresh) = self.hit_with(request, Depot::refill) {
             self.missed();
@@ -539,12 +544,12 @@ impl Pool {
         }
     }
 
-    /// Everything that can be had without waiting for anybody: from the pool proper, then from the reserve.
-    fn try_errand(&self, errand: &Errand<'_>) -> Result<Option<Vec<Fresh>>> {
-        let both =
-            errand.first.iter().map(|wants| (&self.0.main, wants)).chain([(errand.store, &errand.wants)]);
-        for (store, wants) in both {
-            let granted = self.try_all(store, wants)?;
+    /// Everything that can be had without waiting for anybody: from the pool proper, all that is cached included, and then
+    /// from the reserve.
+    fn try_errand(&self, errand: &Errand<'_>, reach: Reach) -> Result<Option<Vec<Fresh>>> {
+        let first = errand.first.iter().map(|wants| (&self.0.main, wants, Reach::All));
+        for (store, wants, reach) in first.chain([(errand.store, &errand.wants, reach)]) {
+            let granted = self.try_all(store, wants, reach)?;
             if granted.is_some() {
                 return Ok(granted);
             }
@@ -555,12 +560,18 @@ impl Pool {
     /// The same, and if there is nothing: asks the streams what is done, and has the memory grow.
     fn try_hard(&self, errand: &Errand<'_>) -> Result<Found> {
         self.missed();
-        if let Some(got) = self.try_errand(errand)? {
+        if let Some(got) = self.try_errand(errand, Reach::Idle)? {
             return Ok(Found::Granted(got));
         }
         // Memory is short: whatever is done must come back now.
         if self.reap() {
-            if let Some(got) = self.try_errand(errand)? {
+            if let Some(got) = self.try_errand(errand, Reach::Idle)? {
+                return Ok(Found::Granted(got));
+            }
+        }
+        // Where no more can be had of the system, what other threads cache and use, too.
+        if !errand.store.depot.may_grow(&errand.wants) {
+            if let Some(got) = self.try_errand(errand, Reach::All)? {
                 return Ok(Found::Granted(got));
             }
         }
@@ -570,7 +581,7 @@ impl Pool {
         let growing = errand.store.depot.grow(&errand.wants);
         // On a stepped device growing is over already.
         if self.stepped() {
-            if let Some(got) = self.try_errand(errand)? {
+            if let Some(got) = self.try_errand(errand, Reach::Idle)? {
                 return Ok(Found::Granted(got));
             }
         }
@@ -586,13 +597,13 @@ impl Pool {
         self.0.devices[0].context().driver().stepped().is_some()
     }
 
-    fn try_all(&self, store: &Store, wants: &[Want]) -> Result<Option<Vec<Fresh>>> {
+    fn try_all(&self, store: &Store, wants: &[Want], reach: Reach) -> Result<Option<Vec<Fresh>>> {
         match wants {
-            [want] => Ok(match store.depot.try_take(*want)? {
+            [want] => Ok(match store.depot.try_take(*want, reach)? {
                 Take::Got(fresh) => Some(vec![fresh]),
                 Take::Empty => None,
             }),
-            _ => store.depot.try_take_all(wants),
+            _ => store.depot.try_take_all(wants, reach),
         }
     }
 
@@ -709,7 +720,7 @@ impl Pool {
         let main = &self.0.main;
         // Asked first: what comes between the two is not overlooked.
         let over = main.regions.poll(waker).is_some();
-        let granted = self.try_all(main, first).ok().flatten();
+        let granted = self.try_all(main, first, Reach::Idle).ok().flatten();
         (granted, over)
     }
 

@@ -47,6 +47,8 @@ const LINEAR_CLASSES: usize = LINEAR_MAX / SEGMENT_ALIGN;
 /// log2 of the first length of the geometric part, and of the largest.
 const FIRST_DOUBLING: u32 = 10;
 const LAST_DOUBLING: u32 = 22;
+/// The doubling before the first, whose steps are as wide as the linear part's.
+const LAST_LINEAR: usize = 1 << (FIRST_DOUBLING - 1);
 
 /// Number of size classes.
 pub const CLASSES: usize = LINEAR_CLASSES + (LAST_DOUBLING - FIRST_DOUBLING) as usize * 8;
@@ -131,27 +133,25 @@ impl Class {
     }
 
     /// The smallest class whose segments hold `len` bytes. `None` for 0 and beyond [`LARGEST_CLASS_LEN`].
+    ///
+    /// One formula for both parts, since which of them a length is in is nothing that a processor could foresee.
     #[inline]
     #[must_use]
     pub fn of(len: usize) -> Option<Self> {
-        // Wrapping, so that 0 is beyond both limits.
-        let last = len.wrapping_sub(1);
-        let index = if last < LINEAR_MAX - 32 {
-            // ((span - 1) / 64, where the roundings to 32 and to 64 have become one.
-            (last + 32) / SEGMENT_ALIGN
-        } else {
-            if last >= LARGEST_CLASS_LEN {
-                return None;
-            }
-            // The largest number below the class's power-of-two part, which is span - 65 but for bits that are shifted
-            // out; its leading bit names the doubling, and the three after it the step.
-            let below = len - 33;
-            let shift = below.ilog2() - 3;
-            // The first doubling has shift 7 and quotients 8 to 15.
-            const OFFSET: u32 = (FIRST_DOUBLING - 2) * 8 - LINEAR_CLASSES as u32;
-            ((below >> shift) as u32 + shift * 8 - OFFSET) as usize
-        };
-        Some(Self(index as u8))
+        // Wrapping, so that 0 is beyond the limit.
+        if len.wrapping_sub(1) >= LARGEST_CLASS_LEN {
+            return None;
+        }
+        // What the class's number counts, span - 65, but for bits that are shifted out. Below 0 for the first class alone,
+        // which then comes out of a shift that rounds down.
+        let below = len as isize - 33;
+        // The leading bit names the doubling, and the three after it the step in it. All of the linear part is as if in
+        // the doubling below the first, whose steps are 64 wide. (Lengths that the 31 lift into the next doubling have
+        // 7 there in place of 15 here, which is the same.)
+        let shift = ((len + 31) | LAST_LINEAR).ilog2() - 3;
+        // The first doubling has shift 7 and quotients 8 to 15.
+        const OFFSET: isize = (FIRST_DOUBLING as isize - 2) * 8 - LINEAR_CLASSES as isize;
+        Some(Self(((below >> shift) + shift as isize * 8 - OFFSET) as u8))
     }
 
     /// The largest class whose stride is at most `bytes`, if any.

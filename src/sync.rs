@@ -17,7 +17,8 @@
 //! | read-modify-write | `--cfg pinpool_rmw`: sanitizers, which do not model fences | see `freelist::shard` | see there |
 //!
 //! What only the first mode exercises is the pairing of `light` with the system call; `tests/threads.rs` runs it on
-//! threads.
+//! threads. Models go the first mode's way, with fences in place of the call, and some of them the second's
+//! ([`model_fenced`]).
 //!
 //! # Under loom
 //!
@@ -150,7 +151,11 @@ pub(crate) fn yield_now() {
 /// is built; a pool that was told `false` keeps `FENCED` set for good.
 pub(crate) fn asymmetric() -> bool {
     // Models have fences on both sides in place of the call, and go the way that has it.
-    #[cfg(any(loom, pinpool_rmw))]
+    #[cfg(all(test, loom))]
+    {
+        !FENCED.get()
+    }
+    #[cfg(all(any(loom, pinpool_rmw), not(all(test, loom))))]
     {
         cfg!(loom)
     }
@@ -237,6 +242,20 @@ pub(crate) fn step() {
         static ref CROSSING: AtomicU32 = AtomicU32::new(0);
     }
     CROSSING.fetch_add(1, Ordering::Relaxed);
+}
+
+#[cfg(all(test, loom))]
+std::thread_local! {
+    /// The model that runs is one of a machine without the call.
+    static FENCED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// The same as [`model`] for a machine without the asymmetric fence. (Loom's threads are all on this one.)
+#[cfg(all(test, loom))]
+pub(crate) fn model_fenced(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
+    FENCED.set(true);
+    model(name, preemptions, run);
+    FENCED.set(false);
 }
 
 /// Runs a loom model: every interleaving with at most `preemptions` switches away from a thread that could have gone on

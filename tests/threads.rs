@@ -13,6 +13,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
+use pinpool::telemetry::thread_misses;
 use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
 
 const THREADS: usize = 6;
@@ -306,6 +307,77 @@ fn idle_threads_give_up_what_they_cache() {
         });
     }
     assert!(pool.stats().collects > 0);
+    settled(&pool, &[]);
+}
+
+/// Runs `main` beside a thread that makes the calls it is told to, and says after each how many of its checkouts and
+/// returns its cache did not serve, since it began.
+fn beside<R>(mut call: impl FnMut() + Send, main: impl FnOnce(&mut dyn FnMut() -> u64) -> R) -> R {
+    let ((go, told), (say, said)) = (mpsc::channel::<()>(), mpsc::channel());
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            while told.recv().is_ok() {
+                call();
+                say.send(thread_misses()).unwrap();
+            }
+        });
+        // Dropped on the way out, which ends the thread.
+        let go = go;
+        main(&mut || {
+            go.send(()).unwrap();
+            said.recv().unwrap()
+        })
+    })
+}
+
+#[test]
+fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
+    let device = late();
+    let pool = builder(&device).capacity(512 << 10).initial(256 << 10).region(256 << 10);
+    let pool = pool.thread_cache(128 << 10).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let pair = || drop(pool.checkout(1000).unwrap());
+    beside(pair, |pair| {
+        let misses = pair();
+        assert!(misses > 0 && pool.stats().cached_bytes > 0);
+        // Its run stands in the way of this. There is room for another region, though.
+        let large = pool.try_checkout(220 << 10);
+        let large = large.or_else(|_| {
+            pool.wait_pinned(None).unwrap();
+            assert_eq!(pair(), misses, "it still has what it had");
+            pool.try_checkout(220 << 10)
+        });
+        let large = large.unwrap();
+        assert_eq!((pool.stats().growths, pair()), (1, misses), "and this was made of new memory");
+        // No more can be had of the system. (It has been at work since it was last looked at.)
+        let other = pool.try_checkout(220 << 10).expect("what a thread caches is taken back");
+        assert!(pool.stats().collects > 0);
+        drop((large, other));
+        assert!(pair() > misses, "its cache was empty");
+    });
+    settled(&pool, &[]);
+}
+
+#[test]
+fn a_thread_at_work_shares_what_it_has_of_a_class() {
+    let device = late();
+    // One run of six segments. A thread may cache two of them, and gets them one by one.
+    let pool = builder(&device).capacity(64 << 10).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let mut first = true;
+    let call = || {
+        let count = if std::mem::take(&mut first) { 2 } else { 1 };
+        let bufs: Vec<PinnedBuf> = (0..count).map(|_| pool.checkout(10_000).unwrap()).collect();
+        drop(bufs);
+    };
+    beside(call, |call| {
+        let misses = call();
+        let mut mine: Vec<PinnedBuf> = (0..4).map(|_| pool.try_checkout(10_000).unwrap()).collect();
+        assert!(pool.stats().cached_bytes > 0, "{:?}", pool.stats());
+        mine.push(pool.try_checkout(10_000).expect("one of the two"));
+        assert_eq!(call(), misses, "the other stays where it was");
+        drop(mine);
+    });
     settled(&pool, &[]);
 }
 

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use pinpool::segment::{CLASSES, Class};
 
 use super::Contender;
-use super::stores::{PLAIN, Store, TwoFetchAdds};
+use super::stores::{PLAIN, PinpoolPlain, Store, TwoFetchAdds, pool};
 
 /// The parts: the class of a length; the busy word; the pass; requested bytes; the thread's shard from a thread-local.
 const CLASS: u32 = 1;
@@ -155,10 +155,20 @@ pub fn contenders() -> Vec<Contender> {
         }
         since.elapsed()
     }
+    let real = PinpoolPlain { pool: pool(64 << 20), len: PLAIN[0] };
+    let hits = move |_: usize, iters: u64| {
+        let since = Instant::now();
+        for _ in 0..iters {
+            let buf = real.take(&mut (), black_box(0));
+            real.give(&mut (), buf);
+        }
+        since.elapsed()
+    };
     let pool = std::ptr::from_ref(Box::leak(Box::new(0u8)));
     let (shard, pool) = (shard(pool), pool.addr());
     vec![
         Contender::new("two_fetch_adds", adds),
+        Contender::new("pinpool", hits),
         bare::<ALL>("all_parts", shard, pool),
         bare::<{ ALL & !CLASS }>("no_class", shard, pool),
         bare::<{ ALL & !BUSY }>("no_busy_word", shard, pool),

@@ -20,12 +20,13 @@
 //! | `floor` | `floor.rs` | the same on a bare copy of what a hit does, its parts taken away one at a time |
 //! | `checkout_return_64_live` | `pair.rs` | the same while the thread has 64 buffers of eight sizes: one, chosen at random, is replaced |
 //! | `alike_64_live` | `pair.rs` | likewise, all of 64 KiB |
+//! | `live_parts` | `pair.rs` | the same by parts: over the plain figure, with and without random order and several sizes, beside a bare stack and beside nothing |
 //! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns; between them a queue, alone in `bare_token`; and the same 64 at a time |
 //! | `churn_65536` | `churn.rs` | as the first with 4 KiB, where 65,536 segments were out and a random half was returned, and in bursts that outrun what a thread caches |
 //! | `first_of_a_class` | `runs.rs` | a checkout that has to cut a new run, beside the system call that a page costs |
 //! | `hand_over` | `waiting.rs` | two threads wait for one segment by turns, beside a mutex and a condition variable |
 //! | `on_a_stream` | `stream.rs` | with a GPU: check out, hold on a stream, drop |
-//! | `tails` | `tails.rs` | single hits by the clock, while regions come and go and copies are reaped: quantiles |
+//! | `tails` | `tails.rs` | single hits by the clock, while regions come and go and copies are reaped: quantiles of the hits, and of all |
 //!
 //! `glibc` and `mimalloc` are called through their own functions and are not the global allocator. They are asked for
 //! an alignment of 16 bytes, their fast path, though the pool gives 64. `array_queue` and `parking_lot_vec` keep a queue
@@ -130,11 +131,12 @@ fn main() {
     let most = threads.iter().copied().max().unwrap_or(1);
 
     type Make = Box<dyn Fn() -> Vec<Contender>>;
-    let all: [(&str, Make, &[usize], u64); 9] = [
+    let all: [(&str, Make, &[usize], u64); 10] = [
         ("checkout_return", Box::new(move || pair::contenders(Work::Pair, most)), &threads, 1),
         ("floor", Box::new(floor::contenders), &[1], 1),
         ("checkout_return_64_live", Box::new(move || pair::contenders(Work::Live, most)), &threads, 1),
         ("alike_64_live", Box::new(move || pair::contenders(Work::Alike, most)), &threads, 1),
+        ("live_parts", Box::new(pair::live_parts), &[1, most], 1),
         ("cross_thread_return", Box::new(relay::contenders), &[2], 1),
         ("churn_65536", Box::new(churn::churned), &[1], 1),
         ("first_of_a_class", Box::new(runs::contenders), &[1], 100),

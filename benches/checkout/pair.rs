@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::Contender;
 use super::stores::{
-    LIVE, MIXED, Malloc, PLAIN, Pinpool, PinpoolPlain, Queues, Stacks, Store, TwoFetchAdds, pool,
+    Bare, Harness, LIVE, MIXED, Malloc, PLAIN, Pinpool, PinpoolPlain, Queues, Stacks, Store, TwoFetchAdds,
+    pool,
 };
 
 /// What each thread does.
@@ -19,6 +20,8 @@ pub enum Work {
     Alike,
     /// Replace one of [`LIVE`] buffers.
     Live,
+    /// The same, the oldest by turns.
+    InOrder,
 }
 
 /// Small and reproducible; made before the clock starts.
@@ -58,10 +61,11 @@ pub fn turn<S: Store>(
             run(iters);
             since.elapsed()
         }
-        Work::Alike | Work::Live => {
+        Work::Alike | Work::Live | Work::InOrder => {
             let mut random = Random(0x9E37_79B9_7F4A_7C15 ^ (seed << 32 | 1));
-            let steps: Vec<(usize, usize)> =
-                (0..1 << 14).map(|_| (random.below(LIVE), random.below(sizes))).collect();
+            let mut which = |i: usize| if let Work::InOrder = work { i % LIVE } else { random.below(LIVE) };
+            let at: Vec<usize> = (0..1 << 14).map(&mut which).collect();
+            let steps: Vec<(usize, usize)> = at.into_iter().map(|at| (at, random.below(sizes))).collect();
             let mut live: Vec<S::Buf> =
                 (0..LIVE).map(|_| store.take(&mut local, random.below(sizes))).collect();
             let mut steps = steps.iter().cycle();
@@ -106,7 +110,7 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
     let (sizes, each) = match work {
         Work::Pair => (PLAIN, 4),
         Work::Alike => (PLAIN, LIVE + 2),
-        Work::Live => (MIXED, LIVE + 2),
+        Work::Live | Work::InOrder => (MIXED, LIVE + 2),
     };
     let n = sizes.len();
     // As servers have them, some gigabytes: then a thread may keep 64 of each size here.
@@ -117,10 +121,35 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
             Work::Pair => entry("pinpool", PinpoolPlain { pool, len: PLAIN[0] }, work, n),
             _ => entry("pinpool", Pinpool { pool, sizes }, work, n),
         },
+        entry("bare_stack", Bare { sizes, each }, work, n),
         entry("array_queue", Queues::new(sizes, most_threads * each), work, n),
         entry("parking_lot_vec", Stacks::new(sizes, most_threads * each), work, n),
         entry("mimalloc", Malloc { allocator: mimalloc::MiMalloc, sizes }, work, n),
         entry("glibc", Malloc { allocator: System, sizes }, work, n),
+    ]
+}
+
+/// What 64 live buffers cost, by parts: the same pool with fewer of the pattern's troubles, a bare stack with all of them,
+/// and the pattern without any buffers. Ratios are to the pool's plain figure.
+pub fn live_parts() -> Vec<Contender> {
+    fn entry<S: Store + 'static>(name: &'static str, store: S, work: Work, sizes: usize) -> Contender {
+        Contender::new(name, move |threads, iters| measure(&store, work, sizes, threads, iters))
+    }
+    let (mixed, alike, each) = (MIXED.len(), PLAIN.len(), LIVE + 2);
+    let pool = pool(2 << 30);
+    let ours = |sizes| Pinpool { pool: pool.clone(), sizes };
+    vec![
+        entry("plain", PinpoolPlain { pool: pool.clone(), len: PLAIN[0] }, Work::Pair, alike),
+        entry("random_mixed", ours(MIXED), Work::Live, mixed),
+        entry("random_alike", ours(PLAIN), Work::Live, alike),
+        entry("in_order_mixed", ours(MIXED), Work::InOrder, mixed),
+        entry("in_order_alike", ours(PLAIN), Work::InOrder, alike),
+        entry("bare_plain", Bare { sizes: PLAIN, each }, Work::Pair, alike),
+        entry("bare_random_mixed", Bare { sizes: MIXED, each }, Work::Live, mixed),
+        entry("bare_random_alike", Bare { sizes: PLAIN, each }, Work::Live, alike),
+        entry("bare_in_order", Bare { sizes: PLAIN, each }, Work::InOrder, alike),
+        entry("harness_random", Harness, Work::Live, mixed),
+        entry("harness_in_order", Harness, Work::InOrder, mixed),
     ]
 }
 

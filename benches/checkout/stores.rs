@@ -102,6 +102,23 @@ impl Store for TwoFetchAdds {
     }
 }
 
+/// What the harness takes by itself: a value as large as a buffer, of no meaning, moved in and out.
+pub struct Harness;
+
+impl Store for Harness {
+    type Local = ();
+    type Buf = [usize; 4];
+    fn local(&self) {}
+    #[inline(always)]
+    fn take(&self, (): &mut (), size: usize) -> [usize; 4] {
+        black_box([size; 4])
+    }
+    #[inline(always)]
+    fn give(&self, (): &mut (), buf: [usize; 4]) {
+        black_box(buf);
+    }
+}
+
 /// A block of an allocator's.
 pub struct Block(NonNull<u8>, Layout);
 
@@ -197,6 +214,31 @@ impl Store for Stacks {
     #[inline(always)]
     fn give(&self, (): &mut (), buf: Self::Buf) {
         self.0[buf.0].lock().push(buf);
+    }
+}
+
+/// A stack for each size that no other thread can reach: no bookkeeping but a length, and nothing to find.
+pub struct Bare {
+    pub sizes: &'static [usize],
+    pub each: usize,
+}
+
+impl Store for Bare {
+    type Local = Vec<Vec<(usize, Block)>>;
+    type Buf = (usize, Block);
+    fn local(&self) -> Self::Local {
+        stock(self.sizes, self.each)
+    }
+    #[inline(always)]
+    fn take(&self, local: &mut Self::Local, size: usize) -> Self::Buf {
+        let buf = local[size].pop().expect("the stack holds more than a thread takes");
+        // SAFETY: just checked out, and no size is 0.
+        unsafe { touch(buf.1.0.as_ptr()) };
+        buf
+    }
+    #[inline(always)]
+    fn give(&self, local: &mut Self::Local, buf: Self::Buf) {
+        local[buf.0].push(buf);
     }
 }
 

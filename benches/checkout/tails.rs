@@ -1,22 +1,88 @@
-//! Single hits by the clock: what the slowest of a hundred and of ten thousand take, alone and while the pool is busy with
-//! other things.
+//! Single operations by the clock: what the slowest of a hundred and of ten thousand take, alone and while the pool is busy
+//! with other things; of the hits, and of all.
 //!
-//! `clock` is what reading the clock twice takes, all of the machine's interruptions included. Beside `growing`, a thread
-//! copies on the host device, so that there is something to reap, and now and then takes a buffer for which the pool has to
-//! grow. Beside `emptied` it has the pool trimmed each time as well: then every thread's cache is taken back again and again,
-//! and these are misses as often as hits.
+//! A hit is what the thread's own cache serves, both ways: [`thread_misses`] tells. Beside `growing`, a thread copies on the
+//! host device, so that there is something to reap, and takes large buffers for which the pool has to grow. Beside `emptied`
+//! it has the pool trimmed each time as well: then every thread's cache is taken back again and again.
+//!
+//! What no pool can be rid of is in two rows: `clock` is what reading the clock twice takes, and `two_fetch_adds` has two
+//! increments in between, with the same going on beside as for `growing`. What they have above their median is the machine:
+//! interrupts, and threads that lose their core to others.
 
+use std::collections::BTreeMap;
 use std::hint::black_box;
-use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Barrier, Mutex};
+use std::time::{Duration, Instant};
 
+use crossbeam::utils::CachePadded;
+use pinpool::telemetry::thread_misses;
 use pinpool::{Device, Pool, Unpinned};
 
 use super::stores::PLAIN;
 
-/// Nanoseconds of each operation of all threads, sorted.
-fn times(threads: usize, iters: usize, operation: impl Fn() + Sync, beside: &(dyn Fn() + Sync)) -> Vec<u32> {
+/// How often an operation took so many nanoseconds. Nothing is allocated for what is common.
+struct Times {
+    short: Vec<u32>,
+    long: BTreeMap<u64, u32>,
+}
+
+impl Times {
+    fn new() -> Self {
+        // Written, so that no page is missing when it counts.
+        Self { short: vec![1; 1 << 12].into_iter().map(|n: u32| n - 1).collect(), long: BTreeMap::new() }
+    }
+
+    fn note(&mut self, ns: u64) {
+        match self.short.get_mut(ns as usize) {
+            Some(count) => *count += 1,
+            None => *self.long.entry(ns).or_default() += 1,
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let short = self.short.iter().enumerate().map(|(ns, n)| (ns as u64, u64::from(*n)));
+        short.chain(self.long.iter().map(|(ns, n)| (*ns, u64::from(*n))))
+    }
+
+    fn add(&mut self, other: &Self) {
+        for (ns, n) in other.iter().filter(|(_, n)| *n > 0) {
+            match self.short.get_mut(ns as usize) {
+                Some(count) => *count += n as u32,
+                None => *self.long.entry(ns).or_default() += n as u32,
+            }
+        }
+    }
+
+    fn count(&self) -> u64 {
+        self.iter().map(|(_, n)| n).sum()
+    }
+
+    /// The quantile, or 0 where there is nothing.
+    fn at(&self, q: f64) -> u64 {
+        let mut left = ((self.count() as f64 * q).ceil() as u64).max(1);
+        for (ns, n) in self.iter() {
+            if n >= left {
+                return ns;
+            }
+            left -= n;
+        }
+        0
+    }
+
+    /// How many took longer.
+    fn above(&self, ns: u64) -> u64 {
+        self.iter().filter(|(at, _)| *at > ns).map(|(_, n)| n).sum()
+    }
+}
+
+/// What each operation of all threads took: hits and misses.
+fn times(
+    threads: usize,
+    iters: usize,
+    operation: impl Fn() + Sync,
+    beside: &(dyn Fn() + Sync),
+) -> [Times; 2] {
     let (barrier, done) = (Barrier::new(threads), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -26,39 +92,56 @@ fn times(threads: usize, iters: usize, operation: impl Fn() + Sync, beside: &(dy
             }
         });
         let work = || {
-            let mut times = Vec::with_capacity(iters);
+            let mut times = [Times::new(), Times::new()];
             (0..1000).for_each(|_| operation());
             barrier.wait();
             for _ in 0..iters {
+                let before = thread_misses();
                 let since = Instant::now();
                 operation();
-                times.push(since.elapsed().as_nanos() as u32);
+                let taken = since.elapsed().as_nanos() as u64;
+                times[usize::from(thread_misses() != before)].note(taken);
             }
             times
         };
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        let mut all: Vec<u32> =
-            running.into_iter().flat_map(|t| t.join().expect("no thread panics")).collect();
+        let mut all = [Times::new(), Times::new()];
+        for thread in running {
+            let times = thread.join().expect("no thread panics");
+            all.iter_mut().zip(&times).for_each(|(all, one)| all.add(one));
+        }
         done.store(true, Ordering::Relaxed);
-        all.sort_unstable();
         all
     })
 }
 
 pub fn table(threads: usize, quick: bool) {
-    let iters = if quick { 20_000 } else { 400_000 };
+    let iters = if quick { 20_000 } else { 2_000_000 };
     let device = Device::open("host").expect("the host device is always there");
-    let pool = Pool::builder(&device).capacity(2 << 30).initial(256 << 20).region(64 << 20);
+    const INITIAL: usize = 256 << 20;
+    let pool = Pool::builder(&device).capacity(2 << 30).initial(INITIAL).region(64 << 20);
     let pool = pool.unpinned(Unpinned::Allow).build().expect("memory for a pool");
     pool.wait_pinned(None).expect("pinning ends");
     let stream = device.stream().expect("a stream");
     let memory = device.alloc(1 << 20).expect("memory");
-    let hit = || {
+    thread_local! {
+        static WORD: CachePadded<AtomicU64> = const { CachePadded::new(AtomicU64::new(0)) };
+    }
+    let clock = || {
+        black_box(0);
+    };
+    let adds = || {
+        WORD.with(|word| {
+            word.fetch_add(1, Ordering::Relaxed);
+            word.fetch_add(1, Ordering::Relaxed);
+        });
+    };
+    let pair = || {
         let mut buf = pool.checkout(black_box(PLAIN[0])).expect("the pool is large enough");
         // SAFETY: just checked out.
         unsafe { super::stores::touch(buf.as_mut_ptr()) };
     };
-    let idle = || std::thread::sleep(std::time::Duration::from_millis(1));
+    let idle = || std::thread::sleep(Duration::from_millis(1));
     let copies = || {
         for _ in 0..64 {
             let mut buf = pool.checkout(64 << 10).expect("the pool is large enough");
@@ -67,35 +150,52 @@ pub fn table(threads: usize, quick: bool) {
         }
     };
     // Kept, so that the next needs more.
-    let kept = std::sync::Mutex::new(Vec::new());
+    let kept = Mutex::new(Vec::new());
     let growing = || {
         copies();
         kept.lock().expect("nobody panics").extend(pool.try_checkout(48 << 20));
-        std::thread::sleep(std::time::Duration::from_millis(1));
+        std::thread::sleep(Duration::from_millis(1));
     };
     let emptied = || {
         copies();
-        kept.lock().expect("nobody panics").clear();
-        pool.trim(256 << 20);
+        pool.trim(INITIAL);
     };
     println!("\ntails: {threads} threads, {iters} operations each; ns, reading the clock included");
-    println!("{:>8} {:<12} {:>8} {:>8} {:>8} {:>10}", "threads", "", "50%", "99%", "99.99%", "longest");
-    let clock = || {
-        black_box(0);
-    };
+    println!(
+        "{:>8} {:<18} {:>6} {:>6} {:>8} {:>10}   {:>8} {:>10} {:>8} {:>8}",
+        "threads", "hits:", "50%", "99%", "99.99%", "longest", "all:", "longest", "misses", "> 1 us"
+    );
     type Run<'a> = &'a (dyn Fn() + Sync);
-    let cases: [(&str, Run<'_>, Run<'_>); 4] = [
+    let cases: [(&str, Run<'_>, Run<'_>); 6] = [
         ("clock", &clock, &idle),
-        ("pinpool", &hit, &idle),
-        ("growing", &hit, &growing),
-        ("emptied", &hit, &emptied),
+        ("two_fetch_adds", &adds, &idle),
+        ("adds_growing", &adds, &growing),
+        ("pinpool", &pair, &idle),
+        ("growing", &pair, &growing),
+        ("emptied", &pair, &emptied),
     ];
     for (name, operation, beside) in cases {
-        let times = times(threads, iters, operation, beside);
-        let at = |q: f64| times[((times.len() - 1) as f64 * q) as usize];
-        println!("{threads:>8} {name:<12} {:>8} {:>8} {:>8} {:>10}", at(0.5), at(0.99), at(0.9999), at(1.0));
-        for (quantile, label) in [(0.5, "50"), (0.99, "99"), (0.9999, "9999")] {
-            println!("@ tails_{name}_{label} {threads} {}.0 0.0 0.0", at(quantile));
+        let [hits, misses] = times(threads, iters, operation, beside);
+        kept.lock().expect("nobody panics").clear();
+        pool.trim(INITIAL);
+        let mut all = Times::new();
+        [&hits, &misses].into_iter().for_each(|some| all.add(some));
+        println!(
+            "{threads:>8} {name:<18} {:>6} {:>6} {:>8} {:>10}   {:>8} {:>10} {:>8} {:>8}",
+            hits.at(0.5),
+            hits.at(0.99),
+            hits.at(0.9999),
+            hits.at(1.0),
+            all.at(0.9999),
+            all.at(1.0),
+            misses.count(),
+            // Of the hits, and of all.
+            format!("{}/{}", hits.above(1000), all.above(1000)),
+        );
+        for (times, of) in [(&hits, ""), (&all, "_all")] {
+            for (quantile, label) in [(0.5, "50"), (0.99, "99"), (0.9999, "9999")] {
+                println!("@ tails_{name}{of}_{label} {threads} {}.0 0.0 0.0", times.at(quantile));
+            }
         }
     }
 }

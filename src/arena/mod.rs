@@ -674,6 +674,51 @@ impl Arena {
         found >= count
     }
 
+    /// Whether a placement could be served if so many segments of each class came back from where they are cached. `false`
+    /// is certain; `true` is not, since nobody knows of which runs they are.
+    pub(crate) fn could_gather(&self, placement: Placement, cached: impl Fn(Class) -> usize) -> bool {
+        let (need, align) = placement.fresh_pages();
+        if let Placement::Class(class) = placement {
+            if cached(class) > 0 {
+                return true;
+            }
+        }
+        let cached: Vec<usize> = Class::all().map(cached).collect();
+        self.extents.iter().any(|(_, e)| {
+            let page = e.base.as_ptr().addr() / PAGE;
+            let fits = |from: usize, end: usize| (page + from).next_multiple_of(align) - page + need <= end;
+            let (mut at, mut free_from) = (0, 0);
+            while at < e.pages as usize {
+                let entry = e.map[at];
+                if entry & FREE != 0 {
+                    at += (entry & !FREE) as usize;
+                    continue;
+                }
+                let run = &self.runs[entry as usize];
+                let end = at + run.pages as usize;
+                // A single segment that is back has its tail out, or there would be no run.
+                let segments = if Self::is_single(run) { 1 } else { run.count as usize };
+                let out = segments.saturating_sub(run.list.len() as usize);
+                // What of it stays where it is. Of a class's run, as little as possible: the first pages.
+                let stays = match run.class {
+                    Some(class) if run.alone == 0 => {
+                        let out = out.saturating_sub(cached[class.index()]);
+                        (out * class.stride()).div_ceil(PAGE).min(run.pages as usize)
+                    }
+                    _ => run.pages as usize,
+                };
+                if stays > 0 {
+                    if fits(free_from, at) {
+                        return true;
+                    }
+                    free_from = at + stays;
+                }
+                at = end;
+            }
+            fits(free_from, e.pages as usize)
+        })
+    }
+
     /// Visits segments that are not in their runs, so that they are out or cached, with their places and the bytes that
     /// they were given. A place is a number that no other segment has at the same time; they are visited in its order.
     ///

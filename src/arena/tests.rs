@@ -124,6 +124,22 @@ fn a_region_goes_only_when_nothing_of_it_is_used() {
 }
 
 #[test]
+fn what_could_be_gathered_is_known() {
+    let mut arena = arena(&[64]);
+    let large = take(&mut arena, 30 * PAGE, 4096).unwrap();
+    let small: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
+    let class = Class::of(5000).unwrap();
+    let cached = |n: usize| move |c: Class| if c == class { n } else { 0 };
+    let pages = |n: usize| Placement::of(n * PAGE - 32, 4096).unwrap();
+    assert!(arena.could_gather(pages(34), cached(3)), "behind the large one");
+    assert!(!arena.could_gather(pages(35), cached(3)), "it is in the way");
+    assert!(arena.could_gather(pages(32), cached(2)), "the last may be the first of the run");
+    assert!(!arena.could_gather(pages(33), cached(2)), "and two pages are its own");
+    assert!(arena.could_gather(Placement::Class(class), cached(1)));
+    small.into_iter().chain([large]).for_each(|slot| give(&mut arena, slot));
+}
+
+#[test]
 fn what_can_be_served_is_known() {
     let mut arena = arena(&[64]);
     let stuck = take(&mut arena, 4 * PAGE, 4096).unwrap();
@@ -139,6 +155,43 @@ fn what_can_be_served_is_known() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
+    /// What comes back from where it is cached serves nothing that was said to be out of reach.
+    #[test]
+    fn what_could_be_gathered_is_never_denied(
+        extents in prop::collection::vec(1usize..200, 1..4),
+        steps in prop::collection::vec((0u8..10, 1usize..1_000_000, any::<prop::sample::Index>()), 1..100),
+        want in 1usize..3_000_000,
+        cached in any::<u64>(),
+    ) {
+        let mut arena = arena(&extents);
+        let mut held = Vec::new();
+        for (what, len, pick) in steps {
+            let len = (len >> (len % 16)).max(1);
+            let align = if what == 0 { 4096 } else { 64 };
+            if what < 8 || held.is_empty() {
+                held.extend(take(&mut arena, len, align));
+            } else {
+                give(&mut arena, held.swap_remove(pick.index(held.len())));
+            }
+        }
+        let placement = Placement::of((want >> (want % 16)).max(1), 64).unwrap();
+        let take_any = |arena: &mut Arena| {
+            let slot = arena.take(placement);
+            let slot = slot.or_else(|| { arena.release_idle(); arena.take(placement) });
+            slot.or_else(|| { arena.shorten_runs(); arena.take(placement) })
+        };
+        // SAFETY: held.
+        let class = |slot: &NonNull<Slot>| unsafe { slot.as_ref() }.class();
+        if take_any(&mut arena).is_none() {
+            let back = |i: usize, slot| cached >> (i % 64) & 1 == 1 && class(slot).is_some();
+            let back: Vec<_> = held.iter().enumerate().filter(|(i, s)| back(*i, s)).map(|(_, s)| *s).collect();
+            let count = |c: Class| back.iter().filter(|s| class(s) == Some(c)).count();
+            let possible = arena.could_gather(placement, count);
+            back.iter().for_each(|slot| give(&mut arena, *slot));
+            prop_assert!(possible || take_any(&mut arena).is_none());
+        }
+    }
+
     #[test]
     fn any_order_of_takes_and_gives_keeps_the_invariants(
         extents in prop::collection::vec(1usize..300, 1..4),

@@ -42,6 +42,13 @@ impl Depot {
         self.core.lock().growing += bytes;
     }
 
+    /// Whether there is room for another region for these wants, and nothing known against one. Then what is cached where
+    /// it is in use stays there: see [`super::caches`].
+    pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
+        let core = self.core.lock();
+        core.step > 0 && core.stunted.is_none() && core.room() >= least(wants)
+    }
+
     /// Has another region pinned for these wants, in place of idle ones where the capacity is used up. Whether one is on
     /// its way (or, without threads, there).
     pub(crate) fn grow(self: &Arc<Self>, wants: &[Want]) -> bool {

@@ -14,7 +14,7 @@ use loom::thread::{JoinHandle, spawn};
 use super::*;
 use crate::region::RegionId;
 use crate::segment::PAGE;
-use crate::sync::{UnsafeCell, model, step, thread};
+use crate::sync::{UnsafeCell, model, model_fenced, step, thread};
 use crate::telemetry::ledger::Origin;
 
 /// A length of the first class that shards have lists for.
@@ -51,13 +51,18 @@ impl Clone for Store {
 
 impl Store {
     fn new(thread_cache: usize, shared_cache: usize) -> Self {
+        Self::with(thread_cache, shared_cache, true)
+    }
+
+    /// Without a clock everyone counts as idle; with one, nobody does.
+    fn with(thread_cache: usize, shared_cache: usize, timeless: bool) -> Self {
         let config = DepotConfig {
             capacity: PAGE,
             thread_cache,
             shared_cache,
             largest: PAGE,
             step: 0,
-            timeless: true,
+            timeless,
             serves: Vec::new(),
             track: false,
         };
@@ -84,7 +89,7 @@ impl Store {
         if let Some(fresh) = self.depot.hit(class, LEN) {
             return Some(self.out(fresh));
         }
-        match self.depot.try_take(want) {
+        match self.depot.try_take(want, Reach::All) {
             Ok(Take::Got(fresh)) => Some(self.out(fresh)),
             Ok(Take::Empty) | Err(Error::Closed) => None,
             Err(error) => panic!("{error}"),
@@ -140,22 +145,29 @@ fn task(thread: thread::Thread) -> Waker {
 
 // --- threads that end ------------------------------------------------------------------------------------------------
 
+fn exit_against_take_back() {
+    let store = Store::new(TWO, PAGE);
+    let other = worker({
+        let store = store.clone();
+        move || {
+            let out = store.take();
+            out.into_iter().for_each(Out::put);
+        }
+    });
+    step();
+    store.depot.region_use();
+    other.join().unwrap();
+    store.finish();
+}
+
 #[test]
 fn loom_exit_against_take_back() {
-    model("exit: a thread ends while its shard is taken back", 4, || {
-        let store = Store::new(TWO, PAGE);
-        let other = worker({
-            let store = store.clone();
-            move || {
-                let out = store.take();
-                out.into_iter().for_each(Out::put);
-            }
-        });
-        step();
-        store.depot.region_use();
-        other.join().unwrap();
-        store.finish();
-    });
+    model("exit: a thread ends while its shard is taken back", 4, exit_against_take_back);
+}
+
+#[test]
+fn loom_fenced_exit_against_take_back() {
+    model_fenced("exit: the same where owners fence for themselves", 3, exit_against_take_back);
 }
 
 #[test]
@@ -201,29 +213,74 @@ fn loom_exit_against_close() {
     });
 }
 
+// --- taking back -----------------------------------------------------------------------------------------------------
+
+/// One who takes and returns, and has more in its shard then; another who needs one of these.
+fn gathered(timeless: bool) {
+    let store = Store::with(TWO, PAGE, timeless);
+    let first = store.take().unwrap();
+    let other = worker({
+        let store = store.clone();
+        move || {
+            let two = [store.take(), store.take()];
+            two.into_iter().flatten().for_each(Out::put);
+        }
+    });
+    step();
+    // There is one for each at any time, wherever it is cached, but where the other has two.
+    let second = store.take();
+    second.into_iter().for_each(Out::put);
+    other.join().unwrap();
+    let all = [first, store.take().expect("all is back"), store.take().expect("all is back")];
+    all.into_iter().for_each(Out::put);
+    store.finish();
+}
+
+#[test]
+fn loom_gather_from_the_idle() {
+    model("gather: from one who counts as idle and is not", 3, || gathered(true));
+}
+
+#[test]
+fn loom_gather_from_the_busy() {
+    model("gather: from one at work", 3, || gathered(false));
+}
+
+#[test]
+fn loom_fenced_gather() {
+    model_fenced("gather: the same where owners fence for themselves", 2, || gathered(false));
+}
+
 // --- closing ---------------------------------------------------------------------------------------------------------
+
+fn close_counts() {
+    let store = Store::new(TWO, PAGE);
+    let held = store.take();
+    let user = || {
+        let store = store.clone();
+        worker(move || {
+            let out = store.take();
+            out.into_iter().for_each(Out::put);
+        })
+    };
+    let users = [user(), user()];
+    step();
+    store.depot.close();
+    held.into_iter().for_each(Out::put);
+    for user in users {
+        user.join().unwrap();
+    }
+    store.finish();
+}
 
 #[test]
 fn loom_close_counts() {
-    model("close: two return while the pool closes", 3, || {
-        let store = Store::new(TWO, PAGE);
-        let held = store.take();
-        let user = || {
-            let store = store.clone();
-            worker(move || {
-                let out = store.take();
-                out.into_iter().for_each(Out::put);
-            })
-        };
-        let users = [user(), user()];
-        step();
-        store.depot.close();
-        held.into_iter().for_each(Out::put);
-        for user in users {
-            user.join().unwrap();
-        }
-        store.finish();
-    });
+    model("close: two return while the pool closes", 3, close_counts);
+}
+
+#[test]
+fn loom_fenced_close_counts() {
+    model_fenced("close: the same where owners fence for themselves", 2, close_counts);
 }
 
 #[test]
@@ -337,7 +394,9 @@ fn loom_ledger_closes() {
         3,
         || {
             let store = Store::new(TWO, PAGE);
-            let Ok(Take::Got(mut fresh)) = store.depot.try_take(store.want()) else { unreachable!() };
+            let Ok(Take::Got(mut fresh)) = store.depot.try_take(store.want(), Reach::All) else {
+                unreachable!()
+            };
             Depot::enter(&mut fresh, Origin::default());
             let out = store.out(fresh);
             let slot = std::ptr::from_ref(out.segment.slot()).addr();

@@ -6,9 +6,10 @@
 //! 1. *hit*: this thread's shard has a segment ([`crate::freelist::shard`]: plain loads and stores);
 //! 2. *exchange*: the shard takes over a batch that another thread left on a rack (two atomic operations);
 //! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the shard;
-//! 4. *collect*: everything that shards and racks cache is taken back to its runs, idle runs are dissolved, and the
-//!    request is tried again;
-//! 5. what is left is the pool's decision: to grow (`growth`), to wait (`waiting`, `queue`), or to do without.
+//! 4. *gather*: what is cached where nobody misses it is taken back to its runs, idle runs are dissolved, and the request
+//!    is tried again (`caches`);
+//! 5. what is left is the pool's decision: to grow (`growth`), to take back what is cached where it is in use, too, to
+//!    wait (`waiting`, `queue`), or to do without.
 //!
 //! Returns go the same way down: the shard, a rack, the runs. While anybody waits the mode word sends all returns to
 //! the lock, so that each segment that comes back meets the queue.
@@ -28,6 +29,7 @@
 
 #![allow(unsafe_code)]
 
+mod caches;
 mod census;
 mod fork;
 mod growth;
@@ -52,9 +54,10 @@ use crate::freelist::{Gate, LISTS, Rack, Roster, Shard, Slot, list_of, listed, m
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
-use crate::telemetry::counters::ClassTally;
+use crate::telemetry::counters::{ClassTally, note_thread_miss};
 use crate::telemetry::ledger::{Ledger, Sightings};
 
+pub(crate) use caches::Reach;
 pub(crate) use census::OutSegment;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
@@ -178,7 +181,7 @@ pub(crate) struct DepotSnapshot {
 #[derive(Debug)]
 pub(crate) enum Take {
     Got(Fresh),
-    /// Nothing free; everything cached has been collected already.
+    /// Nothing free, and nothing cached within reach that would help.
     Empty,
 }
 
@@ -314,12 +317,12 @@ impl Depot {
         }
     }
 
-    /// A segment, if one is free anywhere and nobody has to wait for it first.
+    /// A segment, if one is free anywhere, or cached within reach, and nobody has to wait for it first.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`].
     #[cold]
-    pub(crate) fn try_take(&self, want: Want) -> Result<Take> {
+    pub(crate) fn try_take(&self, want: Want, reach: Reach) -> Result<Take> {
         self.refuse_if_shut()?;
         if let Placement::Class(class) = want.placement {
             if let Some(slot) = self.exchange(class, want.len) {
@@ -344,147 +347,29 @@ impl Depot {
         if let Some(slot) = queue::take_one(&mut core.arena, want.placement) {
             return Ok(Take::Got(self.fresh(core.took(slot, want.len))));
         }
-        if !self.collect(&mut core) {
-            return Ok(Take::Empty);
-        }
-        Ok(match queue::take_one(&mut core.arena, want.placement) {
+        Ok(match self.gather(&mut core, want.placement, shard, reach) {
             Some(slot) => Take::Got(self.fresh(core.took(slot, want.len))),
             None => Take::Empty,
         })
     }
 
     /// All of several, or none.
-    pub(crate) fn try_take_all(&self, wants: &[Want]) -> Result<Option<Vec<Fresh>>> {
+    pub(crate) fn try_take_all(&self, wants: &[Want], reach: Reach) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
+        let shard = self.shard();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
         if !core.queue.is_empty() {
             return Ok(None);
         }
         let mut grants = queue::take_all(&mut core.arena, wants);
-        if grants.is_none() && self.collect(&mut core) {
+        if grants.is_none() && self.collect_idle(&mut core, shard) {
+            grants = queue::take_all(&mut core.arena, wants);
+        }
+        if grants.is_none() && reach == Reach::All && self.collect(&mut core) {
             grants = queue::take_all(&mut core.arena, wants);
         }
         Ok(grants.map(|grants| grants.iter().map(|g| self.fresh(core.took(g.slot, g.len))).collect()))
-    }
-
-    fn shard(&self) -> Option<&Shard> {
-        lease::hot(self).or_else(|| lease::obtain(self))
-    }
-
-    /// A segment from this thread's shard after filling that from a rack. No lock, and no decision who comes first:
-    /// while anybody waits no shard can be entered. Nor in the child of a fork.
-    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
-        if self.gate.mode() != 0 {
-            return None;
-        }
-        self.exchange(class, len).map(|slot| self.fresh(Grant { slot, len }))
-    }
-
-    /// Fills this thread's shard from a rack and takes one of it.
-    fn exchange(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
-        let shard = self.shard()?;
-        let mut held = self.gate.enter(shard)?;
-        // Not everyone has tried for a hit: requests for a reserve have not, nor has this thread since it reaped.
-        if let Some(slot) = held.take(class, len) {
-            return Some(slot);
-        }
-        if held.limit(class) == 0 {
-            return None;
-        }
-        let (count, rest) = held.take_down(class, &self.racks[list_of(class)]);
-        if count == 0 {
-            return None;
-        }
-        self.racked.fetch_sub((count as usize * class.stride()) as u64, Ordering::Relaxed);
-        let slot = held.take(class, len);
-        drop(held);
-        if !rest.is_empty() {
-            let mut core = self.core.lock();
-            // SAFETY: it hung in a rack, so it is free and alive.
-            unsafe { core.arena.give_chain(rest) };
-        }
-        slot
-    }
-
-    /// A batch from a run: one to be used, the others into this thread's shard.
-    fn batch(&self, core: &mut Core, shard: &Shard, class: Class) -> Option<NonNull<Slot>> {
-        let limit = self.limit(core, shard, class);
-        let mut chain = core.arena.take_batch(class, (limit / 2).max(1));
-        let slot = chain.pop()?;
-        if !chain.is_empty() {
-            let rest = match self.gate.enter(shard) {
-                Some(mut held) => held.fill(class, chain),
-                None => chain,
-            };
-            // SAFETY: just taken from their run, still free.
-            unsafe { core.arena.give_chain(rest) };
-        }
-        Some(slot)
-    }
-
-    /// How many segments of a class this shard may hold; grants room for a class used for the first time, at the cost
-    /// of the other classes where the shard's bytes are all granted.
-    fn limit(&self, core: &mut Core, shard: &Shard, class: Class) -> u32 {
-        let Some(mut held) = self.gate.enter(shard) else { return 0 };
-        let limit = held.limit(class);
-        if limit > 0 || !held.has(class) {
-            return limit;
-        }
-        let (budget, stride) = (self.config.thread_cache, class.stride());
-        let limit = match budget / 8 / stride {
-            0 | 1 if stride * 4 <= budget => 2,
-            0 | 1 => return 0,
-            n => n.min(64) as u32,
-        };
-        let granted: usize = Class::all().map(|c| held.limit(c) as usize * c.stride()).sum();
-        if granted + limit as usize * stride > budget {
-            let arena = &mut core.arena;
-            // SAFETY: what a shard caches is free and alive.
-            held.drain_all(|_, chain| unsafe { arena.give_chain(chain) });
-            Class::all().for_each(|c| held.set_limit(c, 0));
-        }
-        held.set_limit(class, limit);
-        limit
-    }
-
-    /// Takes back everything that shards and racks cache. `false` if that was nothing.
-    fn collect(&self, core: &mut Core) -> bool {
-        let cached = |shard: &Arc<Shard>| Class::all().any(|class| shard.count(class).cached > 0);
-        if self.racked.load(Ordering::Relaxed) == 0 && !core.roster.shards().any(cached) {
-            return false;
-        }
-        self.gate.quiesce(mode::INSPECT, &core.roster);
-        let any = self.sweep(core);
-        self.gate.open(mode::INSPECT, &core.roster);
-        core.stats.collects += u64::from(any);
-        any
-    }
-
-    /// The same, where the owners are kept out already.
-    fn sweep(&self, core: &mut Core) -> bool {
-        let mut any = false;
-        let Core { arena, roster, .. } = core;
-        for mut held in roster.quiet() {
-            held.drain_all(|_, chain| {
-                any = true;
-                // SAFETY: what a shard caches is free and alive.
-                unsafe { arena.give_chain(chain) };
-            });
-        }
-        for (class, rack) in listed().zip(&self.racks) {
-            loop {
-                let chain = rack.take_chain();
-                if chain.is_empty() {
-                    break;
-                }
-                any = true;
-                self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
-                // SAFETY: what hangs in a rack is free and alive.
-                unsafe { arena.give_chain(chain) };
-            }
-        }
-        any
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
@@ -516,16 +401,22 @@ impl Depot {
             return;
         }
         // SAFETY: alive, and the caller's.
-        if let Some(class) = unsafe { slot.as_ref() }.class() {
+        let class = unsafe { slot.as_ref() }.class();
+        if let Some(class) = class {
             if list == LISTS {
                 // Not for want of a list, but because somebody wants to know when it comes back.
                 #[cfg(not(pinpool_planted = "ledger_left_open"))]
                 depot.core.lock().ledger.close(slot.addr().get());
             }
             // SAFETY: as above.
-            if unsafe { depot.make_room(class, slot, len) } {
+            if unsafe { depot.keep(class, slot, len) } {
                 return;
             }
+        }
+        note_thread_miss();
+        // SAFETY: as above.
+        if class.is_some_and(|class| unsafe { depot.make_room(class, slot, len) }) {
+            return;
         }
         #[cfg(pinpool_planted = "wake_before_grant")]
         depot.core.lock().queue.head_wake().into_iter().for_each(Wake::wake);
@@ -539,7 +430,10 @@ impl Depot {
         core.requested = core.requested.wrapping_sub(len as u64);
         core.puts += 1;
         // SAFETY: alive, the caller's, in no list.
-        unsafe { core.arena.give(slot) };
+        unsafe {
+            slot.as_ref().returned();
+            core.arena.give(slot);
+        }
         core.serve(&mut wakes);
         depot.stop_waiting(&core);
         let last = core.came_back(1);
@@ -552,6 +446,17 @@ impl Depot {
         }
     }
 
+    /// Returns into this thread's shard: it may have used another pool since, or has to fence for itself. `false`: nothing
+    /// was done.
+    ///
+    /// # Safety
+    /// The slot is alive, out, of this class, in no list, and the caller's.
+    unsafe fn keep(&self, class: Class, slot: NonNull<Slot>, len: usize) -> bool {
+        let held = self.shard().and_then(|shard| self.gate.enter(shard));
+        // SAFETY: the caller's word.
+        held.is_some_and(|mut held| matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept))
+    }
+
     /// Returns into this thread's shard after making room in it: half of the list goes to a rack, or to its runs.
     /// `false`: nothing was done.
     ///
@@ -560,11 +465,6 @@ impl Depot {
     unsafe fn make_room(&self, class: Class, slot: NonNull<Slot>, len: usize) -> bool {
         let Some(shard) = self.shard() else { return false };
         let Some(mut held) = self.gate.enter(shard) else { return false };
-        // This thread may have used another pool since, or has to fence for itself.
-        // SAFETY: the caller's word.
-        if let Put::Kept = unsafe { held.put(slot, len, list_of(class)) } {
-            return true;
-        }
         let limit = held.limit(class);
         if limit == 0 {
             drop(held);
@@ -848,7 +748,10 @@ impl Core {
     fn took(&mut self, slot: NonNull<Slot>, len: usize) -> Grant {
         self.takes += 1;
         // SAFETY: just taken from its run: alive, and ours alone.
-        let (granted, class) = unsafe { (self.arena.granted(slot), slot.as_ref().class()) };
+        let (granted, class) = unsafe {
+            slot.as_ref().taken();
+            (self.arena.granted(slot), slot.as_ref().class())
+        };
         self.granted = self.granted.wrapping_add(granted as u64);
         self.classes.took(class, granted);
         self.requested = self.requested.wrapping_add(len as u64);

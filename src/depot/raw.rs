@@ -21,13 +21,20 @@ fn unwatched(slot: NonNull<Slot>) -> NonNull<Slot> {
 pub(crate) struct Segment {
     depot: NonNull<Depot>,
     slot: NonNull<Slot>,
-    /// Bytes that were asked for, and above them which list of a shard it belongs to: a return that had to load that from
+    /// Bytes that were asked for, and below them which list of a shard it belongs to: a return that had to load that from
     /// the slot would find its list, and with it whatever it reads and writes, only after the checkout has found the slot.
     tag: u64,
 }
 
-/// Where in a tag the list is. No length comes near: the longest extent has 43 bits.
-const LIST: u32 = 56;
+/// Bits of a tag that the list has: a byte, which processors can take off a word by itself. The longest extent has 43 bits,
+/// so a length has room above.
+const LIST: u32 = 8;
+const _: () = assert!(LISTS < 1 << LIST);
+
+#[inline(always)]
+fn tag(len: usize, list: usize) -> u64 {
+    (len as u64) << LIST | list as u64
+}
 
 /// In the address of a slot on its way: the return is watched.
 const WATCHED: usize = 1;
@@ -59,8 +66,7 @@ impl Fresh {
     /// As for [`Fresh::new`], and `list` is the slot's.
     #[inline(always)]
     pub(super) unsafe fn of_list(depot: &Depot, grant: Grant, list: usize) -> Self {
-        let tag = grant.len as u64 | (list as u64) << LIST;
-        Self(Segment { depot: NonNull::from(depot), slot: grant.slot, tag })
+        Self(Segment { depot: NonNull::from(depot), slot: grant.slot, tag: tag(grant.len, list) })
     }
 
     /// # Safety
@@ -87,7 +93,7 @@ impl Fresh {
 
     /// Has its return take the slow path, so that it can be noted there: to this name of it no list belongs.
     pub(super) fn watch(&mut self) {
-        self.0.tag = self.0.len() as u64 | (LISTS as u64) << LIST;
+        self.0.tag = tag(self.0.len(), LISTS);
     }
 }
 
@@ -95,12 +101,12 @@ impl Segment {
     /// Bytes that were asked for.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
-        (self.tag & ((1 << LIST) - 1)) as usize
+        (self.tag >> LIST) as usize
     }
 
     #[inline(always)]
     fn list(&self) -> usize {
-        (self.tag >> LIST) as usize
+        (self.tag & ((1 << LIST) - 1)) as usize
     }
 
     /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is watched
@@ -155,7 +161,7 @@ impl Segment {
 
     /// Another name's length, after [`Segment::rebook`] through this one's alias.
     pub(crate) fn relabel(&mut self, len: usize) {
-        self.tag = self.tag >> LIST << LIST | len as u64;
+        self.tag = tag(len, self.list());
     }
 
     /// Changes what it counts as asked for, for a claimer that asks for another length.

@@ -97,6 +97,7 @@ impl Depot {
                     let granted = core.arena.granted(slot);
                     core.granted = core.granted.wrapping_sub(granted as u64);
                     core.classes.gave(slot.as_ref().class(), granted);
+                    slot.as_ref().returned();
                     core.arena.give(slot);
                 }
                 core.requested = core.requested.wrapping_sub(len as u64);
@@ -219,7 +220,10 @@ impl Core {
         queue.serve(arena, wakes, |arena, grant| {
             *takes += 1;
             // SAFETY: just taken from its run: alive, and ours alone.
-            let (bytes, class) = unsafe { (arena.granted(grant.slot), grant.slot.as_ref().class()) };
+            let (bytes, class) = unsafe {
+                grant.slot.as_ref().taken();
+                (arena.granted(grant.slot), grant.slot.as_ref().class())
+            };
             *granted = granted.wrapping_add(bytes as u64);
             classes.took(class, bytes);
             *requested = requested.wrapping_add(grant.len as u64);

@@ -146,8 +146,17 @@ struct Store {
 
 impl Store {
     fn new(count: u32) -> Arc<Self> {
+        Self::with(Gate::new(true), count)
+    }
+
+    /// Of a machine without the asymmetric fence.
+    fn fenced(count: u32) -> Arc<Self> {
+        Self::with(Gate::new(false), count)
+    }
+
+    fn with(gate: Gate, count: u32) -> Arc<Self> {
         Arc::new(Self {
-            gate: Gate::new(true),
+            gate,
             cold: Mutex::new((Roster::default(), Vec::new())),
             segments: Segments::new(count),
         })
@@ -199,6 +208,15 @@ impl Store {
         self.gate.open(mode::INSPECT, roster);
     }
 
+    /// The cold side's: one segment of one shard goes to the list, and other owners are not disturbed.
+    fn take_one_back(&self, shard: &Arc<Shard>) {
+        step();
+        let mut cold = self.cold.lock();
+        self.gate.hush(std::slice::from_ref(shard), |mut held| {
+            cold.1.extend(self.segments.unlink(held.drain(class(), 1)));
+        });
+    }
+
     /// Where every segment is, when all is quiet.
     fn all(&self) -> Vec<usize> {
         self.take_back();
@@ -208,28 +226,62 @@ impl Store {
     }
 }
 
-#[test]
-fn loom_shard_taken_back() {
-    model("shard: one owner, taken back twice", 3, || {
-        let store = Store::new(2);
-        let shard = store.lease(&[0, 1]);
-        let owner = spawn({
-            let (store, shard) = (store.clone(), shard.clone());
-            move || {
-                for _ in 0..2 {
-                    if let Some(slot) = store.take(&shard) {
-                        store.put(&shard, slot);
-                    }
+/// One owner, from whom everything is taken back twice.
+fn taken_back(store: &Arc<Store>) {
+    let shard = store.lease(&[0, 1]);
+    let owner = spawn({
+        let (store, shard) = (store.clone(), shard.clone());
+        move || {
+            for _ in 0..2 {
+                if let Some(slot) = store.take(&shard) {
+                    store.put(&shard, slot);
                 }
             }
-        });
-        store.take_back();
-        store.take_back();
-        owner.join().unwrap();
-        let count = shard.count(class());
-        assert!(count.takes <= 2 && count.puts <= 2);
-        assert_eq!(store.all(), [0, 1]);
+        }
     });
+    store.take_back();
+    store.take_back();
+    owner.join().unwrap();
+    let count = shard.count(class());
+    assert!(count.takes <= 2 && count.puts <= 2);
+    assert_eq!(store.all(), [0, 1]);
+}
+
+/// Two owners, of whom one is hushed.
+fn hushed(store: &Arc<Store>) {
+    let shards = [store.lease(&[0, 1]), store.lease(&[2])];
+    let owners = shards.clone().map(|shard| {
+        let store = store.clone();
+        spawn(move || {
+            let one = store.take(&shard);
+            one.into_iter().for_each(|slot| store.put(&shard, slot));
+        })
+    });
+    store.take_one_back(&shards[0]);
+    for owner in owners {
+        owner.join().unwrap();
+    }
+    assert_eq!(store.all(), [0, 1, 2]);
+}
+
+#[test]
+fn loom_shard_taken_back() {
+    model("shard: one owner, taken back twice", 3, || taken_back(&Store::new(2)));
+}
+
+#[test]
+fn loom_fenced_shard_taken_back() {
+    model("shard: the same where owners fence for themselves", 3, || taken_back(&Store::fenced(2)));
+}
+
+#[test]
+fn loom_shard_hushed() {
+    model("shard: two owners, one of them hushed", 3, || hushed(&Store::new(3)));
+}
+
+#[test]
+fn loom_fenced_shard_hushed() {
+    model("shard: the same where owners fence for themselves", 3, || hushed(&Store::fenced(3)));
 }
 
 #[test]

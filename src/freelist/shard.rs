@@ -31,10 +31,17 @@
 //! waits are what two atomic increments cost. The counters serve the statistics, too.
 //!
 //! The owner's last access to a shard is `busy = 0`: a pool that is being freed waits for it.
+//!
+//! # Some shards, or all
+//!
+//! Whoever is kept out takes the slow path for once, and whose list is emptied misses once more. So where a few shards will
+//! do, only these lose their pass ([`Gate::hush`]), the mode stays as it is, and the owners of the others go on. Which owners
+//! are idle anyway, the [`Roster`] finds out by comparing what each has counted with what it had when it was last looked at.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::rack::{BATCH, Rack};
 use super::slot::{Chain, Slot};
@@ -120,6 +127,9 @@ pub(crate) struct Shard {
     asides: [Aside; LISTS],
     /// The gate that the shard belongs to; only compared.
     home: *const Gate,
+    /// Written, in models, by whoever works on the lists: loom fails the model where two are not ordered.
+    #[cfg(all(test, loom))]
+    hands: crate::sync::UnsafeCell<()>,
 }
 
 // SAFETY: `home` is not dereferenced, and the stacks' slots are Sync and belong to who holds the shard.
@@ -139,6 +149,8 @@ macro_rules! blank {
             cells: $cells,
             asides: $asides,
             home: $home,
+            #[cfg(all(test, loom))]
+            hands: crate::sync::UnsafeCell::new(()),
         }
     };
 }
@@ -189,12 +201,19 @@ impl Cell {
         unsafe { &*self.stack.load(Ordering::Relaxed).add(at as usize) }
     }
 
+    /// Fails, with debug assertions, where more are said to be in the list than it may hold: then two have been at it.
+    #[inline(always)]
+    fn check(&self, count: u64) {
+        debug_assert!(count <= self.limit.load(Ordering::Relaxed), "two were at one list: {self:?}");
+    }
+
     /// Puts a segment on top and leaves the counting to the caller. `false`: there is no room.
     #[inline(always)]
     fn push(&self, slot: NonNull<Slot>) -> bool {
         let came = self.came.load(Ordering::Relaxed);
         let count = came.wrapping_sub(self.went.load(Ordering::Relaxed));
         if count >= self.limit.load(Ordering::Relaxed) {
+            self.check(count);
             return false;
         }
         // SAFETY: at most the limit, which the stack has places for.
@@ -211,6 +230,7 @@ impl Cell {
         if count == 0 {
             return None;
         }
+        self.check(count);
         // SAFETY: the topmost place that has a slot.
         let slot = unsafe { NonNull::new_unchecked(self.place(count).load(Ordering::Relaxed)) };
         self.went.store(went.wrapping_add(1), Ordering::Relaxed);
@@ -314,6 +334,23 @@ impl Shard {
         }
     }
 
+    /// Numbers of which each take and each return changes one.
+    fn tally(&self) -> (u64, u64) {
+        // Relaxed: compared with what they are another time.
+        (self.requested.load(Ordering::Relaxed), self.returned.load(Ordering::Relaxed))
+    }
+
+    /// Whether anything is in its lists. Exact while nobody moves.
+    pub(crate) fn caches(&self) -> bool {
+        self.cells.iter().any(|cell| cell.count() > 0)
+    }
+
+    /// Segments in a class's list. Exact while nobody moves.
+    pub(crate) fn cached(&self, class: Class) -> u64 {
+        // More than there are, if the owner is at work in between.
+        self.cells.get(list_of(class)).map_or(0, |cell| cell.count().min(cell.limit.load(Ordering::Relaxed)))
+    }
+
     /// Requested lengths taken less returned here; meaningful only in the sum over all shards (wrapping).
     pub(crate) fn requested(&self) -> u64 {
         self.requested.load(Ordering::Relaxed).wrapping_sub(self.returned.load(Ordering::Relaxed))
@@ -354,10 +391,26 @@ impl Drop for Inside<'_> {
 }
 
 impl Held<'_> {
+    /// The list, to be worked on.
+    #[inline(always)]
+    fn cell(&self, list: usize) -> &Cell {
+        #[cfg(all(test, loom))]
+        self.shard.hands.with_mut(|_| ());
+        self.shard.cell(list)
+    }
+
+    /// The same with what is beside it, unless that stands for no list.
+    fn both(&self, class: Class) -> Option<(&Cell, &Aside)> {
+        let list = list_of(class);
+        self.shard.asides.get(list).map(|aside| (self.cell(list), aside))
+    }
+
     /// Takes a segment, counted as checked out.
     #[inline(always)]
     pub(crate) fn take(&mut self, class: Class, requested: usize) -> Option<NonNull<Slot>> {
-        let slot = self.shard.cell(list_of(class)).pop()?;
+        let slot = self.cell(list_of(class)).pop()?;
+        // SAFETY: what was in the list is alive.
+        unsafe { slot.as_ref() }.taken();
         add(&self.shard.requested, requested as u64);
         Some(slot)
     }
@@ -368,9 +421,11 @@ impl Held<'_> {
     /// The slot is alive, out, and in no list; it is the caller's to give, and `list` is its list.
     #[inline(always)]
     pub(crate) unsafe fn put(&mut self, slot: NonNull<Slot>, requested: usize, list: usize) -> Put {
-        if !self.shard.cell(list).push(slot) {
+        if !self.cell(list).push(slot) {
             return Put::Full;
         }
+        // SAFETY: alive by the caller's word, and nobody else takes it from the list before we leave.
+        unsafe { slot.as_ref() }.returned();
         add(&self.shard.returned, requested as u64);
         Put::Kept
     }
@@ -382,8 +437,7 @@ impl Held<'_> {
 
     /// Changes how many segments of this class the shard may hold; not to fewer than it does.
     pub(crate) fn set_limit(&mut self, class: Class, limit: u32) {
-        let list = list_of(class);
-        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return };
+        let Some((cell, aside)) = self.both(class) else { return };
         let (limit, places) = (u64::from(limit), aside.places.load(Ordering::Relaxed));
         if limit >= places {
             let count = cell.count();
@@ -409,8 +463,7 @@ impl Held<'_> {
     /// Adds a chain to the list without counting it as returned. What there is no room for comes back.
     #[must_use = "dropping a chain loses its segments"]
     pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) -> Chain {
-        let list = list_of(class);
-        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return chain };
+        let Some((cell, aside)) = self.both(class) else { return chain };
         while let Some(slot) = chain.pop() {
             if !cell.push(slot) {
                 // SAFETY: just popped.
@@ -424,9 +477,8 @@ impl Held<'_> {
 
     /// Takes up to `count` segments off the list without counting them as checked out.
     pub(crate) fn drain(&mut self, class: Class, count: u32) -> Chain {
-        let list = list_of(class);
         let mut chain = Chain::new();
-        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return chain };
+        let Some((cell, aside)) = self.both(class) else { return chain };
         while chain.len() < count {
             let Some(slot) = cell.pop() else { break };
             note(&aside.drained, 1);
@@ -439,8 +491,7 @@ impl Held<'_> {
     /// Leaves up to `count` segments, and no more than [`BATCH`], on a rack; which half of the list it is makes no
     /// difference to who takes them. How many; 0: the rack is full, or the list empty.
     pub(crate) fn hang_up(&mut self, class: Class, count: u32, rack: &Rack) -> u32 {
-        let list = list_of(class);
-        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else { return 0 };
+        let Some((cell, aside)) = self.both(class) else { return 0 };
         let (have, count) = (cell.count(), u64::from(count).min(BATCH as u64));
         let from = have.saturating_sub(count);
         // SAFETY: those that have slots.
@@ -457,11 +508,8 @@ impl Held<'_> {
 
     /// Takes a batch off a rack into the list. How many; 0: there was none. What there is no room for comes with it.
     pub(crate) fn take_down(&mut self, class: Class, rack: &Rack) -> (u32, Chain) {
-        let list = list_of(class);
         let mut rest = Chain::new();
-        let (cell, Some(aside)) = (self.shard.cell(list), self.shard.asides.get(list)) else {
-            return (0, rest);
-        };
+        let Some((cell, aside)) = self.both(class) else { return (0, rest) };
         let count = rack.take(self.shard.number as usize, |slot| {
             if cell.push(slot) {
                 note(&aside.filled, 1);
@@ -485,7 +533,7 @@ impl Held<'_> {
 
     /// Visits the slots of one list. For `check()`.
     pub(crate) fn for_each(&self, class: Class, mut visit: impl FnMut(&Slot)) {
-        let cell = self.shard.cell(list_of(class));
+        let cell = self.cell(list_of(class));
         for at in 1..=cell.count() {
             // SAFETY: one of those that have slots, which are alive.
             visit(unsafe { &*cell.place(at).load(Ordering::Relaxed) });
@@ -549,8 +597,10 @@ impl Gate {
         let seen = self.mode.fetch_add(0, Ordering::AcqRel);
         #[cfg(not(pinpool_rmw))]
         let seen = {
-            // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce`.
+            // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce` and `hush`.
+            #[cfg(not(pinpool_planted = "fallback_no_fence"))]
             crate::sync::fence(Ordering::SeqCst);
+            // Acquire: pairs with the releases in `open` and `hush`, so that we see the lists as the cold side left them.
             self.mode.load(Ordering::Acquire)
         };
         if seen == mode::FENCED { Some(inside) } else { None }
@@ -561,25 +611,59 @@ impl Gate {
     pub(crate) fn quiesce(&self, bits: u32, roster: &Roster) {
         // AcqRel: see `enter` under `pinpool_rmw`; elsewhere the fence orders it.
         self.mode.fetch_or(bits, Ordering::AcqRel);
-        // Relaxed: before the fence, which pairs with `light` in `pass_in`.
-        roster.shards().for_each(|shard| shard.pass.store(std::ptr::null_mut(), Ordering::Relaxed));
-        crate::sync::heavy();
-        for shard in roster.shards() {
-            // Acquire: pairs with the release when the owner leaves.
-            #[cfg(not(pinpool_planted = "shard_no_wait"))]
-            while shard.busy.load(Ordering::Acquire) != 0 {
-                yield_now();
-            }
-        }
+        Self::keep_out(roster.shards());
     }
 
     /// Clears `bits`, and lets owners in again if they were the last. The caller holds the depot's lock.
     pub(crate) fn open(&self, bits: u32, roster: &Roster) {
         // Release: pairs with the acquire of who looks at the mode.
         let left = self.mode.fetch_and(!bits, Ordering::Release) & !bits;
-        if left == 0 {
+        self.let_in(left, roster.shards());
+    }
+
+    /// Works on some shards while the owners of all others go on. The caller holds the depot's lock.
+    ///
+    /// Where owners fence for themselves, they look at the mode, which is one for all: then all are kept out.
+    pub(crate) fn hush(&self, shards: &[Arc<Shard>], mut work: impl FnMut(Held<'_>)) {
+        // Relaxed: the bit is set when the pool is made, for good.
+        let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0
+            && !cfg!(pinpool_planted = "hush_by_pass_alone");
+        if fenced {
+            // AcqRel: as in `quiesce`.
+            self.mode.fetch_or(mode::INSPECT, Ordering::AcqRel);
+        }
+        Self::keep_out(shards.iter());
+        shards.iter().for_each(|shard| work(Held { shard }));
+        let left = if fenced {
+            // Release: as in `open`.
+            self.mode.fetch_and(!mode::INSPECT, Ordering::Release) & !mode::INSPECT
+        } else {
+            // Relaxed: changes under the lock alone.
+            self.mode.load(Ordering::Relaxed)
+        };
+        self.let_in(left, shards.iter());
+    }
+
+    /// Takes these shards' passes away, and waits until none of their owners is inside. Where there is a mode to be set,
+    /// it is set before.
+    fn keep_out<'a>(shards: impl Iterator<Item = &'a Arc<Shard>> + Clone) {
+        // Relaxed: before the fence, which pairs with `light` in `pass_in`.
+        shards.clone().for_each(|shard| shard.pass.store(std::ptr::null_mut(), Ordering::Relaxed));
+        crate::sync::heavy();
+        #[cfg(not(pinpool_planted = "shard_no_wait"))]
+        for shard in shards {
+            // Acquire: pairs with the release when the owner leaves.
+            while shard.busy.load(Ordering::Acquire) != 0 {
+                yield_now();
+            }
+        }
+    }
+
+    /// Gives them their passes again, if the mode has it.
+    fn let_in<'a>(&self, mode: u32, shards: impl Iterator<Item = &'a Arc<Shard>>) {
+        if mode == 0 {
             // Release: pairs with the acquire in `pass_in`.
-            roster.shards().for_each(|shard| shard.pass.store(self.pass(0), Ordering::Release));
+            shards.for_each(|shard| shard.pass.store(self.pass(0), Ordering::Release));
         }
     }
 
@@ -589,30 +673,42 @@ impl Gate {
     }
 }
 
+/// For how long an owner must have done nothing to count as idle. What it then finds its shard emptied of costs it one
+/// miss, which is nothing to who comes so rarely. (In models, where time is none, nobody ever is.)
+const IDLE: Duration = if cfg!(loom) { Duration::MAX } else { Duration::from_millis(1) };
+
+/// A shard's place in the roster.
+#[derive(Debug)]
+struct Place {
+    shard: Arc<Shard>,
+    leased: bool,
+    /// What the owner had counted when this was first seen, and when that was.
+    seen: Option<((u64, u64), Instant)>,
+}
+
 /// The shards of a pool and who leases them. Lives under the depot's lock.
 #[derive(Debug, Default)]
 pub(crate) struct Roster {
-    shards: Vec<(Arc<Shard>, bool)>,
+    places: Vec<Place>,
 }
 
 impl Roster {
     /// A shard for a thread: one that nobody leases, or a new one.
     pub(crate) fn lease(&mut self, gate: &Gate) -> Arc<Shard> {
-        if let Some((shard, leased)) = self.shards.iter_mut().find(|(_, leased)| !leased) {
-            *leased = true;
-            return shard.clone();
+        if let Some(place) = self.places.iter_mut().find(|place| !place.leased) {
+            place.leased = true;
+            return place.shard.clone();
         }
-        let shard = Arc::new(Shard::new(self.shards.len(), gate));
-        self.shards.push((shard.clone(), true));
+        let shard = Arc::new(Shard::new(self.places.len(), gate));
+        self.places.push(Place { shard: shard.clone(), leased: true, seen: None });
         shard
     }
 
     /// Ends a lease; the owner's own call, on its thread. What the shard cached goes to `sink`.
     pub(crate) fn give_up(&mut self, shard: &Arc<Shard>, sink: impl FnMut(Class, Chain)) {
-        // The owner is here and not inside the gate, and the cold side works only under the lock that we hold.
-        Held { shard }.drain_all(sink);
-        if let Some((_, leased)) = self.shards.iter_mut().find(|(s, _)| Arc::ptr_eq(s, shard)) {
-            *leased = false;
+        Self::mine(shard).drain_all(sink);
+        if let Some(place) = self.places.iter_mut().find(|place| Arc::ptr_eq(&place.shard, shard)) {
+            place.leased = false;
         }
     }
 
@@ -620,17 +716,44 @@ impl Roster {
     #[cfg(pinpool_planted = "exit_drains_unlocked")]
     pub(crate) fn drain_unlocked(shard: &Shard) -> Vec<Chain> {
         let mut chains = Vec::new();
-        Held { shard }.drain_all(|_, chain| chains.push(chain));
+        Self::mine(shard).drain_all(|_, chain| chains.push(chain));
         chains
     }
 
     /// All shards.
-    pub(crate) fn shards(&self) -> impl Iterator<Item = &Arc<Shard>> {
-        self.shards.iter().map(|(shard, _)| shard)
+    pub(crate) fn shards(&self) -> impl Iterator<Item = &Arc<Shard>> + Clone {
+        self.places.iter().map(|place| &place.shard)
     }
 
     /// The shards to work on, after [`Gate::quiesce`] and before [`Gate::open`].
     pub(crate) fn quiet(&self) -> impl Iterator<Item = Held<'_>> {
         self.shards().map(|shard| Held { shard })
+    }
+
+    /// A shard, for the thread that leases it and that holds the depot's lock: it is here and not inside the gate, and the
+    /// cold side works only under that lock.
+    pub(crate) fn mine(shard: &Shard) -> Held<'_> {
+        Held { shard }
+    }
+
+    /// The shards in which something is cached and whose owners have done nothing for a while, as far as that was looked
+    /// at: the first look at an owner that works only notes that it does. `None`: there is no clock, and all are idle.
+    pub(crate) fn idle(&mut self, now: Option<Instant>) -> Vec<Arc<Shard>> {
+        let mut idle = Vec::new();
+        for Place { shard, seen, .. } in &mut self.places {
+            let count = shard.tally();
+            let since = match seen {
+                Some((before, since)) if *before == count => Some(*since),
+                _ => None,
+            };
+            if now.is_none_or(|now| since.is_some_and(|since| now.saturating_duration_since(since) >= IDLE)) {
+                if shard.caches() {
+                    idle.push(shard.clone());
+                }
+            } else if let (None, Some(now)) = (since, now) {
+                *seen = Some((count, now));
+            }
+        }
+        idle
     }
 }

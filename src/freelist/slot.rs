@@ -30,7 +30,8 @@
 //! ```
 //!
 //! HOST says that no device is at it, and not whether it is free or checked out: it is free exactly when it stands in a
-//! list (a shard's, a rack's, its run's), and a word that said so too would be written twice by each hit. Either way it has
+//! list (a shard's, a rack's, its run's), and a word that said so too would be written twice by each hit. (Builds with debug
+//! assertions write it all the same, and fail where a segment is taken or returned twice: [`Slot::taken`].) Either way it has
 //! one owner, the list or the handle, who changes the word by plain stores. Between FLIGHT and its successors two parties
 //! meet, the handle and whoever completes the tick, and both use compare-and-swap.
 
@@ -38,7 +39,7 @@ use std::ptr::NonNull;
 
 use super::{LISTS, list_of};
 use crate::segment::Class;
-use crate::sync::{AtomicPtr, AtomicU64, Ordering};
+use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// The states of a segment.
 pub(crate) mod state {
@@ -67,6 +68,9 @@ pub(crate) mod state {
 pub(crate) const LARGE: u8 = u8::MAX;
 
 const GENERATION: u64 = 1 << 24;
+
+/// In `list`, with debug assertions: the segment is out.
+const OUT: u32 = 1 << 31;
 
 /// A state word's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,8 +107,8 @@ pub(crate) struct Slot {
     link: AtomicPtr<Slot>,
     /// The run in the arena's table. Fixed.
     run: u32,
-    /// Which list of a shard it belongs to; [`super::LISTS`] if to none. Fixed.
-    list: u32,
+    /// Which list of a shard it belongs to; [`super::LISTS`] if to none. Fixed but for [`OUT`].
+    list: AtomicU32,
 }
 
 // SAFETY: `base` is only handed on as an address; the memory behind it belongs to whoever owns the segment by the state
@@ -122,7 +126,7 @@ impl Slot {
             base,
             link: AtomicPtr::new(std::ptr::null_mut()),
             run,
-            list,
+            list: AtomicU32::new(list),
         }
     }
 
@@ -148,7 +152,31 @@ impl Slot {
 
     /// Which list of a shard it belongs to: at most [`super::LISTS`], which stands for none.
     pub(crate) fn list(&self) -> usize {
-        self.list as usize
+        // Relaxed, here and below: what is fixed was there before anyone had the slot, and the bit is its owner's.
+        (self.list.load(Ordering::Relaxed) & !OUT) as usize
+    }
+
+    /// From a list into the hands of whoever asked. With debug assertions it fails where the segment was out already.
+    ///
+    /// By a load and a store, since a read-modify-write would order what surrounds it, and hide from tests where that needs
+    /// an order of its own.
+    #[inline(always)]
+    pub(crate) fn taken(&self) {
+        if cfg!(debug_assertions) {
+            let list = self.list.load(Ordering::Relaxed);
+            assert!(list & OUT == 0, "a segment is given out that is out: {self:?}");
+            self.list.store(list | OUT, Ordering::Relaxed);
+        }
+    }
+
+    /// Back to a list. With debug assertions it fails where the segment was back already.
+    #[inline(always)]
+    pub(crate) fn returned(&self) {
+        if cfg!(debug_assertions) {
+            let list = self.list.load(Ordering::Relaxed);
+            assert!(list & OUT != 0, "a segment is returned that is not out: {self:?}");
+            self.list.store(list & !OUT, Ordering::Relaxed);
+        }
     }
 
     /// To FLIGHT, in the next generation, by the one who owns the segment. Release: as for [`Slot::set`].
@@ -252,5 +280,42 @@ impl Chain {
         let first = unsafe { self.head.as_ref() };
         // SAFETY: as above.
         std::iter::successors(first, |slot| unsafe { slot.next().as_ref() })
+    }
+}
+
+#[cfg(all(test, not(loom), debug_assertions))]
+mod tests {
+    use super::*;
+
+    fn slot() -> Slot {
+        Slot::new(NonNull::dangling(), Class::new(3), 0, 0)
+    }
+
+    #[test]
+    fn a_segment_comes_and_goes() {
+        let slot = slot();
+        for _ in 0..2 {
+            slot.taken();
+            assert_eq!(slot.list(), 3, "whether it is out or not");
+            slot.returned();
+            assert_eq!(slot.list(), 3);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "given out that is out")]
+    fn a_double_take_is_noticed() {
+        let slot = slot();
+        slot.taken();
+        slot.taken();
+    }
+
+    #[test]
+    #[should_panic(expected = "returned that is not out")]
+    fn a_double_return_is_noticed() {
+        let slot = slot();
+        slot.taken();
+        slot.returned();
+        slot.returned();
     }
 }

@@ -18,7 +18,7 @@ use loom::thread::JoinHandle;
 use super::reaper::Listing;
 use super::timeline::{Lent, Ticket, Timeline};
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
-use crate::depot::{Depot, DepotConfig, Segment, Take, end_leases};
+use crate::depot::{Depot, DepotConfig, Reach, Segment, Take, end_leases};
 use crate::device::context::Context;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
@@ -220,7 +220,7 @@ impl Setup {
     /// A segment of ours, written to.
     pub(crate) fn take(&self) -> Option<Segment> {
         let want = self.depot.place(LEN, 64).unwrap();
-        let Take::Got(fresh) = self.depot.try_take(want).unwrap() else { return None };
+        let Take::Got(fresh) = self.depot.try_take(want, Reach::All).unwrap() else { return None };
         let segment = fresh.into_segment();
         self.driver.write(&segment);
         Some(segment)

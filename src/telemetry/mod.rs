@@ -115,7 +115,7 @@ pub(crate) mod stuck;
 
 use std::time::Duration;
 
-pub use counters::{Bucket, ErrorCounts, Histogram};
+pub use counters::{Bucket, ErrorCounts, Histogram, thread_misses};
 pub use metrics::{Kind, METRICS, Metric, Unit};
 pub use sampler::{Sampler, Sampling};
 pub use snapshot::{ClassStats, DeviceStats, Snapshot, StreamStats};
