@@ -111,6 +111,7 @@ impl Subject {
 }
 
 type Test = (&'static str, fn(&Subject));
+type LastTest = (&'static str, fn(Subject));
 type Open = fn() -> Result<Subject, Error>;
 
 /// The devices: what `PINPOOL_REQUIRE` calls them, what they are, how they are opened.
@@ -211,7 +212,7 @@ const TESTS: &[Test] = &[
 ];
 
 /// Those that end with the device.
-const CLOSING: &[(&str, fn(Subject))] = &[
+const CLOSING: &[LastTest] = &[
     ("a device is closed with what was dropped just now", closing::at_once),
     ("what keeps a device open is told", closing::told),
     ("what others drop is waited for", closing::waited_for),

@@ -336,21 +336,22 @@ fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
     let pool = builder(&device).capacity(512 << 10).initial(256 << 10).region(256 << 10);
     let pool = pool.thread_cache(128 << 10).build().unwrap();
     pool.wait_pinned(None).unwrap();
+    let nearly_all = Request::new(250 << 10).align(4096);
     let pair = || drop(pool.checkout(1000).unwrap());
     beside(pair, |pair| {
         let misses = pair();
         assert!(misses > 0 && pool.stats().cached_bytes > 0);
-        // Its run stands in the way of this. There is room for another region, though.
-        let large = pool.try_checkout(220 << 10);
+        // What it caches stands in the way of this, the last three of 64 pages. There is room for another region, though.
+        let large = pool.try_checkout(nearly_all);
         let large = large.or_else(|_| {
             pool.wait_pinned(None).unwrap();
             assert_eq!(pair(), misses, "it still has what it had");
-            pool.try_checkout(220 << 10)
+            pool.try_checkout(nearly_all)
         });
         let large = large.unwrap();
         assert_eq!((pool.stats().growths, pair()), (1, misses), "and this was made of new memory");
         // No more can be had of the system. (It has been at work since it was last looked at.)
-        let other = pool.try_checkout(220 << 10).expect("what a thread caches is taken back");
+        let other = pool.try_checkout(nearly_all).expect("what a thread caches is taken back");
         assert!(pool.stats().collects > 0);
         drop((large, other));
         assert!(pair() > misses, "its cache was empty");

@@ -1,28 +1,37 @@
 //! The floor: a bare copy of what a hit does, with its parts taken away one at a time.
 //!
 //! It shows what each part costs, and what is left when all that makes the pool safe to share is gone. Parts overlap in the
-//! processor, so a part costs less where others are still there.
+//! processor, so a part costs less where others are still there. The copy is one of the stores that the patterns run on,
+//! so the same is known of a pair at a time (`floor`) and of 64 live buffers (`live_parts`).
 
 use std::cell::Cell;
-use std::hint::black_box;
-use std::ptr::{null, null_mut};
+use std::ptr::null;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed, compiler_fence};
 use std::sync::atomic::{Ordering, Ordering::Acquire, Ordering::Release};
-use std::time::{Duration, Instant};
 
 use pinpool::segment::{CLASSES, Class};
 
 use super::Contender;
-use super::stores::{PLAIN, PinpoolPlain, Store, TwoFetchAdds, pool};
+use super::pair::{Work, entry};
+use super::stores::{PLAIN, PinpoolPlain, Store, TwoFetchAdds, pool, touch};
 
-/// The parts: the class of a length; the busy word; the pass; requested bytes; the thread's shard from a thread-local.
-const CLASS: u32 = 1;
-const BUSY: u32 = 2;
-const PASS: u32 = 4;
-const BYTES: u32 = 8;
-const LOCAL: u32 = 16;
-const ALL: u32 = 31;
+/// The parts: the class of a length; the busy word; the pass; requested bytes; the thread's shard from a thread-local; where
+/// a segment is, from what is known of it, and not from the list.
+pub const CLASS: u32 = 1;
+pub const BUSY: u32 = 2;
+pub const PASS: u32 = 4;
+pub const BYTES: u32 = 8;
+pub const LOCAL: u32 = 16;
+pub const SLOT: u32 = 32;
+pub const ALL: u32 = 63;
 
+/// More than are out at a time.
+const EACH: usize = 100;
+
+/// Stands for the pool in shards.
+static POOL: u8 = 0;
+
+#[repr(align(32))]
 struct List {
     stack: AtomicPtr<AtomicPtr<u8>>,
     came: AtomicU64,
@@ -39,6 +48,12 @@ struct Shard {
     lists: [List; CLASSES],
 }
 
+/// What is known of a segment.
+#[repr(align(32))]
+struct Slot {
+    base: AtomicPtr<u8>,
+}
+
 thread_local! {
     static CURRENT: Cell<*const Shard> = const { Cell::new(null()) };
 }
@@ -48,16 +63,41 @@ fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
 }
 
-/// Takes and gives back `iters` times; `None` if anything is not as it should be.
-#[inline(never)]
-fn run<const PARTS: u32>(shard: &Shard, pool: *const u8, iters: u64) -> Option<()> {
-    // Into the shard and out of it around `f`.
+/// A buffer, as large as the pool's.
+pub struct Out {
+    pool: *const u8,
+    at: *mut u8,
+    tag: u64,
+    written: usize,
+}
+
+/// A thread's shard, full, with all that hangs on it.
+pub struct Owned {
+    shard: Box<Shard>,
+    _stacks: Vec<Box<[AtomicPtr<u8>]>>,
+    _slots: Vec<Slot>,
+    _memory: Vec<Vec<u8>>,
+}
+
+/// The copy with these parts.
+pub struct Copied<const PARTS: u32> {
+    sizes: &'static [usize],
+    /// The lists of the sizes, for who does not work them out.
+    lists: Vec<usize>,
+}
+
+impl<const PARTS: u32> Copied<PARTS> {
+    pub fn new(sizes: &'static [usize]) -> Self {
+        Self { sizes, lists: sizes.iter().filter_map(|len| Class::of(*len)).map(Class::index).collect() }
+    }
+
+    /// Into the shard and out of it around `f`.
     #[inline(always)]
-    fn inside<const PARTS: u32, R>(shard: &Shard, pool: *const u8, f: impl FnOnce(&Shard) -> R) -> Option<R> {
+    fn inside<R>(local: &Owned, pool: *const u8, f: impl FnOnce(&Shard) -> Option<R>) -> Option<R> {
         let shard = if PARTS & LOCAL == 0 {
-            shard
+            &*local.shard
         } else {
-            // SAFETY: set to a shard that lives for ever before.
+            // SAFETY: set by `local`, on this thread, to the shard that `local` keeps.
             unsafe { &*CURRENT.get() }
         };
         if PARTS & BUSY != 0 {
@@ -65,118 +105,132 @@ fn run<const PARTS: u32>(shard: &Shard, pool: *const u8, iters: u64) -> Option<(
             compiler_fence(Ordering::SeqCst);
         }
         let passes = PARTS & PASS == 0 || std::ptr::eq(shard.pass.load(Acquire), pool);
-        let result = passes.then(|| f(shard));
+        let result = if passes { f(shard) } else { None };
         if PARTS & BUSY != 0 {
             shard.busy.store(0, Release);
         }
         result
     }
-    for _ in 0..iters {
-        let len = black_box(PLAIN[0]);
-        let class = if PARTS & CLASS == 0 { 63 } else { Class::of(len)?.index() };
-        let start = inside::<PARTS, _>(shard, pool, |shard| {
-            let list = shard.lists.get(class)?;
-            let went = list.went.load(Relaxed);
-            let count = list.came.load(Relaxed).wrapping_sub(went);
+}
+
+impl<const PARTS: u32> Store for Copied<PARTS> {
+    type Local = Owned;
+    type Buf = Out;
+
+    fn local(&self) -> Owned {
+        let memory: Vec<Vec<u8>> = self.sizes.iter().map(|len| vec![0; (len + 64) * EACH + 64]).collect();
+        let bases = |size: usize| {
+            let start: *const u8 = memory[size].as_ptr();
+            let start = start.cast_mut().wrapping_add(start.align_offset(64));
+            (0..EACH).map(move |i| start.wrapping_add((self.sizes[size] + 64) * i))
+        };
+        let slots: Vec<Slot> =
+            (0..self.sizes.len()).flat_map(bases).map(|at| Slot { base: AtomicPtr::new(at) }).collect();
+        let mut stacks = Vec::new();
+        let mut lists: [List; CLASSES] = std::array::from_fn(|_| List {
+            stack: AtomicPtr::new(std::ptr::null_mut()),
+            came: AtomicU64::new(0),
+            went: AtomicU64::new(0),
+            limit: AtomicU64::new(EACH as u64),
+        });
+        for (size, list) in self.lists.iter().enumerate() {
+            let slots = slots[size * EACH..][..EACH].iter();
+            let at: Vec<*mut u8> = match PARTS & SLOT {
+                0 => bases(size).collect(),
+                _ => slots.map(|slot| std::ptr::from_ref(slot).cast_mut().cast()).collect(),
+            };
+            // The topmost is found without a subtraction.
+            let stack: Box<[AtomicPtr<u8>]> =
+                [std::ptr::null_mut()].into_iter().chain(at).map(AtomicPtr::new).collect();
+            lists[*list].stack = AtomicPtr::new(stack.as_ptr().cast_mut());
+            lists[*list].came = AtomicU64::new(EACH as u64);
+            stacks.push(stack);
+        }
+        let shard = Box::new(Shard {
+            pass: AtomicPtr::new((&raw const POOL).cast_mut()),
+            busy: AtomicU32::new(0),
+            requested: AtomicU64::new(0),
+            returned: AtomicU64::new(0),
+            lists,
+        });
+        CURRENT.set(&raw const *shard);
+        Owned { shard, _stacks: stacks, _slots: slots, _memory: memory }
+    }
+
+    #[inline(always)]
+    fn take(&self, local: &mut Owned, size: usize) -> Out {
+        let len = self.sizes[size];
+        let list = match PARTS & CLASS {
+            0 => self.lists[size],
+            _ => Class::of(len).expect("a class").index(),
+        };
+        let pool = &raw const POOL;
+        let at = Self::inside(local, pool, |shard| {
+            // SAFETY: there is one for each class.
+            let cell = unsafe { shard.lists.get_unchecked(list) };
+            let went = cell.went.load(Relaxed);
+            let count = cell.came.load(Relaxed).wrapping_sub(went);
             if count == 0 {
                 return None;
             }
             // SAFETY: the stack has more places than that.
-            let start = unsafe { &*list.stack.load(Relaxed).add(count as usize) }.load(Relaxed);
-            list.went.store(went + 1, Relaxed);
+            let at = unsafe { &*cell.stack.load(Relaxed).add(count as usize) }.load(Relaxed);
+            cell.went.store(went.wrapping_add(1), Relaxed);
             if PARTS & BYTES != 0 {
                 add(&shard.requested, len as u64);
             }
-            Some(start)
-        })??;
-        // SAFETY: a page of ours.
-        unsafe { start.write_volatile(1) };
-        inside::<PARTS, _>(shard, pool, |shard| {
-            let list = shard.lists.get(class)?;
-            let came = list.came.load(Relaxed);
-            let count = came.wrapping_sub(list.went.load(Relaxed));
-            if count >= list.limit.load(Relaxed) {
+            Some(at)
+        });
+        let at = at.expect("there are more than are out");
+        let base = match PARTS & SLOT {
+            0 => at,
+            // SAFETY: a slot, which `local` keeps.
+            _ => unsafe { &*at.cast::<Slot>() }.base.load(Relaxed),
+        };
+        // SAFETY: ours, and longer than 0.
+        unsafe { touch(base) };
+        Out { pool, at, tag: (len as u64) << 8 | list as u64, written: 0 }
+    }
+
+    #[inline(always)]
+    fn give(&self, local: &mut Owned, Out { pool, at, tag, written }: Out) {
+        debug_assert_eq!(written, 0);
+        let kept = Self::inside(local, pool, |shard| {
+            // SAFETY: as above.
+            let cell = unsafe { shard.lists.get_unchecked((tag & 255) as usize) };
+            let came = cell.came.load(Relaxed);
+            let count = came.wrapping_sub(cell.went.load(Relaxed));
+            if count >= cell.limit.load(Relaxed) {
                 return None;
             }
             // SAFETY: as above.
-            unsafe { &*list.stack.load(Relaxed).add(count as usize + 1) }.store(start, Relaxed);
-            list.came.store(came + 1, Relaxed);
+            unsafe { &*cell.stack.load(Relaxed).add(count as usize + 1) }.store(at, Relaxed);
+            cell.came.store(came.wrapping_add(1), Relaxed);
             if PARTS & BYTES != 0 {
-                add(&shard.returned, len as u64);
+                add(&shard.returned, tag >> 8);
             }
             Some(())
-        })??;
+        });
+        kept.expect("there is room for all");
     }
-    Some(())
-}
-
-fn shard(pool: *const u8) -> &'static Shard {
-    let list = || {
-        let page = || AtomicPtr::new(Box::leak(vec![0u8; 4096].into_boxed_slice()).as_mut_ptr());
-        let stack: Box<[AtomicPtr<u8>]> = (0..64).map(|_| page()).collect();
-        List {
-            stack: AtomicPtr::new(Box::leak(stack).as_mut_ptr()),
-            came: AtomicU64::new(8),
-            went: AtomicU64::new(0),
-            limit: AtomicU64::new(60),
-        }
-    };
-    let empty = || List {
-        stack: AtomicPtr::new(null_mut()),
-        came: AtomicU64::new(0),
-        went: AtomicU64::new(0),
-        limit: AtomicU64::new(0),
-    };
-    let used = [63, Class::of(PLAIN[0]).map_or(0, Class::index)];
-    Box::leak(Box::new(Shard {
-        pass: AtomicPtr::new(pool.cast_mut()),
-        busy: AtomicU32::new(0),
-        requested: AtomicU64::new(0),
-        returned: AtomicU64::new(0),
-        lists: std::array::from_fn(|i| if used.contains(&i) { list() } else { empty() }),
-    }))
 }
 
 pub fn contenders() -> Vec<Contender> {
-    fn bare<const PARTS: u32>(name: &'static str, shard: &'static Shard, pool: usize) -> Contender {
-        Contender::new(name, move |_, iters| {
-            CURRENT.set(shard);
-            let since = Instant::now();
-            black_box(run::<PARTS>(shard, std::ptr::without_provenance(pool), iters)).expect("a hit");
-            since.elapsed()
-        })
+    fn copy<const PARTS: u32>(name: &'static str) -> Contender {
+        entry(name, Copied::<PARTS>::new(PLAIN), Work::Pair, 1)
     }
-    fn adds(_: usize, iters: u64) -> Duration {
-        let mut local = TwoFetchAdds.local();
-        let since = Instant::now();
-        for _ in 0..iters {
-            TwoFetchAdds.take(&mut local, black_box(0));
-            TwoFetchAdds.give(&mut local, ());
-        }
-        since.elapsed()
-    }
-    let real = PinpoolPlain { pool: pool(64 << 20), len: PLAIN[0] };
-    let hits = move |_: usize, iters: u64| {
-        let since = Instant::now();
-        for _ in 0..iters {
-            let buf = real.take(&mut (), black_box(0));
-            real.give(&mut (), buf);
-        }
-        since.elapsed()
-    };
-    let pool = std::ptr::from_ref(Box::leak(Box::new(0u8)));
-    let (shard, pool) = (shard(pool), pool.addr());
     vec![
-        Contender::new("two_fetch_adds", adds),
-        Contender::new("pinpool", hits),
-        bare::<ALL>("all_parts", shard, pool),
-        bare::<{ ALL & !CLASS }>("no_class", shard, pool),
-        bare::<{ ALL & !BUSY }>("no_busy_word", shard, pool),
-        bare::<{ ALL & !PASS }>("no_pass", shard, pool),
-        bare::<{ ALL & !BYTES }>("no_requested_bytes", shard, pool),
-        bare::<{ ALL & !LOCAL }>("no_thread_local", shard, pool),
-        bare::<{ ALL & !(BUSY | PASS) }>("no_gate", shard, pool),
-        bare::<{ CLASS | BYTES }>("class_and_bytes", shard, pool),
-        bare::<0>("the_stack_alone", shard, pool),
+        entry("two_fetch_adds", TwoFetchAdds, Work::Pair, 1),
+        entry("pinpool", PinpoolPlain { pool: pool(2 << 30), len: PLAIN[0] }, Work::Pair, 1),
+        copy::<ALL>("all_parts"),
+        copy::<{ ALL & !CLASS }>("no_class"),
+        copy::<{ ALL & !BUSY }>("no_busy_word"),
+        copy::<{ ALL & !PASS }>("no_pass"),
+        copy::<{ ALL & !BYTES }>("no_requested_bytes"),
+        copy::<{ ALL & !LOCAL }>("no_thread_local"),
+        copy::<{ ALL & !SLOT }>("no_slot"),
+        copy::<{ ALL & !(BUSY | PASS) }>("no_gate"),
+        copy::<{ CLASS | BYTES }>("class_and_bytes"),
+        copy::<0>("the_stack_alone"),
     ]
 }

@@ -130,13 +130,14 @@ fn main() {
     );
     let most = threads.iter().copied().max().unwrap_or(1);
 
+    let first_and_last: &[usize] = if most > 1 { &[1, most] } else { &[1] };
     type Make = Box<dyn Fn() -> Vec<Contender>>;
     let all: [(&str, Make, &[usize], u64); 10] = [
         ("checkout_return", Box::new(move || pair::contenders(Work::Pair, most)), &threads, 1),
         ("floor", Box::new(floor::contenders), &[1], 1),
         ("checkout_return_64_live", Box::new(move || pair::contenders(Work::Live, most)), &threads, 1),
         ("alike_64_live", Box::new(move || pair::contenders(Work::Alike, most)), &threads, 1),
-        ("live_parts", Box::new(pair::live_parts), &[1, most], 1),
+        ("live_parts", Box::new(pair::live_parts), first_and_last, 1),
         ("cross_thread_return", Box::new(relay::contenders), &[2], 1),
         ("churn_65536", Box::new(churn::churned), &[1], 1),
         ("first_of_a_class", Box::new(runs::contenders), &[1], 100),

@@ -6,6 +6,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use super::Contender;
+use super::floor::{ALL, BUSY, BYTES, CLASS, Copied, PASS, SLOT};
 use super::stores::{
     Bare, Harness, LIVE, MIXED, Malloc, PLAIN, Pinpool, PinpoolPlain, Queues, Stacks, Store, TwoFetchAdds,
     pool,
@@ -72,8 +73,11 @@ pub fn turn<S: Store>(
             let mut run = |n: u64| {
                 for _ in 0..n {
                     let Some(&(at, size)) = steps.next() else { return };
-                    let new = store.take(&mut local, size);
-                    let old = std::mem::replace(&mut live[at], new);
+                    // Its place is found first: were there anything in between that could panic, a buffer would have to
+                    // be in memory for whoever drops it then, put there in words, and be moved from there in wider
+                    // pieces, for which the processor waits longer than for all the rest.
+                    let place = &mut live[at];
+                    let old = std::mem::replace(place, store.take(&mut local, size));
                     store.give(&mut local, old);
                 }
             };
@@ -102,11 +106,12 @@ pub fn measure<S: Store>(store: &S, work: Work, sizes: usize, threads: usize, it
     sum / threads as u32
 }
 
+/// A store under a pattern, with so many sizes.
+pub fn entry<S: Store + 'static>(name: &'static str, store: S, work: Work, sizes: usize) -> Contender {
+    Contender::new(name, move |threads, iters| measure(&store, work, sizes, threads, iters))
+}
+
 pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
-    fn entry<S: Store + 'static>(name: &'static str, store: S, work: Work, sizes: usize) -> Contender {
-        let run = move |threads, iters| measure(&store, work, sizes, threads, iters);
-        Contender { name, run: Box::new(run) }
-    }
     let (sizes, each) = match work {
         Work::Pair => (PLAIN, 4),
         Work::Alike => (PLAIN, LIVE + 2),
@@ -129,12 +134,10 @@ pub fn contenders(work: Work, most_threads: usize) -> Vec<Contender> {
     ]
 }
 
-/// What 64 live buffers cost, by parts: the same pool with fewer of the pattern's troubles, a bare stack with all of them,
-/// and the pattern without any buffers. Ratios are to the pool's plain figure.
+/// What 64 live buffers cost, by parts: the same pool with fewer of the pattern's troubles; a bare copy of a hit with all of
+/// these, and with its own parts taken away; a bare stack; and the pattern without any buffers. Ratios are to the pool's
+/// plain figure.
 pub fn live_parts() -> Vec<Contender> {
-    fn entry<S: Store + 'static>(name: &'static str, store: S, work: Work, sizes: usize) -> Contender {
-        Contender::new(name, move |threads, iters| measure(&store, work, sizes, threads, iters))
-    }
     let (mixed, alike, each) = (MIXED.len(), PLAIN.len(), LIVE + 2);
     let pool = pool(2 << 30);
     let ours = |sizes| Pinpool { pool: pool.clone(), sizes };
@@ -144,6 +147,13 @@ pub fn live_parts() -> Vec<Contender> {
         entry("random_alike", ours(PLAIN), Work::Live, alike),
         entry("in_order_mixed", ours(MIXED), Work::InOrder, mixed),
         entry("in_order_alike", ours(PLAIN), Work::InOrder, alike),
+        entry("copy_plain", Copied::<ALL>::new(PLAIN), Work::Pair, alike),
+        entry("copy_mixed", Copied::<ALL>::new(MIXED), Work::Live, mixed),
+        entry("copy_no_class", Copied::<{ ALL & !CLASS }>::new(MIXED), Work::Live, mixed),
+        entry("copy_no_gate", Copied::<{ ALL & !(BUSY | PASS) }>::new(MIXED), Work::Live, mixed),
+        entry("copy_no_bytes", Copied::<{ ALL & !BYTES }>::new(MIXED), Work::Live, mixed),
+        entry("copy_no_slot", Copied::<{ ALL & !SLOT }>::new(MIXED), Work::Live, mixed),
+        entry("copy_stack_alone", Copied::<0>::new(MIXED), Work::Live, mixed),
         entry("bare_plain", Bare { sizes: PLAIN, each }, Work::Pair, alike),
         entry("bare_random_mixed", Bare { sizes: MIXED, each }, Work::Live, mixed),
         entry("bare_random_alike", Bare { sizes: PLAIN, each }, Work::Live, alike),

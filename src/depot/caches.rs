@@ -15,6 +15,7 @@
 //! of it would not do in 4: what a large request needs is neighbours, and these may be anywhere.)
 
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::queue::{self, Grant};
@@ -130,7 +131,7 @@ impl Depot {
         mine: Option<&Shard>,
         reach: Reach,
     ) -> Option<NonNull<Slot>> {
-        if self.collect_idle(core, mine) {
+        if self.collect_idle(core, mine, Some(placement)) {
             if let Some(slot) = queue::take_one(&mut core.arena, placement) {
                 return Some(slot);
             }
@@ -140,40 +141,57 @@ impl Depot {
                 return Some(slot);
             }
         }
-        let cached = |class: Class| {
-            let listed = core.roster.shards().map(|shard| shard.cached(class) as usize).sum::<usize>();
-            // Batches that were on their way to a hook, or from one, a moment ago.
-            listed + self.racked.load(Ordering::Relaxed) as usize / class.stride()
-        };
-        let all = reach == Reach::All && self.caches(core) && core.arena.could_gather(placement, cached);
-        if all && self.collect(core) { queue::take_one(&mut core.arena, placement) } else { None }
+        let any = reach == Reach::All && self.caches(core);
+        if any && self.could_help(core, placement, core.roster.shards()) && self.collect(core) {
+            return queue::take_one(&mut core.arena, placement);
+        }
+        None
     }
 
     /// Whether anything is cached. Exact while nobody moves.
     fn caches(&self, core: &Core) -> bool {
-        // Relaxed: a sum, not a signal.
         self.racked.load(Ordering::Relaxed) > 0 || core.roster.shards().any(|shard| shard.caches())
     }
 
-    /// Takes back what nobody misses: what is between threads, what this one has, and what idle ones have. `false` if that
-    /// was nothing.
-    pub(super) fn collect_idle(&self, core: &mut Core, mine: Option<&Shard>) -> bool {
+    /// Whether a request might be served by what racks have and these shards. `false` is as good as certain: owners at work
+    /// may have a segment more by now.
+    fn could_help<'a>(
+        &self,
+        core: &Core,
+        placement: Placement,
+        shards: impl Iterator<Item = &'a Arc<Shard>> + Clone,
+    ) -> bool {
+        core.arena.could_gather(placement, |class| {
+            let listed = shards.clone().map(|shard| shard.cached(class) as usize).sum::<usize>();
+            // Batches that were on their way to a hook, or from one, a moment ago.
+            listed + self.racked.load(Ordering::Relaxed) as usize / class.stride()
+        })
+    }
+
+    /// Takes back what nobody misses: what is between threads, what this one has, and what idle ones have (not, if that
+    /// cannot help the request). `false` if that was nothing.
+    pub(super) fn collect_idle(
+        &self,
+        core: &mut Core,
+        mine: Option<&Shard>,
+        placement: Option<Placement>,
+    ) -> bool {
         let mut any = self.take_down(core);
-        let Core { arena, roster, .. } = &mut *core;
         if let Some(shard) = mine {
             Roster::mine(shard).drain_all(|_, chain| {
                 any = true;
                 // SAFETY: what a shard caches is free and alive.
-                unsafe { arena.give_chain(chain) };
+                unsafe { core.arena.give_chain(chain) };
             });
         }
-        let idle = roster.idle((!self.config.timeless).then(Instant::now));
-        if !idle.is_empty() {
+        let idle = core.roster.idle((!self.config.timeless).then(Instant::now));
+        let helps = |placement| self.could_help(core, placement, idle.iter());
+        if !idle.is_empty() && placement.is_none_or(helps) {
             self.gate.hush(&idle, |mut held| {
                 held.drain_all(|_, chain| {
                     any = true;
                     // SAFETY: as above.
-                    unsafe { arena.give_chain(chain) };
+                    unsafe { core.arena.give_chain(chain) };
                 });
             });
         }

@@ -200,7 +200,10 @@ impl Depot {
     /// Puts down what is out of the runs from this number on, as many as make a piece. Where to go on, if there are more.
     fn put_down(&self, from: usize, piece: &mut Piece) -> Option<usize> {
         let Piece { cached, found, entered, returns } = piece;
-        (cached.clear(), found.clear(), entered.clear(), returns.clear());
+        cached.clear();
+        found.clear();
+        entered.clear();
+        returns.clear();
         let core = self.core.lock();
         let mut note = |slot: &Slot| cached.push((slot.run(), name(slot)));
         self.gate.quiesce(mode::INSPECT, &core.roster);

@@ -28,6 +28,7 @@ fn lock() {
 }
 
 fn unlock() {
+    // Release: pairs with the acquire in `lock`.
     LOCKED.store(false, Ordering::Release);
 }
 

@@ -97,7 +97,7 @@ pub(crate) struct Depot {
     number: u64,
     config: DepotConfig,
     racks: Vec<Rack>,
-    /// Bytes that hang in racks.
+    /// Bytes that hang in racks. A sum, not a signal: every access is relaxed.
     racked: AtomicU64,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
@@ -188,6 +188,7 @@ pub(crate) enum Take {
 impl Depot {
     pub(crate) fn new(config: DepotConfig, regions: Option<Arc<Regions>>) -> Arc<Self> {
         static NUMBERS: StdAtomicU64 = StdAtomicU64::new(1);
+        // Relaxed: only to be different.
         let number = NUMBERS.fetch_add(1, StdOrdering::Relaxed);
         let depot = Arc::new_cyclic(|me| Self {
             gate: Gate::new(sync::asymmetric()),
@@ -363,7 +364,7 @@ impl Depot {
             return Ok(None);
         }
         let mut grants = queue::take_all(&mut core.arena, wants);
-        if grants.is_none() && self.collect_idle(&mut core, shard) {
+        if grants.is_none() && self.collect_idle(&mut core, shard, None) {
             grants = queue::take_all(&mut core.arena, wants);
         }
         if grants.is_none() && reach == Reach::All && self.collect(&mut core) {
@@ -513,7 +514,7 @@ impl Depot {
     /// Leaves some of a shard's segments on a rack, as long as racks hold no more than their share.
     fn hang_up(&self, class: Class, held: &mut Held<'_>, count: u32) -> bool {
         let bytes = |count: u32| (count as usize * class.stride()) as u64;
-        // Relaxed: a sum, not a signal. Booked beforehand, so that all together stay within the bound.
+        // Booked beforehand, so that all together stay within the bound.
         let within = self.racked.fetch_add(bytes(count), Ordering::Relaxed) + bytes(count)
             <= self.config.shared_cache as u64;
         let hung = if within { held.hang_up(class, count, &self.racks[list_of(class)]) } else { 0 };

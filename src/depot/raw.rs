@@ -71,6 +71,9 @@ impl Fresh {
 
     /// # Safety
     /// From [`Segment::into_parts`], once: of a segment with this length, of which nothing has been written that counts.
+    // Never inlined: what the slow path then leaves in registers costs the hit two of its own.
+    #[cold]
+    #[inline(never)]
     pub(crate) unsafe fn from_parts((depot, slot): (NonNull<Depot>, NonNull<Slot>), len: usize) -> Self {
         let watched = slot.addr().get() & WATCHED != 0;
         let slot = if watched { unwatched(slot) } else { slot };

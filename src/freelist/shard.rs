@@ -290,6 +290,7 @@ impl Shard {
     fn new(number: usize, gate: &Gate) -> Self {
         blank!(
             number as u32,
+            // Relaxed: it changes under the depot's lock, which the caller holds.
             gate.pass(gate.mode.load(Ordering::Relaxed)),
             std::ptr::from_ref(gate),
             std::array::from_fn(|_| Cell::new()),
@@ -556,6 +557,8 @@ impl Gate {
 
     /// The bits that are set, less [`mode::FENCED`].
     pub(crate) fn mode(&self) -> u32 {
+        // Acquire: pairs with the read-modify-writes of who sets and clears bits. What is decided by it outside of the lock is
+        // looked at again inside.
         self.mode.load(Ordering::Acquire) & !mode::FENCED
     }
 
@@ -669,6 +672,7 @@ impl Gate {
 
     /// Sets bits without keeping anyone out. For the child of a fork, which is alone.
     pub(crate) fn force(&self, bits: u32) {
+        // AcqRel: as in `quiesce`.
         self.mode.fetch_or(bits, Ordering::AcqRel);
     }
 }

@@ -57,8 +57,8 @@ pub(crate) struct Checkout {
     pub(crate) returns: Option<u64>,
 }
 
-/// Hashes addresses. They are ours, so nobody chooses them to collide, and a multiplication by an odd number (2^64 by the golden
-/// ratio) spreads them over all bits; the table goes by the lowest and the topmost.
+/// Hashes addresses. They are ours, so nobody chooses them to collide, and a multiplication (by 2^64 over the golden ratio)
+/// spreads them: the product's upper half differs in the lowest bits, its lower half in the topmost, and tables go by both.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AddressHasher(u64);
 
@@ -72,8 +72,8 @@ impl Hasher for AddressHasher {
     }
 
     fn write_usize(&mut self, n: usize) {
-        let product = (self.0 ^ n as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        self.0 = product ^ product >> 32;
+        let product = u128::from(self.0 ^ n as u64) * 0x9E37_79B9_7F4A_7C15;
+        self.0 = product as u64 ^ (product >> 64) as u64;
     }
 }
 

@@ -154,7 +154,8 @@ fn whatever_fails(
         drop(on.upload_part(filled(pool, &bytes(1, 10_000)), 1..77, memory.slice(3..79)?)?);
         on.upload_blocking(&[7; 100], &memory)?;
         let (from, to) = on.copy_host(sent?, pool.checkout(10_000)?)?;
-        (from.wait()?, to.wait()?);
+        from.wait()?;
+        to.wait()?;
     }
     other.wait_for(stream)?;
     drop(pool.checkout_zeroed(500)?);

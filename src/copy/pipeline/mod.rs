@@ -248,7 +248,7 @@ impl Pipeline {
         let borrowed = unsafe { Borrowed::new(src) };
         let plan = self.plan(vec![Piece { at: 0, device: dst }], Direction::Up, true)?;
         let job = self.begin(Direction::Up, plan, "bytes in memory", Body::Source(Arc::new(borrowed)))?;
-        job.wait(None, |_| false);
+        job.wait_over(None);
         job.outcome().unwrap_or(Ok(()))
     }
 
@@ -381,7 +381,7 @@ impl Pipeline {
             unsafe { Landing::new(dst.as_mut_ptr(), dst.len(), self.handle.engine.settings.drains) };
         let plan = self.plan(vec![Piece { at: 0, device: src }], Direction::Down, true)?;
         let job = self.begin(Direction::Down, plan, "memory", Body::Sink(Arc::new(landing)))?;
-        job.wait(None, |_| false);
+        job.wait_over(None);
         job.outcome().unwrap_or(Ok(()))
     }
 
@@ -401,7 +401,7 @@ impl Pipeline {
     pub fn download_collect(&self, src: impl DeviceRange) -> Result<Transfer<Collect>> {
         let device = self.own(src)?;
         let collect = Collect::new(device.len())?;
-        let stores = self.handle.engine.settings.drains;
+        let stores = self.handle.engine.settings.touches;
         let plan = self.plan(vec![Piece { at: 0, device }], Direction::Down, true);
         let body = |shared| Body::Sink(Arc::new(Filler::new(shared, stores)));
         Ok(self.transfer(Direction::Down, collect, plan, "a new vector", body)?)
