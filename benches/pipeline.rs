@@ -70,11 +70,13 @@ impl Bench {
     }
 }
 
+/// Does its work once: seconds, and bytes.
+type Run<'a> = Box<dyn FnMut(&mut Bench) -> (f64, usize) + 'a>;
+
 /// One way to or from the device.
 struct Row<'a> {
     name: String,
-    /// Seconds, and bytes.
-    run: Box<dyn FnMut(&mut Bench) -> (f64, usize) + 'a>,
+    run: Run<'a>,
     direction: usize,
     threads: usize,
     plain: Plain,

@@ -332,7 +332,7 @@ impl Engine {
             job.finish();
             wake_all(wakers.into_iter().map(|w| w.1));
         });
-        self.call_all(&state);
+        self.call_all(state);
         self.room.notify_all();
         self.bells.iter().for_each(|bell| _ = bell.notify_one());
     }

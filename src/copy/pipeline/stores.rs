@@ -66,7 +66,7 @@ fn stream(from: &[u8], to: &mut [MaybeUninit<u8>]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 unsafe fn lines_by_32(from: &[u8], to: &mut [MaybeUninit<u8>]) {
-    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+    use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_stream_si256};
 
     let (src, dst) = (from.as_ptr(), to.as_mut_ptr().cast::<u8>());
     for at in (0..from.len()).step_by(LINE) {
@@ -80,17 +80,14 @@ unsafe fn lines_by_32(from: &[u8], to: &mut [MaybeUninit<u8>]) {
             }
         }
     }
-    // A fence: these stores are ordered with nothing else without it, the release of a lock included.
-    _mm_sfence();
+    fence();
 }
 
 /// # Safety
 /// Both are as long, whole lines, and `to` starts on one.
 #[cfg(target_arch = "x86_64")]
 unsafe fn lines_by_16(from: &[u8], to: &mut [MaybeUninit<u8>]) {
-    use std::arch::x86_64::{
-        __m128i, _MM_HINT_NTA, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
-    };
+    use std::arch::x86_64::{__m128i, _MM_HINT_NTA, _mm_loadu_si128, _mm_prefetch, _mm_stream_si128};
     /// Bytes ahead that are fetched.
     const AHEAD: usize = 1024;
 
@@ -106,8 +103,14 @@ unsafe fn lines_by_16(from: &[u8], to: &mut [MaybeUninit<u8>]) {
             }
         }
     }
-    // SAFETY: a fence, as above.
-    unsafe { _mm_sfence() };
+    fence();
+}
+
+/// Stores past the caches are ordered with nothing else without it, the release of a lock included.
+#[cfg(target_arch = "x86_64")]
+fn fence() {
+    // SAFETY: SSE is a part of x86_64.
+    unsafe { std::arch::x86_64::_mm_sfence() };
 }
 
 #[cfg(all(test, not(loom)))]

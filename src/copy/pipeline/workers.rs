@@ -2,8 +2,8 @@
 //!
 //! Whoever has nothing to do takes, in this order: a chunk that has landed, since draining it frees a segment; a chunk to
 //! fill, the foreground's first; a chunk of memory that the device takes as it is. A worker waits for nothing but the
-//! reading, copying or writing of its chunk: where no segment is free it sleeps until one is, and what it has filled it
-//! leaves to the wire.
+//! reading, copying or writing of its chunk: where no segment is free it rests until one is, and what it has filled it
+//! leaves to the wire. One that has nothing else to do lets a batch of windows go that has arrived.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
