@@ -13,8 +13,9 @@ const PIECES: usize = 8;
 /// Page-locked memory and streams: copies without staging.
 pub struct Link {
     streams: Vec<Stream>,
-    bufs: [Vec<PinnedBuf>; 2],
-    piece: usize,
+    /// Of each direction, of `piece` bytes each.
+    pub bufs: [Vec<PinnedBuf>; 2],
+    pub piece: usize,
 }
 
 impl Link {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pinpool::Error;
 use pinpool::pipeline::Piece;
 
-use super::{Rig, pattern};
+use super::{Rig, block_on, pattern};
 
 #[test]
 fn slices_go_up_and_come_back() {
