@@ -18,10 +18,11 @@
 //! | `both_T` | `slice_T` and `touched_T` at once, by a pipeline each, over the same two directions of the bare link at once |
 //! | `both_T_one` | the same by one pipeline of twice as many threads |
 //! | `both_T_pinned` | the same, but that what goes to the device is page-locked already |
+//! | `.._past`, `.._through` | the same with stores past the processor's caches, and through them |
 //!
 //! Beside each row is printed what the machine's memory gave as many threads in the same round, with no device in it: a
-//! plain loop that reads the file, or copies by `memcpy`, 4 MiB at a time into (or out of) two segments of ordinary
-//! memory for each thread. A row that is as fast as that loop is as fast as staging can be here.
+//! plain loop that reads the file, or copies by `memcpy`, 4 MiB at a time into (or out of) two page-locked segments
+//! for each thread. A row that is as fast as that loop is as fast as staging can be here.
 //!
 //! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile, the bulk rate beside it. On the
 //! host device, whose link is the CPU and whoever else uses that, each row is compared with a copy of the bare link right
@@ -53,7 +54,7 @@ struct Bench {
     source: Vec<u8>,
     target: Vec<u8>,
     /// For the plain loops.
-    segments: Vec<u8>,
+    segments: Vec<PinnedBuf>,
     file: Option<(tempfile::NamedTempFile, usize, DeviceBuffer)>,
     cores: usize,
     gpu: bool,
@@ -69,11 +70,13 @@ impl Bench {
     }
 }
 
+/// Does its work once: seconds, and bytes.
+type Run<'a> = Box<dyn FnMut(&mut Bench) -> (f64, usize) + 'a>;
+
 /// One way to or from the device.
 struct Row<'a> {
     name: String,
-    /// Seconds, and bytes.
-    run: Box<dyn FnMut(&mut Bench) -> (f64, usize) + 'a>,
+    run: Run<'a>,
     direction: usize,
     threads: usize,
     plain: Plain,
@@ -92,7 +95,11 @@ enum Plain {
 fn plain(bench: &mut Bench, what: Plain, threads: usize) -> f64 {
     const CHUNK: usize = 4 << 20;
     let mut segments = std::mem::take(&mut bench.segments);
-    segments.resize(threads.max(segments.len() / (2 * CHUNK)) * 2 * CHUNK, 1);
+    while segments.len() < threads {
+        let mut two = bench.pool.checkout_timeout(2 * CHUNK, Duration::from_secs(20)).expect("room");
+        two.try_resize(2 * CHUNK, 1).expect("within its capacity");
+        segments.push(two);
+    }
     let file = bench.file.as_ref().map(|file| file.0.as_file());
     let (source, target) = (&bench.source, &mut bench.target);
     let len = source.len();
@@ -100,7 +107,7 @@ fn plain(bench: &mut Bench, what: Plain, threads: usize) -> f64 {
     std::thread::scope(|scope| {
         let part = len.div_ceil(threads).next_multiple_of(8);
         let parts = source.chunks(part).zip(target.chunks_mut(part));
-        for (number, ((from, to), segments)) in parts.zip(segments.chunks_mut(2 * CHUNK)).enumerate() {
+        for (number, ((from, to), segments)) in parts.zip(&mut segments).enumerate() {
             scope.spawn(move || {
                 let places = (0..from.len()).step_by(CHUNK).zip([0, CHUNK].into_iter().cycle());
                 for (at, segment) in places {
@@ -221,6 +228,13 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
         rows.push(touched_row(format!("touched_{threads}"), bench.pipeline(threads)));
         rows.push(fresh_row(format!("fresh_{threads}"), bench.pipeline(threads)));
     }
+    // What the default is against.
+    for &threads in many {
+        let pipeline = bench.builder(threads).stores(Stores::Streaming).build().expect("a pipeline");
+        rows.push(touched_row(format!("touched_{threads}_past"), pipeline));
+        let pipeline = bench.builder(threads).stores(Stores::Cached).build().expect("a pipeline");
+        rows.push(fresh_row(format!("fresh_{threads}_through"), pipeline));
+    }
     if flag("sweep") {
         for &threads in many {
             for (word, stores) in [("cached", Stores::Cached), ("streaming", Stores::Streaming)] {
@@ -249,7 +263,7 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
 
 /// Mebibytes of a chunk, chunks on the wire, and streams: what `--sweep` tries.
 const SWEEP: [(usize, usize, usize); 7] =
-    [(2, 6, 1), (4, 2, 1), (4, 4, 1), (4, 3, 2), (4, 4, 2), (8, 2, 1), (8, 2, 2)];
+    [(2, 2, 2), (2, 3, 3), (2, 4, 4), (4, 3, 3), (4, 1, 1), (4, 8, 4), (8, 2, 2)];
 
 /// Gate and aim of a row, over the peak.
 fn gate(row: &str) -> Option<(f64, Option<f64>)> {
@@ -370,6 +384,7 @@ fn main() {
         }
     }
     drop(pairs);
+    bench.segments.clear();
     let rows: Vec<_> =
         rows.into_iter().map(|row| (row.name, row.direction, row.plain, row.threads)).collect();
     let peaks = peaks.map(|seconds| bytes as f64 / seconds / 1e9);
@@ -426,7 +441,7 @@ fn main() {
     }
     drop(link);
     for (mib, depth, streams) in SWEEP.iter().filter(|_| flag("sweep")) {
-        println!("chunks of {mib} MiB, {depth} on the wire, {streams} streams:");
+        print!("chunks of {mib} MiB, {depth} on the wire, {streams} streams:");
         let builder = bench.builder(bench.cores.min(8)).chunk(mib << 20).depth(*depth).streams(*streams);
         foreground(&bench, builder.build().expect("a pipeline"), peaks[UP]);
     }
@@ -440,7 +455,7 @@ fn mega(Spread { low, mid, high }: Spread) -> Spread {
     Spread { low: low * 1e3, mid: mid * 1e3, high: high * 1e3 }
 }
 
-const PAIRS: [&str; 3] = ["both_8", "both_8_one", "both_8_pinned"];
+const PAIRS: [&str; 4] = ["both_8", "both_8_one", "both_8_pinned", "both_8_past"];
 
 /// Both directions at once: seconds, and bytes.
 type Pair<'a> = (&'static str, Box<dyn FnMut(&mut Bench, &mut Link) -> (f64, usize) + 'a>);
@@ -450,6 +465,7 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
     let threads = bench.cores.min(8);
     let two = [bench.pipeline(threads), bench.pipeline(threads)];
     let one = bench.pipeline(2 * threads);
+    let past = [0, 1].map(|_| bench.builder(threads).stores(Stores::Streaming).build().expect("a pipeline"));
     let staged = |[up, down]: [Pipeline; 2]| {
         move |bench: &mut Bench, _: &mut Link| {
             let Bench { source, target, memory, .. } = bench;
@@ -481,6 +497,7 @@ fn pairs<'a>(bench: &Bench) -> Vec<Pair<'a>> {
         (PAIRS[0], Box::new(staged(two))),
         (PAIRS[1], Box::new(staged([one.clone(), one]))),
         (PAIRS[2], Box::new(pinned)),
+        (PAIRS[3], Box::new(staged(past))),
     ]
 }
 

@@ -157,6 +157,63 @@ fn loads_from_windows_aborted_anywhere_leave_nothing() {
     });
 }
 
+#[test]
+fn windows_come_in_batches_within_the_share_and_go_when_the_load_is_over() {
+    on_gpu("windows_come_in_batches_within_the_share_and_go_when_the_load_is_over", |_| {
+        let (device, pool, pipeline) = open();
+        let len = 25 << 20;
+        let memory = device.alloc(len).unwrap();
+        let sent = bytes(6, len);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), &sent).unwrap();
+        let source = FileSource::open(file.path()).unwrap().reading(Reading::Mapped);
+        let load = pipeline.upload_file(source, &memory).unwrap();
+        let mut most = 0;
+        while !load.is_over() {
+            most = most.max(device.registered_bytes());
+            std::thread::yield_now();
+        }
+        load.wait().unwrap();
+        let stats = pipeline.stats();
+        if stats.windows_refused == 0 {
+            assert!(stats.window_bytes >= (len - (2 << 20)) as u64, "{stats:?}");
+            assert!(most > 0, "several batches were there to be seen");
+        }
+        assert!(most <= pipeline.share(), "{most}");
+        until("none is registered", || device.registered_bytes() == 0);
+        assert!(pipeline.download_vec(&memory).unwrap() == sent);
+        all_is_back(&device, &pool);
+    });
+}
+
+#[test]
+fn there_are_no_windows_while_others_are_about() {
+    on_gpu("there_are_no_windows_while_others_are_about", |_| {
+        let (device, pool, pipeline) = open();
+        let memory = device.alloc(LEN).unwrap();
+        let other = device.alloc(1000).unwrap();
+        let sent = bytes(7, LEN);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), &sent).unwrap();
+        let load = || {
+            let before = pipeline.stats();
+            let source = FileSource::open(file.path()).unwrap().reading(Reading::Mapped);
+            pipeline.upload_file(source, &memory).unwrap().wait().unwrap();
+            let after = pipeline.stats();
+            after.window_bytes + after.windows_refused - before.window_bytes - before.windows_refused
+        };
+        for priority in [Priority::Bulk, Priority::Foreground] {
+            let feed = pipeline.with_priority(priority).feed(&other).unwrap();
+            assert_eq!(load(), 0, "{priority:?}");
+            drop(feed);
+        }
+        // Nobody is about any more, after a while.
+        until("windows again", || load() > 0);
+        assert!(pipeline.download_vec(&memory).unwrap() == sent);
+        all_is_back(&device, &pool);
+    });
+}
+
 /// Not on the stand-in, whose copies are the CPU's: it would die of this, as any program that reads such a mapping.
 #[test]
 fn a_mapped_file_that_becomes_shorter_is_an_error_and_no_death() {

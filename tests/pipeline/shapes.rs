@@ -1,6 +1,7 @@
 //! Any lengths, any places, any pieces: what arrives is what was sent, where it was sent to, and nothing else is touched.
 
 use std::io::Write;
+use std::time::Duration;
 
 use pinpool::pipeline::{FileSource, Piece, Pipeline, Reading, Staging};
 use proptest::prelude::*;
@@ -17,6 +18,7 @@ struct Case {
     depth: usize,
     streams: usize,
     staged: bool,
+    patience: u64,
     /// From, length, gap in front on the device, in the order in which they are named.
     pieces: Vec<(usize, usize, usize)>,
     reading: Option<usize>,
@@ -32,15 +34,17 @@ fn case() -> impl Strategy<Value = Case> {
         1..4_usize,
         1..4_usize,
         any::<bool>(),
+        prop_oneof![Just(0), Just(50), Just(1000)],
         prop::collection::vec(piece, 1..12),
         prop::option::of(0..4_usize),
     )
-        .prop_map(|(threads, chunk, depth, streams, staged, pieces, reading)| Case {
+        .prop_map(|(threads, chunk, depth, streams, staged, patience, pieces, reading)| Case {
             threads,
             chunk,
             depth,
             streams,
             staged,
+            patience,
             pieces,
             reading,
         })
@@ -57,6 +61,7 @@ fn run(rig: &Rig, case: &Case) {
         .depth(case.depth)
         .streams(case.streams)
         .share(2 << 20)
+        .patience(Duration::from_micros(case.patience))
         .staging(if case.staged { Staging::Always } else { Staging::Auto })
         .build()
         .unwrap();

@@ -1,6 +1,7 @@
 //! How a pipeline is set up.
 
 use std::num::NonZero;
+use std::time::Duration;
 
 use super::Pipeline;
 use super::stores::Stores;
@@ -11,16 +12,16 @@ use crate::segment::PAGE;
 
 /// Bytes that go through one segment where nothing else is said.
 const CHUNK: usize = 4 << 20;
-/// Streams for each direction where nothing else is said.
-const STREAMS: usize = 1;
 /// Chunks on the wire where nothing else is said.
-const DEPTH: usize = 3;
+const DEPTH: usize = 2;
 /// Chunks that are filled and wait for the wire, or have landed and wait for a thread, where nothing else is said.
 const WAITING: usize = 2;
 /// The least that the chunk is made smaller to by itself.
 const LEAST_CHUNK: usize = 64 << 10;
 /// Bytes of segments that a pipeline uses at most where nothing else is said.
 const SHARE: usize = 256 << 20;
+/// How long workers look for work before they sleep, where there are cores for it.
+const PATIENCE: Duration = Duration::from_micros(200);
 /// Threads where nothing else is said, if there are as many cores.
 const THREADS: usize = 8;
 
@@ -55,11 +56,12 @@ pub struct PipelineBuilder {
     threads: Option<usize>,
     chunk: Option<usize>,
     share: Option<usize>,
-    streams: usize,
+    streams: Option<usize>,
     depth: usize,
     rate: Option<u64>,
     priority: Priority,
     stores: Option<Stores>,
+    patience: Option<Duration>,
     staging: Staging,
 }
 
@@ -79,11 +81,14 @@ pub(super) struct Settings {
     pub(super) streams: usize,
     pub(super) depth: usize,
     pub(super) rate: Option<u64>,
-    /// How bytes are put into segments, and out of them into memory.
+    /// How bytes are put into segments, out of them into memory, and into memory that nobody has touched yet.
     pub(super) fills: Stores,
     pub(super) drains: Stores,
+    pub(super) touches: Stores,
     /// Ordinary memory goes through segments.
     pub(super) staged: bool,
+    /// How long a worker looks for work before it sleeps.
+    pub(super) patience: Duration,
 }
 
 impl PipelineBuilder {
@@ -94,11 +99,12 @@ impl PipelineBuilder {
             threads: None,
             chunk: None,
             share: None,
-            streams: STREAMS,
+            streams: None,
             depth: DEPTH,
             rate: None,
             priority: Priority::Bulk,
             stores: None,
+            patience: None,
             staging: Staging::Auto,
         }
     }
@@ -127,15 +133,16 @@ impl PipelineBuilder {
         self
     }
 
-    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn. Default: 1. The device takes
-    /// turns between streams, so that a foreground copy may have to wait for a chunk of each.
+    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn. Default: as many as there are
+    /// chunks on the wire ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks
+    /// is done, and does that first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
     pub fn streams(mut self, streams: usize) -> Self {
-        self.streams = streams;
+        self.streams = Some(streams);
         self
     }
 
     /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most that a
-    /// foreground copy may have to wait. Default: 3, which keeps the wire busy.
+    /// foreground copy may have to wait. Default: 2, which keeps the wire busy.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = chunks;
         self
@@ -155,10 +162,18 @@ impl PipelineBuilder {
         self
     }
 
-    /// How bytes in memory are put into segments, and from segments into memory. Default: into segments through the
-    /// processor's caches, from which the device is served; into memory past them.
+    /// How bytes in memory are put into segments, and from segments into memory. Default: through the processor's
+    /// caches, but for new memory, which is written past them.
     pub fn stores(mut self, stores: Stores) -> Self {
         self.stores = Some(stores);
+        self
+    }
+
+    /// For how long a thread of the pipeline that has nothing to do stays awake before it sleeps, while any transfer is
+    /// under way. Waking a thread takes as long as copying a chunk, so this is speed for processor time. Default: 200 us
+    /// where the machine has cores for it (two more than [`threads`](Self::threads)), elsewhere none.
+    pub fn patience(mut self, patience: Duration) -> Self {
+        self.patience = Some(patience);
         self
     }
 
@@ -185,7 +200,7 @@ impl PipelineBuilder {
         }
         for (what, value) in [
             ("threads", self.threads.unwrap_or(1)),
-            ("streams", self.streams),
+            ("streams", self.streams.unwrap_or(1)),
             ("depth", self.depth),
             ("chunk", self.chunk.unwrap_or(1)),
         ] {
@@ -241,11 +256,13 @@ impl PipelineBuilder {
             segments,
             rotation,
             share,
-            streams: self.streams,
+            streams: self.streams.unwrap_or(self.depth),
             depth: self.depth,
             rate: self.rate,
             fills: self.stores.unwrap_or(Stores::Cached),
-            drains: self.stores.unwrap_or(Stores::Streaming),
+            drains: self.stores.unwrap_or(Stores::Cached),
+            touches: self.stores.unwrap_or(Stores::Streaming),
+            patience: self.patience.unwrap_or(if cores > threads + 2 { PATIENCE } else { Duration::ZERO }),
             staged: self.staging == Staging::Always
                 || !self.device.context().driver().takes_ordinary_memory(),
         })

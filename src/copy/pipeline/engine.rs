@@ -7,7 +7,8 @@
 //! *Threads.* The workers ([`super::workers`]) do what takes the CPU: first they drain what has landed, which frees segments, then they fill
 //! chunks, those of the foreground first. A watcher for each direction looks after the wire ([`super::wire`]). All of them
 //! start with the first transfer and sleep while there is nothing to do; they hold the engine, and end when the last handle
-//! to the pipeline and its transfers is gone and nothing is under way.
+//! to the pipeline and its transfers is gone and nothing is under way. While a transfer is live, a worker with nothing to do
+//! looks around for a moment before it sleeps, where the machine has cores to spare: waking it takes as long as a chunk.
 //!
 //! *Segments.* The engine has at most so many. One that comes back is kept for the next chunk, for as long as any transfer
 //! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
@@ -21,6 +22,7 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -75,7 +77,10 @@ pub(super) struct Engine {
     pub(super) counters: Counters,
     pub(super) state: Mutex<State>,
     /// Workers sleep here.
-    pub(super) work: Condvar,
+    work: Condvar,
+    /// Calls for workers that are awake. Added to under the lock; who takes one has been called, and looks for work under the
+    /// lock. Relaxed throughout: everything else is seen through the lock.
+    calls: AtomicUsize,
     /// The watcher of each direction sleeps here.
     pub(super) bells: [Condvar; 2],
     /// Callers who wait for a segment to fill by themselves.
@@ -112,6 +117,8 @@ pub(super) struct State {
     pub(super) due: Option<Instant>,
     /// Counts what may let somebody go on who has found nothing to do.
     pub(super) events: u64,
+    /// Workers that wait to be called and do not sleep.
+    awake: usize,
     started: bool,
     watched: [bool; 2],
     pub(super) closing: bool,
@@ -146,6 +153,7 @@ impl Engine {
             rate: settings.rate,
             due: None,
             events: 0,
+            awake: 0,
             started: false,
             watched: [false, false],
             closing: false,
@@ -158,7 +166,8 @@ impl Engine {
         Ok(Arc::new_cyclic(|own| {
             let own = own.clone();
             let looks = device.context().driver().holds_pages();
-            Self { pool, device, settings, streams, counters, state, work, bells, room, looks, own }
+            let calls = AtomicUsize::new(0);
+            Self { pool, device, settings, streams, counters, state, work, calls, bells, room, looks, own }
         }))
     }
 
@@ -181,7 +190,7 @@ impl Engine {
         state.events += 1;
         state.hurries(job.priority);
         state.jobs.push_back(Live { job: job.clone(), behind });
-        self.work.notify_all();
+        self.call_all(&state);
         self.bells[job.direction as usize].notify_one();
         Ok(job)
     }
@@ -323,7 +332,7 @@ impl Engine {
             job.finish();
             wake_all(wakers.into_iter().map(|w| w.1));
         });
-        self.work.notify_all();
+        self.call_all(state);
         self.room.notify_all();
         self.bells.iter().for_each(|bell| _ = bell.notify_one());
     }
@@ -337,9 +346,63 @@ impl Engine {
             let mut state = self.state.lock();
             state.closing = true;
             state.events += 1;
+            self.call_all(&state);
         }
-        self.work.notify_all();
         self.bells.iter().for_each(|bell| _ = bell.notify_one());
+    }
+
+    // --- workers' sleep ---------------------------------------------------------------------------------------------
+
+    /// Has a worker look for work: one that is awake, or else one that sleeps.
+    pub(super) fn call(&self, state: &State) {
+        if self.calls.load(Ordering::Relaxed) < state.awake {
+            self.calls.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.work.notify_one();
+        }
+    }
+
+    /// Has all of them look.
+    pub(super) fn call_all(&self, state: &State) {
+        self.calls.store(state.awake, Ordering::Relaxed);
+        self.work.notify_all();
+    }
+
+    /// Takes one of the calls.
+    fn is_called(&self) -> bool {
+        let take = |calls: usize| calls.checked_sub(1);
+        self.calls.load(Ordering::Relaxed) > 0
+            && self.calls.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
+    }
+
+    /// A worker has found nothing to do, and rests until it is called: for a while awake, and then asleep. Waking a thread
+    /// takes as long as copying a chunk, of the one that wakes it too, and that is mostly a watcher with a wire to look
+    /// after. So those that were busy last are called first, and those that are not needed sleep.
+    pub(super) fn rest(&self, state: &mut MutexGuard<'_, State>) {
+        if state.jobs.is_empty() || self.settings.patience.is_zero() {
+            return self.work.wait(state);
+        }
+        state.awake += 1;
+        let heard = MutexGuard::unlocked(state, || {
+            let since = Instant::now();
+            while since.elapsed() < self.settings.patience {
+                if self.is_called() {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            false
+        });
+        state.awake -= 1;
+        // Called since it stopped listening.
+        let called = heard || self.is_called();
+        // And calls that nobody is awake for any more.
+        while self.calls.load(Ordering::Relaxed) > state.awake && self.is_called() {
+            self.work.notify_one();
+        }
+        if !called {
+            self.work.wait(state);
+        }
     }
 
     // --- segments ----------------------------------------------------------------------------------------------------
@@ -420,9 +483,11 @@ impl Engine {
     /// Tells those who wait for a segment.
     pub(super) fn made_room(&self, state: &mut MutexGuard<'_, State>) {
         state.events += 1;
-        self.work.notify_one();
+        self.call(state);
         self.room.notify_all();
-        self.bells[Direction::Down as usize].notify_one();
+        if state.jobs.iter().any(|live| live.job.direction == Direction::Down) {
+            self.bells[Direction::Down as usize].notify_one();
+        }
         let wakers = std::mem::take(&mut state.wakers);
         if !wakers.is_empty() {
             MutexGuard::unlocked(state, || wake_all(wakers.into_iter().map(|w| w.1)));
@@ -436,6 +501,11 @@ impl State {
         if priority == Priority::Foreground {
             self.windows.hurry = Some(Instant::now());
         }
+    }
+
+    /// Whether the rate allows the next chunk now.
+    pub(super) fn in_time(&self) -> bool {
+        self.due.is_none_or(|due| due <= Instant::now())
     }
 
     /// Whether windows would hold up nobody but files that come in bulk.

@@ -118,7 +118,7 @@ impl Feed {
     pub fn finish_blocking(mut self) -> Result<u64> {
         may_wait()?;
         self.last()?;
-        self.job.wait(None, |_| false);
+        self.job.wait_over(None);
         self.job.outcome().unwrap_or(Ok(())).map(|()| self.pushed)
     }
 
@@ -212,7 +212,10 @@ impl Feed {
         let Some(Filling { index, chunk, buf }) = self.current.take() else { return };
         let engine = &self.handle.engine;
         let job = self.job.clone();
-        engine.submit(&mut engine.state.lock(), Ready { job, index, chunk, load: Load::Segment(buf, 0) });
+        engine.submit(
+            &mut engine.state.lock(),
+            Ready { job, index, chunk, load: Load::Segment(buf, 0), at_once: false },
+        );
     }
 
     /// Sends what there is of the last chunk, and says that nothing follows.
@@ -397,7 +400,7 @@ impl Pull {
             written += len;
         }
         engine.close_job(&self.job);
-        self.job.wait(None, |_| false);
+        self.job.wait_over(None);
         self.job.outcome().unwrap_or(Ok(())).map(|()| written)
     }
 }

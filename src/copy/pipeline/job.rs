@@ -170,7 +170,9 @@ pub(super) struct Job {
     /// that nobody has a share of it after that.
     body: RwLock<Option<Body>>,
     run: Mutex<Run>,
+    /// Whoever waits for a part of it waits here, and whoever waits for its end there.
     bell: Condvar,
+    end: Condvar,
     since: Instant,
 }
 
@@ -250,7 +252,8 @@ impl Job {
         };
         let (body, run) = (RwLock::new(Some(body)), Mutex::new(run));
         let since = Instant::now();
-        Arc::new(Self { id, direction, priority, plan, name, kind, body, run, bell: Condvar::new(), since })
+        let (bell, end) = (Condvar::new(), Condvar::new());
+        Arc::new(Self { id, direction, priority, plan, name, kind, body, run, bell, end, since })
     }
 
     /// What it reads or writes, until it is over. Not to be asked for under the engine's lock.
@@ -381,6 +384,7 @@ impl Job {
         };
         drop(landed);
         self.bell.notify_all();
+        self.end.notify_all();
         wake_all(wakers.into_iter().map(|w| w.1));
     }
 
@@ -408,6 +412,21 @@ impl Job {
     /// How it ended, if it has.
     pub(super) fn outcome(&self) -> Option<Result<()>> {
         self.run.lock().over.as_ref().map(|over| over.0.clone())
+    }
+
+    /// Waits until it is over, or the deadline. Whether that was in time.
+    pub(super) fn wait_over(&self, deadline: Option<Instant>) -> bool {
+        let mut run = self.run.lock();
+        while run.over.is_none() {
+            match deadline {
+                None => self.end.wait(&mut run),
+                Some(deadline) if self.end.wait_until(&mut run, deadline).timed_out() => {
+                    return run.over.is_some();
+                }
+                Some(_) => {}
+            }
+        }
+        true
     }
 
     /// Waits until `enough`, or until it is over, or the deadline. Whether that was in time.

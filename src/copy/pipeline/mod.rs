@@ -36,7 +36,7 @@
 //!
 //! *Pieces* say where on the device each range of a source goes: a file of a thousand tensors is one transfer, read in the
 //! file's order. Pieces that lie one behind the other on both sides are copied as one, so give tensors neighbouring slices
-//! of one allocation where that is possible: copies of 16 KiB reach a tenth of the link's speed, of 8 MiB all of it.
+//! of one allocation where that is possible: copies of 16 KiB reach a tenth of the link's speed, of 4 MiB all of it.
 //! [`Transfer::wait_landed`] tells when the first of them can be used.
 //!
 //! # How it works
@@ -44,7 +44,13 @@
 //! A transfer is cut into chunks. Workers take chunks in order, each fills a segment of the pool; what is filled goes on
 //! the wire as soon as fewer than [`depth`](PipelineBuilder::depth) chunks are on it; and the segment comes back for the
 //! next chunk when its copy is complete. Downloads run the other way round. So CPU and wire are busy at once, in a bounded
-//! number of segments ([`share`](PipelineBuilder::share)): when they are all in use, everybody waits.
+//! number of segments ([`share`](PipelineBuilder::share)): when they are all in use, everybody waits. No more of them are in
+//! rotation than keep threads and wire busy, and the one used last is used next, so that the device finds in the
+//! processor's caches what a thread has just put there. While a transfer is under way and the machine has cores to spare,
+//! threads stay awake for a moment before they sleep ([`patience`](PipelineBuilder::patience)).
+//!
+//! Cached files are read, or copied from where the page cache has them, whichever is faster here; it is the latter where
+//! one or two threads are all there are ([`Reading`]).
 //!
 //! # Ordering
 //!
@@ -57,8 +63,9 @@
 //!
 //! Bulk transfers leave room: at most `depth` of their chunks are on the wire in each direction, an eighth of the segments is
 //! not theirs, and they do not stand in the pool's queue while they have a segment of their own. A handle
-//! [with foreground priority](Pipeline::with_priority) goes before them; copies by [`Stream`] calls need nothing of this. A
-//! pipeline that has nothing to do uses no processor time, and holds no segment.
+//! [with foreground priority](Pipeline::with_priority) goes before them; copies by [`Stream`] calls need nothing of this, and
+//! wait for about as many chunks as are on the wire. While the foreground is heard of, no file's pages are registered, which
+//! would hold up everybody. A pipeline that has nothing to do uses no processor time, and holds no segment.
 //!
 //! # Files
 //!
@@ -245,7 +252,7 @@ impl Pipeline {
         let borrowed = unsafe { Borrowed::new(src) };
         let plan = self.plan(vec![Piece { at: 0, device: dst }], Direction::Up, true)?;
         let job = self.begin(Direction::Up, plan, "bytes in memory", Body::Source(Arc::new(borrowed)))?;
-        job.wait(None, |_| false);
+        job.wait_over(None);
         job.outcome().unwrap_or(Ok(()))
     }
 
@@ -378,7 +385,7 @@ impl Pipeline {
             unsafe { Landing::new(dst.as_mut_ptr(), dst.len(), self.handle.engine.settings.drains) };
         let plan = self.plan(vec![Piece { at: 0, device: src }], Direction::Down, true)?;
         let job = self.begin(Direction::Down, plan, "memory", Body::Sink(Arc::new(landing)))?;
-        job.wait(None, |_| false);
+        job.wait_over(None);
         job.outcome().unwrap_or(Ok(()))
     }
 
@@ -398,7 +405,7 @@ impl Pipeline {
     pub fn download_collect(&self, src: impl DeviceRange) -> Result<Transfer<Collect>> {
         let device = self.own(src)?;
         let collect = Collect::new(device.len())?;
-        let stores = self.handle.engine.settings.drains;
+        let stores = self.handle.engine.settings.touches;
         let plan = self.plan(vec![Piece { at: 0, device }], Direction::Down, true);
         let body = |shared| Body::Sink(Arc::new(Filler::new(shared, stores)));
         Ok(self.transfer(Direction::Down, collect, plan, "a new vector", body)?)

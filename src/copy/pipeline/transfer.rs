@@ -53,7 +53,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
             Err(error) if !self.is_over() => return Err(SubmitError { error, buffer: None }),
             _ => {}
         }
-        self.job.wait(None, |_| false);
+        self.job.wait_over(None);
         self.take()
     }
 
@@ -64,7 +64,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     #[allow(clippy::type_complexity, clippy::result_large_err, reason = "the handle back, or the outcome")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<Result<T, SubmitError<T>>, SubmitError<Self>> {
         let deadline = Instant::now().checked_add(if may_wait().is_ok() { timeout } else { Duration::ZERO });
-        if self.job.wait(deadline, |_| false) {
+        if self.job.wait_over(deadline) {
             return Ok(self.take());
         }
         Err(SubmitError { error: Error::Timeout(timeout), buffer: Some(self) })

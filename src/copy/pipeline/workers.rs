@@ -2,8 +2,8 @@
 //!
 //! Whoever has nothing to do takes, in this order: a chunk that has landed, since draining it frees a segment; a chunk to
 //! fill, the foreground's first; a chunk of memory that the device takes as it is. A worker waits for nothing but the
-//! reading, copying or writing of its chunk: where no segment is free it sleeps until one is, and what it has filled it
-//! leaves to the wire.
+//! reading, copying or writing of its chunk: where no segment is free it rests until one is, and what it has filled it
+//! leaves to the wire. One that has nothing else to do lets a batch of windows go that has arrived.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -44,12 +44,12 @@ impl Engine {
                         && !self.release_windows(&mut state)
                         && state.events == events
                     {
-                        self.work.wait(&mut state);
+                        self.rest(&mut state);
                     }
                 }
                 None if self.release_windows(&mut state) => {}
                 None if state.closing && state.jobs.is_empty() => return,
-                None => self.work.wait(&mut state),
+                None => self.rest(&mut state),
             }
         }
     }
@@ -111,7 +111,8 @@ impl Engine {
         });
         match filled {
             Ok((chunk, lead)) => {
-                self.submit(state, Ready { job: job.clone(), index, chunk, load: Load::Segment(buf, lead) });
+                let load = Load::Segment(buf, lead);
+                self.submit(state, Ready { job: job.clone(), index, chunk, load, at_once: false });
             }
             Err(error) => {
                 self.give_back(state, Direction::Up, Some(buf));
@@ -181,7 +182,7 @@ impl Engine {
                     match job.plan.chunk(index) {
                         Ok(chunk) => {
                             let load = Load::InPlace(window.clone() as Arc<dyn InPlace>, start);
-                            self.submit(state, Ready { job: job.clone(), index, chunk, load });
+                            self.submit(state, Ready { job: job.clone(), index, chunk, load, at_once: true });
                         }
                         Err(error) => self.end(state, job, index, Err(error)),
                     }
@@ -199,7 +200,7 @@ impl Engine {
         }
         // Whoever has found somebody registering may go on.
         state.events += 1;
-        self.work.notify_all();
+        self.call_all(state);
         Some(true)
     }
 
@@ -209,7 +210,7 @@ impl Engine {
         close(&mut state.windows);
         state.events += 1;
         // Whoever finds that there is nothing else to do sees to the batch.
-        self.work.notify_all();
+        self.call_all(&state);
     }
 
     /// Lets a batch of windows go that has arrived, by somebody who has nothing else to do. Whether there was one.
@@ -268,7 +269,7 @@ impl Engine {
         });
         state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
         state.events += 1;
-        self.work.notify_one();
+        self.call(state);
         self.end(state, job, index, copied.map_err(|error| job.failed_at(at, error)));
     }
 

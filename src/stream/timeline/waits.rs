@@ -1,6 +1,6 @@
 //! Waiting for a tick, as a thread or as a task.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,22 @@ use crate::sync::{Ordering, drop_waker, thread};
 
 /// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
+
+/// How long it asks now and then after that, where the machine has cores to spare: a copy behind a bulk chunk or two takes
+/// so long, and to find out by way of the reaper takes as long again (its pause, and waking the thread).
+const LISTEN: Duration = Duration::from_micros(250);
+/// Between two questions then: who asks all the time is in the way of those who submit.
+const APART: Duration = Duration::from_micros(5);
+/// Cores of a machine that has some to spare.
+const MANY: usize = 8;
+
+/// Whether this machine has cores to spare.
+fn has_many_cores() -> bool {
+    static MANY_CORES: OnceLock<bool> = OnceLock::new();
+    *MANY_CORES.get_or_init(|| {
+        cfg!(not(loom)) && std::thread::available_parallelism().is_ok_and(|n| n.get() >= MANY)
+    })
+}
 
 /// Someone who waits for a tick.
 #[derive(Debug)]
@@ -120,6 +136,17 @@ impl Timeline {
             if self.is_complete(tick)? {
                 return Ok(());
             }
+        }
+        while has_many_cores() && since.elapsed() < LISTEN && !late(Instant::now()) {
+            let asked = Instant::now();
+            self.ask();
+            if self.is_complete(tick)? {
+                return Ok(());
+            }
+            while asked.elapsed() < APART {
+                std::hint::spin_loop();
+            }
+            thread_yield();
         }
         loop {
             let key = {
