@@ -13,6 +13,7 @@ const PIECES: usize = 8;
 /// Page-locked memory and streams: copies without staging.
 pub struct Link {
     streams: Vec<Stream>,
+    /// Of each direction, of `piece` bytes each.
     pub bufs: [Vec<PinnedBuf>; 2],
     pub piece: usize,
 }
