@@ -854,7 +854,7 @@ impl Pool {
     /// In the child of a fork it returns at once.
     ///
     /// Free memory stays pinned until [`trim(0)`](Self::trim), or until the last handle to the pool is dropped
-    /// and the device's worker thread has unpinned it. The call blocks the thread.
+    /// and the device's worker thread has unpinned it, which [`Device::close`] waits for. The call blocks the thread.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
         let span = tracing::info_span!(target: "pinpool::pool", "shutdown", pool = self.name());
         let _entered = span.enter();

@@ -1,22 +1,11 @@
-//! What tests tell the stand-in and ask it. Looked up by name, like the library's own calls; the names and meanings are
-//! those of the stand-in libcuda.
+//! What tests tell this stand-in alone, and what its report says. Looked up by name, like the library's own calls; what all
+//! stand-ins are told is in `tests/doubles/control.rs`.
 
-use std::ffi::{CStr, c_char};
 use std::fmt::Write;
 
-use crate::calls::{call, forget};
-use crate::world::{CURRENT, Fault, World, idle_world, world};
-
-/// # Safety
-/// `text` is a string that ends with a zero byte.
-unsafe fn text(text: *const c_char) -> String {
-    // SAFETY: the caller's word.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
-fn with<R>(f: impl FnOnce(&mut World) -> R) -> Option<R> {
-    world().as_mut().map(f)
-}
+use crate::calls::forget;
+use crate::shared::with;
+use crate::world::{CURRENT, World, idle_world};
 
 /// Everything as when the library was loaded; handles from before name nothing any more. Of what threads have of their own
 /// only the calling thread's goes.
@@ -27,43 +16,10 @@ extern "C" fn standin_reset() {
     forget();
 }
 
-/// Makes the `nth` call of that name from now on fail once with `code`: before it has done anything, or, with `after`,
-/// when all is done. A code after which a device is of no use kills the device that is current.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn standin_fail(name: *const c_char, nth: u64, code: u32, after: bool) {
-    // SAFETY: the caller's word.
-    let call = unsafe { text(name) };
-    with(|w| w.faults.push(Fault { call, left: nth, code, after }));
-}
-
-/// No call is to fail any more.
-#[unsafe(no_mangle)]
-extern "C" fn standin_calm() {
-    with(|w| w.faults.clear());
-}
-
-/// How many calls were made to fail so far.
-#[unsafe(no_mangle)]
-extern "C" fn standin_struck() -> u64 {
-    with(|w| w.struck).unwrap_or(0)
-}
-
 /// Kills a device with that code.
 #[unsafe(no_mangle)]
 extern "C" fn standin_kill(device: usize, code: u32) {
     with(|w| w.kill(device, code));
-}
-
-/// While it is set nothing runs: queries say "not ready", and who synchronises waits.
-#[unsafe(no_mangle)]
-extern "C" fn standin_hang(hung: bool) {
-    with(|w| w.hung = hung);
-}
-
-/// While it is set, new streams get the handles of destroyed ones.
-#[unsafe(no_mangle)]
-extern "C" fn standin_reuse(reuse: bool) {
-    with(|w| w.reuse = reuse);
 }
 
 /// Whether the program is said to run on the device (RC mode). To be set before anything is allocated.
@@ -96,18 +52,10 @@ extern "C" fn standin_abilities(register: bool, va: bool) {
     with(|w| w.hosts.enable(register, va));
 }
 
-/// How often a call was made.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn standin_calls(name: *const c_char) -> u64 {
-    // SAFETY: the caller's word.
-    let name = unsafe { text(name) };
-    with(|w| w.counts.get(name.as_str()).copied()).flatten().unwrap_or(0)
-}
-
 /// One line each: `violation ID text`, `leak what count` (what is there, and what contexts had left when they went), `note
 /// what count`, `call name count`, `last name`, which call came last; and `over` when every device that was set was reset and every context that was made was
 /// destroyed, or was to be.
-fn report(w: &World) -> String {
+pub fn report(w: &World) -> String {
     let mut all = String::new();
     for violation in &w.violations {
         let _ = writeln!(all, "violation {violation}");
@@ -141,18 +89,6 @@ fn report(w: &World) -> String {
     all
 }
 
-/// Writes what is known into `to`, at most `len` bytes, and says how long all of it is; see [`report`].
-#[unsafe(no_mangle)]
-unsafe extern "C" fn standin_report(to: *mut u8, len: usize) -> usize {
-    let report = with(|w| report(w)).unwrap_or_default();
-    let n = report.len().min(len);
-    if !to.is_null() {
-        // SAFETY: the caller's word: `to` has room for `len` bytes.
-        unsafe { to.copy_from_nonoverlapping(report.as_ptr(), n) };
-    }
-    report.len()
-}
-
 /// The same at the process's end, into the file that the environment names: what a program did that has no test in it.
 /// Nobody could be told of an error; that the file is missing tells.
 extern "C" fn at_the_end() {
@@ -173,9 +109,3 @@ extern "C" fn at_the_end() {
 #[used]
 #[unsafe(link_section = ".fini_array")]
 static AT_THE_END: extern "C" fn() = at_the_end;
-
-/// A call that only fails if it was told to: for tests of the failing itself.
-#[unsafe(no_mangle)]
-extern "C" fn standin_nothing() -> u32 {
-    call("standin_nothing", |_| Ok(()))
-}

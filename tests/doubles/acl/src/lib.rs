@@ -108,7 +108,7 @@
 //!
 //! # Control
 //!
-//! `standin_*` in `control.rs`; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2),
+//! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2),
 //! `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_RC` (0: the program runs on a host),
 //! `PINPOOL_STANDIN_EVENTS` (65536 for each device) and `PINPOOL_STANDIN_STREAMS` (1984), `PINPOOL_STANDIN_SOC` (the chip's name), `PINPOOL_STANDIN_EXTENT` (the
 //! most bytes of one block of host memory, 200 GiB) and `PINPOOL_STANDIN_HOST` (of all), `PINPOOL_STANDIN_REGISTER` (1)
@@ -127,5 +127,7 @@ mod devices;
 mod events;
 mod host;
 mod reports;
+#[path = "../../control.rs"]
+mod shared;
 mod streams;
 mod world;

@@ -120,7 +120,7 @@
 //!
 //! # Control
 //!
-//! `standin_*` in `control.rs`; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2), `PINPOOL_STANDIN_MEMORY`
+//! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2), `PINPOOL_STANDIN_MEMORY`
 //! (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080), `PINPOOL_STANDIN_NUMA` (the node of each device,
 //! with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory in stream order), `PINPOOL_STANDIN_FAIL`
 //! (`name:nth:code`, as `standin_fail` takes it).
@@ -137,5 +137,7 @@ mod hostfn;
 mod others;
 mod pointers;
 mod pools;
+#[path = "../../control.rs"]
+mod shared;
 mod streams;
 mod world;
