@@ -4,10 +4,11 @@
 //! thread is told to poll or left asleep, by slices of a few milliseconds in the order off, on, on, off. A subscriber is
 //! installed, and takes the events. What the machine does besides falls on both states alike, and what drifts cancels: each
 //! four slices give a ratio of on to off, and what counts is the median of hundreds of those. With a poll in each slice
-//! this is a hundred polls a second, a thousand times as many as are usual. The gate is on processor time, that of the
-//! threads and the sampler's own together for each pair, as if every poll kept a thread from its work: what others do on a
-//! busy machine is not in it, and what polls do to the threads is. Beside it stand the threads' processor time alone, and
-//! the clock on the wall.
+//! this is a hundred polls a second, a thousand times as many as are usual. The gate is on the threads' processor time for a
+//! pair, with the sampler's own on top, as a share of the slice and the threads, as if every poll kept them from their work:
+//! what others do on a busy machine is not in it, and what polls do to the threads is. Beside it stand the threads'
+//! processor time alone, and the clock on the wall. (A look waits for threads that are within their lists; where one of those
+//! has been taken off its processor by others' work, that can be long. So looks are told beside, and have no gate.)
 //!
 //! *Polls, snapshots and looks*: what they cost whoever takes them, on a pool with many segments out. A look for stuck
 //! buffers is timed where none is old enough and where all are (`_all`), as a sampler takes it and as a report does, by the
@@ -178,10 +179,11 @@ fn watched(device: &Device, threads: usize, quads: usize, length: Duration, look
         };
         let [off, on] = [sum([1, 4]), sum([2, 3])];
         if off.pairs > 0.0 && on.pairs > 0.0 {
-            // Two polls of each four slices.
+            // Two polls of each four slices, and what the threads could have had of these two.
             let polls: f64 = spent[2 * quad..].iter().take(2).sum();
-            for (contender, (done, polls)) in [(off, 0.0), (on, polls)].into_iter().enumerate() {
-                rounds[0].add(contender, (done.processor + polls) / done.pairs);
+            let share = polls / (2.0 * length.as_nanos() as f64 * threads as f64);
+            for (contender, (done, share)) in [(off, 0.0), (on, share)].into_iter().enumerate() {
+                rounds[0].add(contender, done.processor / done.pairs * (1.0 + share));
                 rounds[1].add(contender, done.processor / done.pairs);
                 rounds[2].add(contender, done.wall / done.pairs);
             }
@@ -257,13 +259,13 @@ fn copies(device: &Device, threads: usize, rounds: usize) {
     beside(format!("what is counted of a copy, over submitting it, {threads} threads"), both.ratio(1, 0));
 }
 
-/// us of one call.
+/// us of processor time of one call.
 fn call(rounds: usize, mut run: impl FnMut()) -> Spread {
     let times: Vec<f64> = (0..rounds)
         .map(|_| {
-            let since = Instant::now();
+            let before = processor();
             run();
-            since.elapsed().as_nanos() as f64 / 1e3
+            (processor() - before).as_nanos() as f64 / 1e3
         })
         .collect();
     Spread::of(&times)
