@@ -9,6 +9,9 @@ use pinpool::{
     Unpinned,
 };
 
+/// More marks than anybody tries to record.
+const FOR_GOOD: u64 = 10_000;
+
 const LEN: usize = 300;
 const PIECE: usize = 512;
 const HANG: Duration = Duration::from_secs(20);
@@ -213,5 +216,88 @@ fn a_full_queue_lets_everyone_through() {
         let back = s.queue.download(s.range(place), s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
         assert!(*back == *bytes(place, LEN), "piece {place}");
     }
+    s.all_back();
+}
+
+impl Setup {
+    /// Has marks fail for good, while the device works.
+    fn fail_marks(&self) {
+        self.node.start_trace();
+        for _ in 0..FOR_GOOD {
+            self.node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Argument });
+        }
+    }
+
+    /// Marks that were tried since then.
+    fn tried(&self) -> usize {
+        self.node.trace().iter().filter(|call| **call == Call::Record).count()
+    }
+}
+
+/// After how many marks that failed in a row a stream is given up.
+fn tries() -> usize {
+    let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
+    s.fail_marks();
+    let sent = s.push(1).remove(0);
+    while sent.is_done().is_ok() {
+        assert!(s.tried() < FOR_GOOD as usize, "the stream is never given up");
+    }
+    s.tried()
+}
+
+/// A staged gather goes in two batches, and marks fail for good between them: the last copy is refused while the first batch
+/// is in flight, on a device that is alive. The segment, which both copies read, is not taken again.
+#[test]
+fn a_segment_outlives_the_batch_that_is_refused() {
+    let tries = tries();
+    let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
+    s.fail_marks();
+    let before = s.push(1);
+    while s.tried() < tries - 1 {
+        s.device.reap();
+    }
+    assert_eq!(s.tried(), tries - 1, "one look is one mark");
+    let (first, last) = (bytes(1, LEN), bytes(2, LEN));
+    // They overlap on the device, so they never share a batch.
+    let places = [s.memory.slice(4096..4096 + LEN).unwrap(), s.memory.slice(4196..4196 + LEN).unwrap()];
+    let pieces = [(&first[..], places[0].clone()), (&last[..], places[1].clone())];
+    let gathered = s.queue.gather(&s.pool, &pieces).unwrap();
+    assert_eq!(s.tried(), tries, "the first batch's mark was the last straw");
+    assert!(gathered.wait().is_err_and(|error| error.class() == ErrorClass::Argument));
+    drop(before);
+    // Nothing has been copied yet. Whoever takes all that the pool has writes to it.
+    assert_eq!(s.queue.stats().copies, 2, "one before, and the first of the two");
+    let mut taken = Vec::new();
+    while let Ok(mut buf) = s.pool.try_checkout(2 * LEN) {
+        buf.try_resize(2 * LEN, 0xEE).unwrap();
+        taken.push(buf);
+    }
+    assert!(!taken.is_empty() && s.pool.stats().quarantined_bytes > 0, "{:?}", s.pool.stats());
+    s.node.clear_faults();
+    while s.node.step() {}
+    drop(taken);
+    let back = s.queue.download(&places[0], s.pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
+    assert!(*back == *first, "the copy read what another wrote to its segment");
+    drop(back);
+    s.pool.check().unwrap();
+}
+
+/// A pool whose memory the queue's device may not reach is refused, before anything is copied.
+#[test]
+fn a_pool_of_another_device_is_refused() {
+    let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
+    let other = HostNode::new(HostConfig::new().stepped(6)).unwrap();
+    let other = Device::on(&other, 0).unwrap();
+    let pool = Pool::builder(&other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (sent, mut back) = (bytes(1, LEN), vec![0; LEN]);
+    let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+    wrong(s.queue.gather(&pool, &[(&sent, s.range(0))]).unwrap_err());
+    wrong(s.queue.scatter_blocking(&pool, &mut [(s.range(0), &mut back)]).unwrap_err());
+    // Neighbours, which are staged.
+    let pinned = [0, 1].map(|i| (s.filled(&sent[..8]), s.memory.slice(i * 8..i * 8 + 8).unwrap()));
+    let refused = s.queue.gather_pinned(&pool, pinned.into()).unwrap_err();
+    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
+    wrong(refused.error);
+    assert_eq!(s.queue.stats().copies, 0);
     s.all_back();
 }
