@@ -1022,7 +1022,7 @@ mod tests {
     #[test]
     fn what_could_be_gathered_is_known() {
         let mut arena = arena(&[64]);
-        let large = take(&mut arena, 30 * PAGE, 4096).unwrap();
+        let large = take(&mut arena, 30 * PAGE - 32, 4096).unwrap();
         let small: Vec<_> = (0..3).map(|_| take(&mut arena, 5000, 64).unwrap()).collect();
         let class = Class::of(5000).unwrap();
         let cached = |n: usize| move |c: Class| if c == class { n } else { 0 };
