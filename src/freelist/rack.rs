@@ -9,7 +9,8 @@
 //! itself; others go on to the next hook, so nobody waits for anybody. A rack has a fixed number of hooks, and what finds
 //! none free goes back to its runs under the depot's lock.
 //!
-//! Owners of shards touch racks inside the [`super::Gate`] only, so who has closed it finds no hook MOVING.
+//! Owners of shards touch racks inside the [`super::Gate`] only, so who has closed it finds no hook MOVING. Whoever takes
+//! batches back without closing it leaves what is MOVING where it is.
 
 use std::ptr::NonNull;
 use std::sync::OnceLock;

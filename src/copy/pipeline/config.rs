@@ -12,8 +12,10 @@ use crate::segment::PAGE;
 
 /// Bytes that go through one segment where nothing else is said.
 const CHUNK: usize = 4 << 20;
-/// Chunks on the wire where nothing else is said.
+/// Chunks on the wire where nothing else is said: while the foreground is about, and else. Finding out that a chunk has
+/// arrived takes about as long as the next one is on the wire, so that with two the wire runs dry now and then.
 const DEPTH: usize = 2;
+const DEEP: usize = 8;
 /// Chunks that are filled and wait for the wire, or have landed and wait for a thread, where nothing else is said.
 const WAITING: usize = 2;
 /// The least that the chunk is made smaller to by itself.
@@ -57,7 +59,7 @@ pub struct PipelineBuilder {
     chunk: Option<usize>,
     share: Option<usize>,
     streams: Option<usize>,
-    depth: usize,
+    depth: Option<usize>,
     rate: Option<u64>,
     priority: Priority,
     stores: Option<Stores>,
@@ -79,7 +81,9 @@ pub(super) struct Settings {
     pub(super) rotation: usize,
     pub(super) share: usize,
     pub(super) streams: usize,
+    /// Bulk chunks on the wire in each direction: while the foreground is about, and else.
     pub(super) depth: usize,
+    pub(super) deep: usize,
     pub(super) rate: Option<u64>,
     /// How bytes are put into segments, out of them into memory, and into memory that nobody has touched yet.
     pub(super) fills: Stores,
@@ -100,7 +104,7 @@ impl PipelineBuilder {
             chunk: None,
             share: None,
             streams: None,
-            depth: DEPTH,
+            depth: None,
             rate: None,
             priority: Priority::Bulk,
             stores: None,
@@ -142,9 +146,11 @@ impl PipelineBuilder {
     }
 
     /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most that a
-    /// foreground copy may have to wait. Default: 2, which keeps the wire busy.
+    /// foreground copy may have to wait. Default: 2 as long as there are foreground transfers now and then (of this
+    /// pipeline: the last at most 100 ms ago), and 8 where there are none, which keeps the wire busier. What is given here
+    /// holds at all times.
     pub fn depth(mut self, chunks: usize) -> Self {
-        self.depth = chunks;
+        self.depth = Some(chunks);
         self
     }
 
@@ -201,7 +207,7 @@ impl PipelineBuilder {
         for (what, value) in [
             ("threads", self.threads.unwrap_or(1)),
             ("streams", self.streams.unwrap_or(1)),
-            ("depth", self.depth),
+            ("depth", self.depth.unwrap_or(1)),
             ("chunk", self.chunk.unwrap_or(1)),
         ] {
             if value == 0 {
@@ -215,6 +221,7 @@ impl PipelineBuilder {
         let share = self.share.unwrap_or_else(|| (capacity / 2).min(SHARE));
         let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
         let threads = self.threads.unwrap_or_else(|| cores.min(THREADS));
+        let (depth, deep) = self.depth.map_or((DEPTH, DEEP), |depth| (depth, depth));
         // Before the data there may be a part of a page that a file's offset starts in, and behind it the rest of one.
         let need = |chunk: usize| Request::new(chunk + 2 * PAGE).align(PAGE).segment_bytes();
         let fits = |chunk: usize, share: usize| {
@@ -227,7 +234,7 @@ impl PipelineBuilder {
             },
             None => {
                 // Each thread has one, some are on the wire.
-                let wanted = share / (threads + self.depth + 1);
+                let wanted = share / (threads + deep + 1);
                 let mut chunk = CHUNK;
                 while chunk > LEAST_CHUNK && (!fits(chunk, wanted)) {
                     chunk /= 2;
@@ -248,7 +255,7 @@ impl PipelineBuilder {
         let segment = need(chunk)? + PAGE;
         let segments = (share / segment).max(1);
         // More would only push each other out of the caches.
-        let rotation = threads + self.depth + WAITING;
+        let rotation = threads + deep + WAITING;
         Ok(Settings {
             threads,
             chunk,
@@ -256,8 +263,9 @@ impl PipelineBuilder {
             segments,
             rotation,
             share,
-            streams: self.streams.unwrap_or(self.depth),
-            depth: self.depth,
+            streams: self.streams.unwrap_or(deep),
+            depth,
+            deep,
             rate: self.rate,
             fills: self.stores.unwrap_or(Stores::Cached),
             drains: self.stores.unwrap_or(Stores::Cached),

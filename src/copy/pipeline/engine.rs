@@ -508,10 +508,15 @@ impl State {
         self.due.is_none_or(|due| due <= Instant::now())
     }
 
+    /// Whether nobody has been in a hurry for a while.
+    pub(super) fn is_calm(&self) -> bool {
+        self.windows.hurry.is_none_or(|hurry| hurry.elapsed() > LULL)
+    }
+
     /// Whether windows would hold up nobody but files that come in bulk.
     pub(super) fn may_have_windows(&self) -> bool {
         let bulk = |live: &Live| live.job.priority == Priority::Bulk && live.job.kind == Kind::File;
-        self.jobs.iter().all(bulk) && self.windows.hurry.is_none_or(|hurry| hurry.elapsed() > LULL)
+        self.is_calm() && self.jobs.iter().all(bulk)
     }
 
     /// Bytes of the pool that are in use or kept for it, and those of windows.

@@ -1,8 +1,9 @@
 //! Putting chunks on the wire, and seeing them arrive.
 //!
-//! At most so many bulk chunks are submitted and not complete in each direction (the *depth*, two unless told): enough to
-//! keep the wire busy, and few enough that somebody else's copy never waits for more than these. So what is filled and
-//! cannot go yet waits in `ready`, outside of the driver, where a foreground chunk overtakes it. Whoever has filled a
+//! At most so many bulk chunks are submitted and not complete in each direction (the *depth*): eight unless told, and two
+//! while the foreground is about. Two keep the wire busy only if each arrival is seen at once, which is a matter of waking
+//! a thread, and that takes as long as a chunk; but with two somebody else's copy never waits for more than these. What is
+//! filled and cannot go yet waits in `ready`, outside of the driver, where a foreground chunk overtakes it. Whoever has filled a
 //! segment, or given one back, submits what can be submitted (*pumps*); and one thread for each direction waits for the
 //! oldest chunk on the wire, pumps at once when it has arrived, and so keeps the wire busy while all others fill or drain.
 //!
@@ -173,7 +174,8 @@ impl Engine {
     /// Whether the wire takes another chunk of this kind now.
     pub(super) fn free(&self, state: &State, direction: Direction, priority: Priority) -> bool {
         let on = state.wires[direction as usize].on[place(priority)];
-        on < self.settings.depth && (priority == Priority::Foreground || state.in_time())
+        let most = if state.is_calm() { self.settings.deep } else { self.settings.depth };
+        on < most && (priority == Priority::Foreground || state.in_time())
     }
 
     pub(super) fn takes_off(state: &mut State, direction: Direction, priority: Priority, bytes: usize) {
