@@ -263,7 +263,7 @@ fn rows<'a>(bench: &Bench) -> Vec<Row<'a>> {
 
 /// Mebibytes of a chunk, chunks on the wire, and streams: what `--sweep` tries.
 const SWEEP: [(usize, usize, usize); 7] =
-    [(2, 2, 2), (2, 3, 3), (2, 4, 4), (4, 3, 3), (4, 1, 1), (4, 8, 4), (8, 2, 2)];
+    [(2, 16, 8), (4, 2, 2), (4, 4, 4), (4, 8, 4), (4, 12, 12), (8, 4, 4), (8, 8, 8)];
 
 /// Gate and aim of a row, over the peak.
 fn gate(row: &str) -> Option<(f64, Option<f64>)> {
