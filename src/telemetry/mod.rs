@@ -135,10 +135,10 @@ impl Pool {
     /// back, and says little of a class with much coming and going. With a threshold of zero everything that is out is
     /// listed.
     ///
-    /// The look takes some 15 us for each thousand buffers that are out, and 50 to 200 us more for each thousand that it lists. It goes
-    /// piece by piece: who checks out or returns meanwhile is kept out of his cache while it is learned what caches hold, and
-    /// waits for a piece of some 4,000 segments at most, tens of microseconds. It also happens by
-    /// itself when a wait for memory times out, at most once a minute, if anyone listens: see the events of
+    /// The look takes some 15 us for each thousand buffers that are out, and 50 to 200 us more for each thousand that it
+    /// lists. It goes piece by piece: who checks out or returns meanwhile is kept out of his cache while it is learned what
+    /// caches hold, and waits for a piece of some 4,000 segments at most, tens of microseconds. It also happens by itself
+    /// when a wait for memory times out, at most once a minute, if anyone listens: see the events of
     /// [`telemetry`](crate::telemetry).
     ///
     /// ```
