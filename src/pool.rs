@@ -891,6 +891,11 @@ impl Pool {
         WeakPool(Arc::downgrade(&self.0))
     }
 
+    /// Whether a device can reach the pool's memory.
+    pub(crate) fn serves(&self, context: &crate::device::context::Context) -> bool {
+        self.0.main.depot.config().serves.contains(&context.id())
+    }
+
     /// The longest request that the pool proper could ever serve, in bytes.
     pub(crate) fn longest(&self) -> usize {
         self.0.main.depot.config().largest

@@ -281,3 +281,23 @@ fn a_segment_outlives_the_batch_that_is_refused() {
     drop(back);
     s.pool.check().unwrap();
 }
+
+/// A pool whose memory the queue's device may not reach is refused, before anything is copied.
+#[test]
+fn a_pool_of_another_device_is_refused() {
+    let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
+    let other = HostNode::new(HostConfig::new().stepped(6)).unwrap();
+    let other = Device::on(&other, 0).unwrap();
+    let pool = Pool::builder(&other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (sent, mut back) = (bytes(1, LEN), vec![0; LEN]);
+    let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+    wrong(s.queue.gather(&pool, &[(&sent, s.range(0))]).unwrap_err());
+    wrong(s.queue.scatter_blocking(&pool, &mut [(s.range(0), &mut back)]).unwrap_err());
+    // Neighbours, which are staged.
+    let pinned = [0, 1].map(|i| (s.filled(&sent[..8]), s.memory.slice(i * 8..i * 8 + 8).unwrap()));
+    let refused = s.queue.gather_pinned(&pool, pinned.into()).unwrap_err();
+    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
+    wrong(refused.error);
+    assert_eq!(s.queue.stats().copies, 0);
+    s.all_back();
+}

@@ -1,12 +1,13 @@
 //! The plan of a gather: any pieces, any limits.
 //!
 //! Each byte of each piece must be moved and copied once, to its own place ([`Plan::check`] looks at every one), within
-//! segments that keep to the limit. And it must be worth it: neighbours that are staged share a copy.
+//! segments that keep to the limit; the same where it is planned group by group. And it must be worth it: neighbours that
+//! are staged share a copy.
 #![no_main]
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
-use pinpool::gather::plan::{Limits, Piece, Plan};
+use pinpool::gather::plan::{Limits, Piece, Plan, groups, order};
 
 #[derive(Arbitrary, Debug)]
 struct One {
@@ -48,6 +49,16 @@ fuzz_target!(|input: Input| {
     let plan = Plan::new(&pieces, limits);
     if let Err(wrong) = plan.check(&pieces, limits) {
         panic!("{wrong}\n{pieces:?}\n{limits:?}\n{plan:?}");
+    }
+    let (order, mut whole) = (order(&pieces), Plan::default());
+    for group in groups(&pieces, &order, limits.segment) {
+        let part = Plan::of(&pieces, &order[group.clone()], limits);
+        assert!(part.segments.len() <= 1 || group.len() == 1, "{group:?} is more than a segment");
+        whole.segments.extend(part.segments);
+        whole.in_place.extend(part.in_place);
+    }
+    if let Err(wrong) = whole.check(&pieces, limits) {
+        panic!("in groups: {wrong}\n{pieces:?}\n{limits:?}\n{whole:?}");
     }
     // No more copies than pieces and cuts at the ends of segments make.
     let filled = pieces.iter().filter(|piece| piece.len > 0).count();

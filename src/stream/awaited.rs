@@ -36,8 +36,8 @@ pub(crate) trait Awaited: fmt::Debug + Send + Sync {
     /// Makes `stream` start its later work only after they are done. Waits until they are submitted, no longer.
     fn precede(&self, range: &Range, stream: &Stream) -> Result<()>;
 
-    /// Nobody will ask about the range any more.
-    fn leave(&self, range: &Range);
+    /// Nobody will ask about the range any more. `quiet`: what its copies were lent does not tell that later.
+    fn leave(&self, range: &Range, quiet: bool);
 }
 
 /// Numbers of a line, both ends included.
@@ -63,6 +63,8 @@ impl Range {
 pub(crate) struct Place {
     pub(crate) line: Arc<dyn Awaited>,
     pub(crate) range: Range,
+    /// What was lent does not know whether this is there: objects, as against segments.
+    pub(crate) quiet: bool,
 }
 
 impl Place {
@@ -81,6 +83,6 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.line.leave(&self.range);
+        self.line.leave(&self.range, self.quiet);
     }
 }

@@ -1,42 +1,43 @@
 //! Gather and scatter: thousands of small pieces by one call, with one completion.
 //!
-//! A call is split by [`plan`], which is arithmetic; here its parts are done: segments of the pool are filled or emptied by
-//! the calling thread, and the copies go through the [queue](crate::CopyQueue), so that they travel in batches. While one
-//! segment is on the wire the next one is filled.
+//! A call is split by [`plan`], which is arithmetic. Segments of the pool are filled or emptied by several threads
+//! ([`staging`]), and the copies go through the [queue](crate::CopyQueue), so that they travel in batches. While one segment
+//! is on the wire the next one is filled.
 //!
 //! What is not pinned is always staged, so its bytes are borrowed only for the length of the call that touches them: a
 //! gather has read them when it returns, a scatter has written them. What is pinned is lent to the queue piece by piece,
 //! and comes back.
 
 pub mod plan;
+mod staging;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use self::plan::{Limits, Piece, Plan, Segment};
+use self::plan::{Limits, Piece, Plan};
+use self::staging::{Parts, Staging, Targets};
 use super::Landing;
 use super::queue::CopyQueue;
-use crate::buffer::sealed::Lend as _;
-use crate::buffer::{InFlight, Lend, PinnedBuf};
+use crate::buffer::{InFlight, Lend};
 use crate::device::memory::DeviceSlice;
-use crate::device::{DevicePtr, Transfer};
 use crate::error::{Error, Result, SubmitError};
 use crate::pool::Pool;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::WaitKey;
 
-/// Bytes of a staging segment at most. (Copies of 2 MiB are within a twentieth of the fastest; longer ones only leave the link
-/// idle for longer while the first is filled.)
-const SEGMENT: usize = 2 << 20;
-/// Pinned neighbours that are shorter are staged: a copy of their own costs as much as the CPU takes for so many bytes.
+/// Bytes of a staging segment at most, and of those that several threads share a shorter gather in at least. (Longer ones
+/// are sent a little faster each, but keep the link idle while the first are filled, and crowd each other out of the caches.)
+const SEGMENT: usize = 1 << 20;
+const SHARED: usize = 512 << 10;
+/// Pinned neighbours that are shorter are staged: a copy of their own costs as much as the CPU takes for so many bytes. (Longer
+/// ones stay in place though eight threads that pack 16 KiB pieces bring up to a third more of them to the device: they take
+/// five times the processors' time for that. Who wants it gathers the buffers' bytes as if they were pageable.)
 const STAGE_BELOW: usize = 2 << 10;
-/// Segments of a scatter that are on the wire while one is emptied.
-const AHEAD: usize = 3;
+/// What a piece may lose to its place in a segment.
+const SLACK: usize = 64;
 
 /// Many copies under way, as one: what [`CopyQueue::gather`] and its like give. Wait for it, await it, ask, or drop it:
 /// then what it has returns by itself when the device is done.
@@ -140,10 +141,12 @@ impl<B: Lend> fmt::Debug for Gathered<B> {
 }
 
 impl CopyQueue {
-    /// Copies many pieces of host memory, pinned or not, to device memory. The calling thread packs them into segments of
-    /// `pool`, those that are neighbours on the device into one copy, while earlier segments are on the wire; it waits
-    /// where the pool or the queue has no room. When this returns all bytes have been read, and the last of them are on
-    /// their way: the handle says when they are there.
+    /// Copies many pieces of host memory, pinned or not, to device memory. The calling thread, with helpers of the queue's
+    /// where there is much to do ([`QueueOptions::packers`](crate::QueueOptions::packers)), packs them into segments of `pool`
+    /// of 1 MiB at most, those that are neighbours on the device into one copy, while earlier segments are on the wire. Each
+    /// thread uses three segments at most at a time; the call waits where these are on the wire, or where the pool or the
+    /// queue has no room. When this returns all bytes have been read, and the last of them are on their way: the handle says
+    /// when they are there.
     ///
     /// Each piece's device memory must be as long as the piece at least; what is beyond stays as it is. Where two pieces
     /// overlap there, either may win. Pieces of no bytes are left out.
@@ -153,13 +156,10 @@ impl CopyQueue {
     /// then some of the pieces may have been copied, and all segments return by themselves.
     pub fn gather(&self, pool: &Pool, pieces: &[(&[u8], DeviceSlice)]) -> Result<Gathered> {
         let sizes = pieces.iter().map(|(bytes, target)| (bytes.len(), target, false));
-        let (plan, memories) = self.planned(pool, sizes)?;
-        let mut places = Vec::new();
-        for segment in &plan.segments {
-            let buf = pool.checkout(segment.len)?;
-            let bytes = |piece: usize| pieces[piece].0;
-            places.extend(self.send(filled(buf, segment, bytes)?, segment, &memories)?);
-        }
+        let call = self.checked(pool, sizes)?;
+        let bytes: Vec<&[u8]> = pieces.iter().map(|(bytes, _)| *bytes).collect();
+        let places =
+            call.staged(|parts| Staging::new(self, pool, &call.memories, parts).pack(call.hands, &bytes))?;
         Ok(Gathered { values: Vec::new(), places, done: 0, waker: None })
     }
 
@@ -191,13 +191,11 @@ impl CopyQueue {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
             let sizes = pieces.iter().map(|(buf, target)| (buf.bytes().len(), target, true));
-            let (plan, memories) = self.planned(pool, sizes)?;
-            let mut places = Vec::new();
-            for segment in &plan.segments {
-                let buf = pool.checkout(segment.len)?;
-                let bytes = |piece: usize| pieces[piece].0.bytes();
-                places.extend(self.send(filled(buf, segment, bytes)?, segment, &memories)?);
-            }
+            let call = self.checked(pool, sizes)?;
+            let bytes: Vec<&[u8]> = pieces.iter().map(|(buf, _)| buf.bytes()).collect();
+            let plan = Plan::new(&call.pieces, call.limits);
+            let parts = Parts::Segments(&plan.segments);
+            let places = Staging::new(self, pool, &call.memories, parts).pack(call.hands, &bytes)?;
             Ok((plan, places))
         })();
         let (plan, places) = match planned {
@@ -227,59 +225,17 @@ impl CopyQueue {
 
     /// Copies many ranges of device memory to borrowed memory, pinned or not, each as many bytes as its target has, and
     /// returns when all of it is there: by way of segments of `pool`, neighbours on the device by one copy, those that have
-    /// landed being emptied by the calling thread while the next ones are on the wire.
+    /// landed being emptied by the calling thread and helpers, as in a gather, while the next ones are on the wire.
     ///
     /// # Errors
     /// As for [`gather`](Self::gather). After an error the targets' contents are undefined.
     pub fn scatter_blocking(&self, pool: &Pool, pieces: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
-        let (sources, mut targets): (Vec<&DeviceSlice>, Vec<&mut [u8]>) =
+        let (sources, targets): (Vec<&DeviceSlice>, Vec<&mut [u8]>) =
             pieces.iter_mut().map(|(source, target)| (&*source, &mut **target)).unzip();
         let sizes = sources.iter().zip(&targets).map(|(source, target)| (target.len(), *source, false));
-        let (plan, memories) = self.planned(pool, sizes)?;
-        let mut under_way: VecDeque<(&Segment, Arc<PinnedBuf>, Vec<Place>)> = VecDeque::new();
-        let mut empty = |(segment, buf, places): (&Segment, Arc<PinnedBuf>, Vec<Place>)| -> Result<()> {
-            places.iter().try_for_each(|place| place.wait(None))?;
-            for step in &segment.moves {
-                // SAFETY: within the segment, where the copies, which are done, have written each byte of a move.
-                let bytes = unsafe { std::slice::from_raw_parts(buf.as_ptr().add(step.at), step.len) };
-                targets[step.piece][step.from..step.from + step.len].copy_from_slice(bytes);
-            }
-            Ok(())
-        };
-        for segment in &plan.segments {
-            if under_way.len() >= AHEAD {
-                if let Some(first) = under_way.pop_front() {
-                    empty(first)?;
-                }
-            }
-            let buf = match pool.try_checkout(segment.len) {
-                // Its own segments are in the way: one of them first.
-                Err(Error::Exhausted { .. }) if !under_way.is_empty() => {
-                    while let Some(first) = under_way.pop_front() {
-                        empty(first)?;
-                    }
-                    pool.checkout(segment.len)?
-                }
-                Err(Error::Exhausted { .. }) => pool.checkout(segment.len)?,
-                other => other?,
-            };
-            let buf = Arc::new(buf);
-            let copies: Vec<_> = segment
-                .copies
-                .iter()
-                .map(|copy| {
-                    // SAFETY: within the segment.
-                    let dst = unsafe { buf.as_ptr().cast_mut().add(copy.at) };
-                    let src = DevicePtr(copy.device);
-                    (Transfer::Download { src, dst, len: copy.len }, memories[copy.piece])
-                })
-                .collect();
-            // Nobody but the device touches the memory until the copies are done: the buffer is ours alone, as each of
-            // its shares is.
-            let places = self.push_all(&copies, || buf.lend())?;
-            under_way.push_back((segment, buf, places));
-        }
-        under_way.into_iter().try_for_each(empty)
+        let call = self.checked(pool, sizes)?;
+        let targets = Targets::new(targets.into_iter());
+        call.staged(|parts| Staging::new(self, pool, &call.memories, parts).unpack(call.hands, &targets))
     }
 
     /// Copies many ranges of device memory into buffers, in batches. When all have landed the handle gives the buffers
@@ -307,53 +263,71 @@ impl CopyQueue {
         Ok(Gathered { values, places: Vec::new(), done: 0, waker: None })
     }
 
-    /// Checks the pieces (bytes, device memory, whether in place) and plans for them.
-    fn planned<'a>(
+    /// Checks the pieces (bytes, device memory, whether in place), and decides how they are staged.
+    fn checked<'a>(
         &self,
         pool: &Pool,
         pieces: impl Iterator<Item = (usize, &'a DeviceSlice, bool)>,
-    ) -> Result<(Plan, Vec<&'a DeviceSlice>)> {
-        let (mut planned, mut memories) = (Vec::new(), Vec::new());
+    ) -> Result<Call<'a>> {
+        let context = self.device().context();
+        let wrong = || Error::WrongDevice { device: self.device().name().into() };
+        if !pool.serves(context) {
+            return Err(wrong());
+        }
+        let most = pieces.size_hint().0;
+        let (mut checked, mut memories) = (Vec::with_capacity(most), Vec::with_capacity(most));
+        let (mut staged, mut longest) = (0_usize, 0);
         for (len, memory, in_place) in pieces {
-            if !memory.is_of(self.device().context()) {
-                return Err(Error::WrongDevice { device: self.device().name().into() });
+            if !memory.is_of(context) {
+                return Err(wrong());
             }
             if len > memory.len() {
                 return Err(Error::TooSmall { need: len, have: memory.len() });
             }
-            planned.push(Piece {
-                device: memory.address(),
-                memory: memory.allocation_number(),
-                len,
-                in_place,
-            });
+            if !in_place || len < STAGE_BELOW {
+                staged = staged.saturating_add(len);
+            }
+            longest = longest.max(len);
+            let (device, number) = (memory.address(), memory.allocation_number());
+            checked.push(Piece { device, memory: number, len, in_place });
             memories.push(memory);
         }
-        let limits = Limits { segment: SEGMENT.min(pool.longest() / 2).max(1), stage_below: STAGE_BELOW };
-        Ok((Plan::new(&planned, limits), memories))
-    }
-
-    /// Pushes a segment that is filled.
-    fn send(&self, buf: PinnedBuf, segment: &Segment, memories: &[&DeviceSlice]) -> Result<Vec<Place>> {
-        let buf = Arc::new(buf);
-        let copies: Vec<_> = segment
-            .copies
-            .iter()
-            .map(|copy| {
-                let bytes = &buf[copy.at..copy.at + copy.len];
-                let dst = DevicePtr(copy.device);
-                (Transfer::Upload { src: bytes.as_ptr(), dst, len: copy.len }, memories[copy.piece])
-            })
-            .collect();
-        self.push_all(&copies, || buf.lend())
+        let hands = staging::hands(staged, self.helpers());
+        // Several for each thread, so that the wire has something soon, and all end at about the same time.
+        let part = if hands > 0 { staged / (hands + 1) / 4 } else { SEGMENT };
+        let segment = part.clamp(SHARED, SEGMENT).min(pool.longest() / 2).max(1);
+        let limits = Limits { segment, stage_below: STAGE_BELOW };
+        Ok(Call { pieces: checked, memories, limits, longest, hands })
     }
 }
 
-/// A segment with its moves made. What lies between them is zero.
-fn filled<'a>(mut buf: PinnedBuf, segment: &Segment, bytes: impl Fn(usize) -> &'a [u8]) -> Result<PinnedBuf> {
-    for step in &segment.moves {
-        buf.try_resize(step.at, 0)?;
-        buf.try_extend_from_slice(&bytes(step.piece)[step.from..step.from + step.len])?;
+/// A call's pieces, checked.
+struct Call<'a> {
+    pieces: Vec<Piece>,
+    memories: Vec<&'a DeviceSlice>,
+    limits: Limits,
+    /// Bytes of the longest piece.
+    longest: usize,
+    /// Helpers that are worth it.
+    hands: usize,
+}
+
+impl Call<'_> {
+    /// Has everything staged: in groups that are planned as they are packed, or by a plan of the whole, where long pieces are
+    /// shared by several threads.
+    fn staged<R>(&self, run: impl FnOnce(Parts<'_>) -> R) -> R {
+        let Self { pieces, limits, .. } = self;
+        if self.longest.saturating_add(SLACK) > limits.segment {
+            return run(Parts::Segments(&Plan::new(pieces, *limits).segments));
+        }
+        let order = plan::order(pieces);
+        let groups = plan::groups(pieces, &order, limits.segment);
+        let room = |i: &usize| pieces[*i].len + SLACK;
+        let longest = if groups.len() > 1 {
+            limits.segment
+        } else {
+            order.iter().map(room).sum::<usize>().min(limits.segment)
+        };
+        run(Parts::Groups { pieces, order: &order, groups, longest, limits: *limits })
     }
-    Ok(buf)
 }

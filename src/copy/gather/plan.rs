@@ -10,6 +10,11 @@
 //!   a segment              [a][b]-[c]
 //!   copies                 a+b, c, d
 //! ```
+//!
+//! A plan for thousands of pieces takes as long as a good part of the copies. So it can be made in *groups*: neighbours in the
+//! order of the device that fill a segment, each planned by whoever packs it, while the segments before are on the wire.
+
+use std::ops::Range;
 
 /// Where a stretch of a segment begins that is no neighbour of the one before.
 const ALIGN: usize = 64;
@@ -82,15 +87,48 @@ pub struct Plan {
     pub in_place: Vec<Copy>,
 }
 
+/// The pieces that have bytes, by place on the device. Stable, so that a plan does not depend on anything but its input.
+#[must_use]
+pub fn order(pieces: &[Piece]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..pieces.len()).filter(|&i| pieces[i].len > 0).collect();
+    let place = |i: usize| (pieces[i].memory, pieces[i].device);
+    // Most are in order already.
+    if !order.is_sorted_by_key(|&i| place(i)) {
+        order.sort_by_key(|&i| place(i));
+    }
+    order
+}
+
+/// Cuts an order into groups, each of which fits into one segment whatever the gaps; a piece that is longer is a group.
+#[must_use]
+pub fn groups(pieces: &[Piece], order: &[usize], segment: usize) -> Vec<Range<usize>> {
+    let (mut groups, mut start, mut filled) = (Vec::new(), 0, 0_usize);
+    for (n, &i) in order.iter().enumerate() {
+        let room = pieces[i].len.saturating_add(ALIGN - 1);
+        if n > start && filled.saturating_add(room) > segment {
+            groups.push(start..n);
+            (start, filled) = (n, 0);
+        }
+        filled = filled.saturating_add(room);
+    }
+    if start < order.len() {
+        groups.push(start..order.len());
+    }
+    groups
+}
+
 impl Plan {
     /// Plans for these pieces. Their device memory may overlap; then nobody knows who wins. One that would leave the
     /// address space is cut off there.
     #[must_use]
     pub fn new(pieces: &[Piece], limits: Limits) -> Self {
+        Self::of(pieces, &order(pieces), limits)
+    }
+
+    /// Plans for some of these pieces, named in the order that [`order`] gives.
+    #[must_use]
+    pub fn of(pieces: &[Piece], order: &[usize], limits: Limits) -> Self {
         let mut plan = Self::default();
-        let mut order: Vec<usize> = (0..pieces.len()).filter(|&i| pieces[i].len > 0).collect();
-        // By place on the device. Stable, so that a plan does not depend on anything but its input.
-        order.sort_by_key(|&i| (pieces[i].memory, pieces[i].device));
         let end = |piece: &Piece| piece.device.checked_add(piece.len as u64);
         let small = |piece: &Piece| !piece.in_place || piece.len < limits.stage_below;
         let meet = |a: usize, b: usize| {
@@ -215,7 +253,7 @@ impl Plan {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{Limits, Piece, Plan};
+    use super::{Limits, Piece, Plan, groups, order};
 
     fn piece(device: u64, len: usize, in_place: bool) -> Piece {
         Piece { device, memory: device / 10_100, len, in_place }
@@ -240,6 +278,15 @@ mod tests {
             let limits = Limits { segment, stage_below };
             let plan = Plan::new(&all, limits);
             prop_assert_eq!(plan.check(&all, limits), Ok(()));
+            // And group by group, each of which fits.
+            let (order, mut whole) = (order(&all), Plan::default());
+            for group in groups(&all, &order, segment) {
+                let part = Plan::of(&all, &order[group.clone()], limits);
+                prop_assert!(part.segments.len() <= 1 || group.len() == 1, "{:?}", group);
+                whole.segments.extend(part.segments);
+                whole.in_place.extend(part.in_place);
+            }
+            prop_assert_eq!(whole.check(&all, limits), Ok(()));
         }
     }
 

@@ -39,6 +39,11 @@ impl Bell {
         self.asleep.load(Ordering::Relaxed)
     }
 
+    /// The same as a hint, for who goes on to look when it says no.
+    pub(super) fn seems_asleep(&self) -> bool {
+        self.asleep.load(Ordering::Relaxed)
+    }
+
     /// Wakes the thread.
     pub(super) fn ring(&self) {
         // Looked at first, so that the line stays shared while the thread is up. Relaxed: unparking hands over what the

@@ -48,6 +48,8 @@ struct State {
     next_wait: u64,
     /// What copies failed with that somebody may ask about, until asked.
     failures: BTreeMap<u64, Error>,
+    /// Copies that are not submitted, about which nobody will ask.
+    left: Vec<Range>,
     /// Nothing lands here any more.
     lost: Option<Error>,
     closed: bool,
@@ -146,6 +148,9 @@ impl Lane {
     /// A copy failed. It lands like the others.
     pub(super) fn fail(&self, number: u64, error: Error) {
         let mut state = self.state.lock();
+        if state.left.iter().any(|range| (range.first..=range.last).contains(&number)) {
+            return;
+        }
         state.failures.insert(number, error);
         // Release: pairs with the acquire in `verdict`. (Whoever sees `landed` sees it in any case.)
         self.failed.store(true, Ordering::Release);
@@ -219,12 +224,18 @@ impl Lane {
         Ok(true)
     }
 
-    /// Nobody will ask about these any more.
-    pub(super) fn leave(&self, range: &Range) {
-        if !self.failed.load(Ordering::Acquire) || range.is_whole() {
+    /// Nobody will ask about these any more. `quiet`: nor does anybody say so again when they have landed.
+    pub(super) fn leave(&self, range: &Range, quiet: bool) {
+        // What is submitted has failed by now, or never will. (Acquire, in both: pairs with the releases in `sent` and `fail`.)
+        let early = quiet && !self.is_sent(range.last) && !self.is_lost.load(Ordering::Relaxed);
+        if range.is_whole() || !(early || self.failed.load(Ordering::Acquire)) {
             return;
         }
         let mut state = self.state.lock();
+        if early {
+            state.left.retain(|range| !self.is_sent(range.last));
+            state.left.push(*range);
+        }
         let theirs: Vec<u64> =
             state.failures.range(range.first..=range.last).map(|(number, _)| *number).collect();
         for number in theirs {
@@ -282,6 +293,17 @@ impl Entry<'_> {
         self.room
     }
 
+    /// A copy that is not pushed, but the lane's next to be submitted by who asks, who has the role. `None`: others are
+    /// before it.
+    pub(super) fn next(&mut self, lane: u32) -> Option<Next> {
+        if self.room == 0 || !self.state.queue.is_empty() && !cfg!(pinpool_planted = "direct_overtakes") {
+            return None;
+        }
+        self.room -= 1;
+        self.state.pushed += 1;
+        Some(Next { lane, number: self.state.pushed })
+    }
+
     /// Pushes a copy, for which there must be room, and gives its number.
     pub(super) fn push(
         &mut self,
@@ -306,5 +328,47 @@ impl Entry<'_> {
         }
         state.queue.push_back(Piece { transfer, loan: Loan::of(lent), memory, lane, number });
         number
+    }
+}
+
+/// A place in a lane, to be submitted at once.
+pub(super) struct Next {
+    lane: u32,
+    number: u64,
+}
+
+impl Next {
+    pub(super) fn piece(self, transfer: Transfer, lent: Lent, memory: Arc<Allocation>) -> Piece {
+        let Self { lane, number } = self;
+        Piece { transfer, loan: Loan::of(lent), memory: Some(memory), lane, number }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn one(number: u64) -> Range {
+        Range { first: number, last: number }
+    }
+
+    /// What nobody can ask about is not kept, whether its handle went before or after the copy failed.
+    #[test]
+    fn failures_go_with_their_handles() {
+        let lane = Lane::new();
+        lane.leave(&Range { first: 1, last: 2 }, true);
+        (1..=4).for_each(|number| lane.fail(number, Error::QueueClosed));
+        lane.sent(4);
+        lane.leave(&one(3), true);
+        assert_eq!(lane.state.lock().failures.keys().copied().collect::<Vec<_>>(), [4]);
+        lane.land(4);
+        assert_eq!(lane.verdict(&one(4)), Err(Error::QueueClosed));
+        lane.leave(&one(4), true);
+        assert!(lane.state.lock().failures.is_empty() && !lane.failed.load(Ordering::Relaxed));
+        // Those that were left are forgotten as they are submitted.
+        lane.leave(&one(5), true);
+        lane.sent(5);
+        lane.leave(&one(6), true);
+        assert_eq!(lane.state.lock().left, [one(6)]);
     }
 }

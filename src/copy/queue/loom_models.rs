@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use super::bell::{Bell, Role};
+use super::crew::{Crew, Shared};
 use super::flow::{Flow, Line};
 use super::lane::Lane;
 use crate::buffer::{InFlight, PinnedBuf};
@@ -125,18 +126,11 @@ fn push(flow: &Arc<Flow>, lane: u32, segment: Segment, memory: &DeviceBuffer) ->
     let transfer = Transfer::Upload { src, dst: DevicePtr(u64::from(lane) * 64), len: 64 };
     step();
     let line = Arc::new(Line { flow: flow.clone(), lane });
-    let number = line.lane().enter(4).unwrap().push(
-        flow.filled(),
-        lane,
-        transfer,
-        Lent::Segment(segment.alias()),
-        memory.allocation(),
-    );
-    step();
-    flow.rouse();
+    let entry = line.lane().enter(4).unwrap();
+    let number = line.submit(entry, transfer, Lent::Segment(segment.alias()), memory.allocation());
     // SAFETY: in flight, and touched when it has landed only.
     let buf = unsafe { PinnedBuf::new(segment, 0) };
-    InFlight::queued(Place { line, range: Range { first: number, last: number } }, buf, None)
+    InFlight::queued(Place { line, range: Range { first: number, last: number }, quiet: false }, buf, None)
 }
 
 /// Two threads push; one drops its handle, the other waits; a third finds out what is done.
@@ -175,5 +169,87 @@ fn loom_queue_lands() {
         });
         drop((flow, memory));
         setup.finish();
+    });
+}
+
+/// Two threads share a lane: one pushes between the other's copies, which go to the driver at once where they can. Its
+/// copies are submitted in the order of their numbers all the same, or one would count as landed that has not run.
+#[test]
+fn loom_lane_keeps_order() {
+    model("queue: two threads share a lane", 2, || {
+        let setup = Setup::new();
+        let flow = Flow::new(setup.timeline.clone(), 1, 4, false, Arc::new(Bell::asleep()));
+        let memory = DeviceBuffer::new(setup.timeline.context(), 64).unwrap();
+        let segments = [(); 3].map(|()| setup.take().unwrap());
+        let [first, between, last] = segments;
+        let pusher = {
+            let (setup, flow, memory) = (setup.clone(), flow.clone(), memory.clone());
+            spawn(move || {
+                let flight = push(&flow, 0, between.alias(), &memory);
+                until(|| {
+                    setup.timeline.pass(true);
+                    flight.is_done().unwrap()
+                });
+                assert_eq!(setup.driver.ran(&between), 1, "landed, and the copy has not run");
+                let buf = flight.wait().unwrap();
+                setup.driver.write(buf.segment());
+            })
+        };
+        drop(push(&flow, 0, first, &memory));
+        drop(push(&flow, 0, last, &memory));
+        pusher.join().unwrap();
+        until(|| {
+            setup.timeline.pass(true);
+            !flow.is_flying()
+        });
+        drop((flow, memory));
+        setup.finish();
+    });
+}
+
+struct Part(UnsafeCell<u32>);
+
+// SAFETY: loom checks each access.
+unsafe impl Sync for Part {}
+
+impl Part {
+    fn cell(&self) -> &UnsafeCell<u32> {
+        &self.0
+    }
+}
+
+/// Whoever has borrowed work done by a crew, and its helper: nobody is at it when the borrow ends, and the helper finds the
+/// next work.
+#[test]
+fn loom_crew_lets_go() {
+    model("queue: a caller and a helper of its crew", 3, || {
+        let crew = Arc::new(Crew::new(1));
+        let start = |shared: Arc<Shared>, number| {
+            loom::thread::spawn(move || shared.serve(number));
+            true
+        };
+        for round in 0..2 {
+            // What is borrowed: loom fails the model if anyone is at it when it is the caller's again.
+            let (part, taken) = (Part(UnsafeCell::new(0)), AtomicBool::new(false));
+            let work = || {
+                step();
+                if !taken.swap(true, Ordering::Relaxed) {
+                    step();
+                    // SAFETY: only one takes it.
+                    part.cell().with_mut(|part| unsafe { *part += 1 });
+                }
+            };
+            crew.share(1, &work, start, || {
+                if round == 0 {
+                    work();
+                } else {
+                    // Nobody else does it: asleep without being woken, the helper would never come.
+                    until(|| taken.load(Ordering::Relaxed));
+                }
+            });
+            // SAFETY: as above.
+            part.cell().with(|part| assert_eq!(unsafe { *part }, 1, "done once"));
+        }
+        crew.close();
     });
 }

@@ -13,9 +13,10 @@
 //!
 //! [`lane`]: where copies are pushed to, and where their handles find out. [`flow`]: the copies of one direction, how they
 //! are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]: what must not share a batch.
-//! Here: what users see, and the queue's thread.
+//! [`crew`]: who helps with packing. Here: what users see, and the queue's thread.
 
 mod bell;
+mod crew;
 mod flow;
 mod lane;
 #[cfg(all(test, loom))]
@@ -28,6 +29,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use self::bell::Bell;
+use self::crew::{Crew, Shared};
 use self::flow::{Flow, Line};
 use super::{DeviceRange, Landing, range};
 use crate::buffer::{InFlight, Lend};
@@ -50,6 +52,10 @@ const FEW: usize = 8;
 const THREADS: usize = 8;
 /// Copies that a thread pushes to one flow under load before it turns to another.
 const STAY: usize = 64;
+/// Threads that pack one gather at most, unless somebody asks for more, and then. (Eight bring 16 KiB pieces to the link at
+/// its full speed, sixteen no faster.)
+const PACKERS: usize = 8;
+const MOST_PACKERS: usize = 64;
 /// How long a queue's thread looks for copies before it sleeps.
 const LINGER: Duration = Duration::from_micros(100);
 
@@ -129,6 +135,7 @@ pub struct CopyQueue(Arc<Inner>);
 pub struct QueueOptions {
     depth: usize,
     threads: Option<usize>,
+    packers: Option<usize>,
 }
 
 impl Default for QueueOptions {
@@ -141,7 +148,7 @@ impl QueueOptions {
     /// As [`Device::copy_queue`] has it.
     #[must_use]
     pub fn new() -> Self {
-        Self { depth: DEPTH, threads: None }
+        Self { depth: DEPTH, threads: None, packers: None }
     }
 
     /// How many copies a lane takes, pushed and not done, before a push has to wait: 1024 by default, 1 at least.
@@ -156,6 +163,16 @@ impl QueueOptions {
     #[must_use]
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
+        self
+    }
+
+    /// How many threads pack one [gather](CopyQueue::gather), or empty one [scatter](CopyQueue::scatter_blocking), at most,
+    /// 1 to 64: the caller's, and helpers of the queue's, which all callers share. By default half as many as there are
+    /// processors, 8 at most. Helpers are started by the first call that is large enough (4 MiB) and sleep between calls;
+    /// where none is free the caller goes on alone. A stepped device has none.
+    #[must_use]
+    pub fn packers(mut self, packers: usize) -> Self {
+        self.packers = Some(packers);
         self
     }
 }
@@ -178,6 +195,7 @@ struct Inner {
     down: Way,
     /// Of the threads.
     bells: Vec<Arc<Bell>>,
+    crew: Crew,
 }
 
 /// A direction: a flow for each of the queue's threads.
@@ -204,7 +222,7 @@ impl Device {
     /// # Errors
     /// As for [`copy_queue`](Self::copy_queue).
     pub fn copy_queue_with(&self, options: QueueOptions) -> Result<CopyQueue> {
-        let QueueOptions { depth, threads } = options;
+        let QueueOptions { depth, threads, packers } = options;
         let context = self.context();
         let is_stepped = context.driver().stepped().is_some();
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -214,6 +232,11 @@ impl Device {
             Some(threads) => threads.clamp(1, THREADS),
             None if processors < FEW => 1,
             None => 2,
+        };
+        let packers = match packers {
+            _ if is_stepped => 1,
+            Some(packers) => packers.clamp(1, MOST_PACKERS),
+            None => (processors / 2).clamp(1, PACKERS),
         };
         let bells: Vec<_> = (0..threads).map(|_| Arc::new(Bell::asleep())).collect();
         let way = |writes| -> Result<Way> {
@@ -226,7 +249,8 @@ impl Device {
             };
             bells.iter().map(side).collect::<Result<_>>().map(Way)
         };
-        let inner = Inner { up: way(true)?, down: way(false)?, bells: bells.clone() };
+        let inner =
+            Inner { up: way(true)?, down: way(false)?, bells: bells.clone(), crew: Crew::new(packers - 1) };
         if is_stepped {
             return Ok(CopyQueue(Arc::new(inner)));
         }
@@ -284,6 +308,7 @@ impl Drop for Inner {
         // In the child of a fork there is no thread.
         if !self.is_forked() {
             self.bells.iter().for_each(|bell| bell.close());
+            self.crew.close();
         }
     }
 }
@@ -340,15 +365,9 @@ impl Side {
     ) -> Result<(Place, R)> {
         let line = self.line();
         let (lane, flow) = (line.lane(), &line.flow);
-        let (number, left) = loop {
+        let entry = loop {
             match lane.enter(flow.depth()) {
-                Ok(mut entry) => {
-                    let (lent, left) = give();
-                    break (
-                        entry.push(flow.filled(), line.lane, transfer, lent, memory.into_allocation()),
-                        left,
-                    );
-                }
+                Ok(entry) => break entry,
                 Err(Error::QueueFull { .. }) if patience == Patience::Wait && may_wait() => {
                     let last = lane.room_after(flow.depth());
                     // Whether that one failed is its own handle's affair.
@@ -358,8 +377,10 @@ impl Side {
                 Err(error) => return Err(error),
             }
         };
-        flow.rouse();
-        Ok((Place { line: line.clone(), range: Range { first: number, last: number } }, left))
+        let (lent, left) = give();
+        let quiet = !matches!(lent, Lent::Segment(_));
+        let number = line.submit(entry, transfer, lent, memory.into_allocation());
+        Ok((Place { line: line.clone(), range: Range { first: number, last: number }, quiet }, left))
     }
 
     /// Pushes several copies, each of which has its own share of what all of them use: one that cannot be submitted any
@@ -386,7 +407,7 @@ impl Side {
             }
             drop(entry);
             flow.rouse();
-            places.push(Place { line: line.clone(), range });
+            places.push(Place { line: line.clone(), range, quiet: true });
             left = later;
         }
         Ok(places)
@@ -530,6 +551,34 @@ impl CopyQueue {
             Ok((_, None)) => Err(SubmitError { error: Error::QueueClosed, buffer: None }),
             Err(error) => Err(SubmitError { error, buffer: landing }),
         }
+    }
+
+    /// How many helpers there can be.
+    pub(super) fn helpers(&self) -> usize {
+        self.0.crew.most()
+    }
+
+    /// Does `own`, while up to `hands` helpers are at `work`, which returns when nothing is left to do.
+    pub(super) fn share<R>(
+        &self,
+        hands: usize,
+        work: &(dyn Fn() + Sync),
+        own: impl FnOnce() -> R,
+    ) -> Result<R> {
+        if self.0.is_forked() {
+            return Err(Error::Forked);
+        }
+        let start = |shared: Arc<Shared>, number| {
+            let device = self.device().clone();
+            std::thread::Builder::new()
+                .name(format!("pinpool-pack-{}", device.name()))
+                .spawn(move || {
+                    device.context().driver().enter_thread();
+                    shared.serve(number);
+                })
+                .is_ok()
+        };
+        Ok(self.0.crew.share(hands, work, start, own))
     }
 
     /// Pushes several copies of one direction, for which `lend` gives what keeps the host's side of all of them. They are
