@@ -1,0 +1,214 @@
+//! Thousands of pieces by one call.
+
+use std::sync::Barrier;
+use std::time::Instant;
+
+use pinpool::{CopyQueue, Device, DeviceBuffer, DeviceSlice, PinnedBuf, Pool, Stream};
+
+use crate::measure::{self, Rounds, Spread, at_least, beside, line, number, numbers};
+use crate::{Random, checkout, peak, pool, queue};
+
+const LEN: usize = 16 << 10;
+const WHOLE: usize = 64 << 20;
+
+/// What all turns use.
+struct Setup {
+    pool: Pool,
+    queue: CopyQueue,
+    stream: Stream,
+    memory: DeviceBuffer,
+    count: usize,
+}
+
+impl Setup {
+    fn new(device: &Device) -> Self {
+        let count = number("count", if measure::quick() { 512 } else { 16_384 });
+        Self {
+            // Pinned pieces, and segments.
+            pool: pool(device, 2 * (256 << 20) + (128 << 20)),
+            queue: queue(device),
+            stream: device.stream().expect("a stream"),
+            memory: device.alloc((count * LEN).max(WHOLE)).expect("device memory"),
+            count,
+        }
+    }
+
+    fn range(&self, place: usize) -> DeviceSlice {
+        self.memory.slice(place * LEN..(place + 1) * LEN).expect("within")
+    }
+
+    /// Of the pinned peak of this moment.
+    fn ratio(&self, upload: bool, run: impl FnOnce()) -> f64 {
+        let peak = peak(&self.pool, &self.stream, &self.memory, WHOLE, upload);
+        let since = Instant::now();
+        run();
+        (self.count * LEN) as f64 / since.elapsed().as_nanos() as f64 / peak
+    }
+}
+
+fn rounds() -> usize {
+    number("rounds", if measure::quick() { 2 } else { 7 })
+}
+
+fn permille(ratios: &[f64]) -> Spread {
+    Spread::of(&ratios.iter().map(|r| r * 1e3).collect::<Vec<_>>())
+}
+
+/// Pageable memory, by several calling threads with a part each.
+pub fn gather(device: &Device) {
+    let setup = Setup::new(device);
+    let Setup { pool, queue, count, .. } = &setup;
+    let count = *count;
+    let sources: Vec<Vec<u8>> = (0..count).map(|i| vec![(i * 7 + 3) as u8; LEN]).collect();
+    let mut back: Vec<Vec<u8>> = (0..count).map(|_| vec![1; LEN]).collect();
+    let order = Random(5).order(count);
+    for callers in numbers("callers", &[1, 4, 8]) {
+        let (mut up, mut down) = (Vec::new(), Vec::new());
+        for _ in 0..=rounds() {
+            // Each caller's places are neighbours, their sources anywhere.
+            let mut pieces: Vec<Vec<(&[u8], DeviceSlice)>> = (0..callers).map(|_| Vec::new()).collect();
+            for place in 0..count {
+                pieces[place * callers / count].push((&sources[order[place]], setup.range(place)));
+            }
+            up.push(setup.ratio(true, || {
+                std::thread::scope(|scope| {
+                    for pieces in &pieces {
+                        scope.spawn(|| queue.gather_blocking(pool, pieces).expect("the device works"));
+                    }
+                });
+            }));
+            back.iter_mut().for_each(|bytes| bytes.fill(1));
+            let mut targets: Vec<Vec<(DeviceSlice, &mut [u8])>> = (0..callers).map(|_| Vec::new()).collect();
+            for (place, bytes) in back.iter_mut().enumerate() {
+                targets[place * callers / count].push((setup.range(place), bytes));
+            }
+            down.push(setup.ratio(false, || {
+                std::thread::scope(|scope| {
+                    for targets in &mut targets {
+                        scope.spawn(|| queue.scatter_blocking(pool, targets).expect("the device works"));
+                    }
+                });
+            }));
+            for (place, bytes) in back.iter().enumerate() {
+                assert!(*bytes == sources[order[place]], "piece {place}");
+            }
+        }
+        for (way, mut ratios) in [("up", up), ("down", down)] {
+            ratios.remove(0);
+            line(format!("gather_{way}_16k_permille"), callers, permille(&ratios));
+            let what =
+                format!("{count} pageable pieces of 16 KiB, {way}, {callers} callers, of the pinned peak");
+            at_least(what, Spread::of(&ratios), 0.88, Some(0.93));
+        }
+    }
+}
+
+/// Packing alone, without any copy by the device: what threads can do at best, from pageable and from pinned memory.
+pub fn packing(device: &Device) {
+    const PART: usize = 2 << 20;
+    let setup = Setup::new(device);
+    let (pool, count) = (&setup.pool, setup.count);
+    let order = Random(5).order(count);
+    let pageable: Vec<Vec<u8>> = (0..count).map(|i| vec![i as u8; LEN]).collect();
+    let pinned: Vec<PinnedBuf> = (0..count).map(|i| checkout(pool, LEN, i)).collect();
+    let pageable: Vec<&[u8]> = order.iter().map(|i| &pageable[*i][..]).collect();
+    let pinned: Vec<&[u8]> = order.iter().map(|i| &pinned[*i][..]).collect();
+    for (what, sources) in [("pageable", &pageable), ("pinned", &pinned)] {
+        for threads in numbers("packing", &[1, 4, 8, 12, 16]) {
+            let mut rates = Vec::new();
+            for _ in 0..rounds() {
+                let barrier = Barrier::new(threads + 1);
+                let took = std::thread::scope(|scope| {
+                    let part = |t: usize| &sources[t * count / threads..(t + 1) * count / threads];
+                    let running: Vec<_> = (0..threads)
+                        .map(|t| {
+                            let (barrier, part) = (&barrier, part(t));
+                            scope.spawn(move || {
+                                let mut bufs: Vec<_> = (0..4).map(|_| checkout(pool, PART, 0)).collect();
+                                barrier.wait();
+                                for (n, pieces) in part.chunks(PART / LEN).enumerate() {
+                                    let buf = &mut bufs[n % 4];
+                                    buf.clear();
+                                    for piece in pieces {
+                                        buf.try_extend_from_slice(piece).expect("room");
+                                    }
+                                }
+                                barrier.wait();
+                                std::hint::black_box(bufs);
+                            })
+                        })
+                        .collect();
+                    barrier.wait();
+                    let since = Instant::now();
+                    barrier.wait();
+                    let took = since.elapsed();
+                    running.into_iter().for_each(|t| t.join().expect("a thread of the bench"));
+                    took
+                });
+                rates.push((count * LEN) as f64 / took.as_nanos() as f64 * 1e3);
+            }
+            let spread = Spread::of(&rates);
+            println!("packing alone, {what}, {threads} threads: {:.1} GB/s", spread.mid / 1e3);
+            line(format!("packing_{what}_16k_mb_per_s"), threads, spread);
+        }
+    }
+}
+
+/// Pinned pieces, by one caller: where they are, and packed as if they were pageable.
+pub fn pinned(device: &Device) {
+    let setup = Setup::new(device);
+    let Setup { pool, queue, count, .. } = &setup;
+    let count = *count;
+    let order = Random(5).order(count);
+    let mut bufs: Vec<PinnedBuf> = (0..count).map(|i| checkout(pool, LEN, i * 7 + 3)).collect();
+    let ways = ["up in place", "up packed", "down in place", "down unpacked"];
+    let mut ratios = Rounds::new(ways.len());
+    for round in 0..=rounds() {
+        let mut turn = [0.0; 4];
+        // Random places of the host's, neighbours on the device.
+        let mut there: Vec<Option<PinnedBuf>> = bufs.drain(..).map(Some).collect();
+        let pieces: Vec<(PinnedBuf, DeviceSlice)> = (0..count)
+            .map(|place| (there[order[place]].take().expect("there"), setup.range(place)))
+            .collect();
+        let mut came = Vec::new();
+        turn[0] = setup.ratio(true, || {
+            let sent = queue.gather_pinned(pool, pieces).expect("copies");
+            came = sent.wait().expect("the device works");
+        });
+        let pieces: Vec<(&[u8], DeviceSlice)> =
+            came.iter().enumerate().map(|(place, buf)| (&buf[..], setup.range(place))).collect();
+        turn[1] = setup.ratio(true, || queue.gather_blocking(pool, &pieces).expect("the device works"));
+        drop(pieces);
+        came.iter_mut().for_each(|buf| buf.fill(1));
+        let pieces: Vec<_> =
+            came.into_iter().enumerate().map(|(place, buf)| (setup.range(place), buf)).collect();
+        let mut came = Vec::new();
+        turn[2] = setup.ratio(false, || {
+            let sent = queue.scatter_pinned(pieces).expect("copies");
+            came = sent.wait().expect("the device works");
+        });
+        for (place, buf) in came.iter_mut().enumerate() {
+            let expected = (order[place] * 7 + 3) as u8;
+            assert!(buf.iter().all(|byte| *byte == expected), "piece {place}");
+            buf.fill(1);
+        }
+        let mut targets: Vec<(DeviceSlice, &mut [u8])> =
+            came.iter_mut().enumerate().map(|(place, buf)| (setup.range(place), &mut buf[..])).collect();
+        turn[3] =
+            setup.ratio(false, || queue.scatter_blocking(pool, &mut targets).expect("the device works"));
+        drop(targets);
+        let mut sorted: Vec<Option<PinnedBuf>> = (0..count).map(|_| None).collect();
+        for (place, buf) in came.into_iter().enumerate() {
+            assert!(buf.iter().all(|byte| *byte == (order[place] * 7 + 3) as u8), "piece {place}");
+            sorted[order[place]] = Some(buf);
+        }
+        bufs.extend(sorted.into_iter().flatten());
+        if round > 0 {
+            turn.into_iter().enumerate().for_each(|(way, ratio)| ratios.add(way, ratio));
+        }
+    }
+    for (i, way) in ways.into_iter().enumerate() {
+        line(format!("pinned_{}_16k_permille", way.replace(' ', "_")), 1, permille(ratios.values(i)));
+        beside(format!("{count} pinned pieces of 16 KiB, {way}, of the pinned peak"), ratios.spread(i));
+    }
+}

@@ -1,0 +1,125 @@
+//! Pinned pieces between random places.
+
+use std::sync::{Arc, Barrier};
+use std::time::Instant;
+
+use pinpool::{CopyQueue, Device, DeviceSlice, PinnedBuf, Pool};
+
+use crate::measure::{self, Spread, at_least, line, number, numbers};
+use crate::{Random, checkout, peak, pool, queue};
+
+pub fn scatter(device: &Device) {
+    let quick = measure::quick();
+    let rounds = number("rounds", if quick { 2 } else { 7 });
+    let total = if quick { 16 << 20 } else { 256 << 20 };
+    let whole = 64 << 20;
+    let pool = pool(device, total + 2 * whole + (64 << 20));
+    let (queue, stream) = (queue(device), device.stream().expect("a stream"));
+    let memory = device.alloc(total.max(whole)).expect("device memory");
+    for upload in [true, false] {
+        for piece in numbers("pieces", &[16, 64]).into_iter().map(|kib| kib << 10) {
+            for threads in numbers("pushers", &[1, 4]) {
+                let mut ratios = Vec::new();
+                let mut best = 0.0_f64;
+                for _ in 0..=rounds {
+                    let peak = peak(&pool, &stream, &memory, whole, upload);
+                    let rate = pieces(device, &pool, &queue, &memory, total, piece, threads, upload);
+                    ratios.push(rate / peak);
+                    best = best.max(rate);
+                }
+                ratios.remove(0);
+                let (kib, way) = (piece >> 10, if upload { "up" } else { "down" });
+                let spread = Spread::of(&ratios);
+                println!("\nscattered pieces of {kib} KiB, {way}, {threads} threads: {best:.1} GB/s at best");
+                let name = format!("pieces of {kib} KiB, {way}, {threads} threads, of the pinned peak");
+                line(
+                    format!("scatter_{way}_{kib}k_permille"),
+                    threads,
+                    Spread::of(&ratios.iter().map(|r| r * 1e3).collect::<Vec<_>>()),
+                );
+                let (gate, aim) = if piece == 16 << 10 { (0.75, 0.85) } else { (0.94, 0.97) };
+                at_least(name, spread, gate, Some(aim));
+            }
+        }
+    }
+}
+
+/// GB/s of as many pieces as make up `total`, each at a random place on both sides; bytes are compared afterwards.
+#[allow(clippy::too_many_arguments, reason = "a bench's parameters")]
+fn pieces(
+    device: &Device,
+    pool: &Pool,
+    queue: &CopyQueue,
+    memory: &pinpool::DeviceBuffer,
+    total: usize,
+    piece: usize,
+    threads: usize,
+    upload: bool,
+) -> f64 {
+    let count = total / piece;
+    let mut random = Random(count as u64 + 11);
+    // Buffers in random order as well, since that is the order in which they are used.
+    let mut bufs: Vec<Option<PinnedBuf>> =
+        (0..count).map(|i| Some(checkout(pool, piece, i * 7 + 3))).collect();
+    let places = random.order(count);
+    let order = random.order(count);
+    let stream = device.stream().expect("a stream");
+    if !upload {
+        // What is to be read: at each place the bytes of the piece that goes there.
+        for (i, place) in places.iter().enumerate() {
+            let at = place * piece;
+            let buf = bufs[i].take().expect("there");
+            let flight = queue.upload(buf, memory.slice(at..at + piece)).expect("a copy");
+            let mut buf = flight.wait().expect("the device works");
+            buf.fill(0xEE);
+            bufs[i] = Some(buf);
+        }
+    }
+    let mut work: Vec<Vec<(usize, PinnedBuf, DeviceSlice)>> = (0..threads).map(|_| Vec::new()).collect();
+    for (n, &i) in order.iter().enumerate() {
+        let at = places[i] * piece;
+        let buf = bufs[i].take().expect("there");
+        work[n % threads].push((i, buf, memory.slice(at..at + piece).expect("within")));
+    }
+    let barrier = Arc::new(Barrier::new(threads + 1));
+    let (mut back, took) = std::thread::scope(|scope| {
+        let running: Vec<_> = work
+            .into_iter()
+            .map(|work| {
+                let (barrier, queue) = (barrier.clone(), queue.clone());
+                scope.spawn(move || {
+                    let mut flights = Vec::with_capacity(work.len());
+                    barrier.wait();
+                    for (i, buf, range) in work {
+                        let flight =
+                            if upload { queue.upload(buf, range) } else { queue.download(range, buf) };
+                        flights.push((i, flight.expect("a copy")));
+                    }
+                    flights
+                        .into_iter()
+                        .map(|(i, f)| (i, f.wait().expect("the device works")))
+                        .collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        barrier.wait();
+        let since = Instant::now();
+        let back: Vec<_> =
+            running.into_iter().flat_map(|t| t.join().expect("a thread of the bench")).collect();
+        (back, since.elapsed())
+    });
+    if upload {
+        let mut all = vec![0; total];
+        stream.download_blocking(memory.slice(..total), &mut all).expect("a copy");
+        for (i, place) in places.iter().enumerate() {
+            let expected = (i * 7 + 3) as u8;
+            assert!(all[place * piece..][..piece].iter().all(|byte| *byte == expected), "piece {i}");
+        }
+    } else {
+        for (i, buf) in back.drain(..) {
+            let expected = (i * 7 + 3) as u8;
+            assert!(buf.iter().all(|byte| *byte == expected), "piece {i}");
+        }
+    }
+    total as f64 / took.as_nanos() as f64
+}
