@@ -241,7 +241,7 @@ impl Flow {
         if !self.bell.seems_asleep() || self.flying.load(Ordering::Relaxed) >= DIRECT {
             return None;
         }
-        self.role.try_take().filter(|_| !self.is_filled() || cfg!(pinpool_planted = "direct_overtakes"))
+        self.role.try_take().filter(|_| !self.is_filled())
     }
 
     /// Submits a copy at once, which is the next of its lane.
