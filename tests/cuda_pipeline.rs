@@ -128,6 +128,55 @@ fn windows_that_are_refused_are_read_and_counted() {
 }
 
 #[test]
+fn whatever_call_fails_a_load_from_windows_is_right_or_an_error_and_leaves_nothing() {
+    on_stand_in(
+        "whatever_call_fails_a_load_from_windows_is_right_or_an_error_and_leaves_nothing",
+        |_, stand_in: &StandIn| {
+            const CALLS: [&str; 4] =
+                ["cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery", "cuMemHostRegister_v2"];
+            let (device, pool, pipeline) = open();
+            let memory = device.alloc(LEN).unwrap();
+            let sent = bytes(8, LEN);
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), &sent).unwrap();
+            let load = || {
+                let source = FileSource::open(file.path()).unwrap().reading(Reading::Mapped);
+                let loaded = pipeline.upload_file(source, &memory).unwrap().wait();
+                loaded.map(drop).map_err(|failed| failed.error)
+            };
+            let mut failed = 0;
+            for call in CALLS {
+                for nth in [1, 4, 11, 17] {
+                    // The calls before it are windows of this load: out of memory, once.
+                    stand_in.fail(call, nth, 2, false);
+                    let loaded = load();
+                    stand_in.calm();
+                    match loaded {
+                        Ok(()) => assert!(pipeline.download_vec(&memory).unwrap() == sent, "{call} {nth}"),
+                        Err(Error::Transfer { .. }) => failed += 1,
+                        Err(other) => panic!("{call} {nth}: {other}"),
+                    }
+                    all_is_back(&device, &pool);
+                }
+            }
+            assert!(failed > 0, "copies that are refused are errors");
+            load().unwrap();
+            assert!(pipeline.download_vec(&memory).unwrap() == sent);
+            all_is_back(&device, &pool);
+            // What cannot be unregistered is leaked, and the load none the worse.
+            stand_in.fail("cuMemHostUnregister", 1, 2, false);
+            load().unwrap();
+            until("the others are gone", || {
+                let registered = device.registered_bytes();
+                registered > 0 && registered < 2 << 20
+            });
+            stand_in.calm();
+            assert!(pipeline.download_vec(&memory).unwrap() == sent);
+        },
+    );
+}
+
+#[test]
 fn loads_from_windows_aborted_anywhere_leave_nothing() {
     on_gpu("loads_from_windows_aborted_anywhere_leave_nothing", |_| {
         let (device, pool, pipeline) = open();
