@@ -272,7 +272,8 @@ impl Entries {
             Some(name) if error.classify() == Category::Data && &**name == METADATA => {
                 malformed(what, format!("its metadata is not an object of texts ({error})"))
             }
-            Some(name) if error.classify() == Category::Data => {
+            // (What is JSON, but no type's name, is an error of syntax to the reader, too.)
+            Some(name) if error.classify() != Category::Eof && &**name != METADATA => {
                 fault(what, name, format_args!("is not described as the format asks ({error})"))
             }
             _ => no_object(what, error),
