@@ -15,7 +15,7 @@ const CHUNK: usize = 4 << 20;
 /// Chunks on the wire where nothing else is said: while the foreground is about, and else. Finding out that a chunk has
 /// arrived takes about as long as the next one is on the wire, so that with two the wire runs dry now and then.
 const DEPTH: usize = 2;
-const DEEP: usize = 8;
+const DEEP: usize = 6;
 /// Chunks that are filled and wait for the wire, or have landed and wait for a thread, where nothing else is said.
 const WAITING: usize = 2;
 /// The least that the chunk is made smaller to by itself.
@@ -23,7 +23,10 @@ const LEAST_CHUNK: usize = 64 << 10;
 /// Bytes of segments that a pipeline uses at most where nothing else is said.
 const SHARE: usize = 256 << 20;
 /// How long workers look for work before they sleep, where there are cores for it.
-const PATIENCE: Duration = Duration::from_micros(200);
+const PATIENCE: Duration = Duration::from_millis(1);
+/// With so many threads memory that was touched is written through the caches: then there are threads enough for that, and
+/// the segments are read from the caches sooner.
+const MANY: usize = 12;
 /// Threads where nothing else is said, if there are as many cores.
 const THREADS: usize = 8;
 
@@ -147,7 +150,7 @@ impl PipelineBuilder {
 
     /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most that a
     /// foreground copy may have to wait. Default: 2 as long as there are foreground transfers now and then (of this
-    /// pipeline: the last at most 100 ms ago), and 8 where there are none, which keeps the wire busier. What is given here
+    /// pipeline: the last at most 100 ms ago), and 6 where there are none, which keeps the wire busier. What is given here
     /// holds at all times.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = Some(chunks);
@@ -168,15 +171,15 @@ impl PipelineBuilder {
         self
     }
 
-    /// How bytes in memory are put into segments, and from segments into memory. Default: through the processor's
-    /// caches, but for new memory, which is written past them.
+    /// How bytes in memory are put into segments, and from segments into memory. Default: into segments through the
+    /// processor's caches, out of them past these with fewer than 12 threads, and into new memory always past them.
     pub fn stores(mut self, stores: Stores) -> Self {
         self.stores = Some(stores);
         self
     }
 
     /// For how long a thread of the pipeline that has nothing to do stays awake before it sleeps, while any transfer is
-    /// under way. Waking a thread takes as long as copying a chunk, so this is speed for processor time. Default: 200 us
+    /// under way. Waking a thread takes as long as copying a chunk, so this is speed for processor time. Default: 1 ms
     /// where the machine has cores for it (two more than [`threads`](Self::threads)), elsewhere none.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
@@ -268,7 +271,7 @@ impl PipelineBuilder {
             deep,
             rate: self.rate,
             fills: self.stores.unwrap_or(Stores::Cached),
-            drains: self.stores.unwrap_or(Stores::Cached),
+            drains: self.stores.unwrap_or(if threads < MANY { Stores::Streaming } else { Stores::Cached }),
             touches: self.stores.unwrap_or(Stores::Streaming),
             patience: self.patience.unwrap_or(if cores > threads + 2 { PATIENCE } else { Duration::ZERO }),
             staged: self.staging == Staging::Always

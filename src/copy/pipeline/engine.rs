@@ -45,9 +45,14 @@ use crate::stream::Stream;
 /// cancelled.
 const PATIENCE: Duration = Duration::from_millis(250);
 
+/// Pauses of the processor between two looks of a worker that waits awake.
+const SPINS: u32 = 16;
+
 thread_local! {
     /// Whether this is a thread of a pipeline.
     static OURS: Cell<bool> = const { Cell::new(false) };
+    /// Where the segments are that this thread has filled last.
+    static MINE: Cell<[usize; 2]> = const { Cell::new([0; 2]) };
 }
 
 /// An error on a thread of a pipeline, where a waker, a source or a sink is about to wait for what that very thread does.
@@ -389,7 +394,11 @@ impl Engine {
                 if self.is_called() {
                     return true;
                 }
-                std::hint::spin_loop();
+                // Where there is no processor to spare after all, whoever is waited for should have it.
+                for _ in 0..SPINS {
+                    std::hint::spin_loop();
+                }
+                std::thread::yield_now();
             }
             false
         });
@@ -429,7 +438,7 @@ impl Engine {
             return Got::NotNow;
         }
         state.out[direction as usize] += 1;
-        if let Some(mut buf) = state.stash.pop() {
+        if let Some(mut buf) = state.take_near() {
             buf.clear();
             return Got::Segment(buf);
         }
@@ -522,6 +531,24 @@ impl State {
     /// Bytes of the pool that are in use or kept for it, and those of windows.
     pub(super) fn held(&self, segment: usize) -> usize {
         (self.out[0] + self.out[1] + self.stash.len()) * segment + self.windows.bytes
+    }
+
+    /// A segment that is not in use: one that this thread has filled before, whose lines its processor may still have, or
+    /// else the one that came back last.
+    fn take_near(&mut self) -> Option<PinnedBuf> {
+        let mine = MINE.get();
+        let ours = self.stash.iter().rposition(|buf| mine.contains(&buf.as_ptr().addr()));
+        let buf = match ours {
+            Some(at) => Some(self.stash.remove(at)),
+            None => self.stash.pop(),
+        };
+        if let Some(buf) = &buf {
+            let at = buf.as_ptr().addr();
+            if mine[0] != at {
+                MINE.set([at, mine[0]]);
+            }
+        }
+        buf
     }
 
     /// Segments that are kept and not in use.

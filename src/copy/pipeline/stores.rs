@@ -5,10 +5,11 @@
 //! reach 0.76 of the link so, and 0.92 through the caches, as long as the segments in rotation stay in them (see
 //! [`super::config`]). Which loop makes the ordinary stores is no matter there: `memcpy`, `rep movsb` and AVX-512 are equal.
 //!
-//! *Out of segments*: through the caches, too. Plain loops are faster past them, and so may a machine be whose memory is the
-//! limit: an ordinary store reads each line first. But with a few segments in rotation, each drained as soon as it has
-//! landed, eight threads reach 0.90 of the link by ordinary stores and 0.73 past the caches. (By 32 bytes at a time, AVX2,
-//! where the processor can: by 16, as SSE2 does it, one thread reaches 7 GB/s against 19.)
+//! *Out of segments*: past the caches with few threads, since an ordinary store reads each line first and memory is the limit
+//! then (on H200 machines eight threads reach 0.85 to 0.90 of the link so, and 0.60 to 0.90 by ordinary stores); with many
+//! threads through the caches, for then each segment is drained as soon as it has landed (sixteen: 0.82 to 0.88, and 0.75 to
+//! 0.87 past them). By 32 bytes at a time, AVX2, where the processor can: by 16, as SSE2 does it, one thread reaches 7 GB/s
+//! against 19.
 //!
 //! *Into new memory*, which the system clears page by page as it is touched: past the caches, 0.54 of the link against 0.50
 //! with sixteen threads.

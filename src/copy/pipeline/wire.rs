@@ -1,6 +1,6 @@
 //! Putting chunks on the wire, and seeing them arrive.
 //!
-//! At most so many bulk chunks are submitted and not complete in each direction (the *depth*): eight unless told, and two
+//! At most so many bulk chunks are submitted and not complete in each direction (the *depth*): six unless told, and two
 //! while the foreground is about. Two keep the wire busy only if each arrival is seen at once, which is a matter of waking
 //! a thread, and that takes as long as a chunk; but with two somebody else's copy never waits for more than these. What is
 //! filled and cannot go yet waits in `ready`, outside of the driver, where a foreground chunk overtakes it. Whoever has filled a
