@@ -322,8 +322,8 @@ fn cancelled_futures_and_dropped_handles_leave_nothing() {
 #[test]
 fn a_thousand_loads_aborted_at_random_points() {
     let rig = Rig::new(HostConfig::new().late(Duration::ZERO, 5), 8 << 20);
-    // Some of the workers stay awake, whatever the machine.
-    let pipeline = rig.builder().patience(Duration::from_micros(100)).build().unwrap();
+    // Some of the workers stay awake, whatever the machine; and little is on the wire, so that there is something to stop.
+    let pipeline = rig.builder().depth(2).patience(Duration::from_micros(100)).build().unwrap();
     let len = 768 << 10;
     let bytes = pattern(len, 8);
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -350,7 +350,7 @@ fn a_thousand_loads_aborted_at_random_points() {
             }
         }
     }
-    assert!(ended[0] > 50 && ended[1] > 300, "{ended:?}");
+    assert!(ended[0] > 50 && ended[1] > 50, "{ended:?}");
     rig.all_is_back();
     pipeline.upload_slice(&bytes, &memory).unwrap();
     assert!(pipeline.download_vec(&memory).unwrap() == bytes);

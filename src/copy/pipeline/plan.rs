@@ -62,14 +62,17 @@ impl Ramp {
         // end.
         let threads = (self.threads * chunk / 8) as u64;
         let longer = |ends: &[u64]| ends.iter().filter(|most| left > **most).count();
-        let step = if self.up {
-            let first = before.checked_div(self.threads).unwrap_or(3);
+        let step = if self.threads == 0 {
+            3
+        } else if self.up {
+            let first = before / self.threads;
             first.min(1 + longer(&[2 * threads, 6 * threads]))
         } else {
             longer(&[threads, 3 * threads, 7 * threads])
         };
         let len = chunk >> 3_usize.saturating_sub(step);
-        (len / PAGE * PAGE).max(self.least.min(chunk))
+        // (A page at least, or a chunk would have nothing of its piece.)
+        (len / PAGE * PAGE).max(self.least.min(chunk)).max(PAGE)
     }
 }
 
@@ -171,6 +174,8 @@ impl Plan {
             // So that the next chunk starts on a page.
             let most = start - start % PAGE as u64 + ramp.len(self.chunk, self.chunks.len(), left) as u64;
             let mut end = first.end().min(most);
+            // Without what lies between the pieces.
+            let mut wanted = end - start;
             let (from, from_skip) = (piece, skip);
             if first.end() > most {
                 skip += end - start;
@@ -182,6 +187,7 @@ impl Plan {
                         break;
                     }
                     end = end.max(next.end().min(most));
+                    wanted += end - next.at;
                     if next.end() > most {
                         skip = most - next.at;
                         break;
@@ -190,7 +196,7 @@ impl Plan {
                 }
             }
             let until = if skip > 0 { piece + 1 } else { piece };
-            left = left.saturating_sub(end - start);
+            left = left.saturating_sub(wanted);
             self.chunks.push(Cut { piece: from, skip: from_skip, until, len: (end - start) as usize });
         }
     }
@@ -252,5 +258,59 @@ impl Plan {
             parts.push(Part { offset: (piece.at - at) as usize, device: part(piece, 0)? });
         }
         Ok(Chunk { at, len, parts: Parts::Several(parts) })
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Device;
+    use crate::host::{HostConfig, HostNode};
+
+    /// Every byte that is wanted is in exactly one part, no chunk is empty or too long, and they go on where the last ended.
+    fn is_whole(plan: &Plan, most: usize) {
+        let mut parts: Vec<(u64, u64)> = Vec::new();
+        for index in 0..plan.count() {
+            let (at, len) = plan.range(index);
+            assert!(len > 0 && len <= most, "chunk {index} of {len} bytes");
+            let chunk = plan.chunk(index).unwrap();
+            match chunk.parts {
+                Parts::Whole(to) => parts.push((at, to.len() as u64)),
+                Parts::Several(several) => {
+                    parts.extend(several.iter().map(|p| (at + p.offset as u64, p.device.len() as u64)));
+                }
+            }
+        }
+        assert_eq!(parts.iter().map(|p| p.1).sum::<u64>(), plan.wanted());
+        let of_pieces = plan.pieces().iter().flat_map(|p| p.at..p.end());
+        assert!(parts.into_iter().flat_map(|(at, len)| at..at + len).eq(of_pieces));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+        #[test]
+        fn chunks_are_never_empty_and_have_every_byte(
+            pieces in prop::collection::vec((1_usize..20_000, prop_oneof![Just(0_u64), 1..40_000_u64]), 1..20),
+            start in 0..9000_u64,
+            pages in 1_usize..20,
+            share in any::<bool>(),
+            up in any::<bool>(),
+            threads in 0_usize..5,
+            least in prop_oneof![Just(0_usize), Just(PAGE), Just(16 * PAGE)],
+        ) {
+            let node = HostNode::new(HostConfig::new().memory(16 << 20)).unwrap();
+            let memory = Device::on(&node, 0).unwrap().alloc(1 << 20).unwrap();
+            let (mut list, mut at, mut to) = (Vec::new(), start, 0);
+            for (len, gap) in pieces {
+                at += gap;
+                list.push(Piece::new(at, memory.slice(to..to + len).unwrap()));
+                (at, to) = (at + len as u64, to + len + 1);
+            }
+            let chunk = pages * PAGE;
+            let plan = Plan::new(list, chunk, share, Ramp { up, threads, least: least.min(chunk) }).unwrap();
+            is_whole(&plan, chunk);
+        }
     }
 }
