@@ -221,6 +221,7 @@ const CLOSING: &[LastTest] = &[
 ];
 
 /// Tests of each device that has a sibling.
+#[cfg(any(feature = "cuda", feature = "acl"))]
 const PER_DEVICE: usize = TESTS.len() + CLOSING.len() + 1;
 
 /// Runs the suite on the devices whose names start so, and tells how many tests were run.

@@ -50,6 +50,14 @@ pub struct HeldBy {
 }
 
 impl HeldBy {
+    /// Whether nothing is left but what somebody is giving back just now.
+    fn is_calls_alone(&self) -> bool {
+        self.handles == 0
+            && self.busy_streams == 0
+            && self.pools.is_empty()
+            && self.memory_bytes + self.registered_bytes == 0
+    }
+
     /// Whether all that is left is what never comes back.
     fn is_hopeless(&self, condemned: bool) -> bool {
         let never: u64 = self.pools.iter().map(|pool| pool.quarantined).sum();
@@ -207,9 +215,10 @@ impl Watch {
             return Err(self.failed(held, false));
         }
         let now = Instant::now();
-        // Our own threads are among what is waited for, and nobody else moves a stepped device.
-        let waits = crate::sync::own().is_none() && !self.stepped;
-        let deadline = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
+        // Our own threads are among what is waited for.
+        let waits = crate::sync::own().is_none();
+        let end = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
+        let mut deadline = if self.stepped { now } else { end };
         loop {
             if self.holds.wait(deadline.min(Instant::now() + LOOK)) {
                 // The job that let go of it may not be over, but made its last call.
@@ -219,7 +228,12 @@ impl Watch {
                 }
                 return Err(self.failed(held, true));
             }
-            let (held, late) = (self.held_by(), Instant::now() >= deadline);
+            let held = self.held_by();
+            if self.stepped {
+                // Nobody else moves it, but whoever is at its last calls goes on.
+                deadline = if held.is_calls_alone() { end } else { now };
+            }
+            let late = Instant::now() >= deadline;
             if late || held.is_hopeless(self.holds.condemned()) {
                 // It may have ended while it was looked at.
                 if self.holds.wait(now) {
@@ -248,8 +262,8 @@ impl Device {
     /// Several threads may close one device, each by a handle of its own: each waits for the others' to be dropped, which they
     /// are at the beginning of their call. [`Device::open`] opens the device again, at any time: where it is still open it
     /// gives another handle to it, which then is one more to wait for. The call blocks the thread; on threads of this
-    /// crate's (in a waker, where an owner is dropped that was left with it), and on a [stepped](crate::host) device,
-    /// which is moved before, it does not wait.
+    /// crate's (in a waker, where an owner is dropped that was left with it) it does not wait, and on a
+    /// [stepped](crate::host) device, which is moved before, only for calls that somebody is making.
     ///
     /// # Ordering
     /// After `Ok` this crate makes no call for this opening of the device, and every call that it made has returned. All
