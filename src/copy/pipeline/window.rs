@@ -80,6 +80,8 @@ unsafe impl StableDeref for Mapped {}
 pub(super) struct Windows {
     /// Bytes of all that are registered or about to be, which count against the share like segments.
     pub(super) bytes: usize,
+    /// Of these, in batches that are being dropped.
+    going: usize,
     /// Those being registered, and those that have not arrived.
     pub(super) open: usize,
     /// One is being registered.
@@ -94,12 +96,20 @@ pub(super) struct Windows {
 impl Windows {
     /// The whole batch, if all of it has arrived and none is coming: dropping it, which is not to be done under a lock, has
     /// the device's worker thread unregister it before that registers anything else.
-    pub(super) fn batch(&mut self) -> Option<impl Sized + use<>> {
+    /// With its bytes, which count until it was dropped ([`released`](Self::released)).
+    pub(super) fn batch(&mut self) -> Option<(impl Sized + use<>, usize)> {
         if self.open > 0 || self.arrived.is_empty() {
             return None;
         }
-        self.bytes = 0;
-        Some(std::mem::take(&mut self.arrived))
+        let bytes = self.bytes - self.going;
+        self.going += bytes;
+        Some((std::mem::take(&mut self.arrived), bytes))
+    }
+
+    /// A batch of so many bytes was dropped.
+    pub(super) fn released(&mut self, bytes: usize) {
+        self.going -= bytes;
+        self.bytes -= bytes;
     }
 
     /// One has arrived, or will not.

@@ -215,9 +215,11 @@ impl Engine {
 
     /// Lets a batch of windows go that has arrived, by somebody who has nothing else to do. Whether there was one.
     fn release_windows(&self, state: &mut MutexGuard<'_, State>) -> bool {
-        let Some(batch) = state.windows.batch() else { return false };
-        self.made_room(state);
+        let Some((batch, bytes)) = state.windows.batch() else { return false };
+        // Before there is room: what is registered then comes behind it on the device's worker thread.
         MutexGuard::unlocked(state, || drop(batch));
+        state.windows.released(bytes);
+        self.made_room(state);
         true
     }
 
