@@ -90,7 +90,9 @@ impl<'a> Parts<'a> {
             Self::Segments(segments) => segments.get(part).map(Cow::Borrowed),
             Self::Groups { pieces, order, groups, limits, .. } => {
                 let group = groups.get(part)?.clone();
-                Plan::of(pieces, &order[group], *limits).segments.pop().map(Cow::Owned)
+                let mut plan = Plan::of(pieces, &order[group], *limits);
+                debug_assert!(plan.segments.len() == 1 && plan.in_place.is_empty(), "a group is a segment");
+                plan.segments.pop().map(Cow::Owned)
             }
         }
     }

@@ -6,10 +6,10 @@
 //! [`super::config`]). Which loop makes the ordinary stores is no matter there: `memcpy`, `rep movsb` and AVX-512 are equal.
 //!
 //! *Out of segments*: past the caches with few threads, since an ordinary store reads each line first and memory is the limit
-//! then (on H200 machines eight threads reach 0.85 to 0.90 of the link so, and 0.60 to 0.90 by ordinary stores); with many
-//! threads through the caches, for then each segment is drained as soon as it has landed (sixteen: 0.82 to 0.88, and 0.75 to
-//! 0.87 past them). By 32 bytes at a time, AVX2, where the processor can: by 16, as SSE2 does it, one thread reaches 7 GB/s
-//! against 19.
+//! then (on H200 machines eight threads reach 0.79 to 0.91 of the link so, and 0.60 to 0.90 by ordinary stores); with many
+//! threads through the caches, for then each segment is drained as soon as it has landed (sixteen: 0.73 to 0.89, and 0.56 to
+//! 0.87 past them). By 32 bytes at a time, AVX2, where the processor can: there plain loops are about as fast so as by whole lines,
+//! 0.92 of the link with four threads.
 //!
 //! *Into new memory*, which the system clears page by page as it is touched: past the caches, 0.54 of the link against 0.50
 //! with sixteen threads.
