@@ -5,10 +5,15 @@
 //! of the caller's, and nothing goes back to the pool, which may wake somebody.
 //!
 //! *Threads.* The workers ([`super::workers`]) do what takes the CPU: first they drain what has landed, which frees segments, then they fill
-//! chunks, those of the foreground first. A watcher for each direction looks after the wire ([`super::wire`]). All of them
-//! start with the first transfer and sleep while there is nothing to do; they hold the engine, and end when the last handle
-//! to the pipeline and its transfers is gone and nothing is under way. While a transfer is live, a worker with nothing to do
-//! looks around for a moment before it sleeps, where the machine has cores to spare: waking it takes as long as a chunk.
+//! chunks, those of the foreground first; and one that has nothing of that to do looks after a chunk on the wire, and goes on
+//! with it ([`super::arrival`]). A watcher for each direction does what no worker has time for. All of them start with the
+//! first transfer and sleep while there is nothing to do; they hold the engine, and end when the last handle to the
+//! pipeline and its transfers is gone and nothing is under way.
+//!
+//! *Waking* a thread takes as long as copying a chunk, and nearly as much of the one that wakes it. So nobody is woken for
+//! what the one who would wake him does anyway; while a transfer is live, a worker with nothing to do looks around now and
+//! then for a moment before it sleeps, where the machine has cores to spare; and those who sleep when a transfer starts are
+//! woken one by one, by its caller and by each other.
 //!
 //! *Segments.* The engine has at most so many. One that comes back is kept for the next chunk, for as long as any transfer
 //! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
@@ -28,6 +33,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use super::arrival::PAUSE;
 use super::config::{Priority, Settings};
 use super::job::{Direction, End, Job, Kind, Landed, wake_all};
 use super::stats::Counters;
@@ -45,12 +51,11 @@ use crate::stream::Stream;
 /// cancelled.
 const PATIENCE: Duration = Duration::from_millis(250);
 
-/// Pauses of the processor between two looks of a worker that waits awake.
-const SPINS: u32 = 16;
-
 thread_local! {
     /// Whether this is a thread of a pipeline.
     static OURS: Cell<bool> = const { Cell::new(false) };
+    /// Which worker this is, from 1 on, of the engine at that address.
+    static WORKER: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
     /// Where the segments are that this thread has filled last.
     static MINE: Cell<[usize; 2]> = const { Cell::new([0; 2]) };
 }
@@ -124,6 +129,8 @@ pub(super) struct State {
     pub(super) events: u64,
     /// Workers that wait to be called and do not sleep.
     awake: usize,
+    /// Workers still to be woken by those that were.
+    asleep: usize,
     started: bool,
     watched: [bool; 2],
     pub(super) closing: bool,
@@ -159,6 +166,7 @@ impl Engine {
             due: None,
             events: 0,
             awake: 0,
+            asleep: 0,
             started: false,
             watched: [false, false],
             closing: false,
@@ -195,8 +203,15 @@ impl Engine {
         state.events += 1;
         state.hurries(job.priority);
         state.jobs.push_back(Live { job: job.clone(), behind });
-        self.call_all(&state);
+        let busy = matches!(job.kind, Kind::Workers | Kind::File | Kind::Direct);
+        let hands = if busy { self.settings.threads.min(job.plan.count()) } else { 0 };
+        // Relaxed: see the field.
+        self.calls.store(hands.min(state.awake), Ordering::Relaxed);
+        state.asleep = hands - hands.min(state.awake);
+        drop(state);
+        // First who begins a download.
         self.bells[job.direction as usize].notify_one();
+        while self.rouse() {}
         Ok(job)
     }
 
@@ -221,7 +236,11 @@ impl Engine {
         }
         if !state.started {
             for number in 0..self.settings.threads {
-                match spawn(format!("pinpool-pipe-{number}"), |engine, _| engine.work(), number) {
+                let work = |engine: &Self, number: usize| {
+                    WORKER.set((std::ptr::from_ref(engine).addr(), number + 1));
+                    engine.work();
+                };
+                match spawn(format!("pinpool-pipe-{number}"), work, number) {
                     Ok(_) => state.started = true,
                     // Fewer will do.
                     Err(error) if number > 0 => {
@@ -374,44 +393,73 @@ impl Engine {
     }
 
     /// Takes one of the calls.
-    fn is_called(&self) -> bool {
+    pub(super) fn is_called(&self) -> bool {
         let take = |calls: usize| calls.checked_sub(1);
         self.calls.load(Ordering::Relaxed) > 0
             && self.calls.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
     }
 
-    /// A worker has found nothing to do, and rests until it is called: for a while awake, and then asleep. Waking a thread
-    /// takes as long as copying a chunk, of the one that wakes it too, and that is mostly a watcher with a wire to look
-    /// after. So those that were busy last are called first, and those that are not needed sleep.
-    pub(super) fn rest(&self, state: &mut MutexGuard<'_, State>) {
-        if state.jobs.is_empty() || self.settings.patience.is_zero() {
-            return self.work.wait(state);
-        }
-        state.awake += 1;
-        let heard = MutexGuard::unlocked(state, || {
-            let since = Instant::now();
-            while since.elapsed() < self.settings.patience {
-                if self.is_called() {
-                    return true;
-                }
-                // Where there is no processor to spare after all, whoever is waited for should have it.
-                for _ in 0..SPINS {
-                    std::hint::spin_loop();
-                }
-                std::thread::yield_now();
+    /// Wakes one more of those that are to be woken for a transfer that has started. Whether there was one.
+    fn rouse(&self) -> bool {
+        {
+            let mut state = self.state.lock();
+            if state.asleep == 0 {
+                return false;
             }
-            false
-        });
+            state.asleep -= 1;
+        }
+        // With the lock given up: it is what he takes first.
+        self.work.notify_one()
+    }
+
+    /// Waits without the lock, and with an ear for calls.
+    pub(super) fn listen<T>(&self, state: &mut MutexGuard<'_, State>, wait: impl FnOnce() -> T) -> T {
+        state.awake += 1;
+        let value = MutexGuard::unlocked(state, wait);
         state.awake -= 1;
-        // Called since it stopped listening.
-        let called = heard || self.is_called();
-        // And calls that nobody is awake for any more.
+        value
+    }
+
+    /// Passes on the calls that nobody is awake for any more.
+    pub(super) fn pass_on(&self, state: &State) {
         while self.calls.load(Ordering::Relaxed) > state.awake && self.is_called() {
             self.work.notify_one();
         }
-        if !called {
-            self.work.wait(state);
+    }
+
+    /// A worker has found nothing to do, and rests until it is called: for a while looking around, and then asleep. So those
+    /// that were busy last are called first, and those that are not needed sleep.
+    pub(super) fn rest(&self, state: &mut MutexGuard<'_, State>) {
+        if !state.jobs.is_empty() && !self.settings.patience.is_zero() {
+            let heard = self.listen(state, || {
+                let since = Instant::now();
+                loop {
+                    if self.is_called() {
+                        return true;
+                    }
+                    if since.elapsed() >= self.settings.patience {
+                        return false;
+                    }
+                    std::thread::sleep(PAUSE);
+                }
+            });
+            // Called since it stopped listening.
+            let called = heard || self.is_called();
+            self.pass_on(state);
+            if called {
+                return;
+            }
         }
+        self.work.wait(state);
+        if state.asleep > 0 {
+            MutexGuard::unlocked(state, || self.rouse());
+        }
+    }
+
+    /// Which of our workers this thread is, from 1 on; 0 for all others.
+    pub(super) fn worker(&self) -> usize {
+        let (engine, number) = WORKER.get();
+        if engine == std::ptr::from_ref(self).addr() { number } else { 0 }
     }
 
     // --- segments ----------------------------------------------------------------------------------------------------
@@ -492,7 +540,10 @@ impl Engine {
     /// Tells those who wait for a segment.
     pub(super) fn made_room(&self, state: &mut MutexGuard<'_, State>) {
         state.events += 1;
-        self.call(state);
+        // A worker looks for work next, and takes the one that it has just brought.
+        if self.worker() == 0 || state.stash.len() > 1 {
+            self.call(state);
+        }
         self.room.notify_all();
         if state.jobs.iter().any(|live| live.job.direction == Direction::Down) {
             self.bells[Direction::Down as usize].notify_one();

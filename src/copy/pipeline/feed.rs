@@ -214,7 +214,7 @@ impl Feed {
         let job = self.job.clone();
         engine.submit(
             &mut engine.state.lock(),
-            Ready { job, index, chunk, load: Load::Segment(buf, 0), at_once: false },
+            Ready { job, index, chunk, load: Load::Segment(buf, 0), by: 0, at_once: false },
         );
     }
 

@@ -70,11 +70,12 @@
 //! # Files
 //!
 //! Here are the calls. `plan.rs`: the cutting. `engine.rs`: threads, segments and order; `workers.rs`: what the threads do;
-//! `wire.rs`: submitting and arriving; `job.rs`: a transfer's state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`,
+//! `wire.rs`: submitting; `arrival.rs`: arriving; `job.rs`: a transfer's state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`,
 //! `collect.rs`: what is read and written. `stores.rs`, `direct.rs`: memory copies.
 
 #![allow(unsafe_code)]
 
+mod arrival;
 mod collect;
 mod config;
 mod direct;

@@ -7,9 +7,9 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::Handle;
+use super::arrival::last_of;
 use super::engine::may_wait;
 use super::job::{Job, Progress};
-use super::wire::last_of;
 use crate::error::{Error, Result, SubmitError};
 
 /// A transfer under way. Wait for it, await it (no runtime is assumed), look at it, cancel it.

@@ -3,7 +3,8 @@
 //! Whoever has nothing to do takes, in this order: a chunk that has landed, since draining it frees a segment; a chunk to
 //! fill, the foreground's first; a chunk of memory that the device takes as it is. A worker waits for nothing but the
 //! reading, copying or writing of its chunk: where no segment is free it rests until one is, and what it has filled it
-//! leaves to the wire. One that has nothing else to do lets a batch of windows go that has arrived.
+//! leaves to the wire. One that has nothing else to do lets a batch of windows go that has arrived, or attends to a chunk
+//! on the wire ([`super::arrival`]).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -32,6 +33,7 @@ enum Task {
 impl Engine {
     /// A worker's life.
     pub(super) fn work(&self) {
+        crate::os::sleep_precisely();
         let mut state = self.state.lock();
         loop {
             let events = state.events;
@@ -43,12 +45,14 @@ impl Engine {
                     if !self.fill(&mut state, &job)
                         && !self.release_windows(&mut state)
                         && state.events == events
+                        && !self.attend(&mut state)
                     {
                         self.rest(&mut state);
                     }
                 }
                 None if self.release_windows(&mut state) => {}
                 None if state.closing && state.jobs.is_empty() => return,
+                None if self.attend(&mut state) => {}
                 None => self.rest(&mut state),
             }
         }
@@ -112,7 +116,10 @@ impl Engine {
         match filled {
             Ok((chunk, lead)) => {
                 let load = Load::Segment(buf, lead);
-                self.submit(state, Ready { job: job.clone(), index, chunk, load, at_once: false });
+                self.submit(
+                    state,
+                    Ready { job: job.clone(), index, chunk, load, by: self.worker(), at_once: false },
+                );
             }
             Err(error) => {
                 self.give_back(state, Direction::Up, Some(buf));
@@ -182,7 +189,10 @@ impl Engine {
                     match job.plan.chunk(index) {
                         Ok(chunk) => {
                             let load = Load::InPlace(window.clone() as Arc<dyn InPlace>, start);
-                            self.submit(state, Ready { job: job.clone(), index, chunk, load, at_once: true });
+                            self.submit(
+                                state,
+                                Ready { job: job.clone(), index, chunk, load, by: 0, at_once: true },
+                            );
                         }
                         Err(error) => self.end(state, job, index, Err(error)),
                     }
@@ -276,7 +286,7 @@ impl Engine {
     }
 
     /// Drains what has landed, and brings the next chunk on its way.
-    fn drain(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, landed: Landed) {
+    pub(super) fn drain(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, landed: Landed) {
         let Landed { index, buf } = landed;
         let (at, len) = job.plan.range(index);
         let put = MutexGuard::unlocked(state, || {

@@ -1,0 +1,240 @@
+//! Seeing chunks arrive, and going on with them.
+//!
+//! When a chunk has arrived, the next is to be submitted, and its segment is to be drained or filled again. A thread
+//! that finds out and wakes another one for that is late by as much as a chunk takes on the wire. So a worker that has
+//! nothing to fill or drain *attends* to a chunk on the wire: it looks now and then whether that has arrived, preferably the
+//! chunk whose segment is in its own processor's caches, submits what can be submitted, and goes on with the segment
+//! itself. While it waits it listens for calls, and leaves the chunk where it was if there is something better to do.
+//!
+//! Where all workers are busy, or sleep, a direction's *watcher* does it for them, chunk by chunk. It also submits what needs no
+//! worker: page-locked memory, downloads, and what a rate held up. As long as workers attend, it stands by and looks every
+//! [`STAND_BY`], so that nobody has to wake it when they turn to something else.
+//!
+//! Nobody attends where the CPU makes the copies: it has better to do.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+use super::config::Priority;
+use super::engine::{Engine, State};
+use super::job::{Direction, Job, Kind, Landed};
+use super::wire::{Arrives, Flight, Flying, place};
+use crate::error::{Error, Result};
+
+/// Between two looks at a copy on the wire, or for a call.
+pub(super) const PAUSE: Duration = Duration::from_micros(15);
+/// For how long a copy is looked at, before it is waited for. Who is woken only when somebody else has found out is late.
+const LOOK: Duration = Duration::from_millis(2);
+/// Between two looks of a watcher that has nothing to do itself, and for how long it stays about after the wire was busy.
+const STAND_BY: Duration = Duration::from_micros(100);
+const STAY: Duration = Duration::from_millis(2);
+
+impl Flight {
+    fn is_here(&self) -> bool {
+        match self {
+            Self::Segment(flight) => flight.is_here(),
+            Self::Parts(_, flights) => flights.last().is_none_or(Arrives::is_here),
+            Self::InPlace(flights, ..) => flights.last().is_none_or(|flight| flight.is_here()),
+        }
+    }
+
+    /// Looks often, for a while, sleeping in between.
+    fn look(&self) {
+        let since = Instant::now();
+        while !self.is_here() && since.elapsed() < LOOK {
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// How attending ended.
+#[derive(PartialEq, Eq)]
+enum Seen {
+    Here,
+    Called,
+    /// It takes its time.
+    Late,
+}
+
+impl Engine {
+    /// The watcher of one direction: see the module's page.
+    pub(super) fn watch(&self, direction: Direction) {
+        crate::os::sleep_precisely();
+        let mut state = self.state.lock();
+        let mut busy = Instant::now();
+        loop {
+            let events = state.events;
+            self.pump(&mut state, direction);
+            if !state.wires[direction as usize].is_idle() {
+                busy = Instant::now();
+            }
+            let attended = state.wires[direction as usize].attended > 0;
+            if !attended {
+                if let Some(flying) = state.wires[direction as usize].flying.pop_front() {
+                    if let Some((job, landed)) = self.arrive(&mut state, direction, flying) {
+                        state.landed.push_back((job, landed));
+                        state.events += 1;
+                        self.call(&state);
+                    }
+                    continue;
+                }
+            }
+            if self.looks && !state.jobs.is_empty() && (attended || busy.elapsed() < STAY) {
+                MutexGuard::unlocked(&mut state, || std::thread::sleep(STAND_BY));
+                continue;
+            }
+            if state.closing && state.jobs.is_empty() && state.wires[direction as usize].is_idle() {
+                return;
+            }
+            if state.events != events {
+                continue;
+            }
+            // Looked for again when the rate allows it, if there is anything.
+            match state.due.filter(|due| *due > Instant::now() && !state.jobs.is_empty()) {
+                Some(due) => {
+                    self.bells[direction as usize].wait_until(&mut state, due);
+                    // Workers that copy by themselves have waited for it too.
+                    self.call_all(&state);
+                }
+                None => self.bells[direction as usize].wait(&mut state),
+            }
+        }
+    }
+
+    /// A worker that has nothing else to do attends to a chunk on the wire. `false`: there is none, or it takes its time.
+    pub(super) fn attend(&self, state: &mut MutexGuard<'_, State>) -> bool {
+        if !self.looks {
+            return false;
+        }
+        let Some((direction, flying)) = self.nearest(state) else { return false };
+        state.wires[direction as usize].attended += 1;
+        let seen = self.listen(state, || {
+            let since = Instant::now();
+            loop {
+                if flying.flight.is_here() {
+                    return Seen::Here;
+                }
+                if self.is_called() {
+                    return Seen::Called;
+                }
+                if since.elapsed() > LOOK {
+                    return Seen::Late;
+                }
+                std::thread::sleep(PAUSE);
+            }
+        });
+        state.wires[direction as usize].attended -= 1;
+        if seen == Seen::Here {
+            self.pass_on(state);
+            if let Some((job, landed)) = self.arrive(state, direction, flying) {
+                self.drain(state, &job, landed);
+            }
+            return true;
+        }
+        // Called since it stopped listening, perhaps.
+        let called = seen == Seen::Called || self.is_called();
+        self.pass_on(state);
+        // Back to where it was, before all that went later.
+        let flights = &mut state.wires[direction as usize].flying;
+        let at = flights.iter().position(|other| other.number > flying.number);
+        flights.insert(at.unwrap_or(flights.len()), flying);
+        self.bells[direction as usize].notify_one();
+        called
+    }
+
+    /// Takes the chunk on the wire that this worker should attend to: the foreground's, or one of its own, or the oldest of
+    /// the direction that has more of them.
+    fn nearest(&self, state: &mut State) -> Option<(Direction, Flying)> {
+        let me = self.worker();
+        let first = |direction: Direction| {
+            let mut flying = state.wires[direction as usize].flying.iter();
+            let at = flying.position(|f| f.job.priority == Priority::Foreground || f.by == me)?;
+            Some((direction, at))
+        };
+        let oldest = || {
+            let many = |direction: &Direction| state.wires[*direction as usize].flying.len();
+            let direction = Direction::BOTH.into_iter().max_by_key(many)?;
+            Some((direction, 0))
+        };
+        let (direction, at) = Direction::BOTH.into_iter().find_map(first).or_else(oldest)?;
+        Some((direction, state.wires[direction as usize].flying.remove(at)?))
+    }
+
+    /// Waits for a chunk on the wire. One that has landed is to be drained.
+    fn arrive(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        direction: Direction,
+        flying: Flying,
+    ) -> Option<(Arc<Job>, Landed)> {
+        let Flying { job, index, wanted, flight, .. } = flying;
+        let at = job.plan.range(index).0;
+        // A segment, or none any more, if there was one; and how it went.
+        let (segment, result) = MutexGuard::unlocked(state, || {
+            if self.looks {
+                flight.look();
+            }
+            match flight {
+                Flight::Segment(flight) => match flight.wait() {
+                    Ok(buf) => (Some(Some(buf)), Ok(())),
+                    Err(error) => (Some(None), Err(error)),
+                },
+                Flight::Parts(shared, flights) => {
+                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
+                    (Some(last_of(shared)), results.into_iter().collect())
+                }
+                Flight::InPlace(flights, place, start, len) => {
+                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
+                    let all: Result<()> = results.into_iter().collect();
+                    (None, all.and_then(|()| place.arrived(start, len)))
+                }
+            }
+        });
+        state.wires[direction as usize].on[place(job.priority)] -= 1;
+        // Before anybody is woken, which takes its time.
+        self.pump(state, direction);
+        if job.kind == Kind::File && result.is_ok() {
+            state.windows.tuner.arrived(wanted as usize, segment.is_none(), Instant::now());
+        }
+        let failed = result.map_err(|error| match error {
+            Error::Shrunk { .. } | Error::Read { .. } => error,
+            error => job.failed_at(at, error),
+        });
+        match (direction, failed, segment) {
+            (Direction::Down, Ok(()), Some(Some(buf))) => {
+                let landed = Landed { index, buf };
+                if job.kind == Kind::Caller && !job.stopped() {
+                    job.land(landed);
+                } else {
+                    return Some((job, landed));
+                }
+            }
+            (direction, result, segment) => {
+                if let Some(buf) = segment {
+                    self.give_back(state, direction, buf);
+                }
+                self.end(state, &job, index, result.map(|()| wanted));
+            }
+        }
+        None
+    }
+}
+
+/// What the timelines have let go of, or are about to: they do so right after they say that a copy is complete. `None`:
+/// they do not, and it goes when they do.
+pub(super) fn last_of<T>(mut shared: Arc<T>) -> Option<T> {
+    for turn in 0..200 {
+        match Arc::try_unwrap(shared) {
+            Ok(value) => return Some(value),
+            Err(still) => shared = still,
+        }
+        if turn < 100 {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    Arc::into_inner(shared)
+}
