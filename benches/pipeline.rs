@@ -2,7 +2,7 @@
 //!
 //! # What is measured
 //!
-//! The *peak* of each direction is the best of all copies of `--mib` (1024) from, or into, page-locked memory in this run: no
+//! The *peak* of each direction is the best of all copies of `--mib` (4096) from, or into, page-locked memory in this run: no
 //! staging, on one stream or on several at once, whichever is faster. Each row moves as much or more through a pipeline of
 //! its own, whose pool is the same; figures are wall time of the whole call. Rows of a round follow each other, a peak's
 //! copy among them, and what is printed is the median of the rounds, over the peak. All that arrived is compared with what
@@ -294,9 +294,9 @@ fn main() {
         measure::judge();
     }
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let bytes = number("mib", if gpu && !quick() { 1024 } else { 128 }) << 20;
+    let bytes = number("mib", if gpu && !quick() { 4096 } else { 128 }) << 20;
     let file_bytes = number("file-mib", if gpu && !quick() { 8192 } else { 512 }) << 20;
-    let rounds = number("rounds", if quick() { 3 } else { 7 });
+    let rounds = number("rounds", if quick() { 3 } else { 5 });
     // The bare link's pieces fill an extent each.
     let extent = bytes / 8 + (2 << 20);
     let capacity = 16 * extent + (640 << 20);

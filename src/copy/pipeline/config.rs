@@ -22,7 +22,7 @@ const WAITING: usize = 2;
 const LEAST_CHUNK: usize = 64 << 10;
 /// Bytes of segments that a pipeline uses at most where nothing else is said.
 const SHARE: usize = 256 << 20;
-/// How long workers look for work before they sleep, where there are cores for it.
+/// How long workers look around before they sleep, where there are cores for it.
 const PATIENCE: Duration = Duration::from_millis(1);
 /// With so many threads memory that was touched is written through the caches: then there are threads enough for that, and
 /// the segments are read from the caches sooner.
@@ -116,9 +116,9 @@ impl PipelineBuilder {
         }
     }
 
-    /// Threads that fill and drain segments. They start with the first transfer, and sleep when there is nothing to do.
-    /// (One thread for each direction that is used looks after the copies; it sleeps while they run.) Default: as many as
-    /// there are cores, at most 8.
+    /// Threads that fill and drain segments, and look after the copies meanwhile. They start with the first transfer, and
+    /// sleep when there is nothing to do. (One more for each direction that is used looks after the copies when all of them
+    /// are busy; it sleeps most of the time.) Default: as many as there are cores, at most 8.
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
@@ -140,9 +140,10 @@ impl PipelineBuilder {
         self
     }
 
-    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn. Default: as many as there are
-    /// chunks on the wire ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks
-    /// is done, and does that first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
+    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn: uploads one by one, downloads
+    /// eight by eight while the foreground is not about. Default: as many as there are chunks on the wire
+    /// ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks is done, and does that
+    /// first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
     pub fn streams(mut self, streams: usize) -> Self {
         self.streams = Some(streams);
         self
@@ -178,9 +179,9 @@ impl PipelineBuilder {
         self
     }
 
-    /// For how long a thread of the pipeline that has nothing to do stays awake before it sleeps, while any transfer is
-    /// under way. Waking a thread takes as long as copying a chunk, so this is speed for processor time. Default: 1 ms
-    /// where the machine has cores for it (two more than [`threads`](Self::threads)), elsewhere none.
+    /// For how long a thread of the pipeline that has nothing to do looks around, every 15 us, before it sleeps, while any
+    /// transfer is under way. Waking a thread takes as long as copying a chunk, so this is speed for a little processor time.
+    /// Default: 1 ms where the machine has cores for it (two more than [`threads`](Self::threads)), elsewhere none.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
         self

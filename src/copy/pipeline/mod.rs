@@ -46,8 +46,9 @@
 //! next chunk when its copy is complete. Downloads run the other way round. So CPU and wire are busy at once, in a bounded
 //! number of segments ([`share`](PipelineBuilder::share)): when they are all in use, everybody waits. No more of them are in
 //! rotation than keep threads and wire busy, and the one used last is used next, so that the device finds in the
-//! processor's caches what a thread has just put there. While a transfer is under way and the machine has cores to spare,
-//! threads stay awake for a moment before they sleep ([`patience`](PipelineBuilder::patience)).
+//! processor's caches what a thread has just put there. A thread that has nothing to fill or drain looks after a chunk on the
+//! wire, and goes on with it when it has arrived. While a transfer is under way and the machine has cores to spare, threads
+//! look around for a moment before they sleep ([`patience`](PipelineBuilder::patience)).
 //!
 //! Cached files are read, or copied from where the page cache has them, whichever is faster here; it is the latter where
 //! one or two threads are all there are ([`Reading`]).
