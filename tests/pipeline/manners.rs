@@ -115,6 +115,47 @@ fn at_most_so_many_bulk_chunks_are_on_the_wire_and_the_foreground_goes_past_them
 }
 
 #[test]
+fn while_way_is_given_bulk_chunks_go_one_by_one() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().build().unwrap();
+    let (bytes, memory) = (pattern(2 << 20, 2), rig.device.alloc(2 << 20).unwrap());
+    // The first copies get stuck on their streams.
+    rig.node.start_trace();
+    for nth in 0..6 {
+        let failure = pinpool::host::Failure::Stall;
+        rig.node.fail(pinpool::host::Fault { device: 0, call: Call::Copy, nth, failure });
+    }
+    let copies = || rig.node.trace().iter().filter(|call| **call == Call::Copy).count();
+    let reaches = |most: usize| {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while copies() < most {
+            assert!(Instant::now() < deadline, "{} of {most}", copies());
+            std::thread::yield_now();
+        }
+        std::thread::sleep(Duration::from_millis(30));
+        assert_eq!(copies(), most);
+    };
+    let (way, another) = (pipeline.give_way(), pipeline.give_way());
+    let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+    reaches(1);
+    drop(another);
+    reaches(1);
+    // At once, and not when the first has arrived; two, since the foreground was about a moment ago.
+    drop(way);
+    reaches(2);
+    for _ in 0..100 {
+        rig.node.resume(0);
+        if load.is_over() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    load.wait().unwrap();
+    assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+#[test]
 fn what_uses_the_same_memory_takes_effect_in_order() {
     let rig = Rig::late();
     let pipeline = rig.builder().threads(4).streams(3).build().unwrap();

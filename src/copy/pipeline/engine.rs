@@ -38,7 +38,7 @@ use super::config::{Priority, Settings};
 use super::job::{Direction, End, Job, Kind, Landed, wake_all};
 use super::stats::Counters;
 use super::window::{LULL, Windows};
-use super::wire::{Ready, Wire};
+use super::wire::{Ready, Wire, place};
 use crate::buffer::PinnedBuf;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
@@ -97,8 +97,20 @@ pub(super) struct Engine {
     pub(super) room: Condvar,
     /// The wire's watchers look often at the end of a copy. Not where the CPU makes the copies: it has better to do.
     pub(super) looks: bool,
+    /// Who waits for copies that are not ours, or made on their own thread, by direction. Relaxed: nothing else is seen
+    /// through it, and who looks a moment too early sends one chunk more.
+    urgent: [AtomicUsize; 2],
     /// For windows, which may outlive it.
     pub(super) own: Weak<Self>,
+}
+
+/// Somebody waits for a copy of his own.
+pub(super) struct Urgent<'a>(&'a AtomicUsize);
+
+impl Drop for Urgent<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// A transfer that is not over.
@@ -131,6 +143,8 @@ pub(super) struct State {
     awake: usize,
     /// Workers still to be woken by those that were.
     asleep: usize,
+    /// The way is clear again: a worker is to submit what may go now.
+    pub(super) clear: bool,
     started: bool,
     watched: [bool; 2],
     pub(super) closing: bool,
@@ -167,6 +181,7 @@ impl Engine {
             events: 0,
             awake: 0,
             asleep: 0,
+            clear: false,
             started: false,
             watched: [false, false],
             closing: false,
@@ -180,7 +195,22 @@ impl Engine {
             let own = own.clone();
             let looks = device.context().driver().holds_pages();
             let calls = AtomicUsize::new(0);
-            Self { pool, device, settings, streams, counters, state, work, calls, bells, room, looks, own }
+            let urgent = [AtomicUsize::new(0), AtomicUsize::new(0)];
+            Self {
+                pool,
+                device,
+                settings,
+                streams,
+                counters,
+                state,
+                work,
+                calls,
+                bells,
+                room,
+                looks,
+                urgent,
+                own,
+            }
         }))
     }
 
@@ -266,6 +296,43 @@ impl Engine {
             // By its bounds alone: where that is wrong, the ordinary way finds out.
             writes && bounds.0 < end && start < bounds.1
         })
+    }
+
+    /// Somebody waits for a copy of his own: until it is over, bulk chunks go one by one. What is on the wire already he
+    /// waits for, and for nothing that comes after it: a device with several streams takes them by turns.
+    pub(super) fn hurry(&self, direction: Direction) -> Urgent<'_> {
+        let urgent = &self.urgent[direction as usize];
+        urgent.fetch_add(1, Ordering::Relaxed);
+        Urgent(urgent)
+    }
+
+    /// The same for both directions, until [`way_given`](Self::way_given).
+    pub(super) fn give_way(&self) {
+        self.urgent.iter().for_each(|urgent| _ = urgent.fetch_add(1, Ordering::Relaxed));
+        if !self.device.context().forked() {
+            self.state.lock().hurries(Priority::Foreground);
+        }
+    }
+
+    pub(super) fn way_given(&self) {
+        self.urgent.iter().for_each(|urgent| _ = urgent.fetch_sub(1, Ordering::Relaxed));
+        if self.device.context().forked() {
+            return;
+        }
+        let mut state = self.state.lock();
+        state.hurries(Priority::Foreground);
+        if !state.jobs.is_empty() {
+            // What went one by one need not wait for the next arrival, nor this thread for the driver.
+            state.clear = true;
+            state.events += 1;
+            self.call(&state);
+        }
+    }
+
+    /// Whether the foreground waits for a copy in this direction.
+    pub(super) fn is_urgent(&self, state: &State, direction: Direction) -> bool {
+        self.urgent[direction as usize].load(Ordering::Relaxed) > 0
+            || state.wires[direction as usize].on[place(Priority::Foreground)] > 0
     }
 
     /// Cancels a transfer. What is under way ends by itself.

@@ -64,8 +64,9 @@
 //!
 //! Bulk transfers leave room: at most `depth` of their chunks are on the wire in each direction, an eighth of the segments is
 //! not theirs, and they do not stand in the pool's queue while they have a segment of their own. A handle
-//! [with foreground priority](Pipeline::with_priority) goes before them; copies by [`Stream`] calls need nothing of this, and
-//! wait for about as many chunks as are on the wire. While the foreground is heard of, no file's pages are registered, which
+//! [with foreground priority](Pipeline::with_priority) goes before them, and while one of its copies is on the wire, theirs go
+//! one by one. Copies by [`Stream`] calls need nothing of this, and wait for about as many chunks as are on the wire, unless
+//! the pipeline is told to [give way](Pipeline::give_way). While the foreground is heard of, no file's pages are registered, which
 //! would hold up everybody. A pipeline that has nothing to do uses no processor time, and holds no segment.
 //!
 //! # Files
@@ -159,6 +160,23 @@ impl Handle {
     }
 }
 
+/// Bulk transfers make way while it lives: [`Pipeline::give_way`].
+pub struct GiveWay {
+    handle: Arc<Handle>,
+}
+
+impl std::fmt::Debug for GiveWay {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GiveWay").field("device", &self.handle.engine.device.name()).finish()
+    }
+}
+
+impl Drop for GiveWay {
+    fn drop(&mut self) {
+        self.handle.engine.way_given();
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
         self.engine.close();
@@ -180,6 +198,31 @@ impl Pipeline {
     #[must_use]
     pub fn with_priority(&self, priority: Priority) -> Self {
         Self { handle: self.handle.clone(), priority }
+    }
+
+    /// For copies of your own on streams of your own, which the pipeline does not know of: while the guard is held, bulk
+    /// chunks of this pipeline go one by one in each direction, and no pages of files are registered. Your copy waits for
+    /// what is on the wire already, at most [`depth`](PipelineBuilder::depth) chunks, and for nothing that comes later. The
+    /// pipeline stays open as long as the guard lives. (Transfers with [`Priority::Foreground`] do this by themselves.)
+    ///
+    /// ```
+    /// # use pinpool::{pipeline::Pipeline, Device, Pool, Unpinned};
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+    /// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
+    /// let mut token = pool.checkout(4096)?;
+    /// token.try_resize(4096, 1)?;
+    /// let way = pipeline.give_way();
+    /// let token = stream.upload(token, &memory)?.wait()?;
+    /// drop(way);
+    /// # drop(token);
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
+    #[must_use = "the way is given as long as this lives"]
+    pub fn give_way(&self) -> GiveWay {
+        self.handle.engine.give_way();
+        GiveWay { handle: self.handle.clone() }
     }
 
     /// The pool that it takes segments from.
@@ -477,6 +520,7 @@ impl Pipeline {
         }
         let mut buf = engine.pool.try_checkout(src.len()).ok()?;
         buf.try_extend_from_slice(src).ok()?;
+        let _urgent = engine.hurry(Direction::Up);
         let sent = engine.streams[Direction::Up as usize].foreground.upload(buf, dst);
         let arrived = sent.map_err(Error::from).and_then(|sent| sent.wait().map(drop));
         Some(arrived.map_err(|error| failed("bytes in memory", error)))
@@ -488,6 +532,7 @@ impl Pipeline {
             return None;
         }
         let buf = engine.pool.try_checkout(src.len()).ok()?;
+        let _urgent = engine.hurry(Direction::Down);
         let sent = engine.streams[Direction::Down as usize].foreground.download(src, buf);
         let landed = sent.map_err(Error::from).and_then(crate::InFlight::wait);
         let copied = landed.map(|buf| dst[..buf.len()].copy_from_slice(&buf));

@@ -171,7 +171,11 @@ impl Engine {
     /// Whether the wire takes another chunk of this kind now.
     pub(super) fn free(&self, state: &State, direction: Direction, priority: Priority) -> bool {
         let on = state.wires[direction as usize].on[place(priority)];
-        let most = if state.is_calm() { self.settings.deep } else { self.settings.depth };
+        let most = match priority {
+            Priority::Bulk if self.is_urgent(state, direction) => 1,
+            _ if state.is_calm() => self.settings.deep,
+            _ => self.settings.depth,
+        };
         on < most && (priority == Priority::Foreground || state.in_time())
     }
 

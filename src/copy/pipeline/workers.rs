@@ -36,6 +36,9 @@ impl Engine {
         crate::os::sleep_precisely();
         let mut state = self.state.lock();
         loop {
+            if std::mem::take(&mut state.clear) {
+                Direction::BOTH.into_iter().for_each(|direction| self.pump(&mut state, direction));
+            }
             let events = state.events;
             match self.task(&mut state) {
                 Some(Task::Drain(job, landed)) => self.drain(&mut state, &job, landed),
