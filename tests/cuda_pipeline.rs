@@ -72,6 +72,51 @@ fn what_goes_there_comes_back() {
 }
 
 #[test]
+fn many_threads_both_ways_at_once() {
+    on_gpu("many_threads_both_ways_at_once", |_| {
+        let (device, pool, pipeline) = open();
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (device, pool, pipeline) = (&device, &pool, &pipeline);
+                scope.spawn(move || {
+                    let memory = device.alloc(1 << 20).unwrap();
+                    let token = device.alloc(1000).unwrap();
+                    let first = pipeline.with_priority(Priority::Foreground);
+                    let stream = device.stream().unwrap();
+                    for round in 0..20_u64 {
+                        let sent = bytes(100 * thread + round, 1 << 20);
+                        let load = pipeline.upload(sent.clone(), &memory).unwrap();
+                        first.upload_slice(&sent[..1000], &token).unwrap();
+                        if round % 5 == 4 {
+                            load.cancel();
+                            let outcome = load.wait().map_err(|failed| failed.error);
+                            assert!(matches!(outcome, Ok(_) | Err(Error::Cancelled { .. })), "{outcome:?}");
+                        } else if round % 2 == 0 {
+                            // Before the load is over: it comes behind it.
+                            assert!(pipeline.download_vec(&memory).unwrap() == sent);
+                        } else {
+                            load.wait().unwrap();
+                            let mut back = vec![0; 1 << 20];
+                            pipeline.download_slice(&memory, &mut back).unwrap();
+                            assert!(back == sent);
+                        }
+                        assert!(first.download_vec(&token).unwrap() == sent[..1000]);
+                        let mut own = pool.checkout(1000).unwrap();
+                        own.extend_from_slice(&sent[1000..2000]);
+                        let way = pipeline.give_way();
+                        stream.upload(own, &token).unwrap().wait().unwrap();
+                        drop(way);
+                        assert!(first.download_vec(&token).unwrap() == sent[1000..2000]);
+                    }
+                });
+            }
+        });
+        drop(pipeline);
+        all_is_back(&device, &pool);
+    });
+}
+
+#[test]
 fn files_are_copied_from_the_page_cache_in_every_way() {
     on_gpu("files_are_copied_from_the_page_cache_in_every_way", |_| {
         let (device, pool, pipeline) = open();
