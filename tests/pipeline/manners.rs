@@ -156,6 +156,29 @@ fn while_way_is_given_bulk_chunks_go_one_by_one() {
 }
 
 #[test]
+fn transfers_that_need_no_worker_do_not_keep_workers_from_others() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().threads(2).patience(Duration::from_millis(1)).build().unwrap();
+    let (bytes, memory) = (pattern(100_000, 5), rig.device.alloc(100_000).unwrap());
+    let small = rig.device.alloc(1000).unwrap();
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    for round in 0..1000_u64 {
+        let back = pipeline.download_collect(&memory).unwrap();
+        // Somewhere between the arrival of a chunk and a worker's next look for one.
+        let since = Instant::now();
+        while since.elapsed() < Duration::from_micros(round % 200) {
+            std::hint::spin_loop();
+        }
+        // It stays open, and so nobody hears of its end.
+        let feed = pipeline.feed(&small).unwrap();
+        let Ok(back) = back.wait_timeout(Duration::from_secs(5)) else { panic!("{round}: nobody drains") };
+        assert!(back.unwrap().into_vec().unwrap() == bytes);
+        drop(feed);
+    }
+    rig.all_is_back();
+}
+
+#[test]
 fn what_uses_the_same_memory_takes_effect_in_order() {
     let rig = Rig::late();
     let pipeline = rig.builder().threads(4).streams(3).build().unwrap();

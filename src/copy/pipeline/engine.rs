@@ -235,9 +235,14 @@ impl Engine {
         state.jobs.push_back(Live { job: job.clone(), behind });
         let busy = matches!(job.kind, Kind::Workers | Kind::File | Kind::Direct);
         let hands = if busy { self.settings.threads.min(job.plan.count()) } else { 0 };
-        // Relaxed: see the field.
-        self.calls.store(hands.min(state.awake), Ordering::Relaxed);
-        state.asleep = hands - hands.min(state.awake);
+        for _ in 0..hands {
+            // Besides those who are called already, for something else.
+            if self.calls.load(Ordering::Relaxed) < state.awake {
+                self.calls.fetch_add(1, Ordering::Relaxed);
+            } else if state.asleep < self.settings.threads {
+                state.asleep += 1;
+            }
+        }
         drop(state);
         // First who begins a download.
         self.bells[job.direction as usize].notify_one();
