@@ -13,15 +13,17 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::plan::{Copy, Limits, Piece, Plan, Segment};
+use super::plan::{Copy, Limits, Move, Piece, Plan, Segment};
 use crate::buffer::PinnedBuf;
 use crate::buffer::sealed::Lend as _;
+use crate::copy::pipeline::stores::{self, Stores};
 use crate::copy::queue::CopyQueue;
 use crate::device::memory::DeviceSlice;
 use crate::device::{DevicePtr, Transfer};
@@ -242,12 +244,39 @@ impl<'a> Staging<'a> {
 
 /// Makes a segment's moves. What lies between them is zero.
 fn fill(buf: &mut PinnedBuf, segment: &Segment, pieces: &[&[u8]]) -> Result<()> {
-    for step in &segment.moves {
+    let bytes = |step: &Move| &pieces[step.piece][step.from..step.from + step.len];
+    for (n, step) in segment.moves.iter().enumerate() {
+        if let Some(next) = segment.moves.get(n + 1) {
+            announce(bytes(next));
+        }
         buf.try_resize(step.at, 0)?;
-        buf.try_extend_from_slice(&pieces[step.piece][step.from..step.from + step.len])?;
+        buf.try_extend_from_slice(bytes(step))?;
     }
     Ok(())
 }
+
+/// Has the processor fetch the beginnings of the pages of a piece that is copied next: it goes on by itself within a page, and
+/// stops at each page's end.
+fn announce(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for page in bytes.chunks(PAGE) {
+        for line in 0..LINES {
+            // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
+            unsafe {
+                std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                    page.as_ptr().wrapping_add(line * 64).cast(),
+                );
+            }
+        }
+    }
+    let _ = bytes;
+}
+
+/// What the processor fetches ahead within, and the lines of it that set it going.
+#[cfg(target_arch = "x86_64")]
+const PAGE: usize = 4096;
+#[cfg(target_arch = "x86_64")]
+const LINES: usize = 4;
 
 /// Where the pieces of a scatter go: borrowed memory, no byte of which is in two of them.
 pub(super) struct Targets<'a> {
@@ -275,7 +304,14 @@ impl<'a> Targets<'a> {
             debug_assert!(step.from + step.len <= len, "a move leaves its piece");
             // SAFETY: within the segment, by the caller's word, and within the target, by the plan; the target is borrowed
             // exclusively, and no other move has the same bytes.
-            unsafe { std::ptr::copy_nonoverlapping(from.add(step.at), target.add(step.from), step.len) };
+            let (from, to) = unsafe {
+                (
+                    std::slice::from_raw_parts(from.add(step.at), step.len),
+                    std::slice::from_raw_parts_mut(target.add(step.from).cast::<MaybeUninit<u8>>(), step.len),
+                )
+            };
+            // Not read first: with eight threads memory is the limit, and a quarter of the rate is gained.
+            stores::copy(from, to, Stores::Streaming);
         }
     }
 }
