@@ -62,8 +62,7 @@ pub fn floor(driver: &'static Driver, len: usize, upload: bool) -> (f64, usize) 
     let (to, from) = if upload { (&far, &host) } else { (&host, &far) };
     let batch = if upload { 64 } else { 256 };
     let rates = (1..=3).map(|threads| (best(driver, to, from, len, batch, threads, 1).0, threads));
-    let most = rates.fold((0.0, 0), |most, rate| if rate.0 > most.0 { rate } else { most });
-    most
+    rates.fold((0.0, 0), |most, rate| if rate.0 > most.0 { rate } else { most })
 }
 
 /// GB/s and ns a piece, of the best of some rounds.

@@ -5,8 +5,8 @@
 //! is on the wire the next one is filled.
 //!
 //! What is not pinned is always staged, so its bytes are borrowed only for the length of the call that touches them: a
-//! gather has read them when it returns, a scatter has written them. What is pinned is lent to the queue piece by piece,
-//! and comes back.
+//! gather has read them when it returns, a scatter has written them. What is pinned is lent to the queue piece by piece
+//! (`pushing.rs`), and comes back; or it is packed too, where that is faster.
 
 pub mod plan;
 mod pushing;
@@ -31,13 +31,12 @@ use crate::pool::Pool;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::WaitKey;
 
-/// Bytes of a staging segment at most, and of those that several threads share a shorter gather in at least. (Longer ones
-/// are sent a little faster each, but keep the link idle while the first are filled, and crowd each other out of the caches.)
+/// Bytes of a staging segment at most, and of those that several threads share a shorter gather in at least. (Each copy costs
+/// the link some 2 us between it and the next: with 1 MiB plain loops reach 0.84 of it, with 2 MiB 0.88, and 4 MiB crowd each
+/// other out of the caches on the way back.)
 const SEGMENT: usize = 2 << 20;
 const SHARED: usize = 512 << 10;
-/// Pinned neighbours that are shorter are staged: a copy of their own costs as much as the CPU takes for so many bytes. (Longer
-/// ones stay in place though eight threads that pack 16 KiB pieces bring up to a third more of them to the device: they take
-/// five times the processors' time for that. Who wants it gathers the buffers' bytes as if they were pageable.)
+/// Pinned neighbours that are shorter are staged: a copy of their own costs as much as the CPU takes for so many bytes.
 const STAGE_BELOW: usize = 2 << 10;
 /// Pinned neighbours on the device that are shorter are all packed where so many threads can do it: eight bring pieces of
 /// 16 KiB at 0.75 to 0.88 of the link's rate, and batches of them from where they are come at 0.5 to 0.8, by whatever number of
@@ -155,7 +154,7 @@ impl<B: Lend> fmt::Debug for Gathered<B> {
 impl CopyQueue {
     /// Copies many pieces of host memory, pinned or not, to device memory. The calling thread, with helpers of the queue's
     /// where there is much to do ([`QueueOptions::packers`](crate::QueueOptions::packers)), packs them into segments of `pool`
-    /// of 1 MiB at most, those that are neighbours on the device into one copy, while earlier segments are on the wire. Each
+    /// of 2 MiB at most, those that are neighbours on the device into one copy, while earlier segments are on the wire. Each
     /// thread uses three segments at most at a time; the call waits where these are on the wire, or where the pool or the
     /// queue has no room. When this returns all bytes have been read, and the last of them are on their way: the handle says
     /// when they are there.
@@ -183,8 +182,18 @@ impl CopyQueue {
         self.gather(pool, pieces)?.wait().map(drop)
     }
 
-    /// Copies many buffers to device memory: large ones from where they are, in batches; neighbours of less than 2 KiB by
-    /// way of a segment of `pool`, which is faster. The buffers are lent until the handle gives them back.
+    /// Copies many buffers to device memory, by the way that is fastest for what they are. The buffers are lent until the handle
+    /// gives them back.
+    ///
+    /// - Those whose places follow at even distances on both sides, in the order of the call, as blocks of a cache: from where
+    ///   they are, as rows of rectangles.
+    /// - Shorter ones than 2 KiB that are neighbours on the device: packed into segments of `pool`.
+    /// - Shorter ones than 32 KiB, nearly all of them neighbours on the device, 12 MiB together at least: packed by several
+    ///   threads as in [`gather`](Self::gather), where the queue has six packers or more and the pool has a segment to spare.
+    /// - All others from where they are, in batches; of thousands several threads push a part each.
+    ///
+    /// To have pinned pieces stay where they are in any case, [push](Self::upload) them; to have them packed in any case, pass
+    /// their bytes to [`gather`](Self::gather).
     ///
     /// # Errors
     /// With the buffers that have not been pushed, in their order: [`Error::Empty`] for a buffer without bytes; as for
@@ -266,8 +275,10 @@ impl CopyQueue {
         call.staged(|parts| Staging::new(self, pool, &call.memories, parts).unpack(call.hands, &targets))
     }
 
-    /// Copies many ranges of device memory into buffers, in batches. When all have landed the handle gives the buffers
-    /// back, each as long as its range.
+    /// Copies many ranges of device memory into buffers, in batches, or as rows where places follow at even distances; of
+    /// thousands several threads push a part each. When all have landed the handle gives the buffers back, each as long as its
+    /// range. (Where helpers are free and short ranges are neighbours on the device,
+    /// [`scatter_blocking`](Self::scatter_blocking) into the buffers' bytes may be faster.)
     ///
     /// # Errors
     /// With the pieces that have not been pushed, in their order: as for [`download`](Self::download). Those that were
