@@ -289,9 +289,14 @@ mod tests {
             let limits = Limits { segment, stage_below };
             let plan = Plan::new(&all, limits);
             prop_assert_eq!(plan.check(&all, limits), Ok(()));
-            // And group by group, each of which fits.
+            // And group by group, each of which fits; the first and last ones are shorter.
             let (order, mut whole) = (order(&all), Plan::default());
-            for group in groups(&all, &order, |_, _| segment) {
+            let total: usize = all.iter().map(|piece| piece.len).sum();
+            let ramp = |before: usize, left: usize| {
+                assert_eq!(before + left, total, "what is behind and what is to come");
+                (segment / 4 + before / 3).min((left / 6).max(segment / 4)).clamp(1, segment)
+            };
+            for group in groups(&all, &order, ramp) {
                 let part = Plan::of(&all, &order[group.clone()], limits);
                 prop_assert!(part.segments.len() <= 1 || group.len() == 1, "{:?}", group);
                 whole.segments.extend(part.segments);
