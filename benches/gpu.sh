@@ -65,9 +65,12 @@ part overlap 45 "$bin/overlap"
 part queue 90 "$bin/queue"
 part pipeline 120 "$bin/pipeline"
 # From the repository's root, where its peer is.
-part tensors 150 env -C "$here/.." "$bin/tensors"
+part tensors 90 env -C "$here/.." "$bin/tensors"
 part plain 60 bash -c 'g++ -std=c++20 -O2 -pthread -o "$0/plain_pipeline" "$1/peers/plain_pipeline.cpp" \
     -I"${CUDA_HOME:-/usr/local/cuda}/include" -L"${CUDA_HOME:-/usr/local/cuda}/lib64/stubs" -lcuda && "$0/plain_pipeline"' \
+    "$work" "$here"
+part gather 40 bash -c 'g++ -std=c++20 -O2 -pthread -o "$0/plain_gather" "$1/peers/plain_gather.cpp" \
+    -I"${CUDA_HOME:-/usr/local/cuda}/include" -L"${CUDA_HOME:-/usr/local/cuda}/lib64/stubs" -lcuda && "$0/plain_gather"' \
     "$work" "$here"
 part peers 150 bash "$here/peers/run.sh"
 
@@ -78,7 +81,7 @@ if [ -x "$bin/checkout" ]; then
 fi
 
 cd "$work" || exit 2
-for name in track latency reaper pinning overlap queue pipeline tensors plain peers; do
+for name in track latency reaper pinning overlap queue pipeline tensors plain gather peers; do
     printf '==== %s\n' "$name"
     cat "$name.txt"
     echo
@@ -86,7 +89,7 @@ done >"$out/tables.txt"
 grep -h '^gate: ' {track,latency,reaper,pinning,overlap,queue,pipeline,tensors}.txt >"$out/gates.txt"
 {
     sed -n 's/^@ //p' {track,latency,reaper,pinning,overlap,queue,pipeline,tensors}.txt
-    cat plain.txt peers.txt | grep -v '^#' | grep -E '^[a-z0-9_]+ [0-9]+ [0-9.]+ '
+    cat plain.txt gather.txt peers.txt | grep -v '^#' | grep -E '^[a-z0-9_]+ [0-9]+ [0-9.]+ '
 } >"$out/lines.txt"
 echo
 cat "$out/gates.txt"

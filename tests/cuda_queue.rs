@@ -10,6 +10,7 @@
 mod doubles;
 
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::time::Duration;
 
 use doubles::gpu::{bytes, filled, on_gpu, on_stand_in, pool, until};
@@ -164,6 +165,62 @@ fn streams_of_the_server_depend_on_copies() {
         all_back(&pool);
         gpu.ok("cuStreamSynchronize", &[raw]);
         gpu.ok("cuStreamDestroy_v2", &[raw]);
+    });
+}
+
+/// Pieces at even distances on both sides go as rows of rectangles. What the driver refuses as such, since it reaches beyond one
+/// registered range or for any other reason, goes in a batch; and after that one by one.
+#[test]
+fn rows_go_as_rectangles() {
+    on_stand_in("rows_go_as_rectangles", |_, d| {
+        const ROWS: usize = 200;
+        let device = open();
+        let (pool, memory) = (pool(&device, 4 << 20), device.alloc(2 * ROWS * PIECE).unwrap());
+        let place = |i: usize| memory.slice(2 * i * PIECE..2 * i * PIECE + LEN).unwrap();
+        let queue = device.copy_queue().unwrap();
+        let whole: Vec<u8> = (0..ROWS).flat_map(|i| bytes(i, PIECE)).collect();
+        let host = Arc::new(filled(&pool, &whole));
+        // Until some have come together in the queue: who is faster, nobody knows.
+        let rectangles = |faults: &dyn Fn()| {
+            for _ in 0..200 {
+                let before = calls(d, "cuMemcpy2DAsync_v2");
+                let zeros = vec![0; memory.len()];
+                device.stream().unwrap().upload_blocking(&zeros, &memory).unwrap();
+                d.hang(true);
+                faults();
+                let row =
+                    |i: usize| queue.upload_part(host.clone(), i * PIECE..i * PIECE + LEN, place(i)).unwrap();
+                let sent: Vec<_> = (0..ROWS).map(row).collect();
+                d.hang(false);
+                sent.into_iter().for_each(|flight| drop(flight.wait().unwrap()));
+                let mut all = vec![0; memory.len()];
+                device.stream().unwrap().download_blocking(&memory, &mut all).unwrap();
+                for (i, piece) in all.chunks(2 * PIECE).enumerate() {
+                    assert!(piece[..LEN] == whole[i * PIECE..][..LEN], "row {i}");
+                    assert!(piece[LEN..].iter().all(|byte| *byte == 0), "between rows {i} and {}", i + 1);
+                }
+                if calls(d, "cuMemcpy2DAsync_v2") > before {
+                    return;
+                }
+            }
+            panic!("no rectangle");
+        };
+        rectangles(&|| ());
+        // Refused, or taken and said to be refused.
+        for after in [false, true] {
+            rectangles(&|| d.fail("cuMemcpy2DAsync_v2", 1, 1, after));
+            assert!(d.struck() > 0);
+            d.calm();
+            // And the batch that it goes in, too.
+            rectangles(&|| {
+                d.fail("cuMemcpy2DAsync_v2", 1, 2, after);
+                (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, after));
+            });
+            d.calm();
+        }
+        assert_eq!(d.report().violations, Vec::<String>::new());
+        drop((host, queue));
+        all_back(&pool);
     });
 }
 

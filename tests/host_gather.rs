@@ -5,7 +5,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{CopyQueue, Device, DeviceBuffer, DeviceSlice, ErrorClass, Pool, QueueOptions, Unpinned};
+use pinpool::{
+    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, QueueOptions, Unpinned,
+};
 
 const HANG: Duration = Duration::from_secs(20);
 const PACKERS: usize = 4;
@@ -25,7 +27,7 @@ struct Setup {
 }
 
 fn setup(config: HostConfig, capacity: usize) -> Setup {
-    let node = HostNode::new(config.memory(64 << 20)).unwrap();
+    let node = HostNode::new(config.memory(80 << 20)).unwrap();
     let device = Device::on(&node, 0).unwrap();
     let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
     let queue = device.copy_queue_with(QueueOptions::new().packers(PACKERS)).unwrap();
@@ -171,6 +173,92 @@ fn callers_share_the_helpers() {
     all_back(&s);
     drop(s.queue);
     no_packers();
+}
+
+/// Pinned pieces at the places that are given, each `LEN` bytes, numbered through.
+fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(PinnedBuf, DeviceSlice)> {
+    let piece = |(i, at): (usize, usize)| {
+        let mut buf = from.checkout(LEN).unwrap();
+        buf.try_extend_from_slice(&bytes(i, LEN)).unwrap();
+        (buf, s.memory.slice(at..at + LEN).unwrap())
+    };
+    places.enumerate().map(piece).collect()
+}
+
+const LEN: usize = 8 << 10;
+
+/// What a gather of pinned pieces brought is there, by way of a scatter to other buffers, which come back in order.
+fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
+    let landings = places.iter().map(|place| (place.clone(), from.checkout(LEN).unwrap())).collect();
+    let came = s.queue.scatter_pinned(landings).unwrap().wait().unwrap();
+    assert_eq!(came.len(), places.len());
+    for (i, buf) in came.iter().enumerate() {
+        assert!(**buf == *bytes(i, LEN), "piece {i}");
+    }
+}
+
+/// Short pinned pieces that are neighbours on the device are packed, where there are threads and segments for it; others are
+/// copied from where they are, each by itself. Either way the buffers come back in their order, with their bytes.
+#[test]
+fn pinned_pieces_are_packed_or_stay_in_place() {
+    const COUNT: usize = 2048;
+    let _alone = alone();
+    let mut s = setup(HostConfig::new(), 16 << 20);
+    s.queue = s.device.copy_queue_with(QueueOptions::new().packers(8)).unwrap();
+    let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
+    let from = builder.build().unwrap();
+    // In no order on the host, neighbours on the device; the same with gaps; and neighbours without room to pack.
+    let mixed = |i: usize| i * 7919 % COUNT;
+    for (stride, packs, room) in [(LEN, true, true), (LEN + 512, false, true), (LEN, false, false)] {
+        let pieces = pinned(&s, &from, (0..COUNT).map(|i| mixed(i) * stride));
+        let places: Vec<DeviceSlice> = pieces.iter().map(|(_, place)| place.clone()).collect();
+        let taken: Vec<_> = std::iter::from_fn(|| s.pool.try_checkout(64 << 10).ok())
+            .take(if room { 0 } else { 999 })
+            .collect();
+        let before = s.queue.stats().copies;
+        let came = s.queue.gather_pinned(&s.pool, pieces).unwrap().wait().unwrap();
+        let copies = s.queue.stats().copies - before;
+        assert_eq!(copies < COUNT as u64 / 8, packs, "{copies} copies, stride {stride}, room {room}");
+        assert!(packs || copies == COUNT as u64);
+        assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
+        drop((came, taken));
+        pinned_come_back(&s, &from, &places);
+        all_back(&s);
+    }
+    assert_eq!(from.stats().checked_out_bytes + from.stats().in_flight_bytes, 0);
+}
+
+/// Of thousands of pieces that several threads push one is refused: those that were not pushed come back in their order, it
+/// first of its neighbours, and the others return by themselves.
+#[test]
+fn a_refused_piece_comes_back_with_those_behind_it() {
+    const COUNT: usize = 4096;
+    let _alone = alone();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
+    let from = builder.build().unwrap();
+    for wrong in [0, 255, 256, 3000, COUNT - 1] {
+        let landing = |i: usize| {
+            let len = if i == wrong { 64 } else { LEN };
+            (s.memory.slice(i * 4096..i * 4096 + LEN).unwrap(), from.checkout(len).unwrap())
+        };
+        let refused = s.queue.scatter_pinned((0..COUNT).map(landing).collect()).unwrap_err();
+        assert!(matches!(refused.error, Error::TooSmall { .. }), "{}", refused.error);
+        let back = refused.buffer.unwrap();
+        let places: Vec<u64> = back.iter().map(|(place, _)| place.address()).collect();
+        assert!(places.is_sorted() && !places.is_empty());
+        let first = s.memory.slice(wrong * 4096..).unwrap().address();
+        assert!(places.contains(&first), "the piece that was refused is among them");
+        assert_eq!(back.iter().filter(|(_, buf)| buf.capacity() < LEN).count(), 1);
+        drop(back);
+        s.queue.synchronize().unwrap();
+        let since = Instant::now();
+        while from.stats().in_flight_bytes + from.stats().checked_out_bytes > 0 {
+            assert!(since.elapsed() < HANG, "{:?}", from.stats());
+            s.device.reap();
+        }
+        from.check().unwrap();
+    }
 }
 
 /// A copy fails: the gather says so, whoever packed it, and the others happen.

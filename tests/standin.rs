@@ -440,8 +440,14 @@ behaviour! {
 }
 
 /// Every rule there is: each block's list.
-const ALL: &[&[Rule]] =
-    &[PLAIN, rules::batches::BATCHES, rules::host::HOST, rules::pointers::POINTERS, rules::streams::STREAMS];
+const ALL: &[&[Rule]] = &[
+    PLAIN,
+    rules::batches::BATCHES,
+    rules::batches::ROWS,
+    rules::host::HOST,
+    rules::pointers::POINTERS,
+    rules::streams::STREAMS,
+];
 
 fn rules() -> Vec<&'static Rule> {
     ALL.iter().copied().flatten().collect()

@@ -8,7 +8,7 @@
 //! | contender | a copy is |
 //! | --- | --- |
 //! | `bare` | `cuMemcpyHtoDAsync` on a stream of the thread's; the burst ends with an event that is asked about |
-//! | `batch` | one thread alone (or `--batchers`, each with a stream): `cuMemcpyBatchAsync` of 256 copies, the lists made before; what the driver can do at best |
+//! | `batch_1`, `_2`, `_3` | so many threads, each with a stream: `cuMemcpyBatchAsync` of 256 copies, the lists made before; what the driver can do at best |
 //! | `stream` | `Stream::upload` on a stream of the thread's, of a buffer that the thread keeps |
 //! | `queue` | `CopyQueue::upload` of a buffer that the thread keeps, waited for one handle after the other |
 //! | `queue_fresh` | `checkout`, `CopyQueue::upload`, drop of the handle, but for the last of a burst, which is waited for |
@@ -25,7 +25,8 @@
 //!
 //! Pieces of 16 and 64 KiB between random places of pinned buffers and random places of device memory, in both directions,
 //! by 1 and by 4 pushing threads, against the pinned peak: the best of five copies of 64 MiB in the same direction. All
-//! bytes are compared when the time is taken.
+//! bytes are compared when the time is taken. Beside it what bare batches reach there, by the best of 1, 2 and 3 threads with a
+//! stream each: who cannot reach the gate on a machine where the driver itself does not, is not at fault.
 //!
 //! # Gather (`--only gather`)
 //!
@@ -33,6 +34,10 @@
 //! were: `CopyQueue::gather` and `scatter_blocking`, by one caller with the queue's helpers, and by 4 and 8 callers with a
 //! part of the pieces each, against the same peak. `--only pinned`: the same pieces in pinned buffers, by one caller, where
 //! they are and packed. `--only packing`: packing alone, without the device, which is what threads can do at best.
+//!
+//! # Rows (`--only rows`)
+//!
+//! Pinned pieces of 4 and 16 KiB at even distances on both sides, as a cache's blocks are, by one call each way.
 //!
 //! # The driver at best (`--sweep`)
 //!
@@ -146,7 +151,7 @@ fn main() {
         lone::lone(&device);
     }
     if wanted("scatter") {
-        pieces::scatter(&device);
+        pieces::scatter(driver.filter(|driver| driver.can_batch()), &device);
     }
     if wanted("gather") {
         gather::gather(&device);
@@ -156,6 +161,9 @@ fn main() {
     }
     if wanted("pinned") {
         gather::pinned(&device);
+    }
+    if wanted("rows") {
+        gather::rows(&device);
     }
     // Not a contender: it is run when it is asked for.
     if let Some(driver) = driver.filter(|driver| flag("sweep") && driver.can_batch()) {

@@ -5,10 +5,12 @@ use std::time::Instant;
 
 use pinpool::{CopyQueue, Device, DeviceSlice, PinnedBuf, Pool};
 
-use crate::measure::{self, Spread, at_least, line, number, numbers};
+use crate::driver::Driver;
+use crate::measure::{self, Spread, at_least, beside, line, number, numbers};
+use crate::sweep::floor;
 use crate::{Random, checkout, peak, pool, queue};
 
-pub fn scatter(device: &Device) {
+pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
     let quick = measure::quick();
     let rounds = number("rounds", if quick { 2 } else { 7 });
     let total = if quick { 16 << 20 } else { 256 << 20 };
@@ -18,6 +20,17 @@ pub fn scatter(device: &Device) {
     let memory = device.alloc(total.max(whole)).expect("device memory");
     for upload in [true, false] {
         for piece in numbers("pieces", &[16, 64]).into_iter().map(|kib| kib << 10) {
+            let bare = driver.map(|driver| {
+                let peak = peak(&pool, &stream, &memory, whole, upload);
+                let (rate, batchers) = floor(driver, piece, upload);
+                println!(
+                    "\nscattered pieces of {} KiB, {}: bare batches by {batchers} threads reach {:.3} of the pinned peak",
+                    piece >> 10,
+                    if upload { "up" } else { "down" },
+                    rate / peak
+                );
+                rate / peak
+            });
             for threads in numbers("pushers", &[1, 4]) {
                 let mut ratios = Vec::new();
                 let mut best = 0.0_f64;
@@ -38,6 +51,9 @@ pub fn scatter(device: &Device) {
                     Spread::of(&ratios.iter().map(|r| r * 1e3).collect::<Vec<_>>()),
                 );
                 let (gate, aim) = if piece == 16 << 10 { (0.75, 0.85) } else { (0.94, 0.97) };
+                if let Some(bare) = bare {
+                    beside(format!("{name}, over bare batches"), Spread::of(&[spread.mid / bare]));
+                }
                 at_least(name, spread, gate, Some(aim));
             }
         }

@@ -14,7 +14,8 @@ use crate::{PIECE, Random, checkout, pool, queue};
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     Bare,
-    Batch,
+    /// By so many threads.
+    Batch(usize),
     Stream,
     Queue,
     QueueFresh,
@@ -24,7 +25,9 @@ impl Way {
     fn name(self) -> &'static str {
         match self {
             Self::Bare => "bare",
-            Self::Batch => "batch",
+            Self::Batch(1) => "batch_1",
+            Self::Batch(2) => "batch_2",
+            Self::Batch(_) => "batch_3",
             Self::Stream => "stream",
             Self::Queue => "queue",
             Self::QueueFresh => "queue_fresh",
@@ -109,7 +112,7 @@ fn turn(setup: &Setup, way: Way, threads: usize) -> Turn {
                 call
             }
         }),
-        Way::Batch => bursts(setup, number("batchers", 1), |_| {
+        Way::Batch(batchers) => bursts(setup, batchers, |_| {
             let driver = setup.driver.expect("a driver");
             driver.enter();
             let (stream, event) = (driver.stream(), driver.event());
@@ -205,7 +208,7 @@ pub fn rate(driver: Option<&'static Driver>, device: &Device) {
     if let Some(driver) = driver {
         ways.insert(0, Way::Bare);
         if driver.can_batch() {
-            ways.insert(1, Way::Batch);
+            (1..=3).for_each(|batchers| ways.insert(batchers, Way::Batch(batchers)));
         }
     }
     for threads in numbers("threads", &[1, 4, 16]) {
@@ -253,6 +256,15 @@ pub fn rate(driver: Option<&'static Driver>, device: &Device) {
             beside("the queue's rate over that of bare calls", rates.ratio(queue, at(Way::Bare)));
         }
         if threads == 16 {
+            let best =
+                ways.iter().filter(|way| matches!(way, Way::Batch(_))).map(|&way| rates.spread(at(way)).mid);
+            if let Some(best) = best.reduce(f64::max) {
+                println!("the driver's own batches at best: {:.2} million copies a second", best / 1e3);
+                beside(
+                    "the queue's rate over that of the driver's own batches at best",
+                    Spread::of(&[rates.spread(queue).mid / best]),
+                );
+            }
             let millions = Spread::of(&rates.values(queue).iter().map(|k| k / 1e3).collect::<Vec<_>>());
             at_least(
                 "16 threads through the queue, millions of 4 KiB copies a second",

@@ -48,6 +48,23 @@ pub fn sweep(driver: &'static Driver) {
     }
 }
 
+/// GB/s that bare batches reach with pieces of so many bytes between random places, by the best of 1, 2 and 3 threads: how many
+/// that is, too.
+pub fn floor(driver: &'static Driver, len: usize, upload: bool) -> (f64, usize) {
+    driver.enter();
+    let (source, target) = (Pinned::new(driver, TOTAL), driver.allocate(TOTAL));
+    let count = TOTAL / len;
+    let mut random = Random(7);
+    // SAFETY: within the memory.
+    let host: Vec<u64> =
+        random.order(count).into_iter().map(|i| unsafe { source.memory.at(i * len) as u64 }).collect();
+    let far: Vec<u64> = random.order(count).into_iter().map(|i| target.0 + (i * len) as u64).collect();
+    let (to, from) = if upload { (&far, &host) } else { (&host, &far) };
+    let batch = if upload { 64 } else { 256 };
+    let rates = (1..=3).map(|threads| (best(driver, to, from, len, batch, threads, 1).0, threads));
+    rates.fold((0.0, 0), |most, rate| if rate.0 > most.0 { rate } else { most })
+}
+
 /// GB/s and ns a piece, of the best of some rounds.
 fn best(
     driver: &'static Driver,

@@ -51,7 +51,7 @@ fuzz_target!(|input: Input| {
         panic!("{wrong}\n{pieces:?}\n{limits:?}\n{plan:?}");
     }
     let (order, mut whole) = (order(&pieces), Plan::default());
-    for group in groups(&pieces, &order, limits.segment) {
+    for group in groups(&pieces, &order, |_, _| limits.segment) {
         let part = Plan::of(&pieces, &order[group.clone()], limits);
         assert!(part.segments.len() <= 1 || group.len() == 1, "{group:?} is more than a segment");
         whole.segments.extend(part.segments);

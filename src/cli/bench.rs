@@ -10,7 +10,7 @@
 //! and to copies in memory by as many threads of our own, which is the limit of whatever the CPU has to touch.
 //!
 //! The pageable path is what the driver does with ordinary memory by itself; the pipeline is given the same memory. The
-//! gathered pieces lie all over it, and go through the copy queue, by a call of each thread for its share of them.
+//! gathered pieces lie all over it, and go through the copy queue by one call, which has as many threads pack them.
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -20,7 +20,8 @@ use std::time::{Duration, Instant};
 
 use pinpool::pipeline::Pipeline;
 use pinpool::{
-    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, Stream, Unpinned,
+    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, QueueOptions, Stream,
+    Unpinned,
 };
 use serde_json::json;
 
@@ -142,7 +143,7 @@ fn bed(device: &Device, threads: usize, size: usize, asked: usize) -> Result<Bed
     let pipeline = Pipeline::builder(&pool, device).threads(threads).share(share).build()?;
     pool.wait_pinned(None)?;
     link.wait_pinned(None)?;
-    let queue = device.copy_queue()?;
+    let queue = device.copy_queue_with(QueueOptions::new().packers(threads))?;
     let streams = (0..threads.min(BUFFERS)).map(|_| device.stream()).collect::<Result<_, _>>()?;
     let vec = |len: usize| {
         let mut vec: Vec<u8> = Vec::new();
@@ -324,7 +325,7 @@ impl Bed {
             Figure::PageableUp => self.streams[0].upload_blocking(&source, &self.memory)?,
             Figure::PipelineUp => self.pipeline.upload_slice(&source, &self.memory)?,
             Figure::PipelineDown => self.pipeline.download_slice(&self.memory, &mut self.target)?,
-            Figure::Gather => self.gather(&pieces)?,
+            Figure::Gather => self.queue.gather_blocking(self.pipeline.pool(), &pieces)?,
         }
         Ok(since.elapsed())
     }
@@ -340,19 +341,6 @@ impl Bed {
     }
 
     /// By one call of each thread, for its share of them.
-    fn gather(&self, pieces: &[(&[u8], DeviceSlice)]) -> Result<(), Error> {
-        let share = pieces.len().div_ceil(self.threads);
-        let gather = |share: &[_]| self.queue.gather_blocking(self.pipeline.pool(), share);
-        std::thread::scope(|scope| {
-            let mut shares = pieces.chunks(share);
-            let own = shares.next();
-            let others: Vec<_> = shares.map(|share| scope.spawn(move || gather(share))).collect();
-            let mine = own.map_or(Ok(()), gather);
-            let theirs = others.into_iter().map(|other| other.join().unwrap_or(Err(Error::Closed)));
-            theirs.chain([mine]).collect()
-        })
-    }
-
     /// Puts what is to be sent where it is sent from, and something else where it goes.
     fn prepare(&mut self, figure: Figure) -> Result<(), Error> {
         let piece = self.size / BUFFERS;

@@ -108,7 +108,7 @@ mod landing {
     use crate::buffer::sealed::Lend as _;
     use std::sync::Arc;
 
-    pub trait Sealed: Sized {
+    pub trait Sealed: Sized + Send {
         /// The half that stays with the caller.
         #[doc(hidden)]
         type Half;

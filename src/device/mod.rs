@@ -84,6 +84,27 @@ impl Transfer {
         | Self::OnHost { len, .. }) = self;
         *len
     }
+
+    /// How far behind this one's bytes those of another are, on the host and on the device, where both go the same way, are
+    /// equally long, and the other one's lie behind this one's on both sides. Copies at even distances are the rows of a
+    /// rectangle.
+    pub(crate) fn distance(&self, next: &Self) -> Option<(u64, u64)> {
+        let (from, to, len) = match (*self, *next) {
+            (Self::Upload { src, dst, len }, Self::Upload { src: host, dst: device, len: same })
+                if len == same =>
+            {
+                ((src.addr(), dst), (host.addr(), device), len)
+            }
+            (Self::Download { src, dst, len }, Self::Download { src: device, dst: host, len: same })
+                if len == same =>
+            {
+                ((dst.addr(), src), (host.addr(), device), len)
+            }
+            _ => return None,
+        };
+        let far = |from: u64, to: u64| to.checked_sub(from).filter(|far| *far >= len as u64);
+        Some((far(from.0 as u64, to.0 as u64)?, far((from.1).0, (to.1).0)?))
+    }
 }
 
 // SAFETY: addresses, which mean the same on every thread; who hands them to a driver vouches for what is there.

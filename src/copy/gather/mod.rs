@@ -5,12 +5,14 @@
 //! is on the wire the next one is filled.
 //!
 //! What is not pinned is always staged, so its bytes are borrowed only for the length of the call that touches them: a
-//! gather has read them when it returns, a scatter has written them. What is pinned is lent to the queue piece by piece,
-//! and comes back.
+//! gather has read them when it returns, a scatter has written them. What is pinned is lent to the queue piece by piece
+//! (`pushing.rs`), and comes back; or it is packed too, where that is faster.
 
 pub mod plan;
+mod pushing;
 mod staging;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -18,6 +20,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use self::plan::{Limits, Piece, Plan};
+use self::pushing::push_each;
 use self::staging::{Parts, Staging, Targets};
 use super::Landing;
 use super::queue::CopyQueue;
@@ -28,14 +31,22 @@ use crate::pool::Pool;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::WaitKey;
 
-/// Bytes of a staging segment at most, and of those that several threads share a shorter gather in at least. (Longer ones
-/// are sent a little faster each, but keep the link idle while the first are filled, and crowd each other out of the caches.)
-const SEGMENT: usize = 1 << 20;
+/// Bytes of a staging segment at most, and of those that several threads share a shorter gather in at least. (Each copy costs
+/// the link some 2 us between it and the next: with 1 MiB plain loops reach 0.84 of it, with 2 MiB 0.88, and 4 MiB crowd each
+/// other out of the caches on the way back.)
+const SEGMENT: usize = 2 << 20;
 const SHARED: usize = 512 << 10;
-/// Pinned neighbours that are shorter are staged: a copy of their own costs as much as the CPU takes for so many bytes. (Longer
-/// ones stay in place though eight threads that pack 16 KiB pieces bring up to a third more of them to the device: they take
-/// five times the processors' time for that. Who wants it gathers the buffers' bytes as if they were pageable.)
+/// Pinned neighbours that are shorter are staged: a copy of their own costs as much as the CPU takes for so many bytes.
 const STAGE_BELOW: usize = 2 << 10;
+/// Pinned neighbours on the device that are shorter are all packed where so many threads can do it: eight bring pieces of
+/// 16 KiB at 0.75 to 0.88 of the link's rate, and batches of them from where they are come at 0.5 to 0.8, by whatever number of
+/// threads (those of 64 KiB at 0.95 and more).
+const PACK_BELOW: usize = 32 << 10;
+const PACK_WITH: usize = 6;
+/// Bytes of the first and of the last segments where several threads are at it. At the start the wire, or the threads, wait for
+/// the first ones, and at the end there is nothing to be done beside the last ones: with segments of full length at both ends
+/// a gather of 256 MiB takes a tenth longer.
+const FIRST: usize = 256 << 10;
 /// What a piece may lose to its place in a segment.
 const SLACK: usize = 64;
 
@@ -143,7 +154,7 @@ impl<B: Lend> fmt::Debug for Gathered<B> {
 impl CopyQueue {
     /// Copies many pieces of host memory, pinned or not, to device memory. The calling thread, with helpers of the queue's
     /// where there is much to do ([`QueueOptions::packers`](crate::QueueOptions::packers)), packs them into segments of `pool`
-    /// of 1 MiB at most, those that are neighbours on the device into one copy, while earlier segments are on the wire. Each
+    /// of 2 MiB at most, those that are neighbours on the device into one copy, while earlier segments are on the wire. Each
     /// thread uses three segments at most at a time; the call waits where these are on the wire, or where the pool or the
     /// queue has no room. When this returns all bytes have been read, and the last of them are on their way: the handle says
     /// when they are there.
@@ -171,8 +182,18 @@ impl CopyQueue {
         self.gather(pool, pieces)?.wait().map(drop)
     }
 
-    /// Copies many buffers to device memory: large ones from where they are, in batches; neighbours of less than 2 KiB by
-    /// way of a segment of `pool`, which is faster. The buffers are lent until the handle gives them back.
+    /// Copies many buffers to device memory, by the way that is fastest for what they are. The buffers are lent until the handle
+    /// gives them back.
+    ///
+    /// - Those whose places follow at even distances on both sides, in the order of the call, as blocks of a cache: from where
+    ///   they are, as rows of rectangles.
+    /// - Shorter ones than 2 KiB that are neighbours on the device: packed into segments of `pool`.
+    /// - Shorter ones than 32 KiB, nearly all of them neighbours on the device, 12 MiB together at least: packed by several
+    ///   threads as in [`gather`](Self::gather), where the queue has six packers or more and the pool has a segment to spare.
+    /// - All others from where they are, in batches; of thousands several threads push a part each.
+    ///
+    /// To have pinned pieces stay where they are in any case, [push](Self::upload) them; to have them packed in any case, pass
+    /// their bytes to [`gather`](Self::gather).
     ///
     /// # Errors
     /// With the buffers that have not been pushed, in their order: [`Error::Empty`] for a buffer without bytes; as for
@@ -183,44 +204,60 @@ impl CopyQueue {
         pool: &Pool,
         pieces: Vec<(B, DeviceSlice)>,
     ) -> Result<Gathered<B>, SubmitError<Vec<(B, DeviceSlice)>>> {
-        let planned = (|| {
-            if pieces.iter().any(|(buf, _)| buf.bytes().is_empty()) {
+        // What was staged; and for each piece whether it stays in place, unless that is the same for all.
+        let staged = (|| {
+            let bytes: Vec<&[u8]> = pieces.iter().map(|(buf, _)| buf.bytes()).collect();
+            if bytes.iter().any(|bytes| bytes.is_empty()) {
                 return Err(Error::Empty);
             }
             if !pieces.iter().all(|(buf, _)| buf.serves(self.device().context())) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
-            let sizes = pieces.iter().map(|(buf, target)| (buf.bytes().len(), target, true));
-            let call = self.checked(pool, sizes)?;
-            let bytes: Vec<&[u8]> = pieces.iter().map(|(buf, _)| buf.bytes()).collect();
-            let plan = Plan::new(&call.pieces, call.limits);
-            let parts = Parts::Segments(&plan.segments);
-            let places = Staging::new(self, pool, &call.memories, parts).pack(call.hands, &bytes)?;
-            Ok((plan, places))
+            let sizes = bytes.iter().zip(&pieces).map(|(bytes, (_, target))| (bytes.len(), target, true));
+            let mut call = self.checked(pool, sizes)?;
+            if call.shortest < STAGE_BELOW {
+                let plan = Plan::new(&call.pieces, call.limits);
+                let mut in_place = vec![false; pieces.len()];
+                plan.in_place.iter().for_each(|copy| in_place[copy.piece] = true);
+                let parts = Parts::Segments(&plan.segments);
+                let places = Staging::new(self, pool, &call.memories, parts).pack(call.hands, &bytes)?;
+                return Ok((places, Stay::Some(in_place)));
+            }
+            if are_rows(&call.pieces, &bytes) || !self.can_pack(pool, &mut call) {
+                return Ok((Vec::new(), Stay::All));
+            }
+            call.pieces.iter_mut().for_each(|piece| piece.in_place = false);
+            (call.hands, call.limits) = self.share_of(pool, call.bytes);
+            let pack =
+                |parts: Parts<'_>| Staging::new(self, pool, &call.memories, parts).pack(call.hands, &bytes);
+            call.staged(pack).map(|places| (places, Stay::None))
         })();
-        let (plan, places) = match planned {
-            Ok(planned) => planned,
+        let (places, stay) = match staged {
+            Ok(staged) => staged,
             Err(error) => return Err(SubmitError::refused(error, pieces)),
         };
-        let mut in_place = vec![false; pieces.len()];
-        plan.in_place.iter().for_each(|copy| in_place[copy.piece] = true);
-        let mut values = Vec::with_capacity(pieces.len());
-        let mut left = pieces.into_iter().zip(in_place);
-        while let Some(((buf, target), in_place)) = left.next() {
-            if !in_place {
-                values.push(Value::Back(buf));
-                continue;
+        let in_place = match stay {
+            Stay::None => {
+                let values = pieces.into_iter().map(|(buf, _)| Value::Back(buf)).collect();
+                return Ok(Gathered { values, places, done: 0, waker: None });
             }
-            match self.upload(buf, &target) {
-                Ok(flight) => values.push(Value::Flight(flight)),
-                Err(SubmitError { error, buffer }) => {
-                    let rest =
-                        buffer.map(|buf| (buf, target)).into_iter().chain(left.map(|(piece, _)| piece));
-                    return Err(SubmitError { error, buffer: Some(rest.collect()) });
-                }
+            Stay::All => vec![true; pieces.len()],
+            Stay::Some(in_place) => in_place,
+        };
+        let push = |((buf, target), in_place): ((B, DeviceSlice), bool)| {
+            if !in_place {
+                return Ok(Value::Back(buf));
+            }
+            self.upload(buf, &target)
+                .map(Value::Flight)
+                .map_err(|SubmitError { error, buffer }| (error, buffer.map(|buf| ((buf, target), in_place))))
+        };
+        match push_each(self, pieces.into_iter().zip(in_place).collect(), push) {
+            Ok(values) => Ok(Gathered { values, places, done: 0, waker: None }),
+            Err((error, back)) => {
+                Err(SubmitError { error, buffer: Some(back.into_iter().map(|(piece, _)| piece).collect()) })
             }
         }
-        Ok(Gathered { values, places, done: 0, waker: None })
     }
 
     /// Copies many ranges of device memory to borrowed memory, pinned or not, each as many bytes as its target has, and
@@ -238,8 +275,10 @@ impl CopyQueue {
         call.staged(|parts| Staging::new(self, pool, &call.memories, parts).unpack(call.hands, &targets))
     }
 
-    /// Copies many ranges of device memory into buffers, in batches. When all have landed the handle gives the buffers
-    /// back, each as long as its range.
+    /// Copies many ranges of device memory into buffers, in batches, or as rows where places follow at even distances; of
+    /// thousands several threads push a part each. When all have landed the handle gives the buffers back, each as long as its
+    /// range. (Where helpers are free and short ranges are neighbours on the device,
+    /// [`scatter_blocking`](Self::scatter_blocking) into the buffers' bytes may be faster.)
     ///
     /// # Errors
     /// With the pieces that have not been pushed, in their order: as for [`download`](Self::download). Those that were
@@ -249,18 +288,44 @@ impl CopyQueue {
         &self,
         pieces: Vec<(DeviceSlice, L)>,
     ) -> Result<Gathered<L::Landed>, SubmitError<Vec<(DeviceSlice, L)>>> {
-        let mut values = Vec::with_capacity(pieces.len());
-        let mut left = pieces.into_iter();
-        while let Some((source, landing)) = left.next() {
-            match self.download(&source, landing) {
-                Ok(flight) => values.push(Value::Flight(flight)),
-                Err(SubmitError { error, buffer }) => {
-                    let rest = buffer.map(|landing| (source, landing)).into_iter().chain(left);
-                    return Err(SubmitError { error, buffer: Some(rest.collect()) });
-                }
-            }
+        let push = |(source, landing): (DeviceSlice, L)| {
+            self.download(&source, landing)
+                .map(Value::Flight)
+                .map_err(|SubmitError { error, buffer }| (error, buffer.map(|landing| (source, landing))))
+        };
+        match push_each(self, pieces, push) {
+            Ok(values) => Ok(Gathered { values, places: Vec::new(), done: 0, waker: None }),
+            Err((error, back)) => Err(SubmitError { error, buffer: Some(back) }),
         }
-        Ok(Gathered { values, places: Vec::new(), done: 0, waker: None })
+    }
+
+    /// Whether all of a call's pinned pieces had better be packed: they are short, and neighbours on the device, so that few
+    /// copies remain; and there are threads enough to pack faster than the driver takes so many, and segments.
+    fn can_pack(&self, pool: &Pool, call: &mut Call<'_>) -> bool {
+        let (hands, limits) = self.share_of(pool, call.bytes);
+        // Their buffers may be all that the pool has: then there is nothing to wait for.
+        let has_room = || pool.try_checkout(limits.segment).is_ok();
+        if hands + 1 < PACK_WITH || call.longest >= PACK_BELOW || !has_room() {
+            return false;
+        }
+        let order = plan::order(&call.pieces);
+        let meet = |pair: &[usize]| {
+            let (a, b) = (&call.pieces[pair[0]], &call.pieces[pair[1]]);
+            a.memory == b.memory && a.device.checked_add(a.len as u64) == Some(b.device)
+        };
+        let neighbours = order.windows(2).filter(|pair| meet(pair)).count();
+        let packs = neighbours >= order.len() / 4 * 3;
+        call.order = Some(order);
+        packs
+    }
+
+    /// Helpers that are worth it for so many bytes that are staged, and the limits of their segments.
+    fn share_of(&self, pool: &Pool, staged: usize) -> (usize, Limits) {
+        let hands = staging::hands(staged, self.helpers());
+        // Several for each thread, so that the wire has something soon, and all end at about the same time.
+        let part = if hands > 0 { staged / (hands + 1) / 4 } else { SEGMENT };
+        let segment = part.clamp(SHARED, SEGMENT).min(pool.longest() / 2).max(1);
+        (hands, Limits { segment, stage_below: STAGE_BELOW })
     }
 
     /// Checks the pieces (bytes, device memory, whether in place), and decides how they are staged.
@@ -276,7 +341,7 @@ impl CopyQueue {
         }
         let most = pieces.size_hint().0;
         let (mut checked, mut memories) = (Vec::with_capacity(most), Vec::with_capacity(most));
-        let (mut staged, mut longest) = (0_usize, 0);
+        let (mut staged, mut total, mut longest, mut shortest) = (0_usize, 0_usize, 0, usize::MAX);
         for (len, memory, in_place) in pieces {
             if !memory.is_of(context) {
                 return Err(wrong());
@@ -287,18 +352,39 @@ impl CopyQueue {
             if !in_place || len < STAGE_BELOW {
                 staged = staged.saturating_add(len);
             }
-            longest = longest.max(len);
+            total = total.saturating_add(len);
+            (longest, shortest) = (longest.max(len), shortest.min(len));
             let (device, number) = (memory.address(), memory.allocation_number());
             checked.push(Piece { device, memory: number, len, in_place });
             memories.push(memory);
         }
-        let hands = staging::hands(staged, self.helpers());
-        // Several for each thread, so that the wire has something soon, and all end at about the same time.
-        let part = if hands > 0 { staged / (hands + 1) / 4 } else { SEGMENT };
-        let segment = part.clamp(SHARED, SEGMENT).min(pool.longest() / 2).max(1);
-        let limits = Limits { segment, stage_below: STAGE_BELOW };
-        Ok(Call { pieces: checked, memories, limits, longest, hands })
+        let (hands, limits) = self.share_of(pool, staged);
+        Ok(Call { pieces: checked, memories, limits, bytes: total, longest, shortest, hands, order: None })
     }
+}
+
+/// Which of a call's pinned pieces stay where they are.
+enum Stay {
+    None,
+    All,
+    Some(Vec<bool>),
+}
+
+/// Whether pinned pieces, in their order, are mostly rows of rectangles, which the driver copies at full speed from where they
+/// are.
+fn are_rows(pieces: &[Piece], bytes: &[&[u8]]) -> bool {
+    let far = |i: usize| {
+        let (host, next) = (bytes[i].as_ptr().addr(), bytes[i + 1].as_ptr().addr());
+        let (there, then) = (pieces[i].device, pieces[i + 1].device);
+        (next.wrapping_sub(host), then.wrapping_sub(there), host < next && there < then)
+    };
+    let even = |i: &usize| {
+        bytes[*i].len() == bytes[i + 1].len()
+            && bytes[*i].len() == bytes[i + 2].len()
+            && far(*i).2
+            && far(*i) == far(i + 1)
+    };
+    (0..pieces.len().saturating_sub(2)).filter(even).count() >= pieces.len() / 4 * 3
 }
 
 /// A call's pieces, checked.
@@ -306,10 +392,14 @@ struct Call<'a> {
     pieces: Vec<Piece>,
     memories: Vec<&'a DeviceSlice>,
     limits: Limits,
-    /// Bytes of the longest piece.
+    bytes: usize,
+    /// Bytes of the longest piece and of the shortest.
     longest: usize,
+    shortest: usize,
     /// Helpers that are worth it.
     hands: usize,
+    /// That of the device, once it is known.
+    order: Option<Vec<usize>>,
 }
 
 impl Call<'_> {
@@ -320,8 +410,16 @@ impl Call<'_> {
         if self.longest.saturating_add(SLACK) > limits.segment {
             return run(Parts::Segments(&Plan::new(pieces, *limits).segments));
         }
-        let order = plan::order(pieces);
-        let groups = plan::groups(pieces, &order, limits.segment);
+        let order = self.order.as_ref().map_or_else(|| Cow::Owned(plan::order(pieces)), Cow::Borrowed);
+        let threads = self.hands + 1;
+        let groups = plan::groups(pieces, &order, |before, left| {
+            if self.hands == 0 {
+                return limits.segment;
+            }
+            // Round by round twice as long, and at the end half of what is left for each thread.
+            let part = (FIRST + before / threads).min((left / threads / 2).max(FIRST));
+            part.min(limits.segment)
+        });
         let room = |i: &usize| pieces[*i].len + SLACK;
         let longest = if groups.len() > 1 {
             limits.segment

@@ -99,17 +99,28 @@ pub fn order(pieces: &[Piece]) -> Vec<usize> {
     order
 }
 
-/// Cuts an order into groups, each of which fits into one segment whatever the gaps; a piece that is longer is a group.
+/// Cuts an order into groups, each of which fits into a segment of so many bytes whatever the gaps; a piece that is longer is
+/// a group. How long a segment is may depend on how many bytes are in the groups before, and how many are not.
 #[must_use]
-pub fn groups(pieces: &[Piece], order: &[usize], segment: usize) -> Vec<Range<usize>> {
-    let (mut groups, mut start, mut filled) = (Vec::new(), 0, 0_usize);
+pub fn groups(
+    pieces: &[Piece],
+    order: &[usize],
+    segment: impl Fn(usize, usize) -> usize,
+) -> Vec<Range<usize>> {
+    let mut left = order.iter().fold(0_usize, |sum, &i| sum.saturating_add(pieces[i].len));
+    let (mut groups, mut start, mut filled, mut before, mut bytes) = (Vec::new(), 0, 0_usize, 0_usize, 0);
+    let mut most = segment(0, left);
     for (n, &i) in order.iter().enumerate() {
-        let room = pieces[i].len.saturating_add(ALIGN - 1);
-        if n > start && filled.saturating_add(room) > segment {
+        let len = pieces[i].len;
+        let room = len.saturating_add(ALIGN - 1);
+        if n > start && filled.saturating_add(room) > most {
             groups.push(start..n);
-            (start, filled) = (n, 0);
+            (before, left) = (before.saturating_add(bytes), left.saturating_sub(bytes));
+            most = segment(before, left);
+            (start, filled, bytes) = (n, 0, 0);
         }
         filled = filled.saturating_add(room);
+        bytes = bytes.saturating_add(len);
     }
     if start < order.len() {
         groups.push(start..order.len());
@@ -278,9 +289,14 @@ mod tests {
             let limits = Limits { segment, stage_below };
             let plan = Plan::new(&all, limits);
             prop_assert_eq!(plan.check(&all, limits), Ok(()));
-            // And group by group, each of which fits.
+            // And group by group, each of which fits; the first and last ones are shorter.
             let (order, mut whole) = (order(&all), Plan::default());
-            for group in groups(&all, &order, segment) {
+            let total: usize = all.iter().map(|piece| piece.len).sum();
+            let ramp = |before: usize, left: usize| {
+                assert_eq!(before + left, total, "what is behind and what is to come");
+                (segment / 4 + before / 3).min((left / 6).max(segment / 4)).clamp(1, segment)
+            };
+            for group in groups(&all, &order, ramp) {
                 let part = Plan::of(&all, &order[group.clone()], limits);
                 prop_assert!(part.segments.len() <= 1 || group.len() == 1, "{:?}", group);
                 whole.segments.extend(part.segments);

@@ -4,7 +4,7 @@
 //! fills it, pushes its copies and goes on with another one, or waits for its copies and empties it. A thread has a few
 //! segments on the wire and waits for its oldest before it takes one more. So a call of any length uses a bounded part of
 //! the pool, and the same segments again and again, which are in the processors' caches still: memory has to bear the reading
-//! of the pieces alone.
+//! of the pieces alone, or the writing: that is done past the caches, which need not read first what is overwritten.
 //!
 //! Where the pieces are many and short each thread plans for its own segments, so that nobody waits for a plan of the whole.
 //!
@@ -13,15 +13,17 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::plan::{Copy, Limits, Piece, Plan, Segment};
+use super::plan::{Copy, Limits, Move, Piece, Plan, Segment};
 use crate::buffer::PinnedBuf;
 use crate::buffer::sealed::Lend as _;
+use crate::copy::pipeline::stores::{self, Stores};
 use crate::copy::queue::CopyQueue;
 use crate::device::memory::DeviceSlice;
 use crate::device::{DevicePtr, Transfer};
@@ -29,8 +31,8 @@ use crate::error::{Error, Result};
 use crate::pool::Pool;
 use crate::stream::awaited::Place;
 
-/// Segments of a thread that are on the wire while it is at another one. (With three, or with segments of twice the size, the
-/// caches hold fewer of them, and a fifth of the rate is gone: measured with 8 threads beside an H200.)
+/// Segments of a thread that are on the wire before it waits for the first of them. (With one the wire is idle while that one is
+/// emptied or filled, and half of the rate is gone; with three it is no faster. Measured with 8 threads beside an H200.)
 const AHEAD: usize = 2;
 /// Bytes that are worth a thread: in less time than that takes it would hardly be awake.
 const WORTH: usize = 2 << 20;
@@ -242,12 +244,39 @@ impl<'a> Staging<'a> {
 
 /// Makes a segment's moves. What lies between them is zero.
 fn fill(buf: &mut PinnedBuf, segment: &Segment, pieces: &[&[u8]]) -> Result<()> {
-    for step in &segment.moves {
+    let bytes = |step: &Move| &pieces[step.piece][step.from..step.from + step.len];
+    for (n, step) in segment.moves.iter().enumerate() {
+        if let Some(next) = segment.moves.get(n + 1) {
+            announce(bytes(next));
+        }
         buf.try_resize(step.at, 0)?;
-        buf.try_extend_from_slice(&pieces[step.piece][step.from..step.from + step.len])?;
+        buf.try_extend_from_slice(bytes(step))?;
     }
     Ok(())
 }
+
+/// Has the processor fetch the beginnings of the pages of a piece that is copied next: it goes on by itself within a page, and
+/// stops at each page's end.
+fn announce(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for page in bytes.chunks(PAGE) {
+        for line in 0..LINES {
+            // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
+            unsafe {
+                std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                    page.as_ptr().wrapping_add(line * 64).cast(),
+                );
+            }
+        }
+    }
+    let _ = bytes;
+}
+
+/// What the processor fetches ahead within, and the lines of it that set it going.
+#[cfg(target_arch = "x86_64")]
+const PAGE: usize = 4096;
+#[cfg(target_arch = "x86_64")]
+const LINES: usize = 4;
 
 /// Where the pieces of a scatter go: borrowed memory, no byte of which is in two of them.
 pub(super) struct Targets<'a> {
@@ -275,7 +304,14 @@ impl<'a> Targets<'a> {
             debug_assert!(step.from + step.len <= len, "a move leaves its piece");
             // SAFETY: within the segment, by the caller's word, and within the target, by the plan; the target is borrowed
             // exclusively, and no other move has the same bytes.
-            unsafe { std::ptr::copy_nonoverlapping(from.add(step.at), target.add(step.from), step.len) };
+            let (from, to) = unsafe {
+                (
+                    std::slice::from_raw_parts(from.add(step.at), step.len),
+                    std::slice::from_raw_parts_mut(target.add(step.from).cast::<MaybeUninit<u8>>(), step.len),
+                )
+            };
+            // Not read first: with eight threads memory is the limit, and a quarter of the rate is gained.
+            stores::copy(from, to, Stores::Streaming);
         }
     }
 }

@@ -88,7 +88,7 @@ mod job;
 mod plan;
 mod source;
 mod stats;
-mod stores;
+pub(super) mod stores;
 mod trace;
 mod transfer;
 mod window;

@@ -31,7 +31,7 @@ pub enum Stores {
 const SHORT: usize = 4096;
 
 /// Copies `from` to `to`, which is as long: all of it is initialised then.
-pub(super) fn copy(from: &[u8], to: &mut [MaybeUninit<u8>], stores: Stores) {
+pub(in crate::copy) fn copy(from: &[u8], to: &mut [MaybeUninit<u8>], stores: Stores) {
     assert_eq!(from.len(), to.len(), "as long");
     #[cfg(target_arch = "x86_64")]
     if stores == Stores::Streaming && from.len() >= SHORT {

@@ -57,7 +57,7 @@ const MOST: usize = 256;
 /// Bytes after which a batch ends; and after which one to the device ends that has as many copies as it takes.
 const MOST_BYTES: usize = 4 << 20;
 const ENOUGH: (usize, usize) = (64, 1 << 20);
-/// Copies of one lane that a batch takes before it looks at the next lane.
+/// Copies of one lane that a batch takes before it looks at the next lane, unless they are rows of a rectangle.
 const TURN: usize = 64;
 /// Batches in flight up to which a pushing thread submits by itself, while the queue's thread sleeps.
 const DIRECT: u32 = 4;
@@ -469,6 +469,12 @@ impl Flow {
     }
 }
 
+/// Whether three copies are at even distances.
+fn are_rows(a: &Piece, b: &Piece, c: &Piece) -> bool {
+    let distance = a.transfer.distance(&b.transfer);
+    distance.is_some() && distance == b.transfer.distance(&c.transfer)
+}
+
 fn find_runs(pieces: &[Piece], runs: &mut Vec<Run>) {
     runs.clear();
     for (at, piece) in pieces.iter().enumerate() {
@@ -557,8 +563,9 @@ impl Desk {
         batch: &mut Vec<Piece>,
     ) -> bool {
         let mut bytes = 0;
-        let is_full = |copies, bytes| {
-            copies >= MOST || bytes >= MOST_BYTES || writes && copies >= ENOUGH.0 && bytes >= ENOUGH.1
+        let is_full = |copies, bytes, rows: &dyn Fn() -> bool| {
+            let enough = writes && copies >= ENOUGH.0 && bytes >= ENOUGH.1;
+            copies >= MOST || bytes >= MOST_BYTES || enough && !rows()
         };
         loop {
             let there = self.rest | filled.lanes();
@@ -575,9 +582,21 @@ impl Desk {
                     if taken.is_empty() {
                         lanes[at].take(filled, at, taken);
                     }
-                    let (most, before) = (taken.len().min(TURN), batch.len());
+                    let before = batch.len();
                     let mut turn = 0;
-                    while turn < most && !is_full(before + turn, bytes) {
+                    // Rows of a rectangle, the more the better.
+                    let rows = |turn: usize| {
+                        let piece = |n: usize| if n < before { batch.get(n) } else { taken.get(n - before) };
+                        let n = before + turn;
+                        match (n.checked_sub(2).and_then(piece), n.checked_sub(1).and_then(piece), piece(n)) {
+                            (Some(a), Some(b), Some(c)) => are_rows(a, b, c),
+                            _ => false,
+                        }
+                    };
+                    while turn < taken.len()
+                        && (turn < TURN || rows(turn))
+                        && !is_full(before + turn, bytes, &|| rows(turn))
+                    {
                         bytes += taken[turn].transfer.len();
                         turn += 1;
                     }
@@ -587,7 +606,11 @@ impl Desk {
                     } else {
                         self.rest |= 1 << at;
                     }
-                    if is_full(batch.len(), bytes) {
+                    let goes_on = || match (&batch[..], taken.front()) {
+                        ([.., a, b], Some(c)) => are_rows(a, b, c),
+                        _ => false,
+                    };
+                    if is_full(batch.len(), bytes, &goes_on) {
                         self.next = (at + 1) % lanes.len();
                         return true;
                     }

@@ -1,13 +1,13 @@
-//! The copy queue: many threads push small copies, one or two submit them in batches.
+//! The copy queue: many threads push small copies, a few submit them in batches.
 //!
 //! A small copy costs the caller of the driver microseconds, and sixteen callers at once wait for each other: 32 us a
 //! call, measured, and no more copies in all than one of them gets. Pushed to a queue a copy costs its caller the time to
 //! put it into a list, and the driver is called once for all that has come in from all threads
 //! (`cuMemcpyBatchAsync` where there is one).
 //!
-//! One thread submits in each direction some 2 to 2.5 million copies a second, all of its time being the driver's. Where
-//! there are processors enough the queue has a second thread with streams of its own, which is used, and awake, only
-//! while the first has more than it can submit.
+//! One thread submits some 1.3 to 2.5 million copies a second, all of its time being the driver's. Where there are processors
+//! enough the queue has a second and a third thread with streams of their own, which are used, and awake, only while the
+//! first has more than it can submit.
 //!
 //! # Files
 //!
@@ -46,8 +46,16 @@ use crate::sync::{Own, yield_now};
 const DEPTH: usize = 1024;
 /// Lanes of a direction at most.
 const LANES: usize = 64;
-/// On machines with fewer processors one thread submits. (One can submit some 2.5 million copies a second.)
+/// On machines with fewer processors one thread submits, or two. (The driver takes 1.3 to 2.5 million copies of 4 KiB a second
+/// from one thread, and a third to a half more from each of two others; from four no more than from three.)
 const FEW: usize = 8;
+const MANY: usize = 12;
+/// Copies of so many bytes bring the link to its speed from one stream, or two: the device takes turns between streams, which
+/// costs more than a second thread gains. (64 KiB in batches of 64 by 1, 2, 3 threads: up 0.92, 0.95, 0.94, down 0.96, 0.93,
+/// 0.94 of the link.)
+const LONG: usize = 32 << 10;
+const LONG_UP: usize = 2;
+const LONG_DOWN: usize = 1;
 /// Threads of a queue at most.
 const THREADS: usize = 8;
 /// Copies that a thread pushes to one flow under load before it turns to another.
@@ -78,7 +86,7 @@ fn number() -> usize {
     })
 }
 
-/// Many threads' small copies, submitted in batches by one or two: [`Device::copy_queue`]. Cloning gives another handle to
+/// Many threads' small copies, submitted in batches by a few: [`Device::copy_queue`]. Cloning gives another handle to
 /// the same queue.
 ///
 /// [`upload`](Self::upload) and [`download`](Self::download) take what they touch, as those of a [`Stream`] do, push the
@@ -158,7 +166,8 @@ impl QueueOptions {
         self
     }
 
-    /// How many threads submit at most, 1 to 8. By default 1 on machines with less than 8 processors, else 2. All but the
+    /// How many threads submit at most, 1 to 8. By default 1 on machines with less than 8 processors, 2 with less
+    /// than 12, else 3. All but the
     /// first work, and are awake, only while there is more than those before can submit. A stepped device has none.
     #[must_use]
     pub fn threads(mut self, threads: usize) -> Self {
@@ -198,8 +207,8 @@ struct Inner {
     crew: Crew,
 }
 
-/// A direction: a flow for each of the queue's threads.
-struct Way(Vec<Side>);
+/// A direction: a flow for each of the queue's threads, and how many of these long copies are spread over.
+struct Way(Vec<Side>, usize);
 
 /// A flow, as it is pushed to.
 struct Side {
@@ -209,7 +218,8 @@ struct Side {
 }
 
 impl Device {
-    /// A queue for many small copies. Makes two streams and a thread, or twice as many of each (from 8 processors on): make it at start-up, and share it.
+    /// A queue for many small copies. Makes two streams and a thread, or two or three times as many of each (from 8 and
+    /// from 12 processors on): make it at start-up, and share it.
     ///
     /// # Errors
     /// What the driver says, the device's loss; [`Error::Unavailable`] where no thread can be started.
@@ -231,7 +241,8 @@ impl Device {
             _ if is_stepped => 1,
             Some(threads) => threads.clamp(1, THREADS),
             None if processors < FEW => 1,
-            None => 2,
+            None if processors < MANY => 2,
+            None => 3,
         };
         let packers = match packers {
             _ if is_stepped => 1,
@@ -247,7 +258,8 @@ impl Device {
                 let line = |lane| Arc::new(Line { flow: flow.clone(), lane });
                 Ok(Side { lines: (0..lanes as u32).map(line).collect(), stream, flow })
             };
-            bells.iter().map(side).collect::<Result<_>>().map(Way)
+            let sides = bells.iter().map(side).collect::<Result<_>>()?;
+            Ok(Way(sides, if writes { LONG_UP } else { LONG_DOWN }))
         };
         let inner =
             Inner { up: way(true)?, down: way(false)?, bells: bells.clone(), crew: Crew::new(packers - 1) };
@@ -336,9 +348,9 @@ fn may_wait() -> bool {
 }
 
 impl Way {
-    /// Where this thread pushes its next copy: the first flow, until more comes in there than goes out.
-    fn side(&self) -> &Side {
-        let sides = &self.0;
+    /// Where this thread pushes its next copy, of so many bytes: the first flow, until more comes in there than goes out.
+    fn side(&self, len: usize) -> &Side {
+        let sides = if len < LONG { &self.0[..] } else { &self.0[..self.0.len().min(self.1)] };
         if sides.len() == 1 || !sides[0].flow.is_pressed() {
             return &sides[0];
         }
@@ -474,7 +486,7 @@ impl CopyQueue {
         part: impl RangeBounds<usize>,
         dst: impl DeviceRange,
     ) -> Result<InFlight<B>, SubmitError<B>> {
-        let side = self.0.up.side();
+        let side = self.0.up.side(src.bytes().len());
         let pushed = (|| {
             let dst = side.own(dst)?;
             if !src.serves(side.flow.timeline().context()) {
@@ -526,7 +538,8 @@ impl CopyQueue {
         src: impl DeviceRange,
         mut landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
-        let side = self.0.down.side();
+        let src = range::Sealed::resolve(src);
+        let side = self.0.down.side(src.as_ref().map_or(0, DeviceSlice::len));
         let checked = side.own(src).and_then(|src| {
             let (target, capacity) = landing.target(&side.stream)?;
             if src.len() > capacity {
@@ -589,7 +602,8 @@ impl CopyQueue {
         lend: impl Fn() -> Lent,
     ) -> Result<Vec<Place>> {
         let downloads = matches!(copies.first(), Some((Transfer::Download { .. }, _)));
-        let side = if downloads { self.0.down.side() } else { self.0.up.side() };
+        let longest = copies.iter().map(|(transfer, _)| transfer.len()).max().unwrap_or(0);
+        let side = if downloads { self.0.down.side(longest) } else { self.0.up.side(longest) };
         let timeline = side.flow.timeline();
         if timeline.forked() {
             return Err(Error::Forked);

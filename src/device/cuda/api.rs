@@ -40,6 +40,30 @@ pub(crate) struct CUmemcpyAttributes {
     pub(crate) flags: c_uint,
 }
 
+/// cuda.h's `CUDA_MEMCPY2D`: rows of so many bytes at even distances (pitches), each side in host or device memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct CUDA_MEMCPY2D {
+    pub(crate) source: Side2D,
+    pub(crate) target: Side2D,
+    pub(crate) width: usize,
+    pub(crate) height: usize,
+}
+
+/// One side of it. (In cuda.h these are fields of the whole.)
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Side2D {
+    pub(crate) x: usize,
+    pub(crate) y: usize,
+    /// `CU_MEMORYTYPE_HOST` or `CU_MEMORYTYPE_DEVICE`.
+    pub(crate) kind: c_uint,
+    pub(crate) host: *mut c_void,
+    pub(crate) device: CUdeviceptr,
+    pub(crate) array: *mut c_void,
+    pub(crate) pitch: usize,
+}
+
 /// Names the library to load in place of `libcuda.so.1`.
 const PATH: &str = "PINPOOL_LIBCUDA";
 /// The oldest driver that the calls below are known to work with, as `cuDriverGetVersion` counts.
@@ -159,6 +183,8 @@ table! {
         *const CUdeviceptr, *const CUdeviceptr, *const usize, usize,
         *mut CUmemcpyAttributes, *mut usize, usize, CUstream,
     );
+    /// A rectangle.
+    copy_rows = "cuMemcpy2DAsync_v2": fn(*const CUDA_MEMCPY2D, CUstream);
     /// 12.0. A stream's number, which no other stream of the process has or had.
     stream_id = "cuStreamGetId": fn(CUstream, *mut u64);
     /// 11.3, of which CUDA 13 has no declaration any more: status, id, graph, dependencies and how many.

@@ -6,13 +6,15 @@
 //! differ in whether it says where it failed. That place is not used: after an error nobody knows which copies of the
 //! batch were submitted, so each is submitted again by itself. A copy that runs twice writes the same bytes twice, since
 //! its source is not written meanwhile; and then each error is its own copy's.
+//!
+//! Copies that are the rows of a rectangle are taken out first, and go by a call of their own (`rows.rs`).
 
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
 
 use super::api::{CUdeviceptr, CUmemcpyAttributes, Code};
-use super::{Cuda, stream};
+use super::{Cuda, rows, stream};
 use crate::device::{Driver, StreamHandle, Transfer};
 use crate::error::{Error, Result};
 
@@ -55,6 +57,18 @@ impl Lists {
     }
 }
 
+/// Whether a call for all of these settles them: it was taken, or nothing will be taken any more.
+fn settled(said: Result<()>, transfers: &[Transfer], failed: &mut dyn FnMut(usize, Error)) -> bool {
+    match said {
+        Ok(()) => true,
+        Err(error) if error.is_sticky() => {
+            (0..transfers.len()).for_each(|place| failed(place, error.clone()));
+            true
+        }
+        Err(_) => false,
+    }
+}
+
 impl Cuda {
     /// As [`Driver::copy_many`].
     ///
@@ -66,23 +80,46 @@ impl Cuda {
         transfers: &[Transfer],
         failed: &mut dyn FnMut(usize, Error),
     ) {
+        let mut from = 0;
+        while from < transfers.len() {
+            let (part, is_rectangle) = rows::part(transfers, from);
+            from = part.end;
+            let (first, part) = (part.start, &transfers[part]);
+            let mut failed = |place, error| failed(first + place, error);
+            // SAFETY: the caller's word.
+            let done = is_rectangle
+                && unsafe { self.try_rows(handle, part) }
+                    .is_some_and(|said| settled(said, part, &mut failed));
+            if !done {
+                // SAFETY: as above.
+                unsafe { self.copy_part(handle, part, &mut failed) };
+            }
+        }
+    }
+
+    /// The same for copies that are no rectangle.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn copy_part(
+        &self,
+        handle: StreamHandle,
+        transfers: &[Transfer],
+        failed: &mut dyn FnMut(usize, Error),
+    ) {
         // A batch of one would cost more than a copy. What is within the host is a host function's.
         let batched = transfers.len() > 1
             && !transfers.iter().any(|transfer| matches!(transfer, Transfer::OnHost { .. }))
             // SAFETY: the caller's word.
-            && unsafe { self.try_batch(handle, transfers) }.is_some_and(|submitted| match submitted {
-                Ok(()) => true,
-                Err(error) if error.is_sticky() => {
-                    (0..transfers.len()).for_each(|place| failed(place, error.clone()));
-                    true
-                }
-                Err(error) => {
-                    tracing::debug!(
+            && unsafe { self.try_batch(handle, transfers) }.is_some_and(|said| {
+                match &said {
+                    Err(error) if !error.is_sticky() => tracing::debug!(
                         target: "pinpool::stream", device = &*self.name, %error, copies = transfers.len(),
                         "a batch was refused: its copies go one by one"
-                    );
-                    false
+                    ),
+                    _ => (),
                 }
+                settled(said, transfers, failed)
             });
         if batched {
             return;

@@ -34,6 +34,7 @@ mod graph;
 mod host;
 mod memory;
 mod pointers;
+mod rows;
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};

@@ -84,10 +84,12 @@
 //! | BAT-3 | submits a batch to a stream that is captured | 900, and the capture goes on |
 //! | BAT-4 | has a copy in a batch write where another one reads or writes | they run, in an order that nobody knows |
 //! | BAT-5 | has a copy in a batch without attributes, or attributes that do not exist | 1 |
+//! | ROW-1 | has a pitch be shorter than a row, longer than the device can, or of memory of no known kind | 1 |
 //! | ARG-1 | passes null where something is written | 1 |
 //!
 //! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. Its bytes are taken
-//! during the call, and there when the call returns, as the driver manual has it ("API synchronization behavior"). After a
+//! during the call, and there when the call returns, as the driver manual has it ("API synchronization behavior"). A rectangle
+//! that reaches beyond one allocation or registered range is refused and counted as a note, ROWS. After a
 //! sticky error every call that touches the context gives its code, and what was queued never runs.
 //!
 //! # Where drivers differ
@@ -137,6 +139,7 @@ mod hostfn;
 mod others;
 mod pointers;
 mod pools;
+mod rows;
 #[path = "../../control.rs"]
 mod shared;
 mod streams;
