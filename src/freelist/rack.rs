@@ -176,7 +176,15 @@ impl Rack {
         let mut booked = 0;
         for hook in self.hooks.get().into_iter().flat_map(|hooks| hooks.iter()) {
             // Looked at first, as in `enter`.
-            if hook.booked.load(Ordering::Relaxed) > 0 && hook.enter(EMPTY) {
+            if hook.booked.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            #[cfg(pinpool_planted = "unbook_in_use")]
+            if hook.state.load(Ordering::Relaxed) != FULL {
+                booked += hook.unbook();
+                continue;
+            }
+            if hook.enter(EMPTY) {
                 booked += hook.unbook();
                 hook.leave(EMPTY);
             }
