@@ -228,36 +228,51 @@ fn one_thread_uses_more_pools_by_turns_than_it_has_at_hand() {
     assert_eq!(pools[3].stats().misses, first, "a hit, though another pool was used in between");
 }
 
-#[test]
-fn what_flows_one_way_is_bounded_and_comes_round() {
+/// One thread checks out, another returns, so many together; lengths follow each other, so that what is kept of the last
+/// is in the way of the next.
+fn flow_one_way(together: usize, lens: &[usize]) {
     const CACHE: usize = 1 << 20;
-    const LEN: usize = 8 << 10;
     let device = late();
     let pool = builder(&device).capacity(64 << 20).initial(64 << 20).thread_cache(CACHE).build().unwrap();
     pool.wait_pinned(None).unwrap();
-    let (give, take) = mpsc::sync_channel::<Vec<PinnedBuf>>(4);
-    let total = rounds(400);
+    let (give, take) = mpsc::sync_channel::<Vec<PinnedBuf>>(400 / together);
+    let total = rounds(40_000).div_ceil(together);
     std::thread::scope(|scope| {
         let pool = &pool;
         scope.spawn(move || {
-            for _ in 0..total {
-                give.send((0..100).map(|_| pool.checkout(LEN).unwrap()).collect()).unwrap();
+            for len in lens {
+                for _ in 0..total {
+                    give.send((0..together).map(|_| pool.checkout(*len).unwrap()).collect()).unwrap();
+                }
             }
         });
         scope.spawn(move || {
-            for bufs in take {
+            for (at, bufs) in take.into_iter().enumerate() {
                 drop(bufs);
-                // Two threads and what lies between them.
-                let cached = pool.stats().cached_bytes;
-                assert!(cached <= 2 * CACHE + 4 * CACHE, "{cached} bytes are cached");
+                if at % (100 / together) == 0 {
+                    // Two threads and what lies between them.
+                    let cached = pool.stats().cached_bytes;
+                    assert!(cached <= 2 * CACHE + 4 * CACHE, "{cached} bytes are cached");
+                }
+                if at % (5000 / together) == 0 {
+                    pool.check().unwrap();
+                }
             }
         });
     });
     let stats = pool.stats();
-    assert_eq!(stats.checkouts, total as u64 * 100);
+    assert_eq!(stats.checkouts, (lens.len() * total * together) as u64);
     // Batches come round between the two threads: few checkouts find nothing at hand.
     assert!(stats.misses <= stats.checkouts / 4, "{stats:?}");
     settled(&pool, &[]);
+}
+
+#[test]
+fn what_flows_one_way_is_bounded_and_comes_round() {
+    flow_one_way(100, &[8 << 10]);
+    flow_one_way(1, &[8 << 10]);
+    // More classes than what lies between threads has room for.
+    flow_one_way(100, &[2000, 3000, 4000, 5000, 6000, 8000, 10_000, 12_000, 14_000, 16_000, 18_000, 20_000]);
 }
 
 #[test]

@@ -2,7 +2,8 @@
 //!
 //! It shows what each part costs, and what is left when all that makes the pool safe to share is gone. Parts overlap in the
 //! processor, so a part costs less where others are still there. The copy is one of the stores that the patterns run on,
-//! so the same is known of a pair at a time (`floor`) and of 64 live buffers (`live_parts`).
+//! so the same is known of a pair at a time (`floor`) and of 64 live buffers (`live_parts`). [`super::relay`] has one thread
+//! take and another give (`cross_thread_return`).
 
 use std::cell::Cell;
 use std::ptr::null;
@@ -50,8 +51,14 @@ struct Shard {
 
 /// What is known of a segment.
 #[repr(align(32))]
-struct Slot {
+pub struct Slot {
     base: AtomicPtr<u8>,
+}
+
+impl Slot {
+    pub fn new(base: *mut u8) -> Self {
+        Self { base: AtomicPtr::new(base) }
+    }
 }
 
 thread_local! {
@@ -71,12 +78,83 @@ pub struct Out {
     written: usize,
 }
 
+// SAFETY: two addresses and two numbers, of no thread's own.
+unsafe impl Send for Out {}
+
 /// A thread's shard, full, with all that hangs on it.
 pub struct Owned {
     shard: Box<Shard>,
     _stacks: Vec<Box<[AtomicPtr<u8>]>>,
     _slots: Vec<Slot>,
     _memory: Vec<Vec<u8>>,
+}
+
+impl Owned {
+    /// This thread's from here on, with the topmost of each list found without a subtraction; `limit` each.
+    fn new(lists: &[(usize, Vec<*mut u8>)], limit: usize) -> Self {
+        let mut cells: [List; CLASSES] = std::array::from_fn(|_| List {
+            stack: AtomicPtr::new(std::ptr::null_mut()),
+            came: AtomicU64::new(0),
+            went: AtomicU64::new(0),
+            limit: AtomicU64::new(limit as u64),
+        });
+        let mut stacks = Vec::new();
+        for (list, at) in lists {
+            let rest = std::iter::repeat_n(null::<u8>().cast_mut(), limit - at.len());
+            let stack: Box<[AtomicPtr<u8>]> = [null::<u8>().cast_mut()]
+                .into_iter()
+                .chain(at.iter().copied())
+                .chain(rest)
+                .map(AtomicPtr::new)
+                .collect();
+            cells[*list].stack = AtomicPtr::new(stack.as_ptr().cast_mut());
+            cells[*list].came = AtomicU64::new(at.len() as u64);
+            stacks.push(stack);
+        }
+        let shard = Box::new(Shard {
+            pass: AtomicPtr::new((&raw const POOL).cast_mut()),
+            busy: AtomicU32::new(0),
+            requested: AtomicU64::new(0),
+            returned: AtomicU64::new(0),
+            lists: cells,
+        });
+        CURRENT.set(&raw const *shard);
+        Self { shard, _stacks: stacks, _slots: Vec::new(), _memory: Vec::new() }
+    }
+
+    /// One with room for so many of a class, and nothing in it.
+    pub fn empty(list: usize, limit: usize) -> Self {
+        Self::new(&[(list, Vec::new())], limit)
+    }
+
+    /// How many are in a list.
+    pub fn count(&self, list: usize) -> usize {
+        let List { came, went, .. } = &self.shard.lists[list];
+        came.load(Relaxed).wrapping_sub(went.load(Relaxed)) as usize
+    }
+
+    /// Puts these into a list that has room for them.
+    pub fn fill(&self, list: usize, from: impl ExactSizeIterator<Item = *mut u8>) {
+        let List { stack, came, limit, .. } = &self.shard.lists[list];
+        let count = self.count(list) as u64;
+        let more = from.len() as u64;
+        assert!(count + more <= limit.load(Relaxed));
+        for (at, place) in (count as usize + 1..).zip(from) {
+            // SAFETY: the stack has that many places, and one.
+            unsafe { &*stack.load(Relaxed).add(at) }.store(place, Relaxed);
+        }
+        add(came, more);
+    }
+
+    /// Takes so many off a list that has them.
+    pub fn drain(&self, list: usize, count: usize) -> impl Iterator<Item = *mut u8> {
+        let List { stack, went, .. } = &self.shard.lists[list];
+        let have = self.count(list);
+        assert!(count <= have);
+        add(went, count as u64);
+        // SAFETY: as above.
+        (have - count + 1..=have).map(|at| unsafe { &*stack.load(Relaxed).add(at) }.load(Relaxed))
+    }
 }
 
 /// The copy with these parts.
@@ -111,54 +189,10 @@ impl<const PARTS: u32> Copied<PARTS> {
         }
         result
     }
-}
 
-impl<const PARTS: u32> Store for Copied<PARTS> {
-    type Local = Owned;
-    type Buf = Out;
-
-    fn local(&self) -> Owned {
-        let memory: Vec<Vec<u8>> = self.sizes.iter().map(|len| vec![0; (len + 64) * EACH + 64]).collect();
-        let bases = |size: usize| {
-            let start: *const u8 = memory[size].as_ptr();
-            let start = start.cast_mut().wrapping_add(start.align_offset(64));
-            (0..EACH).map(move |i| start.wrapping_add((self.sizes[size] + 64) * i))
-        };
-        let slots: Vec<Slot> =
-            (0..self.sizes.len()).flat_map(bases).map(|at| Slot { base: AtomicPtr::new(at) }).collect();
-        let mut stacks = Vec::new();
-        let mut lists: [List; CLASSES] = std::array::from_fn(|_| List {
-            stack: AtomicPtr::new(std::ptr::null_mut()),
-            came: AtomicU64::new(0),
-            went: AtomicU64::new(0),
-            limit: AtomicU64::new(EACH as u64),
-        });
-        for (size, list) in self.lists.iter().enumerate() {
-            let slots = slots[size * EACH..][..EACH].iter();
-            let at: Vec<*mut u8> = match PARTS & SLOT {
-                0 => bases(size).collect(),
-                _ => slots.map(|slot| std::ptr::from_ref(slot).cast_mut().cast()).collect(),
-            };
-            // The topmost is found without a subtraction.
-            let stack: Box<[AtomicPtr<u8>]> =
-                [std::ptr::null_mut()].into_iter().chain(at).map(AtomicPtr::new).collect();
-            lists[*list].stack = AtomicPtr::new(stack.as_ptr().cast_mut());
-            lists[*list].came = AtomicU64::new(EACH as u64);
-            stacks.push(stack);
-        }
-        let shard = Box::new(Shard {
-            pass: AtomicPtr::new((&raw const POOL).cast_mut()),
-            busy: AtomicU32::new(0),
-            requested: AtomicU64::new(0),
-            returned: AtomicU64::new(0),
-            lists,
-        });
-        CURRENT.set(&raw const *shard);
-        Owned { shard, _stacks: stacks, _slots: slots, _memory: memory }
-    }
-
+    /// A hit, if there is one.
     #[inline(always)]
-    fn take(&self, local: &mut Owned, size: usize) -> Out {
+    pub fn try_take(&self, local: &Owned, size: usize) -> Option<Out> {
         let len = self.sizes[size];
         let list = match PARTS & CLASS {
             0 => self.lists[size],
@@ -180,20 +214,21 @@ impl<const PARTS: u32> Store for Copied<PARTS> {
                 add(&shard.requested, len as u64);
             }
             Some(at)
-        });
-        let at = at.expect("there are more than are out");
+        })?;
         let base = match PARTS & SLOT {
             0 => at,
-            // SAFETY: a slot, which `local` keeps.
+            // SAFETY: a slot, which is kept by whoever filled the lists.
             _ => unsafe { &*at.cast::<Slot>() }.base.load(Relaxed),
         };
         // SAFETY: ours, and longer than 0.
         unsafe { touch(base) };
-        Out { pool, at, tag: (len as u64) << 8 | list as u64, written: 0 }
+        Some(Out { pool, at, tag: (len as u64) << 8 | list as u64, written: 0 })
     }
 
+    /// A return, if the list has room.
     #[inline(always)]
-    fn give(&self, local: &mut Owned, Out { pool, at, tag, written }: Out) {
+    pub fn try_give(&self, local: &Owned, out: Out) -> Result<(), Out> {
+        let Out { pool, at, tag, written } = out;
         debug_assert_eq!(written, 0);
         let kept = Self::inside(local, pool, |shard| {
             // SAFETY: as above.
@@ -211,7 +246,44 @@ impl<const PARTS: u32> Store for Copied<PARTS> {
             }
             Some(())
         });
-        kept.expect("there is room for all");
+        kept.ok_or(Out { pool, at, tag, written })
+    }
+}
+
+impl<const PARTS: u32> Store for Copied<PARTS> {
+    type Local = Owned;
+    type Buf = Out;
+
+    fn local(&self) -> Owned {
+        let memory: Vec<Vec<u8>> = self.sizes.iter().map(|len| vec![0; (len + 64) * EACH + 64]).collect();
+        let bases = |size: usize| {
+            let start: *const u8 = memory[size].as_ptr();
+            let start = start.cast_mut().wrapping_add(start.align_offset(64));
+            (0..EACH).map(move |i| start.wrapping_add((self.sizes[size] + 64) * i))
+        };
+        let slots: Vec<Slot> =
+            (0..self.sizes.len()).flat_map(bases).map(|at| Slot { base: AtomicPtr::new(at) }).collect();
+        let stacks: Vec<(usize, Vec<*mut u8>)> = (self.lists.iter().enumerate())
+            .map(|(size, list)| {
+                let slots = slots[size * EACH..][..EACH].iter();
+                let at = match PARTS & SLOT {
+                    0 => bases(size).collect(),
+                    _ => slots.map(|slot| std::ptr::from_ref(slot).cast_mut().cast()).collect(),
+                };
+                (*list, at)
+            })
+            .collect();
+        Owned { _slots: slots, _memory: memory, ..Owned::new(&stacks, EACH) }
+    }
+
+    #[inline(always)]
+    fn take(&self, local: &mut Owned, size: usize) -> Out {
+        self.try_take(local, size).expect("there are more than are out")
+    }
+
+    #[inline(always)]
+    fn give(&self, local: &mut Owned, out: Out) {
+        self.try_give(local, out).map_err(|_| ()).expect("there is room for all");
     }
 }
 

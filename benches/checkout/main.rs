@@ -21,7 +21,7 @@
 //! | `checkout_return_64_live` | `pair.rs` | the same while the thread has 64 buffers of eight sizes: one, chosen at random, is replaced |
 //! | `alike_64_live` | `pair.rs` | likewise, all of 64 KiB |
 //! | `live_parts` | `pair.rs` | the same by parts: over the plain figure, with and without random order and several sizes, beside a bare stack and beside nothing |
-//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns; between them a queue, alone in `bare_token`; and the same 64 at a time |
+//! | `cross_thread_return` | `relay.rs` | one thread checks out, another returns, one at a time and by 64; beside it handing over alone, and bare copies of what is to be done, part by part |
 //! | `churn_65536` | `churn.rs` | as the first with 4 KiB, where 65,536 segments were out and a random half was returned, and in bursts that outrun what a thread caches |
 //! | `first_of_a_class` | `runs.rs` | a checkout that has to cut a new run, beside the system call that a page costs |
 //! | `hand_over` | `waiting.rs` | two threads wait for one segment by turns, beside a mutex and a condition variable |
@@ -45,6 +45,7 @@ mod floor;
 #[path = "../measure/mod.rs"]
 mod measure;
 mod pair;
+mod parts;
 mod relay;
 mod runs;
 mod stores;
@@ -132,13 +133,12 @@ fn main() {
 
     let first_and_last: &[usize] = if most > 1 { &[1, most] } else { &[1] };
     type Make = Box<dyn Fn() -> Vec<Contender>>;
-    let all: [(&str, Make, &[usize], u64); 10] = [
+    let all: [(&str, Make, &[usize], u64); 9] = [
         ("checkout_return", Box::new(move || pair::contenders(Work::Pair, most)), &threads, 1),
         ("floor", Box::new(floor::contenders), &[1], 1),
         ("checkout_return_64_live", Box::new(move || pair::contenders(Work::Live, most)), &threads, 1),
         ("alike_64_live", Box::new(move || pair::contenders(Work::Alike, most)), &threads, 1),
         ("live_parts", Box::new(pair::live_parts), first_and_last, 1),
-        ("cross_thread_return", Box::new(relay::contenders), &[2], 1),
         ("churn_65536", Box::new(churn::churned), &[1], 1),
         ("first_of_a_class", Box::new(runs::contenders), &[1], 100),
         ("hand_over", Box::new(waiting::contenders), &[2], 20),
@@ -166,6 +166,9 @@ fn main() {
     }
     for group in &groups {
         table(group, quick);
+    }
+    if measure::wanted("cross_thread_return") {
+        relay::table(quick);
     }
     if measure::wanted("tails") {
         for &n in &threads {

@@ -20,7 +20,6 @@ use std::time::Instant;
 
 use super::queue::{self, Grant};
 use super::{Core, Depot, Fresh, Wake, lease};
-use crate::freelist::rack::HOOKS;
 use crate::freelist::{Roster, Shard, Slot, list_of, listed, mode};
 use crate::segment::{Class, Placement};
 use crate::sync::Ordering;
@@ -63,7 +62,6 @@ impl Depot {
         if count == 0 {
             return None;
         }
-        self.racked.fetch_sub((count as usize * class.stride()) as u64, Ordering::Relaxed);
         let slot = held.take(class, len);
         drop(held);
         if !rest.is_empty() {
@@ -242,23 +240,133 @@ impl Depot {
         self.take_down(core) || any
     }
 
-    /// Takes down what hangs in racks. Where owners are at it meanwhile, what they have in their hands just then is left.
-    /// `false` if there was nothing.
+    /// Takes down what hangs in racks, with what it booked. Where owners are at it meanwhile, what they have in their hands just
+    /// then is left. `false` if there was nothing.
     fn take_down(&self, core: &mut Core) -> bool {
         let mut any = false;
         for (class, rack) in listed().zip(&self.racks) {
-            // As many as there are hooks: others may hang up more all the time.
-            for _ in 0..HOOKS {
-                let chain = rack.take_chain();
-                if chain.is_empty() {
-                    break;
+            let (chain, booked) = rack.strip();
+            any |= !chain.is_empty();
+            if booked > 0 {
+                self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Relaxed);
+            }
+            // SAFETY: what hangs in a rack is free and alive.
+            unsafe { core.arena.give_chain(chain) };
+        }
+        any
+    }
+
+    /// Takes away what empty hooks have booked, for who is refused. `false` if that was nothing.
+    pub(super) fn unbook(&self) -> bool {
+        let mut any = false;
+        // Tells at once where nothing is booked, or may be.
+        if self.racked.load(Ordering::Relaxed) > 0 {
+            for (class, rack) in listed().zip(&self.racks) {
+                let booked = rack.unbook_idle();
+                if booked > 0 {
+                    self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Relaxed);
+                    any = true;
                 }
-                any = true;
-                self.racked.fetch_sub((chain.len() as usize * class.stride()) as u64, Ordering::Relaxed);
-                // SAFETY: what hangs in a rack is free and alive.
-                unsafe { core.arena.give_chain(chain) };
             }
         }
         any
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::ptr::NonNull;
+    use std::sync::Arc;
+
+    use super::list_of;
+    use crate::depot::{Depot, DepotConfig, Fresh, Reach, Take};
+    use crate::region::RegionId;
+    use crate::segment::Class;
+
+    const BYTES: usize = 1 << 20;
+
+    fn depot(shared_cache: usize) -> Arc<Depot> {
+        let depot = Depot::new(
+            DepotConfig {
+                capacity: BYTES,
+                thread_cache: 64 << 10,
+                shared_cache,
+                largest: BYTES - 32,
+                step: 0,
+                timeless: true,
+                serves: Vec::new(),
+                track: false,
+            },
+            None,
+        );
+        let base = NonNull::new(std::ptr::without_provenance_mut(BYTES)).unwrap();
+        // SAFETY: the arena only does arithmetic on it.
+        unsafe { depot.add_extent(RegionId(0), base, BYTES, true) };
+        depot
+    }
+
+    fn take(depot: &Depot, len: usize) -> Fresh {
+        let want = depot.place(len, 64).unwrap();
+        if let Some(fresh) = Class::of(len).and_then(|class| depot.hit(class, len)) {
+            return fresh;
+        }
+        match depot.try_take(want, Reach::Idle).unwrap() {
+            Take::Got(fresh) => fresh,
+            Take::Empty => panic!("there is enough"),
+        }
+    }
+
+    /// Takes so many, and returns them all: more than a shard keeps goes to the rack.
+    fn burst(depot: &Depot, len: usize, count: usize) {
+        let out: Vec<Fresh> = (0..count).map(|_| take(depot, len)).collect();
+        // SAFETY: ours, and nothing uses them.
+        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+        depot.check(|_, _| ()).unwrap();
+    }
+
+    fn hanging(depot: &Depot, len: usize) -> usize {
+        let mut count = 0;
+        depot.racks[list_of(Class::of(len).unwrap())].for_each(|_| count += 1);
+        count
+    }
+
+    fn end(depot: &Arc<Depot>) {
+        depot.close();
+        assert_eq!(depot.outstanding(), 0);
+    }
+
+    #[test]
+    fn what_hangs_between_threads_stays_within_its_bound() {
+        const LEN: usize = 4096;
+        for shared in [0, 10_000, 40_000, 1 << 20] {
+            let depot = depot(shared);
+            burst(&depot, LEN, 100);
+            let hangs = hanging(&depot, LEN) * (LEN + 64);
+            assert!(hangs <= shared, "{hangs} bytes of at most {shared}");
+            assert_eq!(hangs > 0, shared > 0, "a list has few segments here, so that a batch of them fits");
+            // Some hooks are emptied, and filled again.
+            burst(&depot, LEN, 100);
+            assert!(hanging(&depot, LEN) * (LEN + 64) <= shared);
+            end(&depot);
+        }
+    }
+
+    #[test]
+    fn bookings_that_nobody_uses_are_for_others() {
+        const LEN: usize = 4096;
+        const OTHER: usize = 8192;
+        let depot = depot(40_000);
+        burst(&depot, LEN, 100);
+        let hung = hanging(&depot, LEN);
+        // All of it out: the hooks are empty, and what they have booked leaves no room for others.
+        assert!(hung * (LEN + 64) + OTHER + 64 > 40_000);
+        let out: Vec<Fresh> = (0..100).map(|_| take(&depot, LEN)).collect();
+        assert_eq!(hanging(&depot, LEN), 0);
+        burst(&depot, OTHER, 40);
+        assert!(hanging(&depot, OTHER) > 0, "the others' bookings were in the way");
+        // SAFETY: ours, and nothing uses them.
+        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+        depot.check(|_, _| ()).unwrap();
+        end(&depot);
     }
 }

@@ -40,6 +40,7 @@ mod queue;
 mod raw;
 mod waiting;
 
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
@@ -97,8 +98,8 @@ pub(crate) struct Depot {
     number: u64,
     config: DepotConfig,
     racks: Vec<Rack>,
-    /// Bytes that hang in racks. A sum, not a signal: every access is relaxed.
-    racked: AtomicU64,
+    /// Bytes that racks have booked: no fewer than hang there. A sum, not a signal: every access is relaxed.
+    racked: crossbeam::utils::CachePadded<AtomicU64>,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
     me: Weak<Self>,
@@ -195,7 +196,7 @@ impl Depot {
             number,
             regions,
             racks: listed().map(|_| Rack::new()).collect(),
-            racked: AtomicU64::new(0),
+            racked: crossbeam::utils::CachePadded::new(AtomicU64::new(0)),
             joint: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
@@ -513,15 +514,23 @@ impl Depot {
 
     /// Leaves some of a shard's segments on a rack, as long as racks hold no more than their share.
     fn hang_up(&self, class: Class, held: &mut Held<'_>, count: u32) -> bool {
-        let bytes = |count: u32| (count as usize * class.stride()) as u64;
+        let (rack, stride) = (&self.racks[list_of(class)], class.stride() as u64);
+        let refused = Cell::new(false);
         // Booked beforehand, so that all together stay within the bound.
-        let within = self.racked.fetch_add(bytes(count), Ordering::Relaxed) + bytes(count)
-            <= self.config.shared_cache as u64;
-        let hung = if within { held.hang_up(class, count, &self.racks[list_of(class)]) } else { 0 };
-        if hung < count {
-            self.racked.fetch_sub(bytes(count - hung), Ordering::Relaxed);
+        let book = |more: u32| {
+            let bytes = u64::from(more) * stride;
+            let sum = self.racked.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            refused.set(sum > self.config.shared_cache as u64);
+            if refused.get() {
+                self.racked.fetch_sub(bytes, Ordering::Relaxed);
+            }
+            !refused.get()
+        };
+        if held.hang_up(class, count, rack, book) > 0 {
+            return true;
         }
-        hung > 0
+        // What is booked may be for classes that nobody uses any more.
+        refused.get() && self.unbook() && held.hang_up(class, count, rack, book) > 0
     }
 
     /// Marks a segment as never to be reused. It stays taken for good.
@@ -715,8 +724,18 @@ impl Depot {
                 return Err(format!("a shard caches {bytes} bytes of at most {}", self.config.thread_cache));
             }
         }
+        let mut booked = 0;
         for (class, rack) in listed().zip(&self.racks) {
             rack.for_each(|slot| note(class, slot));
+            let Some(segments) = rack.booked() else {
+                return Err(format!("a rack of {class:?} has more on a hook than that has booked"));
+            };
+            booked += segments * class.stride() as u64;
+        }
+        let racked = self.racked.load(Ordering::Relaxed);
+        if racked != booked || racked > self.config.shared_cache as u64 {
+            let bound = self.config.shared_cache;
+            return Err(format!("racks have booked {booked} bytes, counted as {racked} of at most {bound}"));
         }
         if let Some(error) = twice {
             return Err(error);

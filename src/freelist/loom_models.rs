@@ -6,12 +6,13 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 
 use loom::thread::spawn;
 
 use super::shard::Put;
 use super::*;
-use crate::sync::{Mutex, UnsafeCell, model, step};
+use crate::sync::{Mutex, Ordering, UnsafeCell, model, step};
 
 /// Segments outside of any list, numbered by what their slots have as the run.
 struct Segments {
@@ -54,6 +55,16 @@ impl Segments {
         number
     }
 
+    /// Takes a batch down and uses each of its segments. Their numbers.
+    fn take_down(&self, rack: &Rack, hint: usize) -> Vec<usize> {
+        let mut found = Vec::new();
+        rack.take(hint, |batch| {
+            let slots = batch.iter().map(|slot| NonNull::new(slot.load(Ordering::Relaxed)).unwrap());
+            found.extend(slots.map(|slot| self.write(slot)));
+        });
+        found
+    }
+
     /// A batch of these.
     fn batch<'a>(&'a self, numbers: &'a [usize]) -> impl ExactSizeIterator<Item = *mut Slot> + 'a {
         numbers.iter().map(|&i| self.at(i).as_ptr())
@@ -84,20 +95,20 @@ fn loom_rack_hands_over() {
                     segments.write(segments.at(i));
                 }
                 step();
-                assert!(rack.put(0, segments.batch(numbers)), "there are hooks for all");
+                assert!(rack.put(0, segments.batch(numbers), |_| true), "there are hooks for all");
             })
         };
         let givers = [give(&[0, 1]), give(&[2])];
         let mut found = Vec::new();
         for _ in 0..2 {
             step();
-            rack.take(1, |slot| found.push(segments.write(slot)));
+            found.extend(segments.take_down(&rack, 1));
         }
         for giver in givers {
             giver.join().unwrap();
         }
         assert_eq!(rack.count(), 3 - found.len());
-        while rack.take(0, |slot| found.push(segments.write(slot))) > 0 {}
+        found.extend(segments.unlink(rack.strip().0));
         found.sort_unstable();
         assert_eq!(found, [0, 1, 2]);
     });
@@ -108,8 +119,8 @@ fn loom_rack_recycles() {
     model("rack: two take and put back", 3, || {
         let segments = Segments::new(3);
         let rack = Arc::new(Rack::new());
-        assert!(rack.put(0, segments.batch(&[0, 1])));
-        assert!(rack.put(0, segments.batch(&[2])));
+        assert!(rack.put(0, segments.batch(&[0, 1]), |_| true));
+        assert!(rack.put(0, segments.batch(&[2]), |_| true));
         // Takes a batch, turns it round and puts it back; keeps it where all hooks looked taken. Both begin at the same
         // hook, or they would never meet.
         let turn = || {
@@ -118,10 +129,10 @@ fn loom_rack_recycles() {
                 let mut kept = Vec::new();
                 for _ in 0..2 {
                     step();
-                    let mut numbers = Vec::new();
-                    rack.take(0, |slot| numbers.insert(0, segments.write(slot)));
+                    let mut numbers = segments.take_down(&rack, 0);
+                    numbers.reverse();
                     step();
-                    if !numbers.is_empty() && !rack.put(0, segments.batch(&numbers)) {
+                    if !numbers.is_empty() && !rack.put(0, segments.batch(&numbers), |_| true) {
                         kept.extend(numbers.iter().map(|&i| segments.write(segments.at(i))));
                     }
                 }
@@ -131,9 +142,44 @@ fn loom_rack_recycles() {
         let other = spawn(turn());
         let mut found = turn()();
         found.extend(other.join().unwrap());
-        while rack.take(0, |slot| found.push(segments.write(slot))) > 0 {}
+        found.extend(segments.unlink(rack.strip().0));
         found.sort_unstable();
         assert_eq!(found, [0, 1, 2]);
+    });
+}
+
+#[test]
+fn loom_rack_books() {
+    model("rack: one takes and puts back, another takes away what empty hooks have booked", 3, || {
+        // What is booked. Not the model's own: only to be summed up.
+        static SUM: StdAtomicU64 = StdAtomicU64::new(0);
+        let book = |n: u32| {
+            SUM.fetch_add(n.into(), StdOrdering::Relaxed);
+            true
+        };
+        SUM.store(0, StdOrdering::Relaxed);
+        let segments = Segments::new(2);
+        let rack = Arc::new(Rack::new());
+        assert!(rack.put(0, segments.batch(&[0, 1]), book));
+        let other = spawn({
+            let (segments, rack) = (segments.clone(), rack.clone());
+            move || {
+                let numbers = segments.take_down(&rack, 0);
+                step();
+                assert!(rack.put(0, segments.batch(&numbers[1..]), book), "nobody else hangs anything up");
+                numbers[0]
+            }
+        });
+        step();
+        SUM.fetch_sub(rack.unbook_idle().into(), StdOrdering::Relaxed);
+        let mut found = vec![other.join().unwrap()];
+        let booked = SUM.load(StdOrdering::Relaxed);
+        assert_eq!(rack.booked(), Some(booked), "what hangs is booked, and what is booked is known");
+        let (chain, stripped) = rack.strip();
+        assert_eq!(u64::from(stripped), booked);
+        found.extend(segments.unlink(chain));
+        found.sort_unstable();
+        assert_eq!(found, [0, 1]);
     });
 }
 

@@ -9,6 +9,10 @@
 //! itself; others go on to the next hook, so nobody waits for anybody. A rack has a fixed number of hooks, and what finds
 //! none free goes back to its runs under the depot's lock.
 //!
+//! All that hangs in racks has a bound, so each hook *books* what it holds. A booking stays when its batch is taken down,
+//! since the next one is coming: a sum that each batch changed twice would travel between the two threads as often as the
+//! hook itself. Who finds everything booked takes the bookings of empty hooks away ([`Rack::unbook_idle`]).
+//!
 //! Owners of shards touch racks inside the [`super::Gate`] only, so who has closed it finds no hook MOVING. Whoever takes
 //! batches back without closing it leaves what is MOVING where it is.
 
@@ -33,8 +37,10 @@ const FULL: u32 = 2;
 #[repr(align(128))]
 struct Hook {
     state: AtomicU32,
-    /// Belongs, with the slots, to whoever has made the hook MOVING; so these accesses are relaxed.
+    /// Belongs, with what follows, to whoever has made the hook MOVING; so these accesses are relaxed.
     count: AtomicU32,
+    /// Segments that there is leave to hang here: no fewer than do.
+    booked: AtomicU32,
     slots: [AtomicPtr<Slot>; BATCH],
 }
 
@@ -43,6 +49,7 @@ impl Hook {
         Self {
             state: AtomicU32::new(EMPTY),
             count: AtomicU32::new(0),
+            booked: AtomicU32::new(0),
             slots: std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())),
         }
     }
@@ -67,6 +74,13 @@ impl Hook {
         #[cfg(pinpool_planted = "rack_full_relaxed")]
         let order = Ordering::Relaxed;
         self.state.store(to, order);
+    }
+
+    /// Gives up the booking of an empty hook that is ours. How many segments it was for.
+    fn unbook(&self) -> u32 {
+        let booked = self.booked.load(Ordering::Relaxed);
+        self.booked.store(0, Ordering::Relaxed);
+        booked
     }
 
     fn slots(&self) -> &[AtomicPtr<Slot>] {
@@ -95,9 +109,14 @@ impl Rack {
         self.hooks.get_or_init(|| Box::new(std::array::from_fn(|_| Hook::new())))
     }
 
-    /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all hooks are taken. `hint` spreads
-    /// threads over the hooks.
-    pub(super) fn put<'a>(&self, hint: usize, batch: impl ExactSizeIterator<Item = *mut Slot> + 'a) -> bool {
+    /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all hooks are taken, or where the hook
+    /// has not booked so many and `book` refuses so many more. `hint` spreads threads over the hooks.
+    pub(super) fn put<'a>(
+        &self,
+        hint: usize,
+        batch: impl ExactSizeIterator<Item = *mut Slot> + 'a,
+        book: impl FnOnce(u32) -> bool,
+    ) -> bool {
         debug_assert!(batch.len() <= BATCH);
         let hooks = self.hooks();
         let Some(hook) =
@@ -105,14 +124,22 @@ impl Rack {
         else {
             return false;
         };
-        hook.count.store(batch.len() as u32, Ordering::Relaxed);
+        let (count, booked) = (batch.len() as u32, hook.booked.load(Ordering::Relaxed));
+        if count > booked {
+            if !book(count - booked) {
+                hook.leave(EMPTY);
+                return false;
+            }
+            hook.booked.store(count, Ordering::Relaxed);
+        }
+        hook.count.store(count, Ordering::Relaxed);
         hook.slots.iter().zip(batch).for_each(|(place, slot)| place.store(slot, Ordering::Relaxed));
         hook.leave(FULL);
         true
     }
 
-    /// Takes a batch down, and shows its segments one by one. How many there were; 0: there is no batch.
-    pub(super) fn take(&self, hint: usize, mut sink: impl FnMut(NonNull<Slot>)) -> u32 {
+    /// Takes a batch down, and shows it before anyone else may write there. How many there were; 0: there is no batch.
+    pub(super) fn take(&self, hint: usize, sink: impl FnOnce(&[AtomicPtr<Slot>])) -> u32 {
         let Some(hooks) = self.hooks.get() else { return 0 };
         let Some(hook) =
             (0..HOOKS).map(|i| &hooks[hint.wrapping_add(i) % HOOKS]).find(|hook| hook.enter(FULL))
@@ -120,18 +147,64 @@ impl Rack {
             return 0;
         };
         let slots = hook.slots();
-        slots.iter().filter_map(|slot| NonNull::new(slot.load(Ordering::Relaxed))).for_each(&mut sink);
         let count = slots.len() as u32;
+        sink(slots);
         hook.leave(EMPTY);
         count
     }
 
-    /// Takes a batch down as a chain. Empty: there is none.
-    pub(crate) fn take_chain(&self) -> Chain {
-        let mut chain = Chain::new();
-        // SAFETY: what hangs in a rack is alive, free and in no other list, and it was just taken down.
-        self.take(0, |slot| unsafe { chain.push(slot) });
-        chain
+    /// Takes all batches down as a chain, and gives up all bookings, but for hooks that others are at. The chain, and how many
+    /// segments were booked.
+    pub(crate) fn strip(&self) -> (Chain, u32) {
+        let (mut chain, mut booked) = (Chain::new(), 0);
+        for hook in self.hooks.get().into_iter().flat_map(|hooks| hooks.iter()) {
+            if hook.enter(FULL) {
+                for slot in hook.slots().iter().filter_map(|slot| NonNull::new(slot.load(Ordering::Relaxed)))
+                {
+                    // SAFETY: what hangs in a rack is alive, free and in no other list, and it was just taken down.
+                    unsafe { chain.push(slot) };
+                }
+                booked += hook.unbook();
+                hook.leave(EMPTY);
+            }
+        }
+        (chain, booked + self.unbook_idle())
+    }
+
+    /// Gives up the bookings of empty hooks. How many segments they were for.
+    pub(crate) fn unbook_idle(&self) -> u32 {
+        let mut booked = 0;
+        for hook in self.hooks.get().into_iter().flat_map(|hooks| hooks.iter()) {
+            // Looked at first, as in `enter`.
+            if hook.booked.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            #[cfg(pinpool_planted = "unbook_in_use")]
+            if hook.state.load(Ordering::Relaxed) != FULL {
+                booked += hook.unbook();
+                continue;
+            }
+            if hook.enter(EMPTY) {
+                booked += hook.unbook();
+                hook.leave(EMPTY);
+            }
+        }
+        booked
+    }
+
+    /// Segments that the hooks have booked; `None` where one has more than it booked. For `check()`, as `for_each`.
+    pub(crate) fn booked(&self) -> Option<u64> {
+        let mut sum = 0;
+        for hook in self.hooks.get().into_iter().flat_map(|hooks| hooks.iter()) {
+            // Acquire: pairs with the release in `leave`.
+            let full = hook.state.load(Ordering::Acquire) == FULL;
+            let booked = hook.booked.load(Ordering::Relaxed);
+            if full && hook.count.load(Ordering::Relaxed) > booked {
+                return None;
+            }
+            sum += u64::from(booked);
+        }
+        Some(sum)
     }
 
     /// Segments on the hooks. Exact only while nobody moves.

@@ -490,16 +490,21 @@ impl Held<'_> {
     }
 
     /// Leaves up to `count` segments, and no more than [`BATCH`], on a rack; which half of the list it is makes no
-    /// difference to who takes them. How many; 0: the rack is full, or the list empty.
-    pub(crate) fn hang_up(&mut self, class: Class, count: u32, rack: &Rack) -> u32 {
+    /// difference to who takes them. How many; 0: the rack is full, the list empty, or `book` refuses them.
+    pub(crate) fn hang_up(
+        &mut self,
+        class: Class,
+        count: u32,
+        rack: &Rack,
+        book: impl FnOnce(u32) -> bool,
+    ) -> u32 {
         let Some((cell, aside)) = self.both(class) else { return 0 };
         let (have, count) = (cell.count(), u64::from(count).min(BATCH as u64));
         let from = have.saturating_sub(count);
         // SAFETY: those that have slots.
         let batch = (from as usize..have as usize).map(|at| unsafe { cell.place(at as u64 + 1) });
-        if have == 0
-            || !rack.put(self.shard.number as usize, batch.map(|place| place.load(Ordering::Relaxed)))
-        {
+        let batch = batch.map(|place| place.load(Ordering::Relaxed));
+        if have == 0 || !rack.put(self.shard.number as usize, batch, book) {
             return 0;
         }
         add(&cell.went, have - from);
@@ -507,14 +512,22 @@ impl Held<'_> {
         (have - from) as u32
     }
 
-    /// Takes a batch off a rack into the list. How many; 0: there was none. What there is no room for comes with it.
+    /// Takes a batch off a rack into the list, all of it at once. How many; 0: there was none. What there is no room for comes
+    /// with it.
     pub(crate) fn take_down(&mut self, class: Class, rack: &Rack) -> (u32, Chain) {
         let mut rest = Chain::new();
         let Some((cell, aside)) = self.both(class) else { return (0, rest) };
-        let count = rack.take(self.shard.number as usize, |slot| {
-            if cell.push(slot) {
-                note(&aside.filled, 1);
-            } else {
+        let count = rack.take(self.shard.number as usize, |batch| {
+            let have = cell.count();
+            let room = cell.limit.load(Ordering::Relaxed).saturating_sub(have) as usize;
+            let (fits, over) = batch.split_at(room.min(batch.len()));
+            for (at, slot) in (have + 1..).zip(fits) {
+                // SAFETY: at most the limit, which the stack has places for.
+                unsafe { cell.place(at) }.store(slot.load(Ordering::Relaxed), Ordering::Relaxed);
+            }
+            add(&cell.came, fits.len() as u64);
+            note(&aside.filled, fits.len() as u64);
+            for slot in over.iter().filter_map(|slot| NonNull::new(slot.load(Ordering::Relaxed))) {
                 // SAFETY: it hung in the rack, so it is alive and free, and by now in no list.
                 unsafe { rest.push(slot) };
             }

@@ -1,0 +1,157 @@
+//! Making a pool: its stores, its first memory, and how its devices know that it keeps them open.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use super::{Inner, Pool, Store, WeakPool};
+use crate::config::{Plan, PoolBuilder};
+use crate::depot::{Depot, DepotConfig};
+use crate::device::holds::{HeldPool, Tenant};
+use crate::error::Result;
+use crate::region::{RegionInfo, RegionOptions, Regions};
+use crate::runtime::Device;
+use crate::telemetry::counters::ErrorTally;
+
+impl Store {
+    fn new(devices: &[Device], plan: &Plan, capacity: usize, step: usize, regions: Arc<Regions>) -> Self {
+        let config = DepotConfig {
+            capacity,
+            thread_cache: plan.thread_cache.min(capacity),
+            shared_cache: plan.shared_cache,
+            largest: plan.options.extent.min(capacity) - 32,
+            step,
+            timeless: devices[0].context().driver().stepped().is_some(),
+            serves: devices.iter().map(|d| d.context().id()).collect(),
+            track: plan.track,
+        };
+        Self { depot: Depot::new(config, Some(regions.clone())), regions }
+    }
+
+    /// Starts with so many bytes and waits for the first of them.
+    fn start(&self, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.depot.plan_bytes(bytes);
+        self.depot.pin(bytes);
+        let pinning = self.regions.wait(None, |p| p.ready > 0)?;
+        match pinning.error {
+            Some(error) if pinning.ready == 0 => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl PoolBuilder {
+    /// Builds the pool. Returns when its first extent is usable; the rest of what it starts with follows.
+    ///
+    /// # Errors
+    /// [`Error::Config`](crate::Error::Config) for settings that make no sense; what made pinning fail,
+    /// [`Error::MemLock`](crate::Error::MemLock) above all.
+    pub fn build(mut self) -> Result<Pool> {
+        let plan = self.plan()?;
+        self.devices[0].context().alive()?;
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
+        let name = self.name.take().unwrap_or_else(number);
+        let span =
+            tracing::info_span!(target: "pinpool::pool", "build", pool = name, capacity = self.capacity);
+        let _entered = span.enter();
+        // One call for all stores: whoever registered a region elsewhere does not care whose it is.
+        let before = self.before_unpin.take().map(Arc::new);
+        let numbers = Arc::new(AtomicU64::new(0));
+        let nodes = self.nodes();
+        // Pinned by the worker of a device on the node; by another's when all of those are lost.
+        let regions = |(node, devices): &(Option<u32>, Vec<usize>)| {
+            let before = before.clone();
+            let call =
+                before.map(|b| Box::new(move |info: &RegionInfo| b(info)) as crate::region::BeforeUnpin);
+            let options = RegionOptions { node: *node, ..plan.options };
+            let others =
+                self.devices.iter().enumerate().filter(|(n, _)| !devices.contains(n)).map(|(n, _)| n);
+            let others = devices[1..].iter().copied().chain(others);
+            let others = others.map(|n| Arc::downgrade(self.devices[n].context())).collect();
+            let first = self.devices[devices[0]].context().clone();
+            Regions::new(first, others, options, call, numbers.clone())
+        };
+        let proper = |node| Store::new(&self.devices, &plan, plan.capacity, plan.region, regions(node));
+        let main = proper(&nodes[0]);
+        let others = nodes[1..].iter().map(|node| {
+            let contexts = node.1.iter().map(|number| self.devices[*number].context().id()).collect();
+            (contexts, proper(node))
+        });
+        let others: Vec<(Vec<u64>, Store)> = others.collect();
+        let page = crate::os::page_size().max(crate::segment::PAGE);
+        let reserves = self.reserves.iter().map(|(name, bytes)| {
+            let bytes = bytes.next_multiple_of(page);
+            (name.clone(), Store::new(&self.devices, &plan, bytes, 0, regions(&nodes[0])), bytes)
+        });
+        let reserves: Vec<(String, Store, usize)> = reserves.collect();
+        let sizes: Vec<usize> = reserves.iter().map(|r| r.2).collect();
+        // From here on dropping the pool cleans up.
+        let pool = Pool(Arc::new(Inner {
+            main,
+            nodes: others,
+            reserves: reserves.into_iter().map(|(name, store, _)| (name, store)).collect(),
+            devices: std::mem::take(&mut self.devices),
+            name,
+            misses: AtomicU64::new(0),
+            slow: AtomicU64::new(0),
+            fallbacks: AtomicU64::new(0),
+            fallback_bytes: AtomicU64::new(0),
+            errors: ErrorTally::default(),
+            reported: parking_lot::Mutex::new(None),
+        }));
+        let tenant: Arc<dyn Tenant> = Arc::new(pool.resident());
+        pool.0.devices.iter().for_each(|device| device.enter(tenant.clone()));
+        for store in pool.growing() {
+            store.start(plan.initial)?;
+        }
+        for ((_, store), bytes) in pool.0.reserves.iter().zip(sizes) {
+            store.start(bytes)?;
+            // A reserve that is not there when it is needed is none.
+            if let Some(error) = store.regions.wait(None, |_| false)?.error {
+                return Err(error);
+            }
+        }
+        Ok(pool)
+    }
+}
+
+impl Pool {
+    fn resident(&self) -> Resident {
+        Resident {
+            name: self.name().to_owned(),
+            pool: self.downgrade(),
+            depots: self.depots().map(Arc::downgrade).collect(),
+        }
+    }
+}
+
+/// A pool as what keeps its devices open: by its handles all of them, after these by its memory those that made that.
+struct Resident {
+    name: String,
+    pool: WeakPool,
+    depots: Vec<Weak<Depot>>,
+}
+
+impl Tenant for Resident {
+    fn holds(&self, context: u64) -> Option<HeldPool> {
+        let open = self.pool.0.strong_count() > 0;
+        let depots = self.depots.iter().filter_map(Weak::upgrade).filter(|depot| !depot.forked());
+        let mut held =
+            HeldPool { name: self.name.clone(), open, buffers: 0, quarantined: 0, quarantined_bytes: 0 };
+        for depot in depots.filter(|depot| open || depot.keeps(context)) {
+            held.buffers += depot.outstanding();
+            let snapshot = depot.snapshot();
+            held.quarantined += snapshot.quarantined_segments;
+            held.quarantined_bytes += snapshot.quarantined;
+        }
+        // With neither, the worker has been told.
+        (open || held.buffers > 0).then_some(held)
+    }
+
+    fn is_gone(&self) -> bool {
+        self.depots.iter().all(|depot| depot.strong_count() == 0)
+    }
+}

@@ -1,0 +1,121 @@
+//! Checking out as a task: a future that waits in the queue, and leaves no trace when it is dropped.
+
+use std::fmt;
+use std::future::Future;
+use std::panic::Location;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use super::{Errand, Found, KeptErrand, Pool};
+use crate::buffer::PinnedBuf;
+use crate::depot::{Depot, Fresh, Outcome, Wake, Want};
+use crate::error::{Error, Result};
+
+/// The future of [`Pool::checkout_async`].
+#[derive(Debug)]
+#[must_use = "nothing happens until it is awaited"]
+pub struct Checkout(pub(super) CheckoutMany);
+
+impl Future for Checkout {
+    type Output = Result<PinnedBuf>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let bufs = std::task::ready!(Pin::new(&mut self.0).poll(cx));
+        Poll::Ready(bufs.and_then(|mut bufs| bufs.pop().ok_or(Error::ZeroLength)))
+    }
+}
+
+/// The future of [`Pool::checkout_many_async`]. Dropped before it is ready, it leaves the queue, and what it was granted
+/// meanwhile goes back.
+#[must_use = "nothing happens until it is awaited"]
+pub struct CheckoutMany {
+    pub(super) pool: Pool,
+    pub(super) errand: Option<Result<KeptErrand>>,
+    pub(super) waiting: Option<(Arc<Depot>, usize)>,
+    /// Wants for the pool proper, while memory for it is on its way.
+    pub(super) first: Option<Vec<Want>>,
+    pub(super) tags: Vec<Option<&'static str>>,
+    pub(super) site: &'static Location<'static>,
+}
+
+impl CheckoutMany {
+    fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<Fresh>>> {
+        let Some(errand) = self.errand.take() else { return Ok(None) };
+        let (first, number, wants) = errand?;
+        if wants.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
+        let pool = self.pool.clone();
+        let Some(store) = pool.stores().find(|s| s.depot.number() == number) else {
+            return Err(Error::Closed);
+        };
+        let errand = Errand { first, store, wants };
+        let growing = match pool.try_hard(&errand)? {
+            Found::Granted(granted) => return Ok(Some(granted)),
+            Found::Nothing { growing } => growing,
+        };
+        let depot = store.depot.clone();
+        let key = depot.join(errand.wants, Wake::Task(cx.waker().clone()), growing)?;
+        self.waiting = Some((depot, key));
+        self.first = errand.first;
+        Ok(None)
+    }
+}
+
+impl Future for CheckoutMany {
+    type Output = Result<Vec<PinnedBuf>>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let granted = std::task::ready!(self.poll_granted(cx));
+        let pool = &self.pool;
+        Poll::Ready(match granted {
+            Ok(granted) => Ok(pool.entered(granted, self.tags.iter().copied(), self.site)),
+            Err(error) => {
+                pool.failed(&error);
+                Err(error)
+            }
+        })
+    }
+}
+
+impl CheckoutMany {
+    fn poll_granted(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<Fresh>>> {
+        if let Some(granted) = self.start(cx).transpose() {
+            return Poll::Ready(granted);
+        }
+        let Some((depot, key)) = self.waiting.take() else {
+            return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
+        };
+        match depot.look(key, Some(cx.waker())) {
+            Outcome::Waiting => {
+                self.waiting = Some((depot.clone(), key));
+                let Some(first) = self.first.take() else { return Poll::Pending };
+                let (grown, over) = self.pool.take_grown(&first, cx.waker());
+                if let Some(granted) = grown {
+                    self.waiting = None;
+                    depot.leave(key, false);
+                    return Poll::Ready(Ok(granted));
+                }
+                self.first = (!over).then_some(first);
+                Poll::Pending
+            }
+            Outcome::Granted(granted) => Poll::Ready(Ok(granted)),
+            Outcome::Failed(error) => Poll::Ready(Err(error)),
+        }
+    }
+}
+
+impl Drop for CheckoutMany {
+    fn drop(&mut self) {
+        if let Some((depot, key)) = self.waiting.take() {
+            depot.leave(key, false);
+        }
+    }
+}
+
+impl fmt::Debug for CheckoutMany {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CheckoutMany").field("waiting", &self.waiting.is_some()).finish_non_exhaustive()
+    }
+}
