@@ -206,6 +206,13 @@ const STRETCH: u64 = 256 << 20;
 const LEAST: u64 = 64 << 20;
 /// Bytes after which the slower way is tried again: one stretch in as many costs less than a hundredth.
 const AGAIN: u64 = 64 << 30;
+/// The same where windows were found to be faster: reading may have been slow for a moment, when threads and segments were
+/// new. Four times as many each time that it is confirmed.
+const SOON: u64 = 2 << 30;
+/// Bytes that are enough to try a way again.
+const TRIAL: u64 = STRETCH / 4;
+/// By so much windows may still become faster after the first, which nothing else was registered beside.
+const HOPE: f64 = 2.0;
 /// By so much windows have to be faster: they are in everybody's way, and unregistering the last batch of a stretch is not
 /// a part of it.
 const MARGIN: f64 = 1.25;
@@ -214,16 +221,21 @@ const MARGIN: f64 = 1.25;
 ///
 /// The time from when somebody began with the first bytes of a stretch (for windows: before the first was registered) until
 /// the last of them arrived tells how fast that way is here and now. Where somebody paused (nothing begins or arrives for a
-/// while) a stretch ends early, and is measured again if it was too short to tell.
+/// while) a stretch ends early, and is measured again if it was too short to tell. The first stretch of windows ends with the
+/// first window if that was so slow that the next ones will not make up for it: with many threads that is one in a load.
 #[derive(Debug, Default)]
 pub(super) struct Tuner {
+    /// What is done now, and what was found to be faster.
     windows: bool,
+    prefers: bool,
     /// Of the stretch under way: when it began, and when something of it was last heard of.
     since: Option<(Instant, Instant)>,
     bytes: u64,
     /// Bytes a second, read and from windows.
     rates: [Option<f64>; 2],
+    /// Since the other way was tried, and how many until it is tried again.
     settled: u64,
+    again: u64,
 }
 
 /// A pause in which nobody had anything to do.
@@ -257,7 +269,12 @@ impl Tuner {
         let Some((start, _)) = self.since.filter(|_| by_window == self.windows) else { return };
         self.since = Some((start, now));
         self.bytes += bytes as u64;
-        if self.bytes >= STRETCH {
+        let trial = self.windows != self.prefers || self.rates[usize::from(by_window)].is_none();
+        let rate = self.bytes as f64 / now.duration_since(start).as_secs_f64().max(1e-9);
+        let hopeless = by_window && self.rates[0].is_some_and(|read| rate * HOPE < read * MARGIN);
+        let again = self.rates[usize::from(by_window)].is_some();
+        let enough = if trial && (hopeless || again) { TRIAL } else { STRETCH };
+        if self.bytes >= enough {
             self.settle(start, now);
             self.bytes = 0;
             // What follows in the same way has begun already.
@@ -270,7 +287,7 @@ impl Tuner {
         if here {
             self.rates[1] = Some(0.0);
         }
-        self.windows = false;
+        (self.windows, self.prefers) = (false, false);
         self.since = None;
         self.bytes = 0;
     }
@@ -279,16 +296,24 @@ impl Tuner {
     fn settle(&mut self, start: Instant, end: Instant) {
         let rate = self.bytes as f64 / end.duration_since(start).as_secs_f64().max(1e-9);
         self.rates[usize::from(self.windows)] = Some(rate);
-        self.settled += self.bytes;
-        self.windows = match self.rates {
-            [Some(read), Some(windows)] if self.settled < AGAIN => windows > read * MARGIN,
-            [Some(_), Some(_)] => {
-                self.settled = 0;
-                !self.windows
-            }
-            [_, None] => true,
-            [None, _] => false,
+        let [Some(read), Some(windows)] = self.rates else {
+            // The other way has to be tried first.
+            self.windows = !self.windows;
+            return;
         };
+        let (trial, better) = (self.windows != self.prefers, windows > read * MARGIN);
+        let first = if better { SOON } else { AGAIN };
+        if better != self.prefers || self.again == 0 {
+            (self.settled, self.again) = (0, first);
+        } else if trial {
+            (self.settled, self.again) = (0, (self.again * 4).clamp(first, AGAIN));
+        }
+        self.prefers = better;
+        self.windows = better;
+        self.settled += self.bytes;
+        if self.settled >= self.again {
+            self.windows = !better;
+        }
     }
 }
 
@@ -325,13 +350,32 @@ mod tests {
             let mut tuner = Tuner::default();
             let windows = run(&mut tuner, &mut now, rates, 8 * GIB);
             assert_eq!(windows > 7 * GIB, most, "{rates:?} {windows}");
-            assert!(windows >= STRETCH, "both were tried");
+            assert!(windows >= TRIAL, "both were tried");
             assert_eq!(windows < GIB, !most, "{rates:?} {windows}");
             // The machine changes: that is found out, at the price of a stretch.
             let turned = [rates[1] * 2.0, rates[0] / 2.0];
             run(&mut tuner, &mut now, if most { turned } else { [5e9, 25e9] }, 70 * GIB);
             assert_eq!(tuner.windows(), !most, "{rates:?}");
         }
+    }
+
+    #[test]
+    fn a_slow_start_of_reading_is_found_out_soon() {
+        let (mut now, mut tuner) = (Instant::now(), Tuner::default());
+        run(&mut tuner, &mut now, [10e9, 25e9], STRETCH);
+        let windows = run(&mut tuner, &mut now, [50e9, 25e9], 16 << 30);
+        assert!(!tuner.windows() && windows <= SOON + STRETCH, "{windows} {tuner:?}");
+        // And where windows are faster in truth, reading is tried seldom.
+        let mut tuner = Tuner::default();
+        let windows = run(&mut tuner, &mut now, [8e9, 25e9], 100 << 30);
+        assert!(windows >= (99 << 30), "{windows} {tuner:?}");
+    }
+
+    #[test]
+    fn many_threads_lose_one_window_and_no_more() {
+        let (mut now, mut tuner) = (Instant::now(), Tuner::default());
+        let windows = run(&mut tuner, &mut now, [50e9, 20e9], 60 << 30);
+        assert_eq!(windows, WINDOW as u64, "{tuner:?}");
     }
 
     #[test]
