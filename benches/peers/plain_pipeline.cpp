@@ -7,6 +7,7 @@
 //   plain_drain_mb_per_s                   the segments into ordinary memory by stores past the caches, no device
 //   plain_read_mb_per_s                    a cached file into the segments by pread, no device
 //   plain_file_mb_per_s                    a cached file to the device
+//   plain_small_mb_per_s                   256 MiB of it: what a load of that size loses at its start and end
 //   plain_slice_mb_per_s                   touched ordinary memory to the device
 //   plain_touched_mb_per_s                 the device to touched ordinary memory, by stores past the caches
 //   plain_both_mb_per_s                    the last two at once, so many threads each
@@ -39,6 +40,7 @@ using Byte = unsigned char;
 constexpr size_t kMiB = 1 << 20;
 constexpr size_t kBytes = 1024 * kMiB;
 constexpr size_t kFile = 4096 * kMiB;
+constexpr size_t kSmall = 256 * kMiB;
 constexpr size_t kChunk = 4 * kMiB;
 constexpr int kSegments = 2;  // of each thread
 constexpr int kStreams = 4;   // of each direction
@@ -222,6 +224,7 @@ int main(int argc, char** argv) {
     row("plain_read_mb_per_s", threads, kFile, [&] { move(Way::kRead, threads, kFile, nullptr, 0); });
     row("plain_file_mb_per_s", threads, kFile, [&] { move(Way::kFile, threads, kFile, nullptr, to_device); });
     arrived(to_device + kFile - kBytes, "plain_file");
+    row("plain_small_mb_per_s", threads, kSmall, [&] { move(Way::kFile, threads, kSmall, nullptr, to_device); });
     row("plain_slice_mb_per_s", threads, kBytes, [&] { move(Way::kSlice, threads, kBytes, source, to_device); });
     arrived(to_device, "plain_slice");
     row("plain_touched_mb_per_s", threads, kBytes, [&] { move(Way::kTouched, threads, kBytes, target, from_device); });

@@ -193,10 +193,11 @@ impl Engine {
             }
         });
         state.wires[direction as usize].on[place(job.priority)] -= 1;
+        let idle = state.wires[direction as usize].is_idle();
         // Before anybody is woken, which takes its time.
         self.pump(state, direction);
         if job.kind == Kind::File && result.is_ok() {
-            state.windows.tuner.arrived(wanted as usize, segment.is_none(), Instant::now());
+            state.windows.tuner.arrived(wanted as usize, segment.is_none(), idle, Instant::now());
         }
         let failed = result.map_err(|error| match error {
             Error::Shrunk { .. } | Error::Read { .. } => error,

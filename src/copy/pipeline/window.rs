@@ -211,6 +211,8 @@ const AGAIN: u64 = 64 << 30;
 const SOON: u64 = 2 << 30;
 /// Bytes that are enough to try a way again.
 const TRIAL: u64 = STRETCH / 4;
+/// Of the arrivals of a stretch, one in so many may leave the wire with nothing to do, and reading is as good as it gets.
+const IDLE: u32 = 4;
 /// By so much windows may still become faster after the first, which nothing else was registered beside.
 const HOPE: f64 = 2.0;
 /// By so much windows have to be faster: they are in everybody's way, and unregistering the last batch of a stretch is not
@@ -221,8 +223,9 @@ const MARGIN: f64 = 1.25;
 ///
 /// The time from when somebody began with the first bytes of a stretch (for windows: before the first was registered) until
 /// the last of them arrived tells how fast that way is here and now. Where somebody paused (nothing begins or arrives for a
-/// while) a stretch ends early, and is measured again if it was too short to tell. The first stretch of windows ends with the
-/// first window if that was so slow that the next ones will not make up for it: with many threads that is one in a load.
+/// while) a stretch ends early, and is measured again if it was too short to tell. Windows are not even tried where reading
+/// keeps the wire busy, for a trial costs as much as reading some hundred megabytes: what is registered holds up everybody.
+/// And their first stretch ends with the first window if that was so slow that the next ones will not make up for it.
 #[derive(Debug, Default)]
 pub(super) struct Tuner {
     /// What is done now, and what was found to be faster.
@@ -233,6 +236,9 @@ pub(super) struct Tuner {
     bytes: u64,
     /// Bytes a second, read and from windows.
     rates: [Option<f64>; 2],
+    /// Arrivals of the stretch, and those after which the wire had nothing to do.
+    arrivals: u32,
+    idle: u32,
     /// Since the other way was tried, and how many until it is tried again.
     settled: u64,
     again: u64,
@@ -260,15 +266,17 @@ impl Tuner {
         if self.bytes >= LEAST {
             self.settle(start, last);
         }
-        self.bytes = 0;
+        (self.bytes, self.arrivals, self.idle) = (0, 0, 0);
         self.since = (by_window == self.windows).then_some((now, now));
     }
 
-    /// Bytes of a file that have arrived now, in this way.
-    pub(super) fn arrived(&mut self, bytes: usize, by_window: bool, now: Instant) {
+    /// Bytes of a file that have arrived now, in this way, and whether they have left the wire with nothing to do.
+    pub(super) fn arrived(&mut self, bytes: usize, by_window: bool, idle: bool, now: Instant) {
         let Some((start, _)) = self.since.filter(|_| by_window == self.windows) else { return };
         self.since = Some((start, now));
         self.bytes += bytes as u64;
+        self.arrivals += 1;
+        self.idle += u32::from(idle);
         let trial = self.windows != self.prefers || self.rates[usize::from(by_window)].is_none();
         let rate = self.bytes as f64 / now.duration_since(start).as_secs_f64().max(1e-9);
         let hopeless = by_window && self.rates[0].is_some_and(|read| rate * HOPE < read * MARGIN);
@@ -289,16 +297,18 @@ impl Tuner {
         }
         (self.windows, self.prefers) = (false, false);
         self.since = None;
-        self.bytes = 0;
+        (self.bytes, self.arrivals, self.idle) = (0, 0, 0);
     }
 
     /// A stretch is over.
     fn settle(&mut self, start: Instant, end: Instant) {
         let rate = self.bytes as f64 / end.duration_since(start).as_secs_f64().max(1e-9);
         self.rates[usize::from(self.windows)] = Some(rate);
+        let busy = !self.windows && self.idle * IDLE < self.arrivals;
+        (self.arrivals, self.idle) = (0, 0);
         let [Some(read), Some(windows)] = self.rates else {
-            // The other way has to be tried first.
-            self.windows = !self.windows;
+            // The other way has to be tried first, unless there is nothing to be gained.
+            self.windows = !self.windows && !busy;
             return;
         };
         let (trial, better) = (self.windows != self.prefers, windows > read * MARGIN);
@@ -312,7 +322,7 @@ impl Tuner {
         self.windows = better;
         self.settled += self.bytes;
         if self.settled >= self.again {
-            self.windows = !better;
+            self.windows = !better && !busy;
         }
     }
 }
@@ -334,7 +344,7 @@ mod tests {
             tuner.begins(by_window, *now);
             *now += Duration::from_secs_f64(bytes as f64 / rates[usize::from(by_window)]);
             for _ in 0..bytes / (4 << 20) {
-                tuner.arrived(4 << 20, by_window, *now);
+                tuner.arrived(4 << 20, by_window, true, *now);
             }
             done += bytes;
             windows += if by_window { bytes } else { 0 };
@@ -372,6 +382,27 @@ mod tests {
     }
 
     #[test]
+    fn where_reading_keeps_the_wire_busy_windows_are_not_tried() {
+        let (now, mut tuner) = (Instant::now(), Tuner::default());
+        let mut chunks = 0;
+        let mut read = |tuner: &mut Tuner, one_in: u64| {
+            for chunk in 0..1000 {
+                chunks += 1;
+                let at = now + Duration::from_micros(80 * chunks);
+                tuner.begins(false, at);
+                tuner.arrived(4 << 20, false, chunk % one_in == 0, at);
+                if tuner.windows() {
+                    return;
+                }
+            }
+        };
+        read(&mut tuner, 5);
+        assert!(!tuner.windows() && tuner.rates[0].is_some() && tuner.rates[1].is_none(), "{tuner:?}");
+        read(&mut tuner, 3);
+        assert!(tuner.windows(), "{tuner:?}");
+    }
+
+    #[test]
     fn many_threads_lose_one_window_and_no_more() {
         let (mut now, mut tuner) = (Instant::now(), Tuner::default());
         let windows = run(&mut tuner, &mut now, [50e9, 20e9], 60 << 30);
@@ -399,7 +430,7 @@ mod tests {
         assert!(tuner.windows(), "{tuner:?}");
         // 100 ms of registering, then all arrives at once.
         tuner.begins(true, now);
-        tuner.arrived(STRETCH as usize, true, now + Duration::from_millis(100));
+        tuner.arrived(STRETCH as usize, true, true, now + Duration::from_millis(100));
         assert!(!tuner.windows() && tuner.rates[1].is_some_and(|rate| rate < 3e9), "{tuner:?}");
     }
 
