@@ -140,8 +140,8 @@ impl PipelineBuilder {
         self
     }
 
-    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn: uploads one by one, downloads
-    /// eight by eight while the foreground is not about. Default: as many as there are chunks on the wire
+    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn: while the foreground is not
+    /// about two uploads or eight downloads at a time, else one. Default: as many as there are chunks on the wire
     /// ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks is done, and does that
     /// first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
     pub fn streams(mut self, streams: usize) -> Self {
