@@ -213,8 +213,10 @@ impl Engine {
                 }
             }
             (direction, result, segment) => {
-                if let Some(buf) = segment {
-                    self.give_back(state, direction, buf);
+                match segment {
+                    Some(Some(buf)) if self.worker() > 0 => self.bring_back(state, direction, buf),
+                    Some(buf) => self.give_back(state, direction, buf),
+                    None => {}
                 }
                 self.end(state, &job, index, result.map(|()| wanted));
             }

@@ -10,10 +10,7 @@
 //! first transfer and sleep while there is nothing to do; they hold the engine, and end when the last handle to the
 //! pipeline and its transfers is gone and nothing is under way.
 //!
-//! *Waking* a thread takes as long as copying a chunk, and nearly as much of the one that wakes it. So nobody is woken for
-//! what the one who would wake him does anyway; while a transfer is live, a worker with nothing to do looks around now and
-//! then for a moment before it sleeps, where the machine has cores to spare; and those who sleep when a transfer starts are
-//! woken one by one, by its caller and by each other.
+//! Who wakes whom: [`super::waking`].
 //!
 //! *Segments.* The engine has at most so many. One that comes back is kept for the next chunk, for as long as any transfer
 //! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
@@ -33,7 +30,6 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::arrival::PAUSE;
 use super::config::{Priority, Settings};
 use super::job::{Direction, End, Job, Kind, Landed, wake_all};
 use super::stats::Counters;
@@ -54,8 +50,6 @@ const PATIENCE: Duration = Duration::from_millis(250);
 thread_local! {
     /// Whether this is a thread of a pipeline.
     static OURS: Cell<bool> = const { Cell::new(false) };
-    /// Which worker this is, from 1 on, of the engine at that address.
-    static WORKER: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
     /// Where the segments are that this thread has filled last.
     static MINE: Cell<[usize; 2]> = const { Cell::new([0; 2]) };
 }
@@ -87,10 +81,10 @@ pub(super) struct Engine {
     pub(super) counters: Counters,
     pub(super) state: Mutex<State>,
     /// Workers sleep here.
-    work: Condvar,
+    pub(super) work: Condvar,
     /// Calls for workers that are awake. Added to under the lock; who takes one has been called, and looks for work under the
     /// lock. Relaxed throughout: everything else is seen through the lock.
-    calls: AtomicUsize,
+    pub(super) calls: AtomicUsize,
     /// The watcher of each direction sleeps here.
     pub(super) bells: [Condvar; 2],
     /// Callers who wait for a segment to fill by themselves.
@@ -140,9 +134,9 @@ pub(super) struct State {
     /// Counts what may let somebody go on who has found nothing to do.
     pub(super) events: u64,
     /// Workers that wait to be called and do not sleep.
-    awake: usize,
+    pub(super) awake: usize,
     /// Workers still to be woken by those that were.
-    asleep: usize,
+    pub(super) asleep: usize,
     /// The way is clear again: a worker is to submit what may go now.
     pub(super) clear: bool,
     started: bool,
@@ -235,14 +229,7 @@ impl Engine {
         state.jobs.push_back(Live { job: job.clone(), behind });
         let busy = matches!(job.kind, Kind::Workers | Kind::File | Kind::Direct);
         let hands = if busy { self.settings.threads.min(job.plan.count()) } else { 0 };
-        for _ in 0..hands {
-            // Besides those who are called already, for something else.
-            if self.calls.load(Ordering::Relaxed) < state.awake {
-                self.calls.fetch_add(1, Ordering::Relaxed);
-            } else if state.asleep < self.settings.threads {
-                state.asleep += 1;
-            }
-        }
+        self.call_some(&mut state, hands);
         drop(state);
         // First who begins a download.
         self.bells[job.direction as usize].notify_one();
@@ -272,7 +259,7 @@ impl Engine {
         if !state.started {
             for number in 0..self.settings.threads {
                 let work = |engine: &Self, number: usize| {
-                    WORKER.set((std::ptr::from_ref(engine).addr(), number + 1));
+                    engine.begin_work(number);
                     engine.work();
                 };
                 match spawn(format!("pinpool-pipe-{number}"), work, number) {
@@ -447,93 +434,6 @@ impl Engine {
         self.bells.iter().for_each(|bell| _ = bell.notify_one());
     }
 
-    // --- workers' sleep ---------------------------------------------------------------------------------------------
-
-    /// Has a worker look for work: one that is awake, or else one that sleeps.
-    pub(super) fn call(&self, state: &State) {
-        if self.calls.load(Ordering::Relaxed) < state.awake {
-            self.calls.fetch_add(1, Ordering::Relaxed);
-        } else {
-            self.work.notify_one();
-        }
-    }
-
-    /// Has all of them look.
-    pub(super) fn call_all(&self, state: &State) {
-        self.calls.store(state.awake, Ordering::Relaxed);
-        self.work.notify_all();
-    }
-
-    /// Takes one of the calls.
-    pub(super) fn is_called(&self) -> bool {
-        let take = |calls: usize| calls.checked_sub(1);
-        self.calls.load(Ordering::Relaxed) > 0
-            && self.calls.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
-    }
-
-    /// Wakes one more of those that are to be woken for a transfer that has started. Whether there was one.
-    fn rouse(&self) -> bool {
-        {
-            let mut state = self.state.lock();
-            if state.asleep == 0 {
-                return false;
-            }
-            state.asleep -= 1;
-        }
-        // With the lock given up: it is what he takes first.
-        self.work.notify_one()
-    }
-
-    /// Waits without the lock, and with an ear for calls.
-    pub(super) fn listen<T>(&self, state: &mut MutexGuard<'_, State>, wait: impl FnOnce() -> T) -> T {
-        state.awake += 1;
-        let value = MutexGuard::unlocked(state, wait);
-        state.awake -= 1;
-        value
-    }
-
-    /// Passes on the calls that nobody is awake for any more.
-    pub(super) fn pass_on(&self, state: &State) {
-        while self.calls.load(Ordering::Relaxed) > state.awake && self.is_called() {
-            self.work.notify_one();
-        }
-    }
-
-    /// A worker has found nothing to do, and rests until it is called: for a while looking around, and then asleep. So those
-    /// that were busy last are called first, and those that are not needed sleep.
-    pub(super) fn rest(&self, state: &mut MutexGuard<'_, State>) {
-        if !state.jobs.is_empty() && !self.settings.patience.is_zero() {
-            let heard = self.listen(state, || {
-                let since = Instant::now();
-                loop {
-                    if self.is_called() {
-                        return true;
-                    }
-                    if since.elapsed() >= self.settings.patience {
-                        return false;
-                    }
-                    std::thread::sleep(PAUSE);
-                }
-            });
-            // Called since it stopped listening.
-            let called = heard || self.is_called();
-            self.pass_on(state);
-            if called {
-                return;
-            }
-        }
-        self.work.wait(state);
-        if state.asleep > 0 {
-            MutexGuard::unlocked(state, || self.rouse());
-        }
-    }
-
-    /// Which of our workers this thread is, from 1 on; 0 for all others.
-    pub(super) fn worker(&self) -> usize {
-        let (engine, number) = WORKER.get();
-        if engine == std::ptr::from_ref(self).addr() { number } else { 0 }
-    }
-
     // --- segments ----------------------------------------------------------------------------------------------------
 
     /// Takes a segment for a chunk of `job`, if there is one. Waits only where the pool has none and we have none either.
@@ -599,23 +499,33 @@ impl Engine {
         direction: Direction,
         buf: Option<PinnedBuf>,
     ) {
-        state.out[direction as usize] -= 1;
-        state.dry = false;
-        state.events += 1;
-        match buf {
-            Some(buf) if !state.jobs.is_empty() => state.stash.push(buf),
-            buf => MutexGuard::unlocked(state, || drop(buf)),
+        self.put_back(state, direction, buf);
+        self.call(state);
+        self.made_room(state);
+    }
+
+    /// The same, by a worker that looks for work right after it, and takes the segment if there is nothing more urgent:
+    /// nobody has to be woken for it.
+    pub(super) fn bring_back(&self, state: &mut MutexGuard<'_, State>, direction: Direction, buf: PinnedBuf) {
+        self.put_back(state, direction, Some(buf));
+        if state.stash.len() > 1 {
+            self.call(state);
         }
         self.made_room(state);
     }
 
-    /// Tells those who wait for a segment.
+    fn put_back(&self, state: &mut MutexGuard<'_, State>, direction: Direction, buf: Option<PinnedBuf>) {
+        state.out[direction as usize] -= 1;
+        state.dry = false;
+        match buf {
+            Some(buf) if !state.jobs.is_empty() => state.stash.push(buf),
+            buf => MutexGuard::unlocked(state, || drop(buf)),
+        }
+    }
+
+    /// Tells those who wait for a segment, workers left out.
     pub(super) fn made_room(&self, state: &mut MutexGuard<'_, State>) {
         state.events += 1;
-        // A worker looks for work next, and takes the one that it has just brought.
-        if self.worker() == 0 || state.stash.len() > 1 {
-            self.call(state);
-        }
         self.room.notify_all();
         if state.jobs.iter().any(|live| live.job.direction == Direction::Down) {
             self.bells[Direction::Down as usize].notify_one();

@@ -232,6 +232,7 @@ impl Engine {
         // Before there is room: what is registered then comes behind it on the device's worker thread.
         MutexGuard::unlocked(state, || drop(batch));
         state.windows.released(bytes);
+        self.call(state);
         self.made_room(state);
         true
     }
@@ -301,7 +302,7 @@ impl Engine {
             }
             .map_or_else(End::Failed, |()| End::Arrived(len as u64))
         });
-        self.give_back(state, Direction::Down, Some(buf));
+        self.bring_back(state, Direction::Down, buf);
         self.end(state, job, index, put);
         self.pump(state, Direction::Down);
     }
