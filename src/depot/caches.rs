@@ -148,7 +148,8 @@ impl Depot {
 
     /// Whether anything is cached. Exact while nobody moves.
     fn caches(&self, core: &Core) -> bool {
-        self.racked.load(Ordering::Relaxed) > 0 || core.roster.shards().any(|shard| shard.caches())
+        // Pairs with those who take bookings away.
+        self.racked.load(Ordering::Acquire) > 0 || core.roster.shards().any(|shard| shard.caches())
     }
 
     /// Whether a request might be served by what racks have and these shards. `false` is as good as certain: owners at work
@@ -248,7 +249,8 @@ impl Depot {
             let (chain, booked) = rack.strip();
             any |= !chain.is_empty();
             if booked > 0 {
-                self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Relaxed);
+                // Pairs with `caches`.
+                self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
             }
             // SAFETY: what hangs in a rack is free and alive.
             unsafe { core.arena.give_chain(chain) };
@@ -264,7 +266,8 @@ impl Depot {
             for (class, rack) in listed().zip(&self.racks) {
                 let booked = rack.unbook_idle();
                 if booked > 0 {
-                    self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Relaxed);
+                    // Pairs with `caches`.
+                    self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
                     any = true;
                 }
             }

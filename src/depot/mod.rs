@@ -98,7 +98,9 @@ pub(crate) struct Depot {
     number: u64,
     config: DepotConfig,
     racks: Vec<Rack>,
-    /// Bytes that racks have booked: no fewer than hang there. A sum, not a signal: every access is relaxed.
+    /// Bytes that racks have booked: no fewer than hang there. Who brings it down, having emptied what was booked, does so by a
+    /// release, which pairs with the acquire in [`caches`](Self::caches): who finds nothing booked sees where it went. All
+    /// else is a sum, and relaxed.
     racked: crossbeam::utils::CachePadded<AtomicU64>,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
@@ -620,8 +622,9 @@ impl Depot {
     pub(crate) fn outstanding(&self) -> u64 {
         let core = self.core.lock();
         core.outstanding.unwrap_or_else(|| {
+            // While owners are at work a return may be counted before the checkout that it ends.
             let (takes, puts) = core.counted();
-            takes.wrapping_sub(puts)
+            (takes.wrapping_sub(puts) as i64).max(0) as u64
         })
     }
 

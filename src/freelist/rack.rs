@@ -39,7 +39,8 @@ struct Hook {
     state: AtomicU32,
     /// Belongs, with what follows, to whoever has made the hook MOVING; so these accesses are relaxed.
     count: AtomicU32,
-    /// Segments that there is leave to hang here: no fewer than do.
+    /// Segments that there is leave to hang here: no fewer than do. Others peek at it: a nonzero that is old is read again
+    /// by who has made the hook MOVING, and a zero that is old is passed over.
     booked: AtomicU32,
     slots: [AtomicPtr<Slot>; BATCH],
 }

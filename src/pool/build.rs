@@ -142,7 +142,7 @@ impl Tenant for Resident {
         let mut held =
             HeldPool { name: self.name.clone(), open, buffers: 0, quarantined: 0, quarantined_bytes: 0 };
         for depot in depots.filter(|depot| open || depot.keeps(context)) {
-            held.buffers += depot.outstanding();
+            held.buffers = held.buffers.saturating_add(depot.outstanding());
             let snapshot = depot.snapshot();
             held.quarantined += snapshot.quarantined_segments;
             held.quarantined_bytes += snapshot.quarantined;

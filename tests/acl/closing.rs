@@ -4,7 +4,7 @@ use pinpool::Device;
 
 use crate::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY, on_each};
 use crate::doubles::{HANG, StandIn};
-use crate::{bytes, calls, filled, pool, round_trip};
+use crate::{bytes, calls, filled, pool, round_trip, until};
 
 /// Where something stays.
 fn leaving_something(test: &str, body: impl FnOnce(&StandIn)) {
@@ -92,6 +92,9 @@ fn a_lost_device_is_closed_without_a_call() {
     leaving_something("closing::a_lost_device_is_closed_without_a_call", |stand_in| {
         let device = Device::open("acl:0").unwrap();
         let memory = device.alloc(1000).unwrap();
+        // The worker has begun, which takes calls of its own.
+        drop(device.alloc(1000).unwrap());
+        until("the worker has freed it", || calls(stand_in, "aclrtFree") == 1);
         stand_in.kill(0, 507_010);
         assert!(device.stream().is_err());
         let before: u64 = stand_in.report().calls.iter().map(|call| call.1).sum();
