@@ -6,6 +6,8 @@
 
 mod doubles;
 
+use std::time::Duration;
+
 use doubles::StandIn;
 use doubles::gpu::{on_gpu, on_stand_in, until};
 use pinpool::pipeline::{FileSink, FileSource, Pipeline, Priority, Reading};
@@ -301,6 +303,11 @@ fn there_are_no_windows_while_others_are_about() {
             assert_eq!(load(), 0, "{priority:?}");
             drop(feed);
         }
+        // However long the way is given.
+        let way = pipeline.give_way();
+        std::thread::sleep(Duration::from_millis(150));
+        assert_eq!(load(), 0, "way was given");
+        drop(way);
         // Nobody is about any more, after a while.
         until("windows again", || load() > 0);
         assert!(pipeline.download_vec(&memory).unwrap() == sent);

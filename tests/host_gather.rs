@@ -230,6 +230,32 @@ fn pinned_pieces_are_packed_or_stay_in_place() {
 
 /// Of thousands of pieces that several threads push one is refused: those that were not pushed come back in their order, it
 /// first of its neighbours, and the others return by themselves.
+/// Then there is nothing to pack them in, nor to wait for.
+#[test]
+fn pinned_pieces_may_be_all_that_the_pool_has() {
+    let _alone = alone();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let mut pieces = Vec::new();
+    while let Ok(mut buf) = s.pool.try_checkout(1000) {
+        buf.extend_from_slice(&bytes(pieces.len(), 1000));
+        let at = 1000 * pieces.len();
+        pieces.push((buf, s.memory.slice(at..at + 1000).unwrap()));
+    }
+    let places: Vec<DeviceSlice> = pieces.iter().map(|piece| piece.1.clone()).collect();
+    let (send, receive) = std::sync::mpsc::channel();
+    let (queue, pool) = (s.queue.clone(), s.pool.clone());
+    std::thread::spawn(move || {
+        let back = queue.gather_pinned(&pool, pieces).expect("in place").wait();
+        send.send(back.is_ok()).unwrap();
+    });
+    assert!(receive.recv_timeout(HANG).expect("it waits for its own buffers"));
+    for (seed, place) in places.iter().enumerate().step_by(97) {
+        let back = s.device.stream().unwrap().download(place, s.pool.checkout(1000).unwrap()).unwrap();
+        assert!(back.wait().unwrap()[..] == bytes(seed, 1000)[..], "piece {seed}");
+    }
+    all_back(&s);
+}
+
 #[test]
 fn a_refused_piece_comes_back_with_those_behind_it() {
     const COUNT: usize = 4096;

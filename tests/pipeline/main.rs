@@ -9,5 +9,6 @@ mod memory;
 mod rig;
 mod shapes;
 mod trouble;
+mod waiting;
 
 pub use rig::{Rig, block_on, pattern};

@@ -25,6 +25,9 @@ fn settings_that_make_no_sense_are_refused_and_say_why() {
         (builder().chunk(1 << 30), "chunk"),
         (builder().share(8192), "share"),
         (builder().chunk(usize::MAX), "chunk"),
+        (builder().threads(usize::MAX), "threads"),
+        (builder().streams(usize::MAX), "streams"),
+        (builder().depth(usize::MAX), "depth"),
     ] {
         match wrong.build() {
             Err(Error::Config(text)) => assert!(text.contains(word), "{word}: {text}"),

@@ -215,7 +215,7 @@ impl CopyQueue {
             }
             let sizes = bytes.iter().zip(&pieces).map(|(bytes, (_, target))| (bytes.len(), target, true));
             let mut call = self.checked(pool, sizes)?;
-            if call.shortest < STAGE_BELOW {
+            if call.shortest < STAGE_BELOW && has_room(pool, call.limits.segment.min(call.bytes)) {
                 let plan = Plan::new(&call.pieces, call.limits);
                 let mut in_place = vec![false; pieces.len()];
                 plan.in_place.iter().for_each(|copy| in_place[copy.piece] = true);
@@ -303,9 +303,7 @@ impl CopyQueue {
     /// copies remain; and there are threads enough to pack faster than the driver takes so many, and segments.
     fn can_pack(&self, pool: &Pool, call: &mut Call<'_>) -> bool {
         let (hands, limits) = self.share_of(pool, call.bytes);
-        // Their buffers may be all that the pool has: then there is nothing to wait for.
-        let has_room = || pool.try_checkout(limits.segment).is_ok();
-        if hands + 1 < PACK_WITH || call.longest >= PACK_BELOW || !has_room() {
+        if hands + 1 < PACK_WITH || call.longest >= PACK_BELOW || !has_room(pool, limits.segment) {
             return false;
         }
         let order = plan::order(&call.pieces);
@@ -368,6 +366,12 @@ enum Stay {
     None,
     All,
     Some(Vec<bool>),
+}
+
+/// Whether the pool has a segment of so many bytes now. The pinned pieces of a call may be all that it has: then there is
+/// nothing to wait for.
+fn has_room(pool: &Pool, bytes: usize) -> bool {
+    pool.try_checkout(bytes).is_ok()
 }
 
 /// Whether pinned pieces, in their order, are mostly rows of rectangles, which the driver copies at full speed from where they

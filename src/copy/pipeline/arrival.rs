@@ -67,7 +67,8 @@ impl Engine {
         loop {
             let events = state.events;
             self.pump(&mut state, direction);
-            if !state.wires[direction as usize].is_idle() {
+            // (What is ready and not on the wire waits for the rate.)
+            if state.wires[direction as usize].on != [0, 0] {
                 busy = Instant::now();
             }
             let attended = state.wires[direction as usize].attended > 0;

@@ -27,6 +27,8 @@ const PATIENCE: Duration = Duration::from_millis(1);
 /// With so many threads memory that was touched is written through the caches: then there are threads enough for that, and
 /// the segments are read from the caches sooner.
 const MANY: usize = 12;
+/// Threads, streams and chunks on the wire at most.
+const MOST: usize = 1 << 16;
 /// Threads where nothing else is said, if there are as many cores.
 const THREADS: usize = 8;
 
@@ -216,6 +218,11 @@ impl PipelineBuilder {
         ] {
             if value == 0 {
                 return wrong(format!("a pipeline with {what} of 0; it needs at least 1"));
+            }
+        }
+        for (what, value) in [("threads", self.threads), ("streams", self.streams), ("depth", self.depth)] {
+            if let Some(value) = value.filter(|value| *value > MOST) {
+                return wrong(format!("a pipeline with {what} of {value}; at most {MOST} make sense"));
             }
         }
         if self.rate == Some(0) {

@@ -45,7 +45,7 @@ use crate::stream::Stream;
 
 /// How long a thread that has no segment at all waits in the pool's queue before it looks whether its transfer was
 /// cancelled.
-const PATIENCE: Duration = Duration::from_millis(250);
+pub(super) const PATIENCE: Duration = Duration::from_millis(250);
 
 thread_local! {
     /// Whether this is a thread of a pipeline.
@@ -124,7 +124,7 @@ pub(super) struct State {
     /// Segments that are not in use.
     stash: Vec<PinnedBuf>,
     /// The pool had nothing when it was asked last, and nothing has come back since.
-    dry: bool,
+    pub(super) dry: bool,
     pub(super) wires: [Wire; 2],
     /// Downloads to be drained.
     pub(super) landed: VecDeque<(Arc<Job>, Landed)>,
@@ -386,6 +386,8 @@ impl Engine {
         // Wakers are the caller's code.
         let over = MutexGuard::unlocked(state, || job.end(index, end));
         if over {
+            // Before the source is let go, which is the caller's code: see `bring_back`.
+            self.call(state);
             self.finish(state, job);
         } else if failed {
             self.sweep(state, job);
@@ -483,6 +485,15 @@ impl Engine {
             state.out[direction as usize] -= 1;
             // Unless something came back meanwhile.
             state.dry = matches!(got, Got::NotNow) && state.events == events;
+            if waits && job.stopped() {
+                // Somebody else has to stand in the pool's queue.
+                state.dry = false;
+                self.call(state);
+                self.made_room(state);
+            } else if state.dry && self.worker() == 0 {
+                // A worker looks after it: see `rest`.
+                self.call(state);
+            }
         }
         got
     }
@@ -516,11 +527,13 @@ impl Engine {
 
     fn put_back(&self, state: &mut MutexGuard<'_, State>, direction: Direction, buf: Option<PinnedBuf>) {
         state.out[direction as usize] -= 1;
-        state.dry = false;
         match buf {
             Some(buf) if !state.jobs.is_empty() => state.stash.push(buf),
             buf => MutexGuard::unlocked(state, || drop(buf)),
         }
+        // Behind that: who has asked the pool just before would say that it has nothing.
+        state.dry = false;
+        state.events += 1;
     }
 
     /// Tells those who wait for a segment, workers left out.

@@ -17,7 +17,7 @@ use std::time::Instant;
 use parking_lot::MutexGuard;
 
 use super::arrival::PAUSE;
-use super::engine::{Engine, State};
+use super::engine::{Engine, PATIENCE, State};
 
 thread_local! {
     /// Which worker this is, from 1 on, of the engine at that address.
@@ -116,7 +116,15 @@ impl Engine {
                 return;
             }
         }
-        self.work.wait(state);
+        if state.dry && !state.jobs.is_empty() {
+            // The pool had nothing, and what we have may stay with a caller who waits for somebody else.
+            if self.work.wait_for(state, PATIENCE).timed_out() {
+                state.dry = false;
+                self.made_room(state);
+            }
+        } else {
+            self.work.wait(state);
+        }
         if state.asleep > 0 {
             MutexGuard::unlocked(state, || self.rouse());
         }

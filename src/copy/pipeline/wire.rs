@@ -1,7 +1,7 @@
 //! Putting chunks on the wire.
 //!
 //! At most so many bulk chunks are submitted and not complete in each direction (the *depth*): six unless told, and two
-//! while the foreground is about. Two keep the wire busy only if each arrival is seen at once; but with two somebody else's
+//! while the foreground is about, and one by one while it waits for a copy. Two keep the wire busy only if each arrival is seen at once; but with two somebody else's
 //! copy never waits for more than these. What is filled and cannot go yet waits in `ready`, outside of the driver, where a
 //! foreground chunk overtakes it. Whoever has filled a segment, or given one back, or seen a chunk arrive
 //! ([`super::arrival`]) submits what can be submitted (*pumps*).
@@ -11,7 +11,7 @@
 //! that is never empty). But it loses a few microseconds where it goes from one stream to another, and more on the way
 //! down. So a few chunks ([`RUNS`]) follow each other on a stream before it is the next one's turn, as long as the foreground
 //! is not about. On an H200 downloads reach 0.96 of the link so instead of 0.89, and somebody else's copy waits for 1.3 ms instead of
-//! 0.8; uploads gain a hundredth. Only the chunks of a window all go at once ([`super::window`]).
+//! 0.8; uploads gain a hundredth. (Not where the CPU makes the copies: there a stream is a thread.) Only the chunks of a window all go at once ([`super::window`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -193,7 +193,8 @@ impl Engine {
         for priority in [Priority::Foreground, Priority::Bulk] {
             let ready = &state.wires[Direction::Up as usize].ready[place(priority)];
             let at_once = ready.front().is_some_and(|ready| ready.at_once);
-            let may = self.free(state, Direction::Up, priority) || (at_once && state.in_time());
+            let at_once = at_once && state.in_time() && !self.is_urgent(state, Direction::Up);
+            let may = self.free(state, Direction::Up, priority) || at_once;
             if !may {
                 continue;
             }
@@ -273,12 +274,15 @@ impl Engine {
                     && live.job.has_next()
             });
             let Some(job) = next.map(|live| live.job.clone()) else { continue };
+            let events = state.events;
             // First the place on the wire, so that nobody takes it while we look for a segment.
             state.wires[Direction::Down as usize].on[place(priority)] += 1;
             let got = self.acquire(state, Direction::Down, &job, true);
             state.wires[Direction::Down as usize].on[place(priority)] -= 1;
             let buf = match got {
                 Got::Segment(buf) => buf,
+                // Somebody who has brought one meanwhile has found the place taken.
+                Got::NotNow if state.events != events => return true,
                 Got::NotNow => continue,
                 Got::Failed(error) => {
                     self.fail(state, &job, error);
@@ -326,7 +330,7 @@ impl Engine {
         if priority == Priority::Foreground {
             return streams.foreground.clone();
         }
-        let run = if state.is_calm() { RUNS[direction as usize] } else { 1 };
+        let run = if self.looks && state.is_calm() { RUNS[direction as usize] } else { 1 };
         let wire = &mut state.wires[direction as usize];
         wire.turn = wire.turn.wrapping_add(1);
         streams.bulk[wire.turn / run % streams.bulk.len()].clone()

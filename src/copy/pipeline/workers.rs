@@ -23,6 +23,9 @@ use super::wire::{self, InPlace, Load, Ready};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 
+/// Who goes first.
+const PRIORITIES: [Priority; 2] = [Priority::Foreground, Priority::Bulk];
+
 /// What there is to do.
 enum Task {
     Copy(Arc<Job>),
@@ -44,9 +47,15 @@ impl Engine {
                 Some(Task::Drain(job, landed)) => self.drain(&mut state, &job, landed),
                 Some(Task::Copy(job)) => self.copy(&mut state, &job),
                 Some(Task::Fill(job)) => {
-                    // Something may have come back while the pool was asked.
-                    if !self.fill(&mut state, &job)
-                        && !self.release_windows(&mut state)
+                    if self.fill(&mut state, &job) {
+                        continue;
+                    }
+                    // What needs no segment goes past it.
+                    let copy = PRIORITIES.into_iter().find_map(|priority| self.copies(&state, priority));
+                    if let Some(job) = copy {
+                        self.copy(&mut state, &job);
+                    } else if !self.release_windows(&mut state)
+                        // Something may have come back while the pool was asked.
                         && state.events == events
                         && !self.attend(&mut state)
                     {
@@ -74,19 +83,22 @@ impl Engine {
                     && live.job.has_next()
             })
         };
-        let copies = |priority| {
-            state.jobs.iter().find(|live| {
-                live.job.kind == Kind::Direct
-                    && live.job.priority == priority
-                    && live.behind.is_empty()
-                    && self.free(state, live.job.direction, priority)
-                    && live.job.has_next()
-            })
-        };
-        [Priority::Foreground, Priority::Bulk].into_iter().find_map(|priority| {
-            let copy = || copies(priority).map(|live| Task::Copy(live.job.clone()));
+        PRIORITIES.into_iter().find_map(|priority| {
+            let copy = || self.copies(state, priority).map(Task::Copy);
             fills(priority).map(|live| Task::Fill(live.job.clone())).or_else(copy)
         })
+    }
+
+    /// A transfer of memory that the device takes as it is, and whose next chunk may go now.
+    fn copies(&self, state: &State, priority: Priority) -> Option<Arc<Job>> {
+        let next = state.jobs.iter().find(|live| {
+            live.job.kind == Kind::Direct
+                && live.job.priority == priority
+                && live.behind.is_empty()
+                && self.free(state, live.job.direction, priority)
+                && live.job.has_next()
+        });
+        next.map(|live| live.job.clone())
     }
 
     /// Fills a chunk of an upload, and submits it if the wire takes it. `false`: not now.
@@ -135,7 +147,10 @@ impl Engine {
     /// Brings the next chunks of a file from a window of it. `None`: they are to be read. `Some(false)`: not now.
     fn fill_by_window(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) -> Option<bool> {
         let Settings { chunk, segment, segments, .. } = self.settings;
-        if !self.device.context().driver().holds_pages() || !state.may_have_windows() {
+        if !self.device.context().driver().holds_pages()
+            || !state.may_have_windows()
+            || Direction::BOTH.into_iter().any(|direction| self.is_urgent(state, direction))
+        {
             return None;
         }
         let most = window::window(segments * segment, chunk)?;
@@ -232,7 +247,8 @@ impl Engine {
         // Before there is room: what is registered then comes behind it on the device's worker thread.
         MutexGuard::unlocked(state, || drop(batch));
         state.windows.released(bytes);
-        self.call(state);
+        // Room for dozens of segments.
+        self.call_all(state);
         self.made_room(state);
         true
     }
@@ -284,6 +300,8 @@ impl Engine {
             Ok(chunk.wanted())
         });
         state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
+        // What is staged may have waited for this place.
+        self.pump(state, job.direction);
         state.events += 1;
         self.call(state);
         self.end(state, job, index, copied.map_err(|error| job.failed_at(at, error)));

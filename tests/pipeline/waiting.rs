@@ -1,0 +1,156 @@
+//! Transfers that wait for a segment, for a place on the wire or for the pool, and for whom nobody but others can make room:
+//! they go on when there is some.
+
+use std::borrow::Cow;
+use std::io;
+use std::time::{Duration, Instant};
+
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::pipeline::{Fill, Source};
+use pinpool::{Error, PinnedBuf};
+
+use super::{Rig, block_on, pattern};
+
+/// Longer than anything takes.
+const HANG: Duration = Duration::from_secs(10);
+
+/// Bytes that are not memory, for all that the pipeline knows.
+struct Opaque(Vec<u8>);
+
+impl Source for Opaque {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+    fn name(&self) -> Cow<'_, str> {
+        "opaque".into()
+    }
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        into.push(&self.0[offset as usize..]);
+        Ok(())
+    }
+}
+
+fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + HANG;
+    while !so() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// All that the pool has left.
+fn all_of(rig: &Rig) -> Vec<PinnedBuf> {
+    std::iter::from_fn(|| rig.pool.try_checkout(64 << 10).ok()).collect()
+}
+
+#[test]
+fn what_is_staged_goes_on_when_a_copy_that_is_not_has_left_the_wire() {
+    let rig = Rig::plain().direct();
+    let pipeline = rig.builder().threads(2).depth(1).build().unwrap();
+    let bytes = pattern(2 << 20, 1);
+    let memory = [0, 1].map(|_| rig.device.alloc(2 << 20).unwrap());
+    rig.node.start_trace();
+    rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
+    let plain = pipeline.upload(bytes.clone(), &memory[0]).unwrap();
+    until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
+    // Fills all that it may have, and finds the wire taken.
+    let staged = pipeline.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    rig.node.resume(0);
+    plain.wait_timeout(HANG).expect("it goes on").unwrap();
+    assert!(staged.wait_timeout(HANG).is_ok(), "so does the other");
+    for memory in &memory {
+        assert!(pipeline.download_vec(memory).unwrap() == bytes);
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_needs_no_segment_goes_past_what_waits_for_one() {
+    let rig = Rig::plain().direct();
+    let pipeline = rig.builder().threads(2).share(100 << 10).build().unwrap();
+    let bytes = pattern(1 << 20, 2);
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let mut feed = pipeline.feed(&memory[0]).unwrap();
+    // The only segment.
+    feed.push_blocking(&bytes[..10]).unwrap();
+    let staged = pipeline.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
+    let plain = pipeline.upload(bytes.clone(), &memory[2]).unwrap();
+    plain.wait_timeout(HANG).expect("it waits for no segment").unwrap();
+    feed.push_blocking(&bytes[10..]).unwrap();
+    feed.finish_blocking().unwrap();
+    assert!(staged.wait_timeout(HANG).is_ok());
+    for memory in &memory {
+        assert!(pipeline.download_vec(memory).unwrap() == bytes);
+    }
+    rig.all_is_back();
+}
+
+/// The one that stands in the pool's queue for all of them leaves it, and another has to.
+#[test]
+fn a_cancelled_transfer_leaves_its_place_in_the_pools_queue_to_another() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let pipeline = rig.builder().threads(4).build().unwrap();
+    let bytes = pattern(1 << 20, 3);
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    pipeline.upload_slice(&bytes, &memory[0]).unwrap();
+    let all = all_of(&rig);
+    let first = pipeline.download_collect(&memory[0]).unwrap();
+    until("it waits for the pool", || rig.pool.stats().waiting == 1);
+    let second = pipeline.upload(bytes.clone(), &memory[1]).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    first.cancel();
+    // Longer than it takes to see that.
+    std::thread::sleep(Duration::from_millis(500));
+    drop(all);
+    assert!(second.wait_timeout(HANG).is_ok(), "nobody is in the pool's queue any more");
+    assert!(matches!(first.wait().unwrap_err().error, Error::Cancelled { .. }));
+    // A worker in the queue, and a task that waits.
+    let all = all_of(&rig);
+    let first = pipeline.upload(bytes.clone(), &memory[0]).unwrap();
+    until("it waits for the pool", || rig.pool.stats().waiting == 1);
+    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(50));
+            first.cancel();
+            std::thread::sleep(Duration::from_millis(500));
+            drop(all);
+        });
+        block_on(feed.push(&bytes)).unwrap();
+    });
+    block_on(feed.finish()).unwrap();
+    drop(first);
+    assert!(pipeline.download_vec(&memory[1]).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+/// Its owner may be waiting for one of the others.
+#[test]
+fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let pipeline = rig.pipeline();
+    let bytes = pattern(200_000, 4);
+    let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
+    pipeline.upload_slice(&bytes, &memory[0]).unwrap();
+    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    feed.push_blocking(&bytes[..10]).unwrap();
+    for upload in [false, true] {
+        let all = all_of(&rig);
+        let third = rig.device.alloc(200_000).unwrap();
+        let waits: Box<dyn FnOnce() -> bool> = if upload {
+            let load = pipeline.upload(bytes.clone(), &third).unwrap();
+            Box::new(move || load.wait_timeout(HANG).is_ok())
+        } else {
+            let load = pipeline.download_collect(&memory[0]).unwrap();
+            Box::new(move || load.wait_timeout(HANG).is_ok())
+        };
+        std::thread::sleep(Duration::from_millis(50));
+        drop(all);
+        assert!(waits(), "upload: {upload}");
+    }
+    feed.push_blocking(&bytes[10..]).unwrap();
+    feed.finish_blocking().unwrap();
+    assert!(pipeline.download_vec(&memory[1]).unwrap() == bytes);
+    rig.all_is_back();
+}
