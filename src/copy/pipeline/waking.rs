@@ -1,9 +1,10 @@
 //! Who wakes whom among the threads of a pipeline.
 //!
 //! Waking a thread takes as long as copying a chunk, and nearly as much of the one that wakes it. So nobody is woken for
-//! what the one who would wake him does anyway ([`Engine::bring_back`]). While a transfer is live, a worker with nothing to do
-//! looks around now and then for a moment before it sleeps, where the machine has cores to spare; while it is awake, a
-//! *call* is one more on a counter, which it takes down. And those who sleep when a transfer starts are woken one by one, by
+//! what the one who would wake him does anyway ([`Engine::bring_back`]). A worker that runs out of work while a transfer is
+//! live looks around now and then for a moment before it sleeps, where the machine has cores to spare; while it is awake, a
+//! *call* is one more on a counter, which it takes down. At the end of the last transfer nobody is called: so one that
+//! follows soon finds them awake. And those who sleep when a transfer starts are woken one by one, by
 //! its caller and by each other, with the lock given up: told together they would wake one behind the other, each when
 //! the one before it has let go of the lock.
 //!
