@@ -2,6 +2,7 @@
 //! others.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod feeds;
 mod files;
 mod manners;
 mod memory;

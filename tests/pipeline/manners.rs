@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::Error;
 use pinpool::host::{Call, HostConfig};
-use pinpool::pipeline::{Fill, Pipeline, Priority, Source};
+use pinpool::pipeline::{Fill, Pipeline, Priority, Sink, Source};
 
 use super::{Rig, block_on, pattern};
 
@@ -155,6 +155,69 @@ fn while_way_is_given_bulk_chunks_go_one_by_one() {
     }
     load.wait().unwrap();
     assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+/// A sink that is slower than anything.
+struct Slow(Duration);
+
+impl Sink for Slow {
+    fn name(&self) -> Cow<'_, str> {
+        "slow".into()
+    }
+    fn put(&self, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
+        std::thread::sleep(self.0);
+        Ok(())
+    }
+}
+
+#[test]
+fn the_foreground_goes_before_what_has_landed_in_bulk() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().threads(1).build().unwrap();
+    let first = pipeline.with_priority(Priority::Foreground);
+    // Longer than what is copied on the caller's own thread.
+    let (bytes, small) = (pattern(300_000, 3), rig.device.alloc(300_000).unwrap());
+    let memory = rig.device.alloc(6 << 20).unwrap();
+    pipeline.upload_slice(&pattern(6 << 20, 2), &memory).unwrap();
+    let saves = pipeline.download(&memory, Slow(Duration::from_millis(30))).unwrap();
+    while saves.progress().done < 200_000 {
+        std::thread::yield_now();
+    }
+    first.upload_slice(&bytes, &small).unwrap();
+    assert!(first.download_vec(&small).unwrap() == bytes);
+    let done = saves.progress();
+    assert!(!done.over && done.done < 4 << 20, "it had to wait for the whole of it: {done:?}");
+    saves.cancel();
+    drop(saves);
+    rig.all_is_back();
+}
+
+#[test]
+fn the_foreground_is_seen_to_arrive_before_bulk_chunks_that_went_earlier() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().depth(2).build().unwrap();
+    let first = pipeline.with_priority(Priority::Foreground);
+    let (bytes, memory) = (pattern(2 << 20, 2), rig.device.alloc(2 << 20).unwrap());
+    let small = rig.device.alloc(300_000).unwrap();
+    rig.node.start_trace();
+    for nth in 0..2 {
+        let failure = pinpool::host::Failure::Stall;
+        rig.node.fail(pinpool::host::Fault { device: 0, call: Call::Copy, nth, failure });
+    }
+    let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while rig.node.trace().iter().filter(|call| **call == Call::Copy).count() < 2 {
+        assert!(Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(30));
+    // Through the workers, which are to see it while the watcher waits for the others.
+    let sent = first.upload(bytes[..300_000].to_vec(), &small).unwrap();
+    assert!(sent.wait_timeout(Duration::from_secs(10)).is_ok(), "nobody looks");
+    assert!(!load.is_over());
+    rig.node.resume(0);
+    load.wait().unwrap();
     rig.all_is_back();
 }
 

@@ -113,6 +113,42 @@ fn run(rig: &Rig, case: &Case) {
     rig.all_is_back();
 }
 
+/// What overlaps another piece in the source is copied later, though it lies before that one's end.
+#[test]
+fn a_range_that_two_pieces_want_has_landed_when_both_have_it() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().rate(2 << 20).build().unwrap();
+    let source = pattern(1 << 20, 3);
+    let memory = rig.device.alloc(2 << 20).unwrap();
+    let place = |from: usize, len| memory.slice(from..from + len).unwrap();
+    let pieces = vec![Piece::new(0, place(0, 1 << 20)), Piece::new(100_000, place(1 << 20, 200_000))];
+    pipeline.set_rate(None);
+    pipeline.upload_slice(&vec![0; 2 << 20], &memory).unwrap();
+    pipeline.set_rate(Some(2 << 20));
+    let load = pipeline.upload_pieces(source.clone(), pieces).unwrap();
+    let mut before = 0;
+    while !load.is_over() {
+        let progress = load.progress();
+        assert!(progress.landed_to >= before, "{} after {before}", progress.landed_to);
+        before = progress.landed_to;
+        std::thread::yield_now();
+    }
+    load.wait().unwrap();
+    pipeline.set_rate(None);
+    pipeline.upload_slice(&vec![0; 2 << 20], &memory).unwrap();
+    pipeline.set_rate(Some(2 << 20));
+    let pieces = vec![Piece::new(0, place(0, 1 << 20)), Piece::new(100_000, place(1 << 20, 200_000))];
+    let load = pipeline.upload_pieces(source.clone(), pieces).unwrap();
+    assert!(load.wait_landed(300_000));
+    // By another pipeline, which does not wait for this one.
+    let back = rig.pipeline().download_vec(&memory).unwrap();
+    assert!(back[..300_000] == source[..300_000]);
+    assert!(back[1 << 20..][..200_000] == source[100_000..300_000], "both have it");
+    pipeline.set_rate(None);
+    load.wait().unwrap();
+    rig.all_is_back();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
     #[test]

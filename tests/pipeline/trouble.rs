@@ -2,13 +2,14 @@
 
 use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
+use std::future::Future as _;
 use std::io::{self, Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::pipeline::{FileSink, FileSource, Fill, Reading, Sink, Source};
+use pinpool::pipeline::{FileSink, FileSource, Fill, Piece, Pipeline, Reading, Sink, Source};
 use pinpool::{Error, ErrorClass};
 
 use super::{Rig, block_on, pattern};
@@ -491,4 +492,83 @@ fn a_waker_that_panics_does_so_alone() {
         drop(load);
         rig.all_is_back();
     }
+}
+
+/// Parts of a chunk that were submitted before one was refused are on the wire: until they are through the transfer is not over,
+/// and nothing that uses the memory later begins.
+#[test]
+fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
+    for failure in [Failure::Argument, Failure::RunsAnyway] {
+        let rig = Rig::plain();
+        let pipeline = rig.builder().threads(1).depth(1).build().unwrap();
+        let (bytes, new) = (pattern(3000, 1), pattern(1000, 2));
+        let memory = rig.device.alloc(10_000).unwrap();
+        rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Stall });
+        rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 1, failure });
+        // Neighbours in the source and not on the device: one chunk of several copies.
+        let pieces = [0, 1, 2]
+            .map(|n| Piece::new(n * 1000, memory.slice(n as usize * 3000..).unwrap().slice(..1000).unwrap()));
+        let load = pipeline.upload_pieces(bytes.clone(), pieces.to_vec()).unwrap();
+        let later = pipeline.upload(new.clone(), memory.slice(..1000).unwrap()).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!load.is_over() && !later.is_over(), "a copy is on the wire");
+        rig.node.resume(0);
+        assert!(load.wait().is_err());
+        later.wait().unwrap();
+        rig.all_is_back();
+        let back = pipeline.download_vec(memory.slice(..1000).unwrap()).unwrap();
+        assert!(back == new, "{failure:?}: what came later is what stays");
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn a_copy_that_is_refused_and_runs_anyway_is_waited_for() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().depth(1).build().unwrap();
+    let (bytes, new) = (pattern(1000, 1), pattern(1000, 2));
+    let memory = rig.device.alloc(1000).unwrap();
+    for _ in 0..3 {
+        rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::RunsAnyway });
+        let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+        let later = pipeline.upload(new.clone(), &memory).unwrap();
+        assert!(load.wait().is_err());
+        later.wait().unwrap();
+        rig.all_is_back();
+        assert!(pipeline.download_vec(&memory).unwrap() == new);
+    }
+    rig.all_is_back();
+}
+
+/// On the thread that finds out what is done nobody may wait for a copy: it would wait for itself.
+#[test]
+fn a_waker_of_a_stream_cannot_wait_for_a_transfer() {
+    struct Sends {
+        pipeline: Pipeline,
+        memory: pinpool::DeviceBuffer,
+        told: Mutex<std::sync::mpsc::Sender<Result<(), Error>>>,
+    }
+    impl std::task::Wake for Sends {
+        fn wake(self: Arc<Self>) {
+            let sent = self.pipeline.upload_slice(&pattern(1 << 20, 1), &self.memory);
+            self.told.lock().unwrap().send(sent).unwrap();
+        }
+    }
+    let rig = Rig::late();
+    let (told, hears) = std::sync::mpsc::channel();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    let sends =
+        Sends { pipeline: rig.pipeline(), memory: rig.device.alloc(1 << 20).unwrap(), told: told.into() };
+    let waker = std::task::Waker::from(Arc::new(sends));
+    let stream = rig.device.stream().unwrap();
+    let mut buf = rig.pool.checkout(1 << 20).unwrap();
+    buf.try_resize(1 << 20, 1).unwrap();
+    let mut sent = stream.upload(buf, &memory).unwrap();
+    let polled = std::pin::Pin::new(&mut sent).poll(&mut std::task::Context::from_waker(&waker));
+    assert!(polled.is_pending());
+    let said = hears.recv_timeout(Duration::from_secs(10)).expect("it does not wait for itself");
+    assert!(matches!(said, Err(Error::Unsupported(_))), "{said:?}");
+    drop(sent);
+    drop(waker);
+    rig.all_is_back();
 }

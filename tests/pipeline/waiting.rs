@@ -6,7 +6,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::pipeline::{Fill, Source};
+use pinpool::pipeline::{FileSink, Fill, Source};
 use pinpool::{Error, PinnedBuf};
 
 use super::{Rig, block_on, pattern};
@@ -153,4 +153,76 @@ fn a_feed_that_holds_a_segment_does_not_keep_others_from_what_the_pool_gets_back
     feed.finish_blocking().unwrap();
     assert!(pipeline.download_vec(&memory[1]).unwrap() == bytes);
     rig.all_is_back();
+}
+
+#[test]
+fn a_copy_that_is_done_is_told_before_anybody_waits_for_the_pool() {
+    let rig = Rig::plain().direct();
+    let pipeline = rig.builder().threads(1).depth(1).build().unwrap();
+    let bytes = pattern(64 << 10, 5);
+    let memory = rig.device.alloc(64 << 10).unwrap();
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    let all = all_of(&rig);
+    rig.node.start_trace();
+    rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
+    let plain = pipeline.download_collect(&memory).unwrap();
+    until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
+    // Needs a segment, and finds the wire taken.
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let staged = pipeline.download(&memory, FileSink::create(file.path()).unwrap()).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    rig.node.resume(0);
+    let Ok(plain) = plain.wait_timeout(HANG) else { panic!("its bytes are there") };
+    assert!(plain.unwrap().into_vec().unwrap() == bytes);
+    drop(all);
+    assert!(staged.wait_timeout(HANG).is_ok());
+    assert!(std::fs::read(file.path()).unwrap() == bytes);
+    rig.all_is_back();
+}
+
+#[test]
+fn who_waits_for_the_pool_holds_neither_the_wire_nor_the_only_thread() {
+    let rig = Rig::plain().direct();
+    let bytes = pattern(200_000, 6);
+    let memory = [0, 1].map(|_| rig.device.alloc(200_000).unwrap());
+    for threads in [1, 3] {
+        let pipeline = rig.builder().threads(threads).depth(1).build().unwrap();
+        memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
+        // Downloads: the place on the wire.
+        let all = all_of(&rig);
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let staged = pipeline.download(&memory[0], FileSink::create(file.path()).unwrap()).unwrap();
+        until("it waits for the pool", || rig.pool.stats().waiting == 1);
+        let plain = pipeline.download_collect(&memory[1]).unwrap();
+        let Ok(plain) = plain.wait_timeout(HANG) else { panic!("it needs no segment") };
+        assert!(plain.unwrap().into_vec().unwrap() == bytes);
+        drop(all);
+        assert!(staged.wait_timeout(HANG).is_ok());
+        // Uploads: the thread.
+        let all = all_of(&rig);
+        let staged = pipeline.upload(Opaque(bytes.clone()), &memory[0]).unwrap();
+        until("it waits for the pool", || rig.pool.stats().waiting == 1);
+        let plain = pipeline.upload(bytes.clone(), &memory[1]).unwrap();
+        assert!(plain.wait_timeout(HANG).is_ok(), "it needs no segment");
+        drop(all);
+        assert!(staged.wait_timeout(HANG).is_ok());
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_waits_for_the_rate_goes_on_when_there_is_none() {
+    for rig in [Rig::plain(), Rig::plain().direct()] {
+        let pipeline = rig.builder().threads(1).rate(1).build().unwrap();
+        let bytes = pattern(1 << 20, 7);
+        let memory = rig.device.alloc(1 << 20).unwrap();
+        for _ in 0..20 {
+            pipeline.set_rate(Some(1));
+            let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+            until("the first has arrived", || load.progress().done > 0);
+            pipeline.set_rate(None);
+            assert!(load.wait_timeout(HANG).is_ok());
+        }
+        rig.all_is_back();
+    }
 }

@@ -1,0 +1,122 @@
+//! What is brought or taken by the caller's own thread: where it ends, what it costs, and both at once.
+
+use std::io::{self, Read};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use pinpool::pipeline::{Pipeline, Priority};
+
+use super::{Rig, pattern};
+
+/// Longer than anything takes.
+const HANG: Duration = Duration::from_secs(10);
+
+#[test]
+fn a_reader_may_end_where_a_chunk_does() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let chunk = pipeline.chunk();
+    let bytes = pattern(4 * chunk, 1);
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    // (The first chunks of an upload may be shorter, each a power of two of pages.)
+    for len in [0, 1, chunk / 8, chunk / 4, chunk / 2, chunk, 2 * chunk, 3 * chunk, 3 * chunk + 1, 4 * chunk]
+    {
+        pipeline.upload_slice(&vec![0xa5; 1 << 20], &memory).unwrap();
+        assert_eq!(pipeline.upload_read(&mut &bytes[..len], &memory).unwrap(), len as u64);
+        let back = pipeline.download_vec(&memory).unwrap();
+        assert!(back[..len] == bytes[..len] && back[len..].iter().all(|byte| *byte == 0xa5), "{len}");
+        let mut feed = pipeline.feed(&memory).unwrap();
+        feed.push_blocking(&bytes[..len]).unwrap();
+        assert_eq!(feed.finish_blocking().unwrap(), len as u64);
+    }
+    rig.all_is_back();
+}
+
+/// A reader that looks at what it is given.
+struct Looks {
+    left: usize,
+    given: u64,
+}
+
+impl Read for Looks {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.given += into.len() as u64;
+        let n = into.len().min(self.left).min(1000);
+        // What is behind the bytes that are there is as the last call left it.
+        into.fill(7);
+        self.left -= n;
+        Ok(n)
+    }
+}
+
+#[test]
+fn a_reader_of_small_parts_fills_chunks() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    let mut reader = Looks { left: 300_000, given: 0 };
+    assert_eq!(pipeline.upload_read(&mut reader, &memory).unwrap(), 300_000);
+    assert!(reader.given > 300_000);
+    assert!(pipeline.download_vec(memory.slice(..300_000).unwrap()).unwrap().iter().all(|byte| *byte == 7));
+    rig.all_is_back();
+}
+
+/// From the device to the device, by way of the caller.
+fn round_trip(rig: &Rig, pipeline: Pipeline) {
+    let (from, to) = (rig.device.alloc(4 << 20).unwrap(), rig.device.alloc(4 << 20).unwrap());
+    let bytes = pattern(4 << 20, 2);
+    rig.pipeline().upload_slice(&bytes, &from).unwrap();
+    let (done, is_done) = channel();
+    let target = to.slice(..).unwrap();
+    let thread = std::thread::spawn(move || {
+        let mut feed = pipeline.feed(target).unwrap();
+        let written = pipeline.download_write(&from, &mut feed).unwrap();
+        done.send((written, feed.finish_blocking().unwrap())).unwrap();
+    });
+    assert_eq!(is_done.recv_timeout(HANG).expect("neither waits for the other"), (4 << 20, 4 << 20));
+    thread.join().unwrap();
+    assert!(rig.pipeline().download_vec(&to).unwrap() == bytes);
+}
+
+#[test]
+fn a_download_can_be_written_to_a_feed_of_the_same_pipeline() {
+    let rig = Rig::plain();
+    round_trip(&rig, rig.pipeline());
+    round_trip(&rig, rig.pipeline().with_priority(Priority::Foreground));
+    round_trip(&rig, rig.builder().share(300 << 10).build().unwrap());
+    rig.all_is_back();
+}
+
+/// A writer that takes its time keeps no more than its half from others.
+#[test]
+fn a_slow_writer_of_the_foreground_leaves_room() {
+    let rig = Rig::plain();
+    let first = rig.pipeline().with_priority(Priority::Foreground);
+    let (from, to) = (rig.device.alloc(4 << 20).unwrap(), rig.device.alloc(4 << 20).unwrap());
+    let bytes = pattern(4 << 20, 3);
+    first.upload_slice(&bytes, &from).unwrap();
+    struct Slow<F: FnMut()>(F, usize);
+    impl<F: FnMut()> io::Write for Slow<F> {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.1 += 1;
+            if self.1 == 3 {
+                (self.0)();
+            }
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let beside = || {
+        // All that the writer's transfer may have has landed.
+        std::thread::sleep(Duration::from_millis(100));
+        let since = Instant::now();
+        let load = first.upload(bytes.clone(), &to).unwrap();
+        assert!(load.wait_timeout(HANG).is_ok(), "it has segments of its own");
+        assert!(since.elapsed() < HANG);
+    };
+    first.download_write(&from, &mut Slow(beside, 0)).unwrap();
+    assert!(first.download_vec(&to).unwrap() == bytes);
+    rig.all_is_back();
+}
