@@ -102,6 +102,11 @@ impl<B: Lend> InFlight<B> {
         Ok(true)
     }
 
+    /// Whether it is done, or lost, after at most so long.
+    pub(crate) fn is_done_within(&self, time: Duration) -> bool {
+        !matches!(self.wait_all(Instant::now().checked_add(time)), Err(Error::Timeout(_)))
+    }
+
     fn finish(&mut self) -> Result<B> {
         match self.value.take() {
             Some(value) => value.finish(self.written),

@@ -20,13 +20,15 @@ use parking_lot::MutexGuard;
 use super::config::Priority;
 use super::engine::{Engine, State};
 use super::job::{Direction, Job, Kind, Landed};
-use super::wire::{Arrives, Flight, Flying, place};
+use super::wire::{Arrives, Flight, Flying, Wire, place};
 use crate::error::{Error, Result};
 
 /// Between two looks at a copy on the wire, or for a call.
 pub(super) const PAUSE: Duration = Duration::from_micros(15);
 /// For how long a copy is looked at, before it is waited for. Who is woken only when somebody else has found out is late.
 const LOOK: Duration = Duration::from_millis(2);
+/// For how long a watcher waits for a chunk before it looks whether there is a more urgent one.
+const LATE: Duration = Duration::from_millis(10);
 /// Between two looks of a watcher that has nothing to do itself, and for how long it stays about after the wire was busy.
 const STAND_BY: Duration = Duration::from_micros(100);
 const STAY: Duration = Duration::from_millis(2);
@@ -37,15 +39,45 @@ impl Flight {
             Self::Segment(flight) => flight.is_here(),
             Self::Parts(_, flights) => flights.last().is_none_or(Arrives::is_here),
             Self::InPlace(flights, ..) => flights.last().is_none_or(|flight| flight.is_here()),
+            Self::Refused { flights, .. } => flights.iter().all(|flight| flight.is_here()),
         }
     }
 
-    /// Looks often, for a while, sleeping in between.
-    fn look(&self) {
+    /// Waits for a while. Looks often at first, sleeping in between, where the device makes the copies.
+    fn is_here_soon(&self, looks: bool) -> bool {
         let since = Instant::now();
-        while !self.is_here() && since.elapsed() < LOOK {
+        while looks && since.elapsed() < LOOK {
+            if self.is_here() {
+                return true;
+            }
             std::thread::sleep(PAUSE);
         }
+        match self {
+            Self::Segment(flight) => flight.is_here_within(LATE),
+            Self::Parts(_, flights) => flights.last().is_none_or(|flight| flight.is_here_within(LATE)),
+            Self::InPlace(flights, ..) => flights.last().is_none_or(|flight| flight.is_here_within(LATE)),
+            Self::Refused { flights, .. } => flights.iter().all(|flight| flight.is_here_within(LATE)),
+        }
+    }
+}
+
+impl Flying {
+    fn is_urgent(&self) -> bool {
+        self.job.priority == Priority::Foreground
+    }
+}
+
+impl Wire {
+    /// Takes the chunk that somebody with time for one should wait for.
+    fn next_to_watch(&mut self) -> Option<Flying> {
+        let urgent = self.flying.iter().position(Flying::is_urgent);
+        self.flying.remove(urgent.unwrap_or(0))
+    }
+
+    /// Back to where it was, before all that went later.
+    fn flies_on(&mut self, flying: Flying) {
+        let at = self.flying.iter().position(|other| other.number > flying.number);
+        self.flying.insert(at.unwrap_or(self.flying.len()), flying);
     }
 }
 
@@ -64,8 +96,12 @@ impl Engine {
         crate::os::sleep_precisely();
         let mut state = self.state.lock();
         let mut busy = Instant::now();
+        // Such a device moves only when it is waited for.
+        let stepped = self.device.context().driver().stepped().is_some();
         loop {
             let events = state.events;
+            // Before: what is due between then and when it is looked at again would wait for nobody.
+            let now = Instant::now();
             self.pump(&mut state, direction);
             // (What is ready and not on the wire waits for the rate.)
             if state.wires[direction as usize].on != [0, 0] {
@@ -73,7 +109,14 @@ impl Engine {
             }
             let attended = state.wires[direction as usize].attended > 0;
             if !attended {
-                if let Some(flying) = state.wires[direction as usize].flying.pop_front() {
+                if let Some(flying) = state.wires[direction as usize].next_to_watch() {
+                    if !stepped
+                        && !MutexGuard::unlocked(&mut state, || flying.flight.is_here_soon(self.looks))
+                    {
+                        // There may be one in a hurry by now.
+                        state.wires[direction as usize].flies_on(flying);
+                        continue;
+                    }
                     if let Some((job, landed)) = self.arrive(&mut state, direction, flying) {
                         state.landed.push_back((job, landed));
                         state.events += 1;
@@ -93,7 +136,7 @@ impl Engine {
                 continue;
             }
             // Looked for again when the rate allows it, if there is anything.
-            match state.due.filter(|due| *due > Instant::now() && !state.jobs.is_empty()) {
+            match state.due.filter(|due| *due > now && !state.jobs.is_empty()) {
                 Some(due) => {
                     self.bells[direction as usize].wait_until(&mut state, due);
                     // Workers that copy by themselves have waited for it too.
@@ -137,10 +180,7 @@ impl Engine {
         // Called since it stopped listening, perhaps.
         let called = seen == Seen::Called || self.is_called();
         self.pass_on(state);
-        // Back to where it was, before all that went later.
-        let flights = &mut state.wires[direction as usize].flying;
-        let at = flights.iter().position(|other| other.number > flying.number);
-        flights.insert(at.unwrap_or(flights.len()), flying);
+        state.wires[direction as usize].flies_on(flying);
         self.bells[direction as usize].notify_one();
         called
     }
@@ -149,17 +189,20 @@ impl Engine {
     /// the direction that has more of them.
     fn nearest(&self, state: &mut State) -> Option<(Direction, Flying)> {
         let me = self.worker();
-        let first = |direction: Direction| {
-            let mut flying = state.wires[direction as usize].flying.iter();
-            let at = flying.position(|f| f.job.priority == Priority::Foreground || f.by == me)?;
-            Some((direction, at))
+        let first = |which: fn(&Flying, usize) -> bool| {
+            Direction::BOTH.into_iter().find_map(|direction| {
+                let mut flying = state.wires[direction as usize].flying.iter();
+                Some((direction, flying.position(|flying| which(flying, me))?))
+            })
         };
+        let foreground = first(|flying, _| flying.is_urgent());
         let oldest = || {
             let many = |direction: &Direction| state.wires[*direction as usize].flying.len();
             let direction = Direction::BOTH.into_iter().max_by_key(many)?;
             Some((direction, 0))
         };
-        let (direction, at) = Direction::BOTH.into_iter().find_map(first).or_else(oldest)?;
+        let mine = || first(|flying, me| flying.by == me);
+        let (direction, at) = foreground.or_else(mine).or_else(oldest)?;
         Some((direction, state.wires[direction as usize].flying.remove(at)?))
     }
 
@@ -173,24 +216,23 @@ impl Engine {
         let Flying { job, index, wanted, flight, .. } = flying;
         let at = job.plan.range(index).0;
         // A segment, or none any more, if there was one; and how it went.
-        let (segment, result) = MutexGuard::unlocked(state, || {
-            if self.looks {
-                flight.look();
+        let (segment, result) = MutexGuard::unlocked(state, || match flight {
+            Flight::Segment(flight) => match flight.wait() {
+                Ok(buf) => (Some(Some(buf)), Ok(())),
+                Err(error) => (Some(None), Err(error)),
+            },
+            Flight::Parts(shared, flights) => {
+                let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
+                (Some(last_of(shared)), results.into_iter().collect())
             }
-            match flight {
-                Flight::Segment(flight) => match flight.wait() {
-                    Ok(buf) => (Some(Some(buf)), Ok(())),
-                    Err(error) => (Some(None), Err(error)),
-                },
-                Flight::Parts(shared, flights) => {
-                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
-                    (Some(last_of(shared)), results.into_iter().collect())
-                }
-                Flight::InPlace(flights, place, start, len) => {
-                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
-                    let all: Result<()> = results.into_iter().collect();
-                    (None, all.and_then(|()| place.arrived(start, len)))
-                }
+            Flight::InPlace(flights, place, start, len) => {
+                let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
+                let all: Result<()> = results.into_iter().collect();
+                (None, all.and_then(|()| place.arrived(start, len)))
+            }
+            Flight::Refused { flights, segment, error } => {
+                flights.into_iter().for_each(|flight| drop(flight.arrive()));
+                (segment.map(|shared| shared.and_then(last_of)), Err(error))
             }
         });
         state.wires[direction as usize].on[place(job.priority)] -= 1;
@@ -217,6 +259,8 @@ impl Engine {
                 match segment {
                     Some(Some(buf)) if self.worker() > 0 => self.bring_back(state, direction, buf),
                     Some(buf) => self.give_back(state, direction, buf),
+                    // What a worker copies may wait for this place.
+                    None if state.jobs.iter().any(|live| live.job.kind == Kind::Direct) => self.call(state),
                     None => {}
                 }
                 self.end(state, &job, index, result.map(|()| wanted));
@@ -229,7 +273,7 @@ impl Engine {
 /// What the timelines have let go of, or are about to: they do so right after they say that a copy is complete. `None`:
 /// they do not, and it goes when they do.
 pub(super) fn last_of<T>(mut shared: Arc<T>) -> Option<T> {
-    for turn in 0..200 {
+    for turn in 0..5000 {
         match Arc::try_unwrap(shared) {
             Ok(value) => return Some(value),
             Err(still) => shared = still,

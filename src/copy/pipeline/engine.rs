@@ -4,9 +4,9 @@
 //! them a second are the most that there is. Nothing else is done under it: no driver call, no reading, no copying, no code
 //! of the caller's, and nothing goes back to the pool, which may wake somebody.
 //!
-//! *Threads.* The workers ([`super::workers`]) do what takes the CPU: first they drain what has landed, which frees segments, then they fill
-//! chunks, those of the foreground first; and one that has nothing of that to do looks after a chunk on the wire, and goes on
-//! with it ([`super::arrival`]). A watcher for each direction does what no worker has time for. All of them start with the
+//! *Threads.* The workers ([`super::workers`]) do what takes the CPU, for the foreground first: they drain what has landed,
+//! which frees segments, and fill chunks; and one that has nothing of that to do looks after a chunk on the wire, and goes
+//! on with it ([`super::arrival`]). A watcher for each direction does what no worker has time for. All of them start with the
 //! first transfer and sleep while there is nothing to do; they hold the engine, and end when the last handle to the
 //! pipeline and its transfers is gone and nothing is under way.
 //!
@@ -15,9 +15,10 @@
 //! *Segments.* The engine has at most so many. One that comes back is kept for the next chunk, for as long as any transfer
 //! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
 //! in the pool's queue in front of others, and goes on with what it has. Only when it has none at all does one thread wait
-//! in the queue, like anybody else. An eighth is kept for the foreground, and where both directions are under way neither
-//! has more than half. Of the others as many are in use as keep threads and wire busy, the one that came back last first:
-//! what the CPU has just read or written is in its caches, and there the device finds it, or puts it.
+//! in the queue, like anybody else. An eighth is kept for the foreground; and where both directions are under way neither
+//! has more than half, nor has a transfer that its caller fills or drains, who may start another one before he goes on. Of
+//! the others as many are in use as keep threads and wire busy, the one that came back last first: what the CPU has just
+//! read or written is in its caches, and there the device finds it, or puts it.
 //!
 //! *Order.* Transfers that use the same device memory, one of them writing it, take effect in the order in which they were
 //! started: the later one begins when the earlier one is over.
@@ -57,16 +58,16 @@ thread_local! {
     static MINE: Cell<[usize; 2]> = const { Cell::new([0; 2]) };
 }
 
-/// An error on a thread of a pipeline, where a waker, a source or a sink is about to wait for what that very thread does.
+/// An error on a thread of a pipeline or of the library's, where a waker, a source or a sink is about to wait for what that
+/// very thread does.
 pub(super) fn may_wait() -> Result<()> {
-    if !OURS.get() {
-        return Ok(());
-    }
-    Err(Error::Unsupported(
-        "a wait for a transfer on a pipeline's own thread, in a waker, a source or a sink; wake a task or thread of your own, \
-         and wait there"
-            .into(),
-    ))
+    let whose = match crate::sync::own() {
+        Some(_) => "on the thread that finds out what is done, in a waker",
+        None if OURS.get() => "on a pipeline's own thread, in a waker, a source or a sink",
+        None => return Ok(()),
+    };
+    let what = format!("a wait for a transfer {whose}; wake a task or thread of your own, and wait there");
+    Err(Error::Unsupported(what))
 }
 
 /// The streams of one direction.
@@ -408,6 +409,8 @@ impl Engine {
             self.finish(state, job);
         } else if failed {
             self.sweep(state, job);
+            // Who waits for a segment of this transfer hears that there is none any more.
+            self.made_room(state);
         }
     }
 
@@ -468,12 +471,15 @@ impl Engine {
     ) -> Got {
         let used = state.out[0] + state.out[1] + state.windows.bytes.div_ceil(self.settings.segment);
         let most = self.settings.segments;
-        let mut room = used < most;
+        let both = state.jobs.iter().any(|live| live.job.direction == direction.other());
+        // (What its caller drains may wait for what the caller does next.)
+        let shares = both || job.kind == Kind::Caller;
+        let half = |all: usize| if shares { (all / 2).max(1) } else { all };
+        let mut room = used < most && state.out[direction as usize] < half(most);
         if job.priority == Priority::Bulk {
             let kept = if most > 1 { (most / 8).max(1) } else { 0 };
-            let both = state.jobs.iter().any(|live| live.job.direction == direction.other());
             let bulk = most - kept;
-            let own = if both { (bulk / 2).max(1) } else { bulk }.min(self.settings.rotation);
+            let own = half(bulk).min(self.settings.rotation);
             room &= used < bulk && state.out[direction as usize] < own;
         }
         if !room || (state.stash.is_empty() && state.dry && used > 0) {
@@ -495,7 +501,7 @@ impl Engine {
                 match tried {
                     Ok(buf) => return Got::Segment(buf),
                     Err(Error::Exhausted { .. }) => return Got::NotNow,
-                    Err(Error::Timeout(_)) if !job.stopped() => {}
+                    Err(Error::Timeout(_)) if !job.stopped() && !self.has_copies() => {}
                     Err(Error::Timeout(_)) => return Got::NotNow,
                     Err(error) => return Got::Failed(error),
                 }
@@ -516,6 +522,14 @@ impl Engine {
             }
         }
         got
+    }
+
+    /// Whether there is something to do that needs no segment, for which the one who waits for a segment may be the only one.
+    fn has_copies(&self) -> bool {
+        let state = self.state.lock();
+        [Priority::Foreground, Priority::Bulk]
+            .into_iter()
+            .any(|priority| self.copies(&state, priority).is_some())
     }
 
     /// What is asked of the pool for a segment.
@@ -622,6 +636,11 @@ impl State {
         std::mem::take(&mut self.stash)
     }
 
+    /// Whether no segment of the pool is in use.
+    pub(super) fn has_none(&self) -> bool {
+        self.out == [0, 0] && self.windows.bytes == 0
+    }
+
     /// Whether no earlier transfer is in the way of this one.
     pub(super) fn may_begin(&self, id: u64) -> bool {
         self.jobs.iter().any(|live| live.job.id == id && live.behind.is_empty())
@@ -629,7 +648,7 @@ impl State {
 
     /// Counts a segment that its user gets from the pool by itself, if there is no other.
     pub(super) fn take_seat(&mut self, direction: Direction) -> bool {
-        let none = self.out == [0, 0] && self.windows.bytes == 0 && self.stash.is_empty();
+        let none = self.has_none() && self.stash.is_empty();
         if none {
             self.out[direction as usize] += 1;
         }

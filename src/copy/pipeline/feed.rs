@@ -142,12 +142,14 @@ impl Feed {
     async fn segment(&self) -> Result<PinnedBuf> {
         let engine = &self.handle.engine;
         let tried = poll_fn(|cx| {
+            // Here already: it is the caller's code.
+            let waker = (self.job.id, cx.waker().clone());
             let mut state = engine.state.lock();
             if let Some(tried) = engine.try_for_segment(&mut state, &self.job) {
+                drop(state);
                 return Poll::Ready(tried);
             }
             // Woken, all of them, when a segment comes back or a transfer is over.
-            let waker = (self.job.id, cx.waker().clone());
             let known = state.wakers.iter_mut().find(|known| known.0 == self.job.id);
             let old = match known {
                 Some(known) => Some(std::mem::replace(known, waker)),
@@ -220,15 +222,26 @@ impl Feed {
 
     /// Sends what there is of the last chunk, and says that nothing follows.
     fn last(&mut self) -> Result<()> {
-        if let Some(Filling { chunk, buf, .. }) = &mut self.current {
-            let have = buf.len();
-            if let (Parts::Whole(to), 1..) = (&chunk.parts, have) {
-                chunk.parts = Parts::Whole(to.slice(..have)?);
-                chunk.len = have;
-                self.send();
-            } else {
-                self.abandon();
+        match &mut self.current {
+            // The bytes have ended where the chunk before did.
+            Some(Filling { buf, .. }) if buf.is_empty() => {
+                if let Some(Filling { index, buf, .. }) = self.current.take() {
+                    let engine = &self.handle.engine;
+                    engine.give_back(&mut engine.state.lock(), Direction::Up, Some(buf));
+                    self.job.retract(index);
+                }
             }
+            Some(Filling { chunk, buf, .. }) => {
+                if let Parts::Whole(to) = &chunk.parts {
+                    chunk.parts = Parts::Whole(to.slice(..buf.len())?);
+                    chunk.len = buf.len();
+                    self.send();
+                } else {
+                    // Not so: a feed has one piece, and each of its chunks one part.
+                    self.abandon();
+                }
+            }
+            None => {}
         }
         self.ended = true;
         self.handle.engine.close_job(&self.job);
@@ -250,24 +263,28 @@ impl Feed {
             self.ready()?;
             let pushed = self.pushed;
             let Some(Filling { chunk, buf, .. }) = &mut self.current else { return Ok(()) };
-            let have = buf.len();
-            // Readers take initialised memory only.
-            buf.try_resize(chunk.len, 0)?;
-            let read = reader.read(&mut buf[have..]);
-            let n = *read.as_ref().unwrap_or(&0);
-            buf.truncate(have + n.min(chunk.len - have));
-            match read {
-                Ok(0) => return Ok(()),
-                Ok(n) => self.taken(n.min(self.current_room(have))),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(read_error(name, pushed, &error)),
+            let (before, len) = (buf.len(), chunk.len);
+            // Readers take initialised memory only: once for each chunk, however little they read at a time.
+            buf.try_resize(len, 0)?;
+            let mut have = before;
+            let ended = loop {
+                match reader.read(&mut buf[have..]) {
+                    Ok(0) => break Ok(true),
+                    Ok(n) => have += n.min(len - have),
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => break Err(read_error(name, pushed + (have - before) as u64, &error)),
+                }
+                if have == len {
+                    break Ok(false);
+                }
+            };
+            buf.truncate(have);
+            self.taken(have - before);
+            if ended? {
+                break;
             }
         }
         Ok(())
-    }
-
-    fn current_room(&self, have: usize) -> usize {
-        self.current.as_ref().map_or(0, |f| f.chunk.len - have)
     }
 }
 

@@ -7,6 +7,7 @@
 //!
 //! The engine's lock is taken before a job's, never the other way round.
 
+use std::borrow::Borrow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -26,9 +27,13 @@ use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 
 /// Wakes tasks. That is the caller's code, which may panic, and must not take our thread along.
-pub(super) fn wake_all(wakers: impl IntoIterator<Item = Waker>) {
+pub(super) fn wake_all<W: Borrow<Waker>>(wakers: impl IntoIterator<Item = W>) {
     for waker in wakers {
-        if catch_unwind(AssertUnwindSafe(|| waker.wake())).is_err() {
+        let wake = move || {
+            waker.borrow().wake_by_ref();
+            drop(waker);
+        };
+        if catch_unwind(AssertUnwindSafe(wake)).is_err() {
             tracing::error!(target: "pinpool::pipeline", "a waker panicked");
         }
     }
@@ -205,8 +210,8 @@ struct Run {
     trace: Option<Trace>,
     over: Option<(Result<()>, Duration)>,
     landed: BTreeMap<usize, Landed>,
-    /// Who is to be told of whatever happens.
-    wakers: Vec<(u64, Waker)>,
+    /// Who is to be told of whatever happens. (To clone a waker is to run the caller's code, which is not done under a lock.)
+    wakers: Vec<(u64, Arc<Waker>)>,
     next_waker: u64,
 }
 
@@ -305,6 +310,14 @@ impl Job {
         run.active -= count;
         run.returned.extend((first..first + count).rev());
         run.is_over()
+    }
+
+    /// Gives the last chunk back that was begun, untouched, by the only one who begins any: it was never begun.
+    pub(super) fn retract(&self, index: usize) {
+        let mut run = self.run.lock();
+        debug_assert_eq!(index + 1, run.next, "the last one");
+        run.active -= 1;
+        run.next = index;
     }
 
     /// How many chunks were not begun yet, those given back left out.
@@ -413,10 +426,7 @@ impl Job {
 
     pub(super) fn progress(&self) -> Progress {
         let run = self.run.lock();
-        let landed_to = match run.missing < self.plan.count() {
-            true => self.plan.range(run.missing).0,
-            false => self.plan.end(),
-        };
+        let landed_to = self.plan.landed_before(run.missing);
         Progress {
             done: run.done,
             total: self.plan.wanted(),
@@ -472,7 +482,7 @@ impl Job {
     /// Leaves a waker, in place of the one left before, unless the job is over: then how it ended.
     pub(super) fn wake_later(&self, key: &mut Option<u64>, waker: &Waker) -> Option<Result<()>> {
         // Cloned before the lock: that is the caller's code, and so is dropping it.
-        let waker = waker.clone();
+        let waker = Arc::new(waker.clone());
         let old = {
             let mut run = self.run.lock();
             if let Some(over) = &run.over {

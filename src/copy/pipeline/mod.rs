@@ -269,6 +269,7 @@ impl Pipeline {
         state.rate = bytes_per_second.filter(|rate| *rate > 0);
         state.due = None;
         state.events += 1;
+        engine.call_all(&state);
         engine.bells.iter().for_each(|bell| _ = bell.notify_one());
     }
 
@@ -486,6 +487,9 @@ impl Pipeline {
     }
 
     /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all.
+    ///
+    /// The writer may wait for other transfers of this pipeline, a [`Feed`]'s say, if the [share](Self::share) has three segments
+    /// or more.
     ///
     /// # Errors
     /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).

@@ -118,6 +118,8 @@ pub(super) struct Plan {
     chunks: Vec<Cut>,
     chunk: usize,
     wanted: u64,
+    /// Where pieces overlap: of each chunk, the first byte that it or any later one has.
+    starts: Vec<u64>,
     /// The first device address, and one past the last.
     bounds: (u64, u64),
 }
@@ -161,8 +163,10 @@ impl Plan {
         let start = joined.iter().map(|piece| piece.device.address()).min().unwrap_or(0);
         let end = joined.iter().map(|piece| piece.device.address() + piece.device.len() as u64).max();
         let bounds = (start, end.unwrap_or(0));
-        let mut plan = Self { pieces: joined, chunks: Vec::new(), chunk, wanted, bounds };
+        let (chunks, starts) = (Vec::new(), Vec::new());
+        let mut plan = Self { pieces: joined, chunks, chunk, wanted, starts, bounds };
         plan.cut(share, ramp);
+        plan.find_starts();
         Ok(plan)
     }
 
@@ -198,6 +202,29 @@ impl Plan {
             let until = if skip > 0 { piece + 1 } else { piece };
             left = left.saturating_sub(wanted);
             self.chunks.push(Cut { piece: from, skip: from_skip, until, len: (end - start) as usize });
+        }
+    }
+
+    /// A piece that overlaps another has its chunks behind that one's, though they start before its end.
+    fn find_starts(&mut self) {
+        let starts: Vec<u64> = (0..self.count()).map(|index| self.range(index).0).collect();
+        if !starts.is_sorted() {
+            let mut least = u64::MAX;
+            self.starts = starts
+                .into_iter()
+                .rev()
+                .map(|start| (least.min(start), least = least.min(start)).0)
+                .collect();
+            self.starts.reverse();
+        }
+    }
+
+    /// Everything of the source before this offset is in chunks before that one.
+    pub(super) fn landed_before(&self, index: usize) -> u64 {
+        match self.starts.get(index) {
+            Some(start) => *start,
+            None if index < self.count() => self.range(index).0,
+            None => self.end(),
         }
     }
 

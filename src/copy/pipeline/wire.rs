@@ -59,6 +59,9 @@ pub(super) trait Arrives: Send {
     /// Whether it is there. Errors are told by waiting.
     fn is_here(&self) -> bool;
 
+    /// The same, after at most so long.
+    fn is_here_within(&self, time: Duration) -> bool;
+
     /// Waits for it.
     fn arrive(self: Box<Self>) -> Result<()>;
 }
@@ -66,6 +69,10 @@ pub(super) trait Arrives: Send {
 impl<B: Lend> Arrives for InFlight<B> {
     fn is_here(&self) -> bool {
         self.is_done() != Ok(false)
+    }
+
+    fn is_here_within(&self, time: Duration) -> bool {
+        self.is_done_within(time)
     }
 
     fn arrive(self: Box<Self>) -> Result<()> {
@@ -111,6 +118,29 @@ pub(super) enum Flight {
     Parts(Arc<PinnedBuf>, Vec<InFlight<Arc<PinnedBuf>>>),
     /// With where the chunk is in it, and how long.
     InPlace(Vec<Box<dyn Arrives>>, Arc<dyn InPlace>, usize, usize),
+    /// One of its copies was refused, and others, or even that one, are on the wire: it has failed when they are through. With
+    /// the segment, or none any more, if there is one.
+    Refused {
+        flights: Vec<Box<dyn Arrives>>,
+        segment: Option<Option<Arc<PinnedBuf>>>,
+        error: Error,
+    },
+}
+
+impl Flight {
+    /// A copy was refused, and the device may be making it, or some that were submitted before it.
+    fn refused(
+        mut flights: Vec<Box<dyn Arrives>>,
+        segment: Option<Option<Arc<PinnedBuf>>>,
+        error: Error,
+        stream: &Stream,
+    ) -> Self {
+        // Behind all that may be on the stream. Where it is refused as well the device is lost, or about to be.
+        if let Ok(behind) = stream.hold(()) {
+            flights.push(Box::new(behind));
+        }
+        Self::Refused { flights, segment, error }
+    }
 }
 
 /// Chunks that follow each other on a stream, up and down.
@@ -213,7 +243,7 @@ impl Engine {
             Self::takes_off(state, Direction::Up, priority, ready.chunk.len);
             let stream = self.stream(state, Direction::Up, priority);
             let (job, index) = (ready.job.clone(), ready.index);
-            let (at, segment) = (ready.chunk.at, matches!(ready.load, Load::Segment(..)));
+            let at = ready.chunk.at;
             let sent = MutexGuard::unlocked(state, || send(ready, &stream));
             match sent {
                 Ok(flying) => {
@@ -222,9 +252,7 @@ impl Engine {
                 }
                 Err((error, buf)) => {
                     state.wires[Direction::Up as usize].on[place(priority)] -= 1;
-                    if segment {
-                        self.give_back(state, Direction::Up, buf);
-                    }
+                    self.give_back(state, Direction::Up, Some(buf));
                     let error = job.failed_at(at, error);
                     self.end(state, &job, index, Err(error));
                 }
@@ -277,9 +305,17 @@ impl Engine {
             let events = state.events;
             // First the place on the wire, so that nobody takes it while we look for a segment.
             state.wires[Direction::Down as usize].on[place(priority)] += 1;
-            let got = self.acquire(state, Direction::Down, &job, true);
+            let mut got = self.acquire(state, Direction::Down, &job, false);
             state.wires[Direction::Down as usize].on[place(priority)] -= 1;
+            if matches!(got, Got::NotNow) && state.has_none() {
+                // In the pool's queue, and without that place, which others can use meanwhile.
+                got = self.acquire(state, Direction::Down, &job, true);
+            }
             let buf = match got {
+                Got::Segment(buf) if !self.free(state, Direction::Down, priority) => {
+                    self.give_back(state, Direction::Down, Some(buf));
+                    continue;
+                }
                 Got::Segment(buf) => buf,
                 // Somebody who has brought one meanwhile has found the place taken.
                 Got::NotNow if state.events != events => return true,
@@ -306,17 +342,24 @@ impl Engine {
                     Err(error) => Err(SubmitError::refused(error, buf)),
                 }
             });
-            match sent {
+            let flight = match sent {
+                Ok(flight) => Ok(Flight::Segment(flight)),
+                Err(SubmitError { error, buffer: Some(buf) }) => Err((error, buf)),
+                Err(SubmitError { error, .. }) => Ok(MutexGuard::unlocked(state, || {
+                    Flight::refused(Vec::new(), Some(None), error, &stream)
+                })),
+            };
+            match flight {
                 Ok(flight) => {
-                    let (wanted, flight) = (len as u64, Flight::Segment(flight));
+                    let wanted = len as u64;
                     let flying = Flying { job, index, wanted, by: self.worker(), number: 0, flight };
                     state.wires[Direction::Down as usize].flies(flying);
                     self.bells[Direction::Down as usize].notify_one();
                 }
-                Err(refused) => {
+                Err((error, buf)) => {
                     state.wires[Direction::Down as usize].on[place(priority)] -= 1;
-                    self.give_back(state, Direction::Down, refused.buffer);
-                    let error = job.failed_at(at, refused.error);
+                    self.give_back(state, Direction::Down, Some(buf));
+                    let error = job.failed_at(at, error);
                     self.end(state, &job, index, Err(error));
                 }
             }
@@ -347,28 +390,39 @@ impl Engine {
     }
 }
 
-/// Submits a chunk. On an error, the segment if the device cannot be using it.
-fn send(ready: Ready, stream: &Stream) -> Result<Flying, (Error, Option<PinnedBuf>)> {
+/// Submits a chunk. On an error nothing of it is on the wire, and the segment is not used.
+fn send(ready: Ready, stream: &Stream) -> Result<Flying, (Error, PinnedBuf)> {
     let Ready { job, index, chunk, load, by, .. } = ready;
     let wanted = chunk.wanted();
     let flight = match (load, chunk.parts) {
         (Load::Segment(buf, lead), Parts::Whole(to)) => {
-            let sent = stream.upload_part(buf, lead..lead + to.len(), to);
-            Flight::Segment(sent.map_err(|refused| (refused.error, refused.buffer))?)
+            match stream.upload_part(buf, lead..lead + to.len(), to) {
+                Ok(flight) => Flight::Segment(flight),
+                Err(SubmitError { error, buffer: Some(buf) }) => return Err((error, buf)),
+                Err(SubmitError { error, .. }) => Flight::refused(Vec::new(), Some(None), error, stream),
+            }
         }
         (Load::Segment(buf, lead), Parts::Several(parts)) => {
             let shared = Arc::new(buf);
-            let mut flights = Vec::with_capacity(parts.len());
+            let (mut flights, mut refused) = (Vec::with_capacity(parts.len()), None);
             for part in parts {
                 let start = lead + part.offset;
                 let len = part.device.len();
                 match stream.upload_part(shared.clone(), start..start + len, part.device) {
                     Ok(flight) => flights.push(flight),
-                    // Those before it, and this one perhaps, are on the wire: the segment returns when they are done.
-                    Err(refused) => return Err((refused.error, None)),
+                    Err(SubmitError { error, .. }) => {
+                        refused = Some(error);
+                        break;
+                    }
                 }
             }
-            Flight::Parts(shared, flights)
+            match refused {
+                None => Flight::Parts(shared, flights),
+                Some(error) => {
+                    let flights = flights.into_iter().map(|flight| Box::new(flight) as Box<dyn Arrives>);
+                    Flight::refused(flights.collect(), Some(Some(shared)), error, stream)
+                }
+            }
         }
         (Load::InPlace(place, start), parts) => {
             let (len, mut flights) = (chunk.len, Vec::new());
@@ -376,10 +430,20 @@ fn send(ready: Ready, stream: &Stream) -> Result<Flying, (Error, Option<PinnedBu
                 Parts::Whole(to) => vec![(0, to)],
                 Parts::Several(parts) => parts.into_iter().map(|p| (p.offset, p.device)).collect(),
             };
+            let mut refused = None;
             for (offset, to) in parts {
-                flights.push(place.submit(stream, start + offset, &to).map_err(|error| (error, None))?);
+                match place.submit(stream, start + offset, &to) {
+                    Ok(flight) => flights.push(flight),
+                    Err(error) => {
+                        refused = Some(error);
+                        break;
+                    }
+                }
             }
-            Flight::InPlace(flights, place, start, len)
+            match refused {
+                None => Flight::InPlace(flights, place, start, len),
+                Some(error) => Flight::refused(flights, None, error, stream),
+            }
         }
     };
     Ok(Flying { job, index, wanted, by, number: 0, flight })

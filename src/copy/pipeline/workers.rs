@@ -1,7 +1,7 @@
 //! What the pipeline's workers do.
 //!
-//! Whoever has nothing to do takes, in this order: a chunk that has landed, since draining it frees a segment; a chunk to
-//! fill, the foreground's first; a chunk of memory that the device takes as it is. A worker waits for nothing but the
+//! Whoever has nothing to do takes, in this order, of the foreground first and then of all others: a chunk that has landed,
+//! since draining it frees a segment; a chunk to fill; a chunk of memory that the device takes as it is. A worker waits for nothing but the
 //! reading, copying or writing of its chunk: where no segment is free it rests until one is, and what it has filled it
 //! leaves to the wire. One that has nothing else to do lets a batch of windows go that has arrived, or attends to a chunk
 //! on the wire ([`super::arrival`]).
@@ -14,7 +14,7 @@ use parking_lot::MutexGuard;
 
 use super::config::{Priority, Settings};
 use super::direct;
-use super::engine::{Engine, Got, State};
+use super::engine::{Engine, Got, Live, State};
 use super::job::{Body, Direction, End, Job, Kind, Landed};
 use super::source::Fill;
 use super::stats::Counters;
@@ -50,16 +50,19 @@ impl Engine {
                     if self.fill(&mut state, &job) {
                         continue;
                     }
-                    // What needs no segment goes past it.
-                    let copy = PRIORITIES.into_iter().find_map(|priority| self.copies(&state, priority));
-                    if let Some(job) = copy {
-                        self.copy(&mut state, &job);
-                    } else if !self.release_windows(&mut state)
-                        // Something may have come back while the pool was asked.
-                        && state.events == events
-                        && !self.attend(&mut state)
-                    {
-                        self.rest(&mut state);
+                    // What needs no segment goes past it, and what gives one back.
+                    match self.other_task(&mut state) {
+                        Some(Task::Drain(job, landed)) => self.drain(&mut state, &job, landed),
+                        Some(Task::Copy(job)) => self.copy(&mut state, &job),
+                        _ => {
+                            if !self.release_windows(&mut state)
+                                // Something may have come back while the pool was asked.
+                                && state.events == events
+                                && !self.attend(&mut state)
+                            {
+                                self.rest(&mut state);
+                            }
+                        }
                     }
                 }
                 None if self.release_windows(&mut state) => {}
@@ -71,26 +74,29 @@ impl Engine {
     }
 
     fn task(&self, state: &mut State) -> Option<Task> {
-        if let Some((job, landed)) = state.landed.pop_front() {
-            return Some(Task::Drain(job, landed));
-        }
-        let fills = |priority| {
-            let mut jobs = state.jobs.iter();
-            jobs.find(|live| {
+        PRIORITIES.into_iter().find_map(|priority| {
+            let drain = state.take_landed(priority);
+            let fill = |live: &&Live| {
                 live.job.is_filled()
                     && live.job.priority == priority
                     && live.behind.is_empty()
                     && live.job.has_next()
-            })
-        };
+            };
+            drain
+                .or_else(|| state.jobs.iter().find(fill).map(|live| Task::Fill(live.job.clone())))
+                .or_else(|| self.copies(state, priority).map(Task::Copy))
+        })
+    }
+
+    /// Something that needs no segment.
+    fn other_task(&self, state: &mut State) -> Option<Task> {
         PRIORITIES.into_iter().find_map(|priority| {
-            let copy = || self.copies(state, priority).map(Task::Copy);
-            fills(priority).map(|live| Task::Fill(live.job.clone())).or_else(copy)
+            state.take_landed(priority).or_else(|| self.copies(state, priority).map(Task::Copy))
         })
     }
 
     /// A transfer of memory that the device takes as it is, and whose next chunk may go now.
-    fn copies(&self, state: &State, priority: Priority) -> Option<Arc<Job>> {
+    pub(super) fn copies(&self, state: &State, priority: Priority) -> Option<Arc<Job>> {
         let next = state.jobs.iter().find(|live| {
             live.job.kind == Kind::Direct
                 && live.job.priority == priority
@@ -300,11 +306,12 @@ impl Engine {
             Ok(chunk.wanted())
         });
         state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
+        // First: to submit another one may take long.
+        self.end(state, job, index, copied.map_err(|error| job.failed_at(at, error)));
         // What is staged may have waited for this place.
         self.pump(state, job.direction);
         state.events += 1;
         self.call(state);
-        self.end(state, job, index, copied.map_err(|error| job.failed_at(at, error)));
     }
 
     /// Drains what has landed, and brings the next chunk on its way.
@@ -323,6 +330,13 @@ impl Engine {
         self.bring_back(state, Direction::Down, buf);
         self.end(state, job, index, put);
         self.pump(state, Direction::Down);
+    }
+}
+
+impl State {
+    fn take_landed(&mut self, priority: Priority) -> Option<Task> {
+        let at = self.landed.iter().position(|(job, _)| job.priority == priority)?;
+        self.landed.remove(at).map(|(job, landed)| Task::Drain(job, landed))
     }
 }
 
