@@ -14,7 +14,7 @@ use loom::thread::{JoinHandle, spawn};
 use super::*;
 use crate::region::RegionId;
 use crate::segment::PAGE;
-use crate::sync::{UnsafeCell, model, model_fenced, step, thread};
+use crate::sync::{Ordering, UnsafeCell, model, model_fenced, step, thread};
 use crate::telemetry::ledger::Origin;
 
 /// A length of the first class that shards have lists for.
