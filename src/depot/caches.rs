@@ -108,7 +108,7 @@ impl Depot {
     /// Whether anything is cached. Exact while nobody moves.
     fn caches(&self, core: &Core) -> bool {
         // Pairs with those who take bookings away.
-        self.racked.load(Ordering::Acquire) > 0 || core.roster.shards().any(|shard| shard.caches())
+        self.racked.bytes.load(Ordering::Acquire) > 0 || core.roster.shards().any(|shard| shard.caches())
     }
 
     /// Whether a request might be served by what racks have and these shards. `false` is as good as certain: owners at work
@@ -122,7 +122,7 @@ impl Depot {
         core.arena.could_gather(placement, |class| {
             let listed = shards.clone().map(|shard| shard.cached(class) as usize).sum::<usize>();
             // Batches that were on their way to a hook, or from one, a moment ago.
-            listed + self.racked.load(Ordering::Relaxed) as usize / class.stride()
+            listed + self.racked.bytes.load(Ordering::Relaxed) as usize / class.stride()
         })
     }
 

@@ -60,7 +60,7 @@ impl Depot {
             };
             booked += segments * class.stride() as u64;
         }
-        let racked = self.racked.load(Ordering::Relaxed);
+        let racked = self.racked.bytes.load(Ordering::Relaxed);
         if racked != booked || racked > self.config.shared_cache as u64 {
             let bound = self.config.shared_cache;
             return Err(format!("racks have booked {booked} bytes, counted as {racked} of at most {bound}"));

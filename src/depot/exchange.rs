@@ -7,7 +7,8 @@
 //!
 //! What all racks hold together is bounded ([`DepotConfig::shared_cache`](super::DepotConfig)), so each batch is booked
 //! before it is hung up. Hooks keep their bookings when they are emptied, since the next batch is coming; so what is booked
-//! may be for classes that nobody uses any more, and who is refused takes those bookings away and asks once more.
+//! may be for classes that nobody uses any more, and who is refused takes those bookings away and asks once more. Where
+//! there are none, all that is booked hangs, and the next few who are refused do not look.
 
 use std::cell::Cell;
 use std::ptr::NonNull;
@@ -17,7 +18,27 @@ use super::{Core, Depot, Fresh, Wake};
 use crate::freelist::shard::{Held, Put};
 use crate::freelist::{Slot, list_of, listed};
 use crate::segment::Class;
-use crate::sync::Ordering;
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
+
+/// So many who are refused take it that all bookings are in use, after one who has looked and found it so.
+const REST: u32 = if cfg!(loom) { 1 } else { 15 };
+
+/// What the racks of a depot have booked together.
+#[derive(Debug)]
+pub(super) struct Bookings {
+    /// Bytes: no fewer than hang there. Who brings it down, having emptied what was booked, does so by a release, which pairs
+    /// with the acquire in [`Depot::caches`]: who finds nothing booked sees where it went. All else is a sum, and relaxed.
+    pub(super) bytes: AtomicU64,
+    /// How many are still to take it that all of them are in use. A hint: whoever loses an update of it looks a little earlier
+    /// or later, so it is relaxed, and pairs with nothing.
+    rest: AtomicU32,
+}
+
+impl Bookings {
+    pub(super) fn new() -> Self {
+        Self { bytes: AtomicU64::new(0), rest: AtomicU32::new(0) }
+    }
+}
 
 impl Depot {
     // --- taking ------------------------------------------------------------------------------------------------------
@@ -118,16 +139,24 @@ impl Depot {
     }
 
     /// Leaves some of a shard's segments on a rack, as long as racks hold no more than their share.
-    fn hang_up(&self, class: Class, held: &mut Held<'_>, count: u32) -> bool {
+    pub(super) fn hang_up(&self, class: Class, held: &mut Held<'_>, count: u32) -> bool {
         let (rack, stride) = (&self.racks[list_of(class)], class.stride() as u64);
         let refused = Cell::new(false);
-        // Booked beforehand, so that all together stay within the bound.
+        // Booked beforehand, so that all together stay within the bound. (Looked at first and booked then, two would pass.)
         let book = |more: u32| {
             let bytes = u64::from(more) * stride;
-            let sum = self.racked.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            #[cfg(not(pinpool_planted = "book_looks_first"))]
+            let sum = self.racked.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            #[cfg(pinpool_planted = "book_looks_first")]
+            let sum = self.racked.bytes.load(Ordering::Relaxed) + bytes;
             refused.set(sum > self.config.shared_cache as u64);
+            #[cfg(pinpool_planted = "book_looks_first")]
+            if !refused.get() {
+                self.racked.bytes.fetch_add(bytes, Ordering::Relaxed);
+            }
+            #[cfg(not(any(pinpool_planted = "book_looks_first", pinpool_planted = "refused_stays_booked")))]
             if refused.get() {
-                self.racked.fetch_sub(bytes, Ordering::Relaxed);
+                self.racked.bytes.fetch_sub(bytes, Ordering::Relaxed);
             }
             !refused.get()
         };
@@ -140,19 +169,30 @@ impl Depot {
 
     // --- bookings ----------------------------------------------------------------------------------------------------
 
-    /// Takes away what empty hooks have booked, for who is refused. `false` if that was nothing.
+    /// Takes away what empty hooks have booked, for who is refused. `false` if that was nothing, or was nothing a moment ago: where
+    /// the bound is used up by what hangs, a look at all hooks would cost each return more than all else.
     fn unbook(&self) -> bool {
-        let mut any = false;
+        let Bookings { bytes, rest } = &*self.racked;
         // Tells at once where nothing is booked, or may be.
-        if self.racked.load(Ordering::Relaxed) > 0 {
-            for (class, rack) in listed().zip(&self.racks) {
-                let booked = rack.unbook_idle();
-                if booked > 0 {
-                    // Pairs with `caches`.
-                    self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
-                    any = true;
-                }
+        if bytes.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let left = rest.load(Ordering::Relaxed);
+        if left > 0 {
+            rest.store(left - 1, Ordering::Relaxed);
+            return false;
+        }
+        let mut any = false;
+        for (class, rack) in listed().zip(&self.racks) {
+            let booked = rack.unbook_idle();
+            if booked > 0 {
+                // Pairs with `caches`.
+                bytes.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
+                any = true;
             }
+        }
+        if !any {
+            rest.store(REST, Ordering::Relaxed);
         }
         any
     }
@@ -166,7 +206,7 @@ impl Depot {
             any |= !chain.is_empty();
             if booked > 0 {
                 // Pairs with `caches`.
-                self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
+                self.racked.bytes.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
             }
             // SAFETY: what hangs in a rack is free and alive.
             unsafe { core.arena.give_chain(chain) };
@@ -180,7 +220,7 @@ mod tests {
     use std::ptr::NonNull;
     use std::sync::Arc;
 
-    use super::list_of;
+    use super::{Ordering, REST, list_of};
     use crate::depot::{Depot, DepotConfig, Fresh, Reach, Take};
     use crate::region::RegionId;
     use crate::segment::Class;
@@ -266,6 +306,26 @@ mod tests {
         assert_eq!(hanging(&depot, LEN), 0);
         burst(&depot, OTHER, 40);
         assert!(hanging(&depot, OTHER) > 0, "the others' bookings were in the way");
+        // SAFETY: ours, and nothing uses them.
+        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+        depot.check(|_, _| ()).unwrap();
+        end(&depot);
+    }
+
+    #[test]
+    fn who_is_refused_looks_for_idle_bookings_now_and_then() {
+        const LEN: usize = 4096;
+        let depot = depot(20_000);
+        burst(&depot, LEN, 100);
+        let hung = hanging(&depot, LEN);
+        assert!(hung > 0 && depot.racked.bytes.load(Ordering::Relaxed) + LEN as u64 + 64 > 20_000);
+        // Up to here there may have been looks in vain, and after this one there was one certainly.
+        (0..=REST).for_each(|_| assert!(!depot.unbook(), "all of it hangs"));
+        let out: Vec<Fresh> = (0..100).map(|_| take(&depot, LEN)).collect();
+        assert_eq!(hanging(&depot, LEN), 0);
+        let looks = (1..).find(|_| depot.unbook()).unwrap();
+        assert!((1..=REST + 1).contains(&looks), "{looks}");
+        assert_eq!(depot.racked.bytes.load(Ordering::Relaxed), 0);
         // SAFETY: ours, and nothing uses them.
         out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
         depot.check(|_, _| ()).unwrap();

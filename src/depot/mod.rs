@@ -54,12 +54,13 @@ use crate::freelist::shard::Put;
 use crate::freelist::{Gate, LISTS, Rack, Roster, Shard, Slot, list_of, listed, mode, state};
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
-use crate::sync::{self, AtomicU64, Mutex};
+use crate::sync::{self, Mutex};
 use crate::telemetry::counters::{ClassTally, note_thread_miss};
 use crate::telemetry::ledger::{Ledger, Sightings};
 
 pub(crate) use caches::Reach;
 pub(crate) use census::OutSegment;
+use exchange::Bookings;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
 use queue::Grant;
@@ -98,10 +99,7 @@ pub(crate) struct Depot {
     number: u64,
     config: DepotConfig,
     racks: Vec<Rack>,
-    /// Bytes that racks have booked: no fewer than hang there. Who brings it down, having emptied what was booked, does so by a
-    /// release, which pairs with the acquire in [`caches`](Self::caches): who finds nothing booked sees where it went. All
-    /// else is a sum, and relaxed.
-    racked: crossbeam::utils::CachePadded<AtomicU64>,
+    racked: crossbeam::utils::CachePadded<Bookings>,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
     me: Weak<Self>,
@@ -198,7 +196,7 @@ impl Depot {
             number,
             regions,
             racks: listed().map(|_| Rack::new()).collect(),
-            racked: crossbeam::utils::CachePadded::new(AtomicU64::new(0)),
+            racked: crossbeam::utils::CachePadded::new(Bookings::new()),
             joint: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
