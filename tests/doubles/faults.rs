@@ -7,6 +7,8 @@
 
 use std::collections::BTreeMap;
 
+use pinpool::Error;
+
 use super::{Report, StandIn, again};
 
 /// The call, which one of them, the code, and whether it is done all the same.
@@ -26,6 +28,81 @@ pub struct Sweep<'a> {
     /// Codes that end the device, or leave threads and memory behind: each in a process of its own.
     pub apart: &'a dyn Fn(&str, u64, u64) -> Vec<u32>,
     pub run: Run<'a>,
+}
+
+/// What a scenario saw that should not have been, and whether the device was lost.
+#[derive(Default)]
+pub struct Findings {
+    pub wrong: Vec<String>,
+    pub dead: bool,
+}
+
+impl Findings {
+    pub fn wrong(&mut self, text: impl Into<String>) {
+        self.wrong.push(text.into());
+    }
+
+    /// Tries twice. With one fault in a run, only a lost device fails twice.
+    pub fn again<R>(&mut self, what: &str, mut call: impl FnMut() -> Result<R, Error>) -> Option<R> {
+        let mut last = None;
+        for _ in 0..2 {
+            match call() {
+                Ok(value) => return Some(value),
+                Err(error) if error.is_sticky() => {
+                    self.dead = true;
+                    return None;
+                }
+                Err(error) => last = Some(error),
+            }
+        }
+        self.wrong(format!("{what} failed twice: {last:?}"));
+        None
+    }
+
+    /// After a run: what is wrong, by what the scenario saw and by the stand-in's report. `may_leak` has the kinds of things
+    /// that the fault lets be left.
+    pub fn judged(mut self, report: &Report, fault: Option<Fault<'_>>, may_leak: &str) -> Vec<String> {
+        for violation in &report.violations {
+            self.wrong(format!("broke {violation}"));
+        }
+        let lost = is_final(fault);
+        if lost {
+            // Where the driver has ended nothing can be opened, and the error says that it is not there.
+            self.wrong.retain(|w| !w.starts_with("open failed") && !w.starts_with("adopt_context failed"));
+        }
+        // Nobody may touch what a lost device had.
+        const ALL: &str = "contexts streams events allocations hosts registrations graphs objects";
+        let may_leak = if lost { ALL } else { may_leak };
+        for leak in &report.leaks {
+            if !leak.split(' ').next().is_some_and(|what| may_leak.contains(what)) {
+                self.wrong(format!("leaked {leak}"));
+            }
+        }
+        if self.dead && !lost {
+            self.wrong("the device was lost by an error that is not sticky");
+        }
+        self.wrong
+    }
+}
+
+/// Whether it ends the device, or the driver. What a lost device had in flight is leaked, and with it the context: it is
+/// never closed.
+pub fn is_final(fault: Option<Fault<'_>>) -> bool {
+    fault.is_some_and(|f| [4, 700].contains(&f.2))
+}
+
+/// On a stand-in as just loaded, with this fault to come: a scenario's run, on a thread of its own, so that nothing of the
+/// driver's state of this thread outlives it. `None`: it panicked.
+pub fn on_a_thread<T: Send + 'static>(
+    stand_in: &StandIn,
+    fault: Option<Fault<'_>>,
+    scenario: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    stand_in.reset();
+    if let Some((name, nth, code, after)) = fault {
+        stand_in.fail(name, nth, code, after);
+    }
+    std::thread::spawn(scenario).join().ok()
 }
 
 /// The fault that a process of its own was started for.
