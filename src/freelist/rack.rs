@@ -11,7 +11,8 @@
 //!
 //! All that hangs in racks has a bound, so each hook *books* what it holds. A booking stays when its batch is taken down,
 //! since the next one is coming: a sum that each batch changed twice would travel between the two threads as often as the
-//! hook itself. Who finds everything booked takes the bookings of empty hooks away ([`Rack::unbook_idle`]).
+//! hook itself. For the same reason an empty hook that has room booked comes before one without, whoever left it. Who finds
+//! everything booked takes the bookings of empty hooks away ([`Rack::unbook_idle`]).
 //!
 //! Owners of shards touch racks inside the [`super::Gate`] only, so who has closed it finds no hook MOVING. Whoever takes
 //! batches back without closing it leaves what is MOVING where it is.
