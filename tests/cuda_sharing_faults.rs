@@ -237,50 +237,39 @@ fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
 #[test]
 fn every_call_of_sharing_fails_once() {
     const TEST: &str = "every_call_of_sharing_fails_once";
-    if !doubles::is_set() {
-        return doubles::again(TEST, &[]);
-    }
-    let Some(stand_in) = StandIn::of_this_process() else {
-        return println!("{TEST}: skipped, the library that is named is no stand-in");
-    };
-    // A run that ends the device, or leaks a buffer and with it the device, leaves threads and memory behind, so each has a
-    // process of its own.
-    if let Some((name, nth, code)) = faults::named() {
-        let fault = (name.as_str(), nth, code, false);
-        assert_eq!(run(&stand_in, Some(fault)).0, Vec::<String>::new(), "{fault:?}");
-        return;
-    }
-    const WANTED: [&str; 9] = [
-        "cuCtxGetDevice",
-        "cuDevicePrimaryCtxGetState",
-        "cuStreamGetCtx",
-        "cuStreamGetId",
-        "cuStreamIsCapturing",
-        "cuStreamGetCaptureInfo_v3",
-        "cuUserObjectCreate",
-        "cuUserObjectRelease",
-        "cuGraphRetainUserObject",
-    ];
-    // What it leaks keeps the device.
-    let leaks = |name: &str| name == "cuUserObjectRelease";
-    let queues = |name: &str| {
-        ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuGraphRetain"]
-            .iter()
-            .any(|q| name.starts_with(q))
-    };
-    let sweep = faults::Sweep {
-        test: TEST,
-        turns: &|_, count| vec![1, 2, 3, count / 2, count],
-        codes: &|name| {
-            let both = [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]);
-            both.filter(|(_, after)| !leaks(name) && (!after || queues(name))).collect()
-        },
-        apart: &|name, nth, _| match nth {
-            _ if leaks(name) => vec![1, 2, 900, 999],
-            1 | 2 => vec![700, 4],
-            _ => vec![],
-        },
-        run: &mut |fault| run(&stand_in, fault),
-    };
-    sweep.all(&stand_in, &WANTED);
+    doubles::on_stand_in(TEST, |stand_in| {
+        const WANTED: [&str; 9] = [
+            "cuCtxGetDevice",
+            "cuDevicePrimaryCtxGetState",
+            "cuStreamGetCtx",
+            "cuStreamGetId",
+            "cuStreamIsCapturing",
+            "cuStreamGetCaptureInfo_v3",
+            "cuUserObjectCreate",
+            "cuUserObjectRelease",
+            "cuGraphRetainUserObject",
+        ];
+        // What it leaks keeps the device.
+        let leaks = |name: &str| name == "cuUserObjectRelease";
+        let queues = |name: &str| {
+            ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuGraphRetain"]
+                .iter()
+                .any(|q| name.starts_with(q))
+        };
+        let sweep = faults::Sweep {
+            test: TEST,
+            turns: &|_, count| vec![1, 2, 3, count / 2, count],
+            codes: &|name| {
+                let both = [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]);
+                both.filter(|(_, after)| !leaks(name) && (!after || queues(name))).collect()
+            },
+            apart: &|name, nth, _| match nth {
+                _ if leaks(name) => vec![1, 2, 900, 999],
+                1 | 2 => vec![700, 4],
+                _ => vec![],
+            },
+            run: &mut |fault| run(stand_in, fault),
+        };
+        sweep.all(stand_in, &WANTED);
+    });
 }

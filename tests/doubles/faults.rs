@@ -25,7 +25,8 @@ pub struct Sweep<'a> {
     pub turns: &'a dyn Fn(&str, u64) -> Vec<u64>,
     /// With which codes, and whether what was asked for is done all the same.
     pub codes: &'a dyn Fn(&str) -> Vec<(u32, bool)>,
-    /// Codes that end the device, or leave threads and memory behind: each in a process of its own.
+    /// Codes that end the device, or leave threads and memory behind, or leak a buffer and with it the device: each in a
+    /// process of its own.
     pub apart: &'a dyn Fn(&str, u64, u64) -> Vec<u32>,
     pub run: Run<'a>,
 }
@@ -106,7 +107,7 @@ pub fn on_a_thread<T: Send + 'static>(
 }
 
 /// The fault that a process of its own was started for.
-pub fn named() -> Option<(String, u64, u32)> {
+fn named() -> Option<(String, u64, u32)> {
     let fault = std::env::var("FAULT").ok()?;
     let parts: Vec<&str> = fault.split(':').collect();
     let [name, nth, code] = parts[..] else { panic!("{fault}") };
@@ -114,9 +115,12 @@ pub fn named() -> Option<(String, u64, u32)> {
 }
 
 impl Sweep<'_> {
-    /// All of it. Each of `wanted` must be among the calls. How many calls were made to fail, besides those in processes of
-    /// their own.
-    pub fn all(self, stand_in: &StandIn, wanted: &[&str]) -> u64 {
+    /// All of it. Each of `wanted` must be among the calls. In a process that was started for one fault: that one alone.
+    pub fn all(self, stand_in: &StandIn, wanted: &[&str]) {
+        if let Some((name, nth, code)) = named() {
+            let fault = (name.as_str(), nth, code, false);
+            return assert_eq!((self.run)(Some(fault)).0, Vec::<String>::new(), "{fault:?}");
+        }
         let (wrong, clean) = (self.run)(None);
         assert_eq!((wrong, clean.leaks), (vec![], vec![]), "without any fault");
         let calls: BTreeMap<_, _> = clean.calls.into_iter().collect();
@@ -149,6 +153,5 @@ impl Sweep<'_> {
         println!("{runs} runs, {struck} calls made to fail");
         assert!(failures.is_empty(), "{failures:#?}");
         assert!(missed.is_empty(), "made, and never made to fail: {missed:#?}");
-        struck
     }
 }
