@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::{DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, QueueOptions, Unpinned};
-use rig::queue::QueueRig;
+use rig::queue::Setup;
 
 const HANG: Duration = Duration::from_secs(20);
 const PACKERS: usize = 4;
@@ -19,8 +19,8 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn setup(config: HostConfig, capacity: usize) -> QueueRig {
-    QueueRig::new(config.memory(80 << 20), capacity, QueueOptions::new().packers(PACKERS), 32 << 20)
+fn setup(config: HostConfig, capacity: usize) -> Setup {
+    Setup::new(config.memory(80 << 20), capacity, QueueOptions::new().packers(PACKERS), 32 << 20)
 }
 
 /// So many bytes, different ones for each seed.
@@ -64,7 +64,7 @@ impl Pieces {
         self.sources.iter().zip(&self.places).map(|(bytes, place)| (&bytes[..], place.clone())).collect()
     }
 
-    fn come_back(&self, s: &QueueRig) {
+    fn come_back(&self, s: &Setup) {
         let mut back: Vec<Vec<u8>> = self.sources.iter().map(|bytes| vec![0; bytes.len()]).collect();
         let mut targets: Vec<(DeviceSlice, &mut [u8])> =
             self.places.iter().cloned().zip(back.iter_mut().map(|bytes| &mut bytes[..])).collect();
@@ -79,7 +79,7 @@ fn short(count: usize) -> impl Iterator<Item = usize> {
     (0..count).map(|i| [16_384, 1, 9000, 64, 20_000, 4095][i % 6])
 }
 
-fn all_back(s: &QueueRig) {
+fn all_back(s: &Setup) {
     let since = Instant::now();
     while s.pool.stats().in_flight_bytes + s.pool.stats().checked_out_bytes > 0 {
         assert!(since.elapsed() < HANG, "{:?}", s.pool.stats());
@@ -164,7 +164,7 @@ fn callers_share_the_helpers() {
 }
 
 /// Pinned pieces at the places that are given, each `LEN` bytes, numbered through.
-fn pinned(s: &QueueRig, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(PinnedBuf, DeviceSlice)> {
+fn pinned(s: &Setup, from: &Pool, places: impl Iterator<Item = usize>) -> Vec<(PinnedBuf, DeviceSlice)> {
     let piece = |(i, at): (usize, usize)| {
         let mut buf = from.checkout(LEN).unwrap();
         buf.try_extend_from_slice(&bytes(i, LEN)).unwrap();
@@ -176,7 +176,7 @@ fn pinned(s: &QueueRig, from: &Pool, places: impl Iterator<Item = usize>) -> Vec
 const LEN: usize = 8 << 10;
 
 /// What a gather of pinned pieces brought is there, by way of a scatter to other buffers, which come back in order.
-fn pinned_come_back(s: &QueueRig, from: &Pool, places: &[DeviceSlice]) {
+fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
     let landings = places.iter().map(|place| (place.clone(), from.checkout(LEN).unwrap())).collect();
     let came = s.queue.scatter_pinned(landings).unwrap().wait().unwrap();
     assert_eq!(came.len(), places.len());

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
 use pinpool::{Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Unpinned};
-use rig::queue::QueueRig;
+use rig::queue::Setup;
 
 /// More marks than anybody tries to record.
 const FOR_GOOD: u64 = 10_000;
@@ -20,18 +20,18 @@ fn bytes(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
 }
 
-fn setup(config: HostConfig, options: QueueOptions) -> QueueRig {
-    QueueRig::new(config.memory(64 << 20), 4 << 20, options, 1 << 20)
+fn setup(config: HostConfig, options: QueueOptions) -> Setup {
+    Setup::new(config.memory(64 << 20), 4 << 20, options, 1 << 20)
 }
 
 /// With threads, some of which are late, and without any.
-fn everywhere(test: impl Fn(QueueRig)) {
+fn everywhere(test: impl Fn(Setup)) {
     test(setup(HostConfig::new(), QueueOptions::new()));
     test(setup(HostConfig::new().late(Duration::from_micros(100), 3), QueueOptions::new().threads(2)));
     test(setup(HostConfig::new().stepped(5), QueueOptions::new()));
 }
 
-impl QueueRig {
+impl Setup {
     fn range(&self, i: usize) -> DeviceSlice {
         self.memory.slice(i * PIECE..i * PIECE + LEN).unwrap()
     }
@@ -126,7 +126,7 @@ fn a_device_dies_under_a_queue() {
             s.node.hang(0);
             let mut flights = s.push(200);
             let asked = flights.pop().unwrap();
-            let QueueRig { node, device, pool, queue, memory } = s;
+            let Setup { node, device, pool, queue, memory } = s;
             let mut queue = Some(queue);
             if !keeps {
                 queue = None;
@@ -206,7 +206,7 @@ fn a_full_queue_lets_everyone_through() {
     s.all_back();
 }
 
-impl QueueRig {
+impl Setup {
     /// Has marks fail for good, while the device works.
     fn fail_marks(&self) {
         self.node.start_trace();

@@ -5,7 +5,7 @@ use pinpool::host::{HostConfig, HostNode};
 use pinpool::{CopyQueue, Device, DeviceBuffer, Pool, QueueOptions, Unpinned};
 
 /// See the module's page.
-pub struct QueueRig {
+pub struct Setup {
     pub node: HostNode,
     pub device: Device,
     pub pool: Pool,
@@ -13,7 +13,7 @@ pub struct QueueRig {
     pub memory: DeviceBuffer,
 }
 
-impl QueueRig {
+impl Setup {
     /// With a pool of `capacity` bytes, and `memory` bytes on the device.
     pub fn new(config: HostConfig, capacity: usize, options: QueueOptions, memory: usize) -> Self {
         let node = HostNode::new(config).unwrap();
