@@ -1,6 +1,6 @@
 //! GPUs through the stand-in driver: opening, contexts, captures, trouble, and every driver call failing once.
 //!
-//! What any device must do is in `contract.rs`. Here is what only CUDA has, and what only a double can be told to do. Each
+//! What any device must do is in `contract`. Here is what only CUDA has, and what only a double can be told to do. Each
 //! test runs in a child of its own, which loads the stand-in; see `doubles/mod.rs`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
@@ -9,25 +9,13 @@
 mod doubles;
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
-use doubles::faults::{self, Fault};
-use doubles::{HANG, StandIn};
+use doubles::faults::{self, Fault, Findings};
+use doubles::gpu::{bytes, filled, until};
+use doubles::{HANG, StandIn, on_stand_in};
 use pinpool::{
-    Device, DeviceBuffer, Error, ErrorClass, InFlight, Lend, PinnedBuf, Pool, Result, Stream, SubmitError,
-    Unpinned,
+    Device, DeviceBuffer, Error, ErrorClass, InFlight, Lend, PinnedBuf, Pool, Stream, SubmitError, Unpinned,
 };
-
-/// Runs the body of a test in a child, on a stand-in that is as just loaded.
-fn on_stand_in(test: &str, body: impl FnOnce(&StandIn)) {
-    if !doubles::is_set() {
-        return doubles::again(test, &[]);
-    }
-    match StandIn::of_this_process() {
-        Some(stand_in) => body(&stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
-    }
-}
 
 /// A call of the driver, made by the test itself.
 fn driver(stand_in: &StandIn, name: &str, a: usize, b: usize) -> u32 {
@@ -48,31 +36,12 @@ fn pool(device: &Device) -> Pool {
     built.build().unwrap()
 }
 
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
-}
-
-fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
-    let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
-    buf.extend_from_slice(bytes);
-    buf
-}
-
 /// There and back.
 fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) {
     let sent = bytes(seed, memory.len());
     drop(stream.upload(filled(pool, &sent), memory).unwrap());
     let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
     assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
-}
-
-/// Until it is so, which no test says how long takes.
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// What was logged, a line each.
@@ -367,34 +336,9 @@ const LEN: usize = 4000;
 const BIG: usize = 100 << 10;
 
 /// A careful server: tries again where that makes sense, and never believes an error.
-#[derive(Default)]
-struct Server {
-    wrong: Vec<String>,
-    dead: bool,
-}
+type Server = Findings;
 
 impl Server {
-    fn wrong(&mut self, text: impl Into<String>) {
-        self.wrong.push(text.into());
-    }
-
-    /// With one fault in a run, only a lost device fails twice.
-    fn again<R>(&mut self, what: &str, mut call: impl FnMut() -> Result<R>) -> Option<R> {
-        let mut last = None;
-        for _ in 0..2 {
-            match call() {
-                Ok(value) => return Some(value),
-                Err(error) if error.is_sticky() => {
-                    self.dead = true;
-                    return None;
-                }
-                Err(error) => last = Some(error),
-            }
-        }
-        self.wrong(format!("{what} failed twice: {last:?}"));
-        None
-    }
-
     fn buffer(&mut self, pool: &Pool, seed: usize, len: usize) -> Option<PinnedBuf> {
         let mut buf = self.again("checkout", || pool.checkout_timeout(len, HANG))?;
         buf.extend_from_slice(&bytes(seed, len));
@@ -595,42 +539,23 @@ impl Server {
     }
 }
 
-/// Whether it ends the device, or the driver.
-fn is_final(fault: Option<Fault<'_>>) -> bool {
-    fault.is_some_and(|f| [4, 700].contains(&f.2))
-}
-
 /// A run with one call failing. What is wrong with it.
 fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, doubles::Report) {
-    stand_in.reset();
-    if let Some((name, nth, code, after)) = fault {
-        stand_in.fail(name, nth, code, after);
-    }
-    // A thread of its own, so that nothing of the driver's state of this thread outlives the run.
-    let served = std::thread::spawn(|| {
+    let served = faults::on_a_thread(stand_in, fault, || {
         let mut server = Server::default();
         server.serve();
         server
     });
-    let Ok(mut server) = served.join() else {
+    let Some(mut server) = served else {
         return (vec!["it panicked".into()], stand_in.report());
     };
-    let lost = is_final(fault);
-    // What a lost device had in flight is leaked, and with it the context: it is never closed.
+    let lost = faults::is_final(fault);
     let report = if lost { stand_in.report() } else { stand_in.final_report() };
     if !report.over && !lost {
         server.wrong("the device is never closed");
     }
-    for violation in &report.violations {
-        server.wrong(format!("broke {violation}"));
-    }
-    // The failing call was to give something back itself, or nobody may touch a lost device any more.
-    if lost {
-        // Where the driver has ended nothing can be opened, and the error says that it is not there.
-        server.wrong.retain(|w| !w.starts_with("open failed"));
-    }
+    // The failing call was to give something back itself.
     let may_leak = match fault.map_or("", |f| f.0) {
-        _ if lost => "contexts streams events allocations registrations",
         // Without a context nothing is given back.
         name if name.starts_with("cuCtx") => "streams events allocations registrations",
         "cuMemFree_v2" | "cuMemFreeAsync" => "allocations",
@@ -640,27 +565,13 @@ fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, doubles::R
         "cuDevicePrimaryCtxRelease_v2" => "contexts",
         _ => "",
     };
-    for leak in &report.leaks {
-        if !leak.split(' ').next().is_some_and(|what| may_leak.contains(what)) {
-            server.wrong(format!("leaked {leak}"));
-        }
-    }
-    if server.dead && !lost {
-        server.wrong("the device was lost by an error that is not sticky");
-    }
-    (server.wrong, report)
+    (server.judged(&report, fault, may_leak), report)
 }
 
 #[test]
 fn every_driver_call_fails_once() {
     const TEST: &str = "every_driver_call_fails_once";
     on_stand_in(TEST, |stand_in| {
-        // A run that ends the device leaves threads and memory behind, so each has a process of its own.
-        if let Some((name, nth, code)) = faults::named() {
-            let fault = (name.as_str(), nth, code, false);
-            assert_eq!(run(stand_in, Some(fault)).0, Vec::<String>::new(), "{fault:?}");
-            return;
-        }
         let queues = |name: &str| {
             ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuLaunchHostFunc", "cuMemFreeAsync"]
                 .iter()

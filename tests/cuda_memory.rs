@@ -11,10 +11,11 @@ mod doubles;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use doubles::faults::{self, Fault};
-use doubles::{HANG, Report, StandIn};
+use doubles::faults::{self, Fault, Findings};
+use doubles::gpu::{bytes, filled, until};
+use doubles::{HANG, Report, StandIn, on_stand_in};
 use memmap2::MmapMut;
 use pinpool::{
     AddressFault, Backing, Device, DeviceBuffer, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool,
@@ -23,27 +24,6 @@ use pinpool::{
 
 const PAGE: usize = 64 << 10;
 
-/// Runs the body of a test in a child, on a stand-in that is as just loaded.
-fn on_stand_in(test: &str, body: impl FnOnce(&StandIn)) {
-    if !doubles::is_set() {
-        return doubles::again(test, &[]);
-    }
-    match StandIn::of_this_process() {
-        Some(stand_in) => body(&stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
-    }
-}
-
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
-}
-
-fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
-    let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
-    buf.extend_from_slice(bytes);
-    buf
-}
-
 /// Pools of four extents that start with two.
 fn small(device: &Device) -> PoolBuilder {
     Pool::builder(device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE).extent(2 * PAGE)
@@ -51,15 +31,6 @@ fn small(device: &Device) -> PoolBuilder {
 
 fn allocating(flags: HostAllocFlags) -> Backing {
     Backing::HostAlloc(flags)
-}
-
-/// Until it is so, which no test says how long takes.
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 fn calls(report: &Report, name: &str) -> u64 {
@@ -467,36 +438,11 @@ fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
 // --- every call fails once -----------------------------------------------------------------------------------------------
 
 /// A careful user of all of it, who tries each thing twice.
-#[derive(Default)]
-struct User {
-    wrong: Vec<String>,
-    dead: bool,
-}
+type User = Findings;
 
 const LEN: usize = 30_000;
 
 impl User {
-    fn wrong(&mut self, text: impl Into<String>) {
-        self.wrong.push(text.into());
-    }
-
-    /// With one fault in a run, only a lost device fails twice.
-    fn again<R>(&mut self, what: &str, mut call: impl FnMut() -> Result<R>) -> Option<R> {
-        let mut last = None;
-        for _ in 0..2 {
-            match call() {
-                Ok(value) => return Some(value),
-                Err(error) if error.is_sticky() => {
-                    self.dead = true;
-                    return None;
-                }
-                Err(error) => last = Some(error),
-            }
-        }
-        self.wrong(format!("{what} failed twice: {last:?}"));
-        None
-    }
-
     /// The same for what gives the memory back, as it was.
     fn again_with<T: Deref<Target = [u8]>, R>(
         &mut self,
@@ -638,32 +584,19 @@ impl User {
 
 /// A run with one call failing. What is wrong with it.
 fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
-    stand_in.reset();
-    if let Some((name, nth, code, after)) = fault {
-        stand_in.fail(name, nth, code, after);
-    }
-    let lost = fault.is_some_and(|f| [4, 700].contains(&f.2));
-    // A thread of its own, so that nothing of the driver's state of this thread outlives the run.
-    let used = std::thread::spawn(|| {
+    let used = faults::on_a_thread(stand_in, fault, || {
         let mut user = User::default();
         user.use_all();
         user
     });
-    let Ok(mut user) = used.join() else { return (vec!["it panicked".into()], stand_in.report()) };
-    // What a lost device had is leaked, and with it the context: it is never closed.
+    let Some(mut user) = used else { return (vec!["it panicked".into()], stand_in.report()) };
+    let lost = faults::is_final(fault);
     let report = if lost { stand_in.report() } else { stand_in.final_report() };
     if !report.over && !lost {
         user.wrong("the device is never closed");
     }
-    for violation in &report.violations {
-        user.wrong(format!("broke {violation}"));
-    }
-    if lost {
-        user.wrong.retain(|w| !w.starts_with("open failed"));
-    }
     // The failing call was to give something back itself, or to set the thread up for that.
     let may_leak = match fault.map_or("", |f| f.0) {
-        _ if lost => "contexts streams events allocations hosts registrations",
         name if name.starts_with("cuCtx") => "streams events allocations hosts registrations",
         "cuMemFree_v2" => "allocations hosts",
         "cuMemFreeHost" => "hosts",
@@ -673,27 +606,13 @@ fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
         "cuDevicePrimaryCtxRelease_v2" => "contexts",
         _ => "",
     };
-    for leak in &report.leaks {
-        if !leak.split(' ').next().is_some_and(|what| may_leak.contains(what)) {
-            user.wrong(format!("leaked {leak}"));
-        }
-    }
-    if user.dead && !lost {
-        user.wrong("the device was lost by an error that is not sticky");
-    }
-    (user.wrong, report)
+    (user.judged(&report, fault, may_leak), report)
 }
 
 #[test]
 fn every_call_fails_once() {
     const TEST: &str = "every_call_fails_once";
     on_stand_in(TEST, |stand_in| {
-        // A run that ends the device leaves threads and memory behind, so each has a process of its own.
-        if let Some((name, nth, code)) = faults::named() {
-            let fault = (name.as_str(), nth, code, false);
-            assert_eq!(run(stand_in, Some(fault)).0, Vec::<String>::new(), "{fault:?}");
-            return;
-        }
         const OURS: [&str; 8] = [
             "cuDeviceGetAttribute",
             "cuMemAllocManaged",

@@ -1,7 +1,7 @@
 //! Device memory that others allocated, memory in stream order, copies between host memory, and the device-side heap, on
 //! the stand-in driver: what only CUDA has, and what only a double can be told to do.
 //!
-//! What any device must do with all of these is in `contract.rs`, and each driver call fails once in `cuda.rs`. Each test
+//! What any device must do with all of these is in `contract`, and each driver call fails once in `cuda.rs`. Each test
 //! runs in a child of its own, which loads the stand-in; see `doubles/mod.rs`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
@@ -10,21 +10,15 @@
 mod doubles;
 
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
 
+use doubles::gpu::{bytes, filled, until};
 use doubles::{HANG, StandIn};
 use pinpool::cuda::{device_heap_limit, set_device_heap_limit};
-use pinpool::{AddressFault, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, Stream};
+use pinpool::{AddressFault, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, Pool, Stream};
 
 /// Runs the body of a test in a child, on a stand-in that is as just loaded.
 fn on_stand_in(test: &str, environment: &[(&str, &str)], body: impl FnOnce(&Driver)) {
-    if !doubles::is_set() {
-        return doubles::again(test, environment);
-    }
-    match StandIn::of_this_process() {
-        Some(stand_in) => body(&Driver(stand_in)),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
-    }
+    doubles::on_stand_in_with(test, environment, |stand_in| body(&Driver(stand_in)));
 }
 
 /// The stand-in, with calls that the test makes itself, as another user of the driver in the same process would.
@@ -84,29 +78,10 @@ fn pool(device: &Device) -> Pool {
     Pool::builder(device).capacity(2 << 20).build().unwrap()
 }
 
-fn bytes(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
-}
-
-fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
-    let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
-    buf.extend_from_slice(bytes);
-    buf
-}
-
 fn fetch(pool: &Pool, stream: &Stream, memory: impl Into<DeviceSlice>) -> Vec<u8> {
     let memory = memory.into();
     let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
     stream.download(memory, landing).unwrap().wait().unwrap().to_vec()
-}
-
-/// Until it is so, which no test says how long takes.
-fn until(what: &str, mut so: impl FnMut() -> bool) {
-    let since = Instant::now();
-    while !so() {
-        assert!(since.elapsed() < HANG, "never: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// What is said about an address that is refused, and the whole text.

@@ -9,10 +9,11 @@
 mod doubles;
 
 use std::ffi::c_void;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use doubles::faults::{self, Fault};
+use doubles::faults::{self, Fault, Findings};
 use doubles::gpu::{Raw, bytes};
 use doubles::{HANG, Report, StandIn};
 use pinpool::{Device, Error, InFlight, Lend, PinnedBuf, Pool, Result, Stream, SubmitError, cuda};
@@ -22,10 +23,22 @@ const LEN: usize = 4000;
 /// What happened, and what should not have.
 #[derive(Default)]
 struct Server {
-    wrong: Vec<String>,
-    dead: bool,
+    found: Findings,
     /// A reference to a user object cannot be given back: then it stays, with what it keeps.
     may_leak: bool,
+}
+
+impl Deref for Server {
+    type Target = Findings;
+    fn deref(&self) -> &Findings {
+        &self.found
+    }
+}
+
+impl DerefMut for Server {
+    fn deref_mut(&mut self) -> &mut Findings {
+        &mut self.found
+    }
 }
 
 struct Flag(Arc<AtomicBool>);
@@ -37,27 +50,6 @@ impl Drop for Flag {
 }
 
 impl Server {
-    fn wrong(&mut self, text: impl Into<String>) {
-        self.wrong.push(text.into());
-    }
-
-    /// With one fault in a run, only a lost device fails twice.
-    fn again<R>(&mut self, what: &str, mut call: impl FnMut() -> Result<R>) -> Option<R> {
-        let mut last = None;
-        for _ in 0..2 {
-            match call() {
-                Ok(value) => return Some(value),
-                Err(error) if error.is_sticky() => {
-                    self.dead = true;
-                    return None;
-                }
-                Err(error) => last = Some(error),
-            }
-        }
-        self.wrong(format!("{what} failed twice: {last:?}"));
-        None
-    }
-
     /// The same for what takes a buffer: one that comes back is unharmed, one that does not is replaced.
     fn submit<R>(
         &mut self,
@@ -220,27 +212,17 @@ impl Server {
 }
 
 fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
-    stand_in.reset();
-    if let Some((name, nth, code, after)) = fault {
-        stand_in.fail(name, nth, code, after);
-    }
-    let lost = fault.is_some_and(|f| [4, 700].contains(&f.2));
     let may_leak = fault.is_some_and(|f| f.0 == "cuUserObjectRelease");
-    // A thread of its own, so that nothing of the driver's state of this thread outlives the run.
-    let served = std::thread::spawn(move || {
+    let served = faults::on_a_thread(stand_in, fault, move || {
         let mut server = Server { may_leak, ..Server::default() };
         server.serve(&Raw::open());
         server
     });
-    let Ok(mut server) = served.join() else {
+    let Some(server) = served else {
         return (vec!["it panicked".into()], stand_in.report());
     };
-    let report = if lost { stand_in.report() } else { stand_in.final_report() };
-    for violation in &report.violations {
-        server.wrong(format!("broke {violation}"));
-    }
-    let allowed = match fault.map_or("", |f| f.0) {
-        _ if lost => "contexts streams events allocations registrations graphs objects",
+    let report = if faults::is_final(fault) { stand_in.report() } else { stand_in.final_report() };
+    let may_leak = match fault.map_or("", |f| f.0) {
         name if name.starts_with("cuCtx") => "streams events allocations registrations",
         "cuUserObjectRelease" => "streams events allocations registrations objects",
         "cuMemFree_v2" => "allocations",
@@ -249,67 +231,45 @@ fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
         "cuEventDestroy_v2" => "events",
         _ => "",
     };
-    for leak in &report.leaks {
-        if !leak.split(' ').next().is_some_and(|what| allowed.contains(what)) {
-            server.wrong(format!("leaked {leak}"));
-        }
-    }
-    if server.dead && !lost {
-        server.wrong("the device was lost by an error that is not sticky");
-    }
-    (server.wrong, report)
+    (server.found.judged(&report, fault, may_leak), report)
 }
 
 #[test]
 fn every_call_of_sharing_fails_once() {
     const TEST: &str = "every_call_of_sharing_fails_once";
-    if !doubles::is_set() {
-        return doubles::again(TEST, &[]);
-    }
-    let Some(stand_in) = StandIn::of_this_process() else {
-        return println!("{TEST}: skipped, the library that is named is no stand-in");
-    };
-    // A run that ends the device, or leaks a buffer and with it the device, leaves threads and memory behind, so each has a
-    // process of its own.
-    if let Some((name, nth, code)) = faults::named() {
-        let fault = (name.as_str(), nth, code, false);
-        let (wrong, _) = run(&stand_in, Some(fault));
-        // Where the driver has ended nothing can be opened, and the error says that it is not there.
-        let wrong: Vec<_> = wrong.into_iter().filter(|w| !w.starts_with("adopt_context failed")).collect();
-        assert_eq!(wrong, Vec::<String>::new(), "{fault:?}");
-        return;
-    }
-    const WANTED: [&str; 9] = [
-        "cuCtxGetDevice",
-        "cuDevicePrimaryCtxGetState",
-        "cuStreamGetCtx",
-        "cuStreamGetId",
-        "cuStreamIsCapturing",
-        "cuStreamGetCaptureInfo_v3",
-        "cuUserObjectCreate",
-        "cuUserObjectRelease",
-        "cuGraphRetainUserObject",
-    ];
-    // What it leaks keeps the device.
-    let leaks = |name: &str| name == "cuUserObjectRelease";
-    let queues = |name: &str| {
-        ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuGraphRetain"]
-            .iter()
-            .any(|q| name.starts_with(q))
-    };
-    let sweep = faults::Sweep {
-        test: TEST,
-        turns: &|_, count| vec![1, 2, 3, count / 2, count],
-        codes: &|name| {
-            let both = [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]);
-            both.filter(|(_, after)| !leaks(name) && (!after || queues(name))).collect()
-        },
-        apart: &|name, nth, _| match nth {
-            _ if leaks(name) => vec![1, 2, 900, 999],
-            1 | 2 => vec![700, 4],
-            _ => vec![],
-        },
-        run: &mut |fault| run(&stand_in, fault),
-    };
-    sweep.all(&stand_in, &WANTED);
+    doubles::on_stand_in(TEST, |stand_in| {
+        const WANTED: [&str; 9] = [
+            "cuCtxGetDevice",
+            "cuDevicePrimaryCtxGetState",
+            "cuStreamGetCtx",
+            "cuStreamGetId",
+            "cuStreamIsCapturing",
+            "cuStreamGetCaptureInfo_v3",
+            "cuUserObjectCreate",
+            "cuUserObjectRelease",
+            "cuGraphRetainUserObject",
+        ];
+        // What it leaks keeps the device.
+        let leaks = |name: &str| name == "cuUserObjectRelease";
+        let queues = |name: &str| {
+            ["cuMemcpy", "cuEventRecord", "cuStreamWaitEvent", "cuGraphRetain"]
+                .iter()
+                .any(|q| name.starts_with(q))
+        };
+        let sweep = faults::Sweep {
+            test: TEST,
+            turns: &|_, count| vec![1, 2, 3, count / 2, count],
+            codes: &|name| {
+                let both = [1, 2, 900, 999].into_iter().flat_map(|c| [(c, false), (c, true)]);
+                both.filter(|(_, after)| !leaks(name) && (!after || queues(name))).collect()
+            },
+            apart: &|name, nth, _| match nth {
+                _ if leaks(name) => vec![1, 2, 900, 999],
+                1 | 2 => vec![700, 4],
+                _ => vec![],
+            },
+            run: &mut |fault| run(stand_in, fault),
+        };
+        sweep.all(stand_in, &WANTED);
+    });
 }

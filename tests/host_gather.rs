@@ -1,13 +1,14 @@
 //! Gather and scatter by several threads, on host devices: every byte is in its place whoever packed it, in pools that have
 //! room for all of the segments or for hardly any, and where copies fail or the device dies half-way.
 
+mod rig;
+
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{
-    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, QueueOptions, Unpinned,
-};
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::{DeviceBuffer, DeviceSlice, Error, ErrorClass, PinnedBuf, Pool, QueueOptions, Unpinned};
+use rig::queue::Setup;
 
 const HANG: Duration = Duration::from_secs(20);
 const PACKERS: usize = 4;
@@ -18,21 +19,8 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-struct Setup {
-    node: HostNode,
-    device: Device,
-    pool: Pool,
-    queue: CopyQueue,
-    memory: DeviceBuffer,
-}
-
 fn setup(config: HostConfig, capacity: usize) -> Setup {
-    let node = HostNode::new(config.memory(80 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
-    let queue = device.copy_queue_with(QueueOptions::new().packers(PACKERS)).unwrap();
-    let memory = device.alloc(32 << 20).unwrap();
-    Setup { node, device, pool, queue, memory }
+    Setup::new(config.memory(80 << 20), capacity, QueueOptions::new().packers(PACKERS), 32 << 20)
 }
 
 /// So many bytes, different ones for each seed.

@@ -4,7 +4,7 @@
 //! without faults, and the calls that it makes are recorded; then again for each of these calls and each kind of failure.
 //! After each run nothing panicked or hung, memory that was refused came back as it was, what was reported as done holds
 //! the right bytes, each value was dropped once or is leaked because the call that failed was to let go of it, and the
-//! device has everything back. `faults.rs` does the same for what a pool does with its own memory.
+//! device has everything back. `faults` does the same for what a pool does with its own memory.
 
 #![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
 
@@ -302,7 +302,7 @@ fn every_call_fails_once(stepped: bool) {
     let mut counts: Vec<(Call, u64)> = Vec::new();
     for call in Call::ALL {
         let count = trace.iter().filter(|c| **c == call).count() as u64;
-        // These have nothing to do with host memory; `faults.rs` has them.
+        // These have nothing to do with host memory; `faults` has them.
         let others = [Call::CopyBlocking, Call::WaitEvent, Call::AllocateOn, Call::FreeOn, Call::Examine];
         assert!(count > 0 || others.contains(&call), "{call:?} is never made");
         // With threads, calls interleave, and which one it is that fails varies.

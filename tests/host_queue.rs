@@ -1,13 +1,13 @@
 //! The copy queue on host devices that are told to fail, to hang and to die: each copy's handle says what became of that
 //! copy, and nothing is lost.
 
+mod rig;
+
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{
-    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions,
-    Unpinned,
-};
+use pinpool::{Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Unpinned};
+use rig::queue::Setup;
 
 /// More marks than anybody tries to record.
 const FOR_GOOD: u64 = 10_000;
@@ -20,21 +20,8 @@ fn bytes(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
 }
 
-struct Setup {
-    node: HostNode,
-    device: Device,
-    pool: Pool,
-    queue: CopyQueue,
-    memory: DeviceBuffer,
-}
-
 fn setup(config: HostConfig, options: QueueOptions) -> Setup {
-    let node = HostNode::new(config.memory(64 << 20)).unwrap();
-    let device = Device::on(&node, 0).unwrap();
-    let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
-    let queue = device.copy_queue_with(options).unwrap();
-    let memory = device.alloc(1 << 20).unwrap();
-    Setup { node, device, pool, queue, memory }
+    Setup::new(config.memory(64 << 20), 4 << 20, options, 1 << 20)
 }
 
 /// With threads, some of which are late, and without any.

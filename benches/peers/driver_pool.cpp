@@ -15,20 +15,13 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
+
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kLen = 64 << 10;
 constexpr int kRounds = 7;
 constexpr int kPairs = 8000;  // in a turn, over all threads
-
-#define CHECK(call)                                          \
-  do {                                                       \
-    CUresult code = call;                                    \
-    if (code != CUDA_SUCCESS) {                              \
-      std::fprintf(stderr, "%s: error %d\n", #call, code);   \
-      std::_Exit(1);                                         \
-    }                                                        \
-  } while (0)
 
 void operate(CUmemoryPool pool, CUstream stream, bool sync, int pairs) {
   for (int i = 0; i < pairs; ++i) {

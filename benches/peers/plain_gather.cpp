@@ -26,6 +26,8 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -39,15 +41,6 @@ constexpr size_t kSegment = 2 * kMiB;
 constexpr int kSegments = 2;
 constexpr int kMost = 32;
 constexpr int kRounds = 7;
-
-#define CHECK(call)                                          \
-  do {                                                       \
-    CUresult result_ = call;                                 \
-    if (result_ != CUDA_SUCCESS) {                           \
-      std::fprintf(stderr, "%s: error %d\n", #call, result_); \
-      std::_Exit(1);                                         \
-    }                                                        \
-  } while (0)
 
 CUcontext context;
 CUdeviceptr device;

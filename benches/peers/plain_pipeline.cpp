@@ -32,6 +32,8 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -46,15 +48,6 @@ constexpr int kSegments = 2;  // of each thread
 constexpr int kStreams = 4;   // of each direction
 constexpr int kMost = 16;     // threads
 constexpr int kRounds = 5;
-
-#define CHECK(call)                                        \
-  do {                                                     \
-    CUresult code = call;                                  \
-    if (code != CUDA_SUCCESS) {                            \
-      std::fprintf(stderr, "%s: error %d\n", #call, code); \
-      std::_Exit(1);                                       \
-    }                                                      \
-  } while (0)
 
 [[noreturn]] void fail(const char* what) {
   std::perror(what);

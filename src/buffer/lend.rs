@@ -30,12 +30,16 @@ pub(crate) mod sealed {
         #[doc(hidden)]
         #[allow(private_interfaces)]
         fn lend(&self) -> Lent;
-        /// The device is done: back to the owner. `written`: bytes that it wrote.
+        /// The device is done: back to the owner. `written`: bytes that it wrote. Of what the timeline has a share of its own
+        /// nothing is to be done, here and below.
         #[doc(hidden)]
-        fn finish(self, written: Option<usize>) -> Result<Self>;
+        fn finish(self, written: Option<usize>) -> Result<Self> {
+            let _ = written;
+            Ok(self)
+        }
         /// The handle is dropped while the device is not done.
         #[doc(hidden)]
-        fn abandon(self);
+        fn abandon(self) {}
         /// Written bytes, if the CPU may read them.
         #[doc(hidden)]
         fn bytes(&self) -> &[u8];
@@ -107,10 +111,6 @@ impl sealed::Lend for Arc<PinnedBuf> {
     fn lend(&self) -> Lent {
         Lent::Object(Box::new(SharedBuf(self.clone())))
     }
-    fn finish(self, _: Option<usize>) -> Result<Self> {
-        Ok(self)
-    }
-    fn abandon(self) {}
     fn bytes(&self) -> &[u8] {
         self
     }
@@ -125,10 +125,6 @@ impl sealed::Lend for () {
     fn lend(&self) -> Lent {
         Lent::Object(Box::new(()))
     }
-    fn finish(self, _: Option<usize>) -> Result<Self> {
-        Ok(self)
-    }
-    fn abandon(self) {}
     fn bytes(&self) -> &[u8] {
         &[]
     }

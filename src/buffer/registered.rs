@@ -337,10 +337,6 @@ where
     fn lend(&self) -> Lent {
         Lent::Object(Box::new(Share(self.0.clone())))
     }
-    fn finish(self, _: Option<usize>) -> Result<Self> {
-        Ok(self)
-    }
-    fn abandon(self) {}
     fn bytes(&self) -> &[u8] {
         self
     }
@@ -358,10 +354,6 @@ where
     fn lend(&self) -> Lent {
         Lent::Object(Box::new(Share(self.clone())))
     }
-    fn finish(self, _: Option<usize>) -> Result<Self> {
-        Ok(self)
-    }
-    fn abandon(self) {}
     fn bytes(&self) -> &[u8] {
         self
     }

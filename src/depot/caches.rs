@@ -18,9 +18,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::queue::{self, Grant};
-use super::{Core, Depot, Fresh, Wake, lease};
-use crate::freelist::{Roster, Shard, Slot, list_of, listed, mode};
+use super::{Core, Depot, lease, queue};
+use crate::freelist::{Roster, Shard, Slot, mode};
 use crate::segment::{Class, Placement};
 use crate::sync::Ordering;
 
@@ -36,46 +35,6 @@ pub(crate) enum Reach {
 impl Depot {
     pub(super) fn shard(&self) -> Option<&Shard> {
         lease::hot(self).or_else(|| lease::obtain(self))
-    }
-
-    /// A segment from this thread's shard after filling that from a rack. No lock, and no decision who comes first:
-    /// while anybody waits no shard can be entered. Nor in the child of a fork.
-    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
-        if self.gate.mode() != 0 {
-            return None;
-        }
-        self.exchange(class, len).map(|slot| self.fresh(Grant { slot, len }))
-    }
-
-    /// Fills this thread's shard from a rack and takes one of it.
-    pub(super) fn exchange(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
-        let shard = self.shard()?;
-        let mut held = self.gate.enter(shard)?;
-        // Not everyone has tried for a hit: requests for a reserve have not, nor has this thread since it reaped.
-        if let Some(slot) = held.take(class, len) {
-            return Some(slot);
-        }
-        if held.limit(class) == 0 {
-            return None;
-        }
-        let (count, rest) = held.take_down(class, &self.racks[list_of(class)]);
-        if count == 0 {
-            return None;
-        }
-        let slot = held.take(class, len);
-        drop(held);
-        if !rest.is_empty() {
-            let mut wakes = Vec::new();
-            let mut core = self.core.lock();
-            // SAFETY: it hung in a rack, so it is free and alive.
-            unsafe { core.arena.give_chain(rest) };
-            // Whoever has begun to wait since has not found it.
-            core.serve(&mut wakes);
-            self.stop_waiting(&core);
-            drop(core);
-            wakes.into_iter().for_each(Wake::wake);
-        }
-        slot
     }
 
     /// A batch from a run: one to be used, the others into this thread's shard.
@@ -149,7 +108,7 @@ impl Depot {
     /// Whether anything is cached. Exact while nobody moves.
     fn caches(&self, core: &Core) -> bool {
         // Pairs with those who take bookings away.
-        self.racked.load(Ordering::Acquire) > 0 || core.roster.shards().any(|shard| shard.caches())
+        self.racked.bytes.load(Ordering::Acquire) > 0 || core.roster.shards().any(|shard| shard.caches())
     }
 
     /// Whether a request might be served by what racks have and these shards. `false` is as good as certain: owners at work
@@ -163,7 +122,7 @@ impl Depot {
         core.arena.could_gather(placement, |class| {
             let listed = shards.clone().map(|shard| shard.cached(class) as usize).sum::<usize>();
             // Batches that were on their way to a hook, or from one, a moment ago.
-            listed + self.racked.load(Ordering::Relaxed) as usize / class.stride()
+            listed + self.racked.bytes.load(Ordering::Relaxed) as usize / class.stride()
         })
     }
 
@@ -239,137 +198,5 @@ impl Depot {
             });
         }
         self.take_down(core) || any
-    }
-
-    /// Takes down what hangs in racks, with what it booked. Where owners are at it meanwhile, what they have in their hands just
-    /// then is left. `false` if there was nothing.
-    fn take_down(&self, core: &mut Core) -> bool {
-        let mut any = false;
-        for (class, rack) in listed().zip(&self.racks) {
-            let (chain, booked) = rack.strip();
-            any |= !chain.is_empty();
-            if booked > 0 {
-                // Pairs with `caches`.
-                self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
-            }
-            // SAFETY: what hangs in a rack is free and alive.
-            unsafe { core.arena.give_chain(chain) };
-        }
-        any
-    }
-
-    /// Takes away what empty hooks have booked, for who is refused. `false` if that was nothing.
-    pub(super) fn unbook(&self) -> bool {
-        let mut any = false;
-        // Tells at once where nothing is booked, or may be.
-        if self.racked.load(Ordering::Relaxed) > 0 {
-            for (class, rack) in listed().zip(&self.racks) {
-                let booked = rack.unbook_idle();
-                if booked > 0 {
-                    // Pairs with `caches`.
-                    self.racked.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
-                    any = true;
-                }
-            }
-        }
-        any
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use std::ptr::NonNull;
-    use std::sync::Arc;
-
-    use super::list_of;
-    use crate::depot::{Depot, DepotConfig, Fresh, Reach, Take};
-    use crate::region::RegionId;
-    use crate::segment::Class;
-
-    const BYTES: usize = 1 << 20;
-
-    fn depot(shared_cache: usize) -> Arc<Depot> {
-        let depot = Depot::new(
-            DepotConfig {
-                capacity: BYTES,
-                thread_cache: 64 << 10,
-                shared_cache,
-                largest: BYTES - 32,
-                step: 0,
-                timeless: true,
-                serves: Vec::new(),
-                track: false,
-            },
-            None,
-        );
-        let base = NonNull::new(std::ptr::without_provenance_mut(BYTES)).unwrap();
-        // SAFETY: the arena only does arithmetic on it.
-        unsafe { depot.add_extent(RegionId(0), base, BYTES, true) };
-        depot
-    }
-
-    fn take(depot: &Depot, len: usize) -> Fresh {
-        let want = depot.place(len, 64).unwrap();
-        if let Some(fresh) = Class::of(len).and_then(|class| depot.hit(class, len)) {
-            return fresh;
-        }
-        match depot.try_take(want, Reach::Idle).unwrap() {
-            Take::Got(fresh) => fresh,
-            Take::Empty => panic!("there is enough"),
-        }
-    }
-
-    /// Takes so many, and returns them all: more than a shard keeps goes to the rack.
-    fn burst(depot: &Depot, len: usize, count: usize) {
-        let out: Vec<Fresh> = (0..count).map(|_| take(depot, len)).collect();
-        // SAFETY: ours, and nothing uses them.
-        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
-        depot.check(|_, _| ()).unwrap();
-    }
-
-    fn hanging(depot: &Depot, len: usize) -> usize {
-        let mut count = 0;
-        depot.racks[list_of(Class::of(len).unwrap())].for_each(|_| count += 1);
-        count
-    }
-
-    fn end(depot: &Arc<Depot>) {
-        depot.close();
-        assert_eq!(depot.outstanding(), 0);
-    }
-
-    #[test]
-    fn what_hangs_between_threads_stays_within_its_bound() {
-        const LEN: usize = 4096;
-        for shared in [0, 10_000, 40_000, 1 << 20] {
-            let depot = depot(shared);
-            burst(&depot, LEN, 100);
-            let hangs = hanging(&depot, LEN) * (LEN + 64);
-            assert!(hangs <= shared, "{hangs} bytes of at most {shared}");
-            assert_eq!(hangs > 0, shared > 0, "a list has few segments here, so that a batch of them fits");
-            // Some hooks are emptied, and filled again.
-            burst(&depot, LEN, 100);
-            assert!(hanging(&depot, LEN) * (LEN + 64) <= shared);
-            end(&depot);
-        }
-    }
-
-    #[test]
-    fn bookings_that_nobody_uses_are_for_others() {
-        const LEN: usize = 4096;
-        const OTHER: usize = 8192;
-        let depot = depot(40_000);
-        burst(&depot, LEN, 100);
-        let hung = hanging(&depot, LEN);
-        // All of it out: the hooks are empty, and what they have booked leaves no room for others.
-        assert!(hung * (LEN + 64) + OTHER + 64 > 40_000);
-        let out: Vec<Fresh> = (0..100).map(|_| take(&depot, LEN)).collect();
-        assert_eq!(hanging(&depot, LEN), 0);
-        burst(&depot, OTHER, 40);
-        assert!(hanging(&depot, OTHER) > 0, "the others' bookings were in the way");
-        // SAFETY: ours, and nothing uses them.
-        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
-        depot.check(|_, _| ()).unwrap();
-        end(&depot);
     }
 }

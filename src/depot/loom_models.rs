@@ -14,7 +14,7 @@ use loom::thread::{JoinHandle, spawn};
 use super::*;
 use crate::region::RegionId;
 use crate::segment::PAGE;
-use crate::sync::{UnsafeCell, model, model_fenced, step, thread};
+use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, model_fenced, step, thread};
 use crate::telemetry::ledger::Origin;
 
 /// A length of the first class that shards have lists for.
@@ -249,6 +249,64 @@ fn loom_gather_from_the_busy() {
 #[test]
 fn loom_fenced_gather() {
     model_fenced("gather: the same where owners fence for themselves", 2, || gathered(false));
+}
+
+// --- what hangs between threads --------------------------------------------------------------------------------------
+
+/// As one whose shard is full does: leaves a segment for others, if that may hang there.
+fn hang_up(store: &Store) -> bool {
+    step();
+    let Placement::Class(class) = store.want().placement else { unreachable!() };
+    let mut held = store.depot.gate().enter(store.depot.shard().unwrap()).unwrap();
+    store.depot.hang_up(class, &mut held, 1)
+}
+
+/// One who has a segment in its shard and wants to leave it for others.
+fn leaver(store: &Store, out: Out) -> JoinHandle<bool> {
+    let store = store.clone();
+    worker(move || {
+        out.put();
+        hang_up(&store)
+    })
+}
+
+fn stride() -> usize {
+    Class::of(LEN).unwrap().stride()
+}
+
+#[test]
+fn loom_booking_refused() {
+    model("racks: two leave a segment where there is room for one", 3, || {
+        let store = Store::new(TWO, stride());
+        let [one, two] = [store.take().unwrap(), store.take().unwrap()];
+        let leavers = [leaver(&store, one), leaver(&store, two)];
+        let left = leavers.map(|leaver| leaver.join().unwrap());
+        assert_eq!(left.iter().filter(|left| **left).count(), 1, "there is room for one, and it is used");
+        store.finish();
+    });
+}
+
+#[test]
+fn loom_booking_passes_on() {
+    // Whether it was left, in some execution, and whether not. Not the model's own.
+    static SEEN: [StdAtomicU64; 2] = [const { StdAtomicU64::new(0) }; 2];
+    model("racks: one leaves a segment while the one that takes all the room is taken down", 3, || {
+        let store = Store::new(TWO, stride());
+        let [one, two] = [store.take().unwrap(), store.take().unwrap()];
+        one.put();
+        assert!(hang_up(&store));
+        let leaver = leaver(&store, two);
+        // There is one that was never taken, too: but what hangs there comes first.
+        let got = store.take().unwrap();
+        let left = leaver.join().unwrap();
+        SEEN[usize::from(left)].store(1, StdOrdering::Relaxed);
+        store.depot.check(|_, _| ()).unwrap();
+        // The room of what was taken down is there for the next, whoever it is.
+        got.put();
+        assert!(left || hang_up(&store), "all that is booked is in use");
+        store.finish();
+    });
+    assert!(SEEN.iter().all(|seen| seen.load(StdOrdering::Relaxed) > 0), "the model shows one order only");
 }
 
 // --- closing ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 //! request is served, cheapest first:
 //!
 //! 1. *hit*: this thread's shard has a segment ([`crate::freelist::shard`]: plain loads and stores);
-//! 2. *exchange*: the shard takes over a batch that another thread left on a rack (two atomic operations);
+//! 2. *exchange*: the shard takes over a batch that another thread left on a rack (two atomic operations; `exchange`);
 //! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the shard;
 //! 4. *gather*: what is cached where nobody misses it is taken back to its runs, idle runs are dissolved, and the request
 //!    is tried again (`caches`);
@@ -31,6 +31,8 @@
 
 mod caches;
 mod census;
+mod check;
+mod exchange;
 mod fork;
 mod growth;
 mod lease;
@@ -40,8 +42,6 @@ mod queue;
 mod raw;
 mod waiting;
 
-use std::cell::Cell;
-use std::collections::HashSet;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64 as StdAtomicU64, Ordering as StdOrdering};
 use std::sync::{Arc, Weak};
@@ -50,16 +50,17 @@ use slab::Slab;
 
 use crate::arena::Arena;
 use crate::error::{Error, Result};
-use crate::freelist::shard::{Held, Put};
+use crate::freelist::shard::Put;
 use crate::freelist::{Gate, LISTS, Rack, Roster, Shard, Slot, list_of, listed, mode, state};
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
-use crate::sync::{self, AtomicU64, Mutex, MutexGuard, Ordering};
+use crate::sync::{self, Mutex};
 use crate::telemetry::counters::{ClassTally, note_thread_miss};
 use crate::telemetry::ledger::{Ledger, Sightings};
 
 pub(crate) use caches::Reach;
 pub(crate) use census::OutSegment;
+use exchange::Bookings;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
 use queue::Grant;
@@ -98,10 +99,7 @@ pub(crate) struct Depot {
     number: u64,
     config: DepotConfig,
     racks: Vec<Rack>,
-    /// Bytes that racks have booked: no fewer than hang there. Who brings it down, having emptied what was booked, does so by a
-    /// release, which pairs with the acquire in [`caches`](Self::caches): who finds nothing booked sees where it went. All
-    /// else is a sum, and relaxed.
-    racked: crossbeam::utils::CachePadded<AtomicU64>,
+    racked: crossbeam::utils::CachePadded<Bookings>,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
     me: Weak<Self>,
@@ -198,7 +196,7 @@ impl Depot {
             number,
             regions,
             racks: listed().map(|_| Rack::new()).collect(),
-            racked: crossbeam::utils::CachePadded::new(AtomicU64::new(0)),
+            racked: crossbeam::utils::CachePadded::new(Bookings::new()),
             joint: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
@@ -461,80 +459,6 @@ impl Depot {
         held.is_some_and(|mut held| matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept))
     }
 
-    /// Returns into this thread's shard after making room in it: half of the list goes to a rack, or to its runs.
-    /// `false`: nothing was done.
-    ///
-    /// # Safety
-    /// The slot is alive, out, of this class, in no list, and the caller's.
-    unsafe fn make_room(&self, class: Class, slot: NonNull<Slot>, len: usize) -> bool {
-        let Some(shard) = self.shard() else { return false };
-        let Some(mut held) = self.gate.enter(shard) else { return false };
-        let limit = held.limit(class);
-        if limit == 0 {
-            drop(held);
-            // A thread that only returns has been granted no room yet.
-            let mut core = self.core.lock();
-            if self.limit(&mut core, shard, class) == 0 {
-                return false;
-            }
-            // The lock is released last, and who frees the depot has to take it first.
-            let Some(mut held) = self.gate.enter(shard) else { return false };
-            // SAFETY: the caller's word.
-            return matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept);
-        }
-        // What finds no hook stays here until the lock is ours, so that it can be found at any time.
-        let overflows = !self.hang_up(class, &mut held, limit.div_ceil(2));
-        #[cfg(pinpool_planted = "room_counts_first")]
-        if overflows {
-            let half = held.drain(class, limit.div_ceil(2));
-            // SAFETY: the caller's word.
-            let kept = matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept);
-            drop(held);
-            // SAFETY: drained from our shard, so free and alive.
-            unsafe { self.core.lock().arena.give_chain(half) };
-            return kept;
-        }
-        drop(held);
-        // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
-        if overflows {
-            let mut core = self.core.lock();
-            // Kept out only if it was all taken back meanwhile.
-            if let Some(mut held) = self.gate.enter(shard) {
-                // SAFETY: drained from our shard, so free and alive.
-                unsafe { core.arena.give_chain(held.drain(class, limit.div_ceil(2))) };
-            }
-            let mut wakes = Vec::new();
-            core.serve(&mut wakes);
-            self.stop_waiting(&core);
-            drop(core);
-            wakes.into_iter().for_each(Wake::wake);
-        }
-        let Some(mut held) = self.gate.enter(shard) else { return false };
-        // SAFETY: the caller's word.
-        matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept)
-    }
-
-    /// Leaves some of a shard's segments on a rack, as long as racks hold no more than their share.
-    fn hang_up(&self, class: Class, held: &mut Held<'_>, count: u32) -> bool {
-        let (rack, stride) = (&self.racks[list_of(class)], class.stride() as u64);
-        let refused = Cell::new(false);
-        // Booked beforehand, so that all together stay within the bound.
-        let book = |more: u32| {
-            let bytes = u64::from(more) * stride;
-            let sum = self.racked.fetch_add(bytes, Ordering::Relaxed) + bytes;
-            refused.set(sum > self.config.shared_cache as u64);
-            if refused.get() {
-                self.racked.fetch_sub(bytes, Ordering::Relaxed);
-            }
-            !refused.get()
-        };
-        if held.hang_up(class, count, rack, book) > 0 {
-            return true;
-        }
-        // What is booked may be for classes that nobody uses any more.
-        refused.get() && self.unbook() && held.hang_up(class, count, rack, book) > 0
-    }
-
     /// Marks a segment as never to be reused. It stays taken for good.
     ///
     /// # Safety
@@ -685,84 +609,6 @@ impl Depot {
         }
         let (_, segment, written) = core.tokens.remove(key);
         Some((segment, written))
-    }
-
-    /// Walks every invariant while everyone is kept out; `visit` sees each segment's state (`None`: free) and bytes.
-    ///
-    /// # Errors
-    /// The first violation, in words.
-    pub(crate) fn check(&self, mut visit: impl FnMut(Option<u16>, usize)) -> std::result::Result<(), String> {
-        if self.forked() {
-            return Err("forked".into());
-        }
-        let core = self.core.lock();
-        self.gate.quiesce(mode::INSPECT, &core.roster);
-        let result = self.check_quiet(&core, &mut visit);
-        self.gate.open(mode::INSPECT, &core.roster);
-        drop(core);
-        result
-    }
-
-    fn check_quiet(
-        &self,
-        core: &MutexGuard<'_, Core>,
-        visit: &mut dyn FnMut(Option<u16>, usize),
-    ) -> std::result::Result<(), String> {
-        let mut outside = HashSet::new();
-        let mut twice = None;
-        let mut note = |class: Class, slot: &Slot| {
-            if slot.class() != Some(class) || !outside.insert(std::ptr::from_ref(slot).addr()) {
-                twice = Some(format!("a segment of {class:?} is cached twice or under a wrong class"));
-            }
-        };
-        for held in core.roster.quiet() {
-            let mut bytes = 0;
-            for class in Class::all() {
-                held.for_each(class, |slot| {
-                    note(class, slot);
-                    bytes += class.stride();
-                });
-            }
-            if bytes > self.config.thread_cache {
-                return Err(format!("a shard caches {bytes} bytes of at most {}", self.config.thread_cache));
-            }
-        }
-        let mut booked = 0;
-        for (class, rack) in listed().zip(&self.racks) {
-            rack.for_each(|slot| note(class, slot));
-            let Some(segments) = rack.booked() else {
-                return Err(format!("a rack of {class:?} has more on a hook than that has booked"));
-            };
-            booked += segments * class.stride() as u64;
-        }
-        let racked = self.racked.load(Ordering::Relaxed);
-        if racked != booked || racked > self.config.shared_cache as u64 {
-            let bound = self.config.shared_cache;
-            return Err(format!("racks have booked {booked} bytes, counted as {racked} of at most {bound}"));
-        }
-        if let Some(error) = twice {
-            return Err(error);
-        }
-        let mut out = 0u64;
-        core.arena.check(&outside, |slot, bytes, free| {
-            out += u64::from(!free);
-            visit((!free).then(|| slot.word().state()), bytes);
-        })?;
-        let (takes, puts) = core.counted();
-        if takes.wrapping_sub(puts) != out {
-            return Err(format!("{takes} takes less {puts} returns are not the {out} segments that are out"));
-        }
-        if core.outstanding.is_some_and(|n| n != out) {
-            return Err(format!("{:?} are said to be outstanding, {out} are", core.outstanding));
-        }
-        if self.gate.mode() & mode::WAITING != 0 && (core.queue.is_empty() || !outside.is_empty()) {
-            return Err(format!(
-                "the depot is in waiting mode with {} waiting and {} segments cached",
-                core.queue.len(),
-                outside.len()
-            ));
-        }
-        Ok(())
     }
 }
 

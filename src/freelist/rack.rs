@@ -11,7 +11,8 @@
 //!
 //! All that hangs in racks has a bound, so each hook *books* what it holds. A booking stays when its batch is taken down,
 //! since the next one is coming: a sum that each batch changed twice would travel between the two threads as often as the
-//! hook itself. Who finds everything booked takes the bookings of empty hooks away ([`Rack::unbook_idle`]).
+//! hook itself. For the same reason an empty hook that has room booked comes before one without, whoever left it. Who finds
+//! everything booked takes the bookings of empty hooks away ([`Rack::unbook_idle`]).
 //!
 //! Owners of shards touch racks inside the [`super::Gate`] only, so who has closed it finds no hook MOVING. Whoever takes
 //! batches back without closing it leaves what is MOVING where it is.
@@ -110,8 +111,8 @@ impl Rack {
         self.hooks.get_or_init(|| Box::new(std::array::from_fn(|_| Hook::new())))
     }
 
-    /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all hooks are taken, or where the hook
-    /// has not booked so many and `book` refuses so many more. `hint` spreads threads over the hooks.
+    /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all hooks are taken, or where none has
+    /// booked so many and `book` refuses what one lacks. `hint` spreads threads over the hooks.
     pub(super) fn put<'a>(
         &self,
         hint: usize,
@@ -119,13 +120,15 @@ impl Rack {
         book: impl FnOnce(u32) -> bool,
     ) -> bool {
         debug_assert!(batch.len() <= BATCH);
-        let hooks = self.hooks();
-        let Some(hook) =
-            (0..HOOKS).map(|i| &hooks[hint.wrapping_add(i) % HOOKS]).find(|hook| hook.enter(EMPTY))
-        else {
-            return false;
+        let (hooks, count) = (self.hooks(), batch.len() as u32);
+        let find = |suits: &dyn Fn(&Hook) -> bool| {
+            let mut order = (0..HOOKS).map(|i| &hooks[hint.wrapping_add(i) % HOOKS]);
+            order.find(|hook| suits(hook) && hook.enter(EMPTY))
         };
-        let (count, booked) = (batch.len() as u32, hook.booked.load(Ordering::Relaxed));
+        // One that has room booked, if there is any: else each thread would book anew beside what another has left.
+        let booked = find(&|hook| hook.booked.load(Ordering::Relaxed) >= count);
+        let Some(hook) = booked.or_else(|| find(&|_| true)) else { return false };
+        let booked = hook.booked.load(Ordering::Relaxed);
         if count > booked {
             if !book(count - booked) {
                 hook.leave(EMPTY);
@@ -230,5 +233,30 @@ impl Rack {
                 }
             }
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hook_with_room_booked_comes_before_one_without() {
+        let rack = Rack::new();
+        let put = |hint: usize, count: usize, book: &dyn Fn(u32) -> bool| {
+            rack.put(hint, vec![NonNull::dangling().as_ptr(); count].into_iter(), book)
+        };
+        let nothing_more = |more| panic!("{more} booked, and there was room");
+        assert!(put(0, 4, &|more| more == 4), "the first books");
+        assert_eq!(rack.take(0, |_| ()), 4);
+        assert!(put(5, 3, &nothing_more), "whoever it is");
+        assert!(!put(5, 4, &|more| more != 4), "it is in use, and a second one is refused");
+        assert!(put(5, 4, &|more| more == 4), "or granted");
+        assert_eq!((rack.take(5, |_| ()), rack.take(5, |_| ())), (4, 3));
+        assert_eq!(rack.booked(), Some(8));
+        assert!(
+            put(1, 5, &|more| more == 5 || more == 1),
+            "where none has enough, the rest of it or all is booked"
+        );
     }
 }

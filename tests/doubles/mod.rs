@@ -97,6 +97,22 @@ pub fn again(test: &str, environment: &[(&str, &str)]) {
     again_with(test, PATH, &library, environment);
 }
 
+/// Runs the body of a test in a child, on a stand-in that is as just loaded.
+pub fn on_stand_in(test: &str, body: impl FnOnce(&StandIn)) {
+    on_stand_in_with(test, &[], |stand_in| body(&stand_in));
+}
+
+/// The same with more in the child's environment.
+pub fn on_stand_in_with(test: &str, environment: &[(&str, &str)], body: impl FnOnce(StandIn)) {
+    if !is_set() {
+        return again(test, environment);
+    }
+    match StandIn::of_this_process() {
+        Some(stand_in) => body(stand_in),
+        None => println!("{test}: skipped, the library that is named is no stand-in"),
+    }
+}
+
 /// The same with that library under that name.
 fn again_with(test: &str, name: &str, library: &Path, environment: &[(&str, &str)]) {
     let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));

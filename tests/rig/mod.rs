@@ -1,6 +1,8 @@
-//! What the tests of the pipeline and of checkpoints share: a host device of its own with a pool, bytes to move, and a task's
-//! end waited for.
+//! What the tests of the pipeline, of checkpoints and of copy queues share: a host device of its own with a pool, bytes to
+//! move, and a task's end waited for.
 #![allow(dead_code, reason = "each of them uses a part of it")]
+
+pub mod queue;
 
 use std::future::Future;
 use std::pin::pin;

@@ -169,6 +169,26 @@ behaviour! {
         assert_eq!(call!(d, "cuMemHostUnregister", other.as_mut_ptr()), 0);
     }
 
+    /// Whichever of its rows would be written there.
+    rectangles_do_not_write_to_what_is_only_read (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(2, 5));
+        let host = bytes.as_mut_ptr() as usize;
+        // From device memory to the host's.
+        let down = |host: usize, rows: usize| {
+            [0, 0, 2, 0, memory, 0, 1024, 0, 0, 1, host, 0, 0, 2048, 1024, rows]
+        };
+        says!(d, 0, "cuMemHostRegister_v2", host + 4096, 4096, 9);
+        says!(d, 1, "cuMemcpy2DAsync_v2", down(host + 4096, 2).as_ptr(), stream);
+        d.broken(&["HST-6"]);
+        // The first rows are before it: that is two ranges.
+        says!(d, 1, "cuMemcpy2DAsync_v2", down(host, 4).as_ptr(), stream);
+        d.broken(&["HST-6"]);
+        says!(d, 0, "cuMemcpy2DAsync_v2", down(host, 2).as_ptr(), stream);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        assert!(bytes[4096..].iter().all(|byte| *byte == 5), "nothing was written there");
+        says!(d, 0, "cuMemHostUnregister", host + 4096);
+    }
+
     /// The copies of a batch have no order, and what comes before one that is refused is queued.
     batches_run_backwards_and_in_part (ready) |d| {
         let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(2, 1));

@@ -69,7 +69,7 @@ impl World {
         if width == 0 || height == 0 {
             return Ok(());
         }
-        let mut firsts = Vec::new();
+        let mut sides = Vec::new();
         for side in [&source, &target] {
             let first = side.row(0).filter(|_| side.pitch >= width && side.pitch <= MAX_PITCH);
             let Some(first) = first else {
@@ -83,9 +83,11 @@ impl World {
                 return Err(INVALID_VALUE);
             }
             self.check(name, first, span)?;
-            firsts.push(first);
+            sides.push((first, span));
         }
-        self.may_write(name, firsts[1], width)?;
+        // All rows. What lies between them is asked for, too, and makes no difference: it is of the same range, or of none.
+        let (first, span) = sides[1];
+        self.may_write(name, first, span)?;
         for row in (0..height).rev() {
             if let (Some(src), Some(dst)) = (source.row(row), target.row(row)) {
                 self.submit(name, stream, Op::Copy { src, dst, len: width })?;

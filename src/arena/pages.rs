@@ -1,0 +1,138 @@
+//! Pages: extents come and go, and are divided into runs that are free and runs that are not.
+//!
+//! Each extent has a map with an entry for each page, of which the first and the last of a run count: so who frees pages
+//! sees in two looks whether their neighbours are free, and joins them, within the extent. Free runs are kept ordered by
+//! size and then address beside it, for who looks for the smallest that fits.
+
+use super::*;
+
+impl Arena {
+    /// Adds `len` bytes at `base`, both multiples of [`PAGE`], `len` at most [`MAX_EXTENT`].
+    ///
+    /// # Safety
+    /// The memory stays mapped until the extent was taken out by [`Arena::retire`] or the arena is gone, and nobody
+    /// else uses it.
+    pub(crate) unsafe fn add_extent(
+        &mut self,
+        region: RegionId,
+        base: NonNull<u8>,
+        len: usize,
+        pinned: bool,
+    ) {
+        debug_assert!(base.as_ptr().addr() % PAGE == 0 && len % PAGE == 0 && len > 0 && len <= MAX_EXTENT);
+        let pages = (len / PAGE) as u32;
+        let extent =
+            self.extents.insert(Extent { base, pages, region, pinned, map: vec![0; pages as usize] }) as u32;
+        self.total += len;
+        if !pinned {
+            self.unpinned += len;
+        }
+        self.insert_free(extent, 0, pages);
+    }
+
+    /// Takes a region's extents out, if nothing of them is in use: their memory is the caller's again. `None`, too, for a
+    /// region that is not here any more: of several who want one gone only the first has it to give away.
+    pub(crate) fn retire(&mut self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
+        self.release_idle();
+        let whole = |e: &Extent| e.map[0] == FREE | e.pages;
+        if self.extents.iter().any(|(_, e)| e.region == region && !whole(e)) {
+            return None;
+        }
+        let mine: Vec<usize> =
+            self.extents.iter().filter(|(_, e)| e.region == region).map(|(i, _)| i).collect();
+        if mine.is_empty() {
+            return None;
+        }
+        let out = mine.into_iter().map(|i| {
+            let e = self.extents.remove(i);
+            let len = e.pages as usize * PAGE;
+            self.free.remove(&(e.pages, i as u32, 0));
+            self.free_pages -= e.pages as usize;
+            self.total -= len;
+            if !e.pinned {
+                self.unpinned -= len;
+            }
+            (e.base, len, e.pinned)
+        });
+        Some(out.collect())
+    }
+
+    /// The regions, and how many of their bytes are in free runs.
+    pub(crate) fn regions(&self) -> Vec<(RegionId, usize, usize)> {
+        let mut list: Vec<(RegionId, usize, usize)> = Vec::new();
+        for (i, e) in &self.extents {
+            let free =
+                self.free.iter().filter(|f| f.1 == i as u32).map(|f| f.0 as usize * PAGE).sum::<usize>();
+            let len = e.pages as usize * PAGE;
+            match list.iter_mut().find(|r| r.0 == e.region) {
+                Some(r) => {
+                    r.1 += len;
+                    r.2 += free;
+                }
+                None => list.push((e.region, len, free)),
+            }
+        }
+        list
+    }
+
+    pub(super) fn insert_free(&mut self, extent: u32, first: u32, pages: u32) {
+        let map = &mut self.extents[extent as usize].map;
+        map[first as usize] = FREE | pages;
+        map[(first + pages - 1) as usize] = FREE | pages;
+        self.free.insert((pages, extent, first));
+        self.free_pages += pages as usize;
+    }
+
+    pub(super) fn remove_free(&mut self, extent: u32, first: u32, pages: u32) {
+        self.free.remove(&(pages, extent, first));
+        self.free_pages -= pages as usize;
+    }
+
+    /// Where in a free run an aligned start lies, if it and `pages` after it fit.
+    pub(super) fn aligned_start(&self, run: (u32, u32, u32), pages: u32, align: usize) -> Option<u32> {
+        let (len, extent, first) = run;
+        let page = self.extents[extent as usize].base.as_ptr().addr() / PAGE + first as usize;
+        let skip = page.next_multiple_of(align) - page;
+        (skip + pages as usize <= len as usize).then(|| first + skip as u32)
+    }
+
+    /// The smallest free run that fits, cut to size. The rest on both sides stays free.
+    pub(super) fn take_pages(&mut self, pages: usize, align: usize) -> Option<(u32, u32)> {
+        let pages = u32::try_from(pages).ok()?;
+        let mut fitting = self.free.range((pages, 0, 0)..);
+        let (run, start) = if align == 1 {
+            let run = *fitting.next()?;
+            (run, run.2)
+        } else {
+            fitting.find_map(|&run| self.aligned_start(run, pages, align).map(|start| (run, start)))?
+        };
+        let (len, extent, first) = run;
+        self.remove_free(extent, first, len);
+        if start > first {
+            self.insert_free(extent, first, start - first);
+        }
+        if first + len > start + pages {
+            self.insert_free(extent, start + pages, first + len - start - pages);
+        }
+        Some((extent, start))
+    }
+
+    /// Frees pages and joins them with what is free beside them.
+    pub(super) fn give_pages(&mut self, extent: u32, mut first: u32, mut pages: u32) {
+        let e = &self.extents[extent as usize];
+        if let Some(left) = first.checked_sub(1).map(|p| e.map[p as usize]).filter(|m| m & FREE != 0) {
+            let len = left & !FREE;
+            let start = first - len;
+            self.remove_free(extent, start, len);
+            first = start;
+            pages += len;
+        }
+        let e = &self.extents[extent as usize];
+        if let Some(right) = e.map.get((first + pages) as usize).copied().filter(|m| m & FREE != 0) {
+            let len = right & !FREE;
+            self.remove_free(extent, first + pages, len);
+            pages += len;
+        }
+        self.insert_free(extent, first, pages);
+    }
+}

@@ -1,0 +1,334 @@
+//! What threads leave for each other: how a shard is filled from a rack, and how it is relieved.
+//!
+//! A thread that takes more than it returns finds its shard empty and takes over a batch that another left on the class's
+//! rack; one that returns more than it takes finds it full and hangs up half of the list ([`crate::freelist::rack`]).
+//! Neither needs the lock, and neither decides who comes first: while anybody waits no shard can be entered. What finds no
+//! hook goes to its runs, under the lock.
+//!
+//! What all racks hold together is bounded ([`DepotConfig::shared_cache`](super::DepotConfig)), so each batch is booked
+//! before it is hung up. Hooks keep their bookings when they are emptied, since the next batch is coming; so what is booked
+//! may be for classes that nobody uses any more, and who is refused takes those bookings away and asks once more. Where
+//! there are none, all that is booked hangs, and the next few who are refused do not look.
+
+use std::cell::Cell;
+use std::ptr::NonNull;
+
+use super::queue::Grant;
+use super::{Core, Depot, Fresh, Wake};
+use crate::freelist::shard::{Held, Put};
+use crate::freelist::{Slot, list_of, listed};
+use crate::segment::Class;
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
+
+/// So many who are refused take it that all bookings are in use, after one who has looked and found it so.
+const REST: u32 = if cfg!(loom) { 1 } else { 15 };
+
+/// What the racks of a depot have booked together.
+#[derive(Debug)]
+pub(super) struct Bookings {
+    /// Bytes: no fewer than hang there. Who brings it down, having emptied what was booked, does so by a release, which pairs
+    /// with the acquire in [`Depot::caches`]: who finds nothing booked sees where it went. All else is a sum, and relaxed.
+    pub(super) bytes: AtomicU64,
+    /// How many are still to take it that all of them are in use. A hint: whoever loses an update of it looks a little earlier
+    /// or later, so it is relaxed, and pairs with nothing.
+    rest: AtomicU32,
+}
+
+impl Bookings {
+    pub(super) fn new() -> Self {
+        Self { bytes: AtomicU64::new(0), rest: AtomicU32::new(0) }
+    }
+}
+
+impl Depot {
+    // --- taking ------------------------------------------------------------------------------------------------------
+
+    /// A segment from this thread's shard after filling that from a rack. No lock, and no decision who comes first:
+    /// while anybody waits no shard can be entered. Nor in the child of a fork.
+    pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
+        if self.gate.mode() != 0 {
+            return None;
+        }
+        self.exchange(class, len).map(|slot| self.fresh(Grant { slot, len }))
+    }
+
+    /// Fills this thread's shard from a rack and takes one of it.
+    pub(super) fn exchange(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
+        let shard = self.shard()?;
+        let mut held = self.gate.enter(shard)?;
+        // Not everyone has tried for a hit: requests for a reserve have not, nor has this thread since it reaped.
+        if let Some(slot) = held.take(class, len) {
+            return Some(slot);
+        }
+        if held.limit(class) == 0 {
+            return None;
+        }
+        let (count, rest) = held.take_down(class, &self.racks[list_of(class)]);
+        if count == 0 {
+            return None;
+        }
+        let slot = held.take(class, len);
+        drop(held);
+        if !rest.is_empty() {
+            let mut wakes = Vec::new();
+            let mut core = self.core.lock();
+            // SAFETY: it hung in a rack, so it is free and alive.
+            unsafe { core.arena.give_chain(rest) };
+            // Whoever has begun to wait since has not found it.
+            core.serve(&mut wakes);
+            self.stop_waiting(&core);
+            drop(core);
+            wakes.into_iter().for_each(Wake::wake);
+        }
+        slot
+    }
+
+    // --- returning ---------------------------------------------------------------------------------------------------
+
+    /// Returns into this thread's shard after making room in it: half of the list goes to a rack, or to its runs.
+    /// `false`: nothing was done.
+    ///
+    /// # Safety
+    /// The slot is alive, out, of this class, in no list, and the caller's.
+    pub(super) unsafe fn make_room(&self, class: Class, slot: NonNull<Slot>, len: usize) -> bool {
+        let Some(shard) = self.shard() else { return false };
+        let Some(mut held) = self.gate.enter(shard) else { return false };
+        let limit = held.limit(class);
+        if limit == 0 {
+            drop(held);
+            // A thread that only returns has been granted no room yet.
+            let mut core = self.core.lock();
+            if self.limit(&mut core, shard, class) == 0 {
+                return false;
+            }
+            // The lock is released last, and who frees the depot has to take it first.
+            let Some(mut held) = self.gate.enter(shard) else { return false };
+            // SAFETY: the caller's word.
+            return matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept);
+        }
+        // What finds no hook stays here until the lock is ours, so that it can be found at any time.
+        let overflows = !self.hang_up(class, &mut held, limit.div_ceil(2));
+        #[cfg(pinpool_planted = "room_counts_first")]
+        if overflows {
+            let half = held.drain(class, limit.div_ceil(2));
+            // SAFETY: the caller's word.
+            let kept = matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept);
+            drop(held);
+            // SAFETY: drained from our shard, so free and alive.
+            unsafe { self.core.lock().arena.give_chain(half) };
+            return kept;
+        }
+        drop(held);
+        // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
+        if overflows {
+            let mut core = self.core.lock();
+            // Kept out only if it was all taken back meanwhile.
+            if let Some(mut held) = self.gate.enter(shard) {
+                // SAFETY: drained from our shard, so free and alive.
+                unsafe { core.arena.give_chain(held.drain(class, limit.div_ceil(2))) };
+            }
+            let mut wakes = Vec::new();
+            core.serve(&mut wakes);
+            self.stop_waiting(&core);
+            drop(core);
+            wakes.into_iter().for_each(Wake::wake);
+        }
+        let Some(mut held) = self.gate.enter(shard) else { return false };
+        // SAFETY: the caller's word.
+        matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept)
+    }
+
+    /// Leaves some of a shard's segments on a rack, as long as racks hold no more than their share.
+    pub(super) fn hang_up(&self, class: Class, held: &mut Held<'_>, count: u32) -> bool {
+        let (rack, stride) = (&self.racks[list_of(class)], class.stride() as u64);
+        let refused = Cell::new(false);
+        // Booked beforehand, so that all together stay within the bound. (Looked at first and booked then, two would pass.)
+        let book = |more: u32| {
+            let bytes = u64::from(more) * stride;
+            #[cfg(not(pinpool_planted = "book_looks_first"))]
+            let sum = self.racked.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            #[cfg(pinpool_planted = "book_looks_first")]
+            let sum = self.racked.bytes.load(Ordering::Relaxed) + bytes;
+            refused.set(sum > self.config.shared_cache as u64);
+            #[cfg(pinpool_planted = "book_looks_first")]
+            if !refused.get() {
+                self.racked.bytes.fetch_add(bytes, Ordering::Relaxed);
+            }
+            #[cfg(not(any(pinpool_planted = "book_looks_first", pinpool_planted = "refused_stays_booked")))]
+            if refused.get() {
+                self.racked.bytes.fetch_sub(bytes, Ordering::Relaxed);
+            }
+            !refused.get()
+        };
+        if held.hang_up(class, count, rack, book) > 0 {
+            return true;
+        }
+        // What is booked may be for classes that nobody uses any more.
+        refused.get() && self.unbook() && held.hang_up(class, count, rack, book) > 0
+    }
+
+    // --- bookings ----------------------------------------------------------------------------------------------------
+
+    /// Takes away what empty hooks have booked, for who is refused. `false` if that was nothing, or was nothing a moment ago: where
+    /// the bound is used up by what hangs, a look at all hooks would cost each return more than all else.
+    fn unbook(&self) -> bool {
+        let Bookings { bytes, rest } = &*self.racked;
+        // Tells at once where nothing is booked, or may be.
+        if bytes.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let left = rest.load(Ordering::Relaxed);
+        if left > 0 {
+            rest.store(left - 1, Ordering::Relaxed);
+            return false;
+        }
+        let mut any = false;
+        for (class, rack) in listed().zip(&self.racks) {
+            let booked = rack.unbook_idle();
+            if booked > 0 {
+                // Pairs with `caches`.
+                bytes.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
+                any = true;
+            }
+        }
+        if !any {
+            rest.store(REST, Ordering::Relaxed);
+        }
+        any
+    }
+
+    /// Takes down what hangs in racks, with what it booked. Where owners are at it meanwhile, what they have in their hands just
+    /// then is left. `false` if there was nothing.
+    pub(super) fn take_down(&self, core: &mut Core) -> bool {
+        let mut any = false;
+        for (class, rack) in listed().zip(&self.racks) {
+            let (chain, booked) = rack.strip();
+            any |= !chain.is_empty();
+            if booked > 0 {
+                // Pairs with `caches`.
+                self.racked.bytes.fetch_sub(u64::from(booked) * class.stride() as u64, Ordering::Release);
+            }
+            // SAFETY: what hangs in a rack is free and alive.
+            unsafe { core.arena.give_chain(chain) };
+        }
+        any
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::ptr::NonNull;
+    use std::sync::Arc;
+
+    use super::{Ordering, REST, list_of};
+    use crate::depot::{Depot, DepotConfig, Fresh, Reach, Take};
+    use crate::region::RegionId;
+    use crate::segment::Class;
+
+    const BYTES: usize = 1 << 20;
+
+    fn depot(shared_cache: usize) -> Arc<Depot> {
+        let depot = Depot::new(
+            DepotConfig {
+                capacity: BYTES,
+                thread_cache: 64 << 10,
+                shared_cache,
+                largest: BYTES - 32,
+                step: 0,
+                timeless: true,
+                serves: Vec::new(),
+                track: false,
+            },
+            None,
+        );
+        let base = NonNull::new(std::ptr::without_provenance_mut(BYTES)).unwrap();
+        // SAFETY: the arena only does arithmetic on it.
+        unsafe { depot.add_extent(RegionId(0), base, BYTES, true) };
+        depot
+    }
+
+    fn take(depot: &Depot, len: usize) -> Fresh {
+        let want = depot.place(len, 64).unwrap();
+        if let Some(fresh) = Class::of(len).and_then(|class| depot.hit(class, len)) {
+            return fresh;
+        }
+        match depot.try_take(want, Reach::Idle).unwrap() {
+            Take::Got(fresh) => fresh,
+            Take::Empty => panic!("there is enough"),
+        }
+    }
+
+    /// Takes so many, and returns them all: more than a shard keeps goes to the rack.
+    fn burst(depot: &Depot, len: usize, count: usize) {
+        let out: Vec<Fresh> = (0..count).map(|_| take(depot, len)).collect();
+        // SAFETY: ours, and nothing uses them.
+        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+        depot.check(|_, _| ()).unwrap();
+    }
+
+    fn hanging(depot: &Depot, len: usize) -> usize {
+        let mut count = 0;
+        depot.racks[list_of(Class::of(len).unwrap())].for_each(|_| count += 1);
+        count
+    }
+
+    fn end(depot: &Arc<Depot>) {
+        depot.close();
+        assert_eq!(depot.outstanding(), 0);
+    }
+
+    #[test]
+    fn what_hangs_between_threads_stays_within_its_bound() {
+        const LEN: usize = 4096;
+        for shared in [0, 10_000, 40_000, 1 << 20] {
+            let depot = depot(shared);
+            burst(&depot, LEN, 100);
+            let hangs = hanging(&depot, LEN) * (LEN + 64);
+            assert!(hangs <= shared, "{hangs} bytes of at most {shared}");
+            assert_eq!(hangs > 0, shared > 0, "a list has few segments here, so that a batch of them fits");
+            // Some hooks are emptied, and filled again.
+            burst(&depot, LEN, 100);
+            assert!(hanging(&depot, LEN) * (LEN + 64) <= shared);
+            end(&depot);
+        }
+    }
+
+    #[test]
+    fn bookings_that_nobody_uses_are_for_others() {
+        const LEN: usize = 4096;
+        const OTHER: usize = 8192;
+        let depot = depot(40_000);
+        burst(&depot, LEN, 100);
+        let hung = hanging(&depot, LEN);
+        // All of it out: the hooks are empty, and what they have booked leaves no room for others.
+        assert!(hung * (LEN + 64) + OTHER + 64 > 40_000);
+        let out: Vec<Fresh> = (0..100).map(|_| take(&depot, LEN)).collect();
+        assert_eq!(hanging(&depot, LEN), 0);
+        burst(&depot, OTHER, 40);
+        assert!(hanging(&depot, OTHER) > 0, "the others' bookings were in the way");
+        // SAFETY: ours, and nothing uses them.
+        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+        depot.check(|_, _| ()).unwrap();
+        end(&depot);
+    }
+
+    #[test]
+    fn who_is_refused_looks_for_idle_bookings_now_and_then() {
+        const LEN: usize = 4096;
+        let depot = depot(20_000);
+        burst(&depot, LEN, 100);
+        let hung = hanging(&depot, LEN);
+        assert!(hung > 0 && depot.racked.bytes.load(Ordering::Relaxed) + LEN as u64 + 64 > 20_000);
+        // Up to here there may have been looks in vain, and after this one there was one certainly.
+        (0..=REST).for_each(|_| assert!(!depot.unbook(), "all of it hangs"));
+        let out: Vec<Fresh> = (0..100).map(|_| take(&depot, LEN)).collect();
+        assert_eq!(hanging(&depot, LEN), 0);
+        let looks = (1..).find(|_| depot.unbook()).unwrap();
+        assert!((1..=REST + 1).contains(&looks), "{looks}");
+        assert_eq!(depot.racked.bytes.load(Ordering::Relaxed), 0);
+        // SAFETY: ours, and nothing uses them.
+        out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
+        depot.check(|_, _| ()).unwrap();
+        end(&depot);
+    }
+}

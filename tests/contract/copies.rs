@@ -1,0 +1,229 @@
+//! Copies on streams: what arrives, in which order, and how long each side keeps its memory.
+
+use super::*;
+
+pub fn round_trips(on: &Subject) {
+    let (pool, stream) = (on.pool(24 << 20), on.stream());
+    let memory = on.alloc((4 << 20) + 8192);
+    let sizes = [1, 2, 31, 32, 33, 63, 64, 65, 255, 1000, 4095, 4096, 4097, 65_537, 1 << 20, (3 << 20) + 7];
+    for (i, len) in sizes.into_iter().enumerate() {
+        for (j, offset) in [0, 1, 63, 4096, 4097].into_iter().enumerate() {
+            let sent = bytes(i * 8 + j, len + j);
+            let buf = filled(&pool, &sent);
+            drop(stream.upload_part(buf, j.., memory.slice(offset..offset + len)).unwrap());
+            let landing = pool.checkout(len).unwrap();
+            let back = stream.download(memory.slice(offset..offset + len), landing).unwrap().wait().unwrap();
+            assert!(*back == sent[j..], "{len} bytes at {offset}");
+        }
+    }
+}
+
+pub fn bounds_are_kept(on: &Subject) {
+    let (pool, stream) = (on.pool(4 << 20), on.stream());
+    let memory = on.alloc(10_000);
+    drop(stream.upload(filled(&pool, &[1; 10_000]), &memory).unwrap());
+    drop(stream.upload(filled(&pool, &[2; 333]), memory.slice(77..410)).unwrap());
+    let mut expected = vec![1; 10_000];
+    expected[77..410].fill(2);
+    assert!(fetch(&pool, &stream, &memory) == expected);
+    // On the host side, what lies behind a part stays as it was.
+    let mut landing = filled(&pool, &[9; 5000]);
+    landing.truncate(4999);
+    let back = stream.download(memory.slice(0..100), landing).unwrap().wait().unwrap();
+    assert!(*back == expected[..100], "the length is that of the copy");
+}
+
+pub fn stream_order(on: &Subject) {
+    let (pool, stream) = (on.pool(8 << 20), on.stream());
+    let (x, y) = (on.alloc(300_000), on.alloc(300_000));
+    for round in 0..8 {
+        let (a, b) = (bytes(round, 300_000), bytes(round + 100, 300_000));
+        drop(stream.upload(filled(&pool, &a), &x).unwrap());
+        drop(stream.copy(&x, &y).unwrap());
+        drop(stream.upload(filled(&pool, &b), &x).unwrap());
+        let first = stream.download(&y, pool.checkout(300_000).unwrap()).unwrap();
+        let second = stream.download(&x, pool.checkout(300_000).unwrap()).unwrap();
+        assert!(*second.wait().unwrap() == *b);
+        assert!(first.is_done().unwrap(), "a later copy was done first");
+        assert!(*first.wait().unwrap() == *a);
+    }
+}
+
+pub fn independence(on: &Subject) {
+    let pool = on.pool(24 << 20);
+    let streams: Vec<Stream> = (0..4).map(|_| on.stream()).collect();
+    let memories: Vec<DeviceBuffer> = (0..4).map(|_| on.alloc(200_000)).collect();
+    let mut last = vec![Vec::new(); 4];
+    for round in 0..40 {
+        let at = round * 7 % 4;
+        last[at] = bytes(round, 200_000);
+        drop(streams[at].upload(filled(&pool, &last[at]), &memories[at]).unwrap());
+    }
+    for at in [2, 0, 3, 1] {
+        assert!(fetch(&pool, &streams[at], &memories[at]) == last[at], "stream {at}");
+    }
+}
+
+pub fn lateness(on: &Subject) {
+    let (pool, stream) = (on.pool(4 << 20), on.stream());
+    let memory = on.alloc(100_000);
+    let mut buf = filled(&pool, &bytes(0, 100_000));
+    for round in 0..20 {
+        let sent = bytes(round, 100_000);
+        buf.copy_from_slice(&sent);
+        buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
+        assert!(*buf == *sent, "an upload leaves its source as it was");
+        buf.fill(0xFF);
+        assert!(fetch(&pool, &stream, &memory) == sent);
+    }
+}
+
+pub fn early_reuse(on: &Subject) {
+    // Room for few buffers, so that they are wanted again at once.
+    let (pool, stream) = (on.pool(256 << 10), on.stream());
+    let memories: Vec<DeviceBuffer> = (0..64).map(|_| on.alloc(30_000)).collect();
+    for (i, memory) in memories.iter().enumerate() {
+        let buf = filled(&pool, &bytes(i, 30_000));
+        drop(stream.upload(buf, memory).unwrap());
+    }
+    for (i, memory) in memories.iter().enumerate() {
+        assert!(fetch(&pool, &stream, memory) == bytes(i, 30_000), "copy {i}");
+    }
+    stream.synchronize().unwrap();
+    let stats = pool.stats();
+    assert_eq!((stats.in_flight_bytes, stats.checked_out_bytes), (0, 0), "{stats:?}");
+    pool.check().unwrap();
+}
+
+pub fn holds(on: &Subject) {
+    let (pool, stream) = (on.pool(8 << 20), on.stream());
+    let memory = on.alloc(1 << 20);
+    let sent = stream.upload(filled(&pool, &bytes(1, 1 << 20)), &memory).unwrap();
+    let held = stream.hold(filled(&pool, b"held")).unwrap();
+    assert!(*held.wait().unwrap() == *b"held");
+    assert!(sent.is_done().unwrap(), "the hold was over before the copy");
+}
+
+pub fn joint_holds(on: &Subject) {
+    let pool = on.pool(16 << 20);
+    let streams = [on.stream(), on.stream(), on.stream()];
+    let sent: Vec<InFlight<PinnedBuf>> = streams
+        .iter()
+        .map(|s| s.upload(filled(&pool, &bytes(1, 500_000)), on.alloc(500_000)).unwrap())
+        .collect();
+    let all: Vec<&Stream> = streams.iter().collect();
+    let held = Stream::hold_on_all(&all, filled(&pool, b"held")).unwrap();
+    assert!(*held.wait().unwrap() == *b"held");
+    for sent in sent {
+        assert!(sent.is_done().unwrap(), "the hold was over before a copy");
+    }
+    let error = refusal(Stream::hold_on_all(&[], filled(&pool, b"held")), b"held");
+    assert_eq!(error, Error::Empty);
+    drop(Stream::hold_on_all(&all, filled(&pool, b"held")).unwrap());
+    streams.iter().for_each(|s| s.synchronize().unwrap());
+    assert_eq!(pool.stats().in_flight_bytes, 0);
+}
+
+pub fn memory_is_kept(on: &Subject) {
+    let (pool, stream) = (on.pool(8 << 20), on.stream());
+    let kept = on.alloc(50_000);
+    for round in 0..30 {
+        let memory = on.alloc(50_000);
+        drop(stream.upload(filled(&pool, &bytes(round, 50_000)), &memory).unwrap());
+        drop(stream.copy(&memory, &kept).unwrap());
+        drop(memory);
+        // Would be given the same memory, were it freed.
+        let other = on.alloc(50_000);
+        stream.upload_blocking(&[0xEE; 50_000], &other).unwrap();
+        assert!(fetch(&pool, &stream, &kept) == bytes(round, 50_000), "round {round}");
+    }
+    assert_eq!(on.device.lost(), None);
+}
+
+pub fn shared(on: &Subject) {
+    let pool = on.pool(4 << 20);
+    let streams = [on.stream(), on.stream()];
+    let sent = bytes(3, 70_000);
+    let buf = Arc::new(filled(&pool, &sent));
+    let memories: Vec<DeviceBuffer> = (0..6).map(|_| on.alloc(70_000)).collect();
+    for (i, memory) in memories.iter().enumerate() {
+        drop(streams[i % 2].upload(buf.clone(), memory).unwrap());
+    }
+    assert!(**buf == *sent, "it can be read meanwhile");
+    drop(buf);
+    for (i, memory) in memories.iter().enumerate() {
+        assert!(fetch(&pool, &streams[i % 2], memory) == sent);
+    }
+    streams.iter().for_each(|s| s.synchronize().unwrap());
+    assert_eq!(pool.stats().checked_out_bytes, 0);
+}
+
+pub fn stream_ready(on: &Subject) {
+    // Room for two, so that what is in flight must be claimed.
+    let (pool, stream, other) = (on.pool(160 << 10), on.stream(), on.stream());
+    let (from, to) = (on.alloc(60_000), on.alloc(60_000));
+    for round in 0..50 {
+        let sent = bytes(round, 60_000);
+        drop(stream.upload(filled(&pool, &sent), &from).unwrap());
+        drop(stream.copy(&from, &to).unwrap());
+        let landing = pool.checkout_on(&stream, 60_000).unwrap();
+        let landing = match other.download(&to, landing) {
+            Err(SubmitError { error: Error::WrongStream, buffer: Some(landing) }) => landing,
+            wrong => panic!("used on another stream: {wrong:?}"),
+        };
+        assert!(*stream.download(&to, landing).unwrap().wait().unwrap() == *sent);
+        drop(pool.checkout_on(&stream, 60_000).unwrap());
+        assert_eq!(pool.checkout_on(&stream, 60_000).unwrap().wait().unwrap().len(), 0);
+    }
+    pool.check().unwrap();
+}
+
+pub fn blocking(on: &Subject) {
+    let (pool, stream) = (on.pool(4 << 20), on.stream());
+    let memory = on.alloc(100_001);
+    let sent = bytes(5, 100_001);
+    // Unpinned, at odd addresses.
+    stream.upload_blocking(&sent[1..], memory.slice(..100_000)).unwrap();
+    let mut back = vec![0; 100_001];
+    stream.download_blocking(memory.slice(..100_000), &mut back[1..]).unwrap();
+    assert!(back[1..] == sent[1..]);
+    // In the stream's order.
+    drop(stream.upload(filled(&pool, &sent), &memory).unwrap());
+    stream.download_blocking(&memory, &mut back).unwrap();
+    assert!(back == sent);
+    stream.upload_blocking(&[7; 50], memory.slice(50..100)).unwrap();
+    assert!(fetch(&pool, &stream, &memory)[50..100] == [7; 50]);
+    assert_eq!(stream.upload_blocking(&[], &memory), Err(Error::Empty));
+    let error = stream.download_blocking(&memory, &mut [0; 10]);
+    assert_eq!(error, Err(Error::TooSmall { need: 100_001, have: 10 }));
+}
+
+pub fn plain(on: &Subject) {
+    let (pool, stream) = (on.pool(64 << 10), on.stream());
+    let _all = pool.checkout(50_000).unwrap();
+    let HostBuf::Unpinned(mut buf) = pool.checkout_or_unpinned(50_000).unwrap() else {
+        panic!("the pool had room for more than it has");
+    };
+    let memory = on.alloc(50_000);
+    buf.try_extend_from_slice(&bytes(1, 50_000)).unwrap();
+    stream.upload_blocking(&buf, &memory).unwrap();
+    buf.fill(0);
+    stream.download_blocking(&memory, &mut buf).unwrap();
+    assert!(*buf == *bytes(1, 50_000));
+    assert_eq!(pool.stats().unpinned_fallbacks, 1);
+}
+
+pub fn aligned(on: &Subject) {
+    let (pool, stream) = (on.pool(24 << 20), on.stream());
+    let memory = on.alloc(6 << 20);
+    for (len, align) in [(1, 1), (100, 64), (5000, 4096), (4096, 4096), (100_000, 2 << 20), (6 << 20, 4096)] {
+        let mut buf = pool.checkout(Request::new(len).align(align)).unwrap();
+        assert_eq!(buf.as_ptr() as usize % align.max(64), 0);
+        buf.extend_from_slice(&bytes(align, len));
+        let buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
+        assert!(*buf == *bytes(align, len));
+        let landing = pool.checkout(Request::new(len).align(align)).unwrap();
+        let back = stream.download(memory.slice(..len), landing).unwrap().wait().unwrap();
+        assert!(*back == *buf);
+    }
+}

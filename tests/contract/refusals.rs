@@ -1,0 +1,84 @@
+//! What a device or a stream refuses, with the buffer given back.
+
+use super::*;
+
+pub fn refusals(on: &Subject) {
+    let (pool, stream) = (on.pool(4 << 20), on.stream());
+    let memory = on.alloc(1000);
+    let sent = bytes(0, 2000);
+    let full = || filled(&pool, &sent);
+    let small = Error::TooSmall { need: 2000, have: 1000 };
+    assert_eq!(refusal(stream.upload(full(), &memory), &sent), small);
+    let outside = |start, end, len| Error::OutOfRange { start, end, len };
+    assert_eq!(refusal(stream.upload(full(), memory.slice(10..1001)), &sent), outside(10, 1001, 1000));
+    assert_eq!(refusal(stream.upload_part(full(), 1999..2001, &memory), &sent), outside(1999, 2001, 2000));
+    #[expect(clippy::reversed_empty_ranges, reason = "that is the misuse")]
+    let backwards = stream.upload_part(full(), 20..10, &memory);
+    assert_eq!(refusal(backwards, &sent), outside(20, 10, 2000));
+    assert_eq!(refusal(stream.upload_part(full(), 5..5, &memory), &sent), Error::Empty);
+    assert_eq!(refusal(stream.upload(pool.checkout(8).unwrap(), &memory), &[]), Error::Empty);
+    assert_eq!(refusal(stream.download(memory.slice(3..3), full()), &sent), Error::Empty);
+    let landing = pool.checkout(999).unwrap();
+    let error = refusal(stream.download(&memory, landing), &[]);
+    assert_eq!(error, Error::TooSmall { need: 1000, have: 999 });
+    let error = stream.copy(&memory, memory.slice(1..)).unwrap_err();
+    assert_eq!(error, Error::TooSmall { need: 1000, have: 999 });
+    assert_eq!(on.device.alloc(0).unwrap_err(), Error::ZeroLength);
+    assert!(memory.slice(..).unwrap().slice(1..=1000).is_err());
+    // Nothing of that has harmed anything.
+    stream.synchronize().unwrap();
+    let stats = pool.stats();
+    assert_eq!((stats.in_flight_bytes, stats.checked_out_bytes, stats.quarantined_bytes), (0, 0, 0));
+}
+
+/// Only where there is another device.
+pub fn foreign(on: &Subject) {
+    let Some(other) = &on.other else { return };
+    let (pool, stream) = (on.pool(1 << 20), on.stream());
+    let (stranger, far) = (other.stream().unwrap(), other.alloc(100).unwrap());
+    let sent = bytes(0, 100);
+    let wrong = |error: Error| assert!(matches!(error, Error::WrongDevice { .. }), "{error}");
+    wrong(refusal(stream.upload(filled(&pool, &sent), &far), &sent));
+    wrong(refusal(stream.download(&far, filled(&pool, &sent)), &sent));
+    wrong(stream.copy(&far, on.alloc(100)).unwrap_err());
+    wrong(stream.upload_blocking(&sent, &far).unwrap_err());
+    wrong(stream.download_blocking(&far, &mut [0; 100]).unwrap_err());
+    wrong(stream.upload_blocking(&sent, stranger.alloc(100).unwrap()).unwrap_err());
+    stranger.synchronize().unwrap();
+    let (from, to) = (filled(&pool, &sent), pool.checkout(100).unwrap());
+    wrong(stranger.copy_host(from, to).unwrap_err().error);
+    // SAFETY: refused.
+    let error = unsafe { on.device.raw_memory(far.address(), 100, ()) }.unwrap_err().error;
+    let fault = AddressFault::OtherDevice { device: other.name().into() };
+    assert!(matches!(&error, Error::BadAddress { fault: found, .. } if *found == fault), "{error}");
+    // The pool does not serve the other device.
+    wrong(refusal(stranger.upload(filled(&pool, &sent), &far), &sent));
+    wrong(refusal(stranger.hold(filled(&pool, &sent)), &sent));
+    wrong(refusal(Stream::hold_on_all(&[&stream, &stranger], filled(&pool, &sent)), &sent));
+    wrong(pool.checkout_on(&stranger, 100).unwrap_err());
+    // One that does serves both.
+    let both =
+        Pool::builder(&on.device).device(other).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let buf = stranger.upload(filled(&both, &sent), &far).unwrap().wait().unwrap();
+    let near = on.alloc(100);
+    drop(stream.upload(buf, &near).unwrap());
+    assert!(fetch(&both, &stream, &near) == sent && fetch(&both, &stranger, &far) == sent);
+}
+
+pub fn uncaptured(on: &Subject) {
+    let (pool, stream, memory) = (on.pool(1 << 20), on.stream(), on.alloc(1000));
+    let sent = bytes(1, 1000);
+    let shared = Arc::new(filled(&pool, &sent));
+    let errors = [
+        refusal(stream.upload_captured(filled(&pool, &sent), &memory), &sent),
+        refusal(stream.download_captured(&memory, filled(&pool, &sent)), &sent),
+        refusal(stream.hold_captured(filled(&pool, &sent)), &sent),
+        stream.upload_captured(shared.clone(), &memory).unwrap_err().into(),
+    ];
+    for error in errors {
+        assert!(matches!(error, Error::NotCapturing { .. }), "{error}");
+    }
+    assert_eq!(Arc::strong_count(&shared), 1);
+    drop(shared);
+    assert_eq!(pool.stats().checked_out_bytes, 0);
+}

@@ -1,0 +1,242 @@
+//! Every device call fails once, in every way, and nothing is lost.
+//!
+//! One scenario uses everything that the pool has. It is run once without faults, and the calls that it makes to the
+//! device are recorded. Then it is run again for each of these calls and each kind of failure, with exactly that call
+//! failing. The scenario deals with errors as a careful server would: it tries again where that makes sense, goes on
+//! without where it does not, and never believes an error.
+//!
+//! After each run: nothing panicked or hung, `check()` finds every byte, nothing is checked out or in flight, bytes are
+//! quarantined only if the device was lost, what was reported as done holds the right bytes, and when pool, streams and
+//! device are gone the device has everything back (but for what the failing call itself was to give back).
+//!
+//! On the stepped device the replay is exact: the same calls in the same order up to the one that fails. On the
+//! threaded device calls interleave, so there the first few calls of each kind are made to fail.
+
+#![allow(unsafe_code, reason = "memory by its address")]
+
+mod audit;
+mod scenario;
+mod server;
+
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::{Duration, Instant};
+
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode, HostUsage};
+use pinpool::{
+    Device, DeviceBuffer, DeviceSlice, Error, InFlight, Lend, PinnedBuf, Pool, Request, Result, Stream,
+    SubmitError,
+};
+
+use audit::leftovers;
+use scenario::scenario;
+use server::{Report, Server};
+
+/// Bytes of the pieces of device memory that copies go to.
+const SLOT: usize = 2 << 10;
+const SLOTS: usize = 24;
+/// A length of which few fit into the pool.
+const BIG: usize = 100 << 10;
+const CAPACITY: usize = 1 << 20;
+const RESERVE: usize = 64 << 10;
+/// Longer than anything takes here: what is not there by then hangs.
+const HANG: Duration = Duration::from_secs(20);
+
+fn fill(buf: &mut PinnedBuf, seed: u64, len: usize) {
+    buf.clear();
+    buf.extend_from_slice(&pattern(seed, len));
+}
+
+/// Bytes that differ between seeds at every place.
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64)
+        .map(|i| (seed.wrapping_mul(0x9e37_79b9).wrapping_add(i * 7 + (i >> 8)) >> 3) as u8)
+        .collect()
+}
+
+const KINDS: [Failure; 6] = [
+    Failure::Argument,
+    Failure::Moment,
+    Failure::Sticky,
+    Failure::RunsAnyway,
+    Failure::Capture,
+    Failure::Stall,
+];
+
+/// What a clean run must have done, so that each of it can fail.
+const EVERYTHING: [&str; 22] = [
+    "checkout",
+    "upload",
+    "drop in flight",
+    "synchronize",
+    "download",
+    "stream-ready download",
+    "upload_blocking",
+    "download_blocking",
+    "copy",
+    "device memory dropped in use",
+    "memory in stream order",
+    "memory by its address",
+    "copy on the host",
+    "hold",
+    "hold on all",
+    "shared upload",
+    "growth",
+    "plain memory",
+    "reserve",
+    "claim",
+    "download into a claimed buffer",
+    "trim",
+];
+
+/// Calls that this scenario makes. (Other memory than the pool's own is in `host_memory.rs`.)
+fn expected_calls() -> impl Iterator<Item = Call> {
+    let elsewhere = [Call::AllocateHost, Call::FreeHost, Call::DeviceAddress];
+    Call::ALL.into_iter().filter(move |call| !elsewhere.contains(call))
+}
+
+fn stepped() -> HostNode {
+    HostNode::new(HostConfig::new().memory(4 << 20).stepped(11)).unwrap()
+}
+
+/// One run with one failing call. What went wrong, if anything did.
+fn run(node: &HostNode, threaded: bool, failed: Option<(Call, Failure)>) -> (Report, Vec<String>) {
+    let done = catch_unwind(AssertUnwindSafe(|| scenario(node, threaded)));
+    let struck = node.clear_faults() == 0;
+    let Ok(mut report) = done else { return (Report::default(), vec!["a panic".into()]) };
+    report.struck = struck;
+    let mut wrong = std::mem::take(&mut report.wrong);
+    let failed = failed.filter(|_| struck);
+    wrong.extend(leftovers(node, threaded, failed, &report));
+    let sticky = failed.is_some_and(|f| f.1 == Failure::Sticky);
+    if report.quarantined > 0 && !sticky {
+        wrong.push(format!("{} bytes are quarantined without a reason", report.quarantined));
+    }
+    if report.lost && !sticky {
+        wrong.push("the device counts as lost without a reason".into());
+    }
+    (report, wrong)
+}
+
+/// Fails with the findings, the same one of several calls once.
+fn assert_none(mut findings: Vec<(Failure, Call, u64, String)>) {
+    let all = findings.len();
+    findings.sort_by_key(|(failure, call, _, text)| (format!("{failure:?}"), *call, text.clone()));
+    findings.dedup_by(|a, b| (a.0, a.1, &a.3) == (b.0, b.1, &b.3));
+    let lines: Vec<String> = findings
+        .iter()
+        .map(|(failure, call, nth, text)| format!("{failure:?} of {call:?} {nth}: {text}"))
+        .collect();
+    assert!(all == 0, "{all} findings:\n{}", lines.join("\n"));
+}
+
+#[test]
+fn each_call_fails_once() {
+    let node = stepped();
+    node.start_trace();
+    let (report, wrong) = run(&node, false, None);
+    let trace = node.stop_trace();
+    assert_eq!(wrong, Vec::<String>::new(), "without a fault");
+    for what in EVERYTHING.into_iter().chain(["await several", "await", "several", "token"]) {
+        assert!(report.done.contains(&what), "a clean run does not do this: {what}");
+    }
+    for call in expected_calls() {
+        assert!(trace.contains(&call), "a clean run does not call {call:?}");
+    }
+    let mut failures = Vec::new();
+    for failure in KINDS {
+        let mut failed = 0;
+        for (nth, &call) in trace.iter().enumerate() {
+            let node = stepped();
+            node.start_trace();
+            node.fail_any(nth as u64, failure);
+            let (_, mut wrong) = run(&node, false, Some((call, failure)));
+            let replayed = node.stop_trace();
+            if replayed.get(..=nth) == Some(&trace[..=nth]) {
+                failed += 1;
+            } else {
+                wrong.push("the replay took another way before the fault".into());
+            }
+            failures.extend(wrong.into_iter().map(|text| (failure, call, nth as u64, text)));
+        }
+        println!("{failure:?}: {failed} of {} calls failed once", trace.len());
+        assert_eq!(failed, trace.len());
+    }
+    assert_none(failures);
+}
+
+#[test]
+fn calls_fail_on_threads() {
+    let mut failures = Vec::new();
+    for failure in KINDS {
+        let (mut failed, mut all) = (0, 0);
+        for call in expected_calls() {
+            for nth in [0, 1, 4, 11] {
+                all += 1;
+                let config = HostConfig::new().memory(4 << 20).late(Duration::from_micros(20), nth);
+                let node = HostNode::new(config).unwrap();
+                node.fail(Fault { device: 0, call, nth, failure });
+                let over = AtomicBool::new(false);
+                let (report, wrong) = std::thread::scope(|scope| {
+                    if failure == Failure::Stall {
+                        // A blocking copy that stalls comes back when somebody resumes the device.
+                        scope.spawn(|| {
+                            while !over.load(Ordering::Relaxed) {
+                                std::thread::sleep(Duration::from_millis(5));
+                                node.resume(0);
+                            }
+                        });
+                    }
+                    let done = run(&node, true, Some((call, failure)));
+                    over.store(true, Ordering::Relaxed);
+                    done
+                });
+                failed += u32::from(report.struck);
+                failures.extend(wrong.into_iter().map(|text| (failure, call, nth, text)));
+            }
+        }
+        println!("{failure:?}, on threads: {failed} of {all} calls failed once (the others did not happen)");
+    }
+    assert_none(failures);
+}
+
+#[test]
+fn a_lost_stream_does_not_take_the_device_along() {
+    let node = stepped();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(256 << 10).build().unwrap();
+    let (lost, other) = (device.stream().unwrap(), device.stream().unwrap());
+    let mut buf = pool.checkout(SLOT).unwrap();
+    fill(&mut buf, 1, SLOT);
+    // The only handle to the target goes with the copy.
+    drop(lost.upload(buf, device.alloc(SLOT).unwrap()).unwrap());
+    // No mark can ever be made: recording fails until the pool gives up.
+    for _ in 0..1200 {
+        node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Moment });
+    }
+    for _ in 0..1200 {
+        device.reap();
+    }
+    let error = lost.synchronize().unwrap_err();
+    assert!(matches!(error, Error::Device(_)) && !error.is_sticky(), "{error}");
+    node.clear_faults();
+    let stats = pool.stats();
+    assert_eq!((stats.in_flight_bytes, stats.quarantined_bytes), (0, 2112), "{stats:?}");
+    assert!(lost.hold(pool.checkout(1).unwrap()).is_err_and(|e| e.buffer.is_some()), "it fails at once");
+    // The copy was submitted all the same, and runs now. Its target must still be there.
+    while node.step() {}
+    assert_eq!(device.lost(), None);
+    let target = device.alloc(SLOT).unwrap();
+    let mut buf = pool.checkout(SLOT).unwrap();
+    fill(&mut buf, 2, SLOT);
+    other.upload(buf, &target).unwrap().wait().unwrap();
+    let back = other.download(&target, pool.checkout(SLOT).unwrap()).unwrap().wait().unwrap();
+    assert!(*back == *pattern(2, SLOT));
+    drop(back);
+    let end = pool.shutdown(HANG);
+    assert_eq!((end.drained, end.outstanding, end.quarantined_bytes), (false, 1, 2112));
+}

@@ -1,0 +1,350 @@
+//! What the server does in a run: everything that there is to do, one topic after the other.
+
+use super::audit::audit;
+use super::*;
+
+/// Everything that there is to do. The report says what went wrong.
+pub fn scenario(node: &HostNode, threaded: bool) -> Report {
+    let mut report = Report::default();
+    let device = Device::on(node, 0).expect("opening makes no device call");
+    let gone = Arc::new(AtomicU64::new(0));
+    let build = || {
+        let gone = gone.clone();
+        let built = Pool::builder(&device)
+            .capacity(CAPACITY)
+            .initial(256 << 10)
+            .region(256 << 10)
+            .extent(128 << 10)
+            .pin_threads(1)
+            .reserve("spare", RESERVE)
+            .before_unpin(move |_| {
+                gone.fetch_add(1, Ordering::Relaxed);
+            })
+            .build();
+        // With threads the second extent may still be under way, and fail later than the call.
+        built.inspect(|pool| drop(pool.wait_pinned(Some(HANG))))
+    };
+    let twice = |what: &str, report: &mut Report, error: Error| {
+        if !error.is_sticky() {
+            report.wrong.push(format!("{what} failed twice: {error}"));
+        }
+    };
+    let pool = match build().or_else(|_| build()) {
+        Ok(pool) => pool,
+        Err(error) => {
+            twice("build", &mut report, error);
+            report.lost = true;
+            return report;
+        }
+    };
+    let mut streams = Vec::new();
+    for _ in 0..3 {
+        match device.stream().or_else(|_| device.stream()) {
+            Ok(stream) => streams.push(stream),
+            Err(error) => twice("stream", &mut report, error),
+        }
+    }
+    let memory = device.alloc(SLOTS * SLOT).or_else(|_| device.alloc(SLOTS * SLOT));
+    if let Err(error) = &memory {
+        twice("alloc", &mut report, error.clone());
+    }
+    let (3, Ok(memory)) = (streams.len(), memory) else {
+        report.lost = true;
+        audit(&pool, &device, node, threaded, &mut report);
+        return report;
+    };
+    let mut server = Server {
+        node,
+        threaded,
+        device,
+        pool,
+        streams,
+        memory,
+        expected: vec![None; SLOTS],
+        sent: Vec::new(),
+        seed: 0,
+        report,
+    };
+    copies(&mut server);
+    memories(&mut server);
+    holds(&mut server);
+    shortage(&mut server);
+    rest(&mut server);
+    let Server { device, pool, streams, memory, mut report, .. } = server;
+    audit(&pool, &device, node, threaded, &mut report);
+    drop((pool, streams, memory, device));
+    report
+}
+
+fn copies(s: &mut Server<'_>) {
+    for slot in 0..4 {
+        s.upload_and_wait(slot % 2, slot);
+    }
+    for slot in 4..10 {
+        s.upload_and_drop(slot % 2, slot);
+    }
+    s.synchronize(0);
+    s.synchronize(1);
+    for slot in 0..10 {
+        match slot % 3 {
+            0 => s.download(2, slot),
+            1 => s.download_stream_ready(0, slot),
+            _ => s.blocking(1, slot),
+        };
+    }
+    // Within the device.
+    let copied = s.again("copy", |s| {
+        let flight = s.streams[0].copy(s.slot(0), s.slot(10))?;
+        Ok(s.settle(flight))
+    });
+    if let Some(Some(())) = copied {
+        s.expected[10] = s.expected[0];
+        s.download(0, 10);
+    }
+    // Device memory that goes while it is in use.
+    let short_lived = s.again("alloc", |s| s.device.alloc(SLOT));
+    if let (Some(target), Some(mut buf)) = (short_lived, s.checkout(SLOT)) {
+        let seed = s.next_seed();
+        fill(&mut buf, seed, SLOT);
+        drop(s.streams[1].upload(buf, target));
+        s.did("device memory dropped in use");
+    }
+}
+
+/// Memory in stream order, memory by its address, and copies between host memory.
+fn memories(s: &mut Server<'_>) {
+    let seed = s.next_seed();
+    s.expected[11] = None;
+    // Used on another stream than the one that it was allocated on, and dropped in use.
+    let copied = s.again("memory in stream order", |s| {
+        let memory = s.streams[2].alloc(SLOT)?;
+        s.streams[0].upload_blocking(&pattern(seed, SLOT), &memory)?;
+        let flight = s.streams[1].copy(&memory, s.slot(11))?;
+        drop(memory);
+        Ok(s.settle(flight))
+    });
+    if let Some(Some(())) = copied {
+        s.expected[11] = Some(seed);
+        s.download(1, 11);
+    }
+    let mut back = vec![0; SLOT];
+    let by_address = s.again("memory by its address", |s| {
+        let (address, owner) = (s.slot(11)?.address(), s.memory.clone());
+        // SAFETY: the owner keeps it, and all copies that use it are in order.
+        let memory = unsafe { s.device.raw_memory(address, SLOT, owner) }?;
+        s.streams[1].download_blocking(memory, &mut back)
+    });
+    if by_address.is_some() {
+        s.compare(11, &back, "memory by its address");
+    }
+    let landed = s.again("copy on the host", |s| {
+        let mut from = s.pool.checkout_timeout(SLOT, HANG)?;
+        fill(&mut from, seed, SLOT);
+        let landing = s.pool.checkout_timeout(SLOT, HANG)?;
+        let (sent, landed) = s.streams[1].copy_host(from, landing)?;
+        drop(sent);
+        Ok(s.settle(landed))
+    });
+    if landed.flatten().is_some_and(|buf| *buf != *pattern(seed, SLOT)) {
+        s.wrong("a copy between host memory: wrong bytes, reported as done");
+    }
+}
+
+fn holds(s: &mut Server<'_>) {
+    // For one stream, waited for and dropped; for all of them.
+    for dropped in [false, true] {
+        if let Some(mut buf) = s.checkout(1000) {
+            buf.extend_from_slice(&[7; 1000]);
+            s.upload_and_drop(0, 11);
+            match s.streams[0].hold(buf) {
+                Ok(flight) if dropped => drop(flight),
+                Ok(flight) => {
+                    if s.settle(flight).is_some_and(|buf| *buf != [7; 1000]) {
+                        s.wrong("a held buffer came back with other bytes");
+                    }
+                    s.did("hold");
+                }
+                Err(e) if e.error.is_sticky() => {}
+                Err(e) => s.wrong(format!("a hold was refused: {e}")),
+            }
+        }
+        if let Some(mut buf) = s.checkout(1000) {
+            buf.extend_from_slice(&[8; 1000]);
+            s.upload_and_drop(1, 12);
+            let all: Vec<&Stream> = s.streams.iter().collect();
+            match Stream::hold_on_all(&all, buf) {
+                Ok(flight) if dropped => drop(flight),
+                Ok(flight) => {
+                    if s.settle(flight).is_some_and(|buf| *buf != [8; 1000]) {
+                        s.wrong("a buffer held by several streams came back with other bytes");
+                    }
+                    s.did("hold on all");
+                }
+                Err(e) if e.error.is_sticky() => {}
+                Err(e) => s.wrong(format!("a hold on all was refused: {e}")),
+            }
+        }
+    }
+    // One buffer that feeds copies on three streams.
+    if let Some(mut buf) = s.checkout(SLOT) {
+        let seed = s.next_seed();
+        fill(&mut buf, seed, SLOT);
+        let shared = Arc::new(buf);
+        let mut flights = Vec::new();
+        for stream in 0..3 {
+            s.expected[13 + stream] = None;
+            let sent = s.again("shared upload", |s| {
+                Ok(s.streams[stream].upload(shared.clone(), s.slot(13 + stream))?)
+            });
+            flights.extend(sent.map(|flight| (stream, flight)));
+        }
+        drop(shared);
+        for (stream, flight) in flights {
+            if s.settle(flight).is_some() {
+                s.expected[13 + stream] = Some(seed);
+            }
+        }
+        for slot in 13..16 {
+            s.download(2, slot);
+        }
+    }
+    s.synchronize(0);
+    s.synchronize(1);
+    for slot in 11..13 {
+        s.download(0, slot);
+    }
+}
+
+/// The pool runs short: growth, claims, waiting, the reserve, plain memory.
+fn shortage(s: &mut Server<'_>) {
+    let (mut hogs, mut quiet) = (Vec::new(), 0);
+    // Until all that the pool may hold is pinned and used. A region that fails is tried again.
+    while quiet < 8 {
+        match s.pool.try_checkout(BIG) {
+            Ok(buf) => {
+                hogs.push(buf);
+                quiet = 0;
+            }
+            Err(Error::Exhausted { .. }) => {
+                drop(s.pool.wait_pinned(Some(HANG)));
+                s.nudge();
+                quiet += 1;
+            }
+            Err(e) => {
+                s.wrong(format!("running out ended with {e}"));
+                break;
+            }
+        }
+    }
+    for buf in &mut hogs {
+        buf.extend_from_slice(&[9; 1]);
+    }
+    if hogs.len() >= 5 {
+        s.did("growth");
+    }
+    match s.pool.checkout_or_unpinned(BIG) {
+        Ok(pinpool::HostBuf::Unpinned(_)) => s.did("plain memory"),
+        Ok(pinpool::HostBuf::Pinned(_)) => {}
+        Err(e) if e.is_sticky() => {}
+        Err(e) => s.wrong(format!("plain memory was refused: {e}")),
+    }
+    if let Some(buf) = s.again("reserve", |s| s.pool.try_checkout(Request::new(SLOT).reserve("spare"))) {
+        let token = buf.into_token();
+        if s.again("token", |s| s.pool.redeem(token)).is_some() && s.pool.redeem(token).is_ok() {
+            s.wrong("a token was redeemed twice");
+        }
+    }
+    // All of them go in flight and are dropped.
+    s.node.hang(0);
+    let kept = hogs.len() / 2;
+    for (at, buf) in hogs.into_iter().enumerate() {
+        s.expected[20] = None;
+        let target = s.memory.slice(20 * SLOT..20 * SLOT + 1);
+        let flight = s.streams[usize::from(at >= kept)].upload(buf, target);
+        drop(flight);
+    }
+    // Claimed: unused, on another stream, used.
+    let mut claimed = 0;
+    for way in 0..3 {
+        if let Ok(buf) = s.pool.try_checkout_on(&s.streams[0], BIG) {
+            claimed += u32::from(buf.was_claimed());
+            match way {
+                0 => drop(buf),
+                1 => match s.streams[1].download(s.slot(0), buf) {
+                    Err(SubmitError { error: Error::WrongStream, buffer: Some(buf) }) => drop(buf),
+                    Err(e) if e.error.is_sticky() => {}
+                    other => s.wrong(format!("a stream-ready buffer on another stream: {other:?}")),
+                },
+                _ => match s.streams[0].download(s.slot(0), buf) {
+                    Ok(flight) => {
+                        s.node.resume(0);
+                        if let Some(buf) = s.settle(flight) {
+                            s.compare(0, &buf, "download into a claimed buffer");
+                        }
+                        s.did("download into a claimed buffer");
+                    }
+                    Err(e) if e.error.is_sticky() => {}
+                    Err(_) => {}
+                },
+            }
+        }
+        if let Err(error) = s.pool.check() {
+            s.wrong(format!("while claimed: {error}"));
+        }
+    }
+    if claimed > 0 {
+        s.did("claim");
+    }
+    s.node.resume(0);
+    if let Ok(buf) = s.pool.try_checkout_on(&s.streams[1], BIG) {
+        // Host-ready after waiting.
+        match buf.wait() {
+            Ok(buf) => drop(buf),
+            Err(e) if e.is_sticky() => {}
+            Err(Error::Timeout(_)) => s.node.resume(0),
+            Err(e) => s.wrong(format!("waiting for a claimed buffer: {e}")),
+        }
+    }
+    // Everybody waits until something comes back: a thread, a task, several at once.
+    for stream in [0, 1] {
+        let mut hogs = Vec::new();
+        while let Ok(mut buf) = s.pool.try_checkout(BIG) {
+            buf.extend_from_slice(&[9; 1]);
+            hogs.push(buf);
+        }
+        for buf in hogs {
+            drop(s.streams[stream].upload(buf, s.memory.slice(20 * SLOT..20 * SLOT + 1)));
+        }
+        if stream == 0 {
+            drop(s.checkout(BIG));
+            let both = s.pool.checkout_many_async([Request::new(BIG), Request::new(SLOT)]);
+            drop(s.block_on("await several", both));
+        } else {
+            let one = s.pool.checkout_async(BIG);
+            drop(s.block_on("await", one));
+            let both = s.again("several", |s| {
+                s.pool.checkout_many(&[Request::new(BIG), Request::new(BIG)], Some(HANG))
+            });
+            drop(both);
+        }
+    }
+    s.synchronize(0);
+    s.synchronize(1);
+}
+
+/// Trimming, and a last round trip that shows that everything still works.
+fn rest(s: &mut Server<'_>) {
+    while s.nudge() {}
+    let before = s.pool.regions().len();
+    let trimmed = s.pool.trim(0);
+    if trimmed > 0 {
+        s.did("trim");
+        if s.pool.regions().len() >= before {
+            s.wrong("a region is listed after it was trimmed");
+        }
+    }
+    for (stream, slot) in [(0, 21), (1, 22), (2, 23)] {
+        s.upload_and_wait(stream, slot);
+        s.download(stream, slot);
+    }
+}

@@ -1,0 +1,270 @@
+//! A small server: each thing that one does with a pool, tried again where that is what the error asks for, with a look at
+//! every byte that comes back.
+
+use super::*;
+
+/// What a run did and what was wrong with it.
+#[derive(Default)]
+pub struct Report {
+    pub wrong: Vec<String>,
+    /// How often each thing was done with success, so that a clean run can show that it did everything.
+    pub done: Vec<&'static str>,
+    pub quarantined: usize,
+    pub lost: bool,
+    pub struck: bool,
+}
+
+pub struct Server<'a> {
+    pub node: &'a HostNode,
+    pub threaded: bool,
+    pub device: Device,
+    pub pool: Pool,
+    pub streams: Vec<Stream>,
+    pub memory: DeviceBuffer,
+    /// What each piece of device memory holds for certain.
+    pub expected: Vec<Option<u64>>,
+    /// Uploads whose handle was dropped: stream, piece, seed. Certain when the stream has been waited for.
+    pub sent: Vec<(usize, usize, u64)>,
+    pub seed: u64,
+    pub report: Report,
+}
+
+impl Server<'_> {
+    pub fn wrong(&mut self, text: impl Into<String>) {
+        self.report.wrong.push(text.into());
+    }
+
+    pub fn did(&mut self, what: &'static str) {
+        if !self.report.done.contains(&what) {
+            self.report.done.push(what);
+        }
+    }
+
+    /// Tries twice. With one fault in a run, only a lost device fails twice.
+    pub fn again<R>(
+        &mut self,
+        what: &'static str,
+        mut call: impl FnMut(&mut Self) -> Result<R>,
+    ) -> Option<R> {
+        let mut last = None;
+        for _ in 0..2 {
+            match call(self) {
+                Ok(value) => {
+                    self.did(what);
+                    return Some(value);
+                }
+                Err(error) if error.is_sticky() => return None,
+                Err(error) => last = Some(error),
+            }
+            // Whatever is stalled goes on, as after an operator's visit.
+            self.node.resume(0);
+        }
+        if !self.dead() {
+            self.wrong(format!("{what} failed twice: {last:?}"));
+        }
+        None
+    }
+
+    pub fn dead(&self) -> bool {
+        self.device.lost().is_some()
+    }
+
+    pub fn next_seed(&mut self) -> u64 {
+        self.seed += 1;
+        self.seed
+    }
+
+    pub fn slot(&self, slot: usize) -> Result<DeviceSlice> {
+        self.memory.slice(slot * SLOT..(slot + 1) * SLOT)
+    }
+
+    pub fn checkout(&mut self, len: usize) -> Option<PinnedBuf> {
+        self.again("checkout", |s| s.pool.checkout_timeout(len, HANG))
+    }
+
+    /// Waits for what is in flight. Only with the device may it be lost.
+    pub fn settle<B: Lend>(&mut self, mut flight: InFlight<B>) -> Option<B> {
+        for _ in 0..2 {
+            match flight.wait_timeout(HANG) {
+                Ok(value) => return Some(value),
+                Err(SubmitError { buffer: Some(same), .. }) => {
+                    self.node.resume(0);
+                    flight = same;
+                }
+                Err(SubmitError { error, buffer: None }) => {
+                    if !error.is_sticky() {
+                        self.wrong(format!("a wait ended with {error}, and the device is not lost"));
+                    }
+                    return None;
+                }
+            }
+        }
+        self.wrong("a wait hangs");
+        None
+    }
+
+    /// Uploads a new pattern. The seed comes with the handle.
+    pub fn upload(&mut self, stream: usize, slot: usize) -> Option<(InFlight<PinnedBuf>, u64)> {
+        let seed = self.next_seed();
+        let mut buf = self.checkout(SLOT)?;
+        fill(&mut buf, seed, SLOT);
+        for _ in 0..2 {
+            // From here on nobody knows what is there, until a copy is reported as done.
+            self.expected[slot] = None;
+            let target = self.slot(slot);
+            match self.streams[stream].upload(buf, target) {
+                Ok(flight) => return Some((flight, seed)),
+                Err(SubmitError { error, buffer }) => {
+                    if error.is_sticky() {
+                        return None;
+                    }
+                    buf = match buffer {
+                        Some(buf) => {
+                            if *buf != *pattern(seed, SLOT) {
+                                self.wrong("a refused upload changed its buffer");
+                            }
+                            buf
+                        }
+                        None => {
+                            let mut buf = self.checkout(SLOT)?;
+                            fill(&mut buf, seed, SLOT);
+                            buf
+                        }
+                    };
+                }
+            }
+        }
+        self.wrong("an upload failed twice");
+        None
+    }
+
+    pub fn upload_and_wait(&mut self, stream: usize, slot: usize) -> Option<()> {
+        let (flight, seed) = self.upload(stream, slot)?;
+        let buf = self.settle(flight)?;
+        if *buf != *pattern(seed, SLOT) {
+            self.wrong("a buffer came back from an upload with other bytes");
+        }
+        self.expected[slot] = Some(seed);
+        self.did("upload");
+        Some(())
+    }
+
+    pub fn upload_and_drop(&mut self, stream: usize, slot: usize) -> Option<()> {
+        let (flight, seed) = self.upload(stream, slot)?;
+        drop(flight);
+        self.sent.push((stream, slot, seed));
+        self.did("drop in flight");
+        Some(())
+    }
+
+    /// After this, what was sent on the stream is certain.
+    pub fn synchronize(&mut self, stream: usize) {
+        if self.again("synchronize", |s| s.streams[stream].synchronize()).is_some() {
+            for (on, slot, seed) in std::mem::take(&mut self.sent) {
+                if on == stream {
+                    self.expected[slot] = Some(seed);
+                } else {
+                    self.sent.push((on, slot, seed));
+                }
+            }
+        }
+    }
+
+    pub fn compare(&mut self, slot: usize, bytes: &[u8], how: &str) {
+        if bytes.len() != SLOT {
+            self.wrong(format!("{how}: {} bytes came", bytes.len()));
+        }
+        if let Some(seed) = self.expected[slot] {
+            if *bytes != *pattern(seed, SLOT) {
+                self.wrong(format!("{how}: wrong bytes at {slot}, reported as done"));
+            }
+        }
+    }
+
+    pub fn download(&mut self, stream: usize, slot: usize) -> Option<()> {
+        let mut landing = self.checkout(SLOT)?;
+        for _ in 0..2 {
+            let source = self.slot(slot);
+            match self.streams[stream].download(source, landing) {
+                Ok(flight) => {
+                    let buf = self.settle(flight)?;
+                    self.compare(slot, &buf, "download");
+                    self.did("download");
+                    return Some(());
+                }
+                Err(e) if e.error.is_sticky() => return None,
+                Err(SubmitError { buffer: Some(buf), .. }) => landing = buf,
+                Err(SubmitError { buffer: None, .. }) => landing = self.checkout(SLOT)?,
+            }
+        }
+        self.wrong("a download failed twice");
+        None
+    }
+
+    pub fn download_stream_ready(&mut self, stream: usize, slot: usize) -> Option<()> {
+        for _ in 0..2 {
+            let landing = self.again("checkout_on", |s| s.pool.checkout_on(&s.streams[stream], SLOT))?;
+            let source = self.slot(slot);
+            match self.streams[stream].download(source, landing) {
+                Ok(flight) => {
+                    let buf = self.settle(flight)?;
+                    self.compare(slot, &buf, "stream-ready download");
+                    self.did("stream-ready download");
+                    return Some(());
+                }
+                Err(e) if e.error.is_sticky() => return None,
+                Err(_) => {}
+            }
+        }
+        self.wrong("a stream-ready download failed twice");
+        None
+    }
+
+    pub fn blocking(&mut self, stream: usize, slot: usize) -> Option<()> {
+        let seed = self.next_seed();
+        self.expected[slot] = None;
+        self.again("upload_blocking", |s| {
+            s.streams[stream].upload_blocking(&pattern(seed, SLOT), s.slot(slot))
+        })?;
+        self.expected[slot] = Some(seed);
+        let mut back = vec![0; SLOT];
+        self.again("download_blocking", |s| s.streams[stream].download_blocking(s.slot(slot), &mut back))?;
+        self.compare(slot, &back, "blocking download");
+        Some(())
+    }
+
+    /// Moves a device that does not move by itself, or waits a little for one that does.
+    pub fn nudge(&self) -> bool {
+        let moved = self.node.step() | self.device.reap();
+        if self.threaded {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        moved
+    }
+
+    pub fn block_on<R>(&mut self, what: &'static str, future: impl Future<Output = Result<R>>) -> Option<R> {
+        let mut future = pin!(future);
+        let (since, mut quiet) = (Instant::now(), 0);
+        loop {
+            match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+                Poll::Ready(Ok(value)) => {
+                    self.did(what);
+                    return Some(value);
+                }
+                Poll::Ready(Err(_)) => return None,
+                Poll::Pending => {}
+            }
+            quiet = if self.nudge() { 0 } else { quiet + 1 };
+            if quiet % 8 == 7 {
+                self.node.resume(0);
+            }
+            let hangs = if self.threaded { since.elapsed() > HANG } else { quiet > 64 };
+            if hangs {
+                if !self.dead() {
+                    self.wrong(format!("{what} hangs"));
+                }
+                return None;
+            }
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! The pool gets larger and smaller again: growing, trimming, reserves, and when pinning is done.
+
+use super::*;
+
+#[test]
+fn it_grows_up_to_the_cap_and_is_trimmed() {
+    let gone: Arc<Mutex<Vec<RegionInfo>>> = Arc::default();
+    let rig = Rig::stepped();
+    let told = gone.clone();
+    let pool = rig
+        .builder(1 << 20)
+        .initial(128 << 10)
+        .region(256 << 10)
+        .extent(128 << 10)
+        .before_unpin(move |region| told.lock().unwrap().push(*region))
+        .build()
+        .unwrap();
+    assert_eq!(checked(&pool).pinned_bytes, 128 << 10);
+    let mut bufs = Vec::new();
+    let mut sizes = vec![128 << 10];
+    loop {
+        match pool.try_checkout(pages(32)) {
+            Ok(buf) => bufs.push(buf),
+            Err(error) => break assert!(matches!(error, Error::Exhausted { .. })),
+        }
+        sizes.push(checked(&pool).pinned_bytes);
+    }
+    sizes.dedup();
+    assert_eq!(sizes, [128, 384, 640, 896, 1024].map(|kib| kib << 10));
+    assert_eq!(bufs.len(), 8);
+    let regions = pool.regions();
+    assert_eq!(regions.iter().map(|r| r.len).sum::<usize>(), 1 << 20);
+    for region in &regions {
+        assert_eq!((region.base.as_ptr().addr() % (2 << 20), region.pinned), (0, region.len));
+    }
+    for buf in &bufs {
+        let at = buf.as_ptr().addr();
+        assert!(
+            regions.iter().any(|r| (r.base.as_ptr().addr()..r.base.as_ptr().addr() + r.len).contains(&at)),
+            "a buffer lies outside of the regions that are listed"
+        );
+    }
+    // Used regions stay.
+    assert_eq!((pool.trim(0), gone.lock().unwrap().len()), (0, 0));
+    // Half of a region in use keeps all of it.
+    let kept = bufs.swap_remove(1);
+    drop(bufs);
+    let trimmed = pool.trim(600 << 10);
+    let left = checked(&pool).pinned_bytes;
+    assert_eq!(left, (1 << 20) - trimmed);
+    assert!(trimmed > 0 && left >= 600 << 10, "{trimmed} trimmed");
+    pool.trim(0);
+    assert_eq!(checked(&pool).pinned_bytes, 256 << 10);
+    assert_eq!(rig.node.live(0).pinned_bytes, 256 << 10);
+    assert_eq!(gone.lock().unwrap().iter().map(|r| r.len).sum::<usize>(), 768 << 10);
+    // It grows again.
+    let again: Vec<_> = std::iter::from_fn(|| pool.try_checkout(pages(32)).ok()).collect();
+    assert_eq!(again.len(), 7);
+    assert_eq!(checked(&pool).pinned_bytes, 1 << 20);
+    drop((kept, again, pool));
+    // Each region went once, and each was announced.
+    let told = gone.lock().unwrap();
+    let mut ids: Vec<_> = told.iter().map(|r| r.id).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), told.len());
+    assert_eq!(told.iter().map(|r| r.len).sum::<usize>(), (1 << 20) + (768 << 10));
+    assert!(regions.iter().all(|r| told.contains(r)));
+    drop(told);
+    rig.all_is_given_back();
+}
+
+#[test]
+fn trimming_leaves_a_region_alone_that_is_being_pinned() {
+    for _ in 0..4 {
+        let rig = Rig::threads();
+        let pool = rig.builder(32 << 20).initial(32 << 20).extent(512 << 10).pin_threads(1).build().unwrap();
+        while pool.pinning().error.is_none() && pool.pinning().ready < 32 << 20 {
+            pool.trim(0);
+            if pool.pinning().wanted == 0 {
+                break;
+            }
+        }
+        pool.wait_pinned(Some(HANG)).unwrap();
+        checked(&pool);
+        // All that the pool thinks it has is there.
+        let mut bufs = Vec::new();
+        while let Ok(mut buf) = pool.try_checkout(pages(128)) {
+            let full = buf.capacity();
+            buf.try_resize(full, 1).unwrap();
+            bufs.push(buf);
+            pool.wait_pinned(Some(HANG)).unwrap();
+        }
+        drop(bufs);
+        drop(pool);
+        rig.all_is_given_back();
+    }
+}
+
+#[test]
+fn growing_that_fails_is_the_waiters_error() {
+    let rig = Rig::stepped();
+    let pool = rig.builder(256 << 10).initial(32 << 10).region(64 << 10).build().unwrap();
+    let fail = || rig.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Moment });
+    let refused = |error: &Error| matches!(error, Error::Device(e) if e.call == "pin");
+    fail();
+    let error = pool.checkout(pages(12)).unwrap_err();
+    assert!(refused(&error), "{error}");
+    assert_eq!(pool.pinning().error.as_ref().map(refused), Some(true));
+    fail();
+    let error = block_on(pool.checkout_async(pages(12))).unwrap_err();
+    assert!(refused(&error), "{error}");
+    fail();
+    let error = pool.checkout_many(&[pages(8), pages(8)], None).unwrap_err();
+    assert!(refused(&error), "each could be had, but not both: {error}");
+    // Who can be served by what is there waits for it.
+    let all = pool.checkout(pages(8)).unwrap();
+    fail();
+    let waiter = Waiter::new(pool.checkout_async(pages(8)));
+    drop(all);
+    drop(waiter.ready().unwrap());
+    // The next attempt may succeed.
+    drop(pool.checkout(pages(12)).unwrap());
+    assert_eq!(pool.pinning().error, None);
+    assert_eq!(checked(&pool).waiting, 0);
+}
+
+#[test]
+fn what_fits_no_region_makes_idle_ones_go() {
+    let rig = Rig::stepped();
+    let pool = rig.builder(256 << 10).initial(128 << 10).region(128 << 10).build().unwrap();
+    // It fits into the capacity, but not into what is left of it, nor into the region that there is while that is used.
+    let small = pool.checkout(1).unwrap();
+    assert!(matches!(pool.try_checkout(pages(33)), Err(Error::Exhausted { .. })));
+    let mut waiting = Waiter::new(pool.checkout_async(pages(33)));
+    let next = Waiter::new(pool.checkout_async(pages(1)));
+    waiting.still_waits();
+    // Idle by now, the region goes for one that is large enough; what came later is behind it.
+    drop(small);
+    let large = waiting.ready().unwrap();
+    assert!(checked(&pool).pinned_bytes <= 256 << 10);
+    drop((large, next.ready().unwrap()));
+    // Who asks while everything is idle does not wait for it.
+    drop(pool.try_checkout(pages(64)).unwrap());
+    assert_eq!(checked(&pool).waiting, 0);
+}
+
+#[test]
+fn what_fits_no_region_waits_on_threads() {
+    let rig = Rig::threads();
+    let stream = rig.device.stream().unwrap();
+    let pool = rig.builder(256 << 10).initial(64 << 10).region(64 << 10).build().unwrap();
+    for _ in 0..50 {
+        // Every region has something in flight, and is idle only one by one.
+        while let Ok(buf) = pool.try_checkout(pages(7)) {
+            send(&stream, buf);
+        }
+        drop(pool.checkout_timeout(pages(40), HANG).unwrap());
+        pool.trim(0);
+    }
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+}
+
+#[test]
+fn regions_of_reserves_have_numbers_of_their_own() {
+    let rig = Rig::stepped();
+    let pool = rig.builder(256 << 10).reserve("a", 64 << 10).reserve("b", 64 << 10).build().unwrap();
+    let mut ids: Vec<_> = pool.regions().iter().map(|r| r.id).collect();
+    assert_eq!(ids.len(), 3);
+    ids.dedup();
+    assert_eq!(ids.len(), 3, "{ids:?}");
+}
+
+#[test]
+fn buffers_that_do_not_fit_together_are_not_waited_for() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let aligned = |n: usize| pages(n).align(64 << 10);
+    // Each alone would fit, but both only at the start.
+    let both = [aligned(6), aligned(7)];
+    let error = pool.checkout_many(&both, None).unwrap_err();
+    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+    let error = block_on(pool.checkout_many_async(both)).unwrap_err();
+    assert!(matches!(error, Error::Impossible { .. }), "{error}");
+    // Known at the latest when all is back; and those behind are served.
+    let first = pool.checkout(1).unwrap();
+    let waiting = Waiter::new(pool.checkout_many_async(both));
+    let next = Waiter::new(pool.checkout_async(pages(16)));
+    drop(first);
+    assert!(matches!(waiting.ready(), Err(Error::Impossible { .. })));
+    drop(next.ready().unwrap());
+    assert_eq!(checked(&pool).waiting, 0);
+}
+
+#[test]
+fn a_reserve_is_for_those_who_name_it() {
+    let rig = Rig::stepped();
+    let pool = rig.builder(128 << 10).reserve("decode", 32 << 10).reserve("other", 32 << 10).build().unwrap();
+    assert_eq!(checked(&pool).pinned_bytes, 128 << 10);
+    // As long as the pool proper has something, the reserve stays untouched.
+    drop(pool.checkout(pages(16).reserve("decode")).unwrap());
+    let early = pool.checkout_async(pages(2).reserve("decode"));
+    let all = pool.checkout(pages(16)).unwrap();
+    assert!(matches!(pool.try_checkout(1), Err(Error::Exhausted { .. })));
+    let reserved = pool.try_checkout(pages(4).reserve("decode")).unwrap();
+    assert!(matches!(pool.try_checkout(pages(8).reserve("decode")), Err(Error::Exhausted { .. })));
+    // What counts is what is free when it is asked for, not when the future was made.
+    let early = block_on(early).unwrap();
+    // Waiting for the reserve is no matter of the pool proper, and the other way round.
+    let named = Waiter::new(pool.checkout_async(pages(8).reserve("decode")));
+    let mut unnamed = Waiter::new(pool.checkout_async(pages(1)));
+    drop((early, reserved));
+    unnamed.still_waits();
+    let named = named.ready().unwrap();
+    drop(all);
+    drop(unnamed.ready().unwrap());
+    drop(pool.checkout(pages(8).reserve("other")).unwrap());
+    let stream = rig.device.stream().unwrap();
+    let all = pool.checkout(pages(16)).unwrap();
+    drop(pool.try_checkout_on(&stream, Request::new(100).reserve("other")).unwrap());
+    assert!(matches!(pool.try_checkout_on(&stream, 100), Err(Error::Exhausted { .. })));
+    drop((all, named));
+    let mixed = [Request::new(1), Request::new(1).reserve("decode")];
+    assert!(matches!(pool.checkout_many(&mixed, None), Err(Error::Config(_))));
+    let stats = checked(&pool);
+    assert_eq!((stats.checkouts, stats.returns, stats.checked_out_bytes), (9, 9, 0), "{stats:?}");
+    // A reserve is never trimmed.
+    assert_eq!((pool.trim(0), checked(&pool).pinned_bytes), (64 << 10, 64 << 10));
+}
+
+#[test]
+fn pinning_can_be_asked_about_and_awaited() {
+    let rig = Rig::threads();
+    for awaited in [false, true] {
+        let pool = rig.builder(16 << 20).initial(16 << 20).extent(1 << 20).build().unwrap();
+        // It serves from its first extent.
+        drop(pool.try_checkout(pages(128)).unwrap());
+        let early = pool.pinning();
+        assert!(
+            early.ready >= 1 << 20 && early.ready <= early.wanted && early.wanted == 16 << 20,
+            "{early:?}"
+        );
+        let done = if awaited { block_on(pool.pinned()) } else { pool.wait_pinned(Some(HANG)).unwrap() };
+        assert_eq!((done.ready, done.wanted, &done.error), (16 << 20, 16 << 20, &None));
+        assert!(done.busy >= done.longest_call && done.longest_call > Duration::ZERO);
+        assert_eq!(checked(&pool).pinned_bytes, 16 << 20);
+        assert_eq!(block_on(pool.pinned()), pool.pinning(), "nothing to wait for");
+        pool.trim(0);
+        let empty = pool.pinning();
+        assert_eq!((empty.ready, empty.wanted), (0, 0));
+    }
+    rig.all_is_given_back();
+}

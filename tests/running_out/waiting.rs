@@ -1,0 +1,331 @@
+//! Nothing is left, and somebody asks: refusals, deadlines, who comes first, and futures that are dropped or woken.
+
+use super::*;
+
+#[test]
+fn it_fails_at_once_if_told_so() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let all = pool.checkout(pages(16)).unwrap();
+    for _ in 0..3 {
+        let error = pool.try_checkout(100).unwrap_err();
+        assert_eq!(error, Error::Exhausted { len: 100, capacity: 64 << 10, growth: None });
+        assert!(error.is_retryable());
+    }
+    let stats = checked(&pool);
+    assert_eq!((stats.waits, stats.waiting, stats.checkouts), (0, 0, 1));
+    drop(all);
+    drop(pool.try_checkout(100).unwrap());
+}
+
+#[test]
+fn a_deadline_leaves_no_trace() {
+    let rig = Rig::threads();
+    let pool = rig.pool(64 << 10);
+    let all = pool.checkout(pages(16)).unwrap();
+    let error = pool.checkout_timeout(100, Duration::from_millis(20)).unwrap_err();
+    assert!(matches!(error, Error::Timeout(t) if t >= Duration::from_millis(20)), "{error}");
+    let error = pool.checkout_many(&[pages(1), pages(2)], Some(Duration::ZERO)).unwrap_err();
+    assert!(matches!(error, Error::Timeout(_)), "{error}");
+    let stats = checked(&pool);
+    assert_eq!((stats.waits, stats.timeouts, stats.waiting), (2, 2, 0));
+    drop(all);
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+    drop(pool.try_checkout(pages(16)).unwrap());
+}
+
+#[test]
+fn a_thread_waits_until_something_comes_back() {
+    let rig = Rig::threads();
+    let pool = rig.pool(64 << 10);
+    for way in 0..3 {
+        let all = pool.checkout(pages(16)).unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| match way {
+                0 => pool.checkout(5000).map(|b| b.capacity()),
+                1 => pool.checkout_timeout(5000, HANG).map(|b| b.capacity()),
+                _ => block_on(pool.checkout_async(5000)).map(|b| b.capacity()),
+            });
+            eventually(|| (pool.stats().waiting == 1).then_some(()), || format!("{pool:?}"));
+            if way == 1 {
+                // Back by way of a stream.
+                send(&rig.device.stream().unwrap(), all);
+            } else {
+                drop(all);
+            }
+            assert_eq!(waiter.join().unwrap().unwrap(), 5000);
+        });
+    }
+    eventually(|| (pool.stats().in_flight_bytes == 0).then_some(()), || format!("{pool:?}"));
+    assert_eq!(checked(&pool).waits, 3);
+}
+
+#[test]
+fn on_a_stepped_device_the_waiter_moves_the_device() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let stream = rig.device.stream().unwrap();
+    send(&stream, pool.checkout(pages(16)).unwrap());
+    assert!(matches!(pool.try_checkout(9), Err(Error::Exhausted { .. })));
+    drop(pool.checkout(9).unwrap());
+    // Nothing can come back: nobody else moves the device, so waiting ends.
+    let all = pool.checkout(pages(16)).unwrap();
+    assert!(matches!(pool.checkout(9), Err(Error::Timeout(_))));
+    drop(all);
+    assert_eq!(checked(&pool).waiting, 0);
+}
+
+#[test]
+fn plain_memory_says_that_it_is_plain() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    assert!(matches!(pool.checkout_or_unpinned(5), Ok(HostBuf::Pinned(_))));
+    let all = pool.checkout(pages(16)).unwrap();
+    let Ok(HostBuf::Unpinned(mut plain)) = pool.checkout_or_unpinned(5000) else { panic!("pinned") };
+    assert_eq!((plain.capacity(), plain.len()), (5000, 0));
+    plain.try_extend_from_slice(&[3; 5000]).unwrap();
+    assert_eq!(plain.try_extend_from_slice(&[3]), Err(Error::TooSmall { need: 1, have: 0 }));
+    let (stream, memory) = (rig.device.stream().unwrap(), rig.device.alloc(5000).unwrap());
+    stream.upload_blocking(&plain, &memory).unwrap();
+    plain.try_resize(0, 0).unwrap();
+    plain.try_resize(5000, 0).unwrap();
+    stream.download_blocking(&memory, &mut plain).unwrap();
+    assert!(plain.iter().all(|&b| b == 3));
+    drop(pool.checkout_or_unpinned(7).unwrap());
+    let stats = checked(&pool);
+    assert_eq!((stats.unpinned_fallbacks, stats.unpinned_fallback_bytes), (2, 5007));
+    assert_eq!((stats.unpinned_bytes, stats.waiting), (0, 0));
+    // What is wrong with a request is wrong with plain memory too.
+    assert!(matches!(pool.checkout_or_unpinned(0), Err(Error::ZeroLength)));
+    assert!(matches!(pool.checkout_or_unpinned(1 << 30), Err(Error::TooLong { .. })));
+    drop(all);
+}
+
+#[test]
+fn nonsense_is_refused_whoever_asks() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    for _ in 0..2 {
+        assert!(matches!(pool.checkout(0), Err(Error::ZeroLength)));
+        assert!(matches!(pool.checkout(usize::MAX), Err(Error::TooLong { .. })));
+        assert!(matches!(pool.checkout(Request::new(1).align(3)), Err(Error::BadAlignment { .. })));
+        assert!(matches!(pool.checkout(Request::new(1).reserve("none")), Err(Error::Config(_))));
+        let asked = [Request::new(1), Request::new(0)];
+        assert!(matches!(pool.checkout_many(&asked, None), Err(Error::ZeroLength)));
+        assert!(matches!(block_on(pool.checkout_many_async(asked)), Err(Error::ZeroLength)));
+        assert!(matches!(pool.redeem(Token::from_raw([1, 0, 0])), Err(Error::StaleToken)));
+    }
+    assert!(pool.checkout_many(&[], None).unwrap().is_empty());
+    assert_eq!(checked(&pool).checkouts, 0);
+}
+
+#[test]
+fn the_longest_request_is_an_extent() {
+    let rig = Rig::stepped();
+    let pool = rig.builder(256 << 10).extent(32 << 10).region(32 << 10).build().unwrap();
+    // A class would round this up to more than an extent.
+    let largest = (32 << 10) - 32;
+    let bufs: Vec<_> = (0..8).map(|_| pool.checkout(largest).unwrap()).collect();
+    assert_eq!(checked(&pool).pinned_bytes, 256 << 10);
+    drop(bufs);
+    assert_eq!(pool.checkout(largest + 1).unwrap_err(), Error::TooLong { len: largest + 1, largest });
+    drop(pool.checkout(Request::new(largest).align(PAGE)).unwrap());
+}
+
+#[test]
+fn first_come_first_served() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
+    let first = Waiter::new(pool.checkout_async(pages(6)));
+    let mut second = Waiter::new(pool.checkout_async(pages(8)));
+    let mut third = Waiter::new(pool.checkout_async(pages(2)));
+    assert_eq!(pool.stats().waiting, 3);
+    drop(a);
+    // The third would fit beside the first, but the second is before it.
+    let first = first.ready().unwrap();
+    second.still_waits();
+    third.still_waits();
+    // Nor may somebody new take what is free.
+    assert!(matches!(pool.try_checkout(pages(1)), Err(Error::Exhausted { .. })));
+    drop(b);
+    drop((first, second.ready().unwrap(), third.ready().unwrap()));
+    let stats = checked(&pool);
+    assert_eq!((stats.waiting, stats.waits, stats.checked_out_bytes), (0, 3, 0));
+}
+
+#[test]
+fn a_big_request_is_passed_64_times_and_no_more() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(128 << 10);
+    // A run of small segments, one of them in use, and that far behind; and all but a few of the other pages.
+    let mut few: Vec<_> = (0..130).map(|_| pool.checkout(32).unwrap()).collect();
+    let small = few.pop();
+    drop(few);
+    let others = pool.checkout(pages(10)).unwrap();
+    let mut big = Waiter::new(pool.checkout_async(pages(30)));
+    let mut passed = Vec::new();
+    let refusal = loop {
+        match pool.try_checkout(32) {
+            Ok(buf) => passed.push(buf),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(passed.len(), 64);
+    assert!(matches!(refusal, Error::Exhausted { .. }), "{refusal}");
+    assert!(checked(&pool).free_bytes > 10 * PAGE, "there is room for more small ones");
+    // Small ones that wait are behind it as well, though one comes back.
+    let mut late = Waiter::new(pool.checkout_async(32));
+    passed.pop();
+    late.still_waits();
+    // More small ones come and go, until the run is empty.
+    drop(others);
+    big.still_waits();
+    drop(passed);
+    big.still_waits();
+    drop(small);
+    drop(big.ready().unwrap());
+    drop(late.ready().unwrap());
+    assert_eq!(checked(&pool).waiting, 0);
+}
+
+#[test]
+fn what_the_head_could_use_is_not_given_past_it() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let all = pool.checkout(pages(16)).unwrap();
+    let one = Waiter::new(pool.checkout_async(32));
+    // The same class, but several at once: not before there are as many.
+    let several = Waiter::new(pool.checkout_many_async([Request::new(32); 3]));
+    let last = Waiter::new(pool.checkout_async(32));
+    drop(all);
+    drop((one.ready().unwrap(), several.ready().unwrap(), last.ready().unwrap()));
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+}
+
+#[test]
+fn several_buffers_come_together_or_not_at_all() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let (a, b) = (pool.checkout(pages(8)).unwrap(), pool.checkout(pages(8)).unwrap());
+    let mut both = Waiter::new(pool.checkout_many_async([pages(8), pages(4), pages(4)]));
+    drop(a);
+    both.still_waits();
+    assert_eq!(checked(&pool).checked_out_bytes, 8 * PAGE, "it holds none while it waits for the rest");
+    drop(b);
+    let bufs = both.ready().unwrap();
+    assert_eq!(bufs.iter().map(|b| b.capacity()).collect::<Vec<_>>(), [8, 4, 4].map(|n| n * PAGE - 32));
+    drop(bufs);
+    let bufs = pool.checkout_many(&[pages(15), pages(1)], None).unwrap();
+    assert_eq!(bufs.len(), 2);
+    drop(bufs);
+    // More than there can ever be.
+    let error = pool.checkout_many(&[pages(8), pages(9)], None).unwrap_err();
+    assert!(matches!(error, Error::Impossible { quarantined: 0, .. }), "{error}");
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+}
+
+#[test]
+fn a_dropped_future_leaves_no_trace() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let all = pool.checkout(pages(16)).unwrap();
+    // Never polled.
+    drop(pool.checkout_async(pages(3)));
+    // Dropped while waiting, at the head: who comes next is served.
+    let (a, b) = (pool.checkout(pages(1)).err(), pool.stats().waiting);
+    assert!(matches!(a, Some(Error::Timeout(_))) && b == 0);
+    let head = Waiter::new(pool.checkout_async(pages(16)));
+    let next = Waiter::new(pool.checkout_async(pages(1)));
+    let last = Waiter::new(pool.checkout_async(pages(16)));
+    assert_eq!(pool.stats().waiting, 3);
+    drop(head);
+    assert_eq!(pool.stats().waiting, 2);
+    drop(all);
+    let next = next.ready().unwrap();
+    // Granted and dropped unseen.
+    let (mut last, granted) = (last, Waiter::new(pool.checkout_async(pages(2))));
+    last.still_waits();
+    drop(next);
+    assert_eq!((last.rung(), granted.rung()), (1, 0));
+    assert_eq!(checked(&pool).checked_out_bytes, 16 * PAGE);
+    drop(last);
+    assert_eq!(granted.rung(), 1, "what nobody took goes to the next");
+    drop(granted);
+    let stats = checked(&pool);
+    assert_eq!((stats.checked_out_bytes, stats.waiting, stats.requested_bytes), (0, 0, 0));
+    assert_eq!(stats.checkouts, stats.returns);
+}
+
+#[test]
+fn a_waker_is_replaced_by_the_last_one() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let all = pool.checkout(pages(16)).unwrap();
+    let mut future: Pin<Box<Checkout>> = Box::pin(pool.checkout_async(9));
+    let bells: Vec<Arc<Bell>> = (0..3).map(|_| Arc::default()).collect();
+    for bell in &bells {
+        let waker = Waker::from(bell.clone());
+        assert!(future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    }
+    drop(all);
+    let rung: Vec<usize> = bells.iter().map(|b| b.0.load(Ordering::Relaxed)).collect();
+    assert_eq!(rung, [0, 0, 1]);
+    assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready());
+    let again = future.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    assert!(matches!(again, Poll::Ready(Err(_))), "polled after it was ready");
+}
+
+/// A task's waker may own the task, and the task buffers.
+#[test]
+fn a_waker_may_own_buffers_of_the_pool() {
+    struct Task(Mutex<Option<PinnedBuf>>);
+    impl Wake for Task {
+        fn wake(self: Arc<Self>) {
+            self.0.lock().unwrap().take();
+        }
+    }
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let stream = rig.device.stream().unwrap();
+    for way in 0..4 {
+        let task = Arc::new(Task(Mutex::new(Some(pool.checkout(pages(1)).unwrap()))));
+        let waker = Waker::from(task);
+        let all = pool.checkout(pages(15)).unwrap();
+        let mut future: Pin<Box<Checkout>> = Box::pin(pool.checkout_async(pages(15)));
+        assert!(future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+        drop(waker);
+        match way {
+            // The queue has the last handle to it, and lets go of it when the future goes,
+            0 => drop(future),
+            // when another one comes,
+            1 => assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()),
+            // or when it wakes.
+            2 => drop(all),
+            _ => {
+                // The same for one who waits for a stream.
+                drop(future);
+                let waker = Waker::from(Arc::new(Task(Mutex::new(Some(all)))));
+                let mut sent = Box::pin(stream.hold(pool.checkout(100).unwrap()).unwrap());
+                assert!(sent.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+                drop(waker);
+                drop(sent);
+                drain(&rig);
+            }
+        }
+        assert_eq!(pool.stats().waiting, usize::from(way == 1));
+    }
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+}
+
+/// Whoever holds it while asking for the next would wait for itself.
+#[test]
+fn one_small_buffer_does_not_use_up_a_small_pool() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(256 << 10);
+    let first = pool.checkout(5000).unwrap();
+    assert!(checked(&pool).free_bytes > 240 << 10);
+    let second = pool.try_checkout(10);
+    assert!(second.is_ok(), "{second:?} with {:?}", pool.stats());
+    drop(first);
+}
