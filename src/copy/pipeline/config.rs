@@ -120,7 +120,8 @@ impl PipelineBuilder {
 
     /// Threads that fill and drain segments, and look after the copies meanwhile. They start with the first transfer, and
     /// sleep when there is nothing to do. (One more for each direction that is used looks after the copies when all of them
-    /// are busy; it sleeps most of the time.) Default: as many as there are cores, at most 8.
+    /// are busy; it sleeps most of the time.) Default: as many as there are cores, at most 8, which keep a link of 55 GB/s busy
+    /// where each core moves 7 GB/s or more; where they are slower, give more (on one machine 0.78 of the link with 8, 0.94 with 16).
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
@@ -181,8 +182,9 @@ impl PipelineBuilder {
         self
     }
 
-    /// For how long a thread of the pipeline that has nothing to do looks around, every 15 us, before it sleeps, while any
-    /// transfer is under way. Waking a thread takes as long as copying a chunk, so this is speed for a little processor time.
+    /// For how long a thread of the pipeline that runs out of work during a transfer looks around, every 15 us, before it sleeps:
+    /// until there is work, of that transfer or of the next. Waking a thread takes as long as copying a chunk, so this is speed for
+    /// a little processor time.
     /// Default: 1 ms where the machine has cores for it (two more than [`threads`](Self::threads)), elsewhere none.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
