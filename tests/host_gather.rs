@@ -190,7 +190,7 @@ const LEN: usize = 8 << 10;
 /// What a gather of pinned pieces brought is there, by way of a scatter to other buffers, which come back in order.
 fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
     let landings = places.iter().map(|place| (place.clone(), from.checkout(LEN).unwrap())).collect();
-    let came = s.queue.scatter_pinned(landings).unwrap().wait().unwrap();
+    let came = s.queue.scatter_pinned(&s.pool, landings).unwrap().wait().unwrap();
     assert_eq!(came.len(), places.len());
     for (i, buf) in came.iter().enumerate() {
         assert!(**buf == *bytes(i, LEN), "piece {i}");
@@ -268,7 +268,7 @@ fn a_refused_piece_comes_back_with_those_behind_it() {
             let len = if i == wrong { 64 } else { LEN };
             (s.memory.slice(i * 4096..i * 4096 + LEN).unwrap(), from.checkout(len).unwrap())
         };
-        let refused = s.queue.scatter_pinned((0..COUNT).map(landing).collect()).unwrap_err();
+        let refused = s.queue.scatter_pinned(&s.pool, (0..COUNT).map(landing).collect()).unwrap_err();
         assert!(matches!(refused.error, Error::TooSmall { .. }), "{}", refused.error);
         let back = refused.buffer.unwrap();
         let places: Vec<u64> = back.iter().map(|(place, _)| place.address()).collect();

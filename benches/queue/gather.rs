@@ -188,7 +188,7 @@ pub fn pinned(device: &Device) {
             came.into_iter().enumerate().map(|(place, buf)| (setup.range(place), buf)).collect();
         let mut came = Vec::new();
         turn[2] = setup.ratio(false, || {
-            let sent = queue.scatter_pinned(pieces).expect("copies");
+            let sent = queue.scatter_pinned(pool, pieces).expect("copies");
             came = sent.wait().expect("the device works");
         });
         for (place, buf) in came.iter_mut().enumerate() {
@@ -244,7 +244,11 @@ pub fn rows(device: &Device) {
                         queue.gather_pinned(&pool, pieces).expect("copies").wait().expect("the device works");
                 } else {
                     let pieces = own.into_iter().enumerate().map(|(i, buf)| (range(i), buf)).collect();
-                    bufs = queue.scatter_pinned(pieces).expect("copies").wait().expect("the device works");
+                    bufs = queue
+                        .scatter_pinned(&pool, pieces)
+                        .expect("copies")
+                        .wait()
+                        .expect("the device works");
                 }
                 ratios.push((count * len) as f64 / since.elapsed().as_nanos() as f64 / best);
                 if upload {

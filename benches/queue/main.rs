@@ -24,7 +24,7 @@
 //! # Scattered pieces (`--only scatter`)
 //!
 //! Pieces of 16 and 64 KiB between random places of pinned buffers and random places of device memory, in both directions,
-//! by 1 and by 4 pushing threads, against the pinned peak: the best of five copies of 64 MiB in the same direction. All
+//! by 1 and by 4 pushing threads, and by one call (`0 threads`), against the pinned peak: the best of five copies of 64 MiB in the same direction. All
 //! bytes are compared when the time is taken. Beside it what bare batches reach there, by the best of 1, 2 and 3 threads with a
 //! stream each: who cannot reach the gate on a machine where the driver itself does not, is not at fault.
 //!

@@ -119,6 +119,13 @@ mod landing {
         #[doc(hidden)]
         #[allow(private_interfaces)]
         fn lend(self) -> (Lent, Self::Half);
+        /// The half that stays with the caller, for what the CPU has written, which no timeline hears of. `None`: it is not the
+        /// CPU's to write to.
+        ///
+        /// # Safety
+        /// The first `written` bytes from the start that [`target`](Self::target) gave are written, and fit.
+        #[doc(hidden)]
+        unsafe fn filled(self, written: usize) -> Option<Self::Half>;
     }
 
     fn refuse_others(serves: bool, stream: &Stream) -> Result<()> {
@@ -134,6 +141,11 @@ mod landing {
         #[allow(private_interfaces)]
         fn lend(self) -> (Lent, Self) {
             (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
+        }
+        unsafe fn filled(mut self, written: usize) -> Option<Self> {
+            // SAFETY: the caller's word.
+            unsafe { self.set_len(written) };
+            Some(self)
         }
     }
 
@@ -152,6 +164,9 @@ mod landing {
             // landed, and nothing of it counts as written until then.
             (lent, unsafe { PinnedBuf::new(segment, 0) })
         }
+        unsafe fn filled(self, _: usize) -> Option<PinnedBuf> {
+            None
+        }
     }
 
     impl<T> Sealed for Registered<T>
@@ -166,6 +181,9 @@ mod landing {
         #[allow(private_interfaces)]
         fn lend(self) -> (Lent, Self) {
             (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
+        }
+        unsafe fn filled(self, _: usize) -> Option<Self> {
+            Some(self)
         }
     }
 }

@@ -99,6 +99,15 @@ pub fn order(pieces: &[Piece]) -> Vec<usize> {
     order
 }
 
+/// Whether most pieces of an order begin where the one before ends.
+pub(super) fn are_neighbours(pieces: &[Piece], order: &[usize]) -> bool {
+    let meet = |pair: &&[usize]| {
+        let (a, b) = (&pieces[pair[0]], &pieces[pair[1]]);
+        a.memory == b.memory && a.device.checked_add(a.len as u64) == Some(b.device)
+    };
+    order.windows(2).filter(meet).count() >= order.len() / 4 * 3
+}
+
 /// Cuts an order into groups, each of which fits into a segment of so many bytes whatever the gaps; a piece that is longer is
 /// a group. How long a segment is may depend on how many bytes are in the groups before, and how many are not.
 #[must_use]

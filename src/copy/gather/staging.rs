@@ -293,6 +293,14 @@ impl<'a> Targets<'a> {
         Self { places, borrowed: PhantomData }
     }
 
+    /// The same for places by their first bytes and lengths.
+    ///
+    /// # Safety
+    /// They are valid for writes, and nobody else's, for as long as this is there.
+    pub(super) unsafe fn at(places: Vec<(*mut u8, usize)>) -> Self {
+        Self { places, borrowed: PhantomData }
+    }
+
     /// Moves a segment's bytes to their places.
     ///
     /// # Safety
