@@ -128,12 +128,14 @@ mod landing {
         unsafe fn filled(self, written: usize) -> Option<Self::Half>;
     }
 
+    #[inline]
     fn refuse_others(serves: bool, stream: &Stream) -> Result<()> {
         if serves { Ok(()) } else { Err(Error::WrongDevice { device: stream.device().name().into() }) }
     }
 
     impl Sealed for PinnedBuf {
         type Half = Self;
+        #[inline]
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
             refuse_others(self.serves(stream.timeline().context()), stream)?;
             <Self as crate::buffer::sealed::Lend>::target(self)

@@ -1,6 +1,6 @@
 //! Gather and scatter: thousands of small pieces by one call, with one completion.
 //!
-//! A call is split by [`plan`], which is arithmetic. Segments of the pool are filled or emptied by several threads
+//! A call is looked at once (`survey.rs`) and split by [`plan`], which is arithmetic. Segments of the pool are filled or emptied by several threads
 //! (`staging.rs`), and the copies go through the [queue](crate::CopyQueue), so that they travel in batches. While one segment
 //! is on the wire the next one is filled.
 //!
@@ -13,15 +13,15 @@ mod pinned;
 pub mod plan;
 mod pushing;
 mod staging;
-
-use std::borrow::Cow;
+mod survey;
 
 pub use self::handle::Gathered;
-use self::plan::{Limits, Piece, Plan};
-use self::staging::{Parts, Staging, Targets};
+use self::plan::{Limits, Plan};
+use self::staging::{Parts, Staging, Target, Targets};
+use self::survey::{Pieces, Survey};
 use super::queue::CopyQueue;
 use crate::device::memory::DeviceSlice;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::pool::Pool;
 
 /// Bytes of a staging segment at most, and of those that several threads share a shorter gather in at least. (Each copy costs
@@ -50,14 +50,15 @@ impl CopyQueue {
     /// overlap there, either may win. Pieces of no bytes are left out.
     ///
     /// # Errors
-    /// Before anything is copied: [`Error::TooSmall`], [`Error::WrongDevice`]. Later what a checkout or the queue says;
+    /// Before anything is copied: [`Error::TooSmall`](crate::Error::TooSmall), [`Error::WrongDevice`](crate::Error::WrongDevice). Later what a checkout or the queue says;
     /// then some of the pieces may have been copied, and all segments return by themselves.
     pub fn gather(&self, pool: &Pool, pieces: &[(&[u8], DeviceSlice)]) -> Result<Gathered> {
-        let sizes = pieces.iter().map(|(bytes, target)| (bytes.len(), target, false));
-        let call = self.checked(pool, sizes)?;
-        let bytes: Vec<&[u8]> = pieces.iter().map(|(bytes, _)| *bytes).collect();
-        let places =
-            call.staged(|parts| Staging::new(self, pool, &call.memories, parts).pack(call.hands, &bytes))?;
+        let all = Slices(pieces);
+        let survey = self.survey(pool, &all, |_| Ok(()))?;
+        let bytes = |i: usize| pieces[i].0;
+        let places = self.stage_all(pool, &all, &survey, None, |parts, hands| {
+            Staging::new(self, pool, &all, parts).pack(hands, &bytes)
+        })?;
         Ok(Gathered::new(places, Vec::new(), None))
     }
 
@@ -76,12 +77,16 @@ impl CopyQueue {
     /// # Errors
     /// As for [`gather`](Self::gather). After an error the targets' contents are undefined.
     pub fn scatter_blocking(&self, pool: &Pool, pieces: &mut [(DeviceSlice, &mut [u8])]) -> Result<()> {
-        let (sources, targets): (Vec<&DeviceSlice>, Vec<&mut [u8]>) =
-            pieces.iter_mut().map(|(source, target)| (&*source, &mut **target)).unzip();
-        let sizes = sources.iter().zip(&targets).map(|(source, target)| (target.len(), *source, false));
-        let call = self.checked(pool, sizes)?;
-        let targets = Targets::new(targets.into_iter());
-        call.staged(|parts| Staging::new(self, pool, &call.memories, parts).unpack(call.hands, &targets))
+        // Each is borrowed exclusively, for the whole call.
+        let targets: Vec<Target> = pieces.iter_mut().map(|(_, target)| Target::of(target)).collect();
+        let all = Borrowed { pieces, targets: &targets };
+        let survey = self.survey(pool, &all, |_| Ok(()))?;
+        let place = |i: usize| Ok(targets[i]);
+        self.stage_all(pool, &all, &survey, None, |parts, hands| {
+            // SAFETY: borrowed, see above; the slices are not touched by way of `all` before this returns.
+            let targets = unsafe { Targets::new(&place) };
+            Staging::new(self, pool, &all, parts).unpack(hands, &targets)
+        })
     }
 
     /// Helpers that are worth it for so many bytes that are staged, and the limits of their segments.
@@ -93,79 +98,59 @@ impl CopyQueue {
         (hands, Limits { segment, stage_below: STAGE_BELOW })
     }
 
-    /// Checks the pieces (bytes, device memory, whether in place), and decides how they are staged.
-    fn checked<'a>(
+    /// Has `run` stage all of a call's pieces, with so many helpers: in groups that are planned as they are packed, or by a plan
+    /// of the whole, where long pieces are shared by several threads. `order`: that of the device, where it is known.
+    fn stage_all<R>(
         &self,
         pool: &Pool,
-        pieces: impl Iterator<Item = (usize, &'a DeviceSlice, bool)>,
-    ) -> Result<Call<'a>> {
-        let context = self.device().context();
-        let wrong = || Error::WrongDevice { device: self.device().name().into() };
-        if !pool.serves(context) {
-            return Err(wrong());
+        pieces: &dyn Pieces,
+        survey: &Survey,
+        order: Option<Vec<usize>>,
+        run: impl FnOnce(Parts<'_>, usize) -> R,
+    ) -> R {
+        let (hands, limits) = self.share_of(pool, survey.bytes);
+        if survey.longest.saturating_add(SLACK) > limits.segment {
+            return run(Parts::planned(&Plan::new(&pieces.all(false), limits).segments), hands);
         }
-        let most = pieces.size_hint().0;
-        let (mut checked, mut memories) = (Vec::with_capacity(most), Vec::with_capacity(most));
-        let (mut staged, mut total, mut longest) = (0_usize, 0_usize, 0);
-        for (len, memory, in_place) in pieces {
-            if !memory.is_of(context) {
-                return Err(wrong());
-            }
-            if len > memory.len() {
-                return Err(Error::TooSmall { need: len, have: memory.len() });
-            }
-            if !in_place || len < STAGE_BELOW {
-                staged = staged.saturating_add(len);
-            }
-            total = total.saturating_add(len);
-            longest = longest.max(len);
-            let (device, number) = (memory.address(), memory.allocation_number());
-            checked.push(Piece { device, memory: number, len, in_place });
-            memories.push(memory);
-        }
-        let (hands, limits) = self.share_of(pool, staged);
-        Ok(Call { pieces: checked, memories, limits, bytes: total, longest, hands, order: None })
+        let order =
+            if survey.in_order { None } else { order.or_else(|| Some(plan::order(&pieces.all(false)))) };
+        run(Parts::cut(pieces, survey, order, limits, hands + 1), hands)
     }
 }
 
-/// A call's pieces, checked.
-struct Call<'a> {
-    pieces: Vec<Piece>,
-    memories: Vec<&'a DeviceSlice>,
-    limits: Limits,
-    bytes: usize,
-    /// Bytes of the longest piece.
-    longest: usize,
-    /// Helpers that are worth it.
-    hands: usize,
-    /// That of the device, once it is known.
-    order: Option<Vec<usize>>,
+/// The pieces of a gather.
+struct Slices<'a>(&'a [(&'a [u8], DeviceSlice)]);
+
+impl Pieces for Slices<'_> {
+    fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    fn len(&self, i: usize) -> usize {
+        self.0[i].0.len()
+    }
+
+    fn memory(&self, i: usize) -> &DeviceSlice {
+        &self.0[i].1
+    }
 }
 
-impl Call<'_> {
-    /// Has everything staged: in groups that are planned as they are packed, or by a plan of the whole, where long pieces are
-    /// shared by several threads.
-    fn staged<R>(&self, run: impl FnOnce(Parts<'_>) -> R) -> R {
-        let Self { pieces, limits, .. } = self;
-        if self.longest.saturating_add(SLACK) > limits.segment {
-            return run(Parts::Segments(&Plan::new(pieces, *limits).segments));
-        }
-        let order = self.order.as_ref().map_or_else(|| Cow::Owned(plan::order(pieces)), Cow::Borrowed);
-        let threads = self.hands + 1;
-        let groups = plan::groups(pieces, &order, |before, left| {
-            if self.hands == 0 {
-                return limits.segment;
-            }
-            // Round by round twice as long, and at the end half of what is left for each thread.
-            let part = (FIRST + before / threads).min((left / threads / 2).max(FIRST));
-            part.min(limits.segment)
-        });
-        let room = |i: &usize| pieces[*i].len + SLACK;
-        let longest = if groups.len() > 1 {
-            limits.segment
-        } else {
-            order.iter().map(room).sum::<usize>().min(limits.segment)
-        };
-        run(Parts::Groups { pieces, order: &order, groups, longest, limits: *limits })
+/// The pieces of a scatter.
+struct Borrowed<'a, 'b> {
+    pieces: &'a [(DeviceSlice, &'b mut [u8])],
+    targets: &'a [Target],
+}
+
+impl Pieces for Borrowed<'_, '_> {
+    fn count(&self) -> usize {
+        self.targets.len()
+    }
+
+    fn len(&self, i: usize) -> usize {
+        self.targets[i].len
+    }
+
+    fn memory(&self, i: usize) -> &DeviceSlice {
+        &self.pieces[i].0
     }
 }

@@ -1,13 +1,16 @@
 //! Pinned pieces by one call: from where they are, or packed, whichever is faster for what they are.
 //!
-//! One look at all pieces ([`Survey`]) checks them and says how long they are, and whether they follow each other on the
-//! device or on both sides; by that the way is chosen, before anything is copied. Both directions choose by the same rule.
+//! One look at all pieces (`survey.rs`) checks them and says how long they are, and whether they follow each other on the
+//! device; by that the way is chosen, before anything is copied. Both directions choose by the same rule.
+
+use std::marker::PhantomData;
 
 use super::handle::{Gathered, Part};
-use super::plan::{self, Limits, Plan};
+use super::plan::{self, Plan};
 use super::pushing::{self, Piece};
-use super::staging::{Parts, Staging, Targets};
-use super::{Call, STAGE_BELOW};
+use super::staging::{Parts, Staging, Target, Targets};
+use super::survey::{Pieces, Survey};
+use super::{SLACK, STAGE_BELOW};
 use crate::buffer::Lend;
 use crate::copy::Landing;
 use crate::copy::queue::{CopyQueue, may_wait};
@@ -15,6 +18,7 @@ use crate::device::Transfer;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::pool::Pool;
+use crate::stream::Stream;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::Lent;
 
@@ -99,31 +103,18 @@ impl CopyQueue {
     /// Chooses the way of pieces to the device, and has those packed that are not to be copied from where they are.
     fn stage_up<B: Lend>(&self, pool: &Pool, pieces: &[(B, DeviceSlice)]) -> Result<(Vec<Place>, Stay)> {
         let context = self.device().context();
-        let wrong = || Error::WrongDevice { device: self.device().name().into() };
-        let mut survey = Survey::default();
-        for (buf, memory) in pieces {
-            let bytes = buf.bytes();
-            if bytes.is_empty() {
+        let all = Buffers(pieces);
+        let survey = self.survey(pool, &all, |i| {
+            if all.len(i) == 0 {
                 return Err(Error::Empty);
             }
-            if !buf.serves(context) || !memory.is_of(context) {
-                return Err(wrong());
-            }
-            if bytes.len() > memory.len() {
-                return Err(Error::TooSmall { need: bytes.len(), have: memory.len() });
-            }
-            survey.add(bytes.as_ptr().addr(), bytes.len(), memory);
-        }
-        if !pool.serves(context) {
-            return Err(wrong());
-        }
-        let described = || {
-            let sizes = pieces.iter().map(|(buf, memory)| (buf.bytes().len(), memory, true));
-            self.checked(pool, sizes)
-        };
-        self.staged(pool, &survey, described, |call, parts| {
-            let bytes: Vec<&[u8]> = pieces.iter().map(|(buf, _)| buf.bytes()).collect();
-            Staging::new(self, pool, &call.memories, parts).pack(call.hands, &bytes)
+            let serves = pieces[i].0.serves(context);
+            if serves { Ok(()) } else { Err(Error::WrongDevice { device: self.device().name().into() }) }
+        })?;
+        let bytes = |i: usize| pieces[i].0.bytes();
+        let host = |i: usize| bytes(i).as_ptr().addr();
+        self.stage_some(pool, &all, &survey, host, |parts, hands| {
+            Staging::new(self, pool, &all, parts).pack(hands, &bytes)
         })
     }
 
@@ -133,84 +124,74 @@ impl CopyQueue {
         pool: &Pool,
         pieces: &mut [(DeviceSlice, L)],
     ) -> Result<(Vec<Place>, Stay)> {
-        let context = self.device().context();
-        let wrong = || Error::WrongDevice { device: self.device().name().into() };
-        let mut survey = Survey::default();
-        let mut targets = Vec::with_capacity(pieces.len());
-        for (memory, landing) in pieces.iter_mut() {
-            if !memory.is_of(context) {
-                return Err(wrong());
-            }
-            let (target, capacity) = landing.target(self.stream())?;
-            if memory.len() > capacity {
-                return Err(Error::TooSmall { need: memory.len(), have: capacity });
-            }
-            survey.add(target.addr(), memory.len(), memory);
-            targets.push((target, memory.len()));
-        }
-        if !pool.serves(context) {
-            return Err(wrong());
-        }
+        let all = Landings { first: pieces.as_mut_ptr(), count: pieces.len(), borrowed: PhantomData };
+        // SAFETY: each piece's target is asked for by one thread at a time: by this one, and while several are at it, by who has
+        // the group that the piece is in, which is in no other.
+        let target = |i: usize| unsafe { all.target(i, self.stream()) };
+        let survey = self.survey(pool, &all, |i| {
+            let (need, Target { len: capacity, .. }) = (all.len(i), target(i)?);
+            if need > capacity { Err(Error::TooSmall { need, have: capacity }) } else { Ok(()) }
+        })?;
         if !may_wait() {
             return Ok((Vec::new(), Stay::All));
         }
-        let pieces = &*pieces;
-        let described = || {
-            let sizes = pieces.iter().map(|(memory, _)| (memory.len(), memory, true));
-            self.checked(pool, sizes)
-        };
-        self.staged(pool, &survey, described, |call, parts| {
+        let host = |i: usize| target(i).map_or(0, |target| target.at.addr());
+        self.stage_some(pool, &all, &survey, host, |parts, hands| {
+            // What is planned as a whole may have a piece in two segments: all are asked for here.
+            let asked: Vec<Target> = if parts.are_cut() {
+                Vec::new()
+            } else {
+                (0..all.count()).map(target).collect::<Result<_>>()?
+            };
+            let place = |i: usize| asked.get(i).map_or_else(|| target(i), |target| Ok(*target));
             // SAFETY: the call has the buffers, each of which says that it may be written to there, and nobody else touches
             // them before this returns.
-            let targets = unsafe { Targets::at(targets) };
-            Staging::new(self, pool, &call.memories, parts).unpack(call.hands, &targets).map(|()| Vec::new())
+            let targets = unsafe { Targets::new(&place) };
+            Staging::new(self, pool, &all, parts).unpack(hands, &targets).map(|()| Vec::new())
         })
     }
 
-    /// Chooses the way by a survey, and has `run` stage what is not to stay in place.
-    fn staged<'a>(
+    /// Chooses the way by a survey, and has `run` stage what is not to stay in place, with so many helpers. `host`: where a piece
+    /// is there.
+    fn stage_some(
         &self,
         pool: &Pool,
+        pieces: &dyn Pieces,
         survey: &Survey,
-        described: impl Fn() -> Result<Call<'a>>,
-        run: impl FnOnce(&Call<'a>, Parts<'_>) -> Result<Vec<Place>>,
+        host: impl FnMut(usize) -> usize,
+        run: impl FnOnce(Parts<'_>, usize) -> Result<Vec<Place>>,
     ) -> Result<(Vec<Place>, Stay)> {
         if survey.count > 0 && survey.shortest < STAGE_BELOW {
-            let call = described()?;
-            if has_room(pool, call.limits.segment.min(call.bytes)) {
-                let plan = Plan::new(&call.pieces, call.limits);
+            let (hands, limits) = self.share_of(pool, survey.short_bytes);
+            if has_room(pool, limits.segment.min(survey.bytes)) {
+                let plan = Plan::new(&pieces.all(true), limits);
                 let mut in_place = vec![false; survey.count];
                 plan.in_place.iter().for_each(|copy| in_place[copy.piece] = true);
-                let places = run(&call, Parts::Segments(&plan.segments))?;
+                let places = run(Parts::planned(&plan.segments), hands)?;
                 return Ok((places, Stay::Some(in_place)));
             }
         }
         let (hands, limits) = self.share_of(pool, survey.bytes);
-        if !self.may_pack(pool, survey, hands, limits) {
+        // Threads enough to pack faster than the driver takes so many copies; few copies that remain, or what sorting will tell.
+        let may_pack = hands + 1 >= PACK_WITH
+            && survey.longest < PACK_BELOW
+            && survey.longest + SLACK <= limits.segment
+            && (survey.are_neighbours() || survey.longest < SORT_BELOW)
+            && !pieces.are_rows(host)
+            && has_room(pool, limits.segment);
+        if !may_pack {
             return Ok((Vec::new(), Stay::All));
         }
-        let mut call = described()?;
+        let mut order = None;
         if !survey.are_neighbours() {
-            let order = plan::order(&call.pieces);
-            if !plan::are_neighbours(&call.pieces, &order) {
+            let all = pieces.all(false);
+            let sorted = plan::order(&all);
+            if !plan::are_neighbours(&all, &sorted) {
                 return Ok((Vec::new(), Stay::All));
             }
-            call.order = Some(order);
+            order = Some(sorted);
         }
-        call.pieces.iter_mut().for_each(|piece| piece.in_place = false);
-        (call.hands, call.limits) = (hands, limits);
-        call.staged(|parts| run(&call, parts)).map(|places| (places, Stay::None))
-    }
-
-    /// Whether all of a call's pinned pieces may be faster packed: they are short, there are threads enough to pack them faster
-    /// than the driver takes so many copies, and segments; and they are neighbours on the device, so that few copies remain, or
-    /// sorting them would soon tell.
-    fn may_pack(&self, pool: &Pool, survey: &Survey, hands: usize, limits: Limits) -> bool {
-        hands + 1 >= PACK_WITH
-            && survey.longest < PACK_BELOW
-            && !survey.are_rows()
-            && (survey.are_neighbours() || survey.longest < SORT_BELOW)
-            && has_room(pool, limits.segment)
+        self.stage_all(pool, pieces, survey, order, run).map(|places| (places, Stay::None))
     }
 
     /// Pushes the pieces that stay in place. With an error those come back that were to be pushed and were not.
@@ -264,65 +245,58 @@ fn has_room(pool: &Pool, bytes: usize) -> bool {
     pool.try_checkout(bytes).is_ok()
 }
 
-/// What pieces have in common, in the order of the call.
-#[derive(Debug)]
-struct Survey {
+/// The pieces of a gather.
+struct Buffers<'a, B>(&'a [(B, DeviceSlice)]);
+
+impl<B: Lend> Pieces for Buffers<'_, B> {
+    fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    fn len(&self, i: usize) -> usize {
+        self.0[i].0.bytes().len()
+    }
+
+    fn memory(&self, i: usize) -> &DeviceSlice {
+        &self.0[i].1
+    }
+}
+
+/// The pieces of a scatter, whose landings several threads ask where they are, each for other ones.
+struct Landings<'a, L> {
+    first: *mut (DeviceSlice, L),
     count: usize,
-    bytes: usize,
-    longest: usize,
-    shortest: usize,
-    /// Pieces that begin on the device where the one before ends, in the same memory.
-    neighbours: usize,
-    /// Pieces that are as long as the two before, and follow at the same distance on both sides.
-    even: usize,
-    /// Of the one before: where it is on the host and on the device, in which memory, and its bytes; and how far it is from the
-    /// one before it.
-    last: (usize, u64, u64, usize),
-    distance: Option<(usize, u64)>,
+    borrowed: PhantomData<&'a mut [(DeviceSlice, L)]>,
 }
 
-impl Default for Survey {
-    fn default() -> Self {
-        Self {
-            count: 0,
-            bytes: 0,
-            longest: 0,
-            shortest: usize::MAX,
-            neighbours: 0,
-            even: 0,
-            last: (0, 0, 0, 0),
-            distance: None,
-        }
+// SAFETY: what is shared of a piece is its device memory, which is `Sync`; its landing is one thread's at a time, by the word
+// of who asks for it, and may be another thread's, being `Send`.
+unsafe impl<L: Landing> Sync for Landings<'_, L> {}
+
+impl<L: Landing> Landings<'_, L> {
+    /// # Safety
+    /// No other thread asks for the same piece's meanwhile.
+    unsafe fn target(&self, i: usize, stream: &Stream) -> Result<Target> {
+        assert!(i < self.count, "within the list");
+        // SAFETY: within the list, and this thread's alone, by the caller's word.
+        let landing = unsafe { &mut (*self.first.add(i)).1 };
+        landing.target(stream).map(|(at, len)| Target { at, len })
     }
 }
 
-impl Survey {
-    fn add(&mut self, host: usize, len: usize, memory: &DeviceSlice) {
-        let (device, number) = (memory.address(), memory.allocation_number());
-        let (host_before, device_before, number_before, len_before) = self.last;
-        if self.count > 0 {
-            let meet =
-                number == number_before && device_before.checked_add(len_before as u64) == Some(device);
-            self.neighbours += usize::from(meet);
-            let behind = len == len_before && host > host_before && device > device_before;
-            let distance = behind.then(|| (host - host_before, device - device_before));
-            self.even += usize::from(distance.is_some() && distance == self.distance);
-            self.distance = distance;
-        }
-        self.last = (host, device, number, len);
-        self.count += 1;
-        self.bytes = self.bytes.saturating_add(len);
-        (self.longest, self.shortest) = (self.longest.max(len), self.shortest.min(len));
+impl<L: Landing> Pieces for Landings<'_, L> {
+    fn count(&self) -> usize {
+        self.count
     }
 
-    /// Whether they follow each other on the device, or nearly all do, so that few copies remain of them.
-    fn are_neighbours(&self) -> bool {
-        self.neighbours >= self.count / 4 * 3
+    fn len(&self, i: usize) -> usize {
+        self.memory(i).len()
     }
 
-    /// Whether they are mostly rows of rectangles, which the driver copies at full speed from where they are.
-    fn are_rows(&self) -> bool {
-        self.even >= self.count / 4 * 3
+    fn memory(&self, i: usize) -> &DeviceSlice {
+        assert!(i < self.count, "within the list");
+        // SAFETY: within the list; while we are borrowed nobody has this half of a piece exclusively.
+        unsafe { &(*self.first.add(i)).0 }
     }
 }
 
