@@ -115,6 +115,11 @@ mod landing {
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)>;
+        /// The capacity alone, which may be found without a look at what tells where the start is.
+        #[doc(hidden)]
+        fn room(&mut self, stream: &Stream) -> Result<usize> {
+            self.target(stream).map(|(_, capacity)| capacity)
+        }
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -139,6 +144,11 @@ mod landing {
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
             refuse_others(self.serves(stream.timeline().context()), stream)?;
             <Self as crate::buffer::sealed::Lend>::target(self)
+        }
+        #[inline]
+        fn room(&mut self, stream: &Stream) -> Result<usize> {
+            refuse_others(self.serves(stream.timeline().context()), stream)?;
+            Ok(self.capacity())
         }
         #[allow(private_interfaces)]
         fn lend(self) -> (Lent, Self) {

@@ -129,7 +129,8 @@ impl CopyQueue {
         // the group that the piece is in, which is in no other.
         let target = |i: usize| unsafe { all.target(i, self.stream()) };
         let survey = self.survey(pool, &all, |i| {
-            let (need, Target { len: capacity, .. }) = (all.len(i), target(i)?);
+            // SAFETY: nobody else asks.
+            let (need, capacity) = (all.len(i), unsafe { all.room(i, self.stream()) }?);
             if need > capacity { Err(Error::TooSmall { need, have: capacity }) } else { Ok(()) }
         })?;
         if !may_wait() {
@@ -281,6 +282,17 @@ impl<L: Landing> Landings<'_, L> {
         // SAFETY: within the list, and this thread's alone, by the caller's word.
         let landing = unsafe { &mut (*self.first.add(i)).1 };
         landing.target(stream).map(|(at, len)| Target { at, len })
+    }
+
+    /// Bytes that fit there.
+    ///
+    /// # Safety
+    /// As for [`target`](Self::target).
+    unsafe fn room(&self, i: usize, stream: &Stream) -> Result<usize> {
+        assert!(i < self.count, "within the list");
+        // SAFETY: as above.
+        let landing = unsafe { &mut (*self.first.add(i)).1 };
+        landing.room(stream)
     }
 }
 
