@@ -304,13 +304,12 @@ fn fill<'a>(
         let end = step.from + step.len;
         all.get(step.from..end).ok_or(Error::OutOfRange { start: step.from, end, len: all.len() })
     };
-    let mut now = segment.moves.first().map(bytes).transpose()?;
+    // Found out for all at first: these looks, at what is in no cache, do not wait for each other.
+    let all = segment.moves.iter().map(bytes).collect::<Result<Vec<&[u8]>>>()?;
     for (n, step) in segment.moves.iter().enumerate() {
-        let next = segment.moves.get(n + 1).map(bytes).transpose()?;
-        next.into_iter().for_each(announce);
+        all.get(n + 1).copied().into_iter().for_each(announce);
         buf.try_resize(step.at, 0)?;
-        now.into_iter().try_for_each(|bytes| buf.try_extend_from_slice(bytes))?;
-        now = next;
+        buf.try_extend_from_slice(all[n])?;
     }
     Ok(())
 }
@@ -375,8 +374,9 @@ impl<'a> Targets<'a> {
     /// From `from` on there are the bytes of all the segment's moves, which nobody writes; and no other thread fills the
     /// same segment. The plan is one of these targets.
     unsafe fn fill(&self, segment: &Segment, from: *const u8) -> Result<()> {
-        for step in &segment.moves {
-            let Target { at, len } = (self.place)(step.piece)?;
+        // Found out for all at first, as for what is packed.
+        let places = segment.moves.iter().map(|step| (self.place)(step.piece)).collect::<Result<Vec<_>>>()?;
+        for (step, Target { at, len }) in segment.moves.iter().zip(places) {
             if step.from + step.len > len {
                 return Err(Error::TooSmall { need: step.from + step.len, have: len });
             }

@@ -349,6 +349,7 @@ impl Flow {
             lane.leave(&Range { first: number, last: number }, false);
         }
         if let Some(Rest { loans, memories, .. }) = rest.map(|rest| *rest) {
+            loans.iter().for_each(announce);
             loans.into_iter().for_each(|loan| _ = loan.land());
             drop(memories);
         }
@@ -490,6 +491,21 @@ fn are_rows(first: Option<&Piece>, second: &Piece, next: &Piece) -> bool {
     let Some(a) = second.before_last().or_else(|| first.map(|first| &first.transfer)) else { return false };
     let distance = a.distance(&second.transfer);
     distance.is_some() && distance == second.transfer.distance(next.first())
+}
+
+/// Has the processor fetch a segment's word, which was written by another one: exchanging it would wait for that, and of a
+/// group one after the other.
+fn announce(loan: &Loan) {
+    #[cfg(target_arch = "x86_64")]
+    if let Some((segment, _)) = loan.booked() {
+        // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                std::ptr::from_ref(segment.slot()).cast(),
+            );
+        }
+    }
+    let _ = loan;
 }
 
 fn find_runs(pieces: &[Piece], runs: &mut Vec<Run>) {
