@@ -95,6 +95,7 @@ fn all_back(s: &Setup) {
     let since = Instant::now();
     while s.pool.stats().in_flight_bytes + s.pool.stats().checked_out_bytes > 0 {
         assert!(since.elapsed() < HANG, "{:?}", s.pool.stats());
+        s.node.step();
         s.device.reap();
         std::thread::yield_now();
     }
