@@ -3,8 +3,9 @@
 //! A group's copies are described, put down as in flight and handed to a lane together, which takes some 0.1 us a piece: less
 //! than all of the queue's threads need to submit them. (More pushing threads bring no more to the device and less from it: they
 //! wait for room in their lanes, and ask the driver what is done, which keeps those up that submit. Measured with 16 KiB by 1,
-//! 2 and 4 threads on an H200.) Neighbours of the call stay together, so that where their places are at even distances they go as
-//! rows of one rectangle; and of thousands each of the queue's threads gets some by turns.
+//! 2 and 4 threads on an H200.) Of thousands each of the queue's threads gets a group by turns; where places are at even distances, some hundred
+//! neighbours, to go as rows of one rectangle. They alone submit then: a thread that pushed, and called the driver for the streams
+//! of all of them by turns, would get a tenth of the rate.
 
 use super::handle::{Flights, Lending};
 use crate::buffer::Lend;
@@ -14,10 +15,10 @@ use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::stream::timeline::Lent;
 
-/// Neighbours that go to one of the queue's threads before the next has its turn.
+/// Neighbours that are looked at together; rows go to one of the queue's threads before the next has its turn.
 const PART: usize = 256;
 /// Pieces that are worth it to keep all of the queue's threads busy.
-const MANY: usize = 1024;
+pub(super) const MANY: usize = 1024;
 
 /// A piece that stays where it is.
 pub(super) trait Piece {
@@ -40,19 +41,18 @@ pub(super) fn push_all<P: Piece>(
     pieces: Vec<P>,
 ) -> Result<Vec<Flights<P::Value>>, (Error, Vec<P>)> {
     let many = pieces.len() >= MANY;
-    let mut done = Done { flights: Vec::new(), names: Vec::with_capacity(pieces.len()) };
+    let mut done = Done { flights: Vec::new(), names: Vec::with_capacity(pieces.len()), turn: 0 };
     let mut left = pieces.into_iter();
-    for number in 0.. {
+    loop {
         let part: Vec<P> = left.by_ref().take(PART).collect();
         if part.is_empty() {
-            break;
+            return Ok(done.flights);
         }
-        if let Err((error, mut back)) = done.push(queue, part, many.then_some(number)) {
+        if let Err((error, mut back)) = done.push(queue, part, many) {
             back.extend(left);
             return Err((error, back));
         }
     }
-    Ok(done.flights)
 }
 
 /// What was pushed.
@@ -61,6 +61,8 @@ struct Done<V: Lend> {
     /// Names of device memory that nobody needs any more. They are let go of when everything is pushed: then the copies are on
     /// the wire, which need not wait for it.
     names: Vec<DeviceSlice>,
+    /// Of the queue's threads.
+    turn: usize,
 }
 
 impl<V: Lend> Done<V> {
@@ -69,7 +71,7 @@ impl<V: Lend> Done<V> {
         &mut self,
         queue: &CopyQueue,
         mut part: Vec<P>,
-        turn: Option<usize>,
+        many: bool,
     ) -> Result<(), (Error, Vec<P>)> {
         let mut transfers = Vec::with_capacity(part.len());
         let mut refused = None;
@@ -82,15 +84,16 @@ impl<V: Lend> Done<V> {
                 }
             }
         }
-        if let Some(first) = transfers.first().filter(|_| turn.is_some()) {
-            queue.wake(first);
-        }
+        let rows = are_rows(&transfers);
+        self.turn += 1;
         let (mut left, mut transfers) = (part.into_iter(), &transfers[..]);
         while !transfers.is_empty() {
             let (group, later) = transfers.split_at(queue.group(transfers));
             transfers = later;
             let memories = allocations(left.as_slice().iter().take(group.len()).map(P::memory));
             let mut lending = Lending::with_capacity(group.len());
+            self.turn += usize::from(!rows);
+            let turn = many.then_some(self.turn);
             let pushed = queue.push_group(group, memories, turn, || {
                 let lend = |piece: P| {
                     let (lent, value, written, name) = piece.lend();
@@ -107,6 +110,15 @@ impl<V: Lend> Done<V> {
         }
         refused.map_or(Ok(()), |error| Err((error, left.collect())))
     }
+}
+
+/// Whether copies are mostly at even distances on both sides.
+fn are_rows(transfers: &[Transfer]) -> bool {
+    let even = |three: &&[Transfer]| {
+        let distance = three[0].distance(&three[1]);
+        distance.is_some() && distance == three[1].distance(&three[2])
+    };
+    transfers.len() > 2 && transfers.windows(3).filter(even).count() >= transfers.len() / 4 * 3
 }
 
 /// One name for each allocation that these are in, as far as neighbours show it.

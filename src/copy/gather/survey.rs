@@ -6,6 +6,7 @@
 
 use super::STAGE_BELOW;
 use super::plan::Piece;
+use super::pushing::MANY;
 use crate::copy::queue::CopyQueue;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
@@ -88,6 +89,9 @@ impl CopyQueue {
         let wrong = || Error::WrongDevice { device: self.device().name().into() };
         if !pool.serves(context) {
             return Err(wrong());
+        }
+        if pieces.count() >= MANY {
+            self.wake();
         }
         let mut found = Survey {
             count: pieces.count(),

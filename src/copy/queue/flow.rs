@@ -206,6 +206,16 @@ impl Flow {
         }
     }
 
+    /// A lane was filled, and more comes, for other flows too: the thread is to submit it. (One thread that calls the driver for
+    /// several streams by turns gets a tenth of the rate to the device.)
+    pub(super) fn urge(self: &Arc<Self>) {
+        if self.is_stepped() {
+            self.rouse();
+        } else if self.bell.is_asleep() {
+            self.bell.ring();
+        }
+    }
+
     /// Submits a batch, unless somebody else submits. After this, what is filled must be looked at again.
     pub(super) fn submit(self: &Arc<Self>) -> bool {
         let Some(role) = self.role.try_take() else { return false };

@@ -47,13 +47,14 @@ impl CopyQueue {
         overlap::first_in_the_way(&transfers[..count], &mut Vec::new()).max(1)
     }
 
-    /// The queue's threads for copies like this one are to be awake, since many are about to be pushed.
-    pub(in crate::copy) fn wake(&self, like: &Transfer) {
-        self.way(like).of(like.len()).iter().for_each(|side| side.flow.wake());
+    /// The queue's threads are to be awake, since many copies are about to be pushed. Waking one takes as long as a look at
+    /// thousands of pieces.
+    pub(in crate::copy) fn wake(&self) {
+        self.0.up.0.iter().for_each(|side| side.flow.wake());
     }
 
     /// Pushes what [`group`](Self::group) says is one. `memories` are the allocations that it is in, at the queue's device.
-    /// `turn`: which of the queue's threads submits it, or where it is pushed as a copy by itself would be. `lend` is called
+    /// `turn`: which of the queue's threads submits it, and it alone; or none, and it goes as a copy by itself would. `lend` is called
     /// when nothing can be refused any more.
     pub(in crate::copy) fn push_group(
         &self,
@@ -77,7 +78,7 @@ impl CopyQueue {
         }
         timeline.context().alive()?;
         memories.iter().try_for_each(|memory| memory.admit(timeline.stream()))?;
-        side.push_group(transfers, memories, lend)
+        side.push_group(transfers, memories, turn.is_some(), lend)
     }
 }
 
@@ -86,6 +87,7 @@ impl Side {
         &self,
         transfers: &[Transfer],
         memories: Vec<DeviceSlice>,
+        more: bool,
         lend: impl FnOnce() -> Vec<Lent>,
     ) -> Result<Place> {
         let line = self.line();
@@ -109,7 +111,11 @@ impl Side {
         let group = Group { transfers, lent: lend(), memories };
         let range = entry.push_group(flow.filled(), line.lane, group).ok_or(Error::Empty)?;
         drop(entry);
-        flow.rouse();
+        if more {
+            flow.urge()
+        } else {
+            flow.rouse()
+        }
         // Its handle leaves by itself, whatever was lent.
         Ok(Place { line: line.clone(), range, quiet: true })
     }
