@@ -158,14 +158,20 @@ pub fn packing(device: &Device) {
     }
 }
 
-/// Pinned pieces, by one caller: where they are, and packed as if they were pageable.
+/// Pinned pieces that are neighbours on the device, by one caller: by the calls for pinned pieces, which choose the way, and packed
+/// as if they were pageable.
 pub fn pinned(device: &Device) {
     let setup = Setup::new(device);
     let Setup { pool, queue, count, .. } = &setup;
     let count = *count;
     let order = Random(5).order(count);
     let mut bufs: Vec<PinnedBuf> = (0..count).map(|i| checkout(pool, LEN, i * 7 + 3)).collect();
-    let ways = ["up in place", "up packed", "down in place", "down unpacked"];
+    let ways = [
+        "up by gather_pinned",
+        "up by gather_blocking",
+        "down by scatter_pinned",
+        "down by scatter_blocking",
+    ];
     let mut ratios = Rounds::new(ways.len());
     for round in 0..=rounds() {
         let mut turn = [0.0; 4];

@@ -36,6 +36,7 @@ pub(super) trait Piece {
 
 /// Pushes all pieces, and gives what is under way, in the order of the pieces; or with an error the pieces that were not pushed,
 /// in their order. What was pushed then returns by itself.
+#[allow(clippy::type_complexity, reason = "the pieces come back")]
 pub(super) fn push_all<P: Piece>(
     queue: &CopyQueue,
     pieces: Vec<P>,
