@@ -247,7 +247,13 @@ impl Flow {
         }
         let Desk { transfers, runs, .. } = desk;
         transfers.clear();
-        transfers.extend(pieces.iter().flat_map(Piece::transfers));
+        transfers.reserve(count);
+        for piece in &pieces {
+            if let Some(rest) = &piece.rest {
+                transfers.extend_from_slice(&rest.transfers);
+            }
+            transfers.push(piece.transfer);
+        }
         find_runs(&pieces, runs);
         let booked = book(&pieces);
         self.hand_over(transfers, runs, Load::Many(pieces, booked));
@@ -534,10 +540,17 @@ fn find_runs(pieces: &[Piece], runs: &mut Vec<Run>) {
 /// Bytes to be booked as in flight, by pools: a name of one of the pool's segments, which is there until it is settled.
 fn book(pieces: &[Piece]) -> Vec<(Segment, usize)> {
     let mut booked: Vec<(Segment, usize)> = Vec::new();
-    for (segment, bytes) in pieces.iter().flat_map(Piece::loans).filter_map(Loan::booked) {
+    let mut add = |loan: &Loan| {
+        let Some((segment, bytes)) = loan.booked() else { return };
         match booked.iter_mut().find(|(other, _)| other.shares_depot(segment)) {
             Some((_, sum)) => *sum += bytes,
             None => booked.push((segment.alias(), bytes)),
+        }
+    };
+    for piece in pieces {
+        add(&piece.loan);
+        if let Some(rest) = &piece.rest {
+            rest.loans.iter().for_each(&mut add);
         }
     }
     booked
