@@ -464,6 +464,32 @@ fn registered_values_are_packed_and_come_back_in_order() {
     }
 }
 
+/// Pieces without bytes take nothing from a pool that has nothing left, alone or behind others.
+#[test]
+fn empty_pieces_wait_for_nothing() {
+    let _alone = alone();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let place = s.memory.slice(..1).unwrap();
+    let one = [7_u8];
+    s.queue
+        .gather_blocking(&s.pool, &[(&one, place.clone()), (&[], place.clone()), (&[], place.clone())])
+        .unwrap();
+    let mut taken = Vec::new();
+    for len in [64 << 10, 4 << 10, 64] {
+        taken.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
+    }
+    let (send, receive) = std::sync::mpsc::channel();
+    let (queue, pool) = (s.queue.clone(), s.pool.clone());
+    std::thread::spawn(move || {
+        let up = queue.gather_blocking(&pool, &[(&[], place.clone()), (&[], place.clone())]);
+        let down = queue.scatter_blocking(&pool, &mut [(place, &mut [])]);
+        send.send(up.and(down)).unwrap();
+    });
+    assert_eq!(receive.recv_timeout(HANG).expect("it waits for room that it does not need"), Ok(()));
+    drop(taken);
+    all_back(&s);
+}
+
 /// Pinned pieces that leave no room: there is nothing to pack them in, nor to wait for.
 #[test]
 fn pinned_pieces_may_be_all_that_the_pool_has() {

@@ -32,8 +32,8 @@
 //!
 //! 16,384 pieces of 16 KiB of pageable memory, in no order, to neighbouring places of device memory, and back to where they
 //! were: `CopyQueue::gather` and `scatter_blocking`, by one caller with the queue's helpers, and by 4 and 8 callers with a
-//! part of the pieces each, against the same peak. `--only pinned`: the same pieces in pinned buffers, by one caller, by the way
-//! they are and packed. `--only packing`: packing alone, without the device, which is what threads can do at best.
+//! part of the pieces each, against the same peak. `--only pinned`: the same pieces in pinned buffers, by one caller: by the
+//! calls for pinned pieces, which choose the way, and packed. `--only packing`: packing alone, without the device, which is what threads can do at best.
 //!
 //! # Rows (`--only rows`)
 //!

@@ -99,7 +99,13 @@ impl<'a> Parts<'a> {
     }
 
     fn is_left(&self) -> bool {
-        self.next.lock().0 < self.count()
+        let (next, before) = *self.next.lock();
+        // What has no bytes is not worth a segment.
+        let has_bytes = match &self.from {
+            From::Segments(_) => true,
+            From::Pieces { bytes, .. } => before < *bytes,
+        };
+        has_bytes && next < self.count()
     }
 
     /// Nobody takes one any more.
