@@ -224,6 +224,86 @@ fn rows_go_as_rectangles() {
     });
 }
 
+/// The same by one call, without luck: its pieces are pushed together.
+#[test]
+fn rows_of_one_call_go_as_rectangles() {
+    on_gpu("rows_of_one_call_go_as_rectangles", |gpu| {
+        const ROWS: usize = 200;
+        let device = open();
+        let (pool, memory) = (pool(&device, 4 << 20), device.alloc(2 * ROWS * PIECE).unwrap());
+        let queue = device.copy_queue().unwrap();
+        let place = |i: usize| memory.slice(2 * i * PIECE..2 * i * PIECE + LEN).unwrap();
+        let mut bufs: Vec<PinnedBuf> = (0..ROWS).map(|i| filled(&pool, &bytes(i, LEN))).collect();
+        bufs.sort_by_key(|buf| buf.as_ptr().addr());
+        let expected: Vec<Vec<u8>> = bufs.iter().map(|buf| buf.to_vec()).collect();
+        // Of the stand-in's, which counts.
+        let rectangles = || gpu.stand_in.as_ref().map(|d| calls(d, "cuMemcpy2DAsync_v2"));
+        let before = rectangles();
+        let pieces = bufs.into_iter().enumerate().map(|(i, buf)| (buf, place(i))).collect();
+        let bufs = queue.gather_pinned(&pool, pieces).unwrap().wait().unwrap();
+        assert!(before.is_none() || rectangles() > before, "no rectangle");
+        let before = rectangles();
+        let landings = bufs.into_iter().enumerate().map(|(i, mut buf)| {
+            buf.fill(0);
+            (place(i), buf)
+        });
+        let bufs = queue.scatter_pinned(&pool, landings.collect()).unwrap().wait().unwrap();
+        assert!(before.is_none() || rectangles() > before, "no rectangle");
+        assert!(bufs.iter().zip(&expected).all(|(buf, expected)| **buf == **expected));
+        if let Some(d) = &gpu.stand_in {
+            assert_eq!(d.report().violations, Vec::<String>::new());
+        }
+        drop((bufs, queue));
+        all_back(&pool);
+    });
+}
+
+/// Pieces of one call at random places, some of which overlap: what overlaps is in no batch together, and where batches, or some
+/// of their copies, are refused, the handle says so and every buffer returns.
+#[test]
+fn pieces_of_one_call_go_in_batches() {
+    on_gpu("pieces_of_one_call_go_in_batches", |gpu| {
+        const COUNT: usize = 900;
+        const ROW: usize = 4096;
+        let device = open();
+        let (pool, memory) = (pool(&device, 8 << 20), device.alloc(COUNT * ROW).unwrap());
+        let queue = device.copy_queue().unwrap();
+        for (overlap, fails) in [(false, false), (true, false), (false, true), (true, true)] {
+            let place = |i: usize| if overlap && i % 5 == 0 { i / 10 * 513 } else { i * 7919 % COUNT * ROW };
+            let pieces = || -> Vec<_> {
+                (0..COUNT)
+                    .map(|i| (filled(&pool, &bytes(i, LEN)), memory.slice(place(i)..place(i) + LEN).unwrap()))
+                    .collect()
+            };
+            let batches = || gpu.stand_in.as_ref().map(|d| calls(d, "cuMemcpyBatchAsync"));
+            let before = batches();
+            if let (true, Some(d)) = (fails, &gpu.stand_in) {
+                (1..=40).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 1, false));
+                d.fail("cuMemcpyHtoDAsync_v2", 77, 1, false);
+            }
+            let came = queue.gather_pinned(&pool, pieces()).unwrap().wait();
+            assert_eq!(came.is_err(), fails && gpu.stand_in.is_some(), "{:?}", came.as_ref().err());
+            drop(came);
+            if let Some(d) = &gpu.stand_in {
+                d.calm();
+                assert!(batches() > before);
+                assert_eq!(d.report().violations, Vec::<String>::new());
+            }
+            all_back(&pool);
+            if overlap {
+                continue;
+            }
+            let landings = (0..COUNT)
+                .map(|i| (memory.slice(place(i)..place(i) + LEN).unwrap(), pool.checkout(LEN).unwrap()));
+            let came = queue.scatter_pinned(&pool, landings.collect()).unwrap().wait().unwrap();
+            let wrong = came.iter().enumerate().filter(|(i, buf)| ***buf != *bytes(*i, LEN)).count();
+            assert!(wrong <= usize::from(fails), "{wrong} pieces");
+        }
+        drop(queue);
+        all_back(&pool);
+    });
+}
+
 // --- trouble ---------------------------------------------------------------------------------------------------------
 
 /// A batch that the driver refuses goes one by one: only what is refused then has failed.

@@ -83,6 +83,7 @@ fn all_back(s: &Setup) {
     let since = Instant::now();
     while s.pool.stats().in_flight_bytes + s.pool.stats().checked_out_bytes > 0 {
         assert!(since.elapsed() < HANG, "{:?}", s.pool.stats());
+        s.node.step();
         s.device.reap();
         std::thread::yield_now();
     }
@@ -177,16 +178,21 @@ const LEN: usize = 8 << 10;
 
 /// What a gather of pinned pieces brought is there, by way of a scatter to other buffers, which come back in order.
 fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
-    let landings = places.iter().map(|place| (place.clone(), from.checkout(LEN).unwrap())).collect();
-    let came = s.queue.scatter_pinned(landings).unwrap().wait().unwrap();
+    let landing = |place: &DeviceSlice| {
+        let mut landing = from.checkout(LEN).unwrap();
+        landing.try_resize(LEN, 0xEE).unwrap();
+        (place.clone(), landing)
+    };
+    let landings = places.iter().map(landing).collect();
+    let came = s.queue.scatter_pinned(&s.pool, landings).unwrap().wait().unwrap();
     assert_eq!(came.len(), places.len());
     for (i, buf) in came.iter().enumerate() {
         assert!(**buf == *bytes(i, LEN), "piece {i}");
     }
 }
 
-/// Short pinned pieces that are neighbours on the device are packed, where there are threads and segments for it; others are
-/// copied from where they are, each by itself. Either way the buffers come back in their order, with their bytes.
+/// Short pinned pieces that are neighbours on the device are packed, both ways, where there are threads and segments for it;
+/// others are copied from where they are, each by itself. Either way the buffers come back in their order, with their bytes.
 #[test]
 fn pinned_pieces_are_packed_or_stay_in_place() {
     const COUNT: usize = 2048;
@@ -195,30 +201,284 @@ fn pinned_pieces_are_packed_or_stay_in_place() {
     s.queue = s.device.copy_queue_with(QueueOptions::new().packers(8)).unwrap();
     let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
     let from = builder.build().unwrap();
-    // In no order on the host, neighbours on the device; the same with gaps; and neighbours without room to pack.
+    // In no order on the host, neighbours on the device; the same with gaps; neighbours without room to pack; and neighbours in
+    // the order of the call.
     let mixed = |i: usize| i * 7919 % COUNT;
-    for (stride, packs, room) in [(LEN, true, true), (LEN + 512, false, true), (LEN, false, false)] {
-        let pieces = pinned(&s, &from, (0..COUNT).map(|i| mixed(i) * stride));
+    for (stride, packs, room, sorted) in [
+        (LEN, true, true, false),
+        (LEN + 512, false, true, false),
+        (LEN, false, false, false),
+        (LEN, true, true, true),
+    ] {
+        let pieces =
+            pinned(&s, &from, (0..COUNT).map(|i| if sorted { i * stride } else { mixed(i) * stride }));
         let places: Vec<DeviceSlice> = pieces.iter().map(|(_, place)| place.clone()).collect();
         let taken: Vec<_> = std::iter::from_fn(|| s.pool.try_checkout(64 << 10).ok())
             .take(if room { 0 } else { 999 })
             .collect();
         let before = s.queue.stats().copies;
         let came = s.queue.gather_pinned(&s.pool, pieces).unwrap().wait().unwrap();
-        let copies = s.queue.stats().copies - before;
-        assert_eq!(copies < COUNT as u64 / 8, packs, "{copies} copies, stride {stride}, room {room}");
-        assert!(packs || copies == COUNT as u64);
+        let between = s.queue.stats().copies;
         assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
-        drop((came, taken));
+        drop(came);
         pinned_come_back(&s, &from, &places);
+        for (way, copies) in [("up", between - before), ("down", s.queue.stats().copies - between)] {
+            let case = format!("{way}, {copies} copies, stride {stride}, room {room}, sorted {sorted}");
+            assert_eq!(copies < COUNT as u64 / 8, packs, "{case}");
+            assert!(packs || copies == COUNT as u64, "{case}");
+        }
+        drop(taken);
         all_back(&s);
     }
     assert_eq!(from.stats().checked_out_bytes + from.stats().in_flight_bytes, 0);
 }
 
-/// Of thousands of pieces that several threads push one is refused: those that were not pushed come back in their order, it
-/// first of its neighbours, and the others return by themselves.
-/// Then there is nothing to pack them in, nor to wait for.
+/// Longer ones that are neighbours in another order than the call's stay in place: to sort them takes longer than packing gains.
+#[test]
+fn longer_pieces_are_not_sorted() {
+    const COUNT: usize = 1024;
+    const LONG: usize = 16 << 10;
+    let _alone = alone();
+    let mut s = setup(HostConfig::new(), 40 << 20);
+    s.queue = s.device.copy_queue_with(QueueOptions::new().packers(8)).unwrap();
+    for (sorted, packs) in [(false, false), (true, true)] {
+        let piece = |i: usize| {
+            let mut buf = s.pool.checkout(LONG).unwrap();
+            buf.try_extend_from_slice(&bytes(i, LONG)).unwrap();
+            let at = if sorted { i } else { i * 7919 % COUNT } * LONG;
+            (buf, s.memory.slice(at..at + LONG).unwrap())
+        };
+        let pieces: Vec<_> = (0..COUNT).map(piece).collect();
+        let places: Vec<DeviceSlice> = pieces.iter().map(|(_, place)| place.clone()).collect();
+        let before = s.queue.stats().copies;
+        let came = s.queue.gather_pinned(&s.pool, pieces).unwrap().wait().unwrap();
+        let copies = s.queue.stats().copies - before;
+        assert_eq!(copies < COUNT as u64 / 8, packs, "{copies} copies, sorted {sorted}");
+        drop(came);
+        let mut back = vec![0; LONG];
+        for i in (0..COUNT).step_by(37) {
+            s.device.stream().unwrap().download_blocking(&places[i], &mut back).unwrap();
+            assert!(back == bytes(i, LONG), "piece {i}, sorted {sorted}");
+        }
+    }
+    all_back(&s);
+}
+
+/// Pieces that stay in place, with gaps between them on the device.
+fn apart(s: &Setup, count: usize) -> Vec<(PinnedBuf, DeviceSlice)> {
+    pinned(s, &s.pool, (0..count).map(|i| i * (LEN + 64)))
+}
+
+/// With threads, some late; with lanes that a call overfills; and without any threads.
+fn in_place(test: impl Fn(Setup)) {
+    let late = HostConfig::new().late(Duration::from_micros(100), 3);
+    for (config, depth) in [(late, 1024), (HostConfig::new(), 5), (HostConfig::new().stepped(3), 64)] {
+        let mut s = setup(config, 24 << 20);
+        s.queue = s.device.copy_queue_with(QueueOptions::new().depth(depth)).unwrap();
+        test(s);
+    }
+}
+
+/// Pieces that are pushed in groups are counted as the copies that they are, lent as the buffers that they are, and come back by
+/// whatever way the handle ends.
+#[test]
+fn groups_count_as_their_copies() {
+    const COUNT: usize = 1500;
+    let _alone = alone();
+    in_place(|s| {
+        let before = s.queue.stats().copies;
+        let places: Vec<DeviceSlice> = apart(&s, COUNT).into_iter().map(|(_, place)| place).collect();
+        drop(s.queue.gather_pinned(&s.pool, apart(&s, COUNT)).unwrap());
+        s.queue.synchronize().unwrap();
+        all_back(&s);
+        assert_eq!(s.queue.stats().copies - before, COUNT as u64);
+        assert_eq!(s.queue.stats().outstanding, 0);
+        pinned_come_back(&s, &s.pool, &places);
+        let gathered = s.queue.gather_pinned(&s.pool, apart(&s, COUNT)).unwrap();
+        while !gathered.is_done().unwrap() {
+            s.node.step();
+        }
+        let came = gathered.wait().unwrap();
+        assert!(came.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, LEN)));
+        drop(came);
+        all_back(&s);
+    });
+    // Nothing moves unless it is told to.
+    let s = setup(HostConfig::new().stepped(3), 24 << 20);
+    let pieces = apart(&s, 100);
+    let out = s.pool.stats().checked_out_bytes;
+    let gathered = s.queue.gather_pinned(&s.pool, pieces).unwrap();
+    assert_eq!(s.queue.stats().outstanding, 100);
+    assert!(s.queue.stats().batches < 10, "{:?}", s.queue.stats());
+    assert_eq!((s.pool.stats().in_flight_bytes, s.pool.stats().checked_out_bytes), (out, 0));
+    drop(gathered);
+    assert_eq!(s.pool.stats().in_flight_bytes, out, "the device is not done");
+    while s.node.step() {}
+    all_back(&s);
+}
+
+/// One copy of a group fails: the call's handle says so, the others happen, and all buffers return.
+#[test]
+fn a_copy_fails_in_a_group() {
+    const COUNT: usize = 300;
+    let _alone = alone();
+    in_place(|s| {
+        let places: Vec<DeviceSlice> = apart(&s, COUNT).into_iter().map(|(_, place)| place).collect();
+        for nth in [0, 63, 170] {
+            for failure in [Failure::Argument, Failure::RunsAnyway] {
+                let fault = || s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
+                let clear = vec![0xEE; s.memory.len()];
+                s.device.stream().unwrap().upload_blocking(&clear, &s.memory).unwrap();
+                fault();
+                let error = s.queue.gather_pinned(&s.pool, apart(&s, COUNT)).unwrap().wait().unwrap_err();
+                assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Moment), "{error}");
+                assert_eq!(s.node.clear_faults(), 0);
+                all_back(&s);
+                let mut there = vec![0; s.memory.len()];
+                s.device.stream().unwrap().download_blocking(&s.memory, &mut there).unwrap();
+                let missing = (0..COUNT).filter(|i| there[i * (LEN + 64)..][..LEN] != bytes(*i, LEN)).count();
+                assert!(missing <= 1, "{missing} of the others did not happen");
+                s.queue.gather_pinned(&s.pool, apart(&s, COUNT)).unwrap().wait().unwrap();
+                // And back.
+                fault();
+                let landings = |place: &DeviceSlice| (place.clone(), s.pool.checkout(LEN).unwrap());
+                let down = s.queue.scatter_pinned(&s.pool, places.iter().map(landings).collect()).unwrap();
+                drop(down.wait().unwrap_err());
+                fault();
+                drop(s.queue.scatter_pinned(&s.pool, places.iter().map(landings).collect()).unwrap());
+                s.queue.synchronize().unwrap();
+                assert_eq!(s.node.clear_faults(), 0);
+                pinned_come_back(&s, &s.pool, &places);
+                all_back(&s);
+            }
+        }
+        assert_eq!(s.pool.stats().quarantined_bytes, 0);
+    });
+}
+
+/// The device dies with groups pushed and in flight, and a handle that is waited for or gone: nothing is in use for good, and
+/// nobody waits for ever.
+#[test]
+fn a_device_dies_under_groups() {
+    let _alone = alone();
+    for after in [0, 200, 800] {
+        for waits in [true, false] {
+            let s = setup(HostConfig::new().late(Duration::from_micros(200), 3), 24 << 20);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_micros(after));
+                    s.node.kill(0);
+                });
+                let error = (0..100_000).find_map(|_| {
+                    let pieces: Vec<_> = (0..1500)
+                        .map_while(|i| {
+                            let mut buf = s.pool.try_checkout(LEN).ok()?;
+                            buf.try_extend_from_slice(&bytes(i, LEN)).ok()?;
+                            Some((buf, s.memory.slice(i * (LEN + 64)..i * (LEN + 64) + LEN).ok()?))
+                        })
+                        .collect();
+                    match s.queue.gather_pinned(&s.pool, pieces) {
+                        Ok(gathered) if waits => gathered.wait().err(),
+                        Ok(gathered) => {
+                            drop(gathered);
+                            s.queue.synchronize().err()
+                        }
+                        Err(refused) => Some(refused.error),
+                    }
+                });
+                assert!(error.as_ref().is_some_and(Error::is_sticky), "{error:?}");
+            });
+            all_back(&s);
+        }
+    }
+}
+
+/// Pieces of one call that overlap on the device: one of them wins, whole where they are the same place, and nothing hangs.
+#[test]
+fn pieces_of_a_call_may_overlap() {
+    let _alone = alone();
+    in_place(|s| {
+        let mut pieces = pinned(&s, &s.pool, (0..300).map(|i| (i % 7) * LEN + 7));
+        // Long ones over all of them.
+        pieces.extend(pinned(&s, &s.pool, [3, 1000].into_iter()));
+        let came = s.queue.gather_pinned(&s.pool, pieces).unwrap().wait().unwrap();
+        assert_eq!(came.len(), 302);
+        drop(came);
+        let pieces = pinned(&s, &s.pool, (0..300).map(|i| (i % 7) * (LEN + 1)));
+        drop(s.queue.gather_pinned(&s.pool, pieces).unwrap().wait().unwrap());
+        for place in 0..7 {
+            let mut back = vec![0; LEN];
+            let at = place * (LEN + 1);
+            s.device.stream().unwrap().download_blocking(s.memory.slice(at..at + LEN), &mut back).unwrap();
+            assert!((0..300).filter(|i| i % 7 == place).any(|i| back == bytes(i, LEN)), "place {place}");
+        }
+        all_back(&s);
+    });
+}
+
+/// Values of the caller's own, short neighbours that are staged among others that stay in place, both ways.
+#[test]
+fn registered_values_are_packed_and_come_back_in_order() {
+    const SHORT: usize = 700;
+    let _alone = alone();
+    for config in [HostConfig::new(), HostConfig::new().stepped(3)] {
+        let s = setup(config, 8 << 20);
+        // Every third is alone and longer.
+        let len = |i: usize| if i % 3 == 2 { 5000 } else { SHORT };
+        let mut at = 0;
+        let places: Vec<DeviceSlice> = (0..90)
+            .map(|i| {
+                at += if i % 3 == 2 { 100 } else { 0 };
+                let place = s.memory.slice(at..at + len(i)).unwrap();
+                at += len(i) + if i % 3 == 2 { 100 } else { 0 };
+                place
+            })
+            .collect();
+        let value = |bytes: Vec<u8>| s.device.register(bytes.into_boxed_slice()).unwrap();
+        let up =
+            places.iter().enumerate().map(|(i, place)| (value(bytes(i, len(i))), place.clone())).collect();
+        let came = s.queue.gather_pinned(&s.pool, up).unwrap().wait().unwrap();
+        assert!(came.iter().enumerate().all(|(i, value)| **value == *bytes(i, len(i))));
+        drop(came);
+        let before = s.queue.stats().copies;
+        let down = places.iter().map(|place| (place.clone(), value(vec![0; place.len() + 9]))).collect();
+        let came = s.queue.scatter_pinned(&s.pool, down).unwrap().wait().unwrap();
+        assert!(s.queue.stats().copies - before < 70, "neighbours by one copy: {:?}", s.queue.stats());
+        for (i, value) in came.iter().enumerate() {
+            assert!(value[..len(i)] == bytes(i, len(i)) && value[len(i)..] == [0; 9], "piece {i}");
+        }
+        drop(came);
+        all_back(&s);
+    }
+}
+
+/// Pieces without bytes take nothing from a pool that has nothing left, alone or behind others.
+#[test]
+fn empty_pieces_wait_for_nothing() {
+    let _alone = alone();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let place = s.memory.slice(..1).unwrap();
+    let one = [7_u8];
+    s.queue
+        .gather_blocking(&s.pool, &[(&one, place.clone()), (&[], place.clone()), (&[], place.clone())])
+        .unwrap();
+    let mut taken = Vec::new();
+    for len in [64 << 10, 4 << 10, 64] {
+        taken.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
+    }
+    let (send, receive) = std::sync::mpsc::channel();
+    let (queue, pool) = (s.queue.clone(), s.pool.clone());
+    std::thread::spawn(move || {
+        let up = queue.gather_blocking(&pool, &[(&[], place.clone()), (&[], place.clone())]);
+        let down = queue.scatter_blocking(&pool, &mut [(place, &mut [])]);
+        send.send(up.and(down)).unwrap();
+    });
+    assert_eq!(receive.recv_timeout(HANG).expect("it waits for room that it does not need"), Ok(()));
+    drop(taken);
+    all_back(&s);
+}
+
+/// Pinned pieces that leave no room: there is nothing to pack them in, nor to wait for.
 #[test]
 fn pinned_pieces_may_be_all_that_the_pool_has() {
     let _alone = alone();
@@ -244,8 +504,9 @@ fn pinned_pieces_may_be_all_that_the_pool_has() {
     all_back(&s);
 }
 
+/// Of thousands of pieces one is refused: all come back in their order, and nothing was copied.
 #[test]
-fn a_refused_piece_comes_back_with_those_behind_it() {
+fn a_refused_piece_comes_back_with_all_others() {
     const COUNT: usize = 4096;
     let _alone = alone();
     let s = setup(HostConfig::new(), 1 << 20);
@@ -256,11 +517,12 @@ fn a_refused_piece_comes_back_with_those_behind_it() {
             let len = if i == wrong { 64 } else { LEN };
             (s.memory.slice(i * 4096..i * 4096 + LEN).unwrap(), from.checkout(len).unwrap())
         };
-        let refused = s.queue.scatter_pinned((0..COUNT).map(landing).collect()).unwrap_err();
+        let refused = s.queue.scatter_pinned(&s.pool, (0..COUNT).map(landing).collect()).unwrap_err();
         assert!(matches!(refused.error, Error::TooSmall { .. }), "{}", refused.error);
         let back = refused.buffer.unwrap();
         let places: Vec<u64> = back.iter().map(|(place, _)| place.address()).collect();
-        assert!(places.is_sorted() && !places.is_empty());
+        assert!(places.is_sorted() && places.len() == COUNT);
+        assert_eq!(s.queue.stats().copies, 0);
         let first = s.memory.slice(wrong * 4096..).unwrap().address();
         assert!(places.contains(&first), "the piece that was refused is among them");
         assert_eq!(back.iter().filter(|(_, buf)| buf.capacity() < LEN).count(), 1);

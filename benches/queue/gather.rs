@@ -158,14 +158,20 @@ pub fn packing(device: &Device) {
     }
 }
 
-/// Pinned pieces, by one caller: where they are, and packed as if they were pageable.
+/// Pinned pieces that are neighbours on the device, by one caller: by the calls for pinned pieces, which choose the way, and packed
+/// as if they were pageable.
 pub fn pinned(device: &Device) {
     let setup = Setup::new(device);
     let Setup { pool, queue, count, .. } = &setup;
     let count = *count;
     let order = Random(5).order(count);
     let mut bufs: Vec<PinnedBuf> = (0..count).map(|i| checkout(pool, LEN, i * 7 + 3)).collect();
-    let ways = ["up in place", "up packed", "down in place", "down unpacked"];
+    let ways = [
+        "up by gather_pinned",
+        "up by gather_blocking",
+        "down by scatter_pinned",
+        "down by scatter_blocking",
+    ];
     let mut ratios = Rounds::new(ways.len());
     for round in 0..=rounds() {
         let mut turn = [0.0; 4];
@@ -188,7 +194,7 @@ pub fn pinned(device: &Device) {
             came.into_iter().enumerate().map(|(place, buf)| (setup.range(place), buf)).collect();
         let mut came = Vec::new();
         turn[2] = setup.ratio(false, || {
-            let sent = queue.scatter_pinned(pieces).expect("copies");
+            let sent = queue.scatter_pinned(pool, pieces).expect("copies");
             came = sent.wait().expect("the device works");
         });
         for (place, buf) in came.iter_mut().enumerate() {
@@ -244,7 +250,11 @@ pub fn rows(device: &Device) {
                         queue.gather_pinned(&pool, pieces).expect("copies").wait().expect("the device works");
                 } else {
                     let pieces = own.into_iter().enumerate().map(|(i, buf)| (range(i), buf)).collect();
-                    bufs = queue.scatter_pinned(pieces).expect("copies").wait().expect("the device works");
+                    bufs = queue
+                        .scatter_pinned(&pool, pieces)
+                        .expect("copies")
+                        .wait()
+                        .expect("the device works");
                 }
                 ratios.push((count * len) as f64 / since.elapsed().as_nanos() as f64 / best);
                 if upload {

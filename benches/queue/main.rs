@@ -24,7 +24,7 @@
 //! # Scattered pieces (`--only scatter`)
 //!
 //! Pieces of 16 and 64 KiB between random places of pinned buffers and random places of device memory, in both directions,
-//! by 1 and by 4 pushing threads, against the pinned peak: the best of five copies of 64 MiB in the same direction. All
+//! by 1 and by 4 pushing threads, and by one call (`0 threads`), against the pinned peak: the best of five copies of 64 MiB in the same direction. All
 //! bytes are compared when the time is taken. Beside it what bare batches reach there, by the best of 1, 2 and 3 threads with a
 //! stream each: who cannot reach the gate on a machine where the driver itself does not, is not at fault.
 //!
@@ -32,8 +32,8 @@
 //!
 //! 16,384 pieces of 16 KiB of pageable memory, in no order, to neighbouring places of device memory, and back to where they
 //! were: `CopyQueue::gather` and `scatter_blocking`, by one caller with the queue's helpers, and by 4 and 8 callers with a
-//! part of the pieces each, against the same peak. `--only pinned`: the same pieces in pinned buffers, by one caller, where
-//! they are and packed. `--only packing`: packing alone, without the device, which is what threads can do at best.
+//! part of the pieces each, against the same peak. `--only pinned`: the same pieces in pinned buffers, by one caller: by the
+//! calls for pinned pieces, which choose the way, and packed. `--only packing`: packing alone, without the device, which is what threads can do at best.
 //!
 //! # Rows (`--only rows`)
 //!

@@ -1,7 +1,7 @@
-//! Pinned pieces between random places.
+//! Pinned pieces between random places: pushed one by one by several threads, and by one call.
 
 use std::sync::{Arc, Barrier};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pinpool::{CopyQueue, Device, DeviceSlice, PinnedBuf, Pool};
 
@@ -9,6 +9,9 @@ use crate::driver::Driver;
 use crate::measure::{self, Spread, at_least, beside, line, number, numbers};
 use crate::sweep::floor;
 use crate::{Random, checkout, peak, pool, queue};
+
+/// Instead of a number of threads: by one call.
+const ONE_CALL: usize = 0;
 
 pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
     let quick = measure::quick();
@@ -31,7 +34,7 @@ pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
                 );
                 rate / peak
             });
-            for threads in numbers("pushers", &[1, 4]) {
+            for threads in numbers("pushers", &[1, 4, ONE_CALL]) {
                 let mut ratios = Vec::new();
                 let mut best = 0.0_f64;
                 for _ in 0..=rounds {
@@ -43,8 +46,9 @@ pub fn scatter(driver: Option<&'static Driver>, device: &Device) {
                 ratios.remove(0);
                 let (kib, way) = (piece >> 10, if upload { "up" } else { "down" });
                 let spread = Spread::of(&ratios);
-                println!("\nscattered pieces of {kib} KiB, {way}, {threads} threads: {best:.1} GB/s at best");
-                let name = format!("pieces of {kib} KiB, {way}, {threads} threads, of the pinned peak");
+                let by = if threads == ONE_CALL { "one call".into() } else { format!("{threads} threads") };
+                println!("\nscattered pieces of {kib} KiB, {way}, {by}: {best:.1} GB/s at best");
+                let name = format!("pieces of {kib} KiB, {way}, {by}, of the pinned peak");
                 line(
                     format!("scatter_{way}_{kib}k_permille"),
                     threads,
@@ -91,14 +95,40 @@ fn pieces(
             bufs[i] = Some(buf);
         }
     }
-    let mut work: Vec<Vec<(usize, PinnedBuf, DeviceSlice)>> = (0..threads).map(|_| Vec::new()).collect();
+    let parts = threads.max(1);
+    let mut work: Vec<Vec<(usize, PinnedBuf, DeviceSlice)>> = (0..parts).map(|_| Vec::new()).collect();
     for (n, &i) in order.iter().enumerate() {
         let at = places[i] * piece;
         let buf = bufs[i].take().expect("there");
-        work[n % threads].push((i, buf, memory.slice(at..at + piece).expect("within")));
+        work[n % parts].push((i, buf, memory.slice(at..at + piece).expect("within")));
     }
-    let barrier = Arc::new(Barrier::new(threads + 1));
-    let (mut back, took) = std::thread::scope(|scope| {
+    let (mut back, took) = if threads == ONE_CALL {
+        call(pool, queue, work.remove(0), upload)
+    } else {
+        push(queue, work, upload)
+    };
+    if upload {
+        let mut all = vec![0; total];
+        stream.download_blocking(memory.slice(..total), &mut all).expect("a copy");
+        for (i, place) in places.iter().enumerate() {
+            let expected = (i * 7 + 3) as u8;
+            assert!(all[place * piece..][..piece].iter().all(|byte| *byte == expected), "piece {i}");
+        }
+    } else {
+        for (i, buf) in back.drain(..) {
+            let expected = (i * 7 + 3) as u8;
+            assert!(buf.iter().all(|byte| *byte == expected), "piece {i}");
+        }
+    }
+    total as f64 / took.as_nanos() as f64
+}
+
+type Work = Vec<(usize, PinnedBuf, DeviceSlice)>;
+
+/// Each thread pushes its part piece by piece.
+fn push(queue: &CopyQueue, work: Vec<Work>, upload: bool) -> (Vec<(usize, PinnedBuf)>, Duration) {
+    let barrier = Arc::new(Barrier::new(work.len() + 1));
+    std::thread::scope(|scope| {
         let running: Vec<_> = work
             .into_iter()
             .map(|work| {
@@ -123,19 +153,22 @@ fn pieces(
         let back: Vec<_> =
             running.into_iter().flat_map(|t| t.join().expect("a thread of the bench")).collect();
         (back, since.elapsed())
-    });
-    if upload {
-        let mut all = vec![0; total];
-        stream.download_blocking(memory.slice(..total), &mut all).expect("a copy");
-        for (i, place) in places.iter().enumerate() {
-            let expected = (i * 7 + 3) as u8;
-            assert!(all[place * piece..][..piece].iter().all(|byte| *byte == expected), "piece {i}");
-        }
+    })
+}
+
+/// All of it by one call.
+fn call(pool: &Pool, queue: &CopyQueue, work: Work, upload: bool) -> (Vec<(usize, PinnedBuf)>, Duration) {
+    let names: Vec<usize> = work.iter().map(|(i, ..)| *i).collect();
+    let (came, took) = if upload {
+        let pieces = work.into_iter().map(|(_, buf, range)| (buf, range)).collect();
+        let since = Instant::now();
+        let came = queue.gather_pinned(pool, pieces).expect("copies").wait().expect("the device works");
+        (came, since.elapsed())
     } else {
-        for (i, buf) in back.drain(..) {
-            let expected = (i * 7 + 3) as u8;
-            assert!(buf.iter().all(|byte| *byte == expected), "piece {i}");
-        }
-    }
-    total as f64 / took.as_nanos() as f64
+        let pieces = work.into_iter().map(|(_, buf, range)| (range, buf)).collect();
+        let since = Instant::now();
+        let came = queue.scatter_pinned(pool, pieces).expect("copies").wait().expect("the device works");
+        (came, since.elapsed())
+    };
+    (names.into_iter().zip(came).collect(), took)
 }

@@ -25,7 +25,7 @@ impl Lend for () {}
 pub(crate) mod sealed {
     use super::{DeviceContext, Error, Lent, Result};
 
-    pub trait Lend: Sized + Send + Unpin {
+    pub trait Lend: Sized + Send + Sync + Unpin {
         /// What goes on the timeline.
         #[doc(hidden)]
         #[allow(private_interfaces)]
@@ -56,6 +56,7 @@ pub(crate) mod sealed {
 }
 
 impl sealed::Lend for PinnedBuf {
+    #[inline]
     #[allow(private_interfaces)]
     fn lend(&self) -> Lent {
         Lent::Segment(self.segment.alias())
@@ -92,14 +93,17 @@ impl sealed::Lend for PinnedBuf {
         }
     }
 
+    #[inline]
     fn bytes(&self) -> &[u8] {
         self
     }
 
+    #[inline]
     fn target(&self) -> Result<(*mut u8, usize)> {
         Ok((self.segment.base().as_ptr(), self.segment.len()))
     }
 
+    #[inline]
     #[allow(private_interfaces)]
     fn serves(&self, context: &DeviceContext) -> bool {
         self.segment.depot().config().serves.contains(&context.id())

@@ -115,25 +115,49 @@ mod landing {
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)>;
+        /// The capacity alone, which may be found without a look at what tells where the start is.
+        #[doc(hidden)]
+        fn room(&mut self, stream: &Stream) -> Result<usize> {
+            self.target(stream).map(|(_, capacity)| capacity)
+        }
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
         fn lend(self) -> (Lent, Self::Half);
+        /// The half that stays with the caller, for what the CPU has written, which no timeline hears of. `None`: it is not the
+        /// CPU's to write to.
+        ///
+        /// # Safety
+        /// The first `written` bytes from the start that [`target`](Self::target) gave are written, and fit.
+        #[doc(hidden)]
+        unsafe fn filled(self, written: usize) -> Option<Self::Half>;
     }
 
+    #[inline]
     fn refuse_others(serves: bool, stream: &Stream) -> Result<()> {
         if serves { Ok(()) } else { Err(Error::WrongDevice { device: stream.device().name().into() }) }
     }
 
     impl Sealed for PinnedBuf {
         type Half = Self;
+        #[inline]
         fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
             refuse_others(self.serves(stream.timeline().context()), stream)?;
             <Self as crate::buffer::sealed::Lend>::target(self)
         }
+        #[inline]
+        fn room(&mut self, stream: &Stream) -> Result<usize> {
+            refuse_others(self.serves(stream.timeline().context()), stream)?;
+            Ok(self.capacity())
+        }
         #[allow(private_interfaces)]
         fn lend(self) -> (Lent, Self) {
             (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
+        }
+        unsafe fn filled(mut self, written: usize) -> Option<Self> {
+            // SAFETY: the caller's word.
+            unsafe { self.set_len(written) };
+            Some(self)
         }
     }
 
@@ -152,6 +176,9 @@ mod landing {
             // landed, and nothing of it counts as written until then.
             (lent, unsafe { PinnedBuf::new(segment, 0) })
         }
+        unsafe fn filled(self, _: usize) -> Option<PinnedBuf> {
+            None
+        }
     }
 
     impl<T> Sealed for Registered<T>
@@ -166,6 +193,9 @@ mod landing {
         #[allow(private_interfaces)]
         fn lend(self) -> (Lent, Self) {
             (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
+        }
+        unsafe fn filled(self, _: usize) -> Option<Self> {
+            Some(self)
         }
     }
 }

@@ -413,7 +413,7 @@ pub(super) fn gathers(on: &Subject) {
             })
             .collect()
     };
-    let came = block_on(on, queue.scatter_pinned(landings(200)).unwrap()).unwrap();
+    let came = block_on(on, queue.scatter_pinned(&pool, landings(200)).unwrap()).unwrap();
     for (i, buf) in came.iter().enumerate() {
         assert!(**buf == *bytes(i, 100 + i * 13), "piece {i}");
     }
@@ -430,9 +430,9 @@ pub(super) fn gathers(on: &Subject) {
     assert_eq!((refused.error, refused.buffer.map(|pieces| pieces.len())), (Error::Empty, Some(251)));
     let mut short = landings(5);
     short[3].1 = pool.checkout(7).unwrap();
-    let refused = queue.scatter_pinned(short).unwrap_err();
+    let refused = queue.scatter_pinned(&pool, short).unwrap_err();
     assert!(matches!(refused.error, Error::TooSmall { have: 7, .. }), "{}", refused.error);
-    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
+    assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(5));
     drop(queue);
     all_back(on, &pool);
 }

@@ -14,8 +14,6 @@
 //! A plan for thousands of pieces takes as long as a good part of the copies. So it can be made in *groups*: neighbours in the
 //! order of the device that fill a segment, each planned by whoever packs it, while the segments before are on the wire.
 
-use std::ops::Range;
-
 /// Where a stretch of a segment begins that is no neighbour of the one before.
 const ALIGN: usize = 64;
 
@@ -99,33 +97,32 @@ pub fn order(pieces: &[Piece]) -> Vec<usize> {
     order
 }
 
-/// Cuts an order into groups, each of which fits into a segment of so many bytes whatever the gaps; a piece that is longer is
-/// a group. How long a segment is may depend on how many bytes are in the groups before, and how many are not.
+/// Whether most pieces of an order begin where the one before ends.
+pub(super) fn are_neighbours(pieces: &[Piece], order: &[usize]) -> bool {
+    let meet = |pair: &&[usize]| {
+        let (a, b) = (&pieces[pair[0]], &pieces[pair[1]]);
+        a.memory == b.memory && a.device.checked_add(a.len as u64) == Some(b.device)
+    };
+    order.windows(2).filter(meet).count() >= order.len() / 4 * 3
+}
+
+/// The next group of an order: the pieces from its front that fit into a segment of so many bytes whatever the gaps, or one
+/// that is longer. Gives those that have bytes, with their names, and how many of the order that is in all.
 #[must_use]
-pub fn groups(
-    pieces: &[Piece],
-    order: &[usize],
-    segment: impl Fn(usize, usize) -> usize,
-) -> Vec<Range<usize>> {
-    let mut left = order.iter().fold(0_usize, |sum, &i| sum.saturating_add(pieces[i].len));
-    let (mut groups, mut start, mut filled, mut before, mut bytes) = (Vec::new(), 0, 0_usize, 0_usize, 0);
-    let mut most = segment(0, left);
-    for (n, &i) in order.iter().enumerate() {
-        let len = pieces[i].len;
-        let room = len.saturating_add(ALIGN - 1);
-        if n > start && filled.saturating_add(room) > most {
-            groups.push(start..n);
-            (before, left) = (before.saturating_add(bytes), left.saturating_sub(bytes));
-            most = segment(before, left);
-            (start, filled, bytes) = (n, 0, 0);
+pub fn group(order: impl Iterator<Item = (usize, Piece)>, segment: usize) -> (Vec<(usize, Piece)>, usize) {
+    let (mut group, mut filled, mut count) = (Vec::new(), 0_usize, 0);
+    for (name, piece) in order {
+        if piece.len > 0 {
+            let room = piece.len.saturating_add(ALIGN - 1);
+            if !group.is_empty() && filled.saturating_add(room) > segment {
+                break;
+            }
+            filled = filled.saturating_add(room);
+            group.push((name, piece));
         }
-        filled = filled.saturating_add(room);
-        bytes = bytes.saturating_add(len);
+        count += 1;
     }
-    if start < order.len() {
-        groups.push(start..order.len());
-    }
-    groups
+    (group, count)
 }
 
 impl Plan {
@@ -264,7 +261,7 @@ impl Plan {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{Limits, Piece, Plan, groups, order};
+    use super::{Limits, Piece, Plan, group, order};
 
     fn piece(device: u64, len: usize, in_place: bool) -> Piece {
         Piece { device, memory: device / 10_100, len, in_place }
@@ -289,18 +286,17 @@ mod tests {
             let limits = Limits { segment, stage_below };
             let plan = Plan::new(&all, limits);
             prop_assert_eq!(plan.check(&all, limits), Ok(()));
-            // And group by group, each of which fits; the first and last ones are shorter.
-            let (order, mut whole) = (order(&all), Plan::default());
-            let total: usize = all.iter().map(|piece| piece.len).sum();
-            let ramp = |before: usize, left: usize| {
-                assert_eq!(before + left, total, "what is behind and what is to come");
-                (segment / 4 + before / 3).min((left / 6).max(segment / 4)).clamp(1, segment)
-            };
-            for group in groups(&all, &order, ramp) {
-                let part = Plan::of(&all, &order[group.clone()], limits);
-                prop_assert!(part.segments.len() <= 1 || group.len() == 1, "{:?}", group);
+            // And group by group, each of which fits, whatever the lengths of segments.
+            let (order, mut whole, mut next, mut most) = (order(&all), Plan::default(), 0, segment / 4 + 1);
+            while next < order.len() {
+                let (group, count) = group(order[next..].iter().map(|&i| (i, all[i])), most);
+                prop_assert!(!group.is_empty() && group.len() == count, "of pieces that have bytes");
+                let part = Plan::of(&all, &order[next..next + count], Limits { segment: most, stage_below });
+                prop_assert!(part.segments.len() <= 1 || count == 1, "{:?}", group);
                 whole.segments.extend(part.segments);
                 whole.in_place.extend(part.in_place);
+                next += count;
+                most = (most * 2).min(segment);
             }
             prop_assert_eq!(whole.check(&all, limits), Ok(()));
         }

@@ -12,15 +12,14 @@
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::plan::{Copy, Limits, Move, Piece, Plan, Segment};
+use super::plan::{self, Copy, Limits, Move, Piece, Plan, Segment};
+use super::survey::{Pieces, Survey};
+use super::{FIRST, SLACK};
 use crate::buffer::PinnedBuf;
 use crate::buffer::sealed::Lend as _;
 use crate::copy::pipeline::stores::{self, Stores};
@@ -46,58 +45,114 @@ pub(super) fn hands(bytes: usize, helpers: usize) -> usize {
 pub(super) struct Staging<'a> {
     queue: &'a CopyQueue,
     pool: &'a Pool,
-    /// By pieces.
-    memories: &'a [&'a DeviceSlice],
+    pieces: &'a dyn Pieces,
     parts: Parts<'a>,
-    /// Bytes of the longest segment.
-    longest: usize,
-    /// The first that nobody has taken.
-    next: AtomicUsize,
     outcome: Mutex<Outcome>,
 }
 
-/// What is to be done, in parts that a thread takes.
-pub(super) enum Parts<'a> {
+/// What is to be done, in parts that a thread takes: each is a segment.
+pub(super) struct Parts<'a> {
+    from: From<'a>,
+    /// Bytes of the longest segment.
+    longest: usize,
+    /// The next segment, or piece of the order, that nobody has taken; and the bytes of those before.
+    next: Mutex<(usize, usize)>,
+}
+
+enum From<'a> {
     /// Planned already.
     Segments(&'a [Segment]),
-    /// Groups of an order, each to be planned by who takes it, and not longer than a segment.
-    Groups {
-        pieces: &'a [Piece],
-        order: &'a [usize],
-        groups: Vec<Range<usize>>,
-        /// Bytes of a group at most.
-        longest: usize,
-        limits: Limits,
-    },
+    /// Pieces in their order, or in another one, cut off and planned by who takes them.
+    Pieces { pieces: &'a dyn Pieces, order: Option<Vec<usize>>, bytes: usize, threads: usize, limits: Limits },
 }
 
 impl<'a> Parts<'a> {
+    pub(super) fn planned(segments: &'a [Segment]) -> Self {
+        let longest = segments.iter().map(|segment| segment.len).max().unwrap_or(0);
+        Self { from: From::Segments(segments), longest, next: Mutex::default() }
+    }
+
+    /// For so many threads. None of the pieces is longer than a segment.
+    pub(super) fn cut(
+        pieces: &'a dyn Pieces,
+        survey: &Survey,
+        order: Option<Vec<usize>>,
+        limits: Limits,
+        threads: usize,
+    ) -> Self {
+        let Survey { bytes, count, .. } = *survey;
+        let longest = bytes.saturating_add(count.saturating_mul(SLACK)).min(limits.segment);
+        let from = From::Pieces { pieces, order, bytes, threads, limits };
+        Self { from, longest, next: Mutex::default() }
+    }
+
+    /// Whether each piece is in one segment.
+    pub(super) fn are_cut(&self) -> bool {
+        matches!(self.from, From::Pieces { .. })
+    }
+
     fn count(&self) -> usize {
-        match self {
-            Self::Segments(segments) => segments.len(),
-            Self::Groups { groups, .. } => groups.len(),
+        match &self.from {
+            From::Segments(segments) => segments.len(),
+            From::Pieces { pieces, order, .. } => order.as_ref().map_or_else(|| pieces.count(), Vec::len),
         }
     }
 
-    fn longest(&self) -> usize {
-        match self {
-            Self::Segments(segments) => segments.iter().map(|segment| segment.len).max().unwrap_or(0),
-            Self::Groups { longest, .. } => *longest,
-        }
+    fn is_left(&self) -> bool {
+        let (next, before) = *self.next.lock();
+        // What has no bytes is not worth a segment.
+        let has_bytes = match &self.from {
+            From::Segments(_) => true,
+            From::Pieces { bytes, .. } => before < *bytes,
+        };
+        has_bytes && next < self.count()
     }
 
-    /// A part's segment.
-    fn get(&self, part: usize) -> Option<Cow<'a, Segment>> {
-        match self {
-            Self::Segments(segments) => segments.get(part).map(Cow::Borrowed),
-            Self::Groups { pieces, order, groups, limits, .. } => {
-                let group = groups.get(part)?.clone();
-                let mut plan = Plan::of(pieces, &order[group], *limits);
-                debug_assert!(plan.segments.len() == 1 && plan.in_place.is_empty(), "a group is a segment");
-                plan.segments.pop().map(Cow::Owned)
+    /// Nobody takes one any more.
+    fn stop(&self) {
+        self.next.lock().0 = usize::MAX;
+    }
+
+    /// The next segment.
+    fn take(&self) -> Option<Cow<'a, Segment>> {
+        let (limits, group) = match &self.from {
+            From::Segments(segments) => {
+                let mut next = self.next.lock();
+                let segment = segments.get(next.0).map(Cow::Borrowed);
+                next.0 = next.0.saturating_add(1);
+                return segment;
             }
-        }
+            From::Pieces { pieces, order, bytes, threads, limits } => {
+                let mut next = self.next.lock();
+                let (from, before) = *next;
+                let names = (from..self.count()).map(|n| order.as_ref().map_or(n, |order| order[n]));
+                let named = names.map(|i| (i, pieces.get(i, false)));
+                let (group, count) = plan::group(named, segment_of(*bytes, before, *threads, limits.segment));
+                next.0 = from.saturating_add(count);
+                next.1 = group.iter().fold(before, |sum, (_, piece)| sum.saturating_add(piece.len));
+                (limits, group)
+            }
+        };
+        let (names, group): (Vec<usize>, Vec<Piece>) = group.into_iter().unzip();
+        let all: Vec<usize> = (0..group.len()).collect();
+        let mut plan = Plan::of(&group, &all, *limits);
+        debug_assert!(plan.segments.len() <= 1 && plan.in_place.is_empty(), "a group is a segment");
+        let mut segment = plan.segments.pop()?;
+        // By the names that the call has for them.
+        segment.moves.iter_mut().for_each(|step| step.piece = names[step.piece]);
+        segment.copies.iter_mut().for_each(|copy| copy.piece = names[copy.piece]);
+        Some(Cow::Owned(segment))
     }
+}
+
+/// Bytes of the next segment at most, with so many of a call's before it: round by round twice as long, and at the end half of
+/// what is left for each thread.
+fn segment_of(bytes: usize, before: usize, threads: usize, most: usize) -> usize {
+    if threads < 2 {
+        return most;
+    }
+    let left = bytes.saturating_sub(before);
+    (FIRST + before / threads).min((left / threads / 2).max(FIRST)).min(most)
 }
 
 /// What the threads that are done leave.
@@ -118,18 +173,20 @@ impl<'a> Staging<'a> {
     pub(super) fn new(
         queue: &'a CopyQueue,
         pool: &'a Pool,
-        memories: &'a [&'a DeviceSlice],
+        pieces: &'a dyn Pieces,
         parts: Parts<'a>,
     ) -> Self {
-        let longest = parts.longest();
-        let (next, outcome) = (AtomicUsize::new(0), Mutex::default());
-        Self { queue, pool, memories, parts, longest, next, outcome }
+        Self { queue, pool, pieces, parts, outcome: Mutex::default() }
     }
 
     /// Fills all segments from the pieces' bytes, and pushes their copies. What may be under way is left, and what failed.
-    pub(super) fn pack(&self, hands: usize, pieces: &[&[u8]]) -> Result<Vec<Place>> {
+    pub(super) fn pack<'b>(
+        &self,
+        hands: usize,
+        bytes: &(dyn Fn(usize) -> &'b [u8] + Sync),
+    ) -> Result<Vec<Place>> {
         let start = |segment: Cow<'a, Segment>, mut buf: PinnedBuf| {
-            fill(&mut buf, &segment, pieces)?;
+            fill(&mut buf, &segment, bytes)?;
             self.upload(segment, buf)
         };
         // Whether one failed its own handle tells: the others happen all the same.
@@ -147,7 +204,7 @@ impl<'a> Staging<'a> {
             sent.places.iter().try_for_each(|place| place.wait(None))?;
             // SAFETY: landed: the copies have written each byte that is moved, and nobody writes to the segment any more.
             // Each segment is emptied once.
-            unsafe { targets.fill(&sent.segment, sent.buf.as_ptr()) };
+            unsafe { targets.fill(&sent.segment, sent.buf.as_ptr())? };
             Ok(Vec::new())
         };
         self.run(hands, |helps| {
@@ -164,7 +221,7 @@ impl<'a> Staging<'a> {
             Ok(places) => self.outcome.lock().places.extend(places),
             Err(error) => {
                 // Nobody begins another one.
-                self.next.store(self.parts.count(), Ordering::Relaxed);
+                self.parts.stop();
                 self.outcome.lock().error.get_or_insert(error);
             }
         };
@@ -183,8 +240,7 @@ impl<'a> Staging<'a> {
         land: impl Fn(Sent<'a>) -> Result<Vec<Place>>,
     ) -> Result<(Vec<Place>, VecDeque<Sent<'a>>)> {
         let (mut places, mut sent) = (Vec::new(), VecDeque::new());
-        // Relaxed, here and below: a number, which nothing else depends on.
-        while self.next.load(Ordering::Relaxed) < self.parts.count() {
+        while self.parts.is_left() {
             if sent.len() >= AHEAD {
                 if let Some(first) = sent.pop_front() {
                     places.extend(land(first)?);
@@ -192,16 +248,16 @@ impl<'a> Staging<'a> {
             }
             // The memory first: who has taken a segment has to see it through.
             let buf = loop {
-                match self.pool.try_checkout(self.longest) {
+                match self.pool.try_checkout(self.parts.longest) {
                     Err(Error::Exhausted { .. }) => match sent.pop_front() {
                         Some(first) => places.extend(land(first)?),
                         None if helps => return Ok((places, sent)),
-                        None => break self.pool.checkout(self.longest)?,
+                        None => break self.pool.checkout(self.parts.longest)?,
                     },
                     other => break other?,
                 }
             };
-            let Some(segment) = self.parts.get(self.next.fetch_add(1, Ordering::Relaxed)) else { break };
+            let Some(segment) = self.parts.take() else { break };
             sent.push_back(start(segment, buf)?);
         }
         Ok((places, sent))
@@ -211,7 +267,7 @@ impl<'a> Staging<'a> {
         let copy = |copy: &Copy| {
             let bytes = &buf[copy.at..copy.at + copy.len];
             let dst = DevicePtr(copy.device);
-            (Transfer::Upload { src: bytes.as_ptr(), dst, len: copy.len }, self.memories[copy.piece])
+            (Transfer::Upload { src: bytes.as_ptr(), dst, len: copy.len }, self.pieces.memory(copy.piece))
         };
         let copies: Vec<_> = segment.copies.iter().map(copy).collect();
         self.send(segment, buf, &copies)
@@ -222,7 +278,7 @@ impl<'a> Staging<'a> {
             // SAFETY: within the segment.
             let dst = unsafe { buf.as_ptr().cast_mut().add(copy.at) };
             let src = DevicePtr(copy.device);
-            (Transfer::Download { src, dst, len: copy.len }, self.memories[copy.piece])
+            (Transfer::Download { src, dst, len: copy.len }, self.pieces.memory(copy.piece))
         };
         let copies: Vec<_> = segment.copies.iter().map(copy).collect();
         self.send(segment, buf, &copies)
@@ -243,14 +299,23 @@ impl<'a> Staging<'a> {
 }
 
 /// Makes a segment's moves. What lies between them is zero.
-fn fill(buf: &mut PinnedBuf, segment: &Segment, pieces: &[&[u8]]) -> Result<()> {
-    let bytes = |step: &Move| &pieces[step.piece][step.from..step.from + step.len];
+fn fill<'a>(
+    buf: &mut PinnedBuf,
+    segment: &Segment,
+    pieces: &(dyn Fn(usize) -> &'a [u8] + Sync),
+) -> Result<()> {
+    let bytes = |step: &Move| {
+        let all = pieces(step.piece);
+        // (A value of the caller's own may be shorter each time it is asked.)
+        let end = step.from + step.len;
+        all.get(step.from..end).ok_or(Error::OutOfRange { start: step.from, end, len: all.len() })
+    };
+    // Found out for all at first: these looks, at what is in no cache, do not wait for each other.
+    let all = segment.moves.iter().map(bytes).collect::<Result<Vec<&[u8]>>>()?;
     for (n, step) in segment.moves.iter().enumerate() {
-        if let Some(next) = segment.moves.get(n + 1) {
-            announce(bytes(next));
-        }
+        all.get(n + 1).copied().into_iter().for_each(announce);
         buf.try_resize(step.at, 0)?;
-        buf.try_extend_from_slice(bytes(step))?;
+        buf.try_extend_from_slice(all[n])?;
     }
     Ok(())
 }
@@ -278,19 +343,35 @@ const PAGE: usize = 4096;
 #[cfg(target_arch = "x86_64")]
 const LINES: usize = 4;
 
-/// Where the pieces of a scatter go: borrowed memory, no byte of which is in two of them.
-pub(super) struct Targets<'a> {
-    places: Vec<(*mut u8, usize)>,
-    borrowed: PhantomData<&'a mut [u8]>,
+/// Where a piece of a scatter goes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    pub(super) at: *mut u8,
+    /// Bytes that may be written there.
+    pub(super) len: usize,
 }
 
-// SAFETY: who fills them says that nobody else does so with the same segment, and by the plan each byte is in one.
-unsafe impl Sync for Targets<'_> {}
+impl Target {
+    pub(super) fn of(bytes: &mut [u8]) -> Self {
+        Self { at: bytes.as_mut_ptr(), len: bytes.len() }
+    }
+}
+
+// SAFETY: an address, which means the same on every thread; who writes there says why it may.
+unsafe impl Send for Target {}
+// SAFETY: as above.
+unsafe impl Sync for Target {}
+
+/// Where the pieces of a scatter go, no byte of which is in two of them.
+pub(super) struct Targets<'a> {
+    place: &'a (dyn Fn(usize) -> Result<Target> + Sync),
+}
 
 impl<'a> Targets<'a> {
-    pub(super) fn new(targets: impl Iterator<Item = &'a mut [u8]>) -> Self {
-        let places = targets.map(|target| (target.as_mut_ptr(), target.len())).collect();
-        Self { places, borrowed: PhantomData }
+    /// # Safety
+    /// What `place` names is valid for writes, and nobody else's, for as long as this is there.
+    pub(super) unsafe fn new(place: &'a (dyn Fn(usize) -> Result<Target> + Sync)) -> Self {
+        Self { place }
     }
 
     /// Moves a segment's bytes to their places.
@@ -298,20 +379,24 @@ impl<'a> Targets<'a> {
     /// # Safety
     /// From `from` on there are the bytes of all the segment's moves, which nobody writes; and no other thread fills the
     /// same segment. The plan is one of these targets.
-    unsafe fn fill(&self, segment: &Segment, from: *const u8) {
-        for step in &segment.moves {
-            let (target, len) = self.places[step.piece];
-            debug_assert!(step.from + step.len <= len, "a move leaves its piece");
-            // SAFETY: within the segment, by the caller's word, and within the target, by the plan; the target is borrowed
-            // exclusively, and no other move has the same bytes.
+    unsafe fn fill(&self, segment: &Segment, from: *const u8) -> Result<()> {
+        // Found out for all at first, as for what is packed.
+        let places = segment.moves.iter().map(|step| (self.place)(step.piece)).collect::<Result<Vec<_>>>()?;
+        for (step, Target { at, len }) in segment.moves.iter().zip(places) {
+            if step.from + step.len > len {
+                return Err(Error::TooSmall { need: step.from + step.len, have: len });
+            }
+            // SAFETY: within the segment, by the caller's word, and within the target; that is nobody else's, by the word of who
+            // made this, and no other move has the same bytes.
             let (from, to) = unsafe {
                 (
                     std::slice::from_raw_parts(from.add(step.at), step.len),
-                    std::slice::from_raw_parts_mut(target.add(step.from).cast::<MaybeUninit<u8>>(), step.len),
+                    std::slice::from_raw_parts_mut(at.add(step.from).cast::<MaybeUninit<u8>>(), step.len),
                 )
             };
             // Not read first: with eight threads memory is the limit, and a quarter of the rate is gained.
             stores::copy(from, to, Stores::Streaming);
         }
+        Ok(())
     }
 }

@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 use crossbeam::utils::CachePadded;
 
 use super::bell::{Bell, Held, Role};
-use super::lane::{Entry, Filled, Lane, Piece};
+use super::lane::{Entry, Filled, Lane, Piece, Rest};
 use super::overlap::Overlap;
 use crate::depot::{Segment, Wake};
 use crate::device::Transfer;
@@ -49,14 +49,14 @@ use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 use crate::stream::awaited::{Awaited, Range};
-use crate::stream::timeline::{Gone, Keep, Lent, SPIN, Timeline, WaitKey};
+use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Timeline, WaitKey};
 use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, Own, thread, yield_now};
 
 /// Copies of a batch at most. (With more than 256 the driver becomes slower again.)
-const MOST: usize = 256;
+pub(super) const MOST: usize = 256;
 /// Bytes after which a batch ends; and after which one to the device ends that has as many copies as it takes.
-const MOST_BYTES: usize = 4 << 20;
-const ENOUGH: (usize, usize) = (64, 1 << 20);
+pub(super) const MOST_BYTES: usize = 4 << 20;
+pub(super) const ENOUGH: (usize, usize) = (64, 1 << 20);
 /// Copies of one lane that a batch takes before it looks at the next lane, unless they are rows of a rectangle.
 const TURN: usize = 64;
 /// Batches in flight up to which a pushing thread submits by itself, while the queue's thread sleeps.
@@ -199,6 +199,23 @@ impl Flow {
         self.bell.ring();
     }
 
+    /// Much is about to be pushed: the thread is to be awake.
+    pub(super) fn wake(&self) {
+        if !self.is_stepped() {
+            self.bell.ring();
+        }
+    }
+
+    /// A lane was filled, and more comes, for other flows too: the thread is to submit it. (One thread that calls the driver for
+    /// several streams by turns gets a tenth of the rate to the device.)
+    pub(super) fn urge(self: &Arc<Self>) {
+        if self.is_stepped() {
+            self.rouse();
+        } else if self.bell.is_asleep() {
+            self.bell.ring();
+        }
+    }
+
     /// Submits a batch, unless somebody else submits. After this, what is filled must be looked at again.
     pub(super) fn submit(self: &Arc<Self>) -> bool {
         let Some(role) = self.role.try_take() else { return false };
@@ -212,11 +229,13 @@ impl Flow {
         let desk = &mut seat.desk;
         let mut pieces = self.spare.lock().pop().unwrap_or_default();
         let full = desk.collect(&self.lanes, &self.filled, self.writes, &mut pieces);
-        if full && pieces.len() >= ENOUGH.0 && !self.is_pressed() {
+        let count = pieces.iter().map(Piece::count).sum::<usize>();
+        if full && count >= ENOUGH.0 && !self.is_pressed() {
             self.pressed.store(true, Ordering::Relaxed);
         }
         if self.writes && pieces.len() > 1 {
-            let keep = desk.overlap.first_in_the_way(&pieces);
+            // (A group has none in itself; should it, it is no use to look at it again and again.)
+            let keep = desk.overlap.first_in_the_way(&pieces).max(1);
             while pieces.len() > keep {
                 let Some(piece) = pieces.pop() else { break };
                 desk.rest |= 1 << piece.lane;
@@ -228,7 +247,13 @@ impl Flow {
         }
         let Desk { transfers, runs, .. } = desk;
         transfers.clear();
-        transfers.extend(pieces.iter().map(|piece| piece.transfer));
+        transfers.reserve(count);
+        for piece in &pieces {
+            if let Some(rest) = &piece.rest {
+                transfers.extend_from_slice(&rest.transfers);
+            }
+            transfers.push(piece.transfer);
+        }
         find_runs(&pieces, runs);
         let booked = book(&pieces);
         self.hand_over(transfers, runs, Load::Many(pieces, booked));
@@ -297,7 +322,7 @@ impl Flow {
             return std::mem::forget(load);
         }
         load.for_each(|piece| {
-            piece.loan.land();
+            piece.into_loans().for_each(|loan| _ = loan.land());
         });
         for run in runs {
             // Not landed: what was submitted before may be in flight, and is lost with the timeline.
@@ -333,10 +358,16 @@ impl Flow {
 
     /// The same for one of its copies; `last`: of its lane's.
     fn settle(&self, piece: Piece, last: bool) {
-        let Piece { loan, memory, number, lane, .. } = piece;
+        let Piece { loan, memory, number, lane, rest, .. } = piece;
         let lane = &self.lanes[lane as usize];
-        if loan.land() {
+        // (A group's handle leaves by itself.)
+        if loan.land() && rest.is_none() {
             lane.leave(&Range { first: number, last: number }, false);
+        }
+        if let Some(Rest { loans, memories, .. }) = rest.map(|rest| *rest) {
+            loans.iter().for_each(announce);
+            loans.into_iter().for_each(|loan| _ = loan.land());
+            drop(memories);
         }
         drop(memory);
         // The words first: whoever sees the number finds them settled.
@@ -352,12 +383,14 @@ impl Flow {
         let error = self.timeline.usable().err().unwrap_or(Error::QueueClosed);
         let runs = load.runs();
         let mut lost = Vec::new();
-        load.for_each(|Piece { loan, memory, .. }| {
+        load.for_each(|mut piece| {
+            let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
+            let memories = (piece.memory.take(), memories);
             if context.poisoned().is_none() {
                 // The copy may still be queued, and the device may die of finding the memory freed.
-                std::mem::forget(memory);
+                std::mem::forget(memories);
             }
-            lost.push(loan.condemn());
+            lost.extend(piece.into_loans().map(Loan::condemn));
         });
         let gone = lost.into_iter().sum();
         runs.iter().for_each(|run| self.lanes[run.lane as usize].lose(&error));
@@ -469,29 +502,55 @@ impl Flow {
     }
 }
 
-/// Whether three copies are at even distances.
-fn are_rows(a: &Piece, b: &Piece, c: &Piece) -> bool {
-    let distance = a.transfer.distance(&b.transfer);
-    distance.is_some() && distance == b.transfer.distance(&c.transfer)
+/// Whether the last copies of what is before, `first` and then `second`, and the next copy are at even distances.
+fn are_rows(first: Option<&Piece>, second: &Piece, next: &Piece) -> bool {
+    let Some(a) = second.before_last().or_else(|| first.map(|first| &first.transfer)) else { return false };
+    let distance = a.distance(&second.transfer);
+    distance.is_some() && distance == second.transfer.distance(next.first())
+}
+
+/// Has the processor fetch a segment's word, which was written by another one: exchanging it would wait for that, and of a
+/// group one after the other.
+fn announce(loan: &Loan) {
+    #[cfg(target_arch = "x86_64")]
+    if let Some((segment, _)) = loan.booked() {
+        // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                std::ptr::from_ref(segment.slot()).cast(),
+            );
+        }
+    }
+    let _ = loan;
 }
 
 fn find_runs(pieces: &[Piece], runs: &mut Vec<Run>) {
     runs.clear();
-    for (at, piece) in pieces.iter().enumerate() {
+    let mut at = 0;
+    for piece in pieces {
+        let len = piece.count();
         match runs.last_mut() {
-            Some(run) if run.lane == piece.lane => run.len += 1,
-            _ => runs.push(Run { lane: piece.lane, first: piece.number, at, len: 1 }),
+            Some(run) if run.lane == piece.lane => run.len += len,
+            _ => runs.push(Run { lane: piece.lane, first: piece.first_number(), at, len }),
         }
+        at += len;
     }
 }
 
 /// Bytes to be booked as in flight, by pools: a name of one of the pool's segments, which is there until it is settled.
 fn book(pieces: &[Piece]) -> Vec<(Segment, usize)> {
     let mut booked: Vec<(Segment, usize)> = Vec::new();
-    for (segment, bytes) in pieces.iter().filter_map(|piece| piece.loan.booked()) {
+    let mut add = |loan: &Loan| {
+        let Some((segment, bytes)) = loan.booked() else { return };
         match booked.iter_mut().find(|(other, _)| other.shares_depot(segment)) {
             Some((_, sum)) => *sum += bytes,
             None => booked.push((segment.alias(), bytes)),
+        }
+    };
+    for piece in pieces {
+        add(&piece.loan);
+        if let Some(rest) = &piece.rest {
+            rest.loans.iter().for_each(&mut add);
         }
     }
     booked
@@ -562,10 +621,11 @@ impl Desk {
         writes: bool,
         batch: &mut Vec<Piece>,
     ) -> bool {
-        let mut bytes = 0;
-        let is_full = |copies, bytes, rows: &dyn Fn() -> bool| {
+        let (mut copies, mut bytes) = (0, 0);
+        // Whether it is, for so many more.
+        let is_full = |copies: usize, bytes, more: usize, rows: &dyn Fn() -> bool| {
             let enough = writes && copies >= ENOUGH.0 && bytes >= ENOUGH.1;
-            copies >= MOST || bytes >= MOST_BYTES || enough && !rows()
+            copies > 0 && copies + more > MOST || bytes >= MOST_BYTES || enough && !rows()
         };
         loop {
             let there = self.rest | filled.lanes();
@@ -583,21 +643,26 @@ impl Desk {
                         lanes[at].take(filled, at, taken);
                     }
                     let before = batch.len();
-                    let mut turn = 0;
+                    let (mut turn, mut turned) = (0, 0);
                     // Rows of a rectangle, the more the better.
                     let rows = |turn: usize| {
                         let piece = |n: usize| if n < before { batch.get(n) } else { taken.get(n - before) };
                         let n = before + turn;
-                        match (n.checked_sub(2).and_then(piece), n.checked_sub(1).and_then(piece), piece(n)) {
-                            (Some(a), Some(b), Some(c)) => are_rows(a, b, c),
+                        match (n.checked_sub(1).and_then(piece), piece(n)) {
+                            (Some(last), Some(next)) => {
+                                are_rows(n.checked_sub(2).and_then(piece), last, next)
+                            }
                             _ => false,
                         }
                     };
-                    while turn < taken.len()
-                        && (turn < TURN || rows(turn))
-                        && !is_full(before + turn, bytes, &|| rows(turn))
-                    {
-                        bytes += taken[turn].transfer.len();
+                    while let Some(next) = taken.get(turn) {
+                        let stays = turned < TURN || rows(turn);
+                        if !stays || is_full(copies, bytes, next.count(), &|| rows(turn)) {
+                            break;
+                        }
+                        bytes += next.bytes();
+                        copies += next.count();
+                        turned += next.count();
                         turn += 1;
                     }
                     batch.extend(taken.drain(..turn));
@@ -606,11 +671,13 @@ impl Desk {
                     } else {
                         self.rest |= 1 << at;
                     }
-                    let goes_on = || match (&batch[..], taken.front()) {
-                        ([.., a, b], Some(c)) => are_rows(a, b, c),
+                    let next = taken.front();
+                    let goes_on = || match (&batch[..], next) {
+                        ([.., a, b], Some(c)) => are_rows(Some(a), b, c),
+                        ([b], Some(c)) => are_rows(None, b, c),
                         _ => false,
                     };
-                    if is_full(batch.len(), bytes, &goes_on) {
+                    if is_full(copies, bytes, next.map_or(1, Piece::count), &goes_on) {
                         self.next = (at + 1) % lanes.len();
                         return true;
                     }

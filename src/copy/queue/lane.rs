@@ -26,16 +26,73 @@ use crate::stream::awaited::Range;
 use crate::stream::timeline::{Lent, Loan, WaitKey};
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// One copy.
+/// One copy, or a group of copies that go in one batch and land as one.
 #[derive(Debug)]
 pub(super) struct Piece {
+    /// The last copy of a group.
     pub(super) transfer: Transfer,
     pub(super) loan: Loan,
     /// What keeps the device memory. Of neighbours in a lane with the same memory only the last has it, since it lands
     /// last.
     pub(super) memory: Option<Arc<Allocation>>,
     pub(super) lane: u32,
+    /// The last copy's. Those of a group follow each other.
     pub(super) number: u64,
+    /// What a group has besides.
+    pub(super) rest: Option<Box<Rest>>,
+}
+
+/// The copies of a group before its last one, and what all of them use.
+#[derive(Debug)]
+pub(super) struct Rest {
+    pub(super) transfers: Vec<Transfer>,
+    pub(super) loans: Vec<Loan>,
+    pub(super) memories: Vec<Arc<Allocation>>,
+    /// Of all of the group.
+    bytes: usize,
+}
+
+impl Piece {
+    /// Copies.
+    pub(super) fn count(&self) -> usize {
+        1 + self.rest.as_ref().map_or(0, |rest| rest.transfers.len())
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.rest.as_ref().map_or(self.transfer.len(), |rest| rest.bytes)
+    }
+
+    pub(super) fn transfers(&self) -> impl Iterator<Item = &Transfer> {
+        self.rest.iter().flat_map(|rest| &rest.transfers).chain(std::iter::once(&self.transfer))
+    }
+
+    /// The copy before the last one, in a group.
+    pub(super) fn before_last(&self) -> Option<&Transfer> {
+        self.rest.as_ref().and_then(|rest| rest.transfers.last())
+    }
+
+    pub(super) fn first(&self) -> &Transfer {
+        self.rest.as_ref().and_then(|rest| rest.transfers.first()).unwrap_or(&self.transfer)
+    }
+
+    /// The number of its first copy.
+    pub(super) fn first_number(&self) -> u64 {
+        self.number + 1 - self.count() as u64
+    }
+
+    pub(super) fn into_loans(self) -> impl Iterator<Item = Loan> {
+        std::iter::once(self.loan).chain(self.rest.into_iter().flat_map(|rest| rest.loans))
+    }
+}
+
+/// Several copies, to be pushed as a group, which nobody has to ask for one by one.
+#[derive(Debug)]
+pub(super) struct Group {
+    /// None of them writes where another one does, and there is one at least.
+    pub(super) transfers: Vec<Transfer>,
+    /// For all of them together.
+    pub(super) lent: Vec<Lent>,
+    pub(super) memories: Vec<Arc<Allocation>>,
 }
 
 #[derive(Debug, Default)]
@@ -101,9 +158,9 @@ impl Lane {
         Ok(Entry { state, room })
     }
 
-    /// The number that has landed when the lane has room for one more.
-    pub(super) fn room_after(&self, depth: u64) -> u64 {
-        (self.state.lock().pushed + 1).saturating_sub(depth)
+    /// The number that has landed when the lane has room for so many more.
+    pub(super) fn room_after(&self, depth: u64, more: u64) -> u64 {
+        (self.state.lock().pushed + more).saturating_sub(depth)
     }
 
     /// The number of the last copy that was pushed.
@@ -326,8 +383,31 @@ impl Entry<'_> {
         if state.queue.is_empty() {
             filled.0.fetch_or(1 << lane, Ordering::Relaxed);
         }
-        state.queue.push_back(Piece { transfer, loan: Loan::of(lent), memory, lane, number });
+        state.queue.push_back(Piece { transfer, loan: Loan::of(lent), memory, lane, number, rest: None });
         number
+    }
+
+    /// Pushes a group, for which there must be room, and gives its numbers. `None`: it was empty.
+    pub(super) fn push_group(&mut self, filled: &Filled, lane: u32, group: Group) -> Option<Range> {
+        let Group { mut transfers, lent, mut memories } = group;
+        let bytes = transfers.iter().map(Transfer::len).sum();
+        let transfer = transfers.pop()?;
+        let mut loans: Vec<Loan> = lent.into_iter().map(Loan::of).collect();
+        let loan = loans.pop().unwrap_or_else(|| Loan::of(Lent::Object(Box::new(()))));
+        let count = transfers.len() as u64 + 1;
+        debug_assert!(self.room >= count, "pushed where there is no room");
+        self.room = self.room.saturating_sub(count);
+        let state = &mut *self.state;
+        let first = state.pushed + 1;
+        state.pushed += count;
+        let number = state.pushed;
+        if state.queue.is_empty() {
+            filled.0.fetch_or(1 << lane, Ordering::Relaxed);
+        }
+        let memory = memories.pop();
+        let rest = Some(Box::new(Rest { transfers, loans, memories, bytes }));
+        state.queue.push_back(Piece { transfer, loan, memory, lane, number, rest });
+        Some(Range { first, last: number })
     }
 }
 
@@ -340,7 +420,7 @@ pub(super) struct Next {
 impl Next {
     pub(super) fn piece(self, transfer: Transfer, lent: Lent, memory: Arc<Allocation>) -> Piece {
         let Self { lane, number } = self;
-        Piece { transfer, loan: Loan::of(lent), memory: Some(memory), lane, number }
+        Piece { transfer, loan: Loan::of(lent), memory: Some(memory), lane, number, rest: None }
     }
 }
 

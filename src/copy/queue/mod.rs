@@ -13,11 +13,13 @@
 //!
 //! [`lane`]: where copies are pushed to, and where their handles find out. [`flow`]: the copies of one direction, how they
 //! are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]: what must not share a batch.
-//! [`crew`]: who helps with packing. Here: what users see, and the queue's thread.
+//! [`group`]: copies that are pushed
+//! and land together. [`crew`]: who helps with packing. Here: what users see, and the queue's thread.
 
 mod bell;
 mod crew;
 mod flow;
+mod group;
 mod lane;
 #[cfg(all(test, loom))]
 mod loom_models;
@@ -343,19 +345,25 @@ enum Patience {
 }
 
 /// Whether this thread may wait for copies: those that find out what is done may not.
-fn may_wait() -> bool {
+pub(super) fn may_wait() -> bool {
     !matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter))
 }
 
 impl Way {
-    /// Where this thread pushes its next copy, of so many bytes: the first flow, until more comes in there than goes out.
-    fn side(&self, len: usize) -> &Side {
-        let sides = if len < LONG { &self.0[..] } else { &self.0[..self.0.len().min(self.1)] };
+    /// The flows for copies of so many bytes: one at least.
+    fn of(&self, len: usize) -> &[Side] {
+        if len < LONG { &self.0[..] } else { &self.0[..self.0.len().min(self.1)] }
+    }
+
+    /// Where this thread pushes its next `count` copies, of so many bytes: the first flow, until more comes in there than goes
+    /// out.
+    fn side(&self, len: usize, count: usize) -> &Side {
+        let sides = self.of(len);
         if sides.len() == 1 || !sides[0].flow.is_pressed() {
             return &sides[0];
         }
         // Not one here and one there: batches are to find neighbours.
-        let turn = TURN.with(|turn| turn.replace(turn.get().wrapping_add(1)));
+        let turn = TURN.with(|turn| turn.replace(turn.get().wrapping_add(count)));
         &sides[(number() + turn / STAY) % sides.len()]
     }
 }
@@ -381,7 +389,7 @@ impl Side {
             match lane.enter(flow.depth()) {
                 Ok(entry) => break entry,
                 Err(Error::QueueFull { .. }) if patience == Patience::Wait && may_wait() => {
-                    let last = lane.room_after(flow.depth());
+                    let last = lane.room_after(flow.depth(), 1);
                     // Whether that one failed is its own handle's affair.
                     let lost = flow.wait(lane, &Range::whole(last), None);
                     lost?;
@@ -405,7 +413,7 @@ impl Side {
             let mut entry = match lane.enter(flow.depth()) {
                 Ok(entry) => entry,
                 Err(Error::QueueFull { .. }) if may_wait() => {
-                    flow.wait(lane, &Range::whole(lane.room_after(flow.depth())), None)?;
+                    flow.wait(lane, &Range::whole(lane.room_after(flow.depth(), 1)), None)?;
                     continue;
                 }
                 Err(error) => return Err(error),
@@ -486,7 +494,7 @@ impl CopyQueue {
         part: impl RangeBounds<usize>,
         dst: impl DeviceRange,
     ) -> Result<InFlight<B>, SubmitError<B>> {
-        let side = self.0.up.side(src.bytes().len());
+        let side = self.0.up.side(src.bytes().len(), 1);
         let pushed = (|| {
             let dst = side.own(dst)?;
             if !src.serves(side.flow.timeline().context()) {
@@ -539,7 +547,7 @@ impl CopyQueue {
         mut landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         let src = range::Sealed::resolve(src);
-        let side = self.0.down.side(src.as_ref().map_or(0, DeviceSlice::len));
+        let side = self.0.down.side(src.as_ref().map_or(0, DeviceSlice::len), 1);
         let checked = side.own(src).and_then(|src| {
             let (target, capacity) = landing.target(&side.stream)?;
             if src.len() > capacity {
@@ -564,6 +572,11 @@ impl CopyQueue {
             Ok((_, None)) => Err(SubmitError { error: Error::QueueClosed, buffer: None }),
             Err(error) => Err(SubmitError { error, buffer: landing }),
         }
+    }
+
+    /// A stream of the queue's, for landings to look at.
+    pub(super) fn stream(&self) -> &Stream {
+        &self.0.down.0[0].stream
     }
 
     /// How many helpers there can be.
@@ -603,7 +616,7 @@ impl CopyQueue {
     ) -> Result<Vec<Place>> {
         let downloads = matches!(copies.first(), Some((Transfer::Download { .. }, _)));
         let longest = copies.iter().map(|(transfer, _)| transfer.len()).max().unwrap_or(0);
-        let side = if downloads { self.0.down.side(longest) } else { self.0.up.side(longest) };
+        let side = if downloads { self.0.down.side(longest, 1) } else { self.0.up.side(longest, 1) };
         let timeline = side.flow.timeline();
         if timeline.forked() {
             return Err(Error::Forked);

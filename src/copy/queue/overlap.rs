@@ -24,12 +24,10 @@ impl Overlap {
         self.spans.clear();
         self.rises.clear();
         let mut end = 0;
-        for (at, piece) in pieces.iter().enumerate() {
-            let (Transfer::Upload { dst: DevicePtr(start), len, .. }
-            | Transfer::OnDevice { dst: DevicePtr(start), len, .. }) = piece.transfer
-            else {
-                continue;
-            };
+        let transfers =
+            pieces.iter().enumerate().flat_map(|(at, piece)| piece.transfers().map(move |t| (at, t)));
+        for (at, transfer) in transfers {
+            let Some((start, len)) = written(transfer) else { continue };
             let rises = start >= end;
             end = start.saturating_add(len as u64);
             self.spans.push((start, end, at as u32));
@@ -44,6 +42,34 @@ impl Overlap {
             return pieces.len();
         }
         clear_front(&mut self.spans, pieces.len())
+    }
+}
+
+/// How many copies from a list's front write to nothing that another of them writes to.
+pub(super) fn first_in_the_way(transfers: &[Transfer], spans: &mut Vec<(u64, u64, u32)>) -> usize {
+    let mut end = 0;
+    let rises = transfers.iter().filter_map(written).all(|(start, len)| {
+        let behind = start >= end;
+        end = start.saturating_add(len as u64);
+        behind
+    });
+    if rises {
+        return transfers.len();
+    }
+    spans.clear();
+    spans.extend(transfers.iter().enumerate().filter_map(|(at, transfer)| {
+        let (start, len) = written(transfer)?;
+        Some((start, start.saturating_add(len as u64), at as u32))
+    }));
+    clear_front(spans, transfers.len())
+}
+
+/// Where on the device a copy writes, and how much.
+fn written(transfer: &Transfer) -> Option<(u64, usize)> {
+    match *transfer {
+        Transfer::Upload { dst: DevicePtr(start), len, .. }
+        | Transfer::OnDevice { dst: DevicePtr(start), len, .. } => Some((start, len)),
+        _ => None,
     }
 }
 
