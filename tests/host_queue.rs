@@ -3,6 +3,7 @@
 
 mod rig;
 
+use std::future::Future as _;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
@@ -286,5 +287,54 @@ fn a_pool_of_another_device_is_refused() {
     assert_eq!(refused.buffer.map(|pieces| pieces.len()), Some(2));
     wrong(refused.error);
     assert_eq!(s.queue.stats().copies, 0);
+    s.all_back();
+}
+
+/// On the thread that submits nobody else would submit what a waker wants to come first.
+#[test]
+fn a_waker_may_have_a_stream_wait_for_a_copy_that_it_has_pushed() {
+    struct Pushes {
+        queue: pinpool::CopyQueue,
+        stream: pinpool::Stream,
+        pool: Pool,
+        memory: DeviceSlice,
+        told: std::sync::mpsc::SyncSender<(String, Result<(), Error>)>,
+    }
+    impl std::task::Wake for Pushes {
+        fn wake(self: std::sync::Arc<Self>) {
+            let name = std::thread::current().name().unwrap_or_default().to_owned();
+            let mut buf = self.pool.checkout(LEN).unwrap();
+            buf.extend_from_slice(&[7; LEN]);
+            let sent = self.queue.upload(buf, &self.memory).unwrap();
+            let result = self.stream.wait_for_copy(&sent);
+            let _ = self.told.send((name, result));
+        }
+    }
+    let config = HostConfig::new().late(Duration::from_micros(100), 3);
+    let s = setup(config, QueueOptions::new().threads(1));
+    let (told, hears) = std::sync::mpsc::sync_channel(1000);
+    let mut on_the_queues = 0;
+    let since = Instant::now();
+    while on_the_queues < 20 && since.elapsed() < HANG {
+        let pushes = Pushes {
+            queue: s.queue.clone(),
+            stream: s.device.stream().unwrap(),
+            pool: s.pool.clone(),
+            memory: s.range(900),
+            told: told.clone(),
+        };
+        let waker = std::task::Waker::from(std::sync::Arc::new(pushes));
+        // More follow it, so that the queue's thread is awake and looks.
+        let mut sent = s.push(20);
+        let polled = std::pin::Pin::new(&mut sent[0]).poll(&mut std::task::Context::from_waker(&waker));
+        drop(waker);
+        if polled.is_pending() {
+            let (name, result) = hears.recv_timeout(HANG).expect("the waker returns");
+            result.unwrap();
+            on_the_queues += usize::from(name.starts_with("pinpool-send"));
+        }
+        sent.drain(1..).for_each(|sent| drop(sent.wait().unwrap()));
+    }
+    assert!(on_the_queues > 0, "never on that thread");
     s.all_back();
 }

@@ -99,7 +99,7 @@ pub fn gather(device: &Device) {
             let what =
                 format!("{count} pageable pieces of 16 KiB, {way}, {callers} callers, of the pinned peak");
             if callers == 1 {
-                at_least(what, Spread::of(&ratios), 0.88, Some(0.93));
+                at_least(what, Spread::of(&ratios), 0.75, Some(0.88));
             } else {
                 beside(what, Spread::of(&ratios));
             }

@@ -59,6 +59,8 @@ struct State {
     asleep: Vec<(usize, thread::Thread)>,
     /// Helpers that were started.
     helpers: usize,
+    /// Numbers that were given out: none twice, though a helper may not have come to be.
+    numbers: usize,
     closing: bool,
 }
 
@@ -129,8 +131,9 @@ impl Crew {
             let left = state.asleep.len() - wanted.min(state.asleep.len());
             let woken = state.asleep.split_off(left);
             let more = (wanted - woken.len()).min(self.most - state.helpers);
-            let first = state.helpers;
+            let first = state.numbers;
             state.helpers += more;
+            state.numbers += more;
             (key, woken, first..first + more)
         };
         woken.into_iter().for_each(|(_, helper)| helper.unpark());
@@ -314,6 +317,30 @@ mod tests {
                 }
             },
         );
+        crew.close();
+    }
+
+    /// Otherwise one of two with the same number would be taken off the list with the other, and sleep for ever.
+    #[test]
+    fn no_two_helpers_have_the_same_number() {
+        let crew = Crew::new(3);
+        let (numbers, refused) = (Mutex::new(Vec::new()), AtomicUsize::new(0));
+        let start = |shared: Arc<Shared>, number: usize| {
+            // The first of each two cannot be started.
+            if refused.fetch_add(1, Ordering::Relaxed) % 2 == 0 {
+                return false;
+            }
+            numbers.lock().push(number);
+            started(shared, number)
+        };
+        for _ in 0..3 {
+            crew.share(3, &|| (), start, || ());
+        }
+        let mut numbers = numbers.lock().clone();
+        assert_eq!(numbers.len(), 3, "as many helpers as there can be");
+        numbers.sort_unstable();
+        numbers.dedup();
+        assert_eq!(numbers.len(), 3);
         crew.close();
     }
 

@@ -63,6 +63,8 @@ const TURN: usize = 64;
 const DIRECT: u32 = 4;
 /// Between two questions while several batches are in flight.
 const PAUSE: Duration = Duration::from_micros(5);
+/// How long a waker on the queue's thread tries to submit what it asked to be preceded by.
+const GIVE_UP: Duration = Duration::from_millis(100);
 /// Emptied lists that are kept for the next batches.
 const SPARE: usize = 16;
 
@@ -789,12 +791,21 @@ impl Awaited for Line {
 
     fn precede(&self, range: &Range, stream: &Stream) -> Result<()> {
         let lane = self.lane();
+        let (submits, since) = (crate::sync::own() == Some(Own::Submitter), Instant::now());
         while !lane.is_sent(range.last) {
             if lane.verdict(range)? {
                 return Ok(());
             }
             // Under way: somebody submits just now, or is about to.
             self.flow.rouse();
+            // In a waker on the queue's own thread that is nobody else; unless it is in the midst of submitting.
+            if submits && !self.flow.submit() && since.elapsed() > GIVE_UP {
+                return Err(Error::Unsupported(
+                    "an order after a copy that is not submitted yet, from a waker on the thread that submits; wake a task or \
+                     thread of your own, and call there"
+                        .into(),
+                ));
+            }
             yield_now();
         }
         if lane.verdict(range)? {
