@@ -443,6 +443,39 @@ fn a_device_without_room_is_a_failure() {
     assert!(report["upload_gb_per_s"].is_null() && report["verified"].is_null());
 }
 
+/// A device that is there and fails is no fault of the command line, and neither is a file that cannot be read.
+#[test]
+fn what_fails_is_told_from_what_cannot_be_obeyed() {
+    let files = Files::new();
+    // Its first byte cannot be read, by nobody.
+    let index = files.path("m.safetensors.index.json");
+    std::os::unix::fs::symlink("/proc/self/mem", &index).unwrap();
+    fails(&mut load([&index]), "cannot be read at offset 0");
+    refuses(&mut load([&files.path(&"long".repeat(1000))]), "File name too long");
+    refuses(&mut load([&files.path("missing.safetensors")]), "No such file");
+
+    #[cfg(feature = "cuda")]
+    if !doubles::required() && !doubles::is_set() {
+        let Some(library) = doubles::library() else {
+            println!("skipped in part: there is no cargo to build the stand-in libcuda with");
+            return;
+        };
+        let file = files.make("model.bin", 1000);
+        let commands = [vec!["bench"], vec!["load", file.to_str().unwrap()]];
+        for command in commands {
+            let with = |device: &str| {
+                let mut all = pinpool();
+                all.args(&command).args(["--device", device]).env(doubles::PATH, library);
+                all
+            };
+            // CUDA_ERROR_OUT_OF_MEMORY.
+            let fault = "cuDevicePrimaryCtxRetain:1:2";
+            fails(with("cuda:0").env("PINPOOL_STANDIN_FAIL", fault), "cuDevicePrimaryCtxRetain");
+            refuses(&mut with("cuda:9"), "cuda:9");
+        }
+    }
+}
+
 #[test]
 fn a_file_that_is_shorter_than_it_says_is_a_failure() {
     // Such a file is always there: the kernel says a page, and has a line.

@@ -48,8 +48,7 @@ const TIMES: usize = 5;
 
 /// Runs the command.
 pub fn run(args: &Bench) -> ExitCode {
-    let device = Device::open(&args.device).map_err(|e| Failure::Usage(format!("--device: {e}")));
-    let result = device.and_then(|device| {
+    let result = super::open_device(&args.device).and_then(|device| {
         let result = prepare(args, &device).and_then(|mut bench| bench.measure());
         let closed = super::close(device);
         result.and_then(|report| closed.map(|()| report))
