@@ -443,6 +443,39 @@ fn a_device_without_room_is_a_failure() {
     assert!(report["upload_gb_per_s"].is_null() && report["verified"].is_null());
 }
 
+/// A device that is there and fails is no fault of the command line, and neither is a file that cannot be read.
+#[test]
+fn what_fails_is_told_from_what_cannot_be_obeyed() {
+    let files = Files::new();
+    // Its first byte cannot be read, by nobody.
+    let index = files.path("m.safetensors.index.json");
+    std::os::unix::fs::symlink("/proc/self/mem", &index).unwrap();
+    fails(&mut load([&index]), "cannot be read at offset 0");
+    refuses(&mut load([&files.path(&"long".repeat(1000))]), "File name too long");
+    refuses(&mut load([&files.path("missing.safetensors")]), "No such file");
+
+    #[cfg(feature = "cuda")]
+    if !doubles::required() && !doubles::is_set() {
+        let Some(library) = doubles::library() else {
+            println!("skipped in part: there is no cargo to build the stand-in libcuda with");
+            return;
+        };
+        let file = files.make("model.bin", 1000);
+        let commands = [vec!["bench"], vec!["load", file.to_str().unwrap()]];
+        for command in commands {
+            let with = |device: &str| {
+                let mut all = pinpool();
+                all.args(&command).args(["--device", device]).env(doubles::PATH, library);
+                all
+            };
+            // CUDA_ERROR_OUT_OF_MEMORY.
+            let fault = "cuDevicePrimaryCtxRetain:1:2";
+            fails(with("cuda:0").env("PINPOOL_STANDIN_FAIL", fault), "cuDevicePrimaryCtxRetain");
+            refuses(&mut with("cuda:9"), "cuda:9");
+        }
+    }
+}
+
 #[test]
 fn a_file_that_is_shorter_than_it_says_is_a_failure() {
     // Such a file is always there: the kernel says a page, and has a line.
@@ -553,18 +586,7 @@ fn nonsense_of_tens_of_megabytes_is_refused_in_little_memory() {
     let index = files.path("nonsense.safetensors.index.json");
     fs::write(&index, long(r#"{"metadata":["#) + r#","weight_map":{}}"#).unwrap();
     for (path, cause) in [(&header, "tensor \"t\" is not described"), (&index, "names no tensor")] {
-        let mut command = load([path]);
-        // SAFETY: between fork and exec only a system call is made, which is allowed there.
-        unsafe {
-            command.pre_exec(|| {
-                let limit = libc::rlimit { rlim_cur: 300 << 20, rlim_max: 300 << 20 };
-                match libc::setrlimit(libc::RLIMIT_AS, &raw const limit) {
-                    0 => Ok(()),
-                    _ => Err(std::io::Error::last_os_error()),
-                }
-            });
-        }
-        refuses(&mut command, cause);
+        refuses(squeeze(&mut load([path]), 300 << 20), cause);
     }
 }
 
@@ -636,6 +658,89 @@ fn the_bench_measures_a_gpu() {
     }
     let (_, report) = bench(&["--threads", "2"], "cuda:0");
     assert_eq!((&report["device"], &report["threads"]), (&"cuda:0".into(), &2.into()));
+}
+
+/// The command gets so much address space.
+fn squeeze(command: &mut Command, bytes: u64) -> &mut Command {
+    // SAFETY: between fork and exec only a system call is made, which is allowed there.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+            match libc::setrlimit(libc::RLIMIT_AS, &raw const limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        })
+    }
+}
+
+/// What came of a command that must have ended by then.
+fn ends(command: &mut Command) -> Output {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let since = std::time::Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if since.elapsed() > Duration::from_secs(60) {
+            child.kill().unwrap();
+            panic!("{command:?} hangs: {:?}", child.wait_with_output());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.wait_with_output().unwrap()
+}
+
+/// Sizes whose eighth is no size class: what is rounded up has to be in the pool's capacity.
+#[test]
+fn the_bench_takes_any_size() {
+    for (size, told) in [
+        ("5MB", "4.8 MiB"),
+        ("10MB", "9.5 MiB"),
+        ("17MiB", "17 MiB"),
+        ("3000000", "2.8 MiB"),
+        ("1", "128 KiB"),
+    ] {
+        let output = ends(pinpool().args(["bench", "--device", "host", "--threads", "2", "--size", size]));
+        assert_eq!(output.status.code(), Some(0), "{size}: {}", stderr(&output));
+        let text = stdout(&output);
+        assert!(text.starts_with(&format!("host:0, 2 threads, copies of {told}, best of 5\n")), "{text}");
+        assert!(!text.contains("memory is small"), "nothing is: {text}");
+    }
+}
+
+#[test]
+fn threads_that_cannot_be_had_are_no_panic() {
+    // A user who has nothing running here, so that the limit counts this command's threads alone.
+    const NOBODY: u32 = 65_533;
+    let mut codes = Vec::new();
+    for most in (2..48).step_by(3) {
+        let mut command = pinpool();
+        command.args(["bench", "--device", "host", "--threads", "8", "--size", "1MiB"]);
+        command.uid(NOBODY).gid(NOBODY);
+        // SAFETY: between fork and exec only a system call is made, which is allowed there.
+        unsafe {
+            command.pre_exec(move || {
+                let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+                match libc::setrlimit(libc::RLIMIT_NPROC, &raw const limit) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        match command.output() {
+            Ok(output) => {
+                let text = stderr(&output);
+                assert!(output.status.code().is_some_and(|code| code <= 2), "{most}: {text}");
+                assert!(!text.contains("panicked"), "{most}: {text}");
+                codes.push(output.status.code());
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+                println!("skipped: this user cannot be another one, or that one not come here: {error}");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    // Both too few and enough were tried.
+    assert!(codes.contains(&Some(1)) && codes.last() == Some(&Some(0)), "{codes:?}");
 }
 
 #[test]

@@ -518,6 +518,30 @@ fn a_stream_that_was_destroyed_too_early_harms_nobody_else() {
     });
 }
 
+/// Who reads a log or a gauge knows which context it is of.
+#[test]
+fn contexts_of_one_gpu_have_names_of_their_own() {
+    on_gpu("contexts_of_one_gpu_have_names_of_their_own", |gpu| {
+        let contexts = [gpu.other_context(), gpu.other_context()];
+        let (keeper, dropped) = flag();
+        let keeper = Arc::new(keeper);
+        let adopted = |context: usize| {
+            // SAFETY: destroyed below, when the keepers are gone.
+            unsafe { cuda::adopt_context_with(context as *mut c_void, keeper.clone()) }.unwrap()
+        };
+        let (one, two) = (adopted(contexts[0]), adopted(contexts[1]));
+        assert_ne!(one.name(), two.name());
+        assert!(one.name().starts_with("cuda:0 ") && two.name().starts_with("cuda:0 "), "{one:?} {two:?}");
+        assert_eq!(adopted(contexts[0]).name(), one.name(), "the same context");
+        drop((one, two));
+        drop(keeper);
+        until("the keepers are dropped", &dropped);
+        for context in contexts {
+            gpu.ok("cuCtxDestroy_v2", &[context]);
+        }
+    });
+}
+
 /// In the child of a fork everything may be dropped, and no driver is called: it is not there.
 #[test]
 fn a_child_drops_everything_without_a_driver() {

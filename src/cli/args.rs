@@ -137,7 +137,8 @@ pub struct Bench {
     /// The device: auto, host, host:N or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
-    /// Bytes of each copy [default: 1GiB, less where memory is small]
+    /// Bytes of each copy, rounded down to whole 128 KiB; five times as much is taken [default: 1GiB, less where memory is
+    /// small]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub size: Option<usize>,
     /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]

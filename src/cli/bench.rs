@@ -14,19 +14,19 @@
 
 use std::io::{self, Write};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pinpool::pipeline::Pipeline;
 use pinpool::{
-    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, QueueOptions, Stream,
-    Unpinned,
+    CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, InFlight, PinnedBuf, Pool, QueueOptions, Request,
+    Stream, Unpinned,
 };
 use serde_json::json;
 
 use super::args::Bench;
-use super::{Failure, say};
+use super::{Failure, doctor, say};
 
 /// Each figure is the best of so many.
 const ROUNDS: usize = 5;
@@ -38,14 +38,17 @@ const LEAST: usize = 16 << 20;
 const BUFFERS: usize = 8;
 /// What is gathered: pieces of so many bytes.
 const PIECE: usize = 16 << 10;
-const PAGE: usize = 4096;
+/// The largest page of a system: pools count in whole ones.
+const PAGE: usize = 64 << 10;
 /// Page-locked memory of the pipeline's at most.
 const SHARE: usize = 256 << 20;
+/// All memory that is taken, in sizes of a copy: source, target, page-locked buffers, the pipeline's, and on the host device
+/// its memory too.
+const TIMES: usize = 5;
 
 /// Runs the command.
 pub fn run(args: &Bench) -> ExitCode {
-    let device = Device::open(&args.device).map_err(|e| Failure::Usage(format!("--device: {e}")));
-    let result = device.and_then(|device| {
+    let result = super::open_device(&args.device).and_then(|device| {
         let result = prepare(args, &device).and_then(|mut bench| bench.measure());
         let closed = super::close(device);
         result.and_then(|report| closed.map(|()| report))
@@ -80,7 +83,8 @@ struct Report {
     device: String,
     threads: usize,
     size: usize,
-    asked: usize,
+    /// Whether it would have been larger with more memory.
+    small: bool,
     unpinned: bool,
     memcpy: f64,
     peak_up: f64,
@@ -96,7 +100,8 @@ struct Bed {
     device: Device,
     threads: usize,
     size: usize,
-    asked: usize,
+    /// Whether it would have been larger with more memory.
+    small: bool,
     source: Arc<Vec<u8>>,
     target: Vec<u8>,
     memory: DeviceBuffer,
@@ -110,15 +115,20 @@ struct Bed {
 fn prepare(args: &Bench, device: &Device) -> Result<Bed, Failure> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = args.threads.map_or(cores.min(8), std::num::NonZero::get);
-    let asked = args.size.unwrap_or(SIZE);
-    // Source, target, page-locked buffers, and on the host device its memory too: half of what there is, at most.
-    let room = available().map_or(asked, |bytes| bytes / 8);
-    let most = if args.size.is_some() { asked } else { asked.min(room.max(LEAST)) };
+    let most = match args.size {
+        Some(size) => size,
+        None => affordable(doctor::available()).map_err(|room| {
+            let (room, need, least) = (told(room), told(LEAST * TIMES), told(LEAST));
+            Failure::Failed(format!(
+                "no room to measure: {room} of memory are left, and copies of {least} take {need}; name less by --size"
+            ))
+        })?,
+    };
     // Buffers of whole pages, and pieces of them.
     let mut size = (most / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
     loop {
-        match bed(device, threads, size, asked) {
-            Ok(bed) => return Ok(bed),
+        match bed(device, threads, size) {
+            Ok(bed) => return Ok(Bed { small: args.size.is_none() && size < SIZE, ..bed }),
             // On a GPU that others use, or under a limit that nobody told us about.
             Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST => size /= 2,
             Err(error) => {
@@ -131,41 +141,71 @@ fn prepare(args: &Bench, device: &Device) -> Result<Bed, Failure> {
     }
 }
 
-fn bed(device: &Device, threads: usize, size: usize, asked: usize) -> Result<Bed, Error> {
+/// Bytes of a copy, where all that is taken comes to half of the memory that is left, or to what the smallest copies need. An
+/// error: less than that is left.
+fn affordable(left: [Option<u64>; 2]) -> Result<usize, usize> {
+    let Some(room) = left.into_iter().flatten().min() else { return Ok(SIZE) };
+    match usize::try_from(room).unwrap_or(usize::MAX) {
+        room if room < LEAST * TIMES => Err(room),
+        room => Ok((room / (2 * TIMES)).clamp(LEAST, SIZE)),
+    }
+}
+
+fn bed(device: &Device, threads: usize, size: usize) -> Result<Bed, Error> {
     let memory = device.alloc(size)?;
-    let piece = size / BUFFERS;
-    let capacity = BUFFERS * (piece + PAGE);
-    let link = Pool::builder(device).capacity(capacity).initial(capacity).extent(capacity);
-    let link = link.unpinned(Unpinned::Allow).build()?;
-    let bufs: Result<Vec<PinnedBuf>, Error> = (0..BUFFERS).map(|_| link.checkout(piece)).collect();
+    let link = (0..BUFFERS).map(|_| pinned(device, size / BUFFERS)).collect::<Result<Vec<_>, _>>()?;
     let share = SHARE.min(size.max(LEAST));
     let pool = Pool::builder(device).capacity(share).initial(share).unpinned(Unpinned::Allow).build()?;
     let pipeline = Pipeline::builder(&pool, device).threads(threads).share(share).build()?;
     pool.wait_pinned(None)?;
-    link.wait_pinned(None)?;
     let queue = device.copy_queue_with(QueueOptions::new().packers(threads))?;
     let streams = (0..threads.min(BUFFERS)).map(|_| device.stream()).collect::<Result<_, _>>()?;
-    let vec = |len: usize| {
-        let mut vec: Vec<u8> = Vec::new();
-        let text =
-            |e: std::collections::TryReserveError| Error::OutOfMemory { wanted: len, text: e.to_string() };
-        vec.try_reserve_exact(len).map_err(text)?;
-        vec.resize(len, 0);
-        Ok::<_, Error>(vec)
+    let zeros = |len: usize| {
+        let mut bytes = super::room(len)?;
+        bytes.resize(len, 0);
+        Ok::<_, Error>(bytes)
     };
-    let (mut source, target) = (vec(size)?, vec(size)?);
+    let (mut source, target) = (zeros(size)?, zeros(size)?);
     fill(&mut source, threads);
-    let unpinned = link.stats().unpinned_bytes + pool.stats().unpinned_bytes > 0;
-    let (device, source, bufs) = (device.clone(), Arc::new(source), bufs?);
-    Ok(Bed { device, threads, size, asked, source, target, memory, bufs, streams, pipeline, queue, unpinned })
+    let unpinned = pool.stats().unpinned_bytes > 0 || link.iter().any(|(_, pinned)| !pinned);
+    let (device, source) = (device.clone(), Arc::new(source));
+    let bufs = link.into_iter().map(|(buf, _)| buf).collect();
+    Ok(Bed {
+        device,
+        threads,
+        size,
+        small: false,
+        source,
+        target,
+        memory,
+        bufs,
+        streams,
+        pipeline,
+        queue,
+        unpinned,
+    })
 }
 
-/// Memory that is available, as the system says.
-fn available() -> Option<usize> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: usize = line.trim().trim_end_matches("kB").trim().parse().ok()?;
-    kib.checked_mul(1024)
+/// A page-locked buffer, and whether it is: of a pool of its own, since a buffer lies in one extent, and how many of them fit
+/// into the longest that a device can pin is the device's to say.
+fn pinned(device: &Device, len: usize) -> Result<(PinnedBuf, bool), Error> {
+    let bytes = capacity(len)?;
+    let pool = Pool::builder(device).capacity(bytes).initial(bytes).extent(bytes);
+    let pool = pool.unpinned(Unpinned::Allow).build()?;
+    let pinning = pool.wait_pinned(None)?;
+    // Nobody else has any of it: what is not there now never will be.
+    let buf = pool.try_checkout(len).map_err(|error| match error {
+        Error::Exhausted { .. } => pinning.error.unwrap_or(error),
+        error => error,
+    })?;
+    Ok((buf, pool.stats().unpinned_bytes == 0))
+}
+
+/// The capacity of a pool for one buffer: what a request is rounded up to, and a page at the edge.
+fn capacity(len: usize) -> Result<usize, Error> {
+    let segment = Request::new(len).segment_bytes()?;
+    let bytes = segment.checked_add(PAGE).and_then(|bytes| bytes.checked_next_multiple_of(PAGE));
+    bytes.ok_or_else(|| Error::OutOfMemory { wanted: len, text: "more than the address space".into() })
 }
 
 /// Bytes of which no two neighbourhoods are alike.
@@ -183,19 +223,27 @@ fn fill(bytes: &mut [u8], threads: usize) {
     });
 }
 
-/// Cuts memory into a part of whole pieces for each thread, and calls `work` with where the part starts.
+/// Cuts memory into a part of whole pieces for each thread, and calls `work` with where the part starts. A thread that cannot
+/// be started is done without.
 fn each(bytes: &mut [u8], threads: usize, work: impl Fn(usize, &mut [u8]) + Sync) {
     let part = bytes.len().div_ceil(threads).next_multiple_of(PIECE);
+    let count = bytes.len().div_ceil(part);
+    let parts = Mutex::new(bytes.chunks_mut(part).enumerate());
+    let run = || {
+        loop {
+            let next = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((number, bytes)) = next else { break };
+            work(number * part, bytes);
+        }
+    };
     std::thread::scope(|scope| {
-        let mut parts = bytes.chunks_mut(part).enumerate();
-        let own = parts.next();
-        for (number, bytes) in parts {
-            let work = &work;
-            scope.spawn(move || work(number * part, bytes));
+        for _ in 1..count {
+            // The others do what one that cannot be started leaves.
+            if std::thread::Builder::new().spawn_scoped(scope, run).is_err() {
+                break;
+            }
         }
-        if let Some((_, bytes)) = own {
-            work(0, bytes);
-        }
+        run();
     });
 }
 
@@ -283,7 +331,7 @@ impl Bed {
             device: self.device.name().to_owned(),
             threads: self.threads,
             size: self.size,
-            asked: self.asked,
+            small: self.small,
             unpinned: self.unpinned,
             memcpy: speed(&|figure| figure == Figure::Memcpy),
             peak_up: speed(&|figure| matches!(figure, Figure::LinkUp(_))),
@@ -340,7 +388,6 @@ impl Bed {
         (0..self.size / PIECE).map(piece).collect()
     }
 
-    /// By one call of each thread, for its share of them.
     /// Puts what is to be sent where it is sent from, and something else where it goes.
     fn prepare(&mut self, figure: Figure) -> Result<(), Error> {
         let piece = self.size / BUFFERS;
@@ -414,17 +461,16 @@ impl Bed {
     }
 }
 
+fn told(bytes: usize) -> String {
+    doctor::size(bytes as u64)
+}
+
 impl Report {
     fn table(&self) -> String {
-        let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
-        let mut text = format!(
-            "{}, {} threads, copies of {:.0} MiB, best of {ROUNDS}\n",
-            self.device,
-            self.threads,
-            mib(self.size)
-        );
-        if self.size < self.asked {
-            text += &format!("({:.0} MiB would be better, but memory is small)\n", mib(self.asked));
+        let Self { device, threads, size, .. } = self;
+        let mut text = format!("{device}, {threads} threads, copies of {}, best of {ROUNDS}\n", told(*size));
+        if self.small {
+            text += &format!("({} would be better, but memory is small)\n", told(SIZE));
         }
         if self.unpinned {
             text += "(the system refused to pin memory, see ulimit -l: what is called pinned here is not)\n";
@@ -482,9 +528,45 @@ mod tests {
     }
 
     #[test]
+    fn half_of_what_is_left_is_taken_at_most() {
+        let mib = |n: u64| Some(n << 20);
+        for (left, size) in [
+            ([None, None], Ok(SIZE)),
+            ([mib(64 << 10), None], Ok(SIZE)),
+            // In a container the system's figure is the machine's.
+            ([mib(64 << 10), mib(4000)], Ok(400 << 20)),
+            ([mib(4000), mib(64 << 10)], Ok(400 << 20)),
+            ([None, mib(4000)], Ok(400 << 20)),
+            ([mib(80), None], Ok(LEAST)),
+            ([mib(64 << 10), mib(79)], Err(79 << 20)),
+            ([mib(64 << 10), Some(0)], Err(0)),
+        ] {
+            assert_eq!(affordable(left), size, "{left:?}");
+        }
+        for size in [LEAST, 100 << 20, SIZE] {
+            // What `bed` takes, as far as it grows with the size.
+            let share = SHARE.min(size.max(LEAST));
+            assert!(4 * size + share <= TIMES * size, "{size}");
+        }
+    }
+
+    #[test]
+    fn a_pool_for_one_buffer_has_it() {
+        let device = Device::open("host").unwrap();
+        let sizes = [1, 5, 31, 37, 63, 64, 77, 136, 152, 255, 256, 257, 300, 1000, 2080];
+        for len in sizes.map(|pieces| pieces * PIECE) {
+            let (buf, _) = pinned(&device, len).unwrap();
+            assert!(buf.capacity() >= len);
+        }
+        // Linux 6.11 to 6.13 pins a GiB for a GPU at once: of the default size an extent of that has seven with their edges.
+        assert!(capacity(SIZE / BUFFERS).unwrap() <= 1 << 30);
+        assert!(capacity(isize::MAX as usize).is_err());
+    }
+
+    #[test]
     fn bytes_that_did_not_arrive_are_no_figure() {
         let device = Device::open("host").unwrap();
-        let mut bed = bed(&device, 2, 1 << 20, 1 << 20).unwrap();
+        let mut bed = bed(&device, 2, 1 << 20).unwrap();
         let figures = [Figure::LinkUp(2), Figure::PageableUp, Figure::PipelineUp, Figure::Gather];
         for figure in figures.into_iter().chain([Figure::Memcpy, Figure::LinkDown(1), Figure::PipelineDown]) {
             bed.once(figure).unwrap();

@@ -125,7 +125,7 @@ impl Speed {
 /// Opens everything, so that what the command line asks for in vain is known before anything is moved.
 fn prepare(args: &Load) -> Result<Job, Failure> {
     let sources = args.files.iter().map(|path| open(path)).collect::<Result<Vec<_>, _>>()?;
-    let device = Device::open(&args.device).map_err(|e| Failure::Usage(format!("--device: {e}")))?;
+    let device = super::open_device(&args.device)?;
     furnish(args, sources, device.clone()).inspect_err(|_| {
         let _ = super::close(device);
     })
@@ -214,12 +214,24 @@ fn pipeline(pool: &Pool, device: &Device, threads: usize, args: &Load) -> Result
     Ok(None)
 }
 
+/// Whether a file cannot be opened for what the command line says, and not for what the system can do.
+fn is_named_wrongly(kind: io::ErrorKind) -> bool {
+    use io::ErrorKind::{IsADirectory, NotADirectory, NotFound, PermissionDenied};
+    matches!(kind, NotFound | PermissionDenied | NotADirectory | IsADirectory)
+}
+
 /// Opens a file, if it is one.
 fn open(path: &Path) -> Result<Source, Failure> {
     let name = path.display().to_string();
     let wrong = |text: &str| Failure::Usage(format!("{name}: {text}"));
+    let unread = |e: io::Error| {
+        // (These two have no kind in older Rust.)
+        let by_name = matches!(e.raw_os_error(), Some(libc::ENAMETOOLONG | libc::ELOOP));
+        let text = format!("{name}: {e}");
+        if by_name || is_named_wrongly(e.kind()) { Failure::Usage(text) } else { Failure::Failed(text) }
+    };
     // Asked before opening: opening a named pipe would wait.
-    let metadata = std::fs::metadata(path).map_err(|e| wrong(&e.to_string()))?;
+    let metadata = std::fs::metadata(path).map_err(unread)?;
     if metadata.is_dir() {
         return Err(wrong("is a directory"));
     }
@@ -227,11 +239,14 @@ fn open(path: &Path) -> Result<Source, Failure> {
         return Err(wrong("is not a regular file"));
     }
     if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
-        let checkpoint = Checkpoint::open(path).map_err(|e| Failure::Usage(e.to_string()))?;
+        let checkpoint = Checkpoint::open(path).map_err(|error| match &error {
+            Error::Read { kind, .. } if !is_named_wrongly(*kind) => Failure::Failed(error.to_string()),
+            _ => Failure::Usage(error.to_string()),
+        })?;
         return Ok(Source { name, len: checkpoint.bytes(), what: What::Tensors(checkpoint) });
     }
-    let file = File::open(path).map_err(|e| wrong(&e.to_string()))?;
-    let len = file.metadata().map_err(|e| wrong(&e.to_string()))?.len();
+    let file = File::open(path).map_err(unread)?;
+    let len = file.metadata().map_err(unread)?.len();
     // Files that the system makes up as they are read have no length; those that are empty have nothing to read.
     if len == 0 && matches!(file.read_at(&mut [0], 0), Ok(1)) {
         return Err(wrong("has bytes but no length: copy it to a real file first"));
@@ -359,7 +374,8 @@ impl Job {
     fn compare(&self, source: &Source, file: &File, sums: &[Part]) -> Result<(), Failure> {
         spread(self.pipeline.threads(), sums.len(), |number| {
             let Part { offset, len, sum } = sums[number];
-            let mut bytes = vec![0; len];
+            let mut bytes = super::room(len).map_err(|e| source.error(&e))?;
+            bytes.resize(len, 0);
             file.read_exact_at(&mut bytes, offset).map_err(|e| match e.kind() {
                 io::ErrorKind::UnexpectedEof => source.short(offset),
                 _ => source.failed(format!("cannot be read at offset {offset}: {e}")),

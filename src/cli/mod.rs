@@ -14,6 +14,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::error::ErrorKind;
+use pinpool::{Device, Error};
 
 /// A mismatch, or a device that fails.
 pub const EXIT_FAILED: u8 = 1;
@@ -81,11 +82,33 @@ pub fn refuse(error: &clap::Error) -> ExitCode {
     ExitCode::from(EXIT_USAGE)
 }
 
+/// Opens the device that the command line names. One that is not there is the command line's fault, one that fails is not.
+fn open_device(spec: &str) -> Result<Device, Failure> {
+    Device::open(spec).map_err(|error| {
+        let text = format!("--device: {error}");
+        match error {
+            Error::UnknownDevice { .. } | Error::Unavailable { .. } | Error::Unsupported(_) => {
+                Failure::Usage(text)
+            }
+            _ => Failure::Failed(text),
+        }
+    })
+}
+
+/// An empty vector with room for so many bytes, or an error: a refused allocation would end the process.
+fn room(len: usize) -> Result<Vec<u8>, Error> {
+    let mut bytes = Vec::new();
+    let refused =
+        |e: std::collections::TryReserveError| Error::OutOfMemory { wanted: len, text: e.to_string() };
+    bytes.try_reserve_exact(len).map_err(refused)?;
+    Ok(bytes)
+}
+
 /// How long a device gets to give everything back, at a time when nothing of ours is in flight any more.
 const CLOSING: Duration = Duration::from_secs(10);
 
 /// Ends with a device: after this the library makes no call for it, and its driver may end as it likes.
-fn close(device: pinpool::Device) -> Result<(), Failure> {
+fn close(device: Device) -> Result<(), Failure> {
     device.close(CLOSING).map_err(|error| Failure::Failed(error.to_string()))
 }
 

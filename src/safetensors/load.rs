@@ -129,7 +129,7 @@ impl<'a> Loader<'a> {
                 parts.push_back(part);
             }
         }
-        Ok(Loading { parts, total, before: 0, since, ended: None })
+        Ok(Loading { parts, total, before: 0, landed: 0, since, ended: None })
     }
 
     /// Ranges of the file, and of the block, that are copied; the block's end, and how many bytes that are. Neighbours are
@@ -374,8 +374,9 @@ impl Part {
 pub struct Loading {
     parts: VecDeque<Part>,
     total: u64,
-    /// Bytes of files that are done with.
+    /// Bytes that have arrived of files that are done with, and of these, bytes before which nothing is missing.
     before: u64,
+    landed: u64,
     since: Instant,
     ended: Option<Instant>,
 }
@@ -398,7 +399,7 @@ impl Loading {
     /// How far it has come: bytes of tensors, over all files. `landed_to` counts them one behind the other.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        let (mut done, mut landed, mut whole) = (self.before, self.before, true);
+        let (mut done, mut landed, mut whole) = (self.before, self.landed, true);
         for part in &self.parts {
             let Some(progress) = part.transfer.as_ref().map(Transfer::progress) else { continue };
             done += progress.done;
@@ -451,6 +452,7 @@ impl Loading {
                 }
             }
             // The transfer is over, or about to be: all of its tensors are out, or it has failed.
+            let mut done = part.transfer.as_ref().map_or(0, |transfer| transfer.progress().done);
             let over = match (&mut part.transfer, &mut cx) {
                 (None, _) => Ok(()),
                 (Some(transfer), Some(cx)) => {
@@ -461,10 +463,13 @@ impl Loading {
                     None => Ok(()),
                 },
             };
+            // What was under way still arrived, where we can ask.
+            done = done.max(part.transfer.as_ref().map_or(0, |transfer| transfer.progress().done));
             let missing = part.left() > 0;
             // Asked when the last byte was read.
             let over = over.and_then(|()| if part.bytes > 0 { part.shard.unchanged() } else { Ok(()) });
-            self.before += if missing { 0 } else { part.bytes };
+            self.before += if missing { done } else { part.bytes };
+            self.landed += if missing { 0 } else { part.bytes };
             self.parts.pop_front();
             let failed = match over {
                 Ok(()) if missing => Some(Error::Closed),
@@ -472,7 +477,9 @@ impl Loading {
                 Err(error) => Some(error),
             };
             if let Some(error) = failed {
-                // The others are cancelled.
+                // The others are cancelled; what has arrived of them has.
+                let last = self.progress();
+                (self.before, self.landed) = (last.done, if missing { self.landed } else { last.landed_to });
                 self.parts.clear();
                 self.ended = Some(Instant::now());
                 return Poll::Ready(Some(Err(error)));

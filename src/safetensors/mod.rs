@@ -101,7 +101,9 @@ pub struct Checkpoint {
 #[derive(Debug)]
 struct Shard {
     file: Arc<File>,
+    /// For messages: a path need not be text.
     name: String,
+    path: PathBuf,
     /// When its header was read.
     stamp: Stamp,
     /// In the file's order. Shared with all that were handed out.
@@ -133,7 +135,8 @@ impl Shard {
         let stamp = Stamp::of(&metadata);
         let Header { tensors, metadata } = Header::of_file(&file, &name, stamp.len)?;
         let whole = side_by_side(&tensors);
-        Ok(Self { file: Arc::new(file), name, stamp, tensors: Arc::new(tensors), whole, metadata })
+        let (file, path, tensors) = (Arc::new(file), path.to_owned(), Arc::new(tensors));
+        Ok(Self { file, name, path, stamp, tensors, whole, metadata })
     }
 
     /// An error if the file is not what it was when its header was read.
@@ -275,10 +278,10 @@ impl Checkpoint {
         self.names.is_empty()
     }
 
-    /// Bytes of all tensors.
+    /// Bytes of all tensors; `u64::MAX` for more, of files with holes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.tensors().map(Tensor::len).sum()
+        self.tensors().map(Tensor::len).fold(0, u64::saturating_add)
     }
 
     /// What the headers say beside tensors (`__metadata__`), shard by shard: text that nobody has checked.
@@ -289,7 +292,7 @@ impl Checkpoint {
 
     /// The files, as they were named or found.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.shards.iter().map(|shard| Path::new(&shard.name))
+        self.shards.iter().map(|shard| &*shard.path)
     }
 
     /// Starts setting up a load through a pipeline. All tensors, unless told.
@@ -300,13 +303,18 @@ impl Checkpoint {
     /// Loads one tensor, into memory of its own, and waits for it. `None`: there is none of that name.
     ///
     /// # Errors
-    /// As for [`Loading`].
+    /// As for [`Loader::start`] and [`Loading`]; [`Error::Malformed`] for a file that was written to since it was opened.
     pub fn tensor(&self, pipeline: &Pipeline, name: &str) -> Result<Option<DeviceTensor>> {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
-        self.loader(pipeline)
-            .start_with(|s| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() }))?
-            .next()
-            .transpose()
+        let choose =
+            |s: &Shard| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() });
+        let mut loading = self.loader(pipeline).start_with(choose)?;
+        let tensor = loading.next().transpose()?;
+        // What comes behind the last one: whether the file stayed as it was.
+        match loading.next() {
+            Some(Err(error)) => Err(error),
+            _ => Ok(tensor),
+        }
     }
 
     /// The XXH3 (128 bits) of a tensor's bytes as they are in the file now, read on the caller's thread. `None`: there is

@@ -22,7 +22,7 @@ use crate::pool::{Pool, PoolStats, WeakPool};
 use crate::region::Pinning;
 use crate::runtime::Device;
 
-/// Stuck buffers that one poll logs at most.
+/// Stuck buffers of a pool that one poll logs at most.
 const LISTED: usize = 8;
 
 /// Looks at pools, and sends what it sees: metrics, and events about what is stuck. See [`METRICS`](super::METRICS).
@@ -143,8 +143,9 @@ impl Sampler {
     /// How long a buffer may be out, and how long a stream may get nothing done while work is in flight on it, before that
     /// is logged, once each. `Duration::MAX`: never. Default: a minute.
     ///
-    /// Buffers are looked for four times in so long, at polls, so ages that are not known exactly are short by as much. What a
-    /// look costs, [`Pool::stuck`] says.
+    /// Buffers are looked for four times in so long, at polls, so ages that are not known exactly are short by as much. One
+    /// look logs eight of a pool's at most, those that have been out for longest first; the next ones log the rest. What a look
+    /// costs, [`Pool::stuck`] says.
     pub fn stuck_after(mut self, threshold: Duration) -> Self {
         self.stuck_after = (threshold < Duration::MAX).then_some(threshold);
         self
@@ -357,11 +358,20 @@ impl Watched {
         let found = stuck::find(threshold, pool.depots(), pool.devices());
         to.level(Id::StuckBuffers, found.len(), labels);
         to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
-        // Those that are not stuck any more are logged again if they are one day.
-        let logged = found.iter().map(|buffer| buffer.known_by).collect();
-        let logged = std::mem::replace(&mut self.logged, logged);
-        let new = found.iter().filter(|buffer| !logged.contains(&buffer.known_by));
-        new.take(LISTED).for_each(|buffer| stuck::emit(pool.name(), buffer));
+        // Those that are not stuck any more are logged again if they are one day; those that are too many for this look, by
+        // one of the next.
+        let mut logged = HashSet::with_capacity(found.len().min(self.logged.len() + LISTED));
+        let mut left = LISTED;
+        for buffer in &found {
+            if self.logged.contains(&buffer.known_by) {
+                logged.insert(buffer.known_by);
+            } else if left > 0 {
+                left -= 1;
+                stuck::emit(pool.name(), buffer);
+                logged.insert(buffer.known_by);
+            }
+        }
+        self.logged = logged;
     }
 }
 

@@ -235,6 +235,28 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
     assert_ne!(found.check("copy")["status"], "fail");
 }
 
+/// Where memory runs out while it is at work it says so, and the other findings with it.
+#[test]
+fn without_address_space_all_checks_are_told() {
+    for kib in [307_200_u64, 380 << 10, 450 << 10] {
+        let mut command = doctor();
+        command.args(["--device", "host"]);
+        // SAFETY: only a system call is made between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                let limit = libc::rlimit { rlim_cur: kib << 10, rlim_max: kib << 10 };
+                match libc::setrlimit(libc::RLIMIT_AS, &raw const limit) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        // (Which looks whether they are all there.)
+        let found = findings(&mut command);
+        assert_ne!(found.check("address-space")["found"], "unlimited");
+    }
+}
+
 /// In a user namespace everybody has all capabilities, and may lock no more for it.
 #[test]
 fn without_the_right_to_lock_a_user_namespace_gives_none() {

@@ -291,3 +291,19 @@ fn tasks_get_tensors_as_threads_do() {
     drop(loading);
     rig.all_is_back();
 }
+
+/// A path is bytes; what it is called in messages is not where it is.
+#[test]
+fn files_are_where_they_are_said_to_be() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = Folder::new();
+    let path = folder.path().join(std::ffi::OsStr::from_bytes(b"m\xff.safetensors"));
+    if let Err(error) = std::fs::write(&path, file(&[made("a", "U8", &[5], 1)])) {
+        println!("skipped: this file system has no such names: {error}");
+        return;
+    }
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let files: Vec<_> = checkpoint.files().collect();
+    assert_eq!(files, [&*path]);
+    assert!(std::fs::File::open(files[0]).is_ok());
+}

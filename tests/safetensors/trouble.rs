@@ -119,6 +119,83 @@ fn a_file_that_becomes_shorter_is_an_error_with_its_name() {
     }
 }
 
+/// Its time of modification is another one afterwards, however coarse the system's clock of files is.
+fn write_to(path: &std::path::Path) {
+    let file = OpenOptions::new().write(true).open(path).unwrap();
+    let len = file.metadata().unwrap().len();
+    file.write_all_at(&[0xa5], len - 1).unwrap();
+    file.set_modified(std::time::SystemTime::now() + Duration::from_secs(100)).unwrap();
+}
+
+#[test]
+fn a_file_that_is_written_to_ends_the_load_of_one_tensor_too() {
+    let (rig, folder, tensors) = (Rig::plain(), Folder::new(), many());
+    let path = folder.put("1.safetensors", file(&tensors));
+    let pipeline = rig.pipeline();
+    for name in ["t00", "t20", "t39"] {
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        assert!(checkpoint.tensor(&pipeline, name).unwrap().is_some());
+        rig.node.hang(0);
+        let got = std::thread::scope(|scope| {
+            let loading = scope.spawn(|| checkpoint.tensor(&pipeline, name));
+            let since = std::time::Instant::now();
+            // What is on its way was read.
+            while rig.pool.stats().in_flight_bytes < 100_000 {
+                assert!(since.elapsed() < Duration::from_secs(20), "nothing is on its way");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            write_to(&path);
+            rig.node.resume(0);
+            loading.join().unwrap()
+        });
+        assert!(matches!(got, Err(Error::Malformed { .. })), "{got:?}");
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn progress_never_goes_back() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let paths = [
+        folder.put("1.safetensors", file(&tensors[..20])),
+        folder.put("2.safetensors", file(&tensors[20..])),
+    ];
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open_files(&paths).unwrap();
+    for (task, cancelled) in [(false, true), (true, true), (false, false), (true, false)] {
+        // Four seconds of it.
+        pipeline.set_rate(Some(1 << 20));
+        let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+        while loading.progress().done < 256 << 10 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let before = loading.progress();
+        if cancelled {
+            loading.cancel();
+        } else {
+            rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Moment });
+        }
+        let mut last = before;
+        let error = loop {
+            let next = if task { block_on(loading.next_tensor()) } else { loading.next() };
+            let now = loading.progress();
+            assert!(now.done >= last.done && now.landed_to >= last.landed_to, "{last:?}, then {now:?}");
+            assert!(now.done <= now.total && now.landed_to <= now.done, "{now:?}");
+            last = now;
+            match next.expect("an error") {
+                Ok(_) => {}
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, Error::Cancelled { .. } | Error::Transfer { .. }), "{error}");
+        assert!(last.over && last.done < last.total && loading.next().is_none());
+        assert_eq!(loading.progress().done, last.done);
+        pipeline.set_rate(None);
+        drop(loading);
+        rig.all_is_back();
+    }
+}
+
 #[test]
 fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
     let (folder, tensors) = (Folder::new(), many());

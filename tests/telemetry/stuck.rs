@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use pinpool::host::HostConfig;
-use pinpool::telemetry::{BufferState, Mark, StuckBuffer};
+use pinpool::telemetry::{BufferState, Mark, Sampler, StuckBuffer};
 use pinpool::{PoolBuilder, Request, Stream};
 
 use crate::Bench;
-use crate::record::alone;
+use crate::record::{alone, events};
 
 fn all(bench: &Bench) -> Vec<StuckBuffer> {
     bench.pool.stuck(Duration::ZERO)
@@ -199,6 +199,26 @@ fn tokens_and_forgotten_buffers_show() {
     drop(bench.pool.redeem(token).unwrap());
     let left = all(&bench);
     assert_eq!(left.iter().map(|buffer| buffer.tag).collect::<Vec<_>>(), [Some("forgotten")]);
+}
+
+#[test]
+fn each_is_logged_once_if_not_by_the_first_look() {
+    const TAGS: [&str; 20] =
+        ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p", "q", "r", "s", "t"];
+    let _turn = alone();
+    let bench = Bench::stepped(tracked);
+    let _out = TAGS.map(|tag| bench.pool.checkout(Request::new(64).tag(tag)).unwrap());
+    let mut sampler = Sampler::new(&bench.pool).stuck_after(Duration::ZERO);
+    let logged = [8, 16, 20, 20].map(|wanted| {
+        sampler.poll();
+        let mut tags: Vec<String> = Vec::new();
+        tags.extend(events("pinpool::pool::stuck").iter().map(|event| event.field("tag").to_owned()));
+        assert_eq!(tags.len(), wanted, "{tags:?}");
+        tags
+    });
+    let mut all = logged[3].clone();
+    all.sort_unstable();
+    assert_eq!(all, TAGS, "each once");
 }
 
 #[test]

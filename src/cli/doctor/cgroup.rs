@@ -26,6 +26,12 @@ impl Level {
     }
 }
 
+/// Bytes that the groups leave this process, by the tightest of their limits. `None`: there is no limit.
+pub fn left(system: &System) -> Option<u64> {
+    let (_, _, levels) = levels(system)?;
+    levels.iter().flat_map(|level| [level.left(level.max), level.left(level.high)]).flatten().min()
+}
+
 /// The groups' limits against the capacity.
 pub fn cgroup(case: &Case) -> Check {
     const NAME: &str = "cgroup";
@@ -188,4 +194,33 @@ fn level_v1(system: &System, path: String) -> Option<Level> {
     let cache = parse::stat(&stat, "total_inactive_file").unwrap_or(0);
     let max = number("memory.limit_in_bytes").filter(|limit| *limit < NONE);
     Some(Level { max, high: None, used: used.saturating_sub(cache), path })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tightest_of_all_limits_is_what_is_left() {
+        let root = tempfile::tempdir().unwrap();
+        let system = System::new(root.path());
+        let file = |path: &str, text: &str| {
+            let path = system.at(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        assert_eq!(left(&system), None);
+        file("/proc/self/cgroup", "0::/pod/server\n");
+        file("/sys/fs/cgroup/pod/server/memory.current", "1000\n");
+        file("/sys/fs/cgroup/pod/server/memory.max", "max\n");
+        assert_eq!(left(&system), None);
+        file("/sys/fs/cgroup/pod/memory.current", "5000\n");
+        file("/sys/fs/cgroup/pod/memory.max", "9000\n");
+        assert_eq!(left(&system), Some(4000));
+        // What the kernel would drop at once is no use of it.
+        file("/sys/fs/cgroup/pod/memory.stat", "anon 1\ninactive_file 2000\n");
+        assert_eq!(left(&system), Some(6000));
+        file("/sys/fs/cgroup/pod/server/memory.high", "4000\n");
+        assert_eq!(left(&system), Some(3000));
+    }
 }

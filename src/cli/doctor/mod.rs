@@ -36,6 +36,7 @@ use pinpool::{Device, Error};
 use super::args::Doctor;
 use super::{EXIT_FAILED, EXIT_USAGE, say};
 use place::{By, Place};
+pub use report::size;
 use system::System;
 
 /// How a check ended, from good to bad.
@@ -152,6 +153,13 @@ impl Findings {
     fn worst(&self) -> Status {
         self.checks.iter().map(|check| check.status).max().unwrap_or(Status::Ok)
     }
+}
+
+/// Bytes that the system has available, and that this process's control groups leave it, where they say so.
+pub fn available() -> [Option<u64>; 2] {
+    let system = System::new(Path::new("/"));
+    let meminfo = system.read("/proc/meminfo").unwrap_or_default();
+    [parse::kib(&meminfo, "MemAvailable"), cgroup::left(&system)]
 }
 
 /// Runs the command.

@@ -16,6 +16,7 @@ use pinpool::{Device, DeviceBuffer, Error, InFlight, PinnedBuf, Pool, Stream, Un
 use super::place::By;
 use super::report::{size, speed};
 use super::{Case, Check, Maker, Measured, Status, link, parse};
+use crate::cli::room;
 
 /// Bytes of one copy at most: large enough for full speed, and far below what one extent holds.
 const PART: usize = 16 << 20;
@@ -180,19 +181,20 @@ fn pinned_at(case: &Case, found: String, bytes: usize, measured: &mut Measured) 
     }
 }
 
-/// GB/s at which the system provides fresh memory to as many threads.
+/// GB/s at which the system provides fresh memory to as many threads. `None`: it does not, or there are no threads.
 fn touch(bytes: usize) -> Option<f64> {
-    // Asked for zeros, the allocator takes this much from the system, which provides each page when it is written to.
-    let mut memory = vec![0_u8; bytes];
+    // The allocator takes this much from the system, which provides each page when it is written to.
+    let mut memory = room(bytes).ok()?;
+    let fresh = &mut memory.spare_capacity_mut()[..bytes];
     let part = bytes.div_ceil(pin_threads());
     let start = Instant::now();
     let touched = std::thread::scope(|scope| {
-        memory.chunks_mut(part).all(|part| {
-            let work = || part.chunks_mut(4096).for_each(|page| page[0] = 1);
+        fresh.chunks_mut(part).all(|part| {
+            let work = || part.chunks_mut(4096).for_each(|page| _ = page[0].write(1));
             std::thread::Builder::new().spawn_scoped(scope, work).is_ok()
         })
     });
-    std::hint::black_box(&mut memory);
+    std::hint::black_box(fresh);
     // Where a thread cannot be had, a part was left out.
     if touched { rate(bytes, start.elapsed()) } else { None }
 }
@@ -237,7 +239,7 @@ fn copy(device: &Device, pool: &Pool, patience: Duration, measured: &mut Measure
     let count = sources.len();
     let memory = device.alloc(part * count)?;
     let stream = device.stream()?;
-    let sent: Vec<Vec<u8>> = sources.iter().map(|buf| buf.to_vec()).collect();
+    let sent = sources.iter().map(|buf| copy_of(buf)).collect::<Result<Vec<_>, _>>()?;
     let mut up = Duration::MAX;
     for _ in 0..ROUNDS {
         let (bufs, took) = round(sources, patience, |index, buf| {
@@ -327,9 +329,16 @@ fn fill(buf: &mut PinnedBuf, index: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// What the processor gives when one thread copies as much between ordinary buffers.
+/// The same bytes in ordinary memory.
+fn copy_of(bytes: &[u8]) -> Result<Vec<u8>, Error> {
+    let mut copy = room(bytes.len())?;
+    copy.extend_from_slice(bytes);
+    Ok(copy)
+}
+
+/// What the processor gives when one thread copies as much between ordinary buffers. `None`: there is no memory for them.
 fn own(from: &[Vec<u8>]) -> Option<f64> {
-    let mut to: Vec<Vec<u8>> = from.to_vec();
+    let mut to = from.iter().map(|bytes| copy_of(bytes).ok()).collect::<Option<Vec<_>>>()?;
     let best = (0..ROUNDS).map(|_| {
         let start = Instant::now();
         for (to, from) in to.iter_mut().zip(from) {
@@ -357,14 +366,13 @@ fn copied(case: &Case, result: Result<(), Fault>, measured: &Measured) -> Check 
             );
         }
         Err(Fault::Error(error)) => {
-            return Check::fail(
-                NAME,
-                one_line(&error),
-                vec![
-                    "see whether others have the device's memory, and sudo dmesg for its driver's errors"
-                        .into(),
-                ],
-            );
+            let fix = match &error {
+                Error::OutOfMemory { .. } => {
+                    "see memory, cgroup and address-space above, and whether others have the device's memory"
+                }
+                _ => "see whether others have the device's memory, and sudo dmesg for its driver's errors",
+            };
+            return Check::fail(NAME, one_line(&error), vec![fix.into()]);
         }
         Ok(()) => {}
     }
