@@ -155,6 +155,23 @@ pub(crate) enum Adopted {
     Other { key: String, driver: std::sync::Arc<dyn Driver> },
 }
 
+#[cfg(any(feature = "acl", feature = "cuda"))]
+impl Adopted {
+    /// The number by which the name of the context at this address differs from others', since metrics and logs know a device
+    /// by its name. The first address of a context that is adopted in this process has 1, and keeps it for whatever context is there
+    /// later: so a server that adopts its contexts in the same order finds the same names after a restart, and one that
+    /// makes them anew does not fill its metrics with names.
+    pub(crate) fn number(context: usize) -> usize {
+        static SEEN: parking_lot::Mutex<Vec<usize>> = parking_lot::Mutex::new(Vec::new());
+        let mut seen = SEEN.lock();
+        let place = seen.iter().position(|known| *known == context).unwrap_or_else(|| {
+            seen.push(context);
+            seen.len() - 1
+        });
+        place + 1
+    }
+}
+
 /// What a device must do. The module's page has the rules.
 pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// The device as [`Device::open`](crate::Device::open) names it, such as `host:0`.

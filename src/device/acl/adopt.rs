@@ -67,10 +67,10 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
         device: name.to_string(),
         why: format!("the context is of a device that has the number {ordinal}"),
     })?;
-    let name: Arc<str> = format!("acl:{known} (adopted context)").into();
     if host::is_default(context) {
         return Ok(Adopted::Default(format!("acl:{known}")));
     }
+    let name: Arc<str> = format!("acl:{known} (adopted context {})", Adopted::number(context.addr())).into();
     let key = format!("acl context {:#x}", context.addr());
     let driver = Arc::new(Acl::new(api, name, ordinal, found, false));
     host::opened(&driver);

@@ -6,10 +6,7 @@
 //! worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came from it is gone,
 //! and a little longer, so its owner can leave something with us that is dropped after the last call: the *keeper*.
 //!
-//! Metrics and logs know a device by its name, so each of them has one of its own, with a number: the first address of a
-//! context that is adopted in this process has 1, and keeps it for whatever context is there later. So a server that adopts
-//! its contexts in the same order finds the same names after a restart, and one that makes them anew does not fill its
-//! metrics with names.
+//! Each has a name of its own, with a [number](Adopted::number).
 //!
 //! # Streams
 //!
@@ -21,8 +18,6 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
-
-use parking_lot::Mutex;
 
 use super::api::{Api, CUcontext, CUdevice, CUstream, Code};
 use super::{Cuda, Current, check, memory, numa_node, stream};
@@ -63,7 +58,8 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
     if is_primary(api, &name, device, context)? {
         return Ok(Adopted::Default(format!("cuda:{ordinal}")));
     }
-    let name: Arc<str> = format!("cuda:{ordinal} (adopted context {})", number(context as usize)).into();
+    let name: Arc<str> =
+        format!("cuda:{ordinal} (adopted context {})", Adopted::number(context as usize)).into();
     let key = format!("cuda context {:#x}", context as usize);
     let pools = memory::has_pools(api, &name, device)?;
     let driver = Cuda {
@@ -78,17 +74,6 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
         ending: Ending::new(),
     };
     Ok(Adopted::Other { key, driver: Arc::new(driver) })
-}
-
-/// The number of the context at this address, counted from 1.
-fn number(context: usize) -> usize {
-    static SEEN: Mutex<Vec<usize>> = Mutex::new(Vec::new());
-    let mut seen = SEEN.lock();
-    let place = seen.iter().position(|known| *known == context).unwrap_or_else(|| {
-        seen.push(context);
-        seen.len() - 1
-    });
-    place + 1
 }
 
 /// Which of the devices, counted as [`super::driver`] counts them, has this handle.
