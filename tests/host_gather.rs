@@ -1,8 +1,11 @@
 //! Gather and scatter by several threads, on host devices: every byte is in its place whoever packed it, in pools that have
 //! room for all of the segments or for hardly any, and where copies fail or the device dies half-way.
 
+#![allow(unsafe_code, reason = "a promise about a value of its own")]
+
 mod rig;
 
+use std::future::Future as _;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -592,4 +595,181 @@ fn a_device_dies_under_a_gather() {
         });
         all_back(&s);
     }
+}
+
+/// A batch that somebody else's copies have begun has no room for a group of a batch's length: its turn comes all the same.
+#[test]
+fn a_long_group_has_its_turn_beside_single_copies() {
+    let _alone = alone();
+    let s = setup(HostConfig::new(), 8 << 20);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let one = s.device.alloc(4096).unwrap();
+    let (send, receive) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                // Relaxed: a flag.
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    let Ok(buf) = s.pool.try_checkout(64) else { continue };
+                    let mut buf = buf;
+                    buf.extend_from_slice(&[1; 64]);
+                    drop(s.queue.upload(buf, &one).unwrap());
+                }
+            });
+        }
+        let (queue, pool) = (s.queue.clone(), s.pool.clone());
+        let places: Vec<DeviceSlice> =
+            (0..256).map(|i| s.memory.slice(i * 4096..i * 4096 + 2048).unwrap()).collect();
+        std::thread::spawn(move || {
+            for _ in 0..20 {
+                let piece = |place: &DeviceSlice| {
+                    let mut buf = pool.checkout(2048).unwrap();
+                    buf.extend_from_slice(&[2; 2048]);
+                    (buf, place.clone())
+                };
+                let sent = queue.gather_pinned(&pool, places.iter().map(piece).collect()).unwrap();
+                sent.wait().unwrap();
+            }
+            send.send(()).unwrap();
+        });
+        let done = receive.recv_timeout(HANG);
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        done.expect("it is never submitted");
+    });
+    all_back(&s);
+}
+
+/// A waker on the queue's thread must not wait, nor have helpers wait for what only that thread does.
+#[test]
+fn a_waker_that_scatters_is_refused() {
+    struct Scatters {
+        queue: pinpool::CopyQueue,
+        pool: Pool,
+        memory: DeviceBuffer,
+        told: std::sync::mpsc::SyncSender<(String, Result<(), Error>)>,
+    }
+    impl std::task::Wake for Scatters {
+        fn wake(self: std::sync::Arc<Self>) {
+            let name = std::thread::current().name().unwrap_or_default().to_owned();
+            let mut bytes = vec![0; self.memory.len()];
+            let mut pieces: Vec<(DeviceSlice, &mut [u8])> = bytes
+                .chunks_mut(1 << 14)
+                .enumerate()
+                .map(|(i, chunk)| (self.memory.slice(i << 14..(i + 1) << 14).unwrap(), chunk))
+                .collect();
+            let result = self.queue.scatter_blocking(&self.pool, &mut pieces);
+            let _ = self.told.send((name, result));
+        }
+    }
+    let _alone = alone();
+    let s = Setup::new(
+        HostConfig::new().memory(64 << 20).late(Duration::from_micros(100), 3),
+        32 << 20,
+        QueueOptions::new().threads(1).packers(4),
+        8 << 20,
+    );
+    let (told, hears) = std::sync::mpsc::sync_channel(1000);
+    let (mut refused, since) = (0, Instant::now());
+    while refused < 3 && since.elapsed() < HANG {
+        let (queue, pool) = (s.queue.clone(), s.pool.clone());
+        let scatters = Scatters { queue, pool, memory: s.device.alloc(8 << 20).unwrap(), told: told.clone() };
+        let waker = std::task::Waker::from(std::sync::Arc::new(scatters));
+        let push = |i: usize| {
+            let mut buf = s.pool.checkout(64).unwrap();
+            buf.extend_from_slice(&[1; 64]);
+            s.queue.upload(buf, s.memory.slice(i * 64..(i + 1) * 64).unwrap()).unwrap()
+        };
+        let mut sent: Vec<_> = (0..20).map(push).collect();
+        let polled = std::pin::Pin::new(&mut sent[0]).poll(&mut std::task::Context::from_waker(&waker));
+        drop(waker);
+        if polled.is_pending() {
+            let (name, result) = hears.recv_timeout(HANG).expect("it waits for itself");
+            if name.starts_with("pinpool-send") {
+                assert!(matches!(result, Err(Error::Unsupported(_))), "{result:?}");
+                refused += 1;
+            }
+        }
+        sent.drain(1..).for_each(|sent| drop(sent.wait().unwrap()));
+    }
+    assert!(refused > 0, "never on that thread");
+    all_back(&s);
+}
+
+/// Bytes that are more each time somebody asks.
+struct Grows {
+    bytes: Vec<u8>,
+    asked: std::sync::atomic::AtomicUsize,
+    steady: usize,
+}
+
+impl std::ops::Deref for Grows {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let asked = self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        if asked < self.steady { &self.bytes[..1000] } else { &self.bytes }
+    }
+}
+
+// SAFETY: the bytes are on the heap, and none are added.
+unsafe impl pinpool::StableDeref for Grows {}
+
+#[test]
+fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
+    let _alone = alone();
+    let s = setup(HostConfig::new(), 1 << 20);
+    for steady in 0..40 {
+        let stream = s.device.stream().unwrap();
+        let mut guard = s.pool.checkout(8000).unwrap();
+        guard.extend_from_slice(&[9; 8000]);
+        stream.upload(guard, s.memory.slice(..8000).unwrap()).unwrap().wait().unwrap();
+        let piece = |i: usize| {
+            let bytes = vec![5; 1500];
+            let grows = Grows { bytes, asked: 0.into(), steady: steady + 100 * usize::from(i != 3) };
+            // Neighbours, so that they are packed.
+            let place = s.memory.slice(i * 1000..(i + 1) * 1000).unwrap();
+            (s.device.register(grows).unwrap(), place)
+        };
+        let all = (0..4).map(piece).collect();
+        // Taken as it was, or refused.
+        if let Ok(sent) = s.queue.gather_pinned(&s.pool, all) {
+            let _ = sent.wait();
+        }
+        let back = stream.download(&s.memory.slice(..8000).unwrap(), s.pool.checkout(8000).unwrap());
+        let back = back.unwrap().wait().unwrap();
+        assert!(back[4000..].iter().all(|byte| *byte == 9), "beyond all of them, asked {steady} times");
+    }
+    all_back(&s);
+}
+
+/// A segment for short neighbours is longer than they are, by the gaps between them.
+#[test]
+fn a_segment_that_is_there_is_long_enough() {
+    let _alone = alone();
+    let s = setup(HostConfig::new(), 1 << 20);
+    let mut pieces = Vec::new();
+    for i in 0..200 {
+        let mut buf = s.pool.checkout(8).unwrap();
+        buf.extend_from_slice(&[i as u8; 8]);
+        // Pairs of neighbours, with gaps.
+        let at = i / 2 * 100 + i % 2 * 8;
+        pieces.push((buf, s.memory.slice(at..at + 8).unwrap()));
+    }
+    // All that is left, but for one that would do for the bytes alone.
+    let one = s.pool.checkout(1600).unwrap();
+    let mut rest: Vec<PinnedBuf> = Vec::new();
+    for len in [1 << 18, 1 << 14, 1 << 12, 1600, 512, 8] {
+        rest.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
+    }
+    drop(one);
+    assert!(s.pool.try_checkout(6352).is_err() && s.pool.try_checkout(1600).is_ok());
+    let (send, receive) = std::sync::mpsc::channel();
+    let (queue, pool) = (s.queue.clone(), s.pool.clone());
+    std::thread::spawn(move || {
+        let back = queue.gather_pinned(&pool, pieces).expect("one way or another").wait();
+        send.send(back.map(|back| back.len())).unwrap();
+    });
+    assert_eq!(receive.recv_timeout(HANG).expect("it waits for its own buffers").unwrap(), 200);
+    drop(rest);
+    all_back(&s);
 }

@@ -129,6 +129,7 @@ impl<B: Lend> Gathered<B> {
     /// # Errors
     /// As for [`is_done`](Self::is_done). What is done with returns by itself then.
     pub fn wait(mut self) -> Result<Vec<B>> {
+        self.forget_waker();
         let no_deadline: Option<Instant> = None;
         self.places.iter().try_for_each(|place| place.wait(no_deadline))?;
         let mut back = Vec::new();
@@ -194,8 +195,8 @@ impl<B: Lend> Future for Gathered<B> {
     }
 }
 
-impl<B: Lend> Drop for Gathered<B> {
-    fn drop(&mut self) {
+impl<B: Lend> Gathered<B> {
+    fn forget_waker(&mut self) {
         let flight = || match self.parts.get(self.done - self.places.len()) {
             Some(Part::Flight(flights)) => Some(&flights.place),
             _ => None,
@@ -203,6 +204,12 @@ impl<B: Lend> Drop for Gathered<B> {
         if let Some(place) = self.places.get(self.done).or_else(flight) {
             place.line.forget_waker(&mut self.waker);
         }
+    }
+}
+
+impl<B: Lend> Drop for Gathered<B> {
+    fn drop(&mut self) {
+        self.forget_waker();
     }
 }
 

@@ -19,7 +19,7 @@ pub use self::handle::Gathered;
 use self::plan::{Limits, Plan};
 use self::staging::{Parts, Staging, Target, Targets};
 use self::survey::{Pieces, Survey};
-use super::queue::CopyQueue;
+use super::queue::{CopyQueue, may_wait};
 use crate::device::memory::DeviceSlice;
 use crate::error::Result;
 use crate::pool::Pool;
@@ -91,7 +91,8 @@ impl CopyQueue {
 
     /// Helpers that are worth it for so many bytes that are staged, and the limits of their segments.
     fn share_of(&self, pool: &Pool, staged: usize) -> (usize, Limits) {
-        let hands = staging::hands(staged, self.helpers());
+        // A waker, which must not wait, must not have others wait for what its thread does.
+        let hands = if may_wait() { staging::hands(staged, self.helpers()) } else { 0 };
         // Several for each thread, so that the wire has something soon, and all end at about the same time.
         let part = if hands > 0 { staged / (hands + 1) / 4 } else { SEGMENT };
         let segment = part.clamp(SHARED, SEGMENT).min(pool.longest() / 2).max(1);

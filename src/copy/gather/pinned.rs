@@ -103,7 +103,7 @@ impl CopyQueue {
     /// Chooses the way of pieces to the device, and has those packed that are not to be copied from where they are.
     fn stage_up<B: Lend>(&self, pool: &Pool, pieces: &[(B, DeviceSlice)]) -> Result<(Vec<Place>, Stay)> {
         let context = self.device().context();
-        let all = Buffers(pieces);
+        let all = Buffers { pieces, lens: pieces.iter().map(|(buf, _)| buf.bytes().len()).collect() };
         let survey = self.survey(pool, &all, |i| {
             if all.len(i) == 0 {
                 return Err(Error::Empty);
@@ -111,6 +111,9 @@ impl CopyQueue {
             let serves = pieces[i].0.serves(context);
             if serves { Ok(()) } else { Err(Error::WrongDevice { device: self.device().name().into() }) }
         })?;
+        if !may_wait() {
+            return Ok((Vec::new(), Stay::All));
+        }
         let bytes = |i: usize| pieces[i].0.bytes();
         let host = |i: usize| bytes(i).as_ptr().addr();
         self.stage_some(pool, &all, &survey, host, |parts, hands| {
@@ -164,11 +167,19 @@ impl CopyQueue {
     ) -> Result<(Vec<Place>, Stay)> {
         if survey.count > 0 && survey.shortest < STAGE_BELOW {
             let (hands, limits) = self.share_of(pool, survey.short_bytes);
-            if has_room(pool, limits.segment.min(survey.bytes)) {
-                let plan = Plan::new(&pieces.all(true), limits);
+            let plan = Plan::new(&pieces.all(true), limits);
+            let parts = Parts::planned(&plan.segments);
+            let first = (!plan.segments.is_empty()).then(|| pool.try_checkout(parts.longest()));
+            // The pinned pieces of a call may be all that the pool has: then there is nothing to wait for.
+            let parts = match first {
+                Some(Ok(first)) => Some(parts.with(first)),
+                Some(Err(_)) => None,
+                None => Some(parts),
+            };
+            if let Some(parts) = parts {
                 let mut in_place = vec![false; survey.count];
                 plan.in_place.iter().for_each(|copy| in_place[copy.piece] = true);
-                let places = run(Parts::planned(&plan.segments), hands)?;
+                let places = run(parts, hands)?;
                 return Ok((places, Stay::Some(in_place)));
             }
         }
@@ -178,11 +189,11 @@ impl CopyQueue {
             && survey.longest < PACK_BELOW
             && survey.longest + SLACK <= limits.segment
             && (survey.are_neighbours() || survey.longest < SORT_BELOW)
-            && !pieces.are_rows(host)
-            && has_room(pool, limits.segment);
+            && !pieces.are_rows(host);
         if !may_pack {
             return Ok((Vec::new(), Stay::All));
         }
+        let Ok(first) = pool.try_checkout(limits.segment) else { return Ok((Vec::new(), Stay::All)) };
         let mut order = None;
         if !survey.are_neighbours() {
             let all = pieces.all(false);
@@ -192,6 +203,7 @@ impl CopyQueue {
             }
             order = Some(sorted);
         }
+        let run = |parts: Parts<'_>, hands| run(parts.with(first), hands);
         self.stage_all(pool, pieces, survey, order, run).map(|places| (places, Stay::None))
     }
 
@@ -240,26 +252,24 @@ enum Stay {
     Some(Vec<bool>),
 }
 
-/// Whether the pool has a segment of so many bytes now. The pinned pieces of a call may be all that it has: then there is
-/// nothing to wait for.
-fn has_room(pool: &Pool, bytes: usize) -> bool {
-    pool.try_checkout(bytes).is_ok()
-}
-
 /// The pieces of a gather.
-struct Buffers<'a, B>(&'a [(B, DeviceSlice)]);
+struct Buffers<'a, B> {
+    pieces: &'a [(B, DeviceSlice)],
+    /// Asked for once: a value of the caller's own may give another answer each time.
+    lens: Vec<usize>,
+}
 
 impl<B: Lend> Pieces for Buffers<'_, B> {
     fn count(&self) -> usize {
-        self.0.len()
+        self.lens.len()
     }
 
     fn len(&self, i: usize) -> usize {
-        self.0[i].0.bytes().len()
+        self.lens[i]
     }
 
     fn memory(&self, i: usize) -> &DeviceSlice {
-        &self.0[i].1
+        &self.pieces[i].1
     }
 }
 

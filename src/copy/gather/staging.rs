@@ -23,7 +23,7 @@ use super::{FIRST, SLACK};
 use crate::buffer::PinnedBuf;
 use crate::buffer::sealed::Lend as _;
 use crate::copy::pipeline::stores::{self, Stores};
-use crate::copy::queue::CopyQueue;
+use crate::copy::queue::{CopyQueue, may_wait};
 use crate::device::memory::DeviceSlice;
 use crate::device::{DevicePtr, Transfer};
 use crate::error::{Error, Result};
@@ -57,6 +57,8 @@ pub(super) struct Parts<'a> {
     longest: usize,
     /// The next segment, or piece of the order, that nobody has taken; and the bytes of those before.
     next: Mutex<(usize, usize)>,
+    /// For the calling thread's first segment, if there is one.
+    first: Mutex<Option<PinnedBuf>>,
 }
 
 enum From<'a> {
@@ -69,7 +71,7 @@ enum From<'a> {
 impl<'a> Parts<'a> {
     pub(super) fn planned(segments: &'a [Segment]) -> Self {
         let longest = segments.iter().map(|segment| segment.len).max().unwrap_or(0);
-        Self { from: From::Segments(segments), longest, next: Mutex::default() }
+        Self { from: From::Segments(segments), longest, next: Mutex::default(), first: Mutex::default() }
     }
 
     /// For so many threads. None of the pieces is longer than a segment.
@@ -83,7 +85,19 @@ impl<'a> Parts<'a> {
         let Survey { bytes, count, .. } = *survey;
         let longest = bytes.saturating_add(count.saturating_mul(SLACK)).min(limits.segment);
         let from = From::Pieces { pieces, order, bytes, threads, limits };
-        Self { from, longest, next: Mutex::default() }
+        Self { from, longest, next: Mutex::default(), first: Mutex::default() }
+    }
+
+    /// Bytes of the longest segment.
+    pub(super) fn longest(&self) -> usize {
+        self.longest
+    }
+
+    /// With a buffer for the calling thread's first segment: where the pieces themselves may be all that the pool has, nobody is
+    /// to find that out when it is too late.
+    pub(super) fn with(self, first: PinnedBuf) -> Self {
+        *self.first.lock() = Some(first);
+        self
     }
 
     /// Whether each piece is in one segment.
@@ -247,14 +261,20 @@ impl<'a> Staging<'a> {
                 }
             }
             // The memory first: who has taken a segment has to see it through.
-            let buf = loop {
-                match self.pool.try_checkout(self.parts.longest) {
-                    Err(Error::Exhausted { .. }) => match sent.pop_front() {
-                        Some(first) => places.extend(land(first)?),
-                        None if helps => return Ok((places, sent)),
-                        None => break self.pool.checkout(self.parts.longest)?,
-                    },
-                    other => break other?,
+            let kept = if helps { None } else { self.parts.first.lock().take() };
+            let buf = if let Some(buf) = kept {
+                buf
+            } else {
+                loop {
+                    match self.pool.try_checkout(self.parts.longest) {
+                        Err(Error::Exhausted { .. }) => match sent.pop_front() {
+                            Some(first) => places.extend(land(first)?),
+                            None if helps => return Ok((places, sent)),
+                            None if !may_wait() => break self.pool.try_checkout(self.parts.longest)?,
+                            None => break self.pool.checkout(self.parts.longest)?,
+                        },
+                        other => break other?,
+                    }
                 }
             };
             let Some(segment) = self.parts.take() else { break };

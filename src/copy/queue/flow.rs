@@ -232,7 +232,8 @@ impl Flow {
         let mut pieces = self.spare.lock().pop().unwrap_or_default();
         let full = desk.collect(&self.lanes, &self.filled, self.writes, &mut pieces);
         let count = pieces.iter().map(Piece::count).sum::<usize>();
-        if full && count >= ENOUGH.0 && !self.is_pressed() {
+        let is_left = desk.rest | self.filled.lanes() != 0;
+        if full && is_left && count >= ENOUGH.0 && !self.is_pressed() {
             self.pressed.store(true, Ordering::Relaxed);
         }
         if self.writes && pieces.len() > 1 {
@@ -323,7 +324,13 @@ impl Flow {
             // The parent's.
             return std::mem::forget(load);
         }
-        load.for_each(|piece| {
+        let lives = self.timeline.context().poisoned().is_none();
+        load.for_each(|mut piece| {
+            if lives {
+                // It may be what keeps the memory of one that was submitted before, and may be queued still: see `lose`.
+                let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
+                std::mem::forget((piece.memory.take(), memories));
+            }
             piece.into_loans().for_each(|loan| _ = loan.land());
         });
         for run in runs {
@@ -668,6 +675,8 @@ impl Desk {
                         turn += 1;
                     }
                     batch.extend(taken.drain(..turn));
+                    // A group that does not fit any more is the first of the next batch, or it might never fit.
+                    let skipped = turn == 0 && !taken.is_empty();
                     if taken.is_empty() {
                         self.rest &= !(1 << at);
                     } else {
@@ -680,7 +689,7 @@ impl Desk {
                         _ => false,
                     };
                     if is_full(copies, bytes, next.map_or(1, Piece::count), &goes_on) {
-                        self.next = (at + 1) % lanes.len();
+                        self.next = if skipped { at } else { (at + 1) % lanes.len() };
                         return true;
                     }
                 }
@@ -796,9 +805,11 @@ impl Awaited for Line {
             if lane.verdict(range)? {
                 return Ok(());
             }
-            // Under way: somebody submits just now, or is about to.
-            self.flow.rouse();
-            // In a waker on the queue's own thread that is nobody else; unless it is in the midst of submitting.
+            if self.flow.timeline.forked() {
+                return Err(Error::Forked);
+            }
+            // Under way: somebody submits just now, or is about to. In a waker on the queue's own thread that is nobody else;
+            // unless it is in the midst of submitting.
             if submits && !self.flow.submit() && since.elapsed() > GIVE_UP {
                 return Err(Error::Unsupported(
                     "an order after a copy that is not submitted yet, from a waker on the thread that submits; wake a task or \
@@ -806,6 +817,8 @@ impl Awaited for Line {
                         .into(),
                 ));
             }
+            // Last: who has submitted sees to what has come in meanwhile.
+            self.flow.rouse();
             yield_now();
         }
         if lane.verdict(range)? {
