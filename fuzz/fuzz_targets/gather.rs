@@ -7,7 +7,7 @@
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
-use pinpool::gather::plan::{Limits, Piece, Plan, groups, order};
+use pinpool::gather::plan::{Limits, Piece, Plan, group, order};
 
 #[derive(Arbitrary, Debug)]
 struct One {
@@ -51,11 +51,16 @@ fuzz_target!(|input: Input| {
         panic!("{wrong}\n{pieces:?}\n{limits:?}\n{plan:?}");
     }
     let (order, mut whole) = (order(&pieces), Plan::default());
-    for group in groups(&pieces, &order, |_, _| limits.segment) {
-        let part = Plan::of(&pieces, &order[group.clone()], limits);
+    let mut left = &order[..];
+    while !left.is_empty() {
+        let (group, count) = group(left.iter().map(|&i| (i, pieces[i])), limits.segment);
+        assert!(count > 0, "nothing of {left:?}");
+        let names: Vec<usize> = group.iter().map(|(i, _)| *i).collect();
+        let part = Plan::of(&pieces, &names, limits);
         assert!(part.segments.len() <= 1 || group.len() == 1, "{group:?} is more than a segment");
         whole.segments.extend(part.segments);
         whole.in_place.extend(part.in_place);
+        left = &left[count..];
     }
     if let Err(wrong) = whole.check(&pieces, limits) {
         panic!("in groups: {wrong}\n{pieces:?}\n{limits:?}\n{whole:?}");

@@ -125,12 +125,15 @@ fn prepare(args: &Bench, device: &Device) -> Result<Bed, Failure> {
         })?,
     };
     // Buffers of whole pages, and pieces of them.
-    let mut size = (most / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
+    let whole = |bytes: usize| (bytes / (BUFFERS * PIECE)).max(1) * (BUFFERS * PIECE);
+    let mut size = whole(most);
     loop {
         match bed(device, threads, size) {
             Ok(bed) => return Ok(Bed { small: args.size.is_none() && size < SIZE, ..bed }),
             // On a GPU that others use, or under a limit that nobody told us about.
-            Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST => size /= 2,
+            Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST => {
+                size = whole(size / 2);
+            }
             Err(error) => {
                 return Err(Failure::Failed(format!(
                     "{}: no room to measure with copies of {size} bytes: {error}; name less by --size",

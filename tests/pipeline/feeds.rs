@@ -120,3 +120,73 @@ fn a_slow_writer_of_the_foreground_leaves_room() {
     assert!(first.download_vec(&to).unwrap() == bytes);
     rig.all_is_back();
 }
+
+/// A writer that calls something when it has had its first bytes.
+struct Calls<F: FnMut()>(Option<F>);
+
+impl<F: FnMut()> io::Write for Calls<F> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if let Some(mut call) = self.0.take() {
+            // All that its transfer may have has landed.
+            std::thread::sleep(Duration::from_millis(100));
+            call();
+        }
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_writer_may_wait_for_another_download() {
+    for priority in [Priority::Bulk, Priority::Foreground] {
+        let rig = Rig::plain();
+        let pipeline = rig.pipeline().with_priority(priority);
+        let memory = [0, 1].map(|_| rig.device.alloc(4 << 20).unwrap());
+        let bytes = pattern(4 << 20, 4);
+        memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
+        let beside = || {
+            let Ok(back) = pipeline.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
+                panic!("it has segments of its own")
+            };
+            assert!(back.unwrap().into_vec().unwrap() == bytes);
+        };
+        pipeline.download_write(&memory[0], &mut Calls(Some(beside))).unwrap();
+        // The same way once more, within.
+        let (done, is_done) = channel();
+        let (other, inner) = (pipeline.clone(), memory[1].slice(..).unwrap());
+        let outer = memory[0].slice(..).unwrap();
+        let thread = std::thread::spawn(move || {
+            let nested = || assert_eq!(other.download_write(&inner, &mut io::sink()).unwrap(), 4 << 20);
+            pipeline.download_write(&outer, &mut Calls(Some(nested))).unwrap();
+            done.send(()).unwrap();
+        });
+        is_done.recv_timeout(HANG).expect("each has segments of its own");
+        thread.join().unwrap();
+        rig.all_is_back();
+    }
+}
+
+#[test]
+fn one_thread_may_fill_two_feeds_by_turns() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().share(300 << 10).build().unwrap();
+    let memory = [0, 1].map(|_| rig.device.alloc(100_000).unwrap());
+    let bytes = pattern(100_000, 5);
+    let (done, is_done) = channel();
+    let (sent, to) = (bytes.clone(), [0, 1].map(|i: usize| memory[i].slice(..).unwrap()));
+    let feeding = pipeline.clone();
+    let thread = std::thread::spawn(move || {
+        let mut feeds = to.map(|to| feeding.feed(to).unwrap());
+        for part in sent.chunks(1000) {
+            feeds.iter_mut().for_each(|feed| feed.push_blocking(part).unwrap());
+        }
+        feeds.into_iter().for_each(|feed| assert_eq!(feed.finish_blocking().unwrap(), 100_000));
+        done.send(()).unwrap();
+    });
+    is_done.recv_timeout(HANG).expect("neither waits for the other");
+    thread.join().unwrap();
+    assert!(memory.iter().all(|memory| pipeline.download_vec(memory).unwrap() == bytes));
+    rig.all_is_back();
+}

@@ -84,6 +84,10 @@ fn what_cannot_work_is_refused_and_gives_the_source_back() {
     assert!(matches!(refused.error, Error::OutOfRange { .. }) && refused.buffer.is_some());
     let refused = pipeline.upload_pieces(vec![1_u8; 50], vec![Piece::new(u64::MAX, &memory)]).unwrap_err();
     assert!(matches!(refused.error, Error::OutOfRange { .. }));
+    // In the last chunk that there is.
+    let last = Piece::new(u64::MAX - 100, memory.slice(..50).unwrap());
+    let refused = pipeline.upload_pieces(vec![1_u8; 50], vec![last]).unwrap_err();
+    assert!(matches!(refused.error, Error::OutOfRange { .. }));
     assert!(matches!(pipeline.download_slice(&memory, &mut [0; 99]), Err(Error::TooSmall { .. })));
     let other = Rig::plain();
     let theirs = other.device.alloc(100).unwrap();

@@ -226,3 +226,50 @@ fn what_waits_for_the_rate_goes_on_when_there_is_none() {
         rig.all_is_back();
     }
 }
+
+/// What lands for its caller leaves the wire, and nobody else hears of that.
+#[test]
+fn what_is_not_staged_goes_on_when_chunks_have_landed_for_their_caller() {
+    struct Waits<F: FnMut()>(Option<F>);
+    impl<F: FnMut()> io::Write for Waits<F> {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.take().iter_mut().for_each(|call| call());
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 1), 16 << 20).direct();
+    let pipeline = rig.builder().depth(1).build().unwrap();
+    let bytes = pattern(1 << 20, 8);
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
+    let beside = || {
+        let Ok(back) = pipeline.download_collect(&memory[1]).unwrap().wait_timeout(HANG) else {
+            panic!("nobody tells it")
+        };
+        assert!(back.unwrap().into_vec().unwrap() == bytes);
+    };
+    pipeline.download_write(&memory[0], &mut Waits(Some(beside))).unwrap();
+    rig.all_is_back();
+}
+
+/// Whoever looks up from time to time does not go back to the end of the pool's queue for that.
+#[test]
+fn who_waits_for_the_pool_keeps_his_place() {
+    let rig = Rig::new(HostConfig::new(), 2 << 20);
+    let pipeline = rig.builder().threads(2).build().unwrap();
+    let (bytes, memory) = (pattern(1 << 20, 9), rig.device.alloc(1 << 20).unwrap());
+    let all = all_of(&rig);
+    let load = pipeline.upload(bytes.clone(), &memory).unwrap();
+    until("it waits for the pool", || rig.pool.stats().waiting == 1);
+    // Longer than it waits at a time.
+    std::thread::sleep(Duration::from_millis(900));
+    let stats = rig.pool.stats();
+    assert!(stats.waiting == 1 && stats.timeouts == 0, "nobody has given up: {stats:?}");
+    drop(all);
+    assert!(load.wait_timeout(HANG).is_ok());
+    assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    rig.all_is_back();
+}

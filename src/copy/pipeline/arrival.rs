@@ -129,7 +129,8 @@ impl Engine {
                 MutexGuard::unlocked(&mut state, || std::thread::sleep(STAND_BY));
                 continue;
             }
-            if state.closing && state.jobs.is_empty() && state.wires[direction as usize].is_idle() {
+            // (A place may be taken by somebody who looks for a segment in vain, and tells nobody.)
+            if state.closing && state.jobs.is_empty() && state.wires[direction as usize].flying.is_empty() {
                 return;
             }
             if state.events != events {
@@ -206,6 +207,13 @@ impl Engine {
         Some((direction, state.wires[direction as usize].flying.remove(at)?))
     }
 
+    /// What a worker copies may wait for a place on the wire that nobody else hears of.
+    fn call_copier(&self, state: &State) {
+        if state.jobs.iter().any(|live| live.job.kind == Kind::Direct) {
+            self.call(state);
+        }
+    }
+
     /// Waits for a chunk on the wire. One that has landed is to be drained.
     fn arrive(
         &self,
@@ -251,6 +259,7 @@ impl Engine {
                 let landed = Landed { index, buf };
                 if job.kind == Kind::Caller && !job.stopped() {
                     job.land(landed);
+                    self.call_copier(state);
                 } else {
                     return Some((job, landed));
                 }
@@ -259,9 +268,7 @@ impl Engine {
                 match segment {
                     Some(Some(buf)) if self.worker() > 0 => self.bring_back(state, direction, buf),
                     Some(buf) => self.give_back(state, direction, buf),
-                    // What a worker copies may wait for this place.
-                    None if state.jobs.iter().any(|live| live.job.kind == Kind::Direct) => self.call(state),
-                    None => {}
+                    None => self.call_copier(state),
                 }
                 self.end(state, &job, index, result.map(|()| wanted));
             }

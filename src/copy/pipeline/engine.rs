@@ -16,7 +16,7 @@
 //! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
 //! in the pool's queue in front of others, and goes on with what it has. Only when it has none at all does one thread wait
 //! in the queue, like anybody else. An eighth is kept for the foreground; and where both directions are under way neither
-//! has more than half, nor has a transfer that its caller fills or drains, who may start another one before he goes on. Of
+//! has more than half; nor has a download that its caller drains, who may wait for another transfer before he goes on. Of
 //! the others as many are in use as keep threads and wire busy, the one that came back last first: what the CPU has just
 //! read or written is in its caches, and there the device finds it, or puts it.
 //!
@@ -25,8 +25,11 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::future::Future as _;
+use std::pin::pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -45,7 +48,7 @@ use crate::segment::PAGE;
 use crate::stream::Stream;
 
 /// How long a thread that has no segment at all waits in the pool's queue before it looks whether its transfer was
-/// cancelled.
+/// cancelled, or whether there is something else to do.
 pub(super) const PATIENCE: Duration = Duration::from_millis(250);
 
 /// For how long the foreground tries to get the lock past those who wait for it.
@@ -147,7 +150,7 @@ pub(super) struct State {
     watched: [bool; 2],
     pub(super) closing: bool,
     /// Tasks that wait for a segment.
-    pub(super) wakers: Vec<(u64, std::task::Waker)>,
+    pub(super) wakers: Vec<(u64, Waker)>,
 }
 
 /// What came of looking for a segment.
@@ -156,6 +159,25 @@ pub(super) enum Got {
     /// All of ours are in use: one will come back.
     NotNow,
     Failed(Error),
+}
+
+impl From<Result<PinnedBuf>> for Got {
+    fn from(tried: Result<PinnedBuf>) -> Self {
+        match tried {
+            Ok(buf) => Self::Segment(buf),
+            Err(Error::Exhausted { .. }) => Self::NotNow,
+            Err(error) => Self::Failed(error),
+        }
+    }
+}
+
+/// Wakes a thread that waits as a task does.
+struct Unparks(std::thread::Thread);
+
+impl Wake for Unparks {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
 }
 
 impl Engine {
@@ -472,15 +494,17 @@ impl Engine {
         let used = state.out[0] + state.out[1] + state.windows.bytes.div_ceil(self.settings.segment);
         let most = self.settings.segments;
         let both = state.jobs.iter().any(|live| live.job.direction == direction.other());
-        // (What its caller drains may wait for what the caller does next.)
-        let shares = both || job.kind == Kind::Caller;
-        let half = |all: usize| if shares { (all / 2).max(1) } else { all };
-        let mut room = used < most && state.out[direction as usize] < half(most);
+        let half = |all: usize| if both { (all / 2).max(1) } else { all };
+        let (mut all, mut own) = (most, half(most));
         if job.priority == Priority::Bulk {
             let kept = if most > 1 { (most / 8).max(1) } else { 0 };
-            let bulk = most - kept;
-            let own = half(bulk).min(self.settings.rotation);
-            room &= used < bulk && state.out[direction as usize] < own;
+            all = most - kept;
+            own = half(all).min(self.settings.rotation);
+        }
+        let mut room = used < all && state.out[direction as usize] < own;
+        if job.kind == Kind::Caller && direction == Direction::Down {
+            // Its caller may wait for another transfer before he takes the next chunk.
+            room &= job.active() < (own / 2).max(1);
         }
         if !room || (state.stash.is_empty() && state.dry && used > 0) {
             return Got::NotNow;
@@ -490,22 +514,11 @@ impl Engine {
             buf.clear();
             return Got::Segment(buf);
         }
-        let (request, waits) = (self.request(), used == 0 && patient);
+        let waits = used == 0 && patient;
         let events = state.events;
-        let got = MutexGuard::unlocked(state, || {
-            loop {
-                let tried = match waits {
-                    true => self.pool.checkout_timeout(request, PATIENCE),
-                    false => self.pool.try_checkout(request),
-                };
-                match tried {
-                    Ok(buf) => return Got::Segment(buf),
-                    Err(Error::Exhausted { .. }) => return Got::NotNow,
-                    Err(Error::Timeout(_)) if !job.stopped() && !self.has_copies() => {}
-                    Err(Error::Timeout(_)) => return Got::NotNow,
-                    Err(error) => return Got::Failed(error),
-                }
-            }
+        let got = MutexGuard::unlocked(state, || match waits {
+            true => self.queue_for_segment(job),
+            false => Got::from(self.pool.try_checkout(self.request())),
         });
         if !matches!(got, Got::Segment(_)) {
             state.out[direction as usize] -= 1;
@@ -522,6 +535,28 @@ impl Engine {
             }
         }
         got
+    }
+
+    /// Stands in the pool's queue, like anybody, until there is a segment, or the transfer has stopped, or there is something else
+    /// to do.
+    fn queue_for_segment(&self, job: &Job) -> Got {
+        if self.device.context().driver().stepped().is_some() {
+            // Nothing moves there unless it is waited for.
+            return match self.pool.checkout_timeout(self.request(), PATIENCE) {
+                Err(Error::Timeout(_)) => Got::NotNow,
+                tried => Got::from(tried),
+            };
+        }
+        let waker = Waker::from(Arc::new(Unparks(std::thread::current())));
+        // As a task: whoever looks up from time to time keeps his place.
+        let mut place = pin!(self.pool.checkout_async(self.request()));
+        loop {
+            match place.as_mut().poll(&mut Context::from_waker(&waker)) {
+                Poll::Ready(tried) => return Got::from(tried),
+                Poll::Pending if job.stopped() || self.has_copies() => return Got::NotNow,
+                Poll::Pending => std::thread::park_timeout(PATIENCE),
+            }
+        }
     }
 
     /// Whether there is something to do that needs no segment, for which the one who waits for a segment may be the only one.

@@ -326,6 +326,11 @@ impl Job {
         if run.returned.is_empty() { run.limit - run.next } else { 0 }
     }
 
+    /// How many chunks were begun and have not ended.
+    pub(super) fn active(&self) -> usize {
+        self.run.lock().active
+    }
+
     /// Whether what is under way need not be finished.
     pub(super) fn stopped(&self) -> bool {
         self.run.lock().stopped()

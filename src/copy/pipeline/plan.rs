@@ -176,7 +176,8 @@ impl Plan {
         while let Some(first) = self.pieces.get(piece) {
             let start = first.at + skip;
             // So that the next chunk starts on a page.
-            let most = start - start % PAGE as u64 + ramp.len(self.chunk, self.chunks.len(), left) as u64;
+            let len = ramp.len(self.chunk, self.chunks.len(), left) as u64;
+            let most = (start - start % PAGE as u64).saturating_add(len);
             let mut end = first.end().min(most);
             // Without what lies between the pieces.
             let mut wanted = end - start;

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use parking_lot::MutexGuard;
 
 use super::config::Priority;
-use super::engine::{Engine, Got, State};
+use super::engine::{Engine, Got, Live, State};
 use super::job::{Body, Direction, End, Job, Kind};
 use super::plan::{Chunk, Parts};
 use crate::buffer::{InFlight, Lend, PinnedBuf};
@@ -184,6 +184,20 @@ impl Wire {
     }
 }
 
+impl State {
+    /// Downloads that may begin a chunk that is staged.
+    fn downloads(&self, priority: Priority) -> impl Iterator<Item = &Arc<Job>> {
+        let may = move |live: &&Live| {
+            live.job.direction == Direction::Down
+                && live.job.priority == priority
+                && live.behind.is_empty()
+                && live.job.kind != Kind::Direct
+                && live.job.has_next()
+        };
+        self.jobs.iter().filter(may).map(|live| &live.job)
+    }
+}
+
 impl Engine {
     /// Submits whatever may go now.
     pub(super) fn pump(&self, state: &mut MutexGuard<'_, State>, direction: Direction) {
@@ -231,10 +245,18 @@ impl Engine {
             let filled = state.wires[Direction::Up as usize].ready[place(priority)].pop_front();
             let ready = match filled {
                 Some(ready) => ready,
-                None => match self.next_in_place(state, priority) {
-                    Some(ready) => ready,
-                    None => continue,
-                },
+                None => {
+                    // The place first: others submit while we look at it.
+                    let events = state.events;
+                    state.wires[Direction::Up as usize].on[place(priority)] += 1;
+                    let next = self.next_in_place(state, priority);
+                    state.wires[Direction::Up as usize].on[place(priority)] -= 1;
+                    match next {
+                        Some(ready) => ready,
+                        None if state.events != events => return true,
+                        None => continue,
+                    }
+                }
             };
             if ready.job.stopped() {
                 self.discard(state, ready);
@@ -294,36 +316,45 @@ impl Engine {
             if !self.free(state, Direction::Down, priority) {
                 continue;
             }
-            let next = state.jobs.iter().find(|live| {
-                live.job.direction == Direction::Down
-                    && live.job.priority == priority
-                    && live.behind.is_empty()
-                    && live.job.kind != Kind::Direct
-                    && live.job.has_next()
-            });
-            let Some(job) = next.map(|live| live.job.clone()) else { continue };
             let events = state.events;
+            // Each in turn: one whose caller does not go on may have all that it is to have.
+            let jobs: Vec<Arc<Job>> = state.downloads(priority).cloned().collect();
+            let mut got = None;
             // First the place on the wire, so that nobody takes it while we look for a segment.
             state.wires[Direction::Down as usize].on[place(priority)] += 1;
-            let mut got = self.acquire(state, Direction::Down, &job, false);
-            state.wires[Direction::Down as usize].on[place(priority)] -= 1;
-            if matches!(got, Got::NotNow) && state.has_none() {
-                // In the pool's queue, and without that place, which others can use meanwhile.
-                got = self.acquire(state, Direction::Down, &job, true);
-            }
-            let buf = match got {
-                Got::Segment(buf) if !self.free(state, Direction::Down, priority) => {
-                    self.give_back(state, Direction::Down, Some(buf));
-                    continue;
+            for job in &jobs {
+                match self.acquire(state, Direction::Down, job, false) {
+                    Got::NotNow => {}
+                    Got::Segment(buf) => got = Some((job, Got::Segment(buf))),
+                    Got::Failed(error) => got = Some((job, Got::Failed(error))),
                 }
-                Got::Segment(buf) => buf,
-                // Somebody who has brought one meanwhile has found the place taken.
-                Got::NotNow if state.events != events => return true,
-                Got::NotNow => continue,
-                Got::Failed(error) => {
-                    self.fail(state, &job, error);
+                if got.is_some() {
+                    break;
+                }
+            }
+            state.wires[Direction::Down as usize].on[place(priority)] -= 1;
+            let first = jobs.first().filter(|_| got.is_none() && state.has_none());
+            if let Some(job) = first {
+                // In the pool's queue, and without that place, which others can use meanwhile.
+                match self.acquire(state, Direction::Down, job, true) {
+                    Got::NotNow => {}
+                    Got::Segment(buf) => {
+                        // Whoever is first by now has it.
+                        self.give_back(state, Direction::Down, Some(buf));
+                        return true;
+                    }
+                    Got::Failed(error) => got = Some((job, Got::Failed(error))),
+                }
+            }
+            let (job, buf) = match got {
+                Some((job, Got::Segment(buf))) => (job.clone(), buf),
+                Some((job, Got::Failed(error))) => {
+                    self.fail(state, job, error);
                     return true;
                 }
+                // Somebody who has brought one meanwhile has found the place taken.
+                _ if state.events != events => return true,
+                _ => continue,
             };
             let Some((index, _)) = job.begin(1) else {
                 // Somebody else has taken the last.

@@ -76,14 +76,8 @@ impl Engine {
     fn task(&self, state: &mut State) -> Option<Task> {
         PRIORITIES.into_iter().find_map(|priority| {
             let drain = state.take_landed(priority);
-            let fill = |live: &&Live| {
-                live.job.is_filled()
-                    && live.job.priority == priority
-                    && live.behind.is_empty()
-                    && live.job.has_next()
-            };
             drain
-                .or_else(|| state.jobs.iter().find(fill).map(|live| Task::Fill(live.job.clone())))
+                .or_else(|| state.next_to_fill(priority).map(|live| Task::Fill(live.job.clone())))
                 .or_else(|| self.copies(state, priority).map(Task::Copy))
         })
     }
@@ -122,6 +116,11 @@ impl Engine {
                 return true;
             }
         };
+        if job.priority == Priority::Bulk && state.next_to_fill(Priority::Foreground).is_some() {
+            // It has come while we looked for a segment.
+            self.give_back(state, Direction::Up, Some(buf));
+            return true;
+        }
         let Some((index, _)) = job.begin(1) else {
             self.give_back(state, Direction::Up, Some(buf));
             return true;
@@ -334,6 +333,17 @@ impl Engine {
 }
 
 impl State {
+    /// An upload of which workers may fill the next chunk.
+    fn next_to_fill(&self, priority: Priority) -> Option<&Live> {
+        let may = |live: &&Live| {
+            live.job.is_filled()
+                && live.job.priority == priority
+                && live.behind.is_empty()
+                && live.job.has_next()
+        };
+        self.jobs.iter().find(may)
+    }
+
     fn take_landed(&mut self, priority: Priority) -> Option<Task> {
         let at = self.landed.iter().position(|(job, _)| job.priority == priority)?;
         self.landed.remove(at).map(|(job, landed)| Task::Drain(job, landed))
