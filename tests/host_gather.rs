@@ -735,7 +735,7 @@ fn what_grows_meanwhile_is_copied_no_further_than_its_place() {
         if let Ok(sent) = s.queue.gather_pinned(&s.pool, all) {
             let _ = sent.wait();
         }
-        let back = stream.download(&s.memory.slice(..8000).unwrap(), s.pool.checkout(8000).unwrap());
+        let back = stream.download(s.memory.slice(..8000).unwrap(), s.pool.checkout(8000).unwrap());
         let back = back.unwrap().wait().unwrap();
         assert!(back[4000..].iter().all(|byte| *byte == 9), "beyond all of them, asked {steady} times");
     }
