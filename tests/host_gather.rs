@@ -773,3 +773,52 @@ fn a_segment_that_is_there_is_long_enough() {
     drop(rest);
     all_back(&s);
 }
+
+/// What a call has of the pool stays with it to its end: others may wait for that, and for the call.
+#[test]
+fn a_call_goes_on_with_the_segment_that_it_has() {
+    let _alone = alone();
+    let s = setup(HostConfig::new(), 4 << 20);
+    let mut pieces = Vec::new();
+    let mut expected = Vec::new();
+    for i in 0..2400 {
+        let mut buf = s.pool.checkout(1000).unwrap();
+        buf.extend_from_slice(&bytes(i, 1000));
+        expected.extend_from_slice(&bytes(i, 1000));
+        pieces.push((buf, s.memory.slice(i * 1000..(i + 1) * 1000).unwrap()));
+    }
+    // All but one segment, whichever length that has.
+    let one =
+        [1_500_000, 1 << 20, 600_000].into_iter().find_map(|len| s.pool.try_checkout(len).ok()).unwrap();
+    let mut rest: Vec<PinnedBuf> = Vec::new();
+    for len in [1 << 18, 1 << 16, 1 << 14, 1 << 12, 1000, 64] {
+        rest.extend(std::iter::from_fn(|| s.pool.try_checkout(len).ok()));
+    }
+    drop(one);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let (send, receive) = std::sync::mpsc::channel();
+    let (queue, pool) = (s.queue.clone(), s.pool.clone());
+    let done = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(5));
+            let mut kept = Vec::new();
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                kept.extend(s.pool.checkout_timeout(1000, Duration::from_millis(20)));
+            }
+        });
+        std::thread::spawn(move || {
+            let back = queue.gather_pinned(&pool, pieces).expect("one way or another").wait();
+            send.send(back.map(|back| back.len())).unwrap();
+        });
+        let done = receive.recv_timeout(HANG);
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        done
+    });
+    assert_eq!(done.expect("it waits for who waits for it").unwrap(), 2400);
+    drop(rest);
+    let stream = s.device.stream().unwrap();
+    let back =
+        stream.download(s.memory.slice(..expected.len()).unwrap(), s.pool.checkout(expected.len()).unwrap());
+    assert!(back.unwrap().wait().unwrap()[..] == expected[..]);
+    all_back(&s);
+}

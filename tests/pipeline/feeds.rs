@@ -190,3 +190,32 @@ fn one_thread_may_fill_two_feeds_by_turns() {
     assert!(memory.iter().all(|memory| pipeline.download_vec(memory).unwrap() == bytes));
     rig.all_is_back();
 }
+
+/// Two of them together leave room for what their writers wait for.
+#[test]
+fn writers_of_two_downloads_may_wait_for_others() {
+    for (priority, share) in
+        [(Priority::Bulk, 300 << 10), (Priority::Foreground, 400 << 10), (Priority::Bulk, 1 << 20)]
+    {
+        let rig = Rig::plain();
+        let pipeline = rig.builder().share(share).build().unwrap().with_priority(priority);
+        let memory: Vec<_> = (0..3).map(|_| rig.device.alloc(2 << 20).unwrap()).collect();
+        let bytes = pattern(2 << 20, 6);
+        memory.iter().for_each(|memory| pipeline.upload_slice(&bytes, memory).unwrap());
+        let (done, is_done) = channel();
+        let threads: Vec<_> = (0..2)
+            .map(|i| {
+                let (from, other) = (memory[i].slice(..).unwrap(), memory[2].slice(..).unwrap());
+                let (pipeline, done) = (pipeline.clone(), done.clone());
+                std::thread::spawn(move || {
+                    let beside = || drop(pipeline.download_vec(&other).unwrap());
+                    pipeline.download_write(&from, &mut Calls(Some(beside))).unwrap();
+                    done.send(()).unwrap();
+                })
+            })
+            .collect();
+        (0..2).for_each(|_| is_done.recv_timeout(HANG).expect("one segment is left for others"));
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        rig.all_is_back();
+    }
+}

@@ -273,3 +273,33 @@ fn who_waits_for_the_pool_keeps_his_place() {
     assert!(pipeline.download_vec(&memory).unwrap() == bytes);
     rig.all_is_back();
 }
+
+/// Only workers leave the pool's queue for copies that only they make.
+#[test]
+fn a_feed_stays_in_the_pools_queue_beside_a_long_copy() {
+    let rig = Rig::plain().direct();
+    let pipeline = rig.builder().threads(1).build().unwrap();
+    let bytes = pattern(1 << 20, 10);
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let all = all_of(&rig);
+    rig.node.start_trace();
+    rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
+    let long = pipeline.upload(bytes.clone(), &memory[0]).unwrap();
+    until("it copies", || rig.node.trace().contains(&Call::CopyBlocking));
+    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    let (told, hears) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            feed.push_blocking(&bytes[..1000]).unwrap();
+            told.send(()).unwrap();
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        drop(all);
+        let pushed = hears.recv_timeout(HANG);
+        rig.node.resume(0);
+        assert!(pushed.is_ok(), "nobody stands in the queue for it");
+    });
+    long.wait().unwrap();
+    feed.finish_blocking().unwrap();
+    rig.all_is_back();
+}

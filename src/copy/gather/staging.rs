@@ -268,7 +268,15 @@ impl<'a> Staging<'a> {
                 loop {
                     match self.pool.try_checkout(self.parts.longest) {
                         Err(Error::Exhausted { .. }) => match sent.pop_front() {
-                            Some(first) => places.extend(land(first)?),
+                            Some(first) => {
+                                let buf = first.buf.clone();
+                                places.extend(land(first)?);
+                                // The caller's own again: others may wait for whatever goes back, and for this call as well.
+                                if let Some(mut buf) = (!helps).then(|| alone(buf)).flatten() {
+                                    buf.clear();
+                                    break buf;
+                                }
+                            }
                             None if helps => return Ok((places, sent)),
                             None if !may_wait() => break self.pool.try_checkout(self.parts.longest)?,
                             None => break self.pool.checkout(self.parts.longest)?,
@@ -316,6 +324,19 @@ impl<'a> Staging<'a> {
         let places = self.queue.push_all(copies, || buf.lend())?;
         Ok(Sent { segment, buf, places })
     }
+}
+
+/// A buffer whose copies are done, once the queue has let go of it: it does so right after it says that. `None`: it keeps it,
+/// since the device was lost.
+fn alone(mut buf: Arc<PinnedBuf>) -> Option<PinnedBuf> {
+    for _ in 0..1000 {
+        match Arc::try_unwrap(buf) {
+            Ok(buf) => return Some(buf),
+            Err(shared) => buf = shared,
+        }
+        std::thread::yield_now();
+    }
+    None
 }
 
 /// Makes a segment's moves. What lies between them is zero.

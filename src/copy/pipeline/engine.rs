@@ -16,7 +16,7 @@
 //! is live; then all of them go back to the pool. Of the pool it asks without waiting, so that a bulk load does not stand
 //! in the pool's queue in front of others, and goes on with what it has. Only when it has none at all does one thread wait
 //! in the queue, like anybody else. An eighth is kept for the foreground; and where both directions are under way neither
-//! has more than half; nor has a download that its caller drains, who may wait for another transfer before he goes on. Of
+//! has more than half; nor have downloads that their callers drain, who may wait for another transfer before they go on. Of
 //! the others as many are in use as keep threads and wire busy, the one that came back last first: what the CPU has just
 //! read or written is in its caches, and there the device finds it, or puts it.
 //!
@@ -503,8 +503,12 @@ impl Engine {
         }
         let mut room = used < all && state.out[direction as usize] < own;
         if job.kind == Kind::Caller && direction == Direction::Down {
-            // Its caller may wait for another transfer before he takes the next chunk.
-            room &= job.active() < (own / 2).max(1);
+            // Their callers may wait for another transfer before they take the next chunk: all of them together have half, and
+            // each that has none yet one more, as long as one is left.
+            let pulled = |live: &Live| live.job.kind == Kind::Caller && live.job.direction == Direction::Down;
+            let theirs: usize =
+                state.jobs.iter().filter(|live| pulled(live)).map(|live| live.job.active()).sum();
+            room &= theirs < (own / 2).max(1) || job.active() == 0 && theirs + 1 < own;
         }
         if !room || (state.stash.is_empty() && state.dry && used > 0) {
             return Got::NotNow;
@@ -547,13 +551,18 @@ impl Engine {
                 tried => Got::from(tried),
             };
         }
+        // A worker: others cannot do it.
+        let is_needed = || self.worker() > 0 && self.has_copies();
+        if is_needed() {
+            return Got::from(self.pool.try_checkout(self.request()));
+        }
         let waker = Waker::from(Arc::new(Unparks(std::thread::current())));
         // As a task: whoever looks up from time to time keeps his place.
         let mut place = pin!(self.pool.checkout_async(self.request()));
         loop {
             match place.as_mut().poll(&mut Context::from_waker(&waker)) {
                 Poll::Ready(tried) => return Got::from(tried),
-                Poll::Pending if job.stopped() || self.has_copies() => return Got::NotNow,
+                Poll::Pending if job.stopped() || is_needed() => return Got::NotNow,
                 Poll::Pending => std::thread::park_timeout(PATIENCE),
             }
         }
@@ -669,6 +678,11 @@ impl State {
     /// Segments that are kept and not in use.
     pub(super) fn take_stash(&mut self) -> Vec<PinnedBuf> {
         std::mem::take(&mut self.stash)
+    }
+
+    /// Whether there are hardly any segments.
+    pub(super) fn is_squeezed(&self) -> bool {
+        self.out[0] + self.out[1] + self.stash.len() <= 2
     }
 
     /// Whether no segment of the pool is in use.
