@@ -272,7 +272,7 @@ impl<'a> Staging<'a> {
                                 let buf = first.buf.clone();
                                 places.extend(land(first)?);
                                 // The caller's own again: others may wait for whatever goes back, and for this call as well.
-                                if let Some(mut buf) = (!helps).then(|| alone(buf)).flatten() {
+                                if let Some(mut buf) = (!helps && may_wait()).then(|| alone(buf)).flatten() {
                                     buf.clear();
                                     break buf;
                                 }

@@ -563,7 +563,13 @@ impl Engine {
             match place.as_mut().poll(&mut Context::from_waker(&waker)) {
                 Poll::Ready(tried) => return Got::from(tried),
                 Poll::Pending if job.stopped() || is_needed() => return Got::NotNow,
-                Poll::Pending => std::thread::park_timeout(PATIENCE),
+                Poll::Pending => {
+                    if self.has_copies() {
+                        // What a watcher would see to, that stands here.
+                        self.call(&self.state.lock());
+                    }
+                    std::thread::park_timeout(PATIENCE);
+                }
             }
         }
     }
@@ -678,11 +684,6 @@ impl State {
     /// Segments that are kept and not in use.
     pub(super) fn take_stash(&mut self) -> Vec<PinnedBuf> {
         std::mem::take(&mut self.stash)
-    }
-
-    /// Whether there are hardly any segments.
-    pub(super) fn is_squeezed(&self) -> bool {
-        self.out[0] + self.out[1] + self.stash.len() <= 2
     }
 
     /// Whether no segment of the pool is in use.

@@ -489,7 +489,7 @@ impl Pipeline {
     /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all.
     ///
     /// The writer may wait for other transfers of this pipeline, a [`Feed`]'s say, if the [share](Self::share) has three segments
-    /// or more, and for another such download if it has four.
+    /// or more, and for another such download if it has seven.
     ///
     /// # Errors
     /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).

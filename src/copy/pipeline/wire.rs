@@ -316,13 +316,6 @@ impl Engine {
             if !self.free(state, Direction::Down, priority) {
                 continue;
             }
-            if priority == Priority::Bulk
-                && state.is_squeezed()
-                && state.next_to_fill(Priority::Foreground).is_some()
-            {
-                // The next segment is theirs. When that comes back it is our turn again.
-                continue;
-            }
             let events = state.events;
             // Each in turn: one whose caller does not go on may have all that it is to have.
             let jobs: Vec<Arc<Job>> = state.downloads(priority).cloned().collect();

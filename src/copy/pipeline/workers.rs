@@ -334,7 +334,7 @@ impl Engine {
 
 impl State {
     /// An upload of which workers may fill the next chunk.
-    pub(super) fn next_to_fill(&self, priority: Priority) -> Option<&Live> {
+    fn next_to_fill(&self, priority: Priority) -> Option<&Live> {
         let may = |live: &&Live| {
             live.job.is_filled()
                 && live.job.priority == priority
