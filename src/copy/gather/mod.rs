@@ -1,8 +1,8 @@
 //! Gather and scatter: thousands of small pieces by one call, with one completion.
 //!
-//! A call is looked at once (`survey.rs`) and split by [`plan`], which is arithmetic. Segments of the pool are filled or emptied by several threads
-//! (`staging.rs`), and the copies go through the [queue](crate::CopyQueue), so that they travel in batches. While one segment
-//! is on the wire the next one is filled.
+//! A call is looked at once (`survey.rs`) and split by [`plan`], which is arithmetic. Segments of the pool are filled or
+//! emptied by several threads (`staging.rs`), and the copies go through the [queue](crate::CopyQueue), so that they travel in
+//! batches. While one segment is on the wire the next one is filled.
 //!
 //! What is not pinned is always staged, so its bytes are borrowed only for the length of the call that touches them: a
 //! gather has read them when it returns, a scatter has written them. What is pinned (`pinned.rs`) is lent to the queue in groups

@@ -41,8 +41,8 @@ impl CopyQueue {
     /// - Shorter ones than 32 KiB, nearly all of them neighbours on the device in the order of the call (shorter ones than 12 KiB
     ///   in any order), 12 MiB together at least: packed by several threads as in [`gather`](Self::gather), where the queue has
     ///   six packers or more and the pool has a segment to spare. Then this returns when all bytes have been read.
-    /// - All others from where they are, in groups of some 64 that are submitted and come back together; of thousands several
-    ///   threads push a part each.
+    /// - All others from where they are, in groups of some 64 that are submitted and come back together, of thousands by
+    ///   all of the queue's threads.
     ///
     /// To have pinned pieces stay where they are in any case, [push](Self::upload) them; to have them packed in any case, pass
     /// their bytes to [`gather`](Self::gather).

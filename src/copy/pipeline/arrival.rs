@@ -29,6 +29,10 @@ pub(super) const PAUSE: Duration = Duration::from_micros(15);
 const LOOK: Duration = Duration::from_millis(2);
 /// For how long a watcher waits for a chunk before it looks whether there is a more urgent one.
 const LATE: Duration = Duration::from_millis(10);
+/// Turns of [`last_of`], after the first hundred some 1 ms each: where a lost device may keep the value for good, and where nobody
+/// keeps it but a thread that has not run since.
+const SOON: usize = 200;
+pub(super) const SURELY: usize = 5000;
 /// Between two looks of a watcher that has nothing to do itself, and for how long it stays about after the wire was busy.
 const STAND_BY: Duration = Duration::from_micros(100);
 const STAY: Duration = Duration::from_millis(2);
@@ -231,7 +235,7 @@ impl Engine {
             },
             Flight::Parts(shared, flights) => {
                 let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
-                (Some(last_of(shared)), results.into_iter().collect())
+                (Some(last_of(shared, SOON)), results.into_iter().collect())
             }
             Flight::InPlace(flights, place, start, len) => {
                 let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
@@ -240,7 +244,7 @@ impl Engine {
             }
             Flight::Refused { flights, segment, error } => {
                 flights.into_iter().for_each(|flight| drop(flight.arrive()));
-                (segment.map(|shared| shared.and_then(last_of)), Err(error))
+                (segment.map(|shared| shared.and_then(|shared| last_of(shared, SOON))), Err(error))
             }
         });
         state.wires[direction as usize].on[place(job.priority)] -= 1;
@@ -279,8 +283,8 @@ impl Engine {
 
 /// What the timelines have let go of, or are about to: they do so right after they say that a copy is complete. `None`:
 /// they do not, and it goes when they do.
-pub(super) fn last_of<T>(mut shared: Arc<T>) -> Option<T> {
-    for turn in 0..5000 {
+pub(super) fn last_of<T>(mut shared: Arc<T>, turns: usize) -> Option<T> {
+    for turn in 0..turns {
         match Arc::try_unwrap(shared) {
             Ok(value) => return Some(value),
             Err(still) => shared = still,

@@ -9,9 +9,10 @@ use std::task::Poll;
 use parking_lot::MutexGuard;
 
 use super::Handle;
-use super::engine::{Engine, Got, State, may_wait};
+use super::engine::{Engine, State, may_wait};
 use super::job::{Direction, End, Job, Landed, Progress};
 use super::plan::{Chunk, Parts};
+use super::segments::Got;
 use super::source::Fill;
 use super::wire::{Load, Ready};
 use super::workers::{read_error, write_error};

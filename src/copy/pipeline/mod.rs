@@ -71,7 +71,7 @@
 //!
 //! # Files
 //!
-//! Here are the calls. `plan.rs`: the cutting. `engine.rs`: threads, segments and order; `waking.rs`: who wakes whom; `workers.rs`: what the threads do;
+//! Here are the calls. `plan.rs`: the cutting. `engine.rs`: threads and order; `segments.rs`: who gets which; `waking.rs`: who wakes whom; `workers.rs`: what the threads do;
 //! `wire.rs`: submitting; `arrival.rs`: arriving; `job.rs`: a transfer's state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`,
 //! `collect.rs`: what is read and written. `stores.rs`, `direct.rs`: memory copies.
 
@@ -86,6 +86,7 @@ mod feed;
 mod file;
 mod job;
 mod plan;
+mod segments;
 mod source;
 mod stats;
 pub(super) mod stores;

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::Handle;
-use super::arrival::last_of;
+use super::arrival::{SURELY, last_of};
 use super::engine::may_wait;
 use super::job::{Job, Progress};
 use crate::error::{Error, Result, SubmitError};
@@ -117,7 +117,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         let outcome = self.job.outcome();
         let value = match outcome {
             // The job has let go of its share.
-            Some(Ok(())) => self.value.take().and_then(last_of),
+            Some(Ok(())) => self.value.take().and_then(|value| last_of(value, SURELY)),
             // A copy that failed may be on the wire for long.
             _ => self.value.take().and_then(Arc::into_inner),
         };

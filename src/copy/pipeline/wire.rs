@@ -20,9 +20,10 @@ use std::time::{Duration, Instant};
 use parking_lot::MutexGuard;
 
 use super::config::Priority;
-use super::engine::{Engine, Got, Live, State};
+use super::engine::{Engine, Live, State};
 use super::job::{Body, Direction, End, Job, Kind};
 use super::plan::{Chunk, Parts};
+use super::segments::Got;
 use crate::buffer::{InFlight, Lend, PinnedBuf};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};

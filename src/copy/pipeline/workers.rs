@@ -1,10 +1,11 @@
 //! What the pipeline's workers do.
 //!
 //! Whoever has nothing to do takes, in this order, of the foreground first and then of all others: a chunk that has landed,
-//! since draining it frees a segment; a chunk to fill; a chunk of memory that the device takes as it is. A worker waits for nothing but the
-//! reading, copying or writing of its chunk: where no segment is free it rests until one is, and what it has filled it
-//! leaves to the wire. One that has nothing else to do lets a batch of windows go that has arrived, or attends to a chunk
-//! on the wire ([`super::arrival`]).
+//! since draining it frees a segment; a chunk to fill; a chunk of memory that the device takes as it is. A worker waits for
+//! nothing but the reading, copying or writing of its chunk: where no segment is free it rests until one is (where the
+//! pipeline has none at all, one thread stands in the pool's queue), and what it has filled it leaves to the wire. One that
+//! has nothing else to do lets a batch of windows go that has arrived, or attends to a chunk on the wire
+//! ([`super::arrival`]).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -14,8 +15,9 @@ use parking_lot::MutexGuard;
 
 use super::config::{Priority, Settings};
 use super::direct;
-use super::engine::{Engine, Got, Live, State};
+use super::engine::{Engine, Live, State};
 use super::job::{Body, Direction, End, Job, Kind, Landed};
+use super::segments::Got;
 use super::source::Fill;
 use super::stats::Counters;
 use super::window::{self, Window, Windows};

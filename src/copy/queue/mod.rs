@@ -13,8 +13,8 @@
 //!
 //! [`lane`]: where copies are pushed to, and where their handles find out. [`flow`]: the copies of one direction, how they
 //! are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]: what must not share a batch.
-//! [`group`]: copies that are pushed
-//! and land together. [`crew`]: who helps with packing. Here: what users see, and the queue's thread.
+//! [`group`]: copies that are pushed and land together. [`crew`]: who helps with packing. Here: what users see, and the queue's
+//! thread.
 
 mod bell;
 mod crew;
