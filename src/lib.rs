@@ -68,7 +68,9 @@
 //!
 //! # The layer rule
 //!
-//! Each module knows only those above it in this table, so nothing calls upward; [`Pool`] puts them in order. Unsafe
+//! Each module knows only those above it in this table, so nothing calls upward; [`Pool`] puts them in order.
+//! (Two types are named from below, not called: `arena` marks extents with `region`'s number, and a `Stream` keeps its
+//! `runtime::Device`.) Unsafe
 //! code is denied everywhere but in the modules that are marked, and there each block says why it is sound.
 //!
 //! | module | what it knows | unsafe |
@@ -85,7 +87,7 @@
 //! | `depot` | what buffers drop into: shards, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
 //! | `runtime` | an opened device: its context, its reaper, its end | yes |
-//! | `cuda` | contexts and streams that others made | yes |
+//! | `cuda` | what only CUDA has: contexts and streams that others made | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
 //! | `telemetry::stuck` | the report on buffers that have been out for long | |
@@ -94,7 +96,6 @@
 //! | `safetensors` | files of tensors on the pipeline: what they hold, where it goes, when it is there | |
 //! | `cudarc` | cudarc's contexts, streams and slices beside the pool | yes |
 //! | `acl` | what only Ascend has: the library, contexts and streams that others made | yes |
-//! | `cuda` | what only CUDA has | |
 //! | `telemetry` | the snapshot, and the sampler that sends metrics | |
 //!
 //! # Features
@@ -127,7 +128,7 @@
 // no caller.
 #![cfg_attr(any(loom, pinpool_rmw, not(target_os = "linux")), allow(dead_code))]
 
-// In the order of the layers: each knows only those above it.
+// By name. The order of the layers is in the table above.
 #[cfg(feature = "acl")]
 pub mod acl;
 mod arena;

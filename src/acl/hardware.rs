@@ -8,7 +8,7 @@
 //! # Before
 //!
 //! CANN's environment is set (`source .../set_env.sh`), `npu-smi info` lists a device, the user may use it (group
-//! `HwHiAiUser`), and `ulimit -l` is unlimited or some GB. A clone of this repository and Rust 1.85 or later are needed, or
+//! `HwHiAiUser`), and `ulimit -l` is unlimited or some GB. A clone of this repository and Rust 1.88 or later (for the tests) are needed, or
 //! a machine with these that builds for yours (`cargo test --no-run` prints the executables' paths; they find the library at
 //! run time). The device should have nothing else to do: the suite makes streams, events and some hundred MB of
 //! allocations, and nothing that needs a reset.
@@ -21,7 +21,7 @@
 //! # 1. Does it open, and what is there?
 //! PINPOOL_REQUIRE=acl:0 cargo test --test acl -- --nocapture what_the_device_says
 //! # 2. A file to the device and back, every byte compared.
-//! RUST_LOG=pinpool=debug cargo run --release --features cli -- load --device acl:0 --verify --json
+//! cargo run --release --features cli -- -vv load --device acl:0 --verify --json
 //! # 3. The contract that every device keeps.
 //! PINPOOL_REQUIRE=acl:0 cargo test --test contract -- --nocapture the_contract_holds_on_ascend
 //! # 4. Where there are two devices.

@@ -7,8 +7,11 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 const ANY_STATUS: &str = "Exit status: 0 when all went well, 1 when something failed, 2 for a command line that cannot be \
                           obeyed; each command's help says more.";
-const EXIT_STATUS: &str = "Exit status: 0 when everything was moved (and verified, if asked), 1 for a mismatch or a \
-                           device that fails, 2 for a command line that cannot be obeyed.";
+const EXIT_STATUS: &str = "Exit status: 0 when everything was moved (and verified, if asked), 1 for a mismatch, a device \
+                           or a disk that fails, or memory that cannot be had, 2 for a command line that cannot be \
+                           obeyed.";
+const BENCH_STATUS: &str = "Exit status: 0 when everything was measured and every byte compared, 1 for a mismatch, a device \
+                            that fails, or memory that cannot be had, 2 for a command line that cannot be obeyed.";
 
 /// A pool of page-locked host memory for inference servers
 #[derive(Debug, Parser)]
@@ -41,10 +44,10 @@ pub enum Command {
     /// Measure the link to a device in both directions, and what the pipeline makes of it
     ///
     /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at once.
-    /// Beside it, by the same bytes: plain copies of ordinary memory by the driver, the pipeline on ordinary memory, 16 KiB
-    /// pieces from scattered places gathered through the copy queue, and copies in memory, all by as many threads. Each is the
-    /// best of five, wall time of the whole, and what arrived is compared with what was sent each time.
-    #[command(after_help = EXIT_STATUS)]
+    /// Beside it, by the same bytes: plain copies of ordinary memory by the driver (one call); and by --threads threads the
+    /// pipeline on ordinary memory, 16 KiB pieces from scattered places gathered through the copy queue, and copies in memory.
+    /// Each is the best of five, wall time of the whole, and what arrived is compared with what was sent each time.
+    #[command(after_help = BENCH_STATUS)]
     Bench(Bench),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
     ///
@@ -134,7 +137,7 @@ pub struct Load {
 
 #[derive(Debug, clap::Args)]
 pub struct Bench {
-    /// The device: auto, host, host:N or cuda:N
+    /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
     /// Bytes of each copy, rounded down to whole 128 KiB; five times as much is taken [default: 1GiB, less where memory is

@@ -16,7 +16,7 @@ use std::time::Duration;
 use clap::error::ErrorKind;
 use pinpool::{Device, Error};
 
-/// A mismatch, or a device that fails.
+/// A mismatch; a device or a disk that fails; memory that cannot be had; a result that cannot be written.
 pub const EXIT_FAILED: u8 = 1;
 /// A command line that cannot be obeyed.
 pub const EXIT_USAGE: u8 = 2;

@@ -42,7 +42,7 @@ impl CopyQueue {
     /// Copies many pieces of host memory, pinned or not, to device memory. The calling thread, with helpers of the queue's
     /// where there is much to do ([`QueueOptions::packers`](crate::QueueOptions::packers)), packs them into segments of `pool`
     /// of 2 MiB at most, those that are neighbours on the device into one copy, while earlier segments are on the wire. Each
-    /// thread uses three segments at most at a time; the call waits where these are on the wire, or where the pool or the
+    /// thread uses two segments at most at a time; the call waits where these are on the wire, or where the pool or the
     /// queue has no room. When this returns all bytes have been read, and the last of them are on their way: the handle says
     /// when they are there.
     ///
@@ -50,8 +50,8 @@ impl CopyQueue {
     /// overlap there, either may win. Pieces of no bytes are left out.
     ///
     /// # Errors
-    /// Before anything is copied: [`Error::TooSmall`](crate::Error::TooSmall), [`Error::WrongDevice`](crate::Error::WrongDevice). Later what a checkout or the queue says;
-    /// then some of the pieces may have been copied, and all segments return by themselves.
+    /// Before anything is copied: [`Error::TooSmall`](crate::Error::TooSmall),
+    /// [`Error::WrongDevice`](crate::Error::WrongDevice). Later what a checkout or the queue says; then some of the pieces may have been copied, and all segments return by themselves.
     pub fn gather(&self, pool: &Pool, pieces: &[(&[u8], DeviceSlice)]) -> Result<Gathered> {
         let all = Slices(pieces);
         let survey = self.survey(pool, &all, |_| Ok(()))?;

@@ -35,9 +35,10 @@ impl CopyQueue {
     /// Copies many buffers to device memory, by the way that is fastest for what they are. The buffers are lent until the handle
     /// gives them back.
     ///
+    /// - Where any is shorter than 2 KiB: those of them that are neighbours on the device, packed into segments of `pool` if it
+    ///   has one to spare, and all others from where they are. Else:
     /// - Those whose places follow at even distances on both sides, in the order of the call, as blocks of a cache: from where
     ///   they are, as rows of rectangles.
-    /// - Shorter ones than 2 KiB that are neighbours on the device: packed into segments of `pool`.
     /// - Shorter ones than 32 KiB, nearly all of them neighbours on the device in the order of the call (shorter ones than 12 KiB
     ///   in any order), 12 MiB together at least: packed by several threads as in [`gather`](Self::gather), where the queue has
     ///   six packers or more and the pool has a segment to spare. Then this returns when all bytes have been read.

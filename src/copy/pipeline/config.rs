@@ -36,7 +36,7 @@ const THREADS: usize = 8;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
     /// Loads of much data: in the order in which they were started, at most [so many](PipelineBuilder::depth) chunks of them
-    /// in each direction on the wire at a time.
+    /// in each direction on the wire at a time (windows of files apart: see there).
     #[default]
     Bulk,
     /// Requests that somebody waits for: before all of the above, on a stream of their own, with segments kept for them.
@@ -137,7 +137,9 @@ impl PipelineBuilder {
     }
 
     /// Bytes of the pool that the pipeline uses at most, registered windows of files included. What the pool has beyond is
-    /// everybody else's at any time. Default: half of the pool's capacity, at most 256 MiB.
+    /// everybody else's at any time. Default: half of the pool's capacity, at most 256 MiB. It holds one segment in any
+    /// case, also if a [`chunk`](Self::chunk) was asked for that needs more; small blocking calls in the foreground (256 KiB
+    /// and less) take their memory besides.
     pub fn share(mut self, bytes: usize) -> Self {
         self.share = Some(bytes);
         self
@@ -155,7 +157,8 @@ impl PipelineBuilder {
     /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most that a
     /// foreground copy may have to wait. Default: 2 as long as there are foreground transfers now and then (of this
     /// pipeline: the last at most 100 ms ago), and 6 where there are none, which keeps the wire busier. What is given here
-    /// holds at all times.
+    /// holds at all times. Windows of the page cache ([`Reading`]) do not count: where nobody is in a hurry
+    /// such a window, 64 MiB at most, goes at once, and who comes then waits for it.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = Some(chunks);
         self
@@ -185,7 +188,7 @@ impl PipelineBuilder {
     /// For how long a thread of the pipeline that runs out of work during a transfer looks around, every 15 us, before it sleeps:
     /// until there is work, of that transfer or of the next. Waking a thread takes as long as copying a chunk, so this is speed for
     /// a little processor time.
-    /// Default: 1 ms where the machine has cores for it (two more than [`threads`](Self::threads)), elsewhere none.
+    /// Default: 1 ms where the machine has cores for it (at least three more than [`threads`](Self::threads)), elsewhere none.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
         self

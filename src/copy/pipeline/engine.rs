@@ -1,4 +1,4 @@
-//! The engine of a pipeline: its state, its threads, and who gets which segment.
+//! The engine of a pipeline: its state, its threads, and the order of its transfers.
 //!
 //! All state is under one lock, which is held for a few list operations at a time: chunks are large, so a few thousand of
 //! them a second are the most that there is. Nothing else is done under it: no driver call, no reading, no copying, no code
@@ -280,8 +280,7 @@ impl Engine {
         self.state.lock()
     }
 
-    /// Whether a transfer under way has to be over before this memory is read or written.
-    /// Asked on behalf of the foreground.
+    /// Whether a transfer under way has to be over before this memory is read or written. Asked on behalf of the foreground.
     pub(super) fn is_in_use(&self, memory: &DeviceSlice, direction: Direction) -> bool {
         let (start, end) = (memory.address(), memory.address() + memory.len() as u64);
         let mut state = self.hasty_lock();

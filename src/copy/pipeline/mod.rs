@@ -62,18 +62,18 @@
 //!
 //! # Manners
 //!
-//! Bulk transfers leave room: at most `depth` of their chunks are on the wire in each direction, an eighth of the segments is
+//! Bulk transfers leave room: at most `depth` of their chunks are on the wire in each direction (and a window of a file,
+//! if one is under way), an eighth of the segments is
 //! not theirs, and they do not stand in the pool's queue while they have a segment of their own. A handle
 //! [with foreground priority](Pipeline::with_priority) goes before them, and while one of its copies is on the wire, theirs go
 //! one by one. Copies by [`Stream`] calls need nothing of this, and wait for about as many chunks as are on the wire, unless
 //! the pipeline is told to [give way](Pipeline::give_way). While the foreground is heard of, no file's pages are registered, which
 //! would hold up everybody. A pipeline that has nothing to do uses no processor time, and holds no segment.
-//!
-//! # Files
-//!
-//! Here are the calls. `plan.rs`: the cutting. `engine.rs`: threads and order; `segments.rs`: who gets which; `waking.rs`: who wakes whom; `workers.rs`: what the threads do;
-//! `wire.rs`: submitting; `arrival.rs`: arriving; `job.rs`: a transfer's state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`,
-//! `collect.rs`: what is read and written. `stores.rs`, `direct.rs`: memory copies.
+
+// Here are the calls. `config.rs`: the settings. `transfer.rs`: the handles. `plan.rs`: the cutting. `engine.rs`: threads and
+// order; `segments.rs`: who gets which; `waking.rs`: who wakes whom; `workers.rs`: what the threads do; `wire.rs`: submitting;
+// `arrival.rs`: arriving; `job.rs`: a transfer's state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`, `collect.rs`: what is
+// read and written. `stores.rs`, `direct.rs`: memory copies. `stats.rs`: the counts. `trace.rs`: the span.
 
 #![allow(unsafe_code)]
 
@@ -204,7 +204,8 @@ impl Pipeline {
 
     /// For copies of your own on streams of your own, which the pipeline does not know of: while the guard is held, bulk
     /// chunks of this pipeline go one by one in each direction, and no pages of files are registered. Your copy waits for
-    /// what is on the wire already, at most [`depth`](PipelineBuilder::depth) chunks, and for nothing that comes later. The
+    /// what is on the wire already, at most [`depth`](PipelineBuilder::depth) chunks (and a window of a file, if one
+    /// is under way), and for nothing that comes later. The
     /// pipeline stays open as long as the guard lives. (Transfers with [`Priority::Foreground`] do this by themselves.)
     ///
     /// ```
@@ -263,7 +264,8 @@ impl Pipeline {
         self.handle.engine.counters.stats()
     }
 
-    /// Limits what bulk transfers move, in bytes a second; `None`: no limit. Zero is none.
+    /// Limits what bulk transfers move, in bytes a second; `None`: no limit. 0 is the same as
+    /// `None` here (the builder refuses it).
     pub fn set_rate(&self, bytes_per_second: Option<u64>) {
         let engine = &self.handle.engine;
         let mut state = engine.state.lock();
@@ -290,7 +292,8 @@ impl Pipeline {
     ///
     /// # Errors
     /// [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range; [`Error::Transfer`] with what the pool or
-    /// the device said.
+    /// the device said; [`Error::Unsupported`] on a thread of the library's (in a waker, a source or a sink), which must not
+    /// wait.
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
         if self.is_small(src.len()) {

@@ -8,8 +8,9 @@
 //! *Out of segments*: past the caches with few threads, since an ordinary store reads each line first and memory is the limit
 //! then (on H200 machines eight threads reached 0.79 to 0.91 of the link so, and 0.60 to 0.90 by ordinary stores, both before
 //! workers looked after the wire themselves; since then 0.95 to 0.97 so); with many threads through the caches. That brought
-//! more once (sixteen: 0.73 to 0.89, and 0.56 to 0.87 past them); now there is little between them (0.94 to 0.96 both, moving 4 GiB). By 32 bytes at a time, AVX2, where the processor can: there plain loops are about as fast so as by whole lines,
-//! 0.92 of the link with four threads.
+//! more once (sixteen: 0.73 to 0.89, and 0.56 to 0.87 past them); now there is little between them (0.94 to 0.96 both, moving
+//! 4 GiB). By 32 bytes at a time (AVX2) where the processor can: plain loops are about as fast that way as by whole lines, 0.92
+//! of the link with four threads.
 //!
 //! *Into new memory*, which the system clears page by page as it is touched: past the caches, 0.54 of the link against 0.50
 //! with sixteen threads.

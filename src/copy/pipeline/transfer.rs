@@ -48,6 +48,8 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     /// With the source or sink: [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; [`Error::Transfer`] with what the pool
     /// or the device said; [`Error::Cancelled`]. Of several the one that lies first in the source. What is on the device
     /// (or in the sink) then is undefined, but for what [`Progress::landed_to`] says.
+    /// [`Error::Unsupported`] on a thread of the library's (in a waker, a source or a sink), which must not wait, unless it is
+    /// over: then it is cancelled, and what it was about is dropped when the device has let go of it.
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
         match may_wait() {
             Err(error) if !self.is_over() => return Err(SubmitError { error, buffer: None }),
@@ -57,7 +59,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         self.take()
     }
 
-    /// The same, for at most so long.
+    /// The same, for at most so long. On a thread of the library's it only looks.
     ///
     /// # Errors
     /// [`Error::Timeout`] with the handle itself; all others with what it was about, inside of the inner result.

@@ -1,12 +1,12 @@
 //! The copy queue: many threads push small copies, a few submit them in batches.
 //!
-//! A small copy costs the caller of the driver microseconds, and sixteen callers at once wait for each other: 32 us a
-//! call, measured, and no more copies in all than one of them gets. Pushed to a queue a copy costs its caller the time to
+//! A small copy costs the caller of the driver microseconds, and sixteen callers at once wait for each other: together
+//! they get no more copies than one of them, 0.38 million a second, measured. Pushed to a queue a copy costs its caller the time to
 //! put it into a list, and the driver is called once for all that has come in from all threads
 //! (`cuMemcpyBatchAsync` where there is one).
 //!
-//! One thread submits some 1.3 to 2.5 million copies a second, all of its time being the driver's. Where there are processors
-//! enough the queue has a second and a third thread with streams of their own, which are used, and awake, only while the
+//! One thread submits some 1.3 to 2 million copies a second in long batches, all of its time being the driver's. Where there
+//! are processors enough the queue has a second and a third thread with streams of their own, which are used, and awake, only while the
 //! first has more than it can submit.
 //!
 //! # Files
@@ -48,8 +48,8 @@ use crate::sync::{Own, yield_now};
 const DEPTH: usize = 1024;
 /// Lanes of a direction at most.
 const LANES: usize = 64;
-/// On machines with fewer processors one thread submits, or two. (The driver takes 1.3 to 2.5 million copies of 4 KiB a second
-/// from one thread, and a third to a half more from each of two others; from four no more than from three.)
+/// On machines with fewer processors one thread submits, or two. (The driver takes 1.3 to 2 million copies of 4 KiB a second
+/// from one thread in long batches, and a fifth to a third more from three; from four no more.)
 const FEW: usize = 8;
 const MANY: usize = 12;
 /// Copies of so many bytes bring the link to its speed from one stream, or two: the device takes turns between streams, which
@@ -103,9 +103,9 @@ fn number() -> usize {
 /// wait: [`wait_for`](Self::wait_for).
 ///
 /// # How much can be outstanding
-/// Each pushing thread has a lane, which it shares with others only where there are more threads than lanes (twice as
-/// many as processors, 64 at most); uploads and downloads have lanes of their own. In a lane
-/// so many copies as the queue is deep may be pushed and not done; who pushes one more waits, or with
+/// Each pushing thread has a lane for each direction (and for each of the queue's submitting threads), which it may have to
+/// share with others once more threads than there are lanes (twice as many as processors, 4 to 64) have pushed to any queue
+/// of the process. In a lane as many copies as the queue is deep may be pushed and not done; who pushes one more waits, or with
 /// [`try_upload`](Self::try_upload) and [`try_download`](Self::try_download) is told [`Error::QueueFull`]. So a task that
 /// must not block uses these, and awaits an older handle when it is told so.
 ///
