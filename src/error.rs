@@ -338,10 +338,8 @@ pub enum Error {
     /// The bytes cannot be viewed as that type.
     #[error("the bytes cannot be viewed as this type: {0}")]
     View(String),
-    /// The source of a transfer could not be read.
-    #[error(
-        "{what} cannot be read at offset {offset}: {text}; what came before is on the device, the rest is not"
-    )]
+    /// The source of a transfer could not be read. If it had begun, only what `Progress::landed_to` says is on the device.
+    #[error("{what} cannot be read at offset {offset}: {text}")]
     Read {
         /// The file, or what else was read.
         what: String,

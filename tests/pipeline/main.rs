@@ -2,6 +2,7 @@
 //! others.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod ending;
 mod feeds;
 mod files;
 mod manners;

@@ -292,6 +292,24 @@ fn rate(rig: &Rig) {
 }
 
 #[test]
+fn a_rate_that_is_set_again_is_kept() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().rate(4 << 20).build().unwrap();
+    let (bytes, memory) = (pattern(1 << 20, 4), rig.device.alloc(1 << 20).unwrap());
+    let since = Instant::now();
+    let upload = pipeline.upload(bytes, &memory).unwrap();
+    while !upload.is_over() {
+        pipeline.set_rate(Some(4 << 20));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let taken = since.elapsed();
+    // As above: all but the first chunk.
+    assert!(taken >= Duration::from_millis(190), "{taken:?}");
+    upload.wait().unwrap();
+    rig.all_is_back();
+}
+
+#[test]
 fn a_pool_that_others_have_emptied_is_waited_for_and_not_stood_in_line_twice() {
     let rig = Rig::new(HostConfig::new(), 2 << 20);
     let pipeline = rig.builder().threads(4).build().unwrap();

@@ -6,7 +6,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::pipeline::{FileSink, Fill, Source};
+use pinpool::pipeline::{FileSink, Fill, Sink, Source};
 use pinpool::{Error, PinnedBuf};
 
 use super::{Rig, block_on, pattern};
@@ -301,5 +301,123 @@ fn a_feed_stays_in_the_pools_queue_beside_a_long_copy() {
     });
     long.wait().unwrap();
     feed.finish_blocking().unwrap();
+    rig.all_is_back();
+}
+
+/// Whose bytes are put away by a call.
+struct Puts<F>(F);
+
+impl<F: Fn() + Send + Sync + 'static> Sink for Puts<F> {
+    fn name(&self) -> Cow<'_, str> {
+        "puts".into()
+    }
+    fn put(&self, _offset: u64, _bytes: &[u8]) -> io::Result<()> {
+        (self.0)();
+        Ok(())
+    }
+}
+
+/// An arrival frees a place on the wire and brings a chunk to be drained: two workers hear of it.
+#[test]
+fn a_place_on_the_wire_is_told_beside_what_has_landed() {
+    let rig = Rig::plain().direct();
+    let pipeline = rig.builder().threads(2).depth(1).build().unwrap();
+    let memory = [0, 1].map(|_| rig.device.alloc(64 << 10).unwrap());
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    let hears = std::sync::Mutex::new(hears);
+    rig.node.hang(0);
+    let sink = Puts(move || _ = hears.lock().unwrap().recv_timeout(2 * HANG));
+    let slow = pipeline.download(&memory[0], sink).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    let plain = pipeline.download_collect(&memory[1]).unwrap();
+    // Both workers have looked for a place.
+    std::thread::sleep(Duration::from_millis(50));
+    rig.node.resume(0);
+    let over = plain.wait_timeout(HANG).is_ok();
+    drop(told);
+    slow.wait().unwrap();
+    assert!(over, "nobody was told of the place");
+    rig.all_is_back();
+}
+
+/// Whoever leaves the pool's queue for something else leaves it to others.
+#[test]
+fn a_feed_takes_the_place_in_the_pools_queue_of_who_leaves_it() {
+    let rig = Rig::plain().direct();
+    let pipeline = rig.builder().threads(1).build().unwrap();
+    let bytes = pattern(1 << 20, 11);
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let all = all_of(&rig);
+    let staged = pipeline.upload(Opaque(bytes.clone()), &memory[0]).unwrap();
+    until("the worker stands in the queue", || rig.pool.stats().waiting == 1);
+    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    let (told, hears) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            feed.push_blocking(&bytes[..1000]).unwrap();
+            told.send(()).unwrap();
+        });
+        // It has asked the pool, and waits for a segment of the pipeline's.
+        std::thread::sleep(Duration::from_millis(100));
+        rig.node.start_trace();
+        rig.node.fail(Fault { device: 0, call: Call::CopyBlocking, nth: 0, failure: Failure::Stall });
+        let long = pipeline.upload(bytes.clone(), &memory[2]).unwrap();
+        until("the worker copies", || rig.node.trace().contains(&Call::CopyBlocking));
+        std::thread::sleep(Duration::from_millis(400));
+        drop(all);
+        let pushed = hears.recv_timeout(HANG);
+        rig.node.resume(0);
+        assert!(pushed.is_ok(), "nobody asks the pool");
+        long.wait().unwrap();
+    });
+    feed.finish_blocking().unwrap();
+    staged.wait().unwrap();
+    rig.all_is_back();
+}
+
+/// So many bytes, when told.
+struct Told(usize, std::sync::Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl Source for Told {
+    fn len(&self) -> u64 {
+        self.0 as u64
+    }
+    fn name(&self) -> Cow<'_, str> {
+        "told".into()
+    }
+    fn fill(&self, _offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        _ = self.1.lock().unwrap().recv_timeout(3 * HANG);
+        into.push(&vec![7; into.remaining()]);
+        Ok(())
+    }
+}
+
+/// Where all workers are busy with something else, feeds and writers ask the pool themselves.
+#[test]
+fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().threads(1).build().unwrap();
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    let hears = std::sync::Mutex::new(hears);
+    // The only worker, with a segment.
+    let slow = pipeline.upload(Told(64 << 10, hears), &memory[0]).unwrap();
+    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
+    let all = all_of(&rig);
+    let (done, hears_done) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut to = Vec::new();
+            pipeline.download_write(&memory[1], &mut to).unwrap();
+            done.send(to.len()).unwrap();
+        });
+        // It has asked the pool in vain.
+        std::thread::sleep(Duration::from_millis(100));
+        drop(all);
+        let written = hears_done.recv_timeout(HANG);
+        drop(told);
+        assert_eq!(written, Ok(1 << 20), "nobody asks the pool");
+    });
+    slow.wait().unwrap();
     rig.all_is_back();
 }

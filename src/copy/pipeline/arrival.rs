@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use parking_lot::MutexGuard;
 
 use super::config::Priority;
-use super::engine::{Engine, State};
-use super::job::{Direction, Job, Kind, Landed};
+use super::engine::{Engine, PATIENCE, State};
+use super::job::{Direction, End, Job, Kind, Landed};
 use super::wire::{Arrives, Flight, Flying, Wire, place};
 use crate::error::{Error, Result};
 
@@ -140,12 +140,19 @@ impl Engine {
             if state.events != events {
                 continue;
             }
-            // Looked for again when the rate allows it, if there is anything.
-            match state.due.filter(|due| *due > now && !state.jobs.is_empty()) {
-                Some(due) => {
-                    self.bells[direction as usize].wait_until(&mut state, due);
-                    // Workers that copy by themselves have waited for it too.
-                    self.call_all(&state);
+            // Looked for again when the rate allows it, if there is anything, and when the pool may have something again.
+            let due = state.due.filter(|due| *due > now && !state.jobs.is_empty());
+            let dry = (state.dry && !state.jobs.is_empty()).then(|| now + PATIENCE);
+            match due.into_iter().chain(dry).min() {
+                Some(until) => {
+                    let late = self.bells[direction as usize].wait_until(&mut state, until).timed_out();
+                    if due.is_some() {
+                        // Workers that copy by themselves have waited for it too.
+                        self.call_all(&state);
+                    }
+                    if late && dry == Some(until) {
+                        self.look_again(&mut state);
+                    }
                 }
                 None => self.bells[direction as usize].wait(&mut state),
             }
@@ -251,6 +258,8 @@ impl Engine {
         let idle = state.wires[direction as usize].is_idle();
         // Before anybody is woken, which takes its time.
         self.pump(state, direction);
+        // And for whom the pump cannot speak.
+        self.call_copier(state);
         if job.kind == Kind::File && result.is_ok() {
             state.windows.tuner.arrived(wanted as usize, segment.is_none(), idle, Instant::now());
         }
@@ -259,22 +268,24 @@ impl Engine {
             error => job.failed_at(at, error),
         });
         match (direction, failed, segment) {
-            (Direction::Down, Ok(()), Some(Some(buf))) => {
+            (Direction::Down, Ok(()), Some(Some(buf))) if !job.stopped() => {
                 let landed = Landed { index, buf };
-                if job.kind == Kind::Caller && !job.stopped() {
+                if job.kind == Kind::Caller {
                     job.land(landed);
-                    self.call_copier(state);
                 } else {
                     return Some((job, landed));
                 }
             }
             (direction, result, segment) => {
+                // Of a download that has stopped nobody drains anything: it waits for no worker.
+                let unread = direction == Direction::Down && segment.is_some() && result.is_ok();
                 match segment {
                     Some(Some(buf)) if self.worker() > 0 => self.bring_back(state, direction, buf),
                     Some(buf) => self.give_back(state, direction, buf),
-                    None => self.call_copier(state),
+                    None => {}
                 }
-                self.end(state, &job, index, result.map(|()| wanted));
+                let end = if unread { End::Dropped } else { result.map(|()| wanted).into() };
+                self.end(state, &job, index, end);
             }
         }
         None

@@ -118,6 +118,8 @@ pub(super) struct State {
     next_job: u64,
     /// Segments in use, by direction.
     pub(super) out: [usize; 2],
+    /// Of these, those for whose chunk, of a download that its caller drains, somebody is at the pool.
+    pub(super) pulling: usize,
     pub(super) windows: Windows,
     /// Segments that are not in use.
     pub(super) stash: Vec<PinnedBuf>,
@@ -155,6 +157,7 @@ impl Engine {
             jobs: VecDeque::new(),
             next_job: 0,
             out: [0, 0],
+            pulling: 0,
             windows: Windows::default(),
             stash: Vec::new(),
             dry: false,
@@ -206,12 +209,15 @@ impl Engine {
             return Err(Error::Forked);
         }
         self.device.context().alive()?;
-        let mut state = self.state.lock();
-        state.next_job += 1;
-        let id = state.next_job;
-        // A few list operations: the pieces were sorted before.
+        let id = {
+            let mut state = self.state.lock();
+            state.next_job += 1;
+            state.next_job
+        };
+        // Under no lock: it asks the caller's subscriber for a span.
         let job = make(id);
-        self.run_threads(&mut state, job.direction)?;
+        let mut state = self.state.lock();
+        let fewer = self.run_threads(&mut state, job.direction)?;
         let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
         let behind = behind.collect();
         state.events += 1;
@@ -221,13 +227,21 @@ impl Engine {
         let hands = if busy { self.settings.threads.min(job.plan.count()) } else { 0 };
         self.call_some(&mut state, hands);
         drop(state);
+        if let Some((started, error)) = fewer {
+            tracing::warn!(target: "pinpool::pipeline", %error, started, "fewer threads than asked for");
+        }
         // First who begins a download.
         self.bells[job.direction as usize].notify_one();
         while self.rouse() {}
         Ok(job)
     }
 
-    fn run_threads(self: &Arc<Self>, state: &mut State, direction: Direction) -> Result<()> {
+    /// Starts them, unless they run. How many workers there are, and why, where they are fewer than there should be.
+    fn run_threads(
+        self: &Arc<Self>,
+        state: &mut State,
+        direction: Direction,
+    ) -> Result<Option<(usize, std::io::Error)>> {
         let spawn = |name: String, run: fn(&Self, usize), which: usize| {
             let engine = self.clone();
             std::thread::Builder::new().name(name).spawn(move || {
@@ -255,15 +269,12 @@ impl Engine {
                 match spawn(format!("pinpool-pipe-{number}"), work, number) {
                     Ok(_) => state.started = true,
                     // Fewer will do.
-                    Err(error) if number > 0 => {
-                        tracing::warn!(target: "pinpool::pipeline", %error, started = number, "fewer threads than asked for");
-                        break;
-                    }
+                    Err(error) if number > 0 => return Ok(Some((number, error))),
                     Err(error) => return Err(refused(error)),
                 }
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// The lock for somebody in a hurry. Who parks for it stands behind all workers that were woken for a transfer, each of
@@ -358,7 +369,7 @@ impl Engine {
         }
     }
 
-    /// Takes filled chunks of a stopped transfer from the wire's queue, and what has landed from its caller.
+    /// Takes filled chunks of a stopped transfer from the wire's queue, and what has landed from its caller and the workers.
     fn sweep(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) {
         let mut gone = Vec::new();
         for queue in &mut state.wires[Direction::Up as usize].ready {
@@ -370,7 +381,12 @@ impl Engine {
         for ready in gone {
             self.discard(state, ready);
         }
-        for (index, landed) in job.drain_landed() {
+        let (landed, others) =
+            std::mem::take(&mut state.landed).into_iter().partition(|l| Arc::ptr_eq(&l.0, job));
+        state.landed = others;
+        let landed: VecDeque<(Arc<Job>, Landed)> = landed;
+        let of_workers = landed.into_iter().map(|(_, landed)| (landed.index, landed));
+        for (index, landed) in of_workers.chain(job.drain_landed()) {
             self.give_back(state, Direction::Down, Some(landed.buf));
             self.end(state, job, index, End::Dropped);
         }

@@ -9,7 +9,7 @@ use std::task::Poll;
 use parking_lot::MutexGuard;
 
 use super::Handle;
-use super::engine::{Engine, State, may_wait};
+use super::engine::{Engine, PATIENCE, State, may_wait};
 use super::job::{Direction, End, Job, Landed, Progress};
 use super::plan::{Chunk, Parts};
 use super::segments::Got;
@@ -55,6 +55,11 @@ struct Filling {
 impl Feed {
     pub(super) fn new(handle: Arc<Handle>, job: Arc<Job>) -> Self {
         Self { handle, job, current: None, pushed: 0, ended: false }
+    }
+
+    /// For calls that return when nothing of it is on its way any more.
+    pub(super) fn settled(&self) -> Settled {
+        Settled { handle: self.handle.clone(), job: self.job.clone() }
     }
 
     /// How far it has come. The total is what the device memory has room for.
@@ -109,7 +114,9 @@ impl Feed {
         let mut key = None;
         let job = self.job.clone();
         let outcome = poll_fn(|cx| job.wake_later(&mut key, cx.waker()).map_or(Poll::Pending, Poll::Ready));
-        outcome.await.map(|()| self.pushed)
+        let outcome = outcome.await;
+        self.ended = true;
+        outcome.map(|()| self.pushed)
     }
 
     /// The same, blocking the thread.
@@ -120,6 +127,7 @@ impl Feed {
         may_wait()?;
         self.last()?;
         self.job.wait_over(None);
+        self.ended = true;
         self.job.outcome().unwrap_or(Ok(())).map(|()| self.pushed)
     }
 
@@ -244,7 +252,6 @@ impl Feed {
             }
             None => {}
         }
-        self.ended = true;
         self.handle.engine.close_job(&self.job);
         Ok(())
     }
@@ -286,6 +293,21 @@ impl Feed {
             }
         }
         Ok(())
+    }
+}
+
+/// Waits until the feed is over that has been dropped before, when the reader failed or panicked: what is on the wire would
+/// land in memory that its owner uses again.
+pub(super) struct Settled {
+    handle: Arc<Handle>,
+    job: Arc<Job>,
+}
+
+impl Drop for Settled {
+    fn drop(&mut self) {
+        if !self.handle.forked() {
+            self.job.wait_over(None);
+        }
     }
 }
 
@@ -356,8 +378,13 @@ impl Engine {
                     Got::NotNow => {}
                 }
             }
-            if state.events == events {
+            if state.events != events {
+                continue;
+            }
+            if !state.dry {
                 self.room.wait(&mut state);
+            } else if self.room.wait_for(&mut state, PATIENCE).timed_out() {
+                self.look_again(&mut state);
             }
         }
     }

@@ -10,7 +10,7 @@
 use std::borrow::Borrow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -125,7 +125,7 @@ impl Body {
 }
 
 /// How far a transfer has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Progress {
     /// Bytes that have arrived.
@@ -180,6 +180,8 @@ pub(super) struct Job {
     bell: Condvar,
     end: Condvar,
     since: Instant,
+    /// How far it had come when it was over, for those who do not keep it.
+    pub(super) last: Arc<OnceLock<Progress>>,
 }
 
 /// A chunk that has landed in a segment and waits for its caller.
@@ -261,7 +263,8 @@ impl Job {
         let (body, run) = (RwLock::new(Some(body)), Mutex::new(run));
         let since = Instant::now();
         let (bell, end) = (Condvar::new(), Condvar::new());
-        Arc::new(Self { id, direction, priority, plan, name, kind, body, run, bell, end, since })
+        let last = Arc::default();
+        Arc::new(Self { id, direction, priority, plan, name, kind, body, run, bell, end, since, last })
     }
 
     /// The span that ends with it. Before it is started.
@@ -417,6 +420,8 @@ impl Job {
             run.over = Some((result, elapsed));
             (std::mem::take(&mut run.landed), std::mem::take(&mut run.wakers))
         };
+        // Once: there is nothing in it yet.
+        _ = self.last.set(self.progress());
         drop(landed);
         self.bell.notify_all();
         self.end.notify_all();

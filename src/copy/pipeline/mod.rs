@@ -68,7 +68,9 @@
 //! [with foreground priority](Pipeline::with_priority) goes before them, and while one of its copies is on the wire, theirs go
 //! one by one. Copies by [`Stream`] calls need nothing of this, and wait for about as many chunks as are on the wire, unless
 //! the pipeline is told to [give way](Pipeline::give_way). While the foreground is heard of, no file's pages are registered, which
-//! would hold up everybody. A pipeline that has nothing to do uses no processor time, and holds no segment.
+//! would hold up everybody. (Where the share, or what others have left in the pool, is a single segment, a foreground upload
+//! may wait for a bulk download that is under way.) A pipeline that has nothing to do uses no processor time, and holds no
+//! segment.
 
 // Here are the calls. `config.rs`: the settings. `transfer.rs`: the handles. `plan.rs`: the cutting. `engine.rs`: threads and
 // order; `segments.rs`: who gets which; `waking.rs`: who wakes whom; `workers.rs`: what the threads do; `wire.rs`: submitting;
@@ -269,8 +271,7 @@ impl Pipeline {
     pub fn set_rate(&self, bytes_per_second: Option<u64>) {
         let engine = &self.handle.engine;
         let mut state = engine.state.lock();
-        state.rate = bytes_per_second.filter(|rate| *rate > 0);
-        state.due = None;
+        state.set_rate(bytes_per_second.filter(|rate| *rate > 0));
         state.events += 1;
         engine.call_all(&state);
         engine.bells.iter().for_each(|bell| _ = bell.notify_one());
@@ -393,14 +394,17 @@ impl Pipeline {
         self.transfer(Direction::Up, value, plan, "page-locked memory", body)
     }
 
-    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns when everything has arrived. How
-    /// many bytes.
+    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns when everything has arrived, on an error
+    /// too: then nothing is on its way any more. How many bytes.
     ///
     /// # Errors
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
     pub fn upload_read(&self, reader: &mut impl Read, dst: impl DeviceRange) -> Result<u64> {
         engine::may_wait()?;
-        let mut feed = self.feed(dst)?;
+        let feed = self.feed(dst)?;
+        // Goes behind the feed, which cancels what is not finished.
+        let _settled = feed.settled();
+        let mut feed = feed;
         feed.read_from(reader, "the reader")?;
         feed.finish_blocking()
     }
@@ -492,7 +496,7 @@ impl Pipeline {
 
     /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all.
     ///
-    /// The writer may wait for other transfers of this pipeline, a [`Feed`]'s say, if the [share](Self::share) has three segments
+    /// The writer may wait for other transfers of this pipeline, a [`Feed`]'s say, if the [share](Self::share) has five segments
     /// or more, and for another such download if it has seven.
     ///
     /// # Errors

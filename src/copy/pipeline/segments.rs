@@ -70,13 +70,16 @@ impl Engine {
             own = half(all).min(self.settings.rotation);
         }
         let mut room = used < all && state.out[direction as usize] < own;
-        if job.kind == Kind::Caller && direction == Direction::Down {
+        let is_pulled = job.kind == Kind::Caller && direction == Direction::Down;
+        if is_pulled {
             // Their callers may wait for another transfer before they take the next chunk: all of them together have half, and
             // each that has none yet one more, as long as one is left.
             let pulled = |live: &Live| live.job.kind == Kind::Caller && live.job.direction == Direction::Down;
             let theirs: usize =
                 state.jobs.iter().filter(|live| pulled(live)).map(|live| live.job.active()).sum();
-            room &= theirs < (own / 2).max(1) || job.active() == 0 && theirs + 1 < own;
+            // With those for whom somebody is at the pool.
+            let theirs = theirs + state.pulling;
+            room &= theirs < (own / 2).max(1) || job.active() == 0 && state.pulling == 0 && theirs + 1 < own;
         }
         if !room || (state.stash.is_empty() && state.dry && used > 0) {
             return Got::NotNow;
@@ -86,18 +89,22 @@ impl Engine {
             buf.clear();
             return Got::Segment(buf);
         }
-        let waits = used == 0 && patient;
+        // What only workers do goes first.
+        let waits = used == 0 && patient && !(self.worker() > 0 && self.has_copies(state));
         let events = state.events;
+        state.pulling += usize::from(is_pulled);
         let got = MutexGuard::unlocked(state, || match waits {
             true => self.queue_for_segment(job),
             false => Got::from(self.pool.try_checkout(self.request())),
         });
+        state.pulling -= usize::from(is_pulled);
         if !matches!(got, Got::Segment(_)) {
             state.out[direction as usize] -= 1;
             // Unless something came back meanwhile.
             state.dry = matches!(got, Got::NotNow) && state.events == events;
-            if waits && job.stopped() {
-                // Somebody else has to stand in the pool's queue.
+            if waits {
+                // It goes, for something else or because its transfer has stopped: others, who found it there, may stand in
+                // the pool's queue.
                 state.dry = false;
                 self.call(state);
                 self.made_room(state);
@@ -119,11 +126,9 @@ impl Engine {
                 tried => Got::from(tried),
             };
         }
+        let has_copies = || self.has_copies(&self.state.lock());
         // A worker: others cannot do it.
-        let is_needed = || self.worker() > 0 && self.has_copies();
-        if is_needed() {
-            return Got::from(self.pool.try_checkout(self.request()));
-        }
+        let is_needed = || self.worker() > 0 && has_copies();
         let waker = Waker::from(Arc::new(Unparks(std::thread::current())));
         // As a task: whoever looks up from time to time keeps his place.
         let mut place = pin!(self.pool.checkout_async(self.request()));
@@ -132,7 +137,7 @@ impl Engine {
                 Poll::Ready(tried) => return Got::from(tried),
                 Poll::Pending if job.stopped() || is_needed() => return Got::NotNow,
                 Poll::Pending => {
-                    if self.has_copies() {
+                    if has_copies() {
                         // What a watcher would see to, that stands here.
                         self.call(&self.state.lock());
                     }
@@ -143,11 +148,9 @@ impl Engine {
     }
 
     /// Whether there is something to do that needs no segment, for which the one who waits for a segment may be the only one.
-    fn has_copies(&self) -> bool {
-        let state = self.state.lock();
-        [Priority::Foreground, Priority::Bulk]
-            .into_iter()
-            .any(|priority| self.copies(&state, priority).is_some())
+    fn has_copies(&self, state: &State) -> bool {
+        let mut priorities = [Priority::Foreground, Priority::Bulk].into_iter();
+        priorities.any(|priority| self.copies(state, priority).is_some())
     }
 
     /// What is asked of the pool for a segment.
@@ -186,6 +189,14 @@ impl Engine {
         // Behind that: who has asked the pool just before would say that it has nothing.
         state.dry = false;
         state.events += 1;
+    }
+
+    /// The pool had nothing some time ago: it is to be asked again. Whoever waits for a segment does this from time to time, as
+    /// all others may be busy for long.
+    pub(super) fn look_again(&self, state: &mut MutexGuard<'_, State>) {
+        if std::mem::take(&mut state.dry) {
+            self.made_room(state);
+        }
     }
 
     /// Tells those who wait for a segment, workers left out.

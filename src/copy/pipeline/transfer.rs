@@ -2,13 +2,13 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::Handle;
 use super::arrival::{SURELY, last_of};
-use super::engine::may_wait;
+use super::engine::{Engine, may_wait};
 use super::job::{Job, Progress};
 use crate::error::{Error, Result, SubmitError};
 
@@ -107,7 +107,11 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     /// A handle that cancels it, for another thread.
     #[must_use]
     pub fn canceller(&self) -> Canceller {
-        Canceller { handle: self.handle.clone(), job: self.job.clone() }
+        Canceller {
+            engine: self.handle.engine.own.clone(),
+            job: Arc::downgrade(&self.job),
+            last: self.job.last.clone(),
+        }
     }
 
     /// Lets it go on with nobody looking.
@@ -172,27 +176,37 @@ impl<T: Send + Sync + 'static> std::fmt::Debug for Transfer<T> {
 }
 
 /// Looks at a transfer and cancels it, from anywhere.
+///
+/// It keeps neither the transfer's memory nor the pipeline.
 #[derive(Clone)]
 pub struct Canceller {
-    handle: Arc<Handle>,
-    job: Arc<Job>,
+    engine: Weak<Engine>,
+    job: Weak<Job>,
+    last: Arc<OnceLock<Progress>>,
 }
 
 impl Canceller {
     /// As [`Transfer::cancel`].
     pub fn cancel(&self) {
-        self.handle.engine.cancel(&self.job);
+        if let (Some(engine), Some(job)) = (self.engine.upgrade(), self.job.upgrade()) {
+            engine.cancel(&job);
+        }
     }
 
     /// How far the transfer has come.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        self.job.progress()
+        match (self.last.get(), self.job.upgrade()) {
+            (Some(last), _) => *last,
+            (None, Some(job)) => job.progress(),
+            // Not so: none goes before it is over.
+            (None, None) => Progress { over: true, ..Progress::default() },
+        }
     }
 }
 
 impl std::fmt::Debug for Canceller {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Canceller").field("of", &self.job.name).finish_non_exhaustive()
+        f.debug_struct("Canceller").field("progress", &self.progress()).finish_non_exhaustive()
     }
 }

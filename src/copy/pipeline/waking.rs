@@ -120,8 +120,7 @@ impl Engine {
         if state.dry && !state.jobs.is_empty() {
             // The pool had nothing, and what we have may stay with a caller who waits for somebody else.
             if self.work.wait_for(state, PATIENCE).timed_out() {
-                state.dry = false;
-                self.made_room(state);
+                self.look_again(state);
             }
         } else {
             self.work.wait(state);

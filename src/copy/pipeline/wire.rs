@@ -144,6 +144,9 @@ impl Flight {
     }
 }
 
+/// For how long a chunk makes others wait for the rate, at most.
+const AT_MOST: Duration = Duration::from_secs(30 * 24 * 3600);
+
 /// Chunks that follow each other on a stream, up and down.
 const RUNS: [usize; 2] = [2, 8];
 
@@ -199,6 +202,27 @@ impl State {
     }
 }
 
+impl State {
+    /// What was sent ahead of the old rate is still to be waited for, at the new one.
+    pub(super) fn set_rate(&mut self, rate: Option<u64>) {
+        let now = Instant::now();
+        let debt = match (self.rate, self.due) {
+            (Some(old), Some(due)) => due.saturating_duration_since(now).as_secs_f64() * old as f64,
+            _ => 0.0,
+        };
+        self.rate = rate;
+        self.due = None;
+        self.owe(debt, now);
+    }
+
+    /// So many bytes go: the next chunk when the rate allows it, if there is one.
+    fn owe(&mut self, bytes: f64, from: Instant) {
+        let Some(rate) = self.rate else { return };
+        let takes = Duration::try_from_secs_f64(bytes / rate as f64).unwrap_or(AT_MOST).min(AT_MOST);
+        self.due = Some(from + takes);
+    }
+}
+
 impl Engine {
     /// Submits whatever may go now.
     pub(super) fn pump(&self, state: &mut MutexGuard<'_, State>, direction: Direction) {
@@ -226,11 +250,10 @@ impl Engine {
 
     pub(super) fn takes_off(state: &mut State, direction: Direction, priority: Priority, bytes: usize) {
         state.wires[direction as usize].on[place(priority)] += 1;
-        if let Some(rate) = state.rate.filter(|_| priority == Priority::Bulk) {
+        if priority == Priority::Bulk {
             let now = Instant::now();
             let from = state.due.map_or(now, |due| due.max(now));
-            let takes = Duration::try_from_secs_f64(bytes as f64 / rate as f64);
-            state.due = Some(from + takes.unwrap_or(Duration::from_secs(3600)));
+            state.owe(bytes as f64, from);
         }
     }
 

@@ -262,6 +262,10 @@ impl Engine {
 
     /// Hands a filled chunk to the wire.
     pub(super) fn submit(&self, state: &mut MutexGuard<'_, State>, ready: Ready) {
+        if ready.job.stopped() {
+            // It was not there to be swept, and neither the wire nor the rate should hold up its end.
+            return self.discard(state, ready);
+        }
         let place = usize::from(ready.job.priority == Priority::Bulk);
         state.wires[Direction::Up as usize].ready[place].push_back(ready);
         self.pump(state, Direction::Up);
