@@ -118,6 +118,17 @@ mod linux {
         std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
     }
 
+    /// The flags that it was opened with, or was given since; 0 if the system does not say.
+    fn flags(file: &File) -> libc::c_int {
+        // SAFETY: asks for a number; the descriptor is open as long as the file is borrowed.
+        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) }.max(0)
+    }
+
+    /// Whether all that is written goes to its end, whatever the offset (open(2), pwrite(2): `O_APPEND`).
+    pub(crate) fn appends(file: &File) -> bool {
+        flags(file) & libc::O_APPEND != 0
+    }
+
     /// The same file, opened for reading past the page cache. Reads through it start, end and land on whole pages.
     pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
         std::fs::OpenOptions::new()
@@ -157,6 +168,10 @@ mod other {
 
     pub(crate) fn write_all_at(_: &File, _: &[u8], _: u64) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub(crate) fn appends(_: &File) -> bool {
+        false
     }
 
     pub(crate) fn reopen_direct(_: &File) -> io::Result<File> {

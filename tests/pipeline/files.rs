@@ -1,7 +1,9 @@
 //! Files, up and down.
 
-use std::io::Write;
+use std::fs::OpenOptions;
+use std::io::{self, Write};
 
+use pinpool::Error;
 use pinpool::pipeline::{FileSink, FileSource, Piece, Reading};
 
 use super::{Rig, pattern};
@@ -65,5 +67,47 @@ fn downloads_land_in_files() {
     pipeline.download(&memory, FileSink::create(&path).unwrap().at(5)).unwrap().wait().unwrap();
     let back = std::fs::read(&path).unwrap();
     assert!(back[5..] == bytes && back[..5] == [0; 5]);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_opened_for_appending_is_refused_and_stays_as_it_is() {
+    // There the system puts bytes at the end, whatever the offset: several threads would bring them in any order.
+    let rig = Rig::late();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let opened = OpenOptions::new().append(true).open(file.path()).unwrap();
+    let sink = FileSink::new(opened, "a journal").at(4096);
+    let failed = pipeline.download(&memory, sink).unwrap().wait().unwrap_err();
+    assert!(failed.buffer.is_some());
+    match failed.error {
+        Error::Write { what, kind, text, .. } => {
+            assert_eq!((&*what, kind), ("a journal", io::ErrorKind::InvalidInput));
+            assert!(text.contains("opened for appending") && text.contains("open it for writing"), "{text}");
+        }
+        other => panic!("{other}"),
+    }
+    assert_eq!(file.as_file().metadata().unwrap().len(), 0);
+    rig.all_is_back();
+}
+
+#[test]
+fn a_place_that_no_file_has_is_an_error_and_wraps_round_to_no_other() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(256 << 10).unwrap();
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let bytes = pattern(512 << 10, 4);
+    std::fs::write(file.path(), &bytes).unwrap();
+    for start in [u64::MAX - 10, i64::MAX as u64 - 10] {
+        let sink = FileSink::new(file.reopen().unwrap(), "far").at(start);
+        let failed = pipeline.download(&memory, sink).unwrap().wait().unwrap_err();
+        match failed.error {
+            Error::Write { kind, .. } => assert_eq!(kind, io::ErrorKind::FileTooLarge, "{start}"),
+            other => panic!("{other}"),
+        }
+    }
+    assert!(std::fs::read(file.path()).unwrap() == bytes);
     rig.all_is_back();
 }

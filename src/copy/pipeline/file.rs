@@ -22,7 +22,7 @@ use super::stats::Counters;
 use super::workers::read_error;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
-use crate::os::file::{Cached, read_at, read_cached, reopen_direct, write_all_at};
+use crate::os::file::{Cached, appends, read_at, read_cached, reopen_direct, write_all_at};
 use crate::segment::PAGE;
 
 /// Less than this is read through the cache in any case.
@@ -318,7 +318,9 @@ impl FileSink {
         Ok(Self::new(file, name))
     }
 
-    /// A file that is open for writing; `name` is for errors.
+    /// A file that is open for writing; `name` is for errors. Not one that was opened for appending: there the system puts
+    /// all bytes at the end, in the order in which they arrive (pwrite(2), "BUGS"), so a download to it ends with
+    /// [`Error::Write`] before a byte is written.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
         Self { file: file.into(), name: name.into(), start: 0 }
     }
@@ -337,6 +339,15 @@ impl Sink for FileSink {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        write_all_at(&self.file, bytes, self.start + offset)
+        // Asked each time, which is nothing beside the writing: whoever shares the open file can change it.
+        if appends(&self.file) {
+            let text = "it was opened for appending, where offsets do not count; open it for writing";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        let end = |at: u64| at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
+        match self.start.checked_add(offset).filter(|at| end(*at).is_some()) {
+            Some(at) => write_all_at(&self.file, bytes, at),
+            None => Err(io::Error::new(io::ErrorKind::FileTooLarge, "no file has such an offset")),
+        }
     }
 }
