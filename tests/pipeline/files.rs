@@ -111,3 +111,30 @@ fn a_place_that_no_file_has_is_an_error_and_wraps_round_to_no_other() {
     assert!(std::fs::read(file.path()).unwrap() == bytes);
     rig.all_is_back();
 }
+
+#[test]
+fn a_part_of_a_file_can_be_named_again_and_anywhere_in_the_file() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let bytes = pattern(4096, 5);
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(4096).unwrap();
+    // Behind the first part, before it, around it.
+    for (first, second) in [(0..10, 10..20), (5..10, 0..3), (10..20, 0..4096)] {
+        let source = FileSource::open(file.path()).unwrap().range(first.clone()).unwrap();
+        let source = source.range(second.clone()).unwrap();
+        let len = (second.end - second.start) as usize;
+        assert_eq!(source.len(), len as u64);
+        pipeline.upload_file(source, &memory).unwrap().wait().unwrap();
+        let part = &bytes[second.start as usize..second.end as usize];
+        assert!(pipeline.download_vec(memory.slice(..len)).unwrap() == part, "{first:?} {second:?}");
+    }
+    #[allow(clippy::reversed_empty_ranges, reason = "that is to be refused")]
+    for wrong in [0..4097, 4097..4097, 20..10] {
+        let source = FileSource::open(file.path()).unwrap().range(0..10).unwrap();
+        let refused = source.range(wrong.clone()).unwrap_err();
+        assert!(matches!(refused, Error::OutOfRange { len: 4096, .. }), "{wrong:?}: {refused}");
+    }
+    rig.all_is_back();
+}

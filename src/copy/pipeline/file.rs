@@ -57,6 +57,8 @@ pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
 pub struct FileSource {
     pub(super) file: Arc<File>,
     name: String,
+    /// Bytes that the file had when it was opened.
+    whole: u64,
     range: Range<u64>,
     reading: Reading,
     /// The file system does not say what is cached.
@@ -86,20 +88,21 @@ impl FileSource {
     /// [`Error::Read`] at offset 0 where its length cannot be had.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
-        let len = file.metadata().map_err(|error| read_error(&name, 0, &error))?.len();
+        let whole = file.metadata().map_err(|error| read_error(&name, 0, &error))?.len();
         let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
         let (reading, direct) = (Reading::Auto, OnceLock::new());
-        Ok(Self { file, name, range: 0..len, reading, blind, direct, windowless, tap: None })
+        Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, windowless, tap: None })
     }
 
     /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets too.
+    /// Called again it names another part, anywhere in the file.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a range that leaves the file.
+    /// [`Error::OutOfRange`] for a range that leaves the file, as long as it was when it was opened.
     pub fn range(mut self, range: Range<u64>) -> Result<Self> {
-        if range.start > range.end || range.end > self.range.end {
+        if range.start > range.end || range.end > self.whole {
             let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-            let (start, end, len) = (clip(range.start), clip(range.end), clip(self.range.end));
+            let (start, end, len) = (clip(range.start), clip(range.end), clip(self.whole));
             return Err(Error::OutOfRange { start, end, len });
         }
         self.range = range;
