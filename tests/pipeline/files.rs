@@ -2,6 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 
 use pinpool::Error;
 use pinpool::pipeline::{FileSink, FileSource, Piece, Reading};
@@ -135,6 +136,64 @@ fn a_part_of_a_file_can_be_named_again_and_anywhere_in_the_file() {
         let source = FileSource::open(file.path()).unwrap().range(0..10).unwrap();
         let refused = source.range(wrong.clone()).unwrap_err();
         assert!(matches!(refused, Error::OutOfRange { len: 4096, .. }), "{wrong:?}: {refused}");
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn a_file_opened_past_the_cache_is_read_to_its_last_byte() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let bytes = pattern((1 << 20) + 1, 6);
+    let mut file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.write_all(&bytes).unwrap();
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    for reading in [Reading::Auto, Reading::Buffered, Reading::Direct, Reading::Mapped] {
+        for range in [0..bytes.len(), 1..bytes.len() - 2] {
+            let mut how = OpenOptions::new();
+            let Ok(opened) = how.read(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
+                eprintln!("skipped: the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
+                return;
+            };
+            let source = FileSource::new(opened, "direct").unwrap().reading(reading);
+            let source = source.range(range.start as u64..range.end as u64).unwrap();
+            if let Err(failed) = pipeline.upload_file(source, &memory).unwrap().wait() {
+                panic!("{reading:?} {range:?}: {}", failed.error);
+            }
+            assert!(
+                pipeline.download_vec(memory.slice(..range.len())).unwrap() == bytes[range.clone()],
+                "{reading:?} {range:?}"
+            );
+        }
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn a_target_opened_past_the_cache_takes_whole_pages_and_says_what_it_does_not_take() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let bytes = pattern((1 << 20) + 1, 7);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut how = OpenOptions::new();
+    let Ok(opened) = how.write(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
+        eprintln!("skipped: the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
+        return;
+    };
+    let sink = FileSink::new(opened.try_clone().unwrap(), "direct");
+    pipeline.download(memory.slice(..1 << 20), sink).unwrap().wait().unwrap();
+    assert!(std::fs::read(file.path()).unwrap() == bytes[..1 << 20]);
+    match pipeline.download(&memory, FileSink::new(opened, "direct")).unwrap().wait() {
+        // Some file systems take any length.
+        Ok(_) => assert!(std::fs::read(file.path()).unwrap() == bytes),
+        Err(failed) => match failed.error {
+            Error::Write { text, offset, .. } => {
+                assert!(text.contains("O_DIRECT") && offset == 1 << 20, "{text} {offset}");
+            }
+            other => panic!("{other}"),
+        },
     }
     rig.all_is_back();
 }

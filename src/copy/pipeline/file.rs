@@ -22,7 +22,9 @@ use super::stats::Counters;
 use super::workers::read_error;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
-use crate::os::file::{Cached, appends, read_at, read_cached, reopen_direct, write_all_at};
+use crate::os::file::{
+    Cached, appends, is_direct, read_at, read_cached, reopen, reopen_direct, write_all_at,
+};
 use crate::segment::PAGE;
 
 /// Less than this is read through the cache in any case.
@@ -64,7 +66,7 @@ pub struct FileSource {
     /// The file system does not say what is cached.
     blind: AtomicBool,
     /// For reading past the cache, if that can be had.
-    direct: OnceLock<Option<File>>,
+    direct: OnceLock<Option<Arc<File>>>,
     /// Windows of it cannot be registered, or are not in the page cache.
     windowless: AtomicBool,
     tap: Option<Arc<dyn Tap>>,
@@ -82,16 +84,33 @@ impl FileSource {
         Self::new(file, name)
     }
 
-    /// A file that is open for reading, all of it; `name` is for errors.
+    /// A file that is open for reading, all of it; `name` is for errors. One that was opened past the page cache
+    /// (`O_DIRECT`) is opened a second time, without: that way only whole blocks can be read, and no file ends with one but by
+    /// chance. How it is read is [`reading`](Self::reading)'s to say then, too.
     ///
     /// # Errors
-    /// [`Error::Read`] at offset 0 where its length cannot be had.
+    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT` and the system does
+    /// not open it again.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = file.metadata().map_err(|error| read_error(&name, 0, &error))?.len();
         let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
         let (reading, direct) = (Reading::Auto, OnceLock::new());
+        let file = if is_direct(&file) { Arc::new(Self::ordinary(&name, file, &direct)?) } else { file };
         Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, windowless, tap: None })
+    }
+
+    /// The same file for ordinary reading. What there was is for reading past the cache; it also keeps a lock that the caller
+    /// may have put on the file (flock(2)).
+    fn ordinary(name: &str, file: Arc<File>, direct: &OnceLock<Option<Arc<File>>>) -> Result<File> {
+        let ordinary = reopen(&file).map_err(|error| {
+            let text = format!(
+                "it was opened with O_DIRECT, and cannot be opened again without: {error}; open it without O_DIRECT"
+            );
+            read_error(name, 0, &io::Error::new(error.kind(), text))
+        })?;
+        let _ = direct.set(Some(file));
+        Ok(ordinary)
     }
 
     /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets too.
@@ -181,8 +200,9 @@ impl FileSource {
                     tracing::debug!(target: "pinpool::pipeline", file = self.name, %error, "not read past the page cache");
                 })
                 .ok()
+                .map(Arc::new)
         });
-        opened.as_ref()
+        opened.as_deref()
     }
 
     /// Reads `len` bytes from `at` on into an empty buffer: where in it they start. It has room for two pages more.
@@ -336,6 +356,19 @@ impl FileSink {
     }
 }
 
+impl FileSink {
+    /// What the system says, with the remedy where it lies in how the file was opened.
+    fn refused(&self, error: io::Error) -> io::Error {
+        let text = match error.kind() {
+            io::ErrorKind::InvalidInput if is_direct(&self.file) => {
+                "it was opened with O_DIRECT, and takes whole blocks only; open it without O_DIRECT"
+            }
+            _ => return error,
+        };
+        io::Error::new(error.kind(), text)
+    }
+}
+
 impl Sink for FileSink {
     fn name(&self) -> Cow<'_, str> {
         (&*self.name).into()
@@ -349,7 +382,7 @@ impl Sink for FileSink {
         }
         let end = |at: u64| at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
         match self.start.checked_add(offset).filter(|at| end(*at).is_some()) {
-            Some(at) => write_all_at(&self.file, bytes, at),
+            Some(at) => write_all_at(&self.file, bytes, at).map_err(|error| self.refused(error)),
             None => Err(io::Error::new(io::ErrorKind::FileTooLarge, "no file has such an offset")),
         }
     }
