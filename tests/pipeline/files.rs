@@ -197,3 +197,20 @@ fn a_target_opened_past_the_cache_takes_whole_pages_and_says_what_it_does_not_ta
     }
     rig.all_is_back();
 }
+
+#[test]
+fn what_cannot_be_written_is_told_by_the_offset_of_the_file() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(4096).unwrap();
+    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let sink = FileSink::new(full, "/dev/full").at(1 << 30);
+    let failed = pipeline.download(&memory, sink).unwrap().wait().unwrap_err();
+    match failed.error {
+        Error::Write { offset, kind, .. } => {
+            assert_eq!((offset, kind), (1 << 30, io::ErrorKind::StorageFull));
+        }
+        other => panic!("{other}"),
+    }
+    rig.all_is_back();
+}

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::source::Sink;
+use super::source::ours::Token;
 use super::stats::Counters;
 use super::workers::read_error;
 use crate::buffer::PinnedBuf;
@@ -348,7 +349,7 @@ impl FileSink {
         Self { file: file.into(), name: name.into(), start: 0 }
     }
 
-    /// Where in the file the first byte goes. Default: its start.
+    /// Where in the file the first byte goes. Default: its start. Errors tell the file's offsets.
     #[must_use]
     pub fn at(mut self, offset: u64) -> Self {
         self.start = offset;
@@ -385,5 +386,9 @@ impl Sink for FileSink {
             Some(at) => write_all_at(&self.file, bytes, at).map_err(|error| self.refused(error)),
             None => Err(io::Error::new(io::ErrorKind::FileTooLarge, "no file has such an offset")),
         }
+    }
+
+    fn lies_at(&self, offset: u64, _: Token) -> u64 {
+        self.start.saturating_add(offset)
     }
 }
