@@ -1,6 +1,6 @@
 //! Files, up and down.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 
@@ -209,6 +209,53 @@ fn what_cannot_be_written_is_told_by_the_offset_of_the_file() {
     match failed.error {
         Error::Write { offset, kind, .. } => {
             assert_eq!((offset, kind), (1 << 30, io::ErrorKind::StorageFull));
+        }
+        other => panic!("{other}"),
+    }
+    rig.all_is_back();
+}
+
+#[test]
+fn what_has_no_length_is_refused_with_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    // Both ends, so that opening it does not wait.
+    let both = || OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
+    let sources = [
+        // Nobody writes to it: to open it would wait.
+        FileSource::open(&pipe),
+        FileSource::new(both(), "a pipe"),
+        FileSource::open("/dev/zero"),
+        FileSource::new(File::open("/dev/zero").unwrap(), "zeros"),
+    ];
+    for source in sources {
+        match source.unwrap_err() {
+            Error::Read { offset: 0, kind: io::ErrorKind::InvalidInput, text, what } => {
+                assert!(text.contains("no regular file") && text.contains("upload_read"), "{what}: {text}");
+            }
+            other => panic!("{other}"),
+        }
+    }
+    match FileSource::open(folder.path()).unwrap_err() {
+        Error::Read { offset: 0, kind: io::ErrorKind::IsADirectory, .. } => {}
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_pipe_is_no_target_and_the_error_names_what_takes_one() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let memory = rig.device.alloc(4096).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let sink = FileSink::new(OpenOptions::new().read(true).write(true).open(&pipe).unwrap(), "a pipe");
+    let failed = pipeline.download(&memory, sink).unwrap().wait().unwrap_err();
+    match failed.error {
+        Error::Write { kind: io::ErrorKind::NotSeekable, text, .. } => {
+            assert!(text.contains("download_write"), "{text}");
         }
         other => panic!("{other}"),
     }

@@ -10,7 +10,7 @@
 //! becomes shorter is an error with the place where it ends now.
 
 use std::borrow::Cow;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
@@ -74,13 +74,15 @@ pub struct FileSource {
 }
 
 impl FileSource {
-    /// Opens a file.
+    /// Opens a file. A named pipe is not waited for.
     ///
     /// # Errors
-    /// [`Error::Read`] at offset 0 with what the system says.
+    /// [`Error::Read`] at offset 0 with what the system says; and as for [`new`](Self::new).
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let name = path.display().to_string();
+        // Before it is opened: opening a named pipe would wait for somebody who writes to it.
+        Self::whole(&name, std::fs::metadata(path))?;
         let file = File::open(path).map_err(|error| read_error(&name, 0, &error))?;
         Self::new(file, name)
     }
@@ -91,14 +93,31 @@ impl FileSource {
     ///
     /// # Errors
     /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT` and the system does
-    /// not open it again.
+    /// not open it again; where it is a folder; and where it has no length and is no regular file: pipes, sockets and devices,
+    /// block devices too, are for [`Pipeline::upload_read`](super::Pipeline::upload_read). (A regular file may be empty.)
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
-        let whole = file.metadata().map_err(|error| read_error(&name, 0, &error))?.len();
+        let whole = Self::whole(&name, file.metadata())?;
         let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
         let (reading, direct) = (Reading::Auto, OnceLock::new());
         let file = if is_direct(&file) { Arc::new(Self::ordinary(&name, file, &direct)?) } else { file };
         Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, windowless, tap: None })
+    }
+
+    /// Bytes that a file has.
+    fn whole(name: &str, metadata: io::Result<Metadata>) -> Result<u64> {
+        let refused = |kind, text| Err(read_error(name, 0, &io::Error::new(kind, text)));
+        let metadata = metadata.map_err(|error| read_error(name, 0, &error))?;
+        match metadata.len() {
+            _ if metadata.is_dir() => {
+                refused(io::ErrorKind::IsADirectory, "it is a folder; name a file in it")
+            }
+            0 if !metadata.is_file() => refused(
+                io::ErrorKind::InvalidInput,
+                "it is no regular file and has no length; use upload_read",
+            ),
+            len => Ok(len),
+        }
     }
 
     /// The same file for ordinary reading. What there was is for reading past the cache; it also keeps a lock that the caller
@@ -322,7 +341,8 @@ fn advance(buf: &mut PinnedBuf, n: usize) {
     unsafe { buf.set_len(len + n) };
 }
 
-/// A file as the sink of a download, from an offset on.
+/// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are for
+/// [`Pipeline::download_write`](super::Pipeline::download_write).
 #[derive(Debug)]
 pub struct FileSink {
     file: Arc<File>,
@@ -363,6 +383,9 @@ impl FileSink {
         let text = match error.kind() {
             io::ErrorKind::InvalidInput if is_direct(&self.file) => {
                 "it was opened with O_DIRECT, and takes whole blocks only; open it without O_DIRECT"
+            }
+            io::ErrorKind::NotSeekable => {
+                "it is a pipe or a socket, which has no offsets; use download_write"
             }
             _ => return error,
         };
