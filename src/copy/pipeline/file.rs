@@ -56,6 +56,15 @@ pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
 }
 
 /// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
+///
+/// # Files that change meanwhile
+///
+/// The length is taken when the source is made; what is appended later is not read. A file that is replaced by renaming
+/// another over its name is read as it was, since it is open. One that is shorter when its end is read is an error,
+/// [`Error::Shrunk`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut off and
+/// written up to its length again, the device gets old bytes here and new ones there, and the transfer ends well. Where
+/// somebody may write to it, compare checksums, or [`Metadata::modified`] before and after, which tells writes apart as far as
+/// the file system's clock does. (Checkpoints are looked at so when they are loaded as such.)
 #[derive(Debug)]
 pub struct FileSource {
     pub(super) file: Arc<File>,
