@@ -261,3 +261,24 @@ fn a_pipe_is_no_target_and_the_error_names_what_takes_one() {
     }
     rig.all_is_back();
 }
+
+#[test]
+fn a_target_can_be_waited_for_until_it_is_on_the_disk() {
+    let rig = Rig::plain();
+    let pipeline = rig.pipeline();
+    let bytes = pattern(100_000, 8);
+    let memory = rig.device.alloc(bytes.len()).unwrap();
+    pipeline.upload_slice(&bytes, &memory).unwrap();
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let sink = pipeline.download(&memory, FileSink::create(file.path()).unwrap()).unwrap().wait().unwrap();
+    sink.sync().unwrap();
+    assert!(std::fs::read(file.path()).unwrap() == bytes);
+    // It takes bytes and has no disk.
+    let null = OpenOptions::new().write(true).open("/dev/null").unwrap();
+    let sink = pipeline.download(&memory, FileSink::new(null, "null").at(7)).unwrap().wait().unwrap();
+    match sink.sync().unwrap_err() {
+        Error::Write { what, offset: 7, .. } => assert_eq!(what, "null"),
+        other => panic!("{other}"),
+    }
+    rig.all_is_back();
+}

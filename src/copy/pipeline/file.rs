@@ -352,6 +352,12 @@ fn advance(buf: &mut PinnedBuf, n: usize) {
 
 /// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are for
 /// [`Pipeline::download_write`](super::Pipeline::download_write).
+///
+/// # What the end of a download means
+///
+/// That the system has taken all bytes: whoever reads the file finds them. They are in the page cache and not on the disk
+/// yet. Should the machine stop now they are lost, and file systems that look for room only later (NFS, some quotas) have not
+/// said yet that there is none: they do when the file is closed, where nobody hears it, and to [`sync`](Self::sync).
 #[derive(Debug)]
 pub struct FileSink {
     file: Arc<File>,
@@ -383,6 +389,30 @@ impl FileSink {
     pub fn at(mut self, offset: u64) -> Self {
         self.start = offset;
         self
+    }
+
+    /// Waits until everything that was written to the file is on the disk (fsync(2)), and tells what went wrong on the way
+    /// there. The name of a new file is its folder's: whoever needs to find it after a crash syncs that too.
+    ///
+    /// ```
+    /// # use pinpool::{pipeline::Pipeline, Device, Pool, Unpinned};
+    /// use pinpool::pipeline::FileSink;
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+    /// # let memory = device.alloc(4096)?;
+    /// # let path = std::env::temp_dir().join(format!("pinpool-sync-{}", std::process::id()));
+    ///
+    /// pipeline.download(&memory, FileSink::create(&path)?)?.wait()?.sync()?;
+    /// # std::fs::remove_file(path).ok();
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then anything
+    /// that was written may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync_all().map_err(|error| super::workers::write_error(&self.name, self.start, &error))
     }
 }
 
