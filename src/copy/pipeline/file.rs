@@ -414,9 +414,7 @@ impl FileSink {
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|error| super::workers::write_error(&self.name, self.start, &error))
     }
-}
 
-impl FileSink {
     /// What the system says, with the remedy where it lies in how the file was opened.
     fn refused(&self, error: io::Error) -> io::Error {
         let text = match error.kind() {
