@@ -6,7 +6,7 @@
 //!
 //! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that there is already, so that
 //! it is the same file whatever its name means by now. File systems refuse it in their own ways; then there is no such
-//! descriptor, and no harm done.
+//! descriptor, and no harm done. One that was opened with `O_DIRECT` by others is opened again without, in the same way.
 
 use std::fs::File;
 use std::io;
@@ -118,6 +118,27 @@ mod linux {
         std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
     }
 
+    /// The flags that it was opened with, or was given since; 0 if the system does not say.
+    fn flags(file: &File) -> libc::c_int {
+        // SAFETY: asks for a number; the descriptor is open as long as the file is borrowed.
+        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) }.max(0)
+    }
+
+    /// Whether all that is written goes to its end, whatever the offset (open(2), pwrite(2): `O_APPEND`).
+    pub(crate) fn appends(file: &File) -> bool {
+        flags(file) & libc::O_APPEND != 0
+    }
+
+    /// Whether it is read and written past the page cache: `O_DIRECT`.
+    pub(crate) fn is_direct(file: &File) -> bool {
+        flags(file) & libc::O_DIRECT != 0
+    }
+
+    /// The same file, opened for reading like everybody, whatever way it was opened.
+    pub(crate) fn reopen(file: &File) -> io::Result<File> {
+        File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    }
+
     /// The same file, opened for reading past the page cache. Reads through it start, end and land on whole pages.
     pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
         std::fs::OpenOptions::new()
@@ -159,6 +180,18 @@ mod other {
         Err(io::ErrorKind::Unsupported.into())
     }
 
+    pub(crate) fn appends(_: &File) -> bool {
+        false
+    }
+
+    pub(crate) fn is_direct(_: &File) -> bool {
+        false
+    }
+
+    pub(crate) fn reopen(_: &File) -> io::Result<File> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     pub(crate) fn reopen_direct(_: &File) -> io::Result<File> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -197,6 +230,7 @@ mod tests {
     #[test]
     fn a_file_is_mapped_and_opened_again() {
         let mut file = tempfile::tempfile().unwrap();
+        assert!(!is_direct(&file) && !appends(&file));
         file.write_all(&vec![7; 3 * super::super::page_size()]).unwrap();
         let page = super::super::page_size();
         let map = map_file(&file, page as u64, page).unwrap();
@@ -207,6 +241,7 @@ mod tests {
         // Some file systems refuse this; those that take it read the same.
         if let Ok(direct) = reopen_direct(&file) {
             assert_eq!(direct.metadata().unwrap().len(), 3 * page as u64);
+            assert!(is_direct(&direct) && !is_direct(&reopen(&direct).unwrap()));
         }
     }
 }

@@ -10,7 +10,7 @@
 //! becomes shorter is an error with the place where it ends now.
 
 use std::borrow::Cow;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::path::Path;
@@ -18,11 +18,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::source::Sink;
+use super::source::ours::Token;
 use super::stats::Counters;
 use super::workers::read_error;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
-use crate::os::file::{Cached, read_at, read_cached, reopen_direct, write_all_at};
+use crate::os::file::{
+    Cached, appends, is_direct, read_at, read_cached, reopen, reopen_direct, write_all_at,
+};
 use crate::segment::PAGE;
 
 /// Less than this is read through the cache in any case.
@@ -53,53 +56,101 @@ pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
 }
 
 /// A file, or a part of one, as the source of an upload. Its offsets are the file's own.
+///
+/// # Files that change meanwhile
+///
+/// The length is taken when the source is made; what is appended later is not read. A file that is replaced by renaming
+/// another over its name is read as it was, since it is open. One that is shorter when its end is read is an error,
+/// [`Error::Shrunk`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut off and
+/// written up to its length again, the device gets old bytes here and new ones there, and the transfer ends well. Where
+/// somebody may write to it, compare checksums, or [`Metadata::modified`] before and after, which tells writes apart as far as
+/// the file system's clock does. (Checkpoints are looked at so when they are loaded as such.)
 #[derive(Debug)]
 pub struct FileSource {
     pub(super) file: Arc<File>,
     name: String,
+    /// Bytes that the file had when it was opened.
+    whole: u64,
     range: Range<u64>,
     reading: Reading,
     /// The file system does not say what is cached.
     blind: AtomicBool,
     /// For reading past the cache, if that can be had.
-    direct: OnceLock<Option<File>>,
+    direct: OnceLock<Option<Arc<File>>>,
     /// Windows of it cannot be registered, or are not in the page cache.
     windowless: AtomicBool,
     tap: Option<Arc<dyn Tap>>,
 }
 
 impl FileSource {
-    /// Opens a file.
+    /// Opens a file. A named pipe is not waited for.
     ///
     /// # Errors
-    /// [`Error::Read`] at offset 0 with what the system says.
+    /// [`Error::Read`] at offset 0 with what the system says; and as for [`new`](Self::new).
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let name = path.display().to_string();
+        // Before it is opened: opening a named pipe would wait for somebody who writes to it.
+        Self::whole(&name, std::fs::metadata(path))?;
         let file = File::open(path).map_err(|error| read_error(&name, 0, &error))?;
         Self::new(file, name)
     }
 
-    /// A file that is open for reading, all of it; `name` is for errors.
+    /// A file that is open for reading, all of it; `name` is for errors. One that was opened past the page cache
+    /// (`O_DIRECT`) is opened a second time, without: that way only whole blocks can be read, and no file ends with one but by
+    /// chance. How it is read is [`reading`](Self::reading)'s to say then, too.
     ///
     /// # Errors
-    /// [`Error::Read`] at offset 0 where its length cannot be had.
+    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT` and the system does
+    /// not open it again; where it is a folder; and where it has no length and is no regular file: pipes, sockets and devices,
+    /// block devices too, are for [`Pipeline::upload_read`](super::Pipeline::upload_read). (A regular file may be empty.)
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
-        let len = file.metadata().map_err(|error| read_error(&name, 0, &error))?.len();
+        let whole = Self::whole(&name, file.metadata())?;
         let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
         let (reading, direct) = (Reading::Auto, OnceLock::new());
-        Ok(Self { file, name, range: 0..len, reading, blind, direct, windowless, tap: None })
+        let file = if is_direct(&file) { Arc::new(Self::ordinary(&name, file, &direct)?) } else { file };
+        Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, windowless, tap: None })
+    }
+
+    /// Bytes that a file has.
+    fn whole(name: &str, metadata: io::Result<Metadata>) -> Result<u64> {
+        let refused = |kind, text| Err(read_error(name, 0, &io::Error::new(kind, text)));
+        let metadata = metadata.map_err(|error| read_error(name, 0, &error))?;
+        match metadata.len() {
+            _ if metadata.is_dir() => {
+                refused(io::ErrorKind::IsADirectory, "it is a folder; name a file in it")
+            }
+            0 if !metadata.is_file() => refused(
+                io::ErrorKind::InvalidInput,
+                "it is no regular file and has no length; use upload_read",
+            ),
+            len => Ok(len),
+        }
+    }
+
+    /// The same file for ordinary reading. What there was is for reading past the cache; it also keeps a lock that the caller
+    /// may have put on the file (flock(2)).
+    fn ordinary(name: &str, file: Arc<File>, direct: &OnceLock<Option<Arc<File>>>) -> Result<File> {
+        let ordinary = reopen(&file).map_err(|error| {
+            let text = format!(
+                "it was opened with O_DIRECT, and cannot be opened again without: {error}; open it without O_DIRECT"
+            );
+            read_error(name, 0, &io::Error::new(error.kind(), text))
+        })?;
+        let _ = direct.set(Some(file));
+        Ok(ordinary)
     }
 
     /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets too.
+    /// Called again it names another part, anywhere in the file.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a range that leaves the file.
+    /// [`Error::OutOfRange`] for a range that leaves the file, as long as it was when it was opened.
     pub fn range(mut self, range: Range<u64>) -> Result<Self> {
-        if range.start > range.end || range.end > self.range.end {
+        if range.start > range.end || range.end > self.whole {
             let clip = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-            let (start, end, len) = (clip(range.start), clip(range.end), clip(self.range.end));
+            let (start, end, len) = (clip(range.start), clip(range.end), clip(self.whole));
             return Err(Error::OutOfRange { start, end, len });
         }
         self.range = range;
@@ -178,8 +229,9 @@ impl FileSource {
                     tracing::debug!(target: "pinpool::pipeline", file = self.name, %error, "not read past the page cache");
                 })
                 .ok()
+                .map(Arc::new)
         });
-        opened.as_ref()
+        opened.as_deref()
     }
 
     /// Reads `len` bytes from `at` on into an empty buffer: where in it they start. It has room for two pages more.
@@ -298,7 +350,14 @@ fn advance(buf: &mut PinnedBuf, n: usize) {
     unsafe { buf.set_len(len + n) };
 }
 
-/// A file as the sink of a download, from an offset on.
+/// A file as the sink of a download, from an offset on. Pipes and sockets have no offsets: they are for
+/// [`Pipeline::download_write`](super::Pipeline::download_write).
+///
+/// # What the end of a download means
+///
+/// That the system has taken all bytes: whoever reads the file finds them. They are in the page cache and not on the disk
+/// yet. Should the machine stop now they are lost, and file systems that look for room only later (NFS, some quotas) have not
+/// said yet that there is none: they do when the file is closed, where nobody hears it, and to [`sync`](Self::sync).
 #[derive(Debug)]
 pub struct FileSink {
     file: Arc<File>,
@@ -318,16 +377,56 @@ impl FileSink {
         Ok(Self::new(file, name))
     }
 
-    /// A file that is open for writing; `name` is for errors.
+    /// A file that is open for writing; `name` is for errors. Not one that was opened for appending: there the system puts
+    /// all bytes at the end, in the order in which they arrive (pwrite(2), "BUGS"), so a download to it ends with
+    /// [`Error::Write`] before a byte is written.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
         Self { file: file.into(), name: name.into(), start: 0 }
     }
 
-    /// Where in the file the first byte goes. Default: its start.
+    /// Where in the file the first byte goes. Default: its start. Errors tell the file's offsets.
     #[must_use]
     pub fn at(mut self, offset: u64) -> Self {
         self.start = offset;
         self
+    }
+
+    /// Waits until everything that was written to the file is on the disk (fsync(2)), and tells what went wrong on the way
+    /// there. The name of a new file is its folder's: whoever needs to find it after a crash syncs that too.
+    ///
+    /// ```
+    /// # use pinpool::{pipeline::Pipeline, Device, Pool, Unpinned};
+    /// use pinpool::pipeline::FileSink;
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+    /// # let memory = device.alloc(4096)?;
+    /// # let path = std::env::temp_dir().join(format!("pinpool-sync-{}", std::process::id()));
+    ///
+    /// pipeline.download(&memory, FileSink::create(&path)?)?.wait()?.sync()?;
+    /// # std::fs::remove_file(path).ok();
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then anything
+    /// that was written may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync_all().map_err(|error| super::workers::write_error(&self.name, self.start, &error))
+    }
+
+    /// What the system says, with the remedy where it lies in how the file was opened.
+    fn refused(&self, error: io::Error) -> io::Error {
+        let text = match error.kind() {
+            io::ErrorKind::InvalidInput if is_direct(&self.file) => {
+                "it was opened with O_DIRECT, and takes whole blocks only; open it without O_DIRECT"
+            }
+            io::ErrorKind::NotSeekable => {
+                "it is a pipe or a socket, which has no offsets; use download_write"
+            }
+            _ => return error,
+        };
+        io::Error::new(error.kind(), text)
     }
 }
 
@@ -337,6 +436,19 @@ impl Sink for FileSink {
     }
 
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        write_all_at(&self.file, bytes, self.start + offset)
+        // Asked each time, which is nothing beside the writing: whoever shares the open file can change it.
+        if appends(&self.file) {
+            let text = "it was opened for appending, where offsets do not count; open it for writing";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        let end = |at: u64| at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
+        match self.start.checked_add(offset).filter(|at| end(*at).is_some()) {
+            Some(at) => write_all_at(&self.file, bytes, at).map_err(|error| self.refused(error)),
+            None => Err(io::Error::new(io::ErrorKind::FileTooLarge, "no file has such an offset")),
+        }
+    }
+
+    fn lies_at(&self, offset: u64, _: Token) -> u64 {
+        self.start.saturating_add(offset)
     }
 }

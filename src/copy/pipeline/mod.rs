@@ -337,7 +337,9 @@ impl Pipeline {
         self.transfer(Direction::Up, source, plan, &name, |shared| Body::Source(shared))
     }
 
-    /// Copies a file, or the range of it that the source names, to the front of `dst`.
+    /// Copies a file, or the range of it that the source names, to the front of `dst`. A file that has become shorter is an
+    /// error; one that is written to meanwhile is not, and arrives partly old and partly new: see [`FileSource`] for how to
+    /// find out.
     ///
     /// # Errors
     /// With the source, as for [`upload`](Self::upload).

@@ -76,6 +76,12 @@ pub trait Sink: Send + Sync + 'static {
     /// Whatever the transfer is to end with, as [`Error::Write`](crate::Error::Write).
     fn put(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
 
+    /// What errors call this offset of the transfer: where the bytes lie in what is written. Ours alone to say.
+    #[doc(hidden)]
+    fn lies_at(&self, offset: u64, _: ours::Token) -> u64 {
+        offset
+    }
+
     /// Where its bytes go, if that is memory that nobody else uses. Ours alone to say.
     #[doc(hidden)]
     fn place(&self, _: ours::Token) -> Option<ours::Place> {

@@ -19,6 +19,7 @@ use super::engine::{Engine, Live, State};
 use super::job::{Body, Direction, End, Job, Kind, Landed};
 use super::segments::Got;
 use super::source::Fill;
+use super::source::ours::Token;
 use super::stats::Counters;
 use super::window::{self, Window, Windows};
 use super::wire::{self, InPlace, Load, Ready};
@@ -325,9 +326,8 @@ impl Engine {
         let (at, len) = job.plan.range(index);
         let put = MutexGuard::unlocked(state, || {
             match &*job.body() {
-                Some(Body::Sink(sink)) if !job.stopped() => {
-                    guarded(|| sink.put(at, &buf)).map_err(|error| write_error(&job.name, at, &error))
-                }
+                Some(Body::Sink(sink)) if !job.stopped() => guarded(|| sink.put(at, &buf))
+                    .map_err(|error| write_error(&job.name, sink.lies_at(at, Token), &error)),
                 _ => return End::Dropped,
             }
             .map_or_else(End::Failed, |()| End::Arrived(len as u64))
