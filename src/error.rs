@@ -364,7 +364,7 @@ pub enum Error {
         len: u64,
     },
     /// The target of a transfer could not be written.
-    #[error("{what} cannot be written at offset {offset}: {text}; it is incomplete, make room or remove it")]
+    #[error("{what} cannot be written at offset {offset}: {text}{}", advice(*kind))]
     Write {
         /// The file, or what else was written.
         what: String,
@@ -539,5 +539,17 @@ impl<T> std::error::Error for RegisterError<T> {
 impl<T> From<RegisterError<T>> for Error {
     fn from(e: RegisterError<T>) -> Self {
         e.error
+    }
+}
+/// What to do about a file that could not be written. Where it was not fit for it (`InvalidInput`) it is as it was, and the text
+/// says what to do.
+fn advice(kind: std::io::ErrorKind) -> &'static str {
+    use std::io::ErrorKind;
+    match kind {
+        ErrorKind::InvalidInput => "",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+            "; it is incomplete, make room or remove it"
+        }
+        _ => "; it is incomplete, write it again or remove it",
     }
 }

@@ -157,7 +157,7 @@ impl PipelineBuilder {
     /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most that a
     /// foreground copy may have to wait. Default: 2 as long as there are foreground transfers now and then (of this
     /// pipeline: the last at most 100 ms ago), and 6 where there are none, which keeps the wire busier. What is given here
-    /// holds at all times. Windows of the page cache ([`Reading`]) do not count: where nobody is in a hurry
+    /// holds at all times. Windows of the page cache ([`Reading`](super::Reading)) do not count: where nobody is in a hurry
     /// such a window, 64 MiB at most, goes at once, and who comes then waits for it.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = Some(chunks);
