@@ -6,7 +6,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig};
-use pinpool::pipeline::{FileSink, Fill, Sink, Source};
+use pinpool::pipeline::{FileSink, Fill, Priority, Sink, Source};
 use pinpool::{Error, PinnedBuf};
 
 use super::{Rig, block_on, pattern};
@@ -390,6 +390,88 @@ impl Source for Told {
         into.push(&vec![7; into.remaining()]);
         Ok(())
     }
+}
+
+/// The same for a task, which nobody's thread waits for.
+#[test]
+fn a_task_is_looked_after_while_all_workers_are_busy() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().threads(1).build().unwrap();
+    let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let (told, hears) = std::sync::mpsc::channel::<()>();
+    let slow = pipeline.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
+    let all = all_of(&rig);
+    let mut feed = pipeline.feed(&memory[1]).unwrap();
+    // The watcher sleeps.
+    std::thread::sleep(Duration::from_millis(50));
+    let (done, hears_done) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            block_on(feed.push(&[7; 1000])).unwrap();
+            done.send(()).unwrap();
+        });
+        // It has asked the pool in vain, more than once.
+        std::thread::sleep(Duration::from_millis(700));
+        drop(all);
+        let pushed = hears_done.recv_timeout(HANG);
+        drop(told);
+        assert_eq!(pushed, Ok(()), "nobody asks the pool");
+    });
+    slow.wait().unwrap();
+    feed.finish_blocking().unwrap();
+    rig.all_is_back();
+}
+
+/// A worker that looks around for long has others look again for it, and does not sleep through that.
+#[test]
+fn a_patient_worker_asks_the_pool_again() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().threads(1).patience(Duration::from_secs(1)).build().unwrap();
+    let bytes = pattern(1 << 20, 12);
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let mut feed = pipeline.feed(&memory[0]).unwrap();
+    feed.push_blocking(&bytes[..1000]).unwrap();
+    let all = all_of(&rig);
+    let upload = pipeline.upload(Opaque(bytes.clone()), &memory[1]).unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    // Rouses the watcher.
+    let idle = pipeline.feed(&memory[2]).unwrap();
+    std::thread::sleep(Duration::from_millis(1500));
+    drop(all);
+    let over = upload.wait_timeout(HANG).is_ok();
+    feed.finish_blocking().unwrap();
+    drop(idle);
+    assert!(over, "nobody asks the pool");
+    rig.all_is_back();
+}
+
+/// However much else is going on.
+#[test]
+fn the_pool_is_asked_again_beside_a_transfer_that_keeps_everybody_awake() {
+    let rig = Rig::plain().direct();
+    let pipeline = rig.builder().threads(1).rate(4 << 20).build().unwrap();
+    let memory = [0, 1, 2].map(|_| rig.device.alloc(64 << 20).unwrap());
+    let mut feed = pipeline.feed(&memory[0]).unwrap();
+    feed.push_blocking(&[7; 1000]).unwrap();
+    let all = all_of(&rig);
+    let busy = pipeline.download_collect(&memory[1]).unwrap();
+    let (done, hears) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let first = pipeline.with_priority(Priority::Foreground);
+            let few = memory[2].slice(..300 << 10).unwrap();
+            first.download_write(&few, &mut Vec::new()).unwrap();
+            done.send(busy.is_over()).unwrap();
+        });
+        std::thread::sleep(Duration::from_millis(500));
+        drop(all);
+        let heard = hears.recv_timeout(HANG / 2);
+        busy.cancel();
+        assert_eq!(heard, Ok(false), "nobody asks the pool");
+    });
+    drop((busy, feed));
+    rig.all_is_back();
 }
 
 /// Where all workers are busy with something else, feeds and writers ask the pool themselves.

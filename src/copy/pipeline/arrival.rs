@@ -102,7 +102,14 @@ impl Engine {
         let mut busy = Instant::now();
         // Such a device moves only when it is waited for.
         let stepped = self.device.context().driver().stepped().is_some();
+        // Since when the pool has had nothing, as far as we have seen.
+        let mut dry: Option<Instant> = None;
         loop {
+            dry = dry.filter(|_| state.dry && !state.jobs.is_empty());
+            if dry.is_some_and(|since| since.elapsed() >= PATIENCE) {
+                dry = None;
+                self.look_again(&mut state);
+            }
             let events = state.events;
             // Before: what is due between then and when it is looked at again would wait for nobody.
             let now = Instant::now();
@@ -130,6 +137,9 @@ impl Engine {
                 }
             }
             if self.looks && !state.jobs.is_empty() && (attended || busy.elapsed() < STAY) {
+                if state.dry {
+                    dry.get_or_insert(now);
+                }
                 MutexGuard::unlocked(&mut state, || std::thread::sleep(STAND_BY));
                 continue;
             }
@@ -142,19 +152,21 @@ impl Engine {
             }
             // Looked for again when the rate allows it, if there is anything, and when the pool may have something again.
             let due = state.due.filter(|due| *due > now && !state.jobs.is_empty());
-            let dry = (state.dry && !state.jobs.is_empty()).then(|| now + PATIENCE);
-            match due.into_iter().chain(dry).min() {
+            if state.dry && !state.jobs.is_empty() {
+                dry.get_or_insert(now);
+            }
+            match due.into_iter().chain(dry.map(|since| since + PATIENCE)).min() {
                 Some(until) => {
-                    let late = self.bells[direction as usize].wait_until(&mut state, until).timed_out();
+                    self.bells[direction as usize].wait_until(&mut state, until);
                     if due.is_some() {
                         // Workers that copy by themselves have waited for it too.
                         self.call_all(&state);
                     }
-                    if late && dry == Some(until) {
-                        self.look_again(&mut state);
-                    }
                 }
-                None => self.bells[direction as usize].wait(&mut state),
+                None => {
+                    state.untimed = true;
+                    self.bells[direction as usize].wait(&mut state);
+                }
             }
         }
     }

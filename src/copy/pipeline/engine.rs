@@ -125,6 +125,8 @@ pub(super) struct State {
     pub(super) stash: Vec<PinnedBuf>,
     /// The pool had nothing when it was asked last, and nothing has come back since.
     pub(super) dry: bool,
+    /// A watcher, or a feed's thread, sleeps until it is told, since the pool was not dry: it has to be told when it is.
+    pub(super) untimed: bool,
     pub(super) wires: [Wire; 2],
     /// Downloads to be drained.
     pub(super) landed: VecDeque<(Arc<Job>, Landed)>,
@@ -161,6 +163,7 @@ impl Engine {
             windows: Windows::default(),
             stash: Vec::new(),
             dry: false,
+            untimed: false,
             wires: [Wire::default(), Wire::default()],
             landed: VecDeque::new(),
             rate: settings.rate,
@@ -217,7 +220,11 @@ impl Engine {
         // Under no lock: it asks the caller's subscriber for a span.
         let job = make(id);
         let mut state = self.state.lock();
-        let fewer = self.run_threads(&mut state, job.direction)?;
+        if let Some((started, error)) = self.run_threads(&mut state, job.direction)? {
+            MutexGuard::unlocked(&mut state, || {
+                tracing::warn!(target: "pinpool::pipeline", %error, started, "fewer threads than asked for");
+            });
+        }
         let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
         let behind = behind.collect();
         state.events += 1;
@@ -227,9 +234,6 @@ impl Engine {
         let hands = if busy { self.settings.threads.min(job.plan.count()) } else { 0 };
         self.call_some(&mut state, hands);
         drop(state);
-        if let Some((started, error)) = fewer {
-            tracing::warn!(target: "pinpool::pipeline", %error, started, "fewer threads than asked for");
-        }
         // First who begins a download.
         self.bells[job.direction as usize].notify_one();
         while self.rouse() {}

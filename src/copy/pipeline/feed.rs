@@ -382,6 +382,7 @@ impl Engine {
                 continue;
             }
             if !state.dry {
+                state.untimed = true;
                 self.room.wait(&mut state);
             } else if self.room.wait_for(&mut state, PATIENCE).timed_out() {
                 self.look_again(&mut state);

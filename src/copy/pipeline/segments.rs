@@ -108,9 +108,16 @@ impl Engine {
                 state.dry = false;
                 self.call(state);
                 self.made_room(state);
-            } else if state.dry && self.worker() == 0 {
-                // A worker looks after it: see `rest`.
-                self.call(state);
+            } else if state.dry {
+                if self.worker() == 0 {
+                    // A worker looks after it: see `rest`.
+                    self.call(state);
+                }
+                if std::mem::take(&mut state.untimed) {
+                    // They look after it as well, since workers may be busy for long. (No event: nothing has come back.)
+                    self.bells.iter().for_each(|bell| _ = bell.notify_one());
+                    self.room.notify_all();
+                }
             }
         }
         got
@@ -196,6 +203,8 @@ impl Engine {
     pub(super) fn look_again(&self, state: &mut MutexGuard<'_, State>) {
         if std::mem::take(&mut state.dry) {
             self.made_room(state);
+            // A worker that has found it so may be about to sleep for long.
+            self.call(state);
         }
     }
 

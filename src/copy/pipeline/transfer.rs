@@ -196,11 +196,10 @@ impl Canceller {
     /// How far the transfer has come.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        match (self.last.get(), self.job.upgrade()) {
-            (Some(last), _) => *last,
-            (None, Some(job)) => job.progress(),
-            // Not so: none goes before it is over.
-            (None, None) => Progress { over: true, ..Progress::default() },
+        // In this order: none goes before it is over.
+        match self.job.upgrade() {
+            Some(job) => job.progress(),
+            None => self.last.get().copied().unwrap_or(Progress { over: true, ..Progress::default() }),
         }
     }
 }
