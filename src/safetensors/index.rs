@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
@@ -103,6 +103,11 @@ impl Weights {
                 let why = format!("is said to be in what is no name of a file beside the index ({said})");
                 blamed(what, tensor, why)
             }
+            None if self.pairs.is_some() => {
+                let twice =
+                    "is there twice, and which of the two is meant nobody can tell; get the file again";
+                malformed(what, format!("its {MAP:?} {twice}"))
+            }
             None => no_map(what),
         }
     }
@@ -155,6 +160,7 @@ impl<'de> Visitor<'de> for &mut Weights {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
         if self.pairs.is_some() {
+            // `blame` says so.
             return Err(A::Error::custom("it is there twice"));
         }
         let mut pairs = Vec::new();
@@ -172,7 +178,11 @@ impl<'de> Visitor<'de> for &mut Weights {
 pub(super) fn find(path: &Path) -> Result<Found> {
     if path.is_dir() {
         let index = path.join(INDEX);
-        return if index.is_file() { of_index(&index) } else { of_folder(path) };
+        // A link that leads nowhere has the name, too: without the index more would be loaded than it names.
+        return match std::fs::symlink_metadata(&index) {
+            Err(error) if error.kind() == ErrorKind::NotFound => of_folder(path),
+            _ => of_index(&index),
+        };
     }
     match path.extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) {
         true => of_index(path),
