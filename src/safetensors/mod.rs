@@ -45,7 +45,8 @@
 //! all files of a set that counts them in its names (`model-00002-of-00003.safetensors`).
 //!
 //! A file that is written to after it was opened (its length or its time of modification tells) is refused by the next
-//! load, and one that is written to during a load ends that with an error: its header may not be true any more. A file
+//! load, and one that is written to during a load ends that with an error in the place of its last tensor: its header may
+//! not be true any more. A file
 //! that takes the place of an opened one is another file, and not looked at.
 //!
 //! # Checksums
@@ -304,13 +305,7 @@ impl Checkpoint {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
         let choose =
             |s: &Shard| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() });
-        let mut loading = self.loader(pipeline).start_with(choose)?;
-        let tensor = loading.next().transpose()?;
-        // What comes behind the last one: whether the file stayed as it was.
-        match loading.next() {
-            Some(Err(error)) => Err(error),
-            _ => Ok(tensor),
-        }
+        self.loader(pipeline).start_with(choose)?.next().transpose()
     }
 
     /// The XXH3 (128 bits) of a tensor's bytes as they are in the file now, read on the caller's thread. `None`: there is
