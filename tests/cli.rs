@@ -282,7 +282,8 @@ fn what_cannot_be_obeyed_is_refused() {
     let missing = &files.path("missing");
     refuses(&mut load([missing]), "missing: No such file");
     refuses(&mut load([file, missing]), "missing: No such file");
-    refuses(&mut load([files.0.path()]), "is a directory");
+    let neither = "neither model.safetensors.index.json nor a file that ends in .safetensors";
+    refuses(&mut load([files.0.path()]), neither);
     refuses(&mut load([Path::new("/dev/null")]), "not a regular file");
     for size in ["", "x", "64M", "12QiB", "-5", "1.5MiB", "0", "99999999999999999999"] {
         refuses(load([file]).arg(format!("--chunk={size}")), "--chunk");
@@ -558,6 +559,16 @@ fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
     fs::write(&index, r#"{"weight_map":{"t.3":"model-1.safetensors"}}"#).unwrap();
     let report = succeeds(load([&index]).arg("--verify"), 8 << 20);
     assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+    // By its folder: the index that is there, and without it all files.
+    let report = succeeds(load([files.0.path()]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+    fs::remove_file(&index).unwrap();
+    fs::write(&second, checkpoint(&[])).unwrap();
+    let report = succeeds(load([files.0.path()]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&bytes.into(), &true.into()));
+    // What is wrong with it is told as for the files.
+    std::os::unix::fs::symlink(files.path("gone"), &index).unwrap();
+    refuses(&mut load([files.0.path()]), "model.safetensors.index.json");
 }
 
 #[test]
@@ -585,8 +596,23 @@ fn nonsense_of_tens_of_megabytes_is_refused_in_little_memory() {
     fs::write(&header, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
     let index = files.path("nonsense.safetensors.index.json");
     fs::write(&index, long(r#"{"metadata":["#) + r#","weight_map":{}}"#).unwrap();
-    for (path, cause) in [(&header, "tensor \"t\" is not described"), (&index, "names no tensor")] {
-        refuses(squeeze(&mut load([path]), 300 << 20), cause);
+    // One tensor with thirty million axes, and one whose name is everything.
+    let axes = files.path("axes.safetensors");
+    let shape = "1,".repeat(30 << 20);
+    let text = format!(r#"{{"t":{{"dtype":"U8","shape":[{shape}1],"data_offsets":[0,2]}}}}"#);
+    fs::write(&axes, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0; 2]].concat()).unwrap();
+    let name = files.path("name.safetensors");
+    let text = format!(r#"{{"{}":7}}"#, "n".repeat(60 << 20));
+    fs::write(&name, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
+    for (path, cause) in [
+        (&header, "tensor \"t\" is not described"),
+        (&index, "names no tensor"),
+        (&axes, "its shape has more than 64 axes"),
+        (&name, "nnn...\" is not described"),
+    ] {
+        let command = &mut load([path]);
+        refuses(squeeze(command, 300 << 20), cause);
+        assert!(stderr(&command.output().unwrap()).len() < 1000);
     }
 }
 
