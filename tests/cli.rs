@@ -630,6 +630,13 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    is_bench(&report);
+    assert_eq!(report["size_bytes"], 24 << 20);
+    (text, report)
+}
+
+/// The object has exactly the keys that are promised, and figures.
+fn is_bench(report: &Value) {
     let mut keys: Vec<&String> = report.as_object().unwrap().keys().collect();
     keys.sort();
     assert_eq!(
@@ -643,7 +650,9 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
             "pinned_peak_upload_gb_per_s",
             "pipeline_download_gb_per_s",
             "pipeline_upload_gb_per_s",
-            "threads"
+            "size_bytes",
+            "threads",
+            "unpinned"
         ]
     );
     for (key, value) in report.as_object().unwrap() {
@@ -651,7 +660,7 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
             assert!(value.as_f64().unwrap() > 0.0, "{key}: {value}");
         }
     }
-    (text, report)
+    assert!(report["unpinned"].is_boolean(), "{report}");
 }
 
 #[test]
@@ -684,6 +693,28 @@ fn the_bench_measures_a_gpu() {
     }
     let (_, report) = bench(&["--threads", "2"], "cuda:0");
     assert_eq!((&report["device"], &report["threads"]), (&"cuda:0".into(), &2.into()));
+}
+
+/// What was measured is worth something, whatever comes of the device afterwards.
+#[test]
+#[cfg(feature = "cuda")]
+fn figures_are_printed_where_the_device_cannot_be_closed() {
+    if doubles::required() || doubles::is_set() {
+        println!("skipped: this needs the stand-in libcuda");
+        return;
+    }
+    let Some(library) = doubles::library() else {
+        println!("skipped: there is no cargo to build the stand-in libcuda with");
+        return;
+    };
+    let mut command = pinpool();
+    command.args(["bench", "--json", "--device", "cuda:0", "--size", "1MiB", "--threads", "2"]);
+    // CUDA_ERROR_INVALID_VALUE: the memory is leaked.
+    let command = command.env(doubles::PATH, library).env("PINPOOL_STANDIN_FAIL", "cuMemFree_v2:1:1");
+    let output = fails(command, "not everything was given back");
+    let text = stdout(&output);
+    assert!(text.starts_with("cuda:0, 2 threads, copies of 1 MiB, best of 5\n"), "{text}");
+    is_bench(&serde_json::from_str(text.lines().last().unwrap()).unwrap());
 }
 
 /// The command gets so much address space.
@@ -795,8 +826,7 @@ fn a_closed_pipe_is_no_panic() {
 }
 
 /// The command with a memlock limit of `limit` bytes and without the right to exceed it.
-fn limited(limit: u64, args: &[&std::ffi::OsStr]) -> Command {
-    let mut command = load(args);
+fn limited(limit: u64, mut command: Command) -> Command {
     // SAFETY: between fork and exec only system calls are made, which is allowed there.
     unsafe {
         command.pre_exec(move || {
@@ -817,10 +847,10 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
     let files = Files::new();
     let file = files.make("model.bin", 3 << 20);
     let args = |unpinned| {
-        [file.as_os_str(), "--verify".as_ref(), "--unpinned".as_ref(), std::ffi::OsStr::new(unpinned)]
+        load([file.as_os_str(), "--verify".as_ref(), "--unpinned".as_ref(), std::ffi::OsStr::new(unpinned)])
     };
     // A capacity of several extents, each of which is refused.
-    let mut command = limited(65_536, &args("allow"));
+    let mut command = limited(65_536, args("allow"));
     let output = command.args(["--json", "--capacity", "200MiB"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let report = report(&output);
@@ -833,8 +863,16 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
         "{text}"
     );
 
-    let output = fails(limited(65_536, &args("refuse")).arg("--json"), "memlock limit");
+    let output = fails(limited(65_536, args("refuse")).arg("--json"), "memlock limit");
     assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
+
+    // A bench's figures are then of something else than they are called, and the object says so.
+    let mut command = pinpool();
+    command.args(["bench", "--json", "--device", "host", "--size", "1MiB", "--threads", "2"]);
+    let output = limited(65_536, command).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(stdout(&output).lines().last().unwrap()).unwrap();
+    assert_eq!((&report["unpinned"], &report["size_bytes"]), (&true.into(), &(1 << 20).into()), "{report}");
 }
 
 #[test]
