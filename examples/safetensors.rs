@@ -3,6 +3,8 @@
 //! `cargo run --release --features safetensors --example safetensors -- MODEL [PREFIX]`, where `MODEL` is a `.safetensors`
 //! file, an index, or a folder, and only names with the prefix are loaded. Without arguments it makes a small checkpoint.
 
+use std::io::Write;
+use std::path::PathBuf;
 use std::time::Instant;
 
 use pinpool::pipeline::Pipeline;
@@ -11,13 +13,13 @@ use pinpool::{Device, Pool, Unpinned};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
-    let (path, sample) = match args.next() {
-        Some(path) => (path.into(), None),
+    let (path, _sample) = match args.next() {
+        Some(path) => (PathBuf::from(path), None),
         None => {
-            let path =
-                std::env::temp_dir().join(format!("pinpool-example-{}.safetensors", std::process::id()));
-            std::fs::write(&path, small())?;
-            (path.clone(), Some(path))
+            // Of a name that nobody can guess; removed when it goes, however this ends.
+            let mut file = tempfile::Builder::new().suffix(".safetensors").tempfile()?;
+            file.write_all(&small())?;
+            (file.path().to_owned(), Some(file))
         }
     };
     let device = Device::open("auto")?;
@@ -56,9 +58,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert!(tensors.iter().zip(&back).all(|(tensor, sum)| tensor.checksum() == Some(*sum)));
     for tensor in tensors.iter().take(5) {
         println!("{} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
-    }
-    if let Some(path) = sample {
-        std::fs::remove_file(path)?;
     }
     Ok(())
 }

@@ -282,7 +282,8 @@ fn what_cannot_be_obeyed_is_refused() {
     let missing = &files.path("missing");
     refuses(&mut load([missing]), "missing: No such file");
     refuses(&mut load([file, missing]), "missing: No such file");
-    refuses(&mut load([files.0.path()]), "is a directory");
+    let neither = "neither model.safetensors.index.json nor a file that ends in .safetensors";
+    refuses(&mut load([files.0.path()]), neither);
     refuses(&mut load([Path::new("/dev/null")]), "not a regular file");
     for size in ["", "x", "64M", "12QiB", "-5", "1.5MiB", "0", "99999999999999999999"] {
         refuses(load([file]).arg(format!("--chunk={size}")), "--chunk");
@@ -558,6 +559,16 @@ fn checkpoints_are_loaded_and_checked_tensor_by_tensor() {
     fs::write(&index, r#"{"weight_map":{"t.3":"model-1.safetensors"}}"#).unwrap();
     let report = succeeds(load([&index]).arg("--verify"), 8 << 20);
     assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+    // By its folder: the index that is there, and without it all files.
+    let report = succeeds(load([files.0.path()]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&16_384.into(), &true.into()));
+    fs::remove_file(&index).unwrap();
+    fs::write(&second, checkpoint(&[])).unwrap();
+    let report = succeeds(load([files.0.path()]).arg("--verify"), 8 << 20);
+    assert_eq!((&report["bytes"], &report["verified"]), (&bytes.into(), &true.into()));
+    // What is wrong with it is told as for the files.
+    std::os::unix::fs::symlink(files.path("gone"), &index).unwrap();
+    refuses(&mut load([files.0.path()]), "model.safetensors.index.json");
 }
 
 #[test]
@@ -585,8 +596,23 @@ fn nonsense_of_tens_of_megabytes_is_refused_in_little_memory() {
     fs::write(&header, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
     let index = files.path("nonsense.safetensors.index.json");
     fs::write(&index, long(r#"{"metadata":["#) + r#","weight_map":{}}"#).unwrap();
-    for (path, cause) in [(&header, "tensor \"t\" is not described"), (&index, "names no tensor")] {
-        refuses(squeeze(&mut load([path]), 300 << 20), cause);
+    // One tensor with thirty million axes, and one whose name is everything.
+    let axes = files.path("axes.safetensors");
+    let shape = "1,".repeat(30 << 20);
+    let text = format!(r#"{{"t":{{"dtype":"U8","shape":[{shape}1],"data_offsets":[0,2]}}}}"#);
+    fs::write(&axes, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0; 2]].concat()).unwrap();
+    let name = files.path("name.safetensors");
+    let text = format!(r#"{{"{}":7}}"#, "n".repeat(60 << 20));
+    fs::write(&name, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()).unwrap();
+    for (path, cause) in [
+        (&header, "tensor \"t\" is not described"),
+        (&index, "names no tensor"),
+        (&axes, "its shape has more than 64 axes"),
+        (&name, "nnn...\" is not described"),
+    ] {
+        let command = &mut load([path]);
+        refuses(squeeze(command, 300 << 20), cause);
+        assert!(stderr(&command.output().unwrap()).len() < 1000);
     }
 }
 
@@ -604,6 +630,13 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let text = stdout(&output);
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    is_bench(&report);
+    assert_eq!(report["size_bytes"], 24 << 20);
+    (text, report)
+}
+
+/// The object has exactly the keys that are promised, and figures.
+fn is_bench(report: &Value) {
     let mut keys: Vec<&String> = report.as_object().unwrap().keys().collect();
     keys.sort();
     assert_eq!(
@@ -617,7 +650,9 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
             "pinned_peak_upload_gb_per_s",
             "pipeline_download_gb_per_s",
             "pipeline_upload_gb_per_s",
-            "threads"
+            "size_bytes",
+            "threads",
+            "unpinned"
         ]
     );
     for (key, value) in report.as_object().unwrap() {
@@ -625,7 +660,7 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
             assert!(value.as_f64().unwrap() > 0.0, "{key}: {value}");
         }
     }
-    (text, report)
+    assert!(report["unpinned"].is_boolean(), "{report}");
 }
 
 #[test]
@@ -658,6 +693,28 @@ fn the_bench_measures_a_gpu() {
     }
     let (_, report) = bench(&["--threads", "2"], "cuda:0");
     assert_eq!((&report["device"], &report["threads"]), (&"cuda:0".into(), &2.into()));
+}
+
+/// What was measured is worth something, whatever comes of the device afterwards.
+#[test]
+#[cfg(feature = "cuda")]
+fn figures_are_printed_where_the_device_cannot_be_closed() {
+    if doubles::required() || doubles::is_set() {
+        println!("skipped: this needs the stand-in libcuda");
+        return;
+    }
+    let Some(library) = doubles::library() else {
+        println!("skipped: there is no cargo to build the stand-in libcuda with");
+        return;
+    };
+    let mut command = pinpool();
+    command.args(["bench", "--json", "--device", "cuda:0", "--size", "1MiB", "--threads", "2"]);
+    // CUDA_ERROR_INVALID_VALUE: the memory is leaked.
+    let command = command.env(doubles::PATH, library).env("PINPOOL_STANDIN_FAIL", "cuMemFree_v2:1:1");
+    let output = fails(command, "not everything was given back");
+    let text = stdout(&output);
+    assert!(text.starts_with("cuda:0, 2 threads, copies of 1 MiB, best of 5\n"), "{text}");
+    is_bench(&serde_json::from_str(text.lines().last().unwrap()).unwrap());
 }
 
 /// The command gets so much address space.
@@ -769,8 +826,7 @@ fn a_closed_pipe_is_no_panic() {
 }
 
 /// The command with a memlock limit of `limit` bytes and without the right to exceed it.
-fn limited(limit: u64, args: &[&std::ffi::OsStr]) -> Command {
-    let mut command = load(args);
+fn limited(limit: u64, mut command: Command) -> Command {
     // SAFETY: between fork and exec only system calls are made, which is allowed there.
     unsafe {
         command.pre_exec(move || {
@@ -791,10 +847,10 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
     let files = Files::new();
     let file = files.make("model.bin", 3 << 20);
     let args = |unpinned| {
-        [file.as_os_str(), "--verify".as_ref(), "--unpinned".as_ref(), std::ffi::OsStr::new(unpinned)]
+        load([file.as_os_str(), "--verify".as_ref(), "--unpinned".as_ref(), std::ffi::OsStr::new(unpinned)])
     };
     // A capacity of several extents, each of which is refused.
-    let mut command = limited(65_536, &args("allow"));
+    let mut command = limited(65_536, args("allow"));
     let output = command.args(["--json", "--capacity", "200MiB"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let report = report(&output);
@@ -807,8 +863,16 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
         "{text}"
     );
 
-    let output = fails(limited(65_536, &args("refuse")).arg("--json"), "memlock limit");
+    let output = fails(limited(65_536, args("refuse")).arg("--json"), "memlock limit");
     assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
+
+    // A bench's figures are then of something else than they are called, and the object says so.
+    let mut command = pinpool();
+    command.args(["bench", "--json", "--device", "host", "--size", "1MiB", "--threads", "2"]);
+    let output = limited(65_536, command).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let report: Value = serde_json::from_str(stdout(&output).lines().last().unwrap()).unwrap();
+    assert_eq!((&report["unpinned"], &report["size_bytes"]), (&true.into(), &(1 << 20).into()), "{report}");
 }
 
 #[test]

@@ -29,8 +29,8 @@ pub enum Command {
     /// Move files to a device through the pool, in overlapped chunks
     ///
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
-    /// memory that holds all of it. A .safetensors file, or an index of several (.safetensors.index.json), is loaded as
-    /// tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, for
+    /// memory that holds all of it. A .safetensors file, an index of several (.safetensors.index.json), or a folder with an
+    /// index or such files in it is loaded as tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, for
     /// tensors also getting their device memory; the download's includes the checksums of what came back.
     #[command(after_help = EXIT_STATUS)]
     Load(Load),
@@ -106,7 +106,7 @@ pub struct Doctor {
 
 #[derive(Debug, clap::Args)]
 pub struct Load {
-    /// Files to move; without any, a sample is made for the time of the run
+    /// Files to move, or folders with a checkpoint; without any, a sample is made for the time of the run
     #[arg(value_name = "FILE")]
     pub files: Vec<PathBuf>,
     /// The device: auto, host, host:N, cuda:N or acl:N
@@ -147,7 +147,7 @@ pub struct Bench {
     /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]
     #[arg(long, value_name = "N", value_parser = threads)]
     pub threads: Option<NonZeroUsize>,
-    /// Print one JSON object on the last line
+    /// Print one JSON object on the last line of stdout
     #[arg(long)]
     pub json: bool,
 }

@@ -51,15 +51,17 @@ pub fn run(args: &Bench) -> ExitCode {
     let result = super::open_device(&args.device).and_then(|device| {
         let result = prepare(args, &device).and_then(|mut bench| bench.measure());
         let closed = super::close(device);
-        result.and_then(|report| closed.map(|()| report))
+        result.map(|report| (report, closed))
     });
-    let (report, mut code) = match result {
-        Ok(report) => (report, 0),
-        Err(failure) => {
-            say(&format!("error: {failure}"));
-            return ExitCode::from(failure.exit_code());
-        }
+    let failed = |failure: &Failure| {
+        say(&format!("error: {failure}"));
+        failure.exit_code()
     };
+    let (report, closed) = match result {
+        Ok(measured) => measured,
+        Err(failure) => return ExitCode::from(failed(&failure)),
+    };
+    let mut code = 0;
     let mut text = report.table();
     if args.json {
         text += &report.json();
@@ -73,6 +75,10 @@ pub fn run(args: &Bench) -> ExitCode {
             code = super::EXIT_FAILED;
         }
         _ => {}
+    }
+    // What was measured before is as good as ever.
+    if let Err(failure) = closed {
+        code = failed(&failure);
     }
     ExitCode::from(code)
 }
@@ -508,6 +514,8 @@ impl Report {
             "gather_gb_per_s": short(self.gather),
             "threads": self.threads,
             "device": self.device,
+            "unpinned": self.unpinned,
+            "size_bytes": self.size,
         })
         .to_string()
     }

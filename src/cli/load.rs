@@ -1,7 +1,7 @@
 //! `pinpool load`: files go to device memory through the copy pipeline, and back if asked.
 //!
-//! A file is one transfer of the pipeline; a `.safetensors` file, or an index of several, is loaded as tensors, by the
-//! library's own loader. Back: what was moved is brought back through the pipeline, and its checksums are taken, of each
+//! A file is one transfer of the pipeline; a `.safetensors` file, an index of several, or a folder of such is loaded as
+//! tensors, by the library's own loader. Back: what was moved is brought back through the pipeline, and its checksums are taken, of each
 //! chunk of a file, of each tensor of a checkpoint. Then the file is read a second time, past the pool and the device, and
 //! the checksums are compared.
 
@@ -13,7 +13,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::style::TemplateError;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use pinpool::pipeline::{FileSource, Pipeline, Sink, Transfer};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request};
@@ -220,7 +221,7 @@ fn is_named_wrongly(kind: io::ErrorKind) -> bool {
     matches!(kind, NotFound | PermissionDenied | NotADirectory | IsADirectory)
 }
 
-/// Opens a file, if it is one.
+/// Opens a file, if it is one, or a folder's checkpoint.
 fn open(path: &Path) -> Result<Source, Failure> {
     let name = path.display().to_string();
     let wrong = |text: &str| Failure::Usage(format!("{name}: {text}"));
@@ -232,13 +233,11 @@ fn open(path: &Path) -> Result<Source, Failure> {
     };
     // Asked before opening: opening a named pipe would wait.
     let metadata = std::fs::metadata(path).map_err(unread)?;
-    if metadata.is_dir() {
-        return Err(wrong("is a directory"));
-    }
-    if !metadata.is_file() {
+    if !metadata.is_file() && !metadata.is_dir() {
         return Err(wrong("is not a regular file"));
     }
-    if name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
+    // (What a folder was searched for in vain is in the error.)
+    if metadata.is_dir() || name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
         let checkpoint = Checkpoint::open(path).map_err(|error| match &error {
             Error::Read { kind, .. } if !is_named_wrongly(*kind) => Failure::Failed(error.to_string()),
             _ => Failure::Usage(error.to_string()),
@@ -432,9 +431,7 @@ impl Job {
         let bar = &self.bar;
         if io::stderr().is_terminal() {
             bar.set_draw_target(ProgressDrawTarget::stderr());
-            if let Ok(style) =
-                ProgressStyle::with_template("{msg} {wide_bar} {percent}% {binary_bytes_per_sec}, {eta} left")
-            {
+            if let Ok(style) = style(source.len) {
                 bar.set_style(style);
             }
             bar.set_message(source.name.clone());
@@ -461,6 +458,24 @@ impl Job {
         }
         report.stats = Some(stats);
     }
+}
+
+/// The line of a source that has so many bytes.
+fn style(len: u64) -> Result<ProgressStyle, TemplateError> {
+    let style = ProgressStyle::with_template(
+        "{msg} {wide_bar} {percent}% {moved}, {decimal_bytes_per_sec}, {eta} left",
+    )?;
+    Ok(style.with_key("moved", move |state: &ProgressState, line: &mut dyn std::fmt::Write| {
+        // (A line that cannot be written has no place for that either.)
+        let _ = line.write_str(&moved(state.pos(), len));
+    }))
+}
+
+/// How far a source is, of which so many bytes are done in all passes.
+fn moved(done: u64, len: u64) -> String {
+    let pass = done.saturating_sub(1).checked_div(len).unwrap_or(0).min(2);
+    let what = ["up", "back", "compared"][pass as usize];
+    format!("{} of {} {what}", human(done - pass * len), human(len))
 }
 
 /// The statistics once nothing is in flight any more. After a failure something may stay so.
@@ -600,6 +615,22 @@ mod tests {
         let failure = job.compare(source, file, &sums).unwrap_err();
         assert!(failure.to_string().contains("mismatch at offset 131072"), "{failure}");
         assert_eq!(failure.exit_code(), super::super::EXIT_FAILED);
+    }
+
+    #[test]
+    fn the_line_says_how_many_bytes_of_how_many() {
+        style(1).unwrap();
+        for (done, text) in [
+            (0, "0 B of 4.00 MB up"),
+            (1_500_000, "1.50 MB of 4.00 MB up"),
+            (4_000_000, "4.00 MB of 4.00 MB up"),
+            (4_000_001, "1 B of 4.00 MB back"),
+            (9_000_000, "1.00 MB of 4.00 MB compared"),
+            (12_000_000, "4.00 MB of 4.00 MB compared"),
+        ] {
+            assert_eq!(moved(done, 4_000_000), text);
+        }
+        assert_eq!(moved(0, 0), "0 B of 0 B up");
     }
 
     #[test]

@@ -45,8 +45,12 @@ impl Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Usage(text) | Self::Failed(text) | Self::Mismatch(text)) = self;
-        let words: Vec<&str> = text.split_whitespace().collect();
-        f.write_str(&words.join(" "))
+        // Without a list of the words: a cause may be long, and the command may end for want of memory.
+        for (number, word) in text.split_whitespace().enumerate() {
+            let space = if number > 0 { " " } else { "" };
+            write!(f, "{space}{word}")?;
+        }
+        Ok(())
     }
 }
 

@@ -1,9 +1,9 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! The header is JSON. The `safetensors` crate says what an entry and its types are; the entries are read one by one into
-//! their list, which is the only thing that grows with the header, so a header of nonsense ends at its first wrong entry,
-//! and whatever is refused can be named. Then one pass over the list, in the file's order, applies the format's rules: no
-//! gaps, no overlaps, nothing past the end, as many bytes as type and shape say.
+//! The header is JSON. The `safetensors` crate says what types there are; the entries are read one by one into their list,
+//! which is the only thing that grows with the header, so a header of nonsense ends at its first wrong entry, or at an axis
+//! too many, and whatever is refused can be named. Then one pass over the list, in the file's order, applies the format's
+//! rules: no gaps, no overlaps, nothing past the end, as many bytes as type and shape say.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -14,17 +14,18 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use ::safetensors::Dtype;
-use ::safetensors::tensor::TensorInfo;
-use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, MapAccess, Visitor};
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::error::Category;
 
-use super::{malformed, unread};
+use super::{blamed, malformed, short, unread};
 use crate::error::{Error, Result};
 
 /// Bytes before the header, which are its length.
 const FRONT: usize = 8;
 /// The longest header that the format allows.
 const LONGEST: u64 = 100_000_000;
+/// The most axes that a tensor may have: NumPy's arrays have no more (`NPY_MAXDIMS`).
+const AXES: usize = 64;
 /// The header's entry that is no tensor.
 const METADATA: &str = "__metadata__";
 
@@ -193,6 +194,7 @@ fn header_len(name: &str, front: [u8; FRONT], file_len: u64) -> Result<usize> {
 }
 
 fn no_object(what: &str, said: &dyn fmt::Display) -> Error {
+    let said = short::said(said);
     malformed(what, format!("its header is no JSON object ({said}); it is no safetensors file, or damaged"))
 }
 
@@ -204,7 +206,7 @@ pub(super) fn twice(what: &str, tensor: &str) -> Error {
 /// What is wrong with a tensor.
 fn fault(what: &str, tensor: &str, why: impl fmt::Display) -> Error {
     let why = format!("{why}; the file is damaged or made to mislead: get it from where it can be trusted");
-    Error::Malformed { what: what.into(), tensor: Some(tensor.into()), why }
+    blamed(what, tensor, why)
 }
 
 /// Checks tensors, which are in the order of their offsets, against each other and the `data` bytes that there are for them,
@@ -219,22 +221,28 @@ fn place(what: &str, tensors: &mut [Tensor], start: u64, data: u64) -> Result<()
             return wrong(format!("ends at {to}, before its start at {from}"));
         }
         if from < end {
-            let other = index.checked_sub(1).map_or("", |before| tensors[before].name());
+            let other = short::name(index.checked_sub(1).map_or("", |before| tensors[before].name()));
             return wrong(format!("starts at {from}, inside of tensor {other:?}, which ends at {end}"));
         }
         if from > end {
             return wrong(format!("starts at {from}, and bytes {end}..{from} before it belong to no tensor"));
         }
-        let elements = shape.iter().try_fold(1_u64, |n, &axis| n.checked_mul(axis as u64));
+        let told = short::shape(shape);
+        // None along one axis are none in all, however many there would be along the others.
+        let mut axes = shape.iter().map(|&axis| axis as u64);
+        let elements = match shape.contains(&0) {
+            true => Some(0),
+            false => axes.try_fold(1_u64, u64::checked_mul),
+        };
         match elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64)) {
-            None => return wrong(format!("has the shape {shape:?}, more elements than any memory holds")),
+            None => return wrong(format!("has the shape {told}, more elements than any memory holds")),
             Some(bits) if bits % 8 != 0 => {
-                return wrong(format!("is {dtype} of shape {shape:?}, which is no whole number of bytes"));
+                return wrong(format!("is {dtype} of shape {told}, which is no whole number of bytes"));
             }
             Some(bits) if bits / 8 != to - from => {
                 let (need, have) = (bits / 8, to - from);
                 return wrong(format!(
-                    "is {dtype} of shape {shape:?}, {need} bytes, and has {have} at {from}..{to}"
+                    "is {dtype} of shape {told}, {need} bytes, and has {have} at {from}..{to}"
                 ));
             }
             Some(_) => {}
@@ -243,7 +251,7 @@ fn place(what: &str, tensors: &mut [Tensor], start: u64, data: u64) -> Result<()
             let why = format!(
                 "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
             );
-            return Err(Error::Malformed { what: what.into(), tensor: Some((&**name).into()), why });
+            return Err(blamed(what, name, why));
         }
         tensors[index].range = start + from..start + to;
         end = to;
@@ -270,11 +278,12 @@ impl Entries {
     fn blame(&self, what: &str, error: &serde_json::Error) -> Error {
         match &self.at {
             Some(name) if error.classify() == Category::Data && &**name == METADATA => {
-                malformed(what, format!("its metadata is not an object of texts ({error})"))
+                malformed(what, format!("its metadata is not an object of texts ({})", short::said(error)))
             }
             // (What is JSON, but no type's name, is an error of syntax to the reader, too.)
             Some(name) if error.classify() != Category::Eof && &**name != METADATA => {
-                fault(what, name, format_args!("is not described as the format asks ({error})"))
+                let said = short::said(error);
+                fault(what, name, format_args!("is not described as the format asks ({said})"))
             }
             _ => no_object(what, error),
         }
@@ -306,13 +315,50 @@ impl<'de> Visitor<'de> for &mut Entries {
                 }
                 continue;
             }
-            let TensorInfo { dtype, shape, data_offsets: (from, to) } = map.next_value()?;
+            let Entry { dtype, shape: Shape(shape), data_offsets: (from, to) } = map.next_value()?;
             if let Some(name) = self.at.take() {
-                self.tensors.push(Tensor { name, dtype, shape, range: from as u64..to as u64 });
+                self.tensors.push(Tensor { name, dtype, shape, range: from..to });
             }
         }
         self.at = None;
         Ok(())
+    }
+}
+
+/// What the header says of a tensor.
+#[derive(serde::Deserialize)]
+struct Entry {
+    dtype: Dtype,
+    shape: Shape,
+    /// Its first byte, and one past its last.
+    data_offsets: (u64, u64),
+}
+
+/// Elements along each axis. A list that goes on and on is not kept to its end.
+struct Shape(Vec<usize>);
+
+impl<'de> Deserialize<'de> for Shape {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        struct List;
+        impl<'de> Visitor<'de> for List {
+            type Value = Shape;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list of lengths")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Shape, A::Error> {
+                let mut axes = Vec::new();
+                while let Some(axis) = list.next_element()? {
+                    if axes.len() == AXES {
+                        return Err(A::Error::custom(format_args!("its shape has more than {AXES} axes")));
+                    }
+                    axes.push(axis);
+                }
+                Ok(Shape(axes))
+            }
+        }
+        from.deserialize_seq(List)
     }
 }
 

@@ -5,19 +5,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde_json::error::Category;
 
-use super::{Found, malformed, open_regular, unread};
+use super::{Found, blamed, malformed, open_regular, short, unread};
 use crate::error::{Error, Result};
 
 /// The longest index that is read: as long as a header may be.
 const LONGEST: u64 = 100_000_000;
 const SUFFIX: &str = "safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// The longest name of a file that there is (Linux's `NAME_MAX`), in bytes.
+const LONGEST_NAME: usize = 255;
 /// The index's entry that says which tensor is in which file.
 const MAP: &str = "weight_map";
 
@@ -53,21 +55,20 @@ impl Index {
         if let Err(error) = Root(&mut weights).deserialize(&mut json).and_then(|()| json.end()) {
             return Err(weights.blame(what, &error));
         }
-        let fault = |tensor: &str, why: String| {
-            Err(Error::Malformed { what: what.into(), tensor: Some(tensor.into()), why })
-        };
         let Some(mut pairs) = weights.pairs else { return Err(no_map(what)) };
         pairs.sort_unstable();
         if let Some(pair) = pairs.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             let why = "is there twice, and in which file it is nobody can tell; get it again".into();
-            return fault(&pair[0].0, why);
+            return Err(blamed(what, &pair[0].0, why));
         }
         let mut files: BTreeMap<PathBuf, BTreeSet<String>> = BTreeMap::new();
         for (tensor, file) in pairs {
             let mut parts = Path::new(&file).components();
-            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
+            let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
+            if !is_name || file.len() > LONGEST_NAME {
+                let file = short::name(&file);
                 let why = format!("is said to be in {file:?}, which is no name of a file beside the index");
-                return fault(&tensor, why);
+                return Err(blamed(what, &tensor, why));
             }
             files.entry(folder.join(file)).or_default().insert(tensor);
         }
@@ -93,15 +94,20 @@ struct Weights {
 
 impl Weights {
     fn blame(&self, what: &str, error: &serde_json::Error) -> Error {
+        let said = short::said(error);
         match &self.at {
             _ if error.classify() != Category::Data => {
-                malformed(what, format!("it is no JSON ({error}); get it again"))
+                malformed(what, format!("it is no JSON ({said}); get it again"))
             }
-            Some(tensor) => Error::Malformed {
-                what: what.into(),
-                tensor: Some(tensor.as_str().into()),
-                why: format!("is said to be in what is no name of a file beside the index ({error})"),
-            },
+            Some(tensor) => {
+                let why = format!("is said to be in what is no name of a file beside the index ({said})");
+                blamed(what, tensor, why)
+            }
+            None if self.pairs.is_some() => {
+                let twice =
+                    "is there twice, and which of the two is meant nobody can tell; get the file again";
+                malformed(what, format!("its {MAP:?} {twice}"))
+            }
             None => no_map(what),
         }
     }
@@ -154,6 +160,7 @@ impl<'de> Visitor<'de> for &mut Weights {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
         if self.pairs.is_some() {
+            // `blame` says so.
             return Err(A::Error::custom("it is there twice"));
         }
         let mut pairs = Vec::new();
@@ -171,7 +178,11 @@ impl<'de> Visitor<'de> for &mut Weights {
 pub(super) fn find(path: &Path) -> Result<Found> {
     if path.is_dir() {
         let index = path.join(INDEX);
-        return if index.is_file() { of_index(&index) } else { of_folder(path) };
+        // A link that leads nowhere has the name, too: without the index more would be loaded than it names.
+        return match std::fs::symlink_metadata(&index) {
+            Err(error) if error.kind() == ErrorKind::NotFound => of_folder(path),
+            _ => of_index(&index),
+        };
     }
     match path.extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) {
         true => of_index(path),

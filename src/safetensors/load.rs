@@ -363,13 +363,13 @@ impl Part {
 /// runtime.
 ///
 /// **Dropped, it cancels the rest**; tensors that were handed out stay. After an error, which comes in the place of the
-/// first tensor that it took, there is nothing more. When it has ended without one, the pipeline has given back everything
-/// that it had for it.
+/// first tensor that it took, there is nothing more. With the last tensor it has ended: nobody need ask for one more, and the
+/// pipeline has given back everything that it had for it.
 ///
 /// # Errors
 /// Of each item: [`Error::Read`] and [`Error::Shrunk`] with file and offset; [`Error::Transfer`] with what the pool or the
-/// device said; [`Error::Cancelled`]; [`Error::Malformed`], after the last tensor of a file that was written to meanwhile:
-/// then what came of it may be wrong.
+/// device said; [`Error::Cancelled`]; [`Error::Malformed`], in the place of the last tensor of a file that was written to
+/// meanwhile: then what came of it may be wrong.
 #[must_use = "dropping it cancels the load"]
 pub struct Loading {
     parts: VecDeque<Part>,
@@ -425,66 +425,63 @@ impl Loading {
         LoadCanceller { cancellers: transfers.map(Transfer::canceller).collect() }
     }
 
-    /// The next, waited for by the thread, or by the task.
+    /// The next, waited for by the thread, or by the task. The last of a file comes when all that there is to say about
+    /// the file is known, since nobody need ask for more.
     fn advance(&mut self, mut cx: Option<&mut Context<'_>>) -> Poll<Option<Result<DeviceTensor>>> {
-        loop {
-            let Some(part) = self.parts.front_mut() else {
-                self.ended.get_or_insert_with(Instant::now);
-                return Poll::Ready(None);
-            };
-            if let Some(index) = part.chosen.get(&part.shard, part.next) {
-                let tensor = &part.shard.tensors[index as usize];
-                let end = tensor.range().end;
-                let there = match (&mut part.transfer, &mut cx) {
-                    _ if tensor.is_empty() || end <= part.landed_to => true,
-                    (None, _) => false,
-                    (Some(transfer), cx) => {
-                        let landed = match cx {
-                            None => transfer.wait_landed(end),
-                            Some(cx) => ready!(transfer.poll_landed(cx, end)),
-                        };
-                        part.landed_to = transfer.progress().landed_to;
-                        landed
-                    }
-                };
-                if there {
-                    return Poll::Ready(Some(part.out(index)));
+        let Some(part) = self.parts.front_mut() else {
+            self.ended.get_or_insert_with(Instant::now);
+            return Poll::Ready(None);
+        };
+        let mut there = None;
+        if let Some(index) = part.chosen.get(&part.shard, part.next) {
+            let tensor = &part.shard.tensors[index as usize];
+            let end = tensor.range().end;
+            let landed = match (&mut part.transfer, &mut cx) {
+                _ if tensor.is_empty() || end <= part.landed_to => true,
+                (None, _) => false,
+                (Some(transfer), cx) => {
+                    let landed = match cx {
+                        None => transfer.wait_landed(end),
+                        Some(cx) => ready!(transfer.poll_landed(cx, end)),
+                    };
+                    part.landed_to = transfer.progress().landed_to;
+                    landed
                 }
-            }
-            // The transfer is over, or about to be: all of its tensors are out, or it has failed.
-            let mut done = part.transfer.as_ref().map_or(0, |transfer| transfer.progress().done);
-            let over = match (&mut part.transfer, &mut cx) {
-                (None, _) => Ok(()),
-                (Some(transfer), Some(cx)) => {
-                    ready!(Pin::new(transfer).poll(cx)).map(drop).map_err(|e| e.error)
-                }
-                (transfer, None) => match transfer.take() {
-                    Some(transfer) => transfer.wait().map(drop).map_err(|e| e.error),
-                    None => Ok(()),
-                },
             };
-            // What was under way still arrived, where we can ask.
-            done = done.max(part.transfer.as_ref().map_or(0, |transfer| transfer.progress().done));
-            let missing = part.left() > 0;
-            // Asked when the last byte was read.
-            let over = over.and_then(|()| if part.bytes > 0 { part.shard.unchanged() } else { Ok(()) });
-            self.before += if missing { done } else { part.bytes };
-            self.landed += if missing { 0 } else { part.bytes };
-            self.parts.pop_front();
-            let failed = match over {
-                Ok(()) if missing => Some(Error::Closed),
-                Ok(()) => None,
-                Err(error) => Some(error),
-            };
-            if let Some(error) = failed {
-                // The others are cancelled; what has arrived of them has.
-                let last = self.progress();
-                (self.before, self.landed) = (last.done, if missing { self.landed } else { last.landed_to });
-                self.parts.clear();
-                self.ended = Some(Instant::now());
-                return Poll::Ready(Some(Err(error)));
+            if landed && part.left() > 1 {
+                return Poll::Ready(Some(part.out(index)));
             }
+            there = landed.then_some(index);
         }
+        // The transfer is over, or about to be: all of its bytes have landed, or it has failed.
+        let mut done = part.transfer.as_ref().map_or(0, |transfer| transfer.progress().done);
+        let over = match (&mut part.transfer, &mut cx) {
+            (None, _) => Ok(()),
+            (Some(transfer), Some(cx)) => ready!(Pin::new(transfer).poll(cx)).map(drop).map_err(|e| e.error),
+            (transfer, None) => match transfer.take() {
+                Some(transfer) => transfer.wait().map(drop).map_err(|e| e.error),
+                None => Ok(()),
+            },
+        };
+        // What was under way still arrived, where we can ask.
+        done = done.max(part.transfer.as_ref().map_or(0, |transfer| transfer.progress().done));
+        // Asked when the last byte was read.
+        let over = over.and_then(|()| if part.bytes > 0 { part.shard.unchanged() } else { Ok(()) });
+        let last = over.and_then(|()| there.map_or(Err(Error::Closed), |index| part.out(index)));
+        self.before += if there.is_some() { part.bytes } else { done };
+        self.landed += if there.is_some() { part.bytes } else { 0 };
+        self.parts.pop_front();
+        if last.is_err() {
+            // The others are cancelled; what has arrived of them has.
+            let sum = self.progress();
+            (self.before, self.landed) =
+                (sum.done, if there.is_some() { sum.landed_to } else { self.landed });
+            self.parts.clear();
+        }
+        if self.parts.is_empty() {
+            self.ended = Some(Instant::now());
+        }
+        Poll::Ready(Some(last))
     }
 }
 
@@ -500,8 +497,8 @@ impl Iterator for Loading {
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        // An error may come in the place of any, or after the last.
-        (0, Some(self.left() + usize::from(!self.parts.is_empty())))
+        // An error comes in the place of one, and ends it.
+        (0, Some(self.left()))
     }
 }
 

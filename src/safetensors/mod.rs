@@ -36,16 +36,17 @@
 //!
 //! # What is refused
 //!
-//! A header is a stranger's claim about offsets into memory. Whatever is wrong with one is
-//! [`Error::Malformed`], which names the tensor, and is found before anything is loaded: offsets
-//! that run backwards, past the file's end or into another tensor, bytes that belong to none, shapes whose elements do not
-//! come to as many bytes (or to more than any memory holds), types that nobody knows, a name that comes twice, headers
+//! A header is a stranger's claim about offsets into memory. Whatever is wrong with one is [`Error::Malformed`], which names
+//! the tensor (by its first 200 characters), and is found before anything is loaded: offsets that run backwards, past the
+//! file's end or into another tensor, bytes that belong to none, shapes whose elements do not come to as many bytes (or to
+//! more than any memory holds), shapes of more than 64 axes, types that nobody knows, a name that comes twice, headers
 //! longer than 100 MB or than their file, an index that names tensors which its files do not have, a tensor twice, or files
-//! outside of its folder. A folder without an index must have all files of a set that counts them in its names
-//! (`model-00002-of-00003.safetensors`).
+//! outside of its folder. A folder whose index cannot be read is refused, not loaded without it; one that has none must have
+//! all files of a set that counts them in its names (`model-00002-of-00003.safetensors`).
 //!
 //! A file that is written to after it was opened (its length or its time of modification tells) is refused by the next
-//! load, and one that is written to during a load ends that with an error: its header may not be true any more. A file
+//! load, and one that is written to during a load ends that with an error in the place of its last tensor: its header may
+//! not be true any more. A file
 //! that takes the place of an opened one is another file, and not looked at.
 //!
 //! # Checksums
@@ -61,11 +62,13 @@
 //! # Modules
 //!
 //! Here is what was opened. `header`: what a file says, and whether that can be. `index`: which files there are.
-//! `load`: the loader, and where on the device tensors go. `tensor`: what comes out. `sums`: checksums.
+//! `load`: the loader, and where on the device tensors go. `tensor`: what comes out. `sums`: checksums. `short`: how much of a
+//! file's words goes into a message.
 
 mod header;
 mod index;
 mod load;
+mod short;
 mod sums;
 mod tensor;
 
@@ -200,11 +203,8 @@ impl Checkpoint {
             Arc::make_mut(&mut tensors).retain(|tensor| wanted.contains(tensor.name()));
             let have: HashSet<&str> = tensors.iter().map(Tensor::name).collect();
             if let Some(missing) = wanted.iter().find(|name| !have.contains(name.as_str())) {
-                return Err(Error::Malformed {
-                    what: path.display().to_string(),
-                    tensor: Some(missing.as_str().into()),
-                    why: format!("is said to be in {}, which does not have it; get both again", shard.name),
-                });
+                let why = format!("is said to be in {}, which does not have it; get both again", shard.name);
+                return Err(blamed(&path.display().to_string(), missing, why));
             }
             shard.whole = side_by_side(&tensors);
             shard.tensors = tensors;
@@ -241,11 +241,8 @@ impl Checkpoint {
                 if other as usize == s {
                     return Err(header::twice(&shard.name, tensor.name()));
                 }
-                return Err(Error::Malformed {
-                    what: shard.name.clone(),
-                    tensor: Some(tensor.name().into()),
-                    why: format!("is in {} too; load them one by one", shards[other as usize].name),
-                });
+                let why = format!("is in {} too; load them one by one", shards[other as usize].name);
+                return Err(blamed(&shard.name, tensor.name(), why));
             }
         }
         Ok(Self { shards: shards.into_iter().map(Arc::new).collect(), names })
@@ -308,13 +305,7 @@ impl Checkpoint {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
         let choose =
             |s: &Shard| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() });
-        let mut loading = self.loader(pipeline).start_with(choose)?;
-        let tensor = loading.next().transpose()?;
-        // What comes behind the last one: whether the file stayed as it was.
-        match loading.next() {
-            Some(Err(error)) => Err(error),
-            _ => Ok(tensor),
-        }
+        self.loader(pipeline).start_with(choose)?.next().transpose()
     }
 
     /// The XXH3 (128 bits) of a tensor's bytes as they are in the file now, read on the caller's thread. `None`: there is
@@ -350,6 +341,11 @@ fn unread(what: &str, offset: u64, error: &std::io::Error) -> Error {
 
 fn malformed(what: &str, why: impl Into<String>) -> Error {
     Error::Malformed { what: what.into(), tensor: None, why: why.into() }
+}
+
+/// What is wrong with one tensor.
+fn blamed(what: &str, tensor: &str, why: String) -> Error {
+    Error::Malformed { what: what.into(), tensor: Some(short::name(tensor).into()), why }
 }
 
 /// Files, and an index of them if there is one.

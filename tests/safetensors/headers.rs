@@ -141,6 +141,62 @@ fn lies_about_the_whole_are_refused() {
 }
 
 #[test]
+fn shapes_of_more_axes_than_anybody_uses_are_refused() {
+    let axes = |count: usize| {
+        let shape = vec!["1"; count].join(",");
+        format!(r#"{{"a":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,2]}}}}"#)
+    };
+    for count in [65, 500_000] {
+        let (named, why) = lie(&axes(count), 2);
+        assert!(named.as_deref() == Some("a") && why.contains("more than 64 axes"), "{named:?}");
+        assert!(why.len() < 1000, "{count} axes are told in {} bytes", why.len());
+    }
+    // As many as may be: what is wrong is told, and not all of them.
+    let (_, why) = lie(&axes(64), 2);
+    assert!(why.contains("[1, 1, 1, 1, 1, 1, 1, 1, ... 64 axes], 1 bytes, and has 2"), "{why}");
+    let fine = format!(r#"{{"a":{{"dtype":"U8","shape":[{}2],"data_offsets":[0,2]}}}}"#, "1,".repeat(63));
+    assert_eq!(parse(&with_header(&fine, [0; 2])).unwrap().tensors[0].shape().len(), 64);
+}
+
+/// A header may be a hundred megabytes long; a message is read by people.
+#[test]
+fn what_a_stranger_wrote_is_not_all_in_the_message() {
+    let long = "\u{1f600}x\\n".repeat(40_000);
+    let a = r#""dtype":"U8","shape":[4],"data_offsets":[0,4]"#;
+    for header in [
+        format!(r#"{{"{long}":{{"dtype":"U8","shape":[3],"data_offsets":[0,4]}}}}"#),
+        format!(r#"{{"{long}":{{{a}}},"b":{{{a}}}}}"#),
+        format!(r#"{{"{long}":{{{a}}},"{long}":{{{a}}}}}"#),
+        format!(r#"{{"{long}":"{long}"}}"#),
+        format!(r#"{{"a":{{"dtype":"{long}","shape":[4],"data_offsets":[0,4]}}}}"#),
+        format!(r#"{{"a":{{"dtype":"U8","shape":"{long}","data_offsets":[0,4]}}}}"#),
+        format!(r#"{{"__metadata__":"{long}"}}"#),
+        format!(r#""{long}""#),
+    ] {
+        let bytes = with_header(&header, [0; 4]);
+        let error = parse(&bytes).unwrap_err();
+        let len = error.to_string().len();
+        assert!(len < 4000, "{len} bytes");
+        let Error::Malformed { tensor, .. } = error else { panic!("{error}") };
+        assert!(tensor.is_none_or(|name| name.chars().count() <= 203));
+    }
+    // Of a name that is not so long, nothing is missing.
+    let name = "n".repeat(200);
+    let (named, _) = lie(&format!(r#"{{"{name}":7}}"#), 0);
+    assert_eq!(named.as_deref(), Some(&*name));
+}
+
+#[test]
+fn no_elements_along_one_axis_are_none_in_all() {
+    const MANY: u64 = 1 << 63;
+    for shape in [[MANY, MANY, 0], [MANY, 0, MANY], [0, MANY, MANY]] {
+        let header = format!(r#"{{"a":{{"dtype":"F32","shape":{shape:?},"data_offsets":[0,0]}}}}"#);
+        let read = parse(&with_header(&header, [])).unwrap();
+        assert!(read.tensors[0].is_empty() && read.tensors[0].shape().len() == 3);
+    }
+}
+
+#[test]
 fn an_empty_file_of_the_format_is_fine() {
     let header = parse(&with_header("{}", [])).unwrap();
     assert!(header.tensors.is_empty() && header.metadata.is_empty());

@@ -54,7 +54,15 @@ fn an_index_that_lies_is_refused() {
     refused(&with(r#"{"weight_map":[]}"#), None, "weight_map");
     refused(&with("{"), None, "no JSON");
     refused(&with("[]"), None, "weight_map");
-    refused(&with(r#"{"weight_map":{"a":"1.safetensors"},"weight_map":{}}"#), None, "weight_map");
+    for again in ["{}", r#"{"a":"1.safetensors"}"#, "[]"] {
+        let twice = format!(r#"{{"weight_map":{{"a":"1.safetensors"}},"weight_map":{again}}}"#);
+        refused(&with(&twice), None, "\"weight_map\" is there twice");
+    }
+    // A name that no file has: it would be in the error, whole.
+    let long = format!(r#"{{"weight_map":{{"a":"{}"}}}}"#, "x".repeat(100_000));
+    let error = Checkpoint::open(with(&long)).map(drop).unwrap_err();
+    assert!(matches!(&error, Error::Malformed { tensor: Some(_), .. }), "no name of a file");
+    assert!(error.to_string().len() < 2000, "{} bytes", error.to_string().len());
     // In two files, says the index: in which, nobody can tell.
     folder.put("2.safetensors", file(&[made("a", "U8", &[3], 2)]));
     let both = r#"{"weight_map":{"a":"1.safetensors","a":"2.safetensors"}}"#;
@@ -117,6 +125,38 @@ fn links_are_followed_and_must_lead_somewhere() {
     std::os::unix::fs::symlink(store.path().join("gone"), folder.path().join("2.safetensors")).unwrap();
     let missing = Checkpoint::open(folder.path()).map(drop).unwrap_err();
     assert!(matches!(&missing, Error::Read { what, .. } if what.ends_with("2.safetensors")), "{missing}");
+}
+
+/// As a hub's cache has it when it was tidied up. Which tensors were meant, only the index could tell.
+#[test]
+fn an_index_that_cannot_be_read_is_not_done_without() {
+    let folder = Folder::new();
+    folder.put("1.safetensors", file(&[made("a", "U8", &[3], 1)]));
+    let index = folder.path().join("model.safetensors.index.json");
+    let open = || {
+        // Nobody ever writes into the pipe.
+        let (told, result) = std::sync::mpsc::channel();
+        let path = folder.path().to_owned();
+        std::thread::spawn(move || _ = told.send(Checkpoint::open(path).map(drop)));
+        result.recv_timeout(std::time::Duration::from_secs(20)).expect("it waits for a writer")
+    };
+    let is_index = |what: &String| what.ends_with("model.safetensors.index.json");
+
+    std::os::unix::fs::symlink(folder.path().join("gone"), &index).unwrap();
+    let gone = open();
+    assert!(matches!(&gone, Err(Error::Read { what, .. }) if is_index(what)), "{gone:?}");
+    std::fs::remove_file(&index).unwrap();
+
+    std::fs::create_dir(&index).unwrap();
+    let directory = open();
+    assert!(matches!(&directory, Err(Error::Malformed { what, .. }) if is_index(what)), "{directory:?}");
+    std::fs::remove_dir(&index).unwrap();
+
+    assert!(std::process::Command::new("mkfifo").arg(&index).status().unwrap().success());
+    let pipe = open();
+    assert!(matches!(&pipe, Err(Error::Malformed { what, .. }) if is_index(what)), "{pipe:?}");
+    std::fs::remove_file(&index).unwrap();
+    assert_eq!(open(), Ok(()));
 }
 
 #[test]

@@ -162,8 +162,10 @@ fn a_load_knows_how_many_are_left() {
     let checkpoint = Checkpoint::open_files(&paths).unwrap();
     let mut loading = checkpoint.loader(&pipeline).filter(|t| t.name() != "odd").start().unwrap();
     for left in (0..tensors.len()).rev() {
-        // One more: an error may come in between.
-        assert_eq!(loading.size_hint(), (0, Some(left + 1)));
+        // None: an error ends it.
+        assert_eq!((loading.left(), loading.size_hint()), (left, (0, Some(left))));
+        // Whoever takes just those that are left has seen its end.
+        assert_eq!(loading.progress().over, left == 0);
         assert_eq!(loading.next().is_some(), left > 0);
     }
     assert_eq!(loading.size_hint(), (0, Some(0)));

@@ -303,6 +303,36 @@ fn a_file_that_was_written_to_is_not_what_was_opened() {
     rig.all_is_back();
 }
 
+/// By an error in the place of its last tensor: nobody need ask for more than there is.
+#[test]
+fn a_file_that_was_written_to_is_told_with_the_last_that_is_left() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    let first = folder.put("1.safetensors", file(&tensors[..20]));
+    let second = folder.put("2.safetensors", file(&tensors[20..]));
+    let pipeline = rig.pipeline();
+    for (path, before) in [(&first, 19), (&second, 39)] {
+        for task in [false, true] {
+            let checkpoint = Checkpoint::open_files(&[&first, &second]).unwrap();
+            pipeline.set_rate(Some(1));
+            let mut loading = checkpoint.loader(&pipeline).start().unwrap();
+            write_to(path);
+            pipeline.set_rate(None);
+            let left = loading.left();
+            let results: Vec<_> = match task {
+                false => loading.by_ref().take(left).collect(),
+                true => (0..left).map_while(|_| block_on(loading.next_tensor())).collect(),
+            };
+            let (last, good) = results.split_last().unwrap();
+            assert!(good.len() == before && good.iter().all(Result::is_ok), "{} of {left}", good.len());
+            let told = |what: &str| path.ends_with(what.rsplit('/').next().unwrap());
+            assert!(matches!(last, Err(Error::Malformed { what, .. }) if told(what)), "{last:?}");
+            assert!(loading.progress().over && loading.left() == 0 && loading.next().is_none());
+            drop(results);
+            rig.all_is_back();
+        }
+    }
+}
+
 #[test]
 fn two_files_in_the_same_memory_are_refused() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
