@@ -237,9 +237,9 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// As for [`start`](Self::start) and [`Loading`].
     pub fn load(self) -> Result<Vec<DeviceTensor>> {
-        let loading = self.start()?;
-        let mut tensors = Vec::with_capacity(loading.left());
-        for tensor in loading {
+        let mut loading = Settled(self.start()?);
+        let mut tensors = Vec::with_capacity(loading.0.left());
+        for tensor in &mut loading.0 {
             tensors.push(tensor?);
         }
         Ok(tensors)
@@ -250,7 +250,17 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// As for [`load`](Self::load), and the first that `each` returns, which ends it.
     pub fn for_each(self, mut each: impl FnMut(DeviceTensor) -> Result<()>) -> Result<()> {
-        self.start()?.try_for_each(|tensor| each(tensor?))
+        Settled(self.start()?).0.try_for_each(|tensor| each(tensor?))
+    }
+}
+
+/// A load of a call that returns when nothing of it is on its way any more, whichever way it ends: memory of the caller's would
+/// else be written after it.
+pub(super) struct Settled(pub(super) Loading);
+
+impl Drop for Settled {
+    fn drop(&mut self) {
+        self.0.settle();
     }
 }
 
@@ -425,6 +435,12 @@ impl Loading {
         LoadCanceller { cancellers: transfers.map(Transfer::canceller).collect() }
     }
 
+    /// Cancels what is left, all of it first, and waits until the device has let go.
+    fn settle(&mut self) {
+        self.cancel();
+        self.parts.drain(..).filter_map(|part| part.transfer).for_each(Transfer::settle);
+    }
+
     /// The next, waited for by the thread, or by the task. The last of a file comes when all that there is to say about
     /// the file is known, since nobody need ask for more.
     fn advance(&mut self, mut cx: Option<&mut Context<'_>>) -> Poll<Option<Result<DeviceTensor>>> {
@@ -476,7 +492,10 @@ impl Loading {
             let sum = self.progress();
             (self.before, self.landed) =
                 (sum.done, if there.is_some() { sum.landed_to } else { self.landed });
-            self.parts.clear();
+            match cx {
+                None => self.settle(),
+                Some(_) => self.parts.clear(),
+            }
         }
         if self.parts.is_empty() {
             self.ended = Some(Instant::now());

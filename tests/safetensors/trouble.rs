@@ -154,6 +154,32 @@ fn a_file_that_is_written_to_ends_the_load_of_one_tensor_too() {
 }
 
 #[test]
+fn a_load_that_ends_early_leaves_nothing_on_the_wire() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    folder.put("1.safetensors", file(&tensors[..20]));
+    folder.put("2.safetensors", file(&tensors[20..]));
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    std::thread::scope(|scope| {
+        let mut resumes = None;
+        let ended = checkpoint.loader(&pipeline).for_each(|_| {
+            rig.node.hang(0);
+            let node = &rig.node;
+            resumes.get_or_insert_with(|| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(100));
+                    node.resume(0);
+                })
+            });
+            Err(Error::Closed)
+        });
+        assert_eq!(ended, Err(Error::Closed));
+        assert_eq!(rig.pool.stats().in_flight_bytes, 0, "its memory may be used again");
+    });
+    rig.all_is_back();
+}
+
+#[test]
 fn progress_never_goes_back() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
     let paths = [

@@ -114,6 +114,15 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         }
     }
 
+    /// Cancels it, and waits until nothing of it is under way, where this thread may.
+    #[cfg(feature = "safetensors")]
+    pub(crate) fn settle(self) {
+        self.cancel();
+        if !self.handle.forked() && may_wait().is_ok() {
+            self.job.wait_over(None);
+        }
+    }
+
     /// Lets it go on with nobody looking.
     pub fn detach(mut self) {
         self.detached = true;
