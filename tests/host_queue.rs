@@ -338,3 +338,183 @@ fn a_waker_may_have_a_stream_wait_for_a_copy_that_it_has_pushed() {
     assert!(on_the_queues > 0, "never on that thread");
     s.all_back();
 }
+
+/// Runs a test that may hang instead of failing.
+fn ends(what: &str, test: impl FnOnce() + Send + 'static) {
+    let (done, ended) = std::sync::mpsc::channel::<()>();
+    let thread = std::thread::spawn(move || {
+        let _done = done;
+        test();
+    });
+    let ended = ended.recv_timeout(2 * HANG);
+    assert_ne!(ended, Err(std::sync::mpsc::RecvTimeoutError::Timeout), "hangs: {what}");
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// What a waker does that must not wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Waits {
+    ForRoom,
+    ForCopy,
+    ForAll,
+    /// On a stream, where the copies went that it is woken by.
+    OnStream,
+}
+
+struct Waiter {
+    waits: Waits,
+    queue: pinpool::CopyQueue,
+    stream: pinpool::Stream,
+    pool: Pool,
+    memory: DeviceSlice,
+    told: std::sync::mpsc::SyncSender<(std::thread::ThreadId, Result<(), Error>)>,
+}
+
+impl Waiter {
+    fn buf(&self) -> PinnedBuf {
+        let mut buf = self.pool.try_checkout(LEN).unwrap();
+        buf.extend_from_slice(&[7; LEN]);
+        buf
+    }
+
+    fn push(&self) -> Result<InFlight<PinnedBuf>, Error> {
+        self.queue.upload(self.buf(), &self.memory).map_err(|refused| refused.error)
+    }
+
+    fn wait(&self) -> Result<(), Error> {
+        match self.waits {
+            Waits::ForRoom => (0..3).try_for_each(|_| self.push().map(drop)),
+            Waits::ForCopy => self.push()?.wait().map(drop),
+            Waits::ForAll => {
+                drop(self.push()?);
+                self.queue.synchronize()
+            }
+            Waits::OnStream => {
+                let sent = self.stream.upload(self.buf(), &self.memory).map_err(|refused| refused.error)?;
+                sent.wait().map(drop)
+            }
+        }
+    }
+}
+
+impl std::task::Wake for Waiter {
+    fn wake(self: std::sync::Arc<Self>) {
+        let result = self.wait();
+        let _ = self.told.send((std::thread::current().id(), result));
+    }
+}
+
+/// A thread of the caller's that waits finds out by itself what is done, and wakes others as it does. A waker that waited there
+/// would wait for that very thread.
+#[test]
+fn a_waker_on_a_callers_thread_is_told_that_it_must_not_wait() {
+    for waits in [Waits::ForRoom, Waits::ForCopy, Waits::ForAll, Waits::OnStream] {
+        ends(&format!("{waits:?}"), move || {
+            let s = setup(HostConfig::new(), QueueOptions::new().threads(1).depth(2));
+            let stream = s.device.stream().unwrap();
+            let (told, hears) = std::sync::mpsc::sync_channel(100);
+            let (mut here, since) = (0, Instant::now());
+            while here < 5 {
+                assert!(since.elapsed() < HANG, "{waits:?}: never on this thread");
+                let send = |i: usize| match waits {
+                    Waits::OnStream => stream.upload(s.filled(&bytes(i, LEN)), s.range(i)).unwrap(),
+                    _ => s.queue.upload(s.filled(&bytes(i, LEN)), s.range(i)).unwrap(),
+                };
+                let (mut first, second) = (send(0), send(1));
+                let waker = std::task::Waker::from(std::sync::Arc::new(Waiter {
+                    waits,
+                    queue: s.queue.clone(),
+                    stream: stream.clone(),
+                    pool: s.pool.clone(),
+                    memory: s.range(900),
+                    told: told.clone(),
+                }));
+                let polled = std::pin::Pin::new(&mut first).poll(&mut std::task::Context::from_waker(&waker));
+                drop(waker);
+                drop(second.wait().unwrap());
+                if polled.is_pending() {
+                    let (thread, result) = hears.recv_timeout(HANG).expect("the waker returns");
+                    if thread == std::thread::current().id() {
+                        let as_due = match waits {
+                            Waits::ForRoom => result == Err(Error::QueueFull { depth: 2 }),
+                            _ => matches!(result, Err(Error::Unsupported(_))),
+                        };
+                        assert!(as_due, "{waits:?}: {result:?}");
+                        here += 1;
+                    }
+                    drop(first.wait().unwrap());
+                }
+                s.queue.synchronize().unwrap();
+            }
+            // In a waker only.
+            drop(s.queue.upload(s.filled(&bytes(1, LEN)), s.range(1)).unwrap().wait().unwrap());
+            drop(stream.upload(s.filled(&bytes(1, LEN)), s.range(1)).unwrap().wait().unwrap());
+            stream.synchronize().unwrap();
+            s.all_back();
+        });
+    }
+}
+
+/// A stream is lost on a thread that submits, which wakes who waited. Nobody but that thread would submit what one of them wants
+/// to come first, and it never will.
+#[test]
+fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
+    struct Follows {
+        queue: pinpool::CopyQueue,
+        stream: pinpool::Stream,
+        pool: Pool,
+        memory: DeviceSlice,
+        told: std::sync::mpsc::SyncSender<Result<(), Error>>,
+    }
+    impl std::task::Wake for Follows {
+        fn wake(self: std::sync::Arc<Self>) {
+            // Its own lane is lost by now; so is any other thread's that shares it.
+            let sent = (0..64).find_map(|_| {
+                let (queue, pool, memory) = (self.queue.clone(), self.pool.clone(), self.memory.clone());
+                let pusher = std::thread::spawn(move || {
+                    let mut buf = pool.try_checkout(LEN).unwrap();
+                    buf.extend_from_slice(&[7; LEN]);
+                    queue.upload(buf, &memory).ok()
+                });
+                pusher.join().unwrap()
+            });
+            let sent = sent.expect("a lane that is not lost");
+            let result = self.stream.wait_for_copy(&sent);
+            let after = sent.is_done().map(drop);
+            let _ = self.told.send(result.and(after));
+        }
+    }
+    ends("a waker of a lost queue", || {
+        let tries = tries();
+        let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
+        let (told, hears) = std::sync::mpsc::sync_channel(100);
+        let waker = std::task::Waker::from(std::sync::Arc::new(Follows {
+            queue: s.queue.clone(),
+            stream: s.device.stream().unwrap(),
+            pool: s.pool.clone(),
+            memory: s.range(900),
+            told,
+        }));
+        s.fail_marks();
+        let mut before = s.push(1);
+        let polled = std::pin::Pin::new(&mut before[0]).poll(&mut std::task::Context::from_waker(&waker));
+        assert!(polled.is_pending());
+        drop(waker);
+        while s.tried() < tries - 1 {
+            s.device.reap();
+        }
+        // The mark behind this one is the last straw, on this thread, which submits it.
+        let last = s.push(1);
+        assert_eq!(s.tried(), tries);
+        let told = hears.recv_timeout(HANG).expect("the waker returns");
+        assert!(told.as_ref().is_err_and(|error| error.class() == ErrorClass::Argument), "{told:?}");
+        for sent in before.into_iter().chain(last) {
+            assert!(sent.wait().is_err());
+        }
+        s.node.clear_faults();
+        while s.node.step() {}
+        s.pool.check().unwrap();
+    });
+}

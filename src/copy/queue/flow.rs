@@ -42,6 +42,7 @@ use crossbeam::utils::CachePadded;
 
 use super::bell::{Bell, Held, Role};
 use super::lane::{Entry, Filled, Lane, Piece, Rest};
+use super::may_wait;
 use super::overlap::Overlap;
 use crate::depot::{Segment, Wake};
 use crate::device::Transfer;
@@ -325,18 +326,21 @@ impl Flow {
             return std::mem::forget(load);
         }
         let lives = self.timeline.context().poisoned().is_none();
-        load.for_each(|mut piece| {
-            if lives {
-                // It may be what keeps the memory of one that was submitted before, and may be queued still: see `lose`.
-                let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
-                std::mem::forget((piece.memory.take(), memories));
+        // Whoever does this has the role: nobody who is woken may wait here.
+        crate::sync::landing(|| {
+            load.for_each(|mut piece| {
+                if lives {
+                    // It may be what keeps the memory of one that was submitted before, and may be queued still: see `lose`.
+                    let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
+                    std::mem::forget((piece.memory.take(), memories));
+                }
+                piece.into_loans().for_each(|loan| _ = loan.land());
+            });
+            for run in runs {
+                // Not landed: what was submitted before may be in flight, and is lost with the timeline.
+                self.lanes[run.lane as usize].lose(error);
             }
-            piece.into_loans().for_each(|loan| _ = loan.land());
         });
-        for run in runs {
-            // Not landed: what was submitted before may be in flight, and is lost with the timeline.
-            self.lanes[run.lane as usize].lose(error);
-        }
     }
 
     // --- landing -----------------------------------------------------------------------------------------------------
@@ -464,11 +468,11 @@ impl Flow {
         if self.timeline.forked() {
             return Err(Error::Forked);
         }
-        if matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter)) {
+        if !may_wait() {
             // It would wait for itself.
             return Err(Error::Unsupported(
-                "a wait for a copy from a waker, which runs on a thread of this crate that finds out what is done; wake a task \
-                 or thread of your own, and wait there"
+                "a wait for a copy from a waker, which runs on a thread that finds out what is done; wake a task or thread of \
+                 your own, and wait there"
                     .into(),
             ));
         }
@@ -805,9 +809,9 @@ impl Awaited for Line {
             if lane.verdict(range)? {
                 return Ok(());
             }
-            if self.flow.timeline.forked() {
-                return Err(Error::Forked);
-            }
+            // It never will be where nothing is submitted any more. Whoever has the role says so to each lane; that may be this
+            // very thread, in a waker.
+            self.flow.timeline.usable()?;
             // Under way: somebody submits just now, or is about to. In a waker on the queue's own thread that is nobody else;
             // unless it is in the midst of submitting.
             if submits && !self.flow.submit() && since.elapsed() > GIVE_UP {

@@ -344,9 +344,9 @@ enum Patience {
     None,
 }
 
-/// Whether this thread may wait for copies: those that find out what is done may not.
+/// Whether this thread may wait for copies: those that find out what is done may not, be it for good or, in a waker, just now.
 pub(super) fn may_wait() -> bool {
-    !matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter))
+    !crate::sync::finds_out() && crate::sync::own() != Some(Own::Submitter)
 }
 
 impl Way {

@@ -249,7 +249,12 @@ pub(super) struct After {
 }
 
 impl After {
+    /// Whoever does may be the one who asks, or submits, and have more to do: nobody who is woken may wait here.
     pub(super) fn run(self) {
+        crate::sync::landing(|| self.run_all());
+    }
+
+    fn run_all(self) {
         for segment in self.returned {
             // SAFETY: settled: the handle is gone and every mark that covers it was seen complete.
             unsafe { segment.release() };

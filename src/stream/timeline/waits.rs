@@ -107,7 +107,7 @@ impl Timeline {
         }
         let since = Instant::now();
         let late = |now: Instant| deadline.is_some_and(|d| now >= d);
-        if crate::sync::own() == Some(crate::sync::Own::Reaper) {
+        if crate::sync::finds_out() {
             // It would wait for itself.
             return Err(Error::Unsupported(
                 "a wait for a copy from a waker, which runs on the thread that finds out what is done; wake a task or thread \
