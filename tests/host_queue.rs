@@ -518,3 +518,58 @@ fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
         s.pool.check().unwrap();
     });
 }
+
+/// Bytes that are fewer from the so many-th question on.
+struct Shrinks {
+    bytes: Vec<u8>,
+    asked: std::sync::atomic::AtomicUsize,
+    steady: usize,
+}
+
+impl std::ops::Deref for Shrinks {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let asked = self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        if asked < self.steady { &self.bytes } else { &self.bytes[..100] }
+    }
+}
+
+// SAFETY: the bytes are on the heap, and none are removed.
+#[allow(unsafe_code, reason = "a promise")]
+unsafe impl pinpool::StableDeref for Shrinks {}
+
+#[test]
+fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
+    let s = setup(HostConfig::new(), QueueOptions::new());
+    let stream = s.device.stream().unwrap();
+    for steady in 0..12 {
+        for part in [0..1000, 500..1000] {
+            let shrinks = || {
+                let bytes = Shrinks { bytes: vec![5; 1000], asked: 0.into(), steady };
+                s.device.register(bytes).unwrap()
+            };
+            let dst = s.memory.slice(..1000).unwrap();
+            let sent = [
+                s.queue.upload_part(shrinks(), part.clone(), &dst).map_err(|e| (e.error, e.buffer.is_some())),
+                stream.upload_part(shrinks(), part.clone(), &dst).map_err(|e| (e.error, e.buffer.is_some())),
+                stream
+                    .copy_host_part(shrinks(), part.clone(), s.pool.checkout(1000).unwrap())
+                    .map(|(sent, landing)| {
+                        assert!(*landing.wait().unwrap() == *vec![5; part.len()]);
+                        sent
+                    })
+                    .map_err(|e| (e.error, e.buffer.is_some())),
+            ];
+            for sent in sent {
+                match sent {
+                    Ok(sent) => drop(sent.wait().unwrap()),
+                    Err((error, back)) => {
+                        assert!(matches!(error, Error::OutOfRange { .. }) && back, "{error}");
+                    }
+                }
+            }
+        }
+    }
+    s.all_back();
+}

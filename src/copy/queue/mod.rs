@@ -494,17 +494,19 @@ impl CopyQueue {
         part: impl RangeBounds<usize>,
         dst: impl DeviceRange,
     ) -> Result<InFlight<B>, SubmitError<B>> {
-        let side = self.0.up.side(src.bytes().len(), 1);
+        // Asked once: a value of the caller's may answer otherwise the next time.
+        let all = src.bytes();
+        let side = self.0.up.side(all.len(), 1);
         let pushed = (|| {
             let dst = side.own(dst)?;
             if !src.serves(side.flow.timeline().context()) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
-            let (start, end) = bounds(part, src.bytes().len())?;
+            let (start, end) = bounds(part, all.len())?;
             if end - start > dst.len() {
                 return Err(Error::TooSmall { need: end - start, have: dst.len() });
             }
-            let bytes = &src.bytes()[start..end];
+            let bytes = &all[start..end];
             let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
             side.push(patience, transfer, dst, || (src.lend(), ()))
         })();
