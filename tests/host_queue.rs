@@ -519,6 +519,56 @@ fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
     });
 }
 
+/// Many copies that go together need as much room, which others who need little would take away from them for ever.
+#[test]
+fn a_group_gets_its_turn_in_a_lane_that_others_keep_full() {
+    let config = HostConfig::new().late(Duration::from_micros(50), 1);
+    let s = std::sync::Arc::new(setup(config, QueueOptions::new().depth(64).threads(1)));
+    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let lanes = (std::thread::available_parallelism().unwrap().get() * 2).clamp(4, 64);
+    let others: Vec<_> = (0..2 * lanes)
+        .map(|t| {
+            let (s, stop) = (s.clone(), stop.clone());
+            std::thread::spawn(move || {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    drop(s.queue.upload(s.filled(&[1; 64]), s.range(1000 + t % 500)).unwrap());
+                }
+            })
+        })
+        .collect();
+    let (told, hears) = std::sync::mpsc::sync_channel(10);
+    let gathers = std::thread::spawn({
+        let s = s.clone();
+        move || {
+            for _ in 0..4 {
+                // As long as is copied from where it is.
+                let piece = |i: usize| {
+                    let place = s.memory.slice(i * 4096..(i + 1) * 4096).unwrap();
+                    (s.filled(&bytes(i, 4096)), place)
+                };
+                let sent = s.queue.gather_pinned(&s.pool, (0..64).map(piece).collect()).unwrap();
+                let _ = told.send(sent.wait().unwrap());
+            }
+        }
+    });
+    let all: Result<Vec<_>, _> = (0..4).map(|_| hears.recv_timeout(HANG)).collect();
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    let all = all.expect("it gets through");
+    gathers.join().unwrap();
+    others.into_iter().for_each(|other| other.join().unwrap());
+    for back in all {
+        assert_eq!(back.len(), 64);
+        assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, 4096)), "in their order");
+    }
+    for i in 0..64 {
+        let place = s.memory.slice(i * 4096..(i + 1) * 4096).unwrap();
+        let back = s.queue.download(place, s.pool.checkout(4096).unwrap()).unwrap().wait().unwrap();
+        assert!(*back == *bytes(i, 4096), "piece {i}");
+    }
+    s.queue.synchronize().unwrap();
+    s.all_back();
+}
+
 /// Bytes that are fewer from the so many-th question on.
 struct Shrinks {
     bytes: Vec<u8>,
