@@ -569,6 +569,33 @@ fn a_group_gets_its_turn_in_a_lane_that_others_keep_full() {
     s.all_back();
 }
 
+/// Two threads drive one stepped device. While one of them is in the midst of finding out what is done, the other one has nothing
+/// to step; but its copy is about to be done.
+#[test]
+fn two_threads_wait_on_a_stepped_device() {
+    let s = setup(HostConfig::new().stepped(7), QueueOptions::new());
+    let stream = s.device.stream().unwrap();
+    std::thread::scope(|scope| {
+        for t in 0..2 {
+            let (s, stream) = (&s, &stream);
+            scope.spawn(move || {
+                for i in 0..2000 {
+                    let (piece, place) = (bytes(i, LEN), s.range(t));
+                    drop(s.queue.upload(s.filled(&piece), &place).unwrap().wait().unwrap());
+                    let sent = stream.upload(s.filled(&piece), &place).unwrap();
+                    drop(sent.wait().unwrap());
+                }
+            });
+        }
+    });
+    // Where nobody moves it, a wait ends.
+    s.node.hang(0);
+    let late = s.push(1).remove(0).wait();
+    assert!(matches!(late, Err(Error::Timeout(_))), "{late:?}");
+    s.node.resume(0);
+    s.all_back();
+}
+
 /// Bytes that are fewer from the so many-th question on.
 struct Shrinks {
     bytes: Vec<u8>,

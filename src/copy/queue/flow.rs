@@ -50,7 +50,7 @@ use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 use crate::stream::awaited::{Awaited, Range};
-use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Timeline, WaitKey};
+use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Stillness, Timeline, WaitKey};
 use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, Own, thread, yield_now};
 
 /// Copies of a batch at most. (With more than 256 the driver becomes slower again.)
@@ -478,16 +478,20 @@ impl Flow {
         }
         let since = Instant::now();
         if let Some(stepped) = self.timeline.context().driver().stepped() {
+            let is_busy = || self.role.is_taken() || self.timeline.is_busy();
+            let is_late = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            let mut still = Stillness::default();
             loop {
+                let busy = is_busy();
                 self.look();
+                let busy = busy | is_busy();
                 if lane.verdict(range)? {
                     return Ok(());
                 }
-                if !stepped.step() {
-                    self.look();
-                    if !lane.verdict(range)? {
-                        return Err(Error::Timeout(since.elapsed()));
-                    }
+                if stepped.step() {
+                    still.stepped();
+                } else if still.is_final(busy) || busy && is_late() {
+                    return Err(Error::Timeout(since.elapsed()));
                 }
             }
         }
@@ -724,6 +728,15 @@ impl Drop for Batch {
 impl Keep for Batch {
     fn quarantine(mut self: Box<Self>) -> Gone {
         self.load.take().map_or_else(Gone::default, |load| self.flow.lose(load))
+    }
+
+    fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
+        let pieces = match &self.load {
+            Some(Load::One(piece)) => std::slice::from_ref(piece),
+            Some(Load::Many(pieces, _)) => &pieces[..],
+            None => &[],
+        };
+        pieces.iter().flat_map(Piece::loans).for_each(|loan| loan.for_each_slot(visit));
     }
 }
 

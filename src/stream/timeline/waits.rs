@@ -5,6 +5,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::held::After;
+use super::look::Stillness;
 use super::{State, Timeline};
 use crate::depot::Wake;
 use crate::error::{Error, ErrorClass, Result};
@@ -117,13 +118,18 @@ impl Timeline {
         }
         self.flush(tick)?;
         if let Some(stepped) = self.context.driver().stepped() {
+            let mut still = Stillness::default();
             loop {
+                let busy = self.is_busy();
                 self.pass(true);
+                let busy = busy | self.is_busy();
                 if self.is_complete(tick)? {
                     return Ok(());
                 }
-                // A device that cannot move by itself will not do so later either.
-                if !stepped.step() && !self.poll_complete(tick)? {
+                if stepped.step() {
+                    still.stepped();
+                } else if still.is_final(busy) || busy && late(Instant::now()) {
+                    // A device that cannot move by itself will not do so later either.
                     return Err(Error::Timeout(since.elapsed()));
                 }
             }
