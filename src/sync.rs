@@ -220,9 +220,8 @@ pub(crate) fn finds_out() -> bool {
     OWN.get() == Some(Own::Reaper) || LANDING.with(std::cell::Cell::get)
 }
 
-// In models threads take turns on one.
+// Whether this thread does for others what follows from what it has found out. In models threads take turns on one.
 thread_local! {
-    /// This thread does for others what follows from what it has found out.
     static LANDING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 

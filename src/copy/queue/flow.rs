@@ -183,6 +183,15 @@ impl Flow {
         self.filled.lanes() != 0 || self.left.load(Ordering::Relaxed)
     }
 
+    /// Whether all is submitted, where nothing is pushed any more. Not while somebody is in the midst of submitting: what was
+    /// taken out of the lanes may be left over.
+    pub(super) fn is_over(&self) -> bool {
+        if cfg!(pinpool_planted = "end_in_the_midst") {
+            return !self.is_filled();
+        }
+        self.role.try_take().is_some_and(|_held| !self.is_filled())
+    }
+
     /// A lane was filled: sees to it that somebody submits.
     pub(super) fn rouse(self: &Arc<Self>) {
         if !self.bell.is_asleep() {

@@ -66,6 +66,8 @@ const STAY: usize = 64;
 /// its full speed, sixteen no faster.)
 const PACKERS: usize = 8;
 const MOST_PACKERS: usize = 64;
+/// Between two looks of a queue's thread that is about to end, and may not yet.
+const ENDING: Duration = Duration::from_micros(200);
 /// How long a queue's thread looks for copies before it sleeps.
 const LINGER: Duration = Duration::from_micros(100);
 
@@ -300,8 +302,13 @@ fn serve(device: &Device, flows: &[Arc<Flow>; 2], bell: &Bell) {
             idle = None;
             continue;
         }
-        if bell.is_closing() && !filled() {
-            return;
+        if bell.is_closing() {
+            if flows.iter().all(|flow| flow.is_over()) {
+                return;
+            }
+            // Somebody submits just now, and may leave some of it. Nobody rings then: the thread is awake.
+            crate::sync::thread::park_until(Some(Instant::now() + ENDING));
+            continue;
         }
         flows.iter().for_each(|flow| flow.relax());
         if idle.get_or_insert_with(Instant::now).elapsed() < LINGER {
