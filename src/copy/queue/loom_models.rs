@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use super::bell::{Bell, Role};
 use super::crew::{Crew, Shared};
-use super::flow::{Flow, Line};
+use super::flow::Flow;
 use super::lane::Lane;
+use super::line::Line;
 use crate::buffer::{InFlight, PinnedBuf};
 use crate::depot::{Segment, Wake};
 use crate::device::memory::DeviceBuffer;

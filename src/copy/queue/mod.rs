@@ -11,7 +11,7 @@
 //!
 //! # Files
 //!
-//! [`lane`]: where copies are pushed to, and where their handles find out. [`flow`]: the copies of one direction, how they
+//! [`lane`]: where copies are pushed to, and where their handles find out; [`line`]: how these do. [`flow`]: the copies of one direction, how they
 //! are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]: what must not share a batch.
 //! [`group`]: copies that are pushed and land together. [`crew`]: who helps with packing. Here: what users see, and the queue's
 //! thread.
@@ -21,6 +21,7 @@ mod crew;
 mod flow;
 mod group;
 mod lane;
+mod line;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod overlap;
@@ -32,7 +33,8 @@ use std::time::{Duration, Instant};
 
 use self::bell::Bell;
 use self::crew::{Crew, Shared};
-use self::flow::{Flow, Line};
+use self::flow::Flow;
+use self::line::Line;
 use super::{DeviceRange, Landing, range};
 use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
@@ -67,7 +69,7 @@ const STAY: usize = 64;
 const PACKERS: usize = 8;
 const MOST_PACKERS: usize = 64;
 /// Between two looks of a queue's thread that is about to end, and may not yet.
-const ENDING: Duration = Duration::from_micros(200);
+const ENDING: Duration = Duration::from_millis(1);
 /// How long a queue's thread looks for copies before it sleeps.
 const LINGER: Duration = Duration::from_micros(100);
 
