@@ -210,9 +210,32 @@ pub(crate) fn enter(own: Own) {
     OWN.set(Some(own));
 }
 
-/// Whether, and which.
+/// Whether, and which. Any thread is as the reaper while it does what that one does.
 pub(crate) fn own() -> Option<Own> {
-    OWN.get()
+    OWN.get().or_else(|| LANDING.with(std::cell::Cell::get).then_some(Own::Reaper))
+}
+
+/// Whether this thread finds out what is done, for good or just now, and so must not wait for that.
+pub(crate) fn finds_out() -> bool {
+    OWN.get() == Some(Own::Reaper) || LANDING.with(std::cell::Cell::get)
+}
+
+// Whether this thread does for others what follows from what it has found out. In models threads take turns on one.
+thread_local! {
+    static LANDING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Does what follows from having found out what is done, or that it never will be: others' code runs meanwhile, on whatever
+/// thread that is, which may be about to wake more of them, and may have what whoever waits would wait for.
+pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
+    struct Before(bool);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            LANDING.with(|landing| landing.set(self.0));
+        }
+    }
+    let _before = Before(LANDING.with(|landing| landing.replace(true)));
+    run()
 }
 
 /// Wakes a task. Wakers are the caller's code, which may panic: whoever wakes has others to wake, and more to do.

@@ -357,6 +357,57 @@ fn what_a_graph_is_not_given_comes_back() {
     });
 }
 
+/// Bytes of which all are registered, by the first question, and that are more again from the so many-th on.
+struct Grows {
+    bytes: Vec<u8>,
+    asked: std::sync::atomic::AtomicUsize,
+    steady: usize,
+}
+
+impl std::ops::Deref for Grows {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let asked = self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        if (1..self.steady).contains(&asked) { &self.bytes[..1000] } else { &self.bytes }
+    }
+}
+
+// SAFETY: the bytes are on the heap, and none are added.
+unsafe impl pinpool::StableDeref for Grows {}
+
+#[test]
+fn what_grows_meanwhile_is_launched_no_further_than_its_place() {
+    on_stand_in("what_grows_meanwhile_is_launched_no_further_than_its_place", |gpu, _| {
+        let device = open();
+        let raw = gpu.stream();
+        let (pool, stream, memory) =
+            (pool(&device, 2 << 20), adopt(&device, raw), device.alloc(LEN).unwrap());
+        let mut captured = 0;
+        for steady in 0..20 {
+            drop(stream.upload(filled(&pool, &[9; LEN]), &memory).unwrap().wait().unwrap());
+            let grows = Grows { bytes: vec![5; 4096], asked: 0.into(), steady };
+            let src = device.register(grows).unwrap();
+            gpu.begin_capture(raw, 1);
+            // Taken as it was, or refused.
+            let sent = stream.upload_captured(src, memory.slice(..1000).unwrap());
+            let graph = gpu.end_capture(raw);
+            if let Ok(input) = sent {
+                captured += 1;
+                let executable = gpu.made("cuGraphInstantiateWithFlags", &[graph, 0]);
+                gpu.launch(executable, raw);
+                let back = stream.download(&memory, pool.checkout(LEN).unwrap()).unwrap().wait().unwrap();
+                assert!(back[..1000].iter().all(|byte| *byte == 5), "asked {steady} times");
+                assert!(back[1000..].iter().all(|byte| *byte == 9), "beyond its place, asked {steady} times");
+                gpu.ok("cuGraphExecDestroy", &[executable]);
+                drop(input);
+            }
+            gpu.ok("cuGraphDestroy", &[graph]);
+        }
+        assert!(captured > 0);
+    });
+}
+
 /// A mark that failed is made up for by a thread of ours, which asks whether the stream is being captured just before a
 /// capture begins: the mark is then none.
 #[test]

@@ -338,3 +338,315 @@ fn a_waker_may_have_a_stream_wait_for_a_copy_that_it_has_pushed() {
     assert!(on_the_queues > 0, "never on that thread");
     s.all_back();
 }
+
+/// Runs a test that may hang instead of failing.
+fn ends(what: &str, test: impl FnOnce() + Send + 'static) {
+    let (done, ended) = std::sync::mpsc::channel::<()>();
+    let thread = std::thread::spawn(move || {
+        let _done = done;
+        test();
+    });
+    let ended = ended.recv_timeout(2 * HANG);
+    assert_ne!(ended, Err(std::sync::mpsc::RecvTimeoutError::Timeout), "hangs: {what}");
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// What a waker does that must not wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Waits {
+    ForRoom,
+    ForCopy,
+    ForAll,
+    /// On a stream, where the copies went that it is woken by.
+    OnStream,
+}
+
+struct Waiter {
+    waits: Waits,
+    queue: pinpool::CopyQueue,
+    stream: pinpool::Stream,
+    pool: Pool,
+    memory: DeviceSlice,
+    told: std::sync::mpsc::SyncSender<(std::thread::ThreadId, Result<(), Error>)>,
+}
+
+impl Waiter {
+    fn buf(&self) -> PinnedBuf {
+        let mut buf = self.pool.try_checkout(LEN).unwrap();
+        buf.extend_from_slice(&[7; LEN]);
+        buf
+    }
+
+    fn push(&self) -> Result<InFlight<PinnedBuf>, Error> {
+        self.queue.upload(self.buf(), &self.memory).map_err(|refused| refused.error)
+    }
+
+    fn wait(&self) -> Result<(), Error> {
+        match self.waits {
+            Waits::ForRoom => (0..3).try_for_each(|_| self.push().map(drop)),
+            Waits::ForCopy => self.push()?.wait().map(drop),
+            Waits::ForAll => {
+                drop(self.push()?);
+                self.queue.synchronize()
+            }
+            Waits::OnStream => {
+                let sent = self.stream.upload(self.buf(), &self.memory).map_err(|refused| refused.error)?;
+                sent.wait().map(drop)
+            }
+        }
+    }
+}
+
+impl std::task::Wake for Waiter {
+    fn wake(self: std::sync::Arc<Self>) {
+        let result = self.wait();
+        let _ = self.told.send((std::thread::current().id(), result));
+    }
+}
+
+/// A thread of the caller's that waits finds out by itself what is done, and wakes others as it does. A waker that waited there
+/// would wait for that very thread.
+#[test]
+fn a_waker_on_a_callers_thread_is_told_that_it_must_not_wait() {
+    for waits in [Waits::ForRoom, Waits::ForCopy, Waits::ForAll, Waits::OnStream] {
+        ends(&format!("{waits:?}"), move || {
+            let s = setup(HostConfig::new(), QueueOptions::new().threads(1).depth(2));
+            let stream = s.device.stream().unwrap();
+            let (told, hears) = std::sync::mpsc::sync_channel(100);
+            let (mut here, since) = (0, Instant::now());
+            while here < 5 {
+                assert!(since.elapsed() < HANG, "{waits:?}: never on this thread");
+                let send = |i: usize| match waits {
+                    Waits::OnStream => stream.upload(s.filled(&bytes(i, LEN)), s.range(i)).unwrap(),
+                    _ => s.queue.upload(s.filled(&bytes(i, LEN)), s.range(i)).unwrap(),
+                };
+                let (mut first, second) = (send(0), send(1));
+                let waker = std::task::Waker::from(std::sync::Arc::new(Waiter {
+                    waits,
+                    queue: s.queue.clone(),
+                    stream: stream.clone(),
+                    pool: s.pool.clone(),
+                    memory: s.range(900),
+                    told: told.clone(),
+                }));
+                let polled = std::pin::Pin::new(&mut first).poll(&mut std::task::Context::from_waker(&waker));
+                drop(waker);
+                drop(second.wait().unwrap());
+                if polled.is_pending() {
+                    let (thread, result) = hears.recv_timeout(HANG).expect("the waker returns");
+                    if thread == std::thread::current().id() {
+                        let as_due = match waits {
+                            Waits::ForRoom => result == Err(Error::QueueFull { depth: 2 }),
+                            _ => matches!(result, Err(Error::Unsupported(_))),
+                        };
+                        assert!(as_due, "{waits:?}: {result:?}");
+                        here += 1;
+                    }
+                    drop(first.wait().unwrap());
+                }
+                s.queue.synchronize().unwrap();
+            }
+            // In a waker only.
+            drop(s.queue.upload(s.filled(&bytes(1, LEN)), s.range(1)).unwrap().wait().unwrap());
+            drop(stream.upload(s.filled(&bytes(1, LEN)), s.range(1)).unwrap().wait().unwrap());
+            stream.synchronize().unwrap();
+            s.all_back();
+        });
+    }
+}
+
+/// A stream is lost on a thread that submits, which wakes who waited. Nobody but that thread would submit what one of them wants
+/// to come first, and it never will.
+#[test]
+fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
+    struct Follows {
+        queue: pinpool::CopyQueue,
+        stream: pinpool::Stream,
+        pool: Pool,
+        memory: DeviceSlice,
+        told: std::sync::mpsc::SyncSender<Result<(), Error>>,
+    }
+    impl std::task::Wake for Follows {
+        fn wake(self: std::sync::Arc<Self>) {
+            // Its own lane is lost by now; so is any other thread's that shares it.
+            let sent = (0..64).find_map(|_| {
+                let (queue, pool, memory) = (self.queue.clone(), self.pool.clone(), self.memory.clone());
+                let pusher = std::thread::spawn(move || {
+                    let mut buf = pool.try_checkout(LEN).unwrap();
+                    buf.extend_from_slice(&[7; LEN]);
+                    queue.upload(buf, &memory).ok()
+                });
+                pusher.join().unwrap()
+            });
+            let sent = sent.expect("a lane that is not lost");
+            let result = self.stream.wait_for_copy(&sent);
+            let after = sent.is_done().map(drop);
+            let _ = self.told.send(result.and(after));
+        }
+    }
+    ends("a waker of a lost queue", || {
+        let tries = tries();
+        let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
+        let (told, hears) = std::sync::mpsc::sync_channel(100);
+        let waker = std::task::Waker::from(std::sync::Arc::new(Follows {
+            queue: s.queue.clone(),
+            stream: s.device.stream().unwrap(),
+            pool: s.pool.clone(),
+            memory: s.range(900),
+            told,
+        }));
+        s.fail_marks();
+        let mut before = s.push(1);
+        let polled = std::pin::Pin::new(&mut before[0]).poll(&mut std::task::Context::from_waker(&waker));
+        assert!(polled.is_pending());
+        drop(waker);
+        while s.tried() < tries - 1 {
+            s.device.reap();
+        }
+        // The mark behind this one is the last straw, on this thread, which submits it.
+        let last = s.push(1);
+        assert_eq!(s.tried(), tries);
+        let told = hears.recv_timeout(HANG).expect("the waker returns");
+        assert!(told.as_ref().is_err_and(|error| error.class() == ErrorClass::Argument), "{told:?}");
+        for sent in before.into_iter().chain(last) {
+            assert!(sent.wait().is_err());
+        }
+        s.node.clear_faults();
+        while s.node.step() {}
+        s.pool.check().unwrap();
+    });
+}
+
+/// Many copies that go together need as much room, which others who need little would take away from them for ever.
+#[test]
+fn a_group_gets_its_turn_in_a_lane_that_others_keep_full() {
+    let config = HostConfig::new().late(Duration::from_micros(50), 1);
+    let s = std::sync::Arc::new(setup(config, QueueOptions::new().depth(64).threads(1)));
+    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let lanes = (std::thread::available_parallelism().unwrap().get() * 2).clamp(4, 64);
+    let others: Vec<_> = (0..2 * lanes)
+        .map(|t| {
+            let (s, stop) = (s.clone(), stop.clone());
+            std::thread::spawn(move || {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    drop(s.queue.upload(s.filled(&[1; 64]), s.range(1000 + t % 500)).unwrap());
+                }
+            })
+        })
+        .collect();
+    let (told, hears) = std::sync::mpsc::sync_channel(10);
+    let gathers = std::thread::spawn({
+        let s = s.clone();
+        move || {
+            for _ in 0..4 {
+                // As long as is copied from where it is.
+                let piece = |i: usize| {
+                    let place = s.memory.slice(i * 4096..(i + 1) * 4096).unwrap();
+                    (s.filled(&bytes(i, 4096)), place)
+                };
+                let sent = s.queue.gather_pinned(&s.pool, (0..64).map(piece).collect()).unwrap();
+                let _ = told.send(sent.wait().unwrap());
+            }
+        }
+    });
+    let all: Result<Vec<_>, _> = (0..4).map(|_| hears.recv_timeout(HANG)).collect();
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    let all = all.expect("it gets through");
+    gathers.join().unwrap();
+    others.into_iter().for_each(|other| other.join().unwrap());
+    for back in all {
+        assert_eq!(back.len(), 64);
+        assert!(back.iter().enumerate().all(|(i, buf)| **buf == *bytes(i, 4096)), "in their order");
+    }
+    for i in 0..64 {
+        let place = s.memory.slice(i * 4096..(i + 1) * 4096).unwrap();
+        let back = s.queue.download(place, s.pool.checkout(4096).unwrap()).unwrap().wait().unwrap();
+        assert!(*back == *bytes(i, 4096), "piece {i}");
+    }
+    s.queue.synchronize().unwrap();
+    s.all_back();
+}
+
+/// Two threads drive one stepped device. While one of them is in the midst of finding out what is done, the other one has nothing
+/// to step; but its copy is about to be done.
+#[test]
+fn two_threads_wait_on_a_stepped_device() {
+    let s = setup(HostConfig::new().stepped(7), QueueOptions::new());
+    let stream = s.device.stream().unwrap();
+    std::thread::scope(|scope| {
+        for t in 0..2 {
+            let (s, stream) = (&s, &stream);
+            scope.spawn(move || {
+                for i in 0..2000 {
+                    let (piece, place) = (bytes(i, LEN), s.range(t));
+                    drop(s.queue.upload(s.filled(&piece), &place).unwrap().wait().unwrap());
+                    let sent = stream.upload(s.filled(&piece), &place).unwrap();
+                    drop(sent.wait().unwrap());
+                }
+            });
+        }
+    });
+    // Where nobody moves it, a wait ends.
+    s.node.hang(0);
+    let late = s.push(1).remove(0).wait();
+    assert!(matches!(late, Err(Error::Timeout(_))), "{late:?}");
+    s.node.resume(0);
+    s.all_back();
+}
+
+/// Bytes that are fewer from the so many-th question on.
+struct Shrinks {
+    bytes: Vec<u8>,
+    asked: std::sync::atomic::AtomicUsize,
+    steady: usize,
+}
+
+impl std::ops::Deref for Shrinks {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let asked = self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        if asked < self.steady { &self.bytes } else { &self.bytes[..100] }
+    }
+}
+
+// SAFETY: the bytes are on the heap, and none are removed.
+#[allow(unsafe_code, reason = "a promise")]
+unsafe impl pinpool::StableDeref for Shrinks {}
+
+#[test]
+fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
+    let s = setup(HostConfig::new(), QueueOptions::new());
+    let stream = s.device.stream().unwrap();
+    for steady in 0..12 {
+        for part in [0..1000, 500..1000] {
+            let shrinks = || {
+                let bytes = Shrinks { bytes: vec![5; 1000], asked: 0.into(), steady };
+                s.device.register(bytes).unwrap()
+            };
+            let dst = s.memory.slice(..1000).unwrap();
+            let sent = [
+                s.queue.upload_part(shrinks(), part.clone(), &dst).map_err(|e| (e.error, e.buffer.is_some())),
+                stream.upload_part(shrinks(), part.clone(), &dst).map_err(|e| (e.error, e.buffer.is_some())),
+                stream
+                    .copy_host_part(shrinks(), part.clone(), s.pool.checkout(1000).unwrap())
+                    .map(|(sent, landing)| {
+                        assert!(*landing.wait().unwrap() == *vec![5; part.len()]);
+                        sent
+                    })
+                    .map_err(|e| (e.error, e.buffer.is_some())),
+            ];
+            for sent in sent {
+                match sent {
+                    Ok(sent) => drop(sent.wait().unwrap()),
+                    Err((error, back)) => {
+                        assert!(matches!(error, Error::OutOfRange { .. }) && back, "{error}");
+                    }
+                }
+            }
+        }
+    }
+    s.all_back();
+}

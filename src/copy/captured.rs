@@ -187,17 +187,18 @@ impl Stream {
     ) -> Result<GraphBuf<B>, SubmitError<B>> {
         let checked = self.own(dst).and_then(|dst| {
             self.usable_for(&src)?;
-            match src.bytes().len() {
+            // Asked once: a value of the caller's may answer otherwise the next time.
+            let bytes = src.bytes();
+            match bytes.len() {
                 0 => Err(Error::Empty),
                 need if need > dst.len() => Err(Error::TooSmall { need, have: dst.len() }),
-                _ => dst.is_there().map(|()| dst),
+                _ => dst.is_there().map(|()| (dst, bytes)),
             }
         });
-        let dst = match checked {
-            Ok(dst) => dst,
+        let (dst, bytes) = match checked {
+            Ok(checked) => checked,
             Err(error) => return Err(SubmitError::refused(error, src)),
         };
-        let bytes = src.bytes();
         let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
         let (kept, capture) =
             self.tie(src, Some(dst.allocation()), "upload_captured", "use upload where nothing is captured")?;

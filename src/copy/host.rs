@@ -51,14 +51,16 @@ impl Stream {
             if !src.serves(self.timeline().context()) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
-            let (start, end) = bounds(part, src.bytes().len())?;
+            // Asked once: a value of the caller's may answer otherwise the next time.
+            let all = src.bytes();
+            let (start, end) = bounds(part, all.len())?;
             let (target, capacity) = landing.target(self)?;
             if end - start > capacity {
                 return Err(Error::TooSmall { need: end - start, have: capacity });
             }
             self.timeline().usable()?;
             self.timeline().not_capturing("a copy between host buffers", OUTSIDE)?;
-            Ok((&src.bytes()[start..end], target))
+            Ok((&all[start..end], target))
         })();
         let (bytes, target) = match checked {
             Ok(checked) => checked,

@@ -228,13 +228,15 @@ impl Stream {
             if !src.serves(self.timeline().context()) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
-            let (start, end) = bounds(part, src.bytes().len())?;
+            // Asked once: a value of the caller's may answer otherwise the next time.
+            let all = src.bytes();
+            let (start, end) = bounds(part, all.len())?;
             if end - start > dst.len() {
                 return Err(Error::TooSmall { need: end - start, have: dst.len() });
             }
             self.timeline().not_capturing("an upload", UPLOAD_REMEDY)?;
             dst.admit(self.timeline().stream())?;
-            Ok((dst, &src.bytes()[start..end]))
+            Ok((dst, &all[start..end]))
         })();
         let (dst, bytes) = match checked {
             Ok(checked) => checked,

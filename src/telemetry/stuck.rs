@@ -102,7 +102,8 @@ pub struct StuckBuffer {
     /// What has become of it.
     pub state: BufferState,
     /// What it waits for, on each stream where it is in flight: none for what is in somebody's hands, several for a hold
-    /// over several streams.
+    /// over several streams. A copy that was pushed to a [`CopyQueue`](crate::CopyQueue) and is not submitted yet has none, since
+    /// it is on no stream; then its queue's [`outstanding`](crate::QueueStats::outstanding) says more.
     pub awaited: Vec<Awaited>,
     /// The tag that it was asked for with ([`Request::tag`](crate::Request::tag)), if its checkout was entered.
     pub tag: Option<&'static str>,

@@ -89,23 +89,25 @@ impl<V: Lend> Done<V> {
         self.turn += 1;
         let (mut left, mut transfers) = (part.into_iter(), &transfers[..]);
         while !transfers.is_empty() {
-            let (group, later) = transfers.split_at(queue.group(transfers));
-            transfers = later;
+            let group = &transfers[..queue.group(transfers)];
             let memories = allocations(left.as_slice().iter().take(group.len()).map(P::memory));
             let mut lending = Lending::with_capacity(group.len());
             self.turn += usize::from(!rows);
             let turn = many.then_some(self.turn);
-            let pushed = queue.push_group(group, memories, turn, || {
+            let pushed = queue.push_group(group, memories, turn, |count| {
                 let lend = |piece: P| {
                     let (lent, value, written, name) = piece.lend();
                     lending.push(value, written);
                     self.names.push(name);
                     lent
                 };
-                left.by_ref().take(group.len()).map(lend).collect()
+                left.by_ref().take(count).map(lend).collect()
             });
             match pushed {
-                Ok(place) => self.flights.push(lending.placed(place)),
+                Ok((place, count)) => {
+                    self.flights.push(lending.placed(place));
+                    transfers = &transfers[count..];
+                }
                 Err(error) => return Err((error, left.collect())),
             }
         }

@@ -96,6 +96,12 @@ impl Role {
         Self(AtomicBool::new(false))
     }
 
+    /// Whether somebody has it just now, who may give it up as this returns.
+    pub(super) fn is_taken(&self) -> bool {
+        // Acquire: pairs with the release of who gave it up: what that one has submitted is seen after this.
+        self.0.load(Ordering::Acquire)
+    }
+
     /// `None`: somebody else has it, and looks again when it is given up.
     pub(super) fn try_take(&self) -> Option<Held<'_>> {
         // Acquire: pairs with the release below, so that submitters follow one another.

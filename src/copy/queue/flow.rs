@@ -35,22 +35,20 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
 use super::bell::{Bell, Held, Role};
-use super::lane::{Entry, Filled, Lane, Piece, Rest};
+use super::lane::{Filled, Lane, Piece, Rest};
+use super::may_wait;
 use super::overlap::Overlap;
 use crate::depot::{Segment, Wake};
 use crate::device::Transfer;
-use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
-use crate::stream::Stream;
-use crate::stream::awaited::{Awaited, Range};
-use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Timeline, WaitKey};
-use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, Own, thread, yield_now};
+use crate::stream::awaited::Range;
+use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Stillness, Timeline};
+use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, thread, yield_now};
 
 /// Copies of a batch at most. (With more than 256 the driver becomes slower again.)
 pub(super) const MOST: usize = 256;
@@ -63,8 +61,6 @@ const TURN: usize = 64;
 const DIRECT: u32 = 4;
 /// Between two questions while several batches are in flight.
 const PAUSE: Duration = Duration::from_micros(5);
-/// How long a waker on the queue's thread tries to submit what it asked to be preceded by.
-const GIVE_UP: Duration = Duration::from_millis(100);
 /// Emptied lists that are kept for the next batches.
 const SPARE: usize = 16;
 
@@ -156,6 +152,10 @@ impl Flow {
         self.lanes.iter().map(|lane| &**lane)
     }
 
+    pub(super) fn lane(&self, lane: u32) -> &Lane {
+        &self.lanes[lane as usize]
+    }
+
     /// For who pushes.
     pub(super) fn filled(&self) -> &Filled {
         &self.filled
@@ -180,6 +180,15 @@ impl Flow {
     /// Whether there is anything to submit.
     pub(super) fn is_filled(&self) -> bool {
         self.filled.lanes() != 0 || self.left.load(Ordering::Relaxed)
+    }
+
+    /// Whether all is submitted, where nothing is pushed any more. Not while somebody is in the midst of submitting: what was
+    /// taken out of the lanes may be left over.
+    pub(super) fn is_over(&self) -> bool {
+        if cfg!(pinpool_planted = "end_in_the_midst") {
+            return !self.is_filled();
+        }
+        self.role.try_take().is_some_and(|_held| !self.is_filled())
     }
 
     /// A lane was filled: sees to it that somebody submits.
@@ -325,18 +334,21 @@ impl Flow {
             return std::mem::forget(load);
         }
         let lives = self.timeline.context().poisoned().is_none();
-        load.for_each(|mut piece| {
-            if lives {
-                // It may be what keeps the memory of one that was submitted before, and may be queued still: see `lose`.
-                let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
-                std::mem::forget((piece.memory.take(), memories));
+        // Whoever does this has the role: nobody who is woken may wait here.
+        crate::sync::landing(|| {
+            load.for_each(|mut piece| {
+                if lives {
+                    // It may be what keeps the memory of one that was submitted before, and may be queued still: see `lose`.
+                    let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
+                    std::mem::forget((piece.memory.take(), memories));
+                }
+                piece.into_loans().for_each(|loan| _ = loan.land());
+            });
+            for run in runs {
+                // Not landed: what was submitted before may be in flight, and is lost with the timeline.
+                self.lanes[run.lane as usize].lose(error);
             }
-            piece.into_loans().for_each(|loan| _ = loan.land());
         });
-        for run in runs {
-            // Not landed: what was submitted before may be in flight, and is lost with the timeline.
-            self.lanes[run.lane as usize].lose(error);
-        }
     }
 
     // --- landing -----------------------------------------------------------------------------------------------------
@@ -464,26 +476,30 @@ impl Flow {
         if self.timeline.forked() {
             return Err(Error::Forked);
         }
-        if matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter)) {
+        if !may_wait() {
             // It would wait for itself.
             return Err(Error::Unsupported(
-                "a wait for a copy from a waker, which runs on a thread of this crate that finds out what is done; wake a task \
-                 or thread of your own, and wait there"
+                "a wait for a copy from a waker, which runs on a thread that finds out what is done; wake a task or thread of \
+                 your own, and wait there"
                     .into(),
             ));
         }
         let since = Instant::now();
         if let Some(stepped) = self.timeline.context().driver().stepped() {
+            let is_busy = || self.role.is_taken() || self.timeline.is_busy();
+            let is_late = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            let mut still = Stillness::default();
             loop {
+                let busy = is_busy();
                 self.look();
+                let busy = busy | is_busy();
                 if lane.verdict(range)? {
                     return Ok(());
                 }
-                if !stepped.step() {
-                    self.look();
-                    if !lane.verdict(range)? {
-                        return Err(Error::Timeout(since.elapsed()));
-                    }
+                if stepped.step() {
+                    still.stepped();
+                } else if still.is_final(busy) || busy && is_late() {
+                    return Err(Error::Timeout(since.elapsed()));
                 }
             }
         }
@@ -721,115 +737,13 @@ impl Keep for Batch {
     fn quarantine(mut self: Box<Self>) -> Gone {
         self.load.take().map_or_else(Gone::default, |load| self.flow.lose(load))
     }
-}
 
-/// What handles have of a lane. One for each lane and queue, so that counting its handles disturbs no other lane.
-#[derive(Debug)]
-pub(super) struct Line {
-    pub(super) flow: Arc<Flow>,
-    pub(super) lane: u32,
-}
-
-impl Line {
-    pub(super) fn lane(&self) -> &Lane {
-        &self.flow.lanes[self.lane as usize]
-    }
-
-    /// Pushes a copy, or submits it at once where there is nothing else to submit: its number.
-    pub(super) fn submit(
-        &self,
-        mut entry: Entry<'_>,
-        transfer: Transfer,
-        lent: Lent,
-        memory: Arc<Allocation>,
-    ) -> u64 {
-        let flow = &self.flow;
-        if let Some(role) = flow.direct() {
-            if let Some(next) = entry.next(self.lane) {
-                // Whoever shares the lane is not kept out while the driver is called.
-                drop(entry);
-                let piece = next.piece(transfer, lent, memory);
-                let number = piece.number;
-                flow.submit_lone(role, piece);
-                return number;
-            }
-        }
-        let number = entry.push(flow.filled(), self.lane, transfer, lent, memory);
-        drop(entry);
-        flow.rouse();
-        number
-    }
-}
-
-impl Awaited for Line {
-    fn poll_done(&self, range: &Range) -> Result<bool> {
-        if self.lane().verdict(range)? {
-            return Ok(true);
-        }
-        if self.flow.timeline.forked() {
-            return Err(Error::Forked);
-        }
-        self.flow.look();
-        self.lane().verdict(range)
-    }
-
-    fn wait(&self, range: &Range, deadline: Option<Instant>) -> Result<()> {
-        self.flow.wait(self.lane(), range, deadline)
-    }
-
-    fn wake_later(&self, range: &Range, key: &mut Option<WaitKey>, waker: &Waker) -> Result<bool> {
-        self.forget_waker(key);
-        if self.poll_done(range)? {
-            return Ok(true);
-        }
-        // Cloned before the lock: that is the caller's code.
-        *key = self.lane().lie_down(range.last, Wake::Task(waker.clone()));
-        if key.is_some() {
-            self.flow.timeline.hurry();
-            return Ok(false);
-        }
-        self.lane().verdict(range)
-    }
-
-    fn forget_waker(&self, key: &mut Option<WaitKey>) {
-        // In the child of a fork the lock may be anyone's.
-        if let Some(key) = key.take().filter(|_| !self.flow.timeline.forked()) {
-            self.lane().get_up(key);
-        }
-    }
-
-    fn precede(&self, range: &Range, stream: &Stream) -> Result<()> {
-        let lane = self.lane();
-        let (submits, since) = (crate::sync::own() == Some(Own::Submitter), Instant::now());
-        while !lane.is_sent(range.last) {
-            if lane.verdict(range)? {
-                return Ok(());
-            }
-            if self.flow.timeline.forked() {
-                return Err(Error::Forked);
-            }
-            // Under way: somebody submits just now, or is about to. In a waker on the queue's own thread that is nobody else;
-            // unless it is in the midst of submitting.
-            if submits && !self.flow.submit() && since.elapsed() > GIVE_UP {
-                return Err(Error::Unsupported(
-                    "an order after a copy that is not submitted yet, from a waker on the thread that submits; wake a task or \
-                     thread of your own, and call there"
-                        .into(),
-                ));
-            }
-            // Last: who has submitted sees to what has come in meanwhile.
-            self.flow.rouse();
-            yield_now();
-        }
-        if lane.verdict(range)? {
-            return Ok(());
-        }
-        stream.follow(&self.flow.timeline)
-    }
-
-    fn leave(&self, range: &Range, quiet: bool) {
-        if !self.flow.timeline.forked() {
-            self.lane().leave(range, quiet);
-        }
+    fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
+        let pieces = match &self.load {
+            Some(Load::One(piece)) => std::slice::from_ref(piece),
+            Some(Load::Many(pieces, _)) => &pieces[..],
+            None => &[],
+        };
+        pieces.iter().flat_map(Piece::loans).for_each(|loan| loan.for_each_slot(visit));
     }
 }

@@ -53,16 +53,17 @@ impl CopyQueue {
         self.0.up.0.iter().for_each(|side| side.flow.wake());
     }
 
-    /// Pushes what [`group`](Self::group) says is one. `memories` are the allocations that it is in, at the queue's device.
-    /// `turn`: which of the queue's threads submits it, and it alone; or none, and it goes as a copy by itself would. `lend` is called
-    /// when nothing can be refused any more.
+    /// Pushes what [`group`](Self::group) says is one, or so many from its front as there is room for, where others keep the
+    /// lane full: the rest is for the next call. `memories` are the allocations that it is in, at the queue's device. `turn`: which
+    /// of the queue's threads submits it, and it alone; or none, and it goes as a copy by itself would. `lend` is called, with how
+    /// many copies are pushed, when nothing can be refused any more.
     pub(in crate::copy) fn push_group(
         &self,
         transfers: &[Transfer],
         memories: Vec<DeviceSlice>,
         turn: Option<usize>,
-        lend: impl FnOnce() -> Vec<Lent>,
-    ) -> Result<Place> {
+        lend: impl FnOnce(usize) -> Vec<Lent>,
+    ) -> Result<(Place, usize)> {
         let Some(first) = transfers.first() else { return Err(Error::Empty) };
         let (way, longest) = (self.way(first), transfers.iter().map(Transfer::len).max().unwrap_or(0));
         let side = match turn {
@@ -88,16 +89,15 @@ impl Side {
         transfers: &[Transfer],
         memories: Vec<DeviceSlice>,
         more: bool,
-        lend: impl FnOnce() -> Vec<Lent>,
-    ) -> Result<Place> {
+        lend: impl FnOnce(usize) -> Vec<Lent>,
+    ) -> Result<(Place, usize)> {
         let line = self.line();
         let (lane, flow): (_, &Arc<Flow>) = (line.lane(), &line.flow);
-        let count = transfers.len() as u64;
         let memories = memories.into_iter().map(DeviceSlice::into_allocation).collect();
-        let transfers = transfers.to_vec();
+        let (mut least, mut rest) = (transfers.len() as u64, transfers.to_vec());
         let mut entry = loop {
             let error = match lane.enter(flow.depth()) {
-                Ok(entry) if entry.room() >= count => break entry,
+                Ok(entry) if entry.room() >= least => break entry,
                 // Unlocked, whatever comes next.
                 Ok(_) => Error::QueueFull { depth: usize::try_from(flow.depth()).unwrap_or(usize::MAX) },
                 Err(error) => error,
@@ -106,9 +106,13 @@ impl Side {
                 return Err(error);
             }
             // Whether one of those failed is its own handle's affair.
-            flow.wait(lane, &Range::whole(lane.room_after(flow.depth(), count)), None)?;
+            flow.wait(lane, &Range::whole(lane.room_after(flow.depth(), least)), None)?;
+            // Others who need less may have taken some of it meanwhile, and would for ever: what there is has to do.
+            least = 1;
         };
-        let group = Group { transfers, lent: lend(), memories };
+        let count = rest.len().min(usize::try_from(entry.room()).unwrap_or(usize::MAX));
+        rest.truncate(count);
+        let group = Group { transfers: rest, lent: lend(count), memories };
         let range = entry.push_group(flow.filled(), line.lane, group).ok_or(Error::Empty)?;
         drop(entry);
         if more {
@@ -117,6 +121,6 @@ impl Side {
             flow.rouse()
         }
         // Its handle leaves by itself, whatever was lent.
-        Ok(Place { line: line.clone(), range, quiet: true })
+        Ok((Place { line: line.clone(), range, quiet: true }, count))
     }
 }

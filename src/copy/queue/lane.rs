@@ -80,6 +80,10 @@ impl Piece {
         self.number + 1 - self.count() as u64
     }
 
+    pub(super) fn loans(&self) -> impl Iterator<Item = &Loan> {
+        std::iter::once(&self.loan).chain(self.rest.iter().flat_map(|rest| &rest.loans))
+    }
+
     pub(super) fn into_loans(self) -> impl Iterator<Item = Loan> {
         std::iter::once(self.loan).chain(self.rest.into_iter().flat_map(|rest| rest.loans))
     }

@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use super::bell::{Bell, Role};
 use super::crew::{Crew, Shared};
-use super::flow::{Flow, Line};
+use super::flow::Flow;
 use super::lane::Lane;
+use super::line::Line;
 use crate::buffer::{InFlight, PinnedBuf};
 use crate::depot::{Segment, Wake};
 use crate::device::memory::DeviceBuffer;
@@ -251,5 +252,53 @@ fn loom_crew_lets_go() {
             part.cell().with(|part| assert_eq!(unsafe { *part }, 1, "done once"));
         }
         crew.close();
+    });
+}
+
+/// A queue's thread that ends, while another one is in the midst of submitting what was pushed: two copies that are in each
+/// other's way, so that one of them is left over.
+#[test]
+fn loom_end_leaves_nothing() {
+    model("queue: a thread that ends, and another that submits", 3, || {
+        let setup = Setup::new();
+        let flow = Flow::new(setup.timeline.clone(), 1, 4, true, Arc::new(Bell::asleep()));
+        let memory = DeviceBuffer::new(setup.timeline.context(), 64).unwrap();
+        let [first, last] = [(); 2].map(|()| setup.take().unwrap());
+        for segment in [&first, &last] {
+            let src = segment.base().as_ptr().cast_const();
+            let transfer = Transfer::Upload { src, dst: DevicePtr(0), len: 64 };
+            let line = Arc::new(Line { flow: flow.clone(), lane: 0 });
+            let mut entry = line.lane().enter(4).unwrap();
+            let lent = Lent::Segment(segment.alias());
+            let number = entry.push(flow.filled(), 0, transfer, lent, memory.allocation());
+            drop(entry);
+            // SAFETY: in flight, and touched by nobody.
+            let buf = unsafe { PinnedBuf::new(segment.alias(), 0) };
+            let range = Range { first: number, last: number };
+            // Nobody waits for it: it returns by itself.
+            drop(InFlight::queued(Place { line, range, quiet: false }, buf, None));
+        }
+        let submitter = {
+            let flow = flow.clone();
+            // Once: it has waited for the first of them.
+            spawn(move || _ = flow.submit())
+        };
+        // As the queue's thread does when there are no more handles.
+        until(|| {
+            step();
+            if flow.is_filled() {
+                flow.submit();
+            }
+            flow.is_over()
+        });
+        submitter.join().unwrap();
+        assert!(!flow.is_filled(), "a copy is left behind");
+        until(|| {
+            setup.timeline.pass(true);
+            !flow.is_flying()
+        });
+        assert_eq!([&first, &last].map(|segment| setup.driver.ran(segment)), [1, 1]);
+        drop((flow, memory));
+        setup.finish();
     });
 }

@@ -11,7 +11,7 @@
 //!
 //! # Files
 //!
-//! [`lane`]: where copies are pushed to, and where their handles find out. [`flow`]: the copies of one direction, how they
+//! [`lane`]: where copies are pushed to, and where their handles find out; [`line`]: how these do. [`flow`]: the copies of one direction, how they
 //! are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]: what must not share a batch.
 //! [`group`]: copies that are pushed and land together. [`crew`]: who helps with packing. Here: what users see, and the queue's
 //! thread.
@@ -21,6 +21,7 @@ mod crew;
 mod flow;
 mod group;
 mod lane;
+mod line;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod overlap;
@@ -32,7 +33,8 @@ use std::time::{Duration, Instant};
 
 use self::bell::Bell;
 use self::crew::{Crew, Shared};
-use self::flow::{Flow, Line};
+use self::flow::Flow;
+use self::line::Line;
 use super::{DeviceRange, Landing, range};
 use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
@@ -66,6 +68,8 @@ const STAY: usize = 64;
 /// its full speed, sixteen no faster.)
 const PACKERS: usize = 8;
 const MOST_PACKERS: usize = 64;
+/// Between two looks of a queue's thread that is about to end, and may not yet.
+const ENDING: Duration = Duration::from_millis(1);
 /// How long a queue's thread looks for copies before it sleeps.
 const LINGER: Duration = Duration::from_micros(100);
 
@@ -300,8 +304,13 @@ fn serve(device: &Device, flows: &[Arc<Flow>; 2], bell: &Bell) {
             idle = None;
             continue;
         }
-        if bell.is_closing() && !filled() {
-            return;
+        if bell.is_closing() {
+            if flows.iter().all(|flow| flow.is_over()) {
+                return;
+            }
+            // Somebody submits just now, and may leave some of it. Nobody rings then: the thread is awake.
+            crate::sync::thread::park_until(Some(Instant::now() + ENDING));
+            continue;
         }
         flows.iter().for_each(|flow| flow.relax());
         if idle.get_or_insert_with(Instant::now).elapsed() < LINGER {
@@ -344,9 +353,9 @@ enum Patience {
     None,
 }
 
-/// Whether this thread may wait for copies: those that find out what is done may not.
+/// Whether this thread may wait for copies: those that find out what is done may not, be it for good or, in a waker, just now.
 pub(super) fn may_wait() -> bool {
-    !matches!(crate::sync::own(), Some(Own::Reaper | Own::Submitter))
+    !crate::sync::finds_out() && crate::sync::own() != Some(Own::Submitter)
 }
 
 impl Way {
@@ -494,17 +503,19 @@ impl CopyQueue {
         part: impl RangeBounds<usize>,
         dst: impl DeviceRange,
     ) -> Result<InFlight<B>, SubmitError<B>> {
-        let side = self.0.up.side(src.bytes().len(), 1);
+        // Asked once: a value of the caller's may answer otherwise the next time.
+        let all = src.bytes();
+        let side = self.0.up.side(all.len(), 1);
         let pushed = (|| {
             let dst = side.own(dst)?;
             if !src.serves(side.flow.timeline().context()) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
-            let (start, end) = bounds(part, src.bytes().len())?;
+            let (start, end) = bounds(part, all.len())?;
             if end - start > dst.len() {
                 return Err(Error::TooSmall { need: end - start, have: dst.len() });
             }
-            let bytes = &src.bytes()[start..end];
+            let bytes = &all[start..end];
             let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
             side.push(patience, transfer, dst, || (src.lend(), ()))
         })();

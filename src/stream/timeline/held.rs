@@ -83,6 +83,11 @@ pub(crate) trait Keep: Send + std::fmt::Debug {
         None
     }
 
+    /// The same for each slot, where there may be several. Called under the timeline's lock.
+    fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
+        self.slot().into_iter().for_each(visit);
+    }
+
     /// Whether there is anything to leak.
     fn is_something(&self) -> bool {
         true
@@ -116,7 +121,7 @@ impl Joint {
     }
 
     /// The address of its slot, for reports.
-    pub(super) fn slot(&self) -> usize {
+    fn slot(&self) -> usize {
         std::ptr::from_ref(self.segment.slot()).addr()
     }
 
@@ -176,6 +181,11 @@ impl Loan {
         }
     }
 
+    /// The address of each slot that it keeps, for reports.
+    pub(crate) fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
+        self.held.for_each_slot(visit);
+    }
+
     /// The device is done with it, or never heard of it. `true`: the handle is gone, nobody will ask.
     pub(crate) fn land(self) -> bool {
         let returned = match self.held {
@@ -200,6 +210,18 @@ impl Loan {
             Held::Nothing => None,
         };
         lost.map(Gone::one).unwrap_or_default()
+    }
+}
+
+impl Held {
+    /// The address of each slot that it keeps, for reports.
+    pub(super) fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
+        match self {
+            Self::Segment { segment, .. } => visit(std::ptr::from_ref(segment.slot()).addr()),
+            Self::Joint(joint) => visit(joint.slot()),
+            Self::Object(object) => object.for_each_slot(visit),
+            Self::Nothing => {}
+        }
     }
 }
 
@@ -249,7 +271,12 @@ pub(super) struct After {
 }
 
 impl After {
+    /// Whoever does may be the one who asks, or submits, and have more to do: nobody who is woken may wait here.
     pub(super) fn run(self) {
+        crate::sync::landing(|| self.run_all());
+    }
+
+    fn run_all(self) {
         for segment in self.returned {
             // SAFETY: settled: the handle is gone and every mark that covers it was seen complete.
             unsafe { segment.release() };

@@ -1,6 +1,5 @@
 //! What statistics and reports see of a timeline: how far it is, and which mark each buffer on it waits for.
 
-use super::held::{Entry, Held};
 use super::{Flight, Timeline};
 use crate::sync::Ordering;
 
@@ -52,7 +51,37 @@ pub(crate) struct Look {
     pub(crate) lost: bool,
 }
 
+/// Two threads that drive one stepped device: when one of them may say that nothing will come any more.
+///
+/// There may be nothing to step because the other one has stepped it, and is in the midst of finding out what is done, or has
+/// not submitted yet. So nobody may be in the midst of anything, before a look and after it, and that several times in a row:
+/// what was submitted between two looks is stepped, or seen to be done, by the next.
+#[derive(Debug, Default)]
+pub(crate) struct Stillness(u32);
+
+impl Stillness {
+    /// There was nothing to step. Whether nothing will come any more; `busy`: somebody was in the midst of something.
+    pub(crate) fn is_final(&mut self, busy: bool) -> bool {
+        self.0 = if busy { 0 } else { self.0 + 1 };
+        if busy {
+            crate::sync::yield_now();
+        }
+        self.0 > 2
+    }
+
+    /// There was something.
+    pub(crate) fn stepped(&mut self) {
+        self.0 = 0;
+    }
+}
+
 impl Timeline {
+    /// Whether another thread finds out just now what is done, or records a mark.
+    pub(crate) fn is_busy(&self) -> bool {
+        // Acquire: pairs with the release of who has asked: what that one has found out is seen after this.
+        self.asking.load(Ordering::Acquire) || self.state.lock().recording > 0
+    }
+
     /// How far it is.
     pub(crate) fn look(&self) -> Look {
         let state = self.state.lock();
@@ -86,26 +115,14 @@ impl Timeline {
             () => Mark::Due,
         };
         for (_, entry) in &state.pending {
-            if let Some(slot) = slot_of(entry) {
-                visit(slot, state.open, Mark::Submitting);
-            }
+            entry.held.for_each_slot(&mut |slot| visit(slot, state.open, Mark::Submitting));
         }
         for (tick, entry) in &state.entries {
-            if let Some(slot) = slot_of(entry) {
-                visit(slot, *tick, mark(*tick));
-            }
+            let mark = mark(*tick);
+            entry.held.for_each_slot(&mut |slot| visit(slot, *tick, mark));
         }
         for (_, claim) in state.claims.iter().filter(|(_, claim)| !claim.landed) {
             visit(std::ptr::from_ref(claim.segment.slot()).addr(), claim.tick, mark(claim.tick));
         }
-    }
-}
-
-fn slot_of(entry: &Entry) -> Option<usize> {
-    match &entry.held {
-        Held::Segment { segment, .. } => Some(std::ptr::from_ref(segment.slot()).addr()),
-        Held::Joint(joint) => Some(joint.slot()),
-        Held::Object(object) => object.slot(),
-        Held::Nothing => None,
     }
 }

@@ -66,6 +66,7 @@ use self::claims::Claim;
 use self::held::{After, Entry, Held, condemn, settle};
 pub(crate) use self::held::{Gone, Joint, Keep, Lent, Loan};
 pub use self::look::Mark;
+pub(crate) use self::look::Stillness;
 use self::waits::Waiting;
 pub(crate) use self::waits::{SPIN, WaitKey};
 use super::reaper::Listing;

@@ -5,6 +5,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::held::After;
+use super::look::Stillness;
 use super::{State, Timeline};
 use crate::depot::Wake;
 use crate::error::{Error, ErrorClass, Result};
@@ -107,7 +108,7 @@ impl Timeline {
         }
         let since = Instant::now();
         let late = |now: Instant| deadline.is_some_and(|d| now >= d);
-        if crate::sync::own() == Some(crate::sync::Own::Reaper) {
+        if crate::sync::finds_out() {
             // It would wait for itself.
             return Err(Error::Unsupported(
                 "a wait for a copy from a waker, which runs on the thread that finds out what is done; wake a task or thread \
@@ -117,13 +118,18 @@ impl Timeline {
         }
         self.flush(tick)?;
         if let Some(stepped) = self.context.driver().stepped() {
+            let mut still = Stillness::default();
             loop {
+                let busy = self.is_busy();
                 self.pass(true);
+                let busy = busy | self.is_busy();
                 if self.is_complete(tick)? {
                     return Ok(());
                 }
-                // A device that cannot move by itself will not do so later either.
-                if !stepped.step() && !self.poll_complete(tick)? {
+                if stepped.step() {
+                    still.stepped();
+                } else if still.is_final(busy) || busy && late(Instant::now()) {
+                    // A device that cannot move by itself will not do so later either.
                     return Err(Error::Timeout(since.elapsed()));
                 }
             }
