@@ -392,34 +392,72 @@ impl Source for Told {
     }
 }
 
-/// The same for a task, which nobody's thread waits for.
+/// The same for a task, which nobody's thread waits for, also where a watcher waits for the rate.
 #[test]
 fn a_task_is_looked_after_while_all_workers_are_busy() {
-    let rig = Rig::plain();
-    let pipeline = rig.builder().threads(1).build().unwrap();
+    for (rate, rounds) in [(None, 3), (Some(256), 10)] {
+        let rig = Rig::plain();
+        let pipeline = rig.builder().threads(1).build().unwrap();
+        let memory = [0, 1, 2].map(|_| rig.device.alloc(1 << 20).unwrap());
+        pipeline.set_rate(rate);
+        pipeline.upload_slice(&pattern(64 << 10, 1), &memory[2]).unwrap();
+        let (told, hears) = std::sync::mpsc::channel::<()>();
+        let slow = pipeline.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
+        until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
+        let all = all_of(&rig);
+        let mut feed = pipeline.feed(&memory[1]).unwrap();
+        // The watcher sleeps.
+        std::thread::sleep(Duration::from_millis(50));
+        let (done, hears_done) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                block_on(feed.push(&[7; 1000])).unwrap();
+                done.send(()).unwrap();
+            });
+            // It has asked the pool in vain, more than once.
+            std::thread::sleep(Duration::from_millis(rounds * 250));
+            drop(all);
+            let pushed = hears_done.recv_timeout(HANG);
+            pipeline.set_rate(None);
+            drop(told);
+            assert_eq!(pushed, Ok(()), "nobody asks the pool");
+        });
+        slow.wait().unwrap();
+        feed.finish_blocking().unwrap();
+        rig.all_is_back();
+    }
+}
+
+/// The same beside a transfer that needs neither workers nor segments, and keeps the wire busy.
+#[test]
+fn a_task_is_looked_after_beside_a_busy_wire() {
+    let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 3), 256 << 20);
+    let pipeline = rig.builder().threads(1).depth(2).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
+    let pinned = rig.pool.checkout(128 << 20).map(|mut buf| buf.try_resize(128 << 20, 1).map(|()| buf)).unwrap();
+    let place = rig.device.alloc(128 << 20).unwrap();
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let slow = pipeline.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();
-    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 0);
-    let all = all_of(&rig);
+    until("a segment is in use", || rig.pool.stats().checked_out_bytes > 128 << 20);
+    let all: Vec<PinnedBuf> = std::iter::from_fn(|| rig.pool.try_checkout(64 << 10).ok()).collect();
+    let wire = pipeline.upload_pinned(pinned.unwrap(), &place).unwrap();
     let mut feed = pipeline.feed(&memory[1]).unwrap();
-    // The watcher sleeps.
-    std::thread::sleep(Duration::from_millis(50));
     let (done, hears_done) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             block_on(feed.push(&[7; 1000])).unwrap();
-            done.send(()).unwrap();
+            done.send(wire.is_over()).unwrap();
         });
-        // It has asked the pool in vain, more than once.
-        std::thread::sleep(Duration::from_millis(700));
+        std::thread::sleep(Duration::from_millis(400));
         drop(all);
         let pushed = hears_done.recv_timeout(HANG);
+        wire.cancel();
         drop(told);
-        assert_eq!(pushed, Ok(()), "nobody asks the pool");
+        assert_eq!(pushed, Ok(false), "nobody asks the pool");
     });
     slow.wait().unwrap();
     feed.finish_blocking().unwrap();
+    drop(wire);
     rig.all_is_back();
 }
 

@@ -26,7 +26,7 @@ fn a_cancelled_load_leaves_nothing_behind_and_what_arrived_stays() {
     for sums in [false, true] {
         for after in [0, 1, 7, 19, 20, 23] {
             // Slow enough for none to be whole before it is cancelled.
-            pipeline.set_rate(Some(8 << 20));
+            pipeline.set_rate(Some(4 << 20));
             let mut loading = checkpoint.loader(&pipeline).checksums(sums).start().unwrap();
             let first: Vec<DeviceTensor> = loading.by_ref().take(after).map(Result::unwrap).collect();
             let canceller = loading.canceller();

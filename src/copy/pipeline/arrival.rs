@@ -105,7 +105,7 @@ impl Engine {
         // Since when the pool has had nothing, as far as we have seen.
         let mut dry: Option<Instant> = None;
         loop {
-            dry = dry.filter(|_| state.dry && !state.jobs.is_empty());
+            dry = if state.dry && !state.jobs.is_empty() { dry.or_else(|| Some(Instant::now())) } else { None };
             if dry.is_some_and(|since| since.elapsed() >= PATIENCE) {
                 dry = None;
                 self.look_again(&mut state);
@@ -137,9 +137,6 @@ impl Engine {
                 }
             }
             if self.looks && !state.jobs.is_empty() && (attended || busy.elapsed() < STAY) {
-                if state.dry {
-                    dry.get_or_insert(now);
-                }
                 MutexGuard::unlocked(&mut state, || std::thread::sleep(STAND_BY));
                 continue;
             }
@@ -155,6 +152,8 @@ impl Engine {
             if state.dry && !state.jobs.is_empty() {
                 dry.get_or_insert(now);
             }
+            // Who finds the pool dry from now on has to say so.
+            state.untimed |= dry.is_none();
             match due.into_iter().chain(dry.map(|since| since + PATIENCE)).min() {
                 Some(until) => {
                     self.bells[direction as usize].wait_until(&mut state, until);
@@ -163,10 +162,7 @@ impl Engine {
                         self.call_all(&state);
                     }
                 }
-                None => {
-                    state.untimed = true;
-                    self.bells[direction as usize].wait(&mut state);
-                }
+                None => self.bells[direction as usize].wait(&mut state),
             }
         }
     }

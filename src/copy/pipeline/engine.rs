@@ -125,7 +125,7 @@ pub(super) struct State {
     pub(super) stash: Vec<PinnedBuf>,
     /// The pool had nothing when it was asked last, and nothing has come back since.
     pub(super) dry: bool,
-    /// A watcher, or a feed's thread, sleeps until it is told, since the pool was not dry: it has to be told when it is.
+    /// A watcher, or a feed's thread, sleeps for however long, since the pool was not dry: it has to be told when it is.
     pub(super) untimed: bool,
     pub(super) wires: [Wire; 2],
     /// Downloads to be drained.
