@@ -260,8 +260,11 @@ impl CudarcStream {
         let managed = context.is_managing_stream_synchronization();
         let Some((event, stream)) = target.take().filter(|_| managed) else { return };
         if let Err(error) = event.record(stream) {
-            // Where this fails too the stream is lost, mostly with its device, which copies nothing any more.
-            let _ = self.ours.synchronize();
+            // A waker must not wait for what its own thread finds out; the driver's wait needs nobody. Where that fails too the
+            // stream is lost, mostly with its device, which copies nothing any more.
+            if self.ours.synchronize().is_err() {
+                let _ = self.theirs.synchronize();
+            }
             context.record_err::<()>(Err(error));
         }
     }

@@ -541,15 +541,15 @@ impl<T> From<RegisterError<T>> for Error {
         e.error
     }
 }
-/// What to do about a file that could not be written. Where it was not fit for it (`InvalidInput`) it is as it was, and the text
-/// says what to do.
+
+/// What to do about something that could not be written. It may be a file that was complete before and still is, so nobody is
+/// told to remove anything.
 fn advice(kind: std::io::ErrorKind) -> &'static str {
     use std::io::ErrorKind;
     match kind {
-        ErrorKind::InvalidInput => "",
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
-            "; it is incomplete, make room or remove it"
+            "; what it has of this is incomplete, make room and write it again"
         }
-        _ => "; it is incomplete, write it again or remove it",
+        _ => "; what it has of this is incomplete",
     }
 }

@@ -65,7 +65,7 @@ pub(crate) use other::*;
 #[cfg(target_os = "linux")]
 mod linux {
     use std::os::fd::AsRawFd;
-    use std::os::unix::fs::OpenOptionsExt;
+    use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 
     use super::{Cached, Error, File, FileMap, MaybeUninit, NonNull, Result, io};
 
@@ -136,15 +136,23 @@ mod linux {
 
     /// The same file, opened for reading like everybody, whatever way it was opened.
     pub(crate) fn reopen(file: &File) -> io::Result<File> {
-        File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+        same(file, std::fs::OpenOptions::new().read(true))
+    }
+
+    /// Opens the same file once more. By the calling thread's own table: that of the process is another one where the thread has
+    /// left it (unshare(2): `CLONE_FILES`), and has other files under the same numbers.
+    fn same(file: &File, options: &std::fs::OpenOptions) -> io::Result<File> {
+        let other = options.open(format!("/proc/thread-self/fd/{}", file.as_raw_fd()))?;
+        let (it, is) = (file.metadata()?, other.metadata()?);
+        match (it.dev(), it.ino()) == (is.dev(), is.ino()) {
+            true => Ok(other),
+            false => Err(io::Error::other("another file was found under its number")),
+        }
     }
 
     /// The same file, opened for reading past the page cache. Reads through it start, end and land on whole pages.
     pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
-        std::fs::OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_DIRECT)
-            .open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+        same(file, std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT))
     }
 
     /// Maps `len` bytes of a file from `at` on, a multiple of the page size.
@@ -204,6 +212,7 @@ mod other {
 #[cfg(all(test, target_os = "linux", not(loom)))]
 mod tests {
     use std::io::Write;
+    use std::os::fd::AsRawFd;
 
     use super::*;
 
@@ -243,5 +252,25 @@ mod tests {
             assert_eq!(direct.metadata().unwrap().len(), 3 * page as u64);
             assert!(is_direct(&direct) && !is_direct(&reopen(&direct).unwrap()));
         }
+    }
+
+    #[test]
+    fn a_thread_with_files_of_its_own_opens_its_own_again() {
+        let [mut mine, mut other] = [0, 1].map(|_| tempfile::tempfile().unwrap());
+        mine.write_all(b"mine").unwrap();
+        other.write_all(b"another").unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                use std::os::fd::FromRawFd;
+                // SAFETY: this thread's table is a copy from here on, in which the other file's number is given to this one,
+                // once more, and to nobody else.
+                let file = unsafe {
+                    assert_eq!(libc::unshare(libc::CLONE_FILES), 0);
+                    assert_eq!(libc::dup2(mine.as_raw_fd(), other.as_raw_fd()), other.as_raw_fd());
+                    std::mem::ManuallyDrop::new(File::from_raw_fd(other.as_raw_fd()))
+                };
+                assert_eq!(reopen(&file).unwrap().metadata().unwrap().len(), 4);
+            });
+        });
     }
 }

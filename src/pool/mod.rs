@@ -100,8 +100,8 @@ impl Pool {
     /// # Errors
     /// [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`], [`Error::Config`] for an unknown reserve;
     /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`], and what made growing fail, when no wait can help;
-    /// [`Error::Exhausted`] in place of a wait on a thread of this crate (in a waker, or where an owner is dropped that was
-    /// left with it).
+    /// [`Error::Exhausted`] in place of a wait on a thread of this crate, and in a waker or where an owner is dropped that was
+    /// left with it, whatever thread that is on.
     #[inline(always)]
     #[track_caller]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {

@@ -262,7 +262,7 @@ impl Device {
     /// Several threads may close one device, each by a handle of its own: each waits for the others' to be dropped, which they
     /// are at the beginning of their call. [`Device::open`] opens the device again, at any time: where it is still open it
     /// gives another handle to it, which then is one more to wait for. The call blocks the thread; on threads of this
-    /// crate's (in a waker, where an owner is dropped that was left with it) it does not wait, and on a
+    /// crate's, and in a waker or where an owner is dropped that was left with it, it does not wait, and on a
     /// [stepped](crate::host) device, which is moved before, only for calls that somebody is making.
     ///
     /// # Ordering

@@ -99,8 +99,22 @@ impl<'a> Loader<'a> {
     /// since it was opened, [`Error::Malformed`] for one that was written to; a lost device. What was started for other
     /// files is cancelled.
     pub fn start(mut self) -> Result<Loading> {
+        let mut loading = Loading::none();
+        let choose = self.choice();
+        self.start_into(&mut loading, choose)?;
+        Ok(loading)
+    }
+
+    /// The same for calls that wait.
+    fn start_settled(mut self) -> Result<Settled> {
+        let choose = self.choice();
+        self.start_with(choose)
+    }
+
+    /// Which tensors of a shard are loaded.
+    fn choice(&mut self) -> impl FnMut(&Shard) -> Chosen + use<'a> {
         let (prefixes, mut filter) = (std::mem::take(&mut self.prefixes), self.filter.take());
-        self.start_with(|shard| {
+        move |shard| {
             if prefixes.is_empty() && filter.is_none() {
                 return Chosen::All;
             }
@@ -111,25 +125,31 @@ impl<'a> Loader<'a> {
             };
             let all = (0..).zip(shard.tensors.iter());
             Chosen::Some(all.filter(|(_, tensor)| is_wanted(tensor)).map(|(index, _)| index).collect())
-        })
+        }
     }
 
-    /// Starts it with the tensors that are chosen of each shard.
-    pub(super) fn start_with(mut self, mut choose: impl FnMut(&Shard) -> Chosen) -> Result<Loading> {
+    /// Starts it with the tensors that are chosen of each shard, for a call that waits.
+    pub(super) fn start_with(self, choose: impl FnMut(&Shard) -> Chosen) -> Result<Settled> {
+        // What has begun when a later shard is refused is waited for too.
+        let mut settled = Settled(Loading::none());
+        self.start_into(&mut settled.0, choose)?;
+        Ok(settled)
+    }
+
+    fn start_into(mut self, loading: &mut Loading, mut choose: impl FnMut(&Shard) -> Chosen) -> Result<()> {
         if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
             return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
         }
-        let since = Instant::now();
-        let (mut parts, mut total) = (VecDeque::new(), 0);
         for shard in &self.checkpoint.shards {
             let chosen = choose(shard);
             if chosen.count(shard) > 0 {
-                let part = self.start_shard(shard, chosen, &parts)?;
-                total += part.bytes;
-                parts.push_back(part);
+                let part = self.start_shard(shard, chosen, &loading.parts)?;
+                loading.total += part.bytes;
+                loading.parts.push_back(part);
             }
         }
-        Ok(Loading { parts, total, before: 0, landed: 0, since, ended: None })
+        loading.ended = loading.parts.is_empty().then(Instant::now);
+        Ok(())
     }
 
     /// Ranges of the file, and of the block, that are copied; the block's end, and how many bytes that are. Neighbours are
@@ -237,7 +257,7 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// As for [`start`](Self::start) and [`Loading`].
     pub fn load(self) -> Result<Vec<DeviceTensor>> {
-        let mut loading = Settled(self.start()?);
+        let mut loading = self.start_settled()?;
         let mut tensors = Vec::with_capacity(loading.0.left());
         for tensor in &mut loading.0 {
             tensors.push(tensor?);
@@ -250,7 +270,7 @@ impl<'a> Loader<'a> {
     /// # Errors
     /// As for [`load`](Self::load), and the first that `each` returns, which ends it.
     pub fn for_each(self, mut each: impl FnMut(DeviceTensor) -> Result<()>) -> Result<()> {
-        Settled(self.start()?).0.try_for_each(|tensor| each(tensor?))
+        self.start_settled()?.0.try_for_each(|tensor| each(tensor?))
     }
 }
 
@@ -392,6 +412,11 @@ pub struct Loading {
 }
 
 impl Loading {
+    /// Of nothing yet.
+    fn none() -> Self {
+        Self { parts: VecDeque::new(), total: 0, before: 0, landed: 0, since: Instant::now(), ended: None }
+    }
+
     /// The next tensor. `None`: there are no more.
     ///
     /// # Errors

@@ -84,7 +84,7 @@ pub use self::load::{LoadCanceller, Loader, Loading};
 pub use self::tensor::{DeviceTensor, device_checksums};
 pub use ::safetensors::Dtype;
 
-use self::load::{Chosen, Settled};
+use self::load::Chosen;
 use self::sums::Hasher;
 use crate::copy::pipeline::Pipeline;
 use crate::error::{Error, Result};
@@ -305,7 +305,7 @@ impl Checkpoint {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
         let choose =
             |s: &Shard| Chosen::Some(if std::ptr::eq(s, &**shard) { vec![place] } else { Vec::new() });
-        Settled(self.loader(pipeline).start_with(choose)?).0.next().transpose()
+        self.loader(pipeline).start_with(choose)?.0.next().transpose()
     }
 
     /// The XXH3 (128 bits) of a tensor's bytes as they are in the file now, read on the caller's thread. `None`: there is

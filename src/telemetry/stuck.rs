@@ -135,6 +135,12 @@ pub(crate) fn find<'a>(
     }
     // Those of one buffer, of several streams, stay in the order of the streams.
     awaited.sort_by_key(|(slot, _)| *slot);
+    // A buffer of which a batch copies many parts is in it as often.
+    awaited.dedup_by(|(slot, next), (other, last)| {
+        slot == other
+            && (next.stream, next.tick) == (last.stream, last.tick)
+            && Arc::ptr_eq(&next.device, &last.device)
+    });
     let buffer = |segment: OutSegment| {
         let OutSegment { slot, state, granted, age, entry } = segment;
         let from = awaited.partition_point(|(of, _)| *of < slot);

@@ -434,7 +434,8 @@ fn a_task_is_looked_after_beside_a_busy_wire() {
     let rig = Rig::new(HostConfig::new().late(Duration::from_millis(20), 3), 256 << 20);
     let pipeline = rig.builder().threads(1).depth(2).build().unwrap();
     let memory = [0, 1].map(|_| rig.device.alloc(1 << 20).unwrap());
-    let pinned = rig.pool.checkout(128 << 20).map(|mut buf| buf.try_resize(128 << 20, 1).map(|()| buf)).unwrap();
+    let pinned =
+        rig.pool.checkout(128 << 20).map(|mut buf| buf.try_resize(128 << 20, 1).map(|()| buf)).unwrap();
     let place = rig.device.alloc(128 << 20).unwrap();
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let slow = pipeline.upload(Told(64 << 10, std::sync::Mutex::new(hears)), &memory[0]).unwrap();

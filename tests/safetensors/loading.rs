@@ -235,6 +235,8 @@ fn several_shards_are_one_checkpoint_and_nothing_is_in_use_at_its_end() {
     assert_eq!(count, tensors.len());
     let stopped = checkpoint.loader(&pipeline).for_each(|_| Err(Error::Closed)).unwrap_err();
     assert_eq!(stopped, Error::Closed);
+    let none = checkpoint.loader(&pipeline).filter(|_| false).start().unwrap();
+    assert!(none.left() == 0 && none.progress().over, "of nothing it has ended");
     rig.all_is_back();
 }
 

@@ -180,6 +180,41 @@ fn a_load_that_ends_early_leaves_nothing_on_the_wire() {
 }
 
 #[test]
+fn a_load_that_cannot_start_all_files_leaves_nothing_on_the_wire() {
+    let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
+    folder.put("1.safetensors", file(&tensors[..20]));
+    folder.put("2.safetensors", file(&tensors[20..]));
+    let pipeline = rig.pipeline();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let mut blocks = 0;
+    std::thread::scope(|scope| {
+        let memory = |len: usize| {
+            blocks += 1;
+            if blocks == 1 {
+                rig.node.hang(0);
+                return rig.device.alloc(len)?.slice(..);
+            }
+            let since = std::time::Instant::now();
+            while rig.pool.stats().in_flight_bytes == 0 {
+                assert!(since.elapsed() < Duration::from_secs(20), "nothing is on its way");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let node = &rig.node;
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(100));
+                node.resume(0);
+            });
+            Err(Error::Closed)
+        };
+        let ended = checkpoint.loader(&pipeline).memory(memory).load().map(drop);
+        assert_eq!(ended, Err(Error::Closed));
+        assert_eq!(rig.pool.stats().in_flight_bytes, 0, "its memory may be used again");
+    });
+    assert_eq!(blocks, 2);
+    rig.all_is_back();
+}
+
+#[test]
 fn progress_never_goes_back() {
     let (rig, folder, tensors) = (Rig::late(), Folder::new(), many());
     let paths = [

@@ -131,8 +131,13 @@ fn what_went_through_a_queue_waits_for_its_stream() {
     drop(queue.upload(filled("returning"), place(4)).unwrap());
     let shared = Arc::new(filled("shared"));
     let lent = queue.upload(shared.clone(), place(5)).unwrap();
+    // Parts of one buffer, which waits for its stream once.
+    let thrice = Arc::new(filled("thrice"));
+    let parts = (6..9).map(|i| (thrice.clone(), place(i))).collect();
+    let of_one = queue.gather_pinned(&bench.pool, parts).unwrap();
     let mut streams: Vec<u64> = Vec::new();
     for (tag, state) in [
+        ("thrice", BufferState::CheckedOut),
         ("piece-0", BufferState::InFlight),
         ("piece-1", BufferState::InFlight),
         ("piece-2", BufferState::InFlight),
@@ -151,7 +156,7 @@ fn what_went_through_a_queue_waits_for_its_stream() {
     assert_eq!(streams.len(), 1, "all are of one direction");
     bench.settle();
     assert!(tags.iter().all(|tag| tagged(&bench, tag).awaited.is_empty()));
-    drop((gathered, alone, shared, lent));
+    drop((gathered, alone, shared, lent, thrice, of_one));
     assert!(all(&bench).is_empty());
 }
 

@@ -91,10 +91,12 @@ impl<V: Lend> Done<V> {
         while !transfers.is_empty() {
             let group = &transfers[..queue.group(transfers)];
             let memories = allocations(left.as_slice().iter().take(group.len()).map(P::memory));
-            let mut lending = Lending::with_capacity(group.len());
+            let mut lending = Lending::with_capacity(0);
             self.turn += usize::from(!rows);
             let turn = many.then_some(self.turn);
             let pushed = queue.push_group(group, memories, turn, |count| {
+                // It is kept for long, and there may be little room at a time.
+                lending = Lending::with_capacity(count);
                 let lend = |piece: P| {
                     let (lent, value, written, name) = piece.lend();
                     lending.push(value, written);

@@ -105,7 +105,8 @@ impl Engine {
         // Since when the pool has had nothing, as far as we have seen.
         let mut dry: Option<Instant> = None;
         loop {
-            dry = if state.dry && !state.jobs.is_empty() { dry.or_else(|| Some(Instant::now())) } else { None };
+            dry =
+                if state.dry && !state.jobs.is_empty() { dry.or_else(|| Some(Instant::now())) } else { None };
             if dry.is_some_and(|since| since.elapsed() >= PATIENCE) {
                 dry = None;
                 self.look_again(&mut state);

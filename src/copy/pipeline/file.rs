@@ -109,7 +109,7 @@ impl FileSource {
         let whole = Self::whole(&name, file.metadata())?;
         let (blind, windowless) = (AtomicBool::new(false), AtomicBool::new(false));
         let (reading, direct) = (Reading::Auto, OnceLock::new());
-        let file = if is_direct(&file) { Arc::new(Self::ordinary(&name, file, &direct)?) } else { file };
+        let file = if is_direct(&file) { Self::ordinary(&name, file, whole, &direct)? } else { file };
         Ok(Self { file, name, whole, range: 0..whole, reading, blind, direct, windowless, tap: None })
     }
 
@@ -131,15 +131,26 @@ impl FileSource {
 
     /// The same file for ordinary reading. What there was is for reading past the cache; it also keeps a lock that the caller
     /// may have put on the file (flock(2)).
-    fn ordinary(name: &str, file: Arc<File>, direct: &OnceLock<Option<Arc<File>>>) -> Result<File> {
-        let ordinary = reopen(&file).map_err(|error| {
-            let text = format!(
-                "it was opened with O_DIRECT, and cannot be opened again without: {error}; open it without O_DIRECT"
-            );
-            read_error(name, 0, &io::Error::new(error.kind(), text))
-        })?;
-        let _ = direct.set(Some(file));
-        Ok(ordinary)
+    fn ordinary(
+        name: &str,
+        file: Arc<File>,
+        whole: u64,
+        direct: &OnceLock<Option<Arc<File>>>,
+    ) -> Result<Arc<File>> {
+        match reopen(&file) {
+            Ok(ordinary) => {
+                let _ = direct.set(Some(file));
+                Ok(Arc::new(ordinary))
+            }
+            // It can be read as it is, in whole blocks.
+            Err(_) if whole % PAGE as u64 == 0 => Ok(file),
+            Err(error) => {
+                let text = format!(
+                    "it was opened with O_DIRECT, and cannot be opened again without: {error}; open it without O_DIRECT"
+                );
+                Err(read_error(name, 0, &io::Error::new(error.kind(), text)))
+            }
+        }
     }
 
     /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets too.
@@ -424,6 +435,7 @@ impl FileSink {
             io::ErrorKind::NotSeekable => {
                 "it is a pipe or a socket, which has no offsets; use download_write"
             }
+            _ if error.raw_os_error() == Some(libc::EBADF) => "it is not open for writing",
             _ => return error,
         };
         io::Error::new(error.kind(), text)
@@ -444,7 +456,7 @@ impl Sink for FileSink {
         let end = |at: u64| at.checked_add(bytes.len() as u64).filter(|end| i64::try_from(*end).is_ok());
         match self.start.checked_add(offset).filter(|at| end(*at).is_some()) {
             Some(at) => write_all_at(&self.file, bytes, at).map_err(|error| self.refused(error)),
-            None => Err(io::Error::new(io::ErrorKind::FileTooLarge, "no file has such an offset")),
+            None => Err(io::Error::new(io::ErrorKind::InvalidInput, "no file has such an offset")),
         }
     }
 

@@ -76,10 +76,12 @@ impl Stillness {
 }
 
 impl Timeline {
-    /// Whether another thread finds out just now what is done, or records a mark.
+    /// Whether another thread finds out just now what is done, or that all is lost, or records a mark.
     pub(crate) fn is_busy(&self) -> bool {
         // Acquire: pairs with the release of who has asked: what that one has found out is seen after this.
-        self.asking.load(Ordering::Acquire) || self.state.lock().recording > 0
+        let finds_out = self.asking.load(Ordering::Acquire) || self.state.lock().recording > 0;
+        // Acquire: pairs with the releases behind it. (It goes up under the lock.)
+        finds_out || self.booking.load(std::sync::atomic::Ordering::Acquire) > 0
     }
 
     /// How far it is.
