@@ -12,7 +12,7 @@ use super::header::Tensor;
 use super::sums::Sums;
 use super::tensor::DeviceTensor;
 use super::{Checkpoint, Shard};
-use crate::copy::pipeline::{Canceller, FileSource, Piece, Pipeline, Progress, Reading, Transfer};
+use crate::copy::pipeline::{Canceller, FileSource, Piece, Pipeline, Progress, Reading, Transfer, may_wait};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 
@@ -130,6 +130,8 @@ impl<'a> Loader<'a> {
 
     /// Starts it with the tensors that are chosen of each shard, for a call that waits.
     pub(super) fn start_with(self, choose: impl FnMut(&Shard) -> Chosen) -> Result<Settled> {
+        // Before anything has begun, which could not be waited for either.
+        may_wait()?;
         // What has begun when a later shard is refused is waited for too.
         let mut settled = Settled(Loading::none());
         self.start_into(&mut settled.0, choose)?;
@@ -255,7 +257,8 @@ impl<'a> Loader<'a> {
     /// Loads everything, and waits for it: the tensors in the order of the files.
     ///
     /// # Errors
-    /// As for [`start`](Self::start) and [`Loading`].
+    /// As for [`start`](Self::start) and [`Loading`]; [`Error::Unsupported`] on a thread of the library's (in a waker, a source
+    /// or a sink), which must not wait.
     pub fn load(self) -> Result<Vec<DeviceTensor>> {
         let mut loading = self.start_settled()?;
         let mut tensors = Vec::with_capacity(loading.0.left());

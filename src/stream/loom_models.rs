@@ -43,6 +43,8 @@ pub(crate) struct Late {
     ran: [AtomicU32; ALL],
     /// The next recording fails, and with it the stream, though not the device.
     refuses: AtomicBool,
+    /// The next recording fails for now.
+    captures: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -143,13 +145,15 @@ impl Driver for Late {
     }
     fn record(&self, event: EventHandle, _: StreamHandle) -> Result<()> {
         let mut queue = self.stream.lock();
-        if self.refuses.swap(false, Ordering::Relaxed) {
+        let refused = self.refuses.swap(false, Ordering::Relaxed).then_some(ErrorClass::Argument);
+        let captured = || self.captures.swap(false, Ordering::Relaxed).then_some(ErrorClass::Capture);
+        if let Some(class) = refused.or_else(captured) {
             return Err(Error::Device(DeviceError {
                 device: "late".into(),
                 call: "record",
                 code: 1,
                 text: "refused".into(),
-                class: ErrorClass::Argument,
+                class,
             }));
         }
         queue.events[event.0 as usize] = Some(queue.copies.len());
@@ -196,6 +200,7 @@ impl Setup {
             memory: std::array::from_fn(|_| UnsafeCell::new(0)),
             ran: std::array::from_fn(|_| AtomicU32::new(0)),
             refuses: AtomicBool::new(false),
+            captures: AtomicBool::new(false),
         });
         let context = Context::new(driver.clone()).unwrap();
         let listing = Listing::default();
@@ -325,6 +330,31 @@ fn loom_mark_after_loss() {
         assert!(setup.timeline.is_idle());
         setup.listing.pass();
         setup.depot.close();
+    });
+}
+
+#[test]
+fn loom_doubtful_event() {
+    model("marks: one fails while another is recorded", 3, || {
+        let setup = Setup::new();
+        setup.driver.captures.store(true, Ordering::Relaxed);
+        let closers = [0, 1].map(|_| {
+            let setup = setup.clone();
+            let segment = setup.take().unwrap();
+            spawn(move || {
+                drop(setup.upload(segment));
+                step();
+                setup.timeline.close();
+            })
+        });
+        for closer in closers {
+            closer.join().unwrap();
+        }
+        while !setup.timeline.is_idle() {
+            setup.timeline.pass(true);
+        }
+        assert_eq!(setup.timeline.doubts(), 0, "an event is forgotten that nobody gives back");
+        setup.finish();
     });
 }
 

@@ -21,7 +21,7 @@ use self::staging::{Parts, Staging, Target, Targets};
 use self::survey::{Pieces, Survey};
 use super::queue::{CopyQueue, may_wait};
 use crate::device::memory::DeviceSlice;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::pool::Pool;
 
 /// Bytes of a staging segment at most, and of those that several threads share a shorter gather in at least. (Each copy costs
@@ -65,8 +65,14 @@ impl CopyQueue {
     /// The same, and waits until all of it is there.
     ///
     /// # Errors
-    /// As for [`gather`](Self::gather), and what the copies failed with.
+    /// As for [`gather`](Self::gather), and what the copies failed with; [`Error::Unsupported`](crate::Error::Unsupported) in a
+    /// waker, which must not wait.
     pub fn gather_blocking(&self, pool: &Pool, pieces: &[(&[u8], DeviceSlice)]) -> Result<()> {
+        if !may_wait() {
+            // Before anything is on its way.
+            let why = "a wait for copies in a waker; wake a task or thread of your own, and wait there";
+            return Err(Error::Unsupported(why.into()));
+        }
         self.gather(pool, pieces)?.wait().map(drop)
     }
 

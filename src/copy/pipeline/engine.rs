@@ -54,7 +54,7 @@ thread_local! {
 
 /// An error on a thread of a pipeline or of the library's, where a waker, a source or a sink is about to wait for what that
 /// very thread does.
-pub(super) fn may_wait() -> Result<()> {
+pub(crate) fn may_wait() -> Result<()> {
     let whose = match crate::sync::own() {
         Some(_) => "on the thread that finds out what is done, in a waker",
         None if OURS.get() => "on a pipeline's own thread, in a waker, a source or a sink",

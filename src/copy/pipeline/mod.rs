@@ -119,6 +119,8 @@ pub use self::transfer::{Canceller, Transfer};
 use self::collect::Filler;
 use self::config::Settings;
 use self::engine::Engine;
+#[cfg(feature = "safetensors")]
+pub(crate) use self::engine::may_wait;
 use self::feed::Pull;
 use self::job::{Body, Direction, Job};
 use self::plan::{Plan, Ramp};
@@ -297,12 +299,12 @@ impl Pipeline {
     /// wait.
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
+        engine::may_wait()?;
         if self.is_small(src.len()) {
             if let Some(done) = self.upload_now(src, &dst) {
                 return done;
             }
         }
-        engine::may_wait()?;
         // SAFETY: we return when the transfer is over, and then nobody has it.
         let borrowed = unsafe { Borrowed::new(src) };
         let plan = self.plan(vec![Piece { at: 0, device: dst }], Direction::Up, true)?;
@@ -434,12 +436,12 @@ impl Pipeline {
         if src.len() > dst.len() {
             return Err(Error::TooSmall { need: src.len(), have: dst.len() });
         }
+        engine::may_wait()?;
         if self.is_small(src.len()) {
             if let Some(done) = self.download_now(&src, dst) {
                 return done;
             }
         }
-        engine::may_wait()?;
         // SAFETY: borrowed exclusively, and we return when the transfer is over, and then nobody has it.
         let landing =
             unsafe { Landing::new(dst.as_mut_ptr(), dst.len(), self.handle.engine.settings.drains) };
