@@ -399,8 +399,8 @@ impl Timeline {
         if list {
             self.reaper.list(self);
         }
-        after.run();
         if lost {
+            after.run();
             // Release: pairs with the acquire in `flight`.
             self.booking.fetch_sub(1, std::sync::atomic::Ordering::Release);
         }
