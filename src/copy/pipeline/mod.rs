@@ -291,7 +291,9 @@ impl Pipeline {
 
     // --- to the device -----------------------------------------------------------------------------------------------
 
-    /// Copies borrowed bytes to the front of `dst`, and returns when the device has let go of them, on an error too.
+    /// Copies borrowed bytes to the front of `dst`, and returns when the device has let go of them, on an error too. The CPU reads
+    /// them: for a file that is mapped, and might become shorter meanwhile, call [`upload_file`](Self::upload_file), or
+    /// [register](Device::register) the mapping and call [`upload_pinned`](Self::upload_pinned).
     ///
     /// # Errors
     /// [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range; [`Error::Transfer`] with what the pool or
