@@ -118,7 +118,7 @@ pub unsafe fn adopt_context(context: *mut c_void) -> Result<Device> {
 pub unsafe fn adopt_context_with(context: *mut c_void, keeper: impl Any + Send + Sync) -> Result<Device> {
     // SAFETY: the caller's word.
     let context = unsafe { crate::device::cuda::adopt(context) }?;
-    Device::adopted(context, Some(Box::new(keeper)))
+    Device::adopted(context, Some(Keeper::new(Box::new(keeper))))
 }
 
 /// A stream that the server made, for copies and holds in order with the server's own work on it.
@@ -157,7 +157,7 @@ pub unsafe fn adopt_stream_with(
     keeper: impl Any + Send + Sync,
 ) -> Result<Stream> {
     // SAFETY: the caller's word.
-    unsafe { adopt(device, stream, Some(Box::new(keeper))) }
+    unsafe { adopt(device, stream, Some(Keeper::new(Box::new(keeper)))) }
 }
 
 /// # Safety

@@ -20,7 +20,8 @@ pub enum ErrorClass {
     Capture,
     /// A matter of the moment: out of memory, not ready, timed out. The same call may succeed later.
     Moment,
-    /// The device is gone for good. Everything in flight there is quarantined, and later calls fail at once.
+    /// The device (or the stream, after [`Error::Internal`]) is gone for good. Everything in flight there is quarantined, and
+    /// later calls fail at once.
     Sticky,
     /// The driver is shutting down under us. Memory is leaked rather than touched.
     DriverEnd,
@@ -219,6 +220,11 @@ pub enum Error {
     /// The copy queue was shut down.
     #[error("the copy queue is shut down; make another one by Device::copy_queue")]
     QueueClosed,
+    /// A mistake in this crate, which it has noticed: the text says where. What was in flight there is quarantined.
+    #[error(
+        "a mistake in pinpool: {0}; what was in flight there is quarantined; report it with the log's lines before it"
+    )]
+    Internal(&'static str),
     /// The deadline passed first.
     #[error("timed out after {0:?}")]
     Timeout(Duration),
@@ -421,6 +427,7 @@ impl Error {
             Self::Device(e) => e.class,
             Self::Transfer { cause, .. } => cause.class(),
             Self::Capturing { .. } => ErrorClass::Capture,
+            Self::Internal(_) => ErrorClass::Sticky,
             Self::Exhausted { .. }
             | Self::OverCapacity { .. }
             | Self::QueueFull { .. }

@@ -127,6 +127,8 @@
 // Models use a part of the crate, other systems next to nothing, and where there are no fences the system's barrier has
 // no caller.
 #![cfg_attr(any(loom, pinpool_rmw, not(target_os = "linux")), allow(dead_code))]
+// Foreign code, and locks, go through one module each: see `foreign`.
+#![deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types)]
 
 // By name. The order of the layers is in the table above.
 #[cfg(feature = "acl")]
@@ -142,7 +144,9 @@ pub mod cudarc;
 mod depot;
 mod device;
 mod error;
+mod foreign;
 mod freelist;
+mod locks;
 mod os;
 mod pool;
 mod region;

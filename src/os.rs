@@ -449,7 +449,7 @@ mod linux {
         COUNTED.call_once(|| {
             // SAFETY: the function lives as long as the process and touches nothing but a static atomic.
             if unsafe { libc::pthread_atfork(None, None, Some(count)) } != 0 {
-                tracing::warn!(target: "pinpool::device", "forks cannot be counted: do not drop devices in a forked child");
+                crate::foreign::warn!(target: "pinpool::device", "forks cannot be counted: do not drop devices in a forked child");
             }
         });
         FORKS.load(Ordering::Relaxed)

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
+use crate::locks::Mutex;
 
 use crate::device::Driver;
 use crate::device::context::Context;
@@ -64,7 +64,7 @@ impl Device {
         if !cfg!(target_os = "linux") {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
         }
-        let span = tracing::info_span!(target: "pinpool::device", "open", device = name);
+        let span = crate::foreign::span!(INFO, target: "pinpool::device", "open", device = name);
         let _entered = span.enter();
         let driver = driver(name)?;
         Self::known(driver.name().to_owned(), driver)
@@ -274,21 +274,21 @@ fn best() -> Result<Arc<dyn Driver>> {
         for ordinal in 0.. {
             match open(ordinal) {
                 Ok(driver) => {
-                    tracing::info!(target: "pinpool::device", "auto: taking {family}:{ordinal}");
+                    crate::foreign::info!(target: "pinpool::device", "auto: taking {family}:{ordinal}");
                     return Ok(driver);
                 }
                 // This one is taken, or broken: another may not be.
                 Err(error @ Error::Device(_)) => {
-                    tracing::info!(target: "pinpool::device", %error, "auto: {family}:{ordinal} cannot be opened");
+                    crate::foreign::info!(target: "pinpool::device", %error, "auto: {family}:{ordinal} cannot be opened");
                 }
                 Err(error) => {
-                    tracing::info!(target: "pinpool::device", %error, "auto: there is no {family} device to take");
+                    crate::foreign::info!(target: "pinpool::device", %error, "auto: there is no {family} device to take");
                     break;
                 }
             }
         }
     }
-    tracing::info!(target: "pinpool::device", "auto: taking host:0");
+    crate::foreign::info!(target: "pinpool::device", "auto: taking host:0");
     HostNode::system().driver(0)
 }
 

@@ -34,9 +34,9 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, 
 #[cfg(all(test, loom))]
 pub(crate) use loom::cell::UnsafeCell;
 
-/// A mutex whose lock is just `lock()`: parking_lot's, or loom's in its clothes.
+/// A mutex whose lock is just `lock()`: parking_lot's with a deferral of foreign code, or loom's in its clothes.
 #[cfg(not(loom))]
-pub(crate) use parking_lot::{Mutex, MutexGuard};
+pub(crate) use crate::locks::{Mutex, MutexGuard};
 
 /// Loom's mutex with parking_lot's interface. Locking it after it was dropped fails, as far as the memory is still there
 /// (a model keeps a `Weak` to that end).
@@ -182,7 +182,7 @@ pub(crate) fn heavy() {
     if asymmetric() && !crate::os::membarrier() {
         // Registered, and refused all the same: a sandbox was put up in between. Owners keep out only of what they see,
         // and without the call there is no way to make them see it.
-        tracing::error!(
+        crate::foreign::error!(
             target: "pinpool::pool",
             "membarrier was refused after it had been granted: put up sandboxes before the first pool is built"
         );
@@ -236,21 +236,6 @@ pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
     }
     let _before = Before(LANDING.with(|landing| landing.replace(true)));
     run()
-}
-
-/// Wakes a task. Wakers are the caller's code, which may panic: whoever wakes has others to wake, and more to do.
-pub(crate) fn wake_task(waker: std::task::Waker) {
-    if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| waker.wake())).is_err() {
-        tracing::error!(target: "pinpool::pool", "a waker panicked");
-    }
-}
-
-/// Drops a waker. That can end a task, and so run any of the caller's code: should it panic, what the caller of this
-/// has in its hands is not to be lost.
-pub(crate) fn drop_waker<W>(waker: W) {
-    if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(waker))).is_err() {
-        tracing::error!(target: "pinpool::pool", "dropping a waker panicked");
-    }
 }
 
 /// A point where the threads of a model may overtake each other: put before each step of a model.

@@ -22,6 +22,7 @@ use stable_deref_trait::StableDeref;
 
 use super::{DeviceContext, Lend, sealed};
 use crate::error::{Error, RegisterError, Result};
+use crate::foreign;
 use crate::runtime::Device;
 use crate::stream::timeline::{Gone, Keep, Lent};
 
@@ -89,8 +90,7 @@ impl<T: Send + Sync + 'static> Drop for Locked<T> {
         let (context, range) = (self.context.clone(), self.range);
         // In the child of a fork the job is forgotten, and the value with it.
         self.context.worker().send(move || match unregister(&context, range) {
-            // The caller's own type; should dropping it panic, the worker goes on.
-            Ok(()) => drop(value),
+            Ok(()) => foreign::discard(value),
             Err(_) => std::mem::forget(value),
         });
     }
@@ -104,7 +104,7 @@ fn unregister(context: &DeviceContext, range: Range) -> Result<()> {
         Ok(()) => context.holds().count_unregistered(range.len),
         Err(error) => {
             context.holds().leaked(1);
-            tracing::error!(
+            crate::foreign::error!(
                 target: "pinpool::region::leak", device = context.name(), bytes = range.len, %error,
                 "a value cannot be unregistered: it is leaked"
             );

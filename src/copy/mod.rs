@@ -475,6 +475,8 @@ impl Stream {
     /// As for [`crate::device::Driver::copy_blocking`].
     unsafe fn driver_copy_blocking(&self, transfer: Transfer) -> Result<()> {
         let context = self.timeline().context();
+        // What is borrowed is with the device until this ends.
+        let _deferral = crate::foreign::defer();
         // SAFETY: the caller's word.
         let result = unsafe { context.driver().copy_blocking(self.timeline().stream(), transfer) };
         context.noting(result).inspect(|()| context.count_copied([&transfer]))

@@ -48,7 +48,7 @@ pub(super) fn register(depot: &Depot) {
     static HANDLER: Once = Once::new();
     HANDLER.call_once(|| {
         if !crate::os::at_fork(lock, unlock, in_child) {
-            tracing::warn!(target: "pinpool::pool", "no fork handler could be installed: do not use a pool in a forked child");
+            crate::foreign::warn!(target: "pinpool::pool", "no fork handler could be installed: do not use a pool in a forked child");
         }
     });
     lock();

@@ -11,7 +11,6 @@
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::Weak;
-use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use slab::Slab;
@@ -20,9 +19,10 @@ use super::Depot;
 use super::growth::Growth;
 use crate::arena::Arena;
 use crate::error::Error;
+use crate::foreign::Task;
 use crate::freelist::Slot;
 use crate::segment::Placement;
-use crate::sync::{thread::Thread, wake_task};
+use crate::sync::thread::Thread;
 use crate::telemetry::counters::Histogram;
 
 /// A head that was passed so often is passed no more.
@@ -51,7 +51,7 @@ unsafe impl Send for Grant {}
 #[derive(Debug)]
 pub(crate) enum Wake {
     Thread(Thread),
-    Task(Waker),
+    Task(Task),
     /// Has a region made for who waits.
     Grow(Weak<Depot>, Growth),
 }
@@ -60,7 +60,7 @@ impl Wake {
     pub(crate) fn wake(self) {
         match self {
             Self::Thread(thread) => thread.unpark(),
-            Self::Task(waker) => wake_task(waker),
+            Self::Task(task) => task.wake(),
             Self::Grow(depot, growth) => {
                 if let Some(depot) = depot.upgrade() {
                     depot.carry_out(growth);

@@ -12,6 +12,7 @@ use std::time::Instant;
 use super::growth::least;
 use super::{Core, Depot, Fresh, Grant, Outcome, Wake, Want, mode, state, sum};
 use crate::error::{Error, Result};
+use crate::foreign::Task;
 use crate::freelist::Slot;
 use crate::sync;
 
@@ -63,10 +64,10 @@ impl Depot {
         if self.forked() {
             return Outcome::Failed(Error::Forked);
         }
-        let wake = waker.map(|w| Wake::Task(w.clone()));
+        let wake = waker.map(|w| Wake::Task(Task::of(w)));
         // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
         let (outcome, replaced) = self.core.lock().queue.look(key, wake);
-        sync::drop_waker(replaced);
+        drop(replaced);
         match outcome {
             Outcome::Waiting => Outcome::Waiting,
             Outcome::Granted(grants) => Outcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect()),
@@ -111,7 +112,7 @@ impl Depot {
         }
         self.stop_waiting(&core);
         drop(core);
-        sync::drop_waker(waker);
+        drop(waker);
         wakes.into_iter().for_each(Wake::wake);
         if last {
             // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.

@@ -6,7 +6,7 @@
 
 use std::ffi::c_void;
 
-use parking_lot::Mutex;
+use crate::locks::Mutex;
 use slab::Slab;
 
 /// What a host function is to copy.

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use crate::locks::Mutex;
 use crossbeam::utils::CachePadded;
-use parking_lot::Mutex;
 
 use super::holds::Holds;
 use super::worker::Worker;
@@ -149,7 +149,7 @@ impl Context {
             self.errors.note(error);
             if error.is_sticky() && self.poison.set(error.clone()).is_ok() {
                 self.holds.lose(error);
-                tracing::error!(target: "pinpool::device::lost", device = self.name(), %error, "the device is lost");
+                crate::foreign::error!(target: "pinpool::device::lost", device = self.name(), %error, "the device is lost");
             }
         }
         result
@@ -195,6 +195,6 @@ impl Drop for Context {
 fn destroy(driver: &dyn Driver, holds: &Holds, event: EventHandle) {
     if let Err(error) = driver.destroy_event(event) {
         holds.leaked(1);
-        tracing::warn!(target: "pinpool::device::leak", device = driver.name(), %error, "an event is leaked");
+        crate::foreign::warn!(target: "pinpool::device::leak", device = driver.name(), %error, "an event is leaked");
     }
 }

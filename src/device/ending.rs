@@ -9,10 +9,11 @@ use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
 use super::holds::Last;
+use crate::foreign::Owned;
 use crate::os;
 
 /// What keeps alive what others made: a context, a stream.
-pub(crate) type Keeper = Box<dyn Any + Send + Sync>;
+pub(crate) type Keeper = Owned<Box<dyn Any + Send + Sync>>;
 
 /// What a driver drops when it ends.
 #[derive(Debug)]
@@ -68,7 +69,7 @@ impl Ending {
         let thread = std::thread::Builder::new().name(format!("pinpool-end-{device}"));
         if let Err(error) = thread.spawn(end) {
             last.iter().for_each(Last::leaked);
-            tracing::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
+            crate::foreign::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
         }
     }
 }

@@ -17,7 +17,7 @@ use std::fmt;
 use std::ops::{Bound, RangeBounds};
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
+use crate::locks::Mutex;
 
 use super::context::Context;
 use super::{DevicePtr, StreamHandle};
@@ -99,7 +99,7 @@ impl Drop for Allocation {
             };
             if let Err(error) = freed {
                 context.holds().leaked(1);
-                tracing::warn!(target: "pinpool::device::leak", device = context.name(), %error, "device memory is leaked");
+                crate::foreign::warn!(target: "pinpool::device::leak", device = context.name(), %error, "device memory is leaked");
             }
         });
     }

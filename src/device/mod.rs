@@ -162,7 +162,7 @@ impl Adopted {
     /// later: so a server that adopts its contexts in the same order finds the same names after a restart, and one that
     /// makes them anew does not fill its metrics with names.
     pub(crate) fn number(context: usize) -> usize {
-        static SEEN: parking_lot::Mutex<Vec<usize>> = parking_lot::Mutex::new(Vec::new());
+        static SEEN: crate::locks::Mutex<Vec<usize>> = crate::locks::Mutex::new(Vec::new());
         let mut seen = SEEN.lock();
         let place = seen.iter().position(|known| *known == context).unwrap_or_else(|| {
             seen.push(context);

@@ -5,7 +5,6 @@
 //! no driver call is made from a callback or under somebody's lock. A stepped device has no threads: there the job runs
 //! at once, on the caller's thread.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
 use std::thread::ThreadId;
 
@@ -14,6 +13,7 @@ use crossbeam::channel::{Sender, unbounded};
 use super::Driver;
 use super::holds::Holds;
 use crate::error::{Error, Result};
+use crate::foreign;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -69,10 +69,15 @@ impl Worker {
             return std::mem::forget(job);
         }
         match &self.jobs {
-            // The receiver lives as long as this sender, so this cannot fail.
             Some(jobs) => {
                 self.holds.count_job();
-                drop(jobs.send(Box::new(job)));
+                if let Err(job) = jobs.send(Box::new(job)) {
+                    // The thread is gone, and with it what could undo what the job owns.
+                    self.holds.count_job_done();
+                    self.holds.leaked(1);
+                    std::mem::forget(job);
+                    foreign::error!(target: "pinpool::device::leak", "the device's worker thread is gone: what it was to free is leaked");
+                }
             }
             None => run(Box::new(job)),
         }
@@ -97,7 +102,7 @@ impl Worker {
         let (tell, told) = mpsc::sync_channel(1);
         self.send(move || drop(tell.send(job())));
         told.recv().unwrap_or_else(|_| {
-            Err(Error::Unsupported("a job of the device's worker thread panicked".into()))
+            Err(Error::Internal("the device's worker thread is gone, or a job of it panicked"))
         })
     }
 }
@@ -110,8 +115,7 @@ impl Drop for Worker {
     }
 }
 
+/// Jobs guard the foreign code that they call: what panics is a mistake of the crate's. The thread goes on.
 fn run(job: Job) {
-    if catch_unwind(AssertUnwindSafe(job)).is_err() {
-        tracing::error!(target: "pinpool::device", "a job of the worker thread panicked");
-    }
+    _ = foreign::survive("a job of the worker thread panicked: what it owned may be leaked", job);
 }

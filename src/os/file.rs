@@ -52,7 +52,7 @@ impl Drop for FileMap {
     fn drop(&mut self) {
         // SAFETY: mapped as a whole by `map_file`, and this is the end of it.
         if let Err(error) = unsafe { super::unmap(self.base, self.len) } {
-            tracing::warn!(target: "pinpool::region", %error, "a mapping of a file is leaked");
+            crate::foreign::warn!(target: "pinpool::region", %error, "a mapping of a file is leaked");
         }
     }
 }

@@ -54,8 +54,7 @@ impl PoolBuilder {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
         let name = self.name.take().unwrap_or_else(number);
-        let span =
-            tracing::info_span!(target: "pinpool::pool", "build", pool = name, capacity = self.capacity);
+        let span = crate::foreign::span!(INFO, target: "pinpool::pool", "build", pool = name, capacity = self.capacity);
         let _entered = span.enter();
         // One call for all stores: whoever registered a region elsewhere does not care whose it is.
         let before = self.before_unpin.take().map(Arc::new);
@@ -100,7 +99,7 @@ impl PoolBuilder {
             fallbacks: AtomicU64::new(0),
             fallback_bytes: AtomicU64::new(0),
             errors: ErrorTally::default(),
-            reported: parking_lot::Mutex::new(None),
+            reported: crate::locks::Mutex::new(None),
         }));
         let tenant: Arc<dyn Tenant> = Arc::new(pool.resident());
         pool.0.devices.iter().for_each(|device| device.enter(tenant.clone()));

@@ -11,6 +11,7 @@ use super::{Errand, Found, KeptErrand, Pool};
 use crate::buffer::PinnedBuf;
 use crate::depot::{Depot, Fresh, Outcome, Wake, Want};
 use crate::error::{Error, Result};
+use crate::foreign::Task;
 
 /// The future of [`Pool::checkout_async`].
 #[derive(Debug)]
@@ -56,7 +57,7 @@ impl CheckoutMany {
             Found::Nothing { growing } => growing,
         };
         let depot = store.depot.clone();
-        let key = depot.join(errand.wants, Wake::Task(cx.waker().clone()), growing)?;
+        let key = depot.join(errand.wants, Wake::Task(Task::of(cx.waker())), growing)?;
         self.waiting = Some((depot, key));
         self.first = errand.first;
         Ok(None)

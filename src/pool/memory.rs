@@ -83,7 +83,7 @@ impl Pool {
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
-        let span = tracing::info_span!(target: "pinpool::pool", "adopt", pool = self.name());
+        let span = crate::foreign::span!(INFO, target: "pinpool::pool", "adopt", pool = self.name());
         let _entered = span.enter();
         self.0.main.depot.adopt(memory)
     }
@@ -126,7 +126,7 @@ impl Pool {
     /// and the device's worker thread has unpinned it, which [`Device::close`](crate::Device::close) waits for. The
     /// call blocks the thread.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
-        let span = tracing::info_span!(target: "pinpool::pool", "shutdown", pool = self.name());
+        let span = crate::foreign::span!(INFO, target: "pinpool::pool", "shutdown", pool = self.name());
         let _entered = span.enter();
         let deadline = Instant::now().checked_add(timeout);
         // In the child of a fork nothing is left to be waited for, nor to be asked.
@@ -148,7 +148,7 @@ impl Pool {
             let stepped = self.0.devices.iter().all(|d| d.context().driver().stepped().is_some());
             if left <= stuck || late || (stepped && !moved) {
                 if left > 0 {
-                    tracing::error!(
+                    crate::foreign::error!(
                         target: "pinpool::pool::outstanding", pool = self.name(), outstanding = left, quarantined_bytes,
                         "the pool was shut down with buffers still out: their memory is kept"
                     );

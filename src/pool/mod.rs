@@ -71,7 +71,7 @@ struct Inner {
     fallback_bytes: AtomicU64,
     errors: ErrorTally,
     /// When the last report on what is stuck was made.
-    reported: parking_lot::Mutex<Option<Instant>>,
+    reported: crate::locks::Mutex<Option<Instant>>,
 }
 
 /// A depot and the regions that feed it. The reserves have one each, since bytes that only some may take must not be in
@@ -217,12 +217,12 @@ impl Pool {
                 let buf = UnpinnedBuf::new(request.len)?;
                 self.0.fallback_bytes.fetch_add(request.len as u64, Ordering::Relaxed);
                 if self.0.fallbacks.fetch_add(1, Ordering::Relaxed) == 0 {
-                    tracing::warn!(
+                    crate::foreign::warn!(
                         target: "pinpool::pool::fallback", pool = self.name(), bytes = request.len, %error,
                         "the pool is short: plain memory is given out; further ones are counted, and logged as debug"
                     );
                 } else {
-                    tracing::debug!(
+                    crate::foreign::debug!(
                         target: "pinpool::pool::fallback", pool = self.name(), bytes = request.len, %error,
                         "the pool is short: plain memory is given out"
                     );

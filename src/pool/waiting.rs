@@ -32,7 +32,8 @@ impl Pool {
             Patience::Until(deadline) => Some(deadline),
             Patience::Forever => None,
         };
-        let span = tracing::debug_span!(target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
+        let span =
+            crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
         let _entered = span.enter();
         let key = depot.join(errand.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
         if self.stepped() {

@@ -16,6 +16,7 @@ use super::source::{Source, page};
 use super::{Extent, Region, RegionId, RegionInfo, Regions, Unpinned, leave_room};
 use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, RegisterError, Result};
+use crate::foreign::Owned;
 
 /// Memory that is to be adopted.
 pub(crate) struct Adoptee<T> {
@@ -116,7 +117,7 @@ impl Regions {
         // Relaxed: only different, not in any order with anything else.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let pieces = extents.iter().map(|e| (e.offset, e.len, e.pinned)).collect();
-        let source = Source::Adopted(adoptee.memory);
+        let source = Source::Adopted(Owned::new(adoptee.memory));
         let region = Region {
             id,
             base: adoptee.base,
@@ -158,7 +159,7 @@ impl Regions {
         let pinned = match pinned {
             Ok(()) => Ok(true),
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
-                tracing::warn!(
+                crate::foreign::warn!(
                     target: "pinpool::region::unpinned", device = device.name(), bytes = piece.len, error = %e,
                     "adopted memory is not pinned: copies from it are slower and may block"
                 );
@@ -184,7 +185,7 @@ fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent])
         });
         if let Err(error) = unpinned {
             device.holds().leaked(1);
-            tracing::error!(
+            crate::foreign::error!(
                 target: "pinpool::region::leak", device = device.name(), bytes = adoptee.len, %error,
                 "adopted memory cannot be unpinned: it is leaked"
             );

@@ -33,19 +33,18 @@ mod adopted;
 mod source;
 mod touch;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use crate::locks::{Condvar, Mutex};
 
 use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, Result};
+use crate::foreign::{self, Task};
 use crate::os;
-use crate::sync::wake_task;
 pub(crate) use adopted::Adoptee;
 pub use source::Backing;
 use source::{Source, Supply};
@@ -180,7 +179,7 @@ struct Making {
     serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
     /// From being asked for until all of it came, or no more does.
-    span: tracing::Span,
+    span: crate::foreign::Span,
 }
 
 // SAFETY: only the address keeps it from being Send, and the mapping is the region's.
@@ -200,7 +199,7 @@ struct Progress {
     pinning: Pinning,
     /// Attempts under way.
     busy: usize,
-    wakers: Vec<Waker>,
+    wakers: Vec<Task>,
 }
 
 /// The regions of a pool.
@@ -262,7 +261,7 @@ impl Regions {
         let Some((error, next)) = error.filter(|e| e.class() == ErrorClass::Sticky).zip(self.living()) else {
             return false;
         };
-        tracing::warn!(
+        crate::foreign::warn!(
             target: "pinpool::region", device = next.name(), %error, "another device pins in place of a lost one"
         );
         true
@@ -286,8 +285,7 @@ impl Regions {
         }
         let (regions, context) = (self.clone(), self.context());
         let device = context.clone();
-        let span =
-            tracing::info_span!(target: "pinpool::region", "grow", device = context.name(), bytes = len);
+        let span = crate::foreign::span!(INFO, target: "pinpool::region", "grow", device = context.name(), bytes = len);
         if let Some(kind) = self.options.backing.kind() {
             let (serve, done) = (Box::new(serve), Box::new(done));
             let supply = Supply { context, len, came: 0, kind, last: None, serve, done, span };
@@ -320,7 +318,7 @@ impl Regions {
         os::dont_fork(base, len);
         // Before anything is touched.
         if let Some(node) = self.options.node.filter(|node| !os::prefer_node(base, len, *node)) {
-            tracing::debug!(
+            crate::foreign::debug!(
                 target: "pinpool::region", device = context.name(), node,
                 "the system does not let memory be taken from the device's own node"
             );
@@ -361,7 +359,7 @@ impl Regions {
     fn pin_next(&self, making: &mut Making) -> Result<bool> {
         let context = making.context.clone();
         let extent = self.options.extent.min(making.len - making.offset);
-        let span = tracing::info_span!(
+        let span = crate::foreign::span!(INFO,
             target: "pinpool::region", parent: &making.span, "pin", device = context.name(), bytes = extent
         );
         let _entered = span.enter();
@@ -371,6 +369,8 @@ impl Regions {
         making.toucher.wait(making.offset + extent);
         leave_room(making.last);
         let call = Instant::now();
+        // Until the extent is in the books.
+        let deferral = foreign::defer();
         // SAFETY: the extent is mapped, and stays so until it was unpinned: `let_go` sees to it.
         let pinned = unsafe { context.driver().pin(start, extent) };
         let (took, longest) = (before.elapsed(), call.elapsed());
@@ -378,7 +378,7 @@ impl Regions {
         let pinned = match context.noting(pinned) {
             Ok(()) => true,
             Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
-                tracing::warn!(
+                crate::foreign::warn!(
                     target: "pinpool::region::unpinned", device = context.name(), bytes = extent, error = %e,
                     "memory is not pinned: copies from it are slower and may block"
                 );
@@ -392,6 +392,7 @@ impl Regions {
                 region.extents.push(Extent { offset: making.offset, len: extent, pinned });
             }
         }
+        drop(deferral);
         making.offset += extent;
         let go_on = (making.serve)(making.id, start, extent, pinned);
         {
@@ -446,7 +447,7 @@ impl Regions {
         progress.busy -= 1;
         progress.pinning.wanted -= missing;
         if let Some(error) = error {
-            tracing::warn!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early");
+            crate::foreign::warn!(target: "pinpool::region::ended", device = self.context.name(), missing, %error, "pinning ended early");
             progress.pinning.error = Some(error.clone());
         }
         drop(progress);
@@ -456,7 +457,7 @@ impl Regions {
     fn wake(&self) {
         let wakers = std::mem::take(&mut self.progress.lock().wakers);
         self.changed.notify_all();
-        wakers.into_iter().for_each(wake_task);
+        wakers.into_iter().for_each(Task::wake);
     }
 
     /// How far pinning has come.
@@ -508,14 +509,14 @@ impl Regions {
         if self.context.forked() {
             return Some(Pinning::default());
         }
-        // Cloned before the lock: that is the caller's code.
-        let waker = waker.clone();
+        // Before the lock: to clone a waker is foreign code.
+        let task = Task::of(waker);
         let mut progress = self.progress.lock();
         if progress.busy == 0 {
             return Some(progress.pinning.clone());
         }
-        if !progress.wakers.iter().any(|w| w.will_wake(&waker)) {
-            progress.wakers.push(waker);
+        if !progress.wakers.iter().any(|known| known.will_wake(waker)) {
+            progress.wakers.push(task);
         }
         None
     }
@@ -551,10 +552,7 @@ impl Regions {
         region.context.clone().worker().send(move || {
             if let Some(before) = before {
                 let info = region.info();
-                // The caller's code: should it panic, the region goes all the same.
-                if catch_unwind(AssertUnwindSafe(|| before(&info))).is_err() {
-                    tracing::error!(target: "pinpool::region", device = context.name(), "before_unpin panicked");
-                }
+                _ = foreign::call("before_unpin panicked: the region goes all the same", || before(&info));
             }
             region.go(&context);
         });
@@ -583,6 +581,6 @@ fn leave_room(last: Option<(Instant, Duration)>) {
 
 fn leaked(context: &Context, unmapped: Result<()>) {
     if let Err(error) = unmapped {
-        tracing::error!(target: "pinpool::region::leak", device = context.name(), %error, "a mapping is leaked");
+        crate::foreign::error!(target: "pinpool::region::leak", device = context.name(), %error, "a mapping is leaked");
     }
 }

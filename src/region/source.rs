@@ -17,6 +17,7 @@ use super::{Extent, REGION_ALIGN, Region, RegionId, Regions, Unpinned, leaked, l
 use crate::device::context::Context;
 use crate::device::{HostAllocFlags, HostKind};
 use crate::error::{Error, ErrorClass, Result};
+use crate::foreign::Owned;
 use crate::os;
 use crate::segment::PAGE;
 
@@ -62,7 +63,7 @@ pub(super) enum Source {
     /// One allocation of the driver's, which the region lies in.
     Driver { base: NonNull<u8>, len: usize, kind: HostKind },
     /// The caller's, owned by us.
-    Adopted(#[expect(dead_code, reason = "owned, until it is dropped")] Box<dyn Send>),
+    Adopted(#[expect(dead_code, reason = "owned, until it is dropped")] Owned<Box<dyn Send>>),
 }
 
 impl std::fmt::Debug for Source {
@@ -87,7 +88,7 @@ pub(super) struct Supply {
     pub(super) serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     pub(super) done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
     /// From being asked for until all of it came, or no more does.
-    pub(super) span: tracing::Span,
+    pub(super) span: crate::foreign::Span,
 }
 
 /// The unit in which the pool can use memory.
@@ -125,7 +126,7 @@ impl Regions {
     /// Allocates one extent, makes it a region, and hands it over. Whether there is more to do.
     fn supply_next(&self, supply: &mut Supply) -> Result<bool> {
         let len = self.options.extent.min(supply.len - supply.came);
-        let span = tracing::info_span!(
+        let span = crate::foreign::span!(INFO,
             target: "pinpool::region", parent: &supply.span, "allocate", device = supply.context.name(), bytes = len
         );
         let _entered = span.enter();
@@ -190,7 +191,7 @@ impl Regions {
             Err(e)
                 if locked && self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment =>
             {
-                tracing::warn!(
+                crate::foreign::warn!(
                     target: "pinpool::region::unpinned", device = context.name(), bytes = len, error = %e,
                     "the driver gives no pinned memory, plain memory takes its place: copies from it are slower and may block"
                 );
@@ -234,7 +235,7 @@ impl Region {
                 last = Some((Instant::now(), call.elapsed()));
                 if let Err(error) = unpinned {
                     context.holds().leaked(1);
-                    tracing::error!(
+                    crate::foreign::error!(
                         target: "pinpool::region::leak", device = context.name(), bytes = extent.len, %error,
                         "memory cannot be unpinned: it is leaked"
                     );
@@ -251,7 +252,6 @@ impl Region {
         if stuck {
             return std::mem::forget(self.source);
         }
-        // The caller's own type, where it is one; should dropping it panic, the worker goes on.
         drop(self.source);
     }
 }
@@ -261,7 +261,7 @@ fn free(context: &Context, base: NonNull<u8>, len: usize, kind: HostKind) {
     // SAFETY: allocated once, freed once, and nobody uses it.
     if let Err(error) = unsafe { context.driver().free_host(base, len, kind) } {
         context.holds().leaked(1);
-        tracing::error!(
+        crate::foreign::error!(
             target: "pinpool::region::leak", device = context.name(), bytes = len, %error,
             "memory of the driver's cannot be freed: it is leaked"
         );

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use crate::locks::{Condvar, Mutex};
 
 use crate::os;
 
@@ -128,7 +128,7 @@ impl Toucher {
             match thread {
                 Ok(thread) => started.push(thread),
                 Err(error) => {
-                    tracing::debug!(target: "pinpool::region", %error, "a thread to touch pages could not be started");
+                    crate::foreign::debug!(target: "pinpool::region", %error, "a thread to touch pages could not be started");
                     break;
                 }
             }
@@ -209,7 +209,7 @@ impl Work {
         self.moved.notify_all();
         // After the unit was counted, which somebody waits for: a subscriber is the caller's code, and may panic.
         if gives_up {
-            tracing::info!(
+            crate::foreign::info!(
                 target: "pinpool::region",
                 "huge pages do not come cheaply here: the rest of the region has ordinary ones"
             );

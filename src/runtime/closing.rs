@@ -277,7 +277,7 @@ impl Device {
     ///   Waiting longer changes nothing;
     /// - in the child of a fork, that it is one, at once: what is there is the parent's.
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
-        let span = tracing::info_span!(target: "pinpool::device", "close", device = self.name());
+        let span = crate::foreign::span!(INFO, target: "pinpool::device", "close", device = self.name());
         let _entered = span.enter();
         let context = self.context();
         let watch = Watch {
@@ -296,8 +296,8 @@ impl Device {
         drop(self);
         let closed = watch.wait(timeout);
         match &closed {
-            Ok(()) => tracing::debug!(target: "pinpool::device", "closed"),
-            Err(error) => tracing::warn!(
+            Ok(()) => crate::foreign::debug!(target: "pinpool::device", "closed"),
+            Err(error) => crate::foreign::warn!(
                 target: "pinpool::device::unclosed", device = error.device(), %error, "a device was not closed"
             ),
         }

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use crate::locks::{Condvar, Mutex};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::header::Tensor;

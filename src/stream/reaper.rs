@@ -7,16 +7,20 @@
 //! A timeline stays listed for a moment after its last work, so that one which is busy by fits and starts does not wake
 //! the thread each time.
 //!
+//! The thread does not die. A panic in one timeline's look, which only a mistake of the crate's can cause (foreign code is
+//! guarded), quarantines what is in flight on that timeline; the thread goes on with the others.
+//!
 //! A stepped device has no reaper thread; there [`Listing::pass`] is called by whoever drives the device.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use crate::locks::{Condvar, Mutex};
 
 use super::timeline::Timeline;
 use crate::device::context::Context;
 use crate::error::{Error, Result};
+use crate::foreign;
 
 const SHORTEST: Duration = Duration::from_micros(50);
 const LONGEST: Duration = Duration::from_millis(1);
@@ -113,7 +117,10 @@ impl Reaper {
                     crate::sync::enter(crate::sync::Own::Reaper);
                     driver.enter_thread();
                     drop(driver);
-                    run(&shared);
+                    let mut busy = Vec::new();
+                    while foreign::survive("the reaper panicked: it goes on", || run(&shared, &mut busy))
+                        .is_none()
+                    {}
                 })
                 .map_err(|e| Error::Unavailable {
                     device: device.into(),
@@ -143,8 +150,8 @@ impl Drop for Reaper {
     }
 }
 
-fn run(shared: &Shared) {
-    let mut busy: Vec<(Arc<Timeline>, u32)> = Vec::new();
+/// Until the device closes. `busy`: timelines with work in flight, and how often in a row each was found idle.
+fn run(shared: &Shared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
     let mut progressed = Instant::now();
     loop {
         {
@@ -164,8 +171,8 @@ fn run(shared: &Shared) {
             busy.extend(inbox.arrived.drain(..).map(|t| (t, 0)));
         }
         let mut progress = false;
-        for (timeline, idle) in &mut busy {
-            progress |= timeline.pass(false);
+        for (timeline, idle) in &mut *busy {
+            progress |= look(timeline);
             *idle = if timeline.is_idle() { *idle + 1 } else { 0 };
         }
         busy.retain(|(timeline, idle)| *idle < LINGER || !timeline.unlist());
@@ -178,4 +185,17 @@ fn run(shared: &Shared) {
             shared.bell.wait_for(&mut inbox, pause);
         }
     }
+}
+
+/// The reaper's look at one timeline. Whether anything landed.
+fn look(timeline: &Arc<Timeline>) -> bool {
+    let landed =
+        foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
+            timeline.pass(false)
+        });
+    landed.unwrap_or_else(|| {
+        // What the panic has left half done is not looked at again.
+        timeline.lose(&Error::Internal("a look at a stream panicked"));
+        true
+    })
 }

@@ -18,6 +18,7 @@ use super::metrics::{self, Id, Labels, Value};
 use super::snapshot::{ClassStats, DeviceStats, StreamStats};
 use super::stuck;
 use crate::error::{Error, Result};
+use crate::foreign;
 use crate::pool::{Pool, PoolStats, WeakPool};
 use crate::region::Pinning;
 use crate::runtime::Device;
@@ -157,7 +158,7 @@ impl Sampler {
     pub fn poll(&mut self) -> bool {
         #[cfg(feature = "metrics")]
         if self.recorder && !std::mem::replace(&mut self.described, true) {
-            metrics::describe();
+            _ = foreign::call(RECORDER_PANICKED, metrics::describe);
         }
         let now = Instant::now();
         let look = self.stuck_after.filter(|after| {
@@ -198,9 +199,10 @@ impl Sampler {
         let thread = std::thread::Builder::new()
             .name("pinpool-sample".into())
             .spawn(move || {
-                while self.poll() && matches!(stopped.recv_timeout(interval), Err(RecvTimeoutError::Timeout))
-                {
-                }
+                let mut poll = || {
+                    foreign::survive("a poll panicked: the sampler goes on", || self.poll()).unwrap_or(true)
+                };
+                while poll() && matches!(stopped.recv_timeout(interval), Err(RecvTimeoutError::Timeout)) {}
             })
             .map_err(|e| Error::Unavailable {
                 device: "the sampler".into(),
@@ -220,11 +222,13 @@ impl Drop for Sampling {
         // It hears that nobody is left to stop it.
         drop(stop);
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
-            // What a subscriber or recorder panicked with is theirs.
             let _ = thread.join();
         }
     }
 }
+
+#[cfg(feature = "metrics")]
+const RECORDER_PANICKED: &str = "a recorder panicked: the value that it was given may be lost";
 
 /// Where values go.
 struct Sender {
@@ -244,11 +248,11 @@ impl Sender {
 
     fn send(&mut self, id: Id, value: Value, labels: &Labels) {
         if self.events {
-            metrics::send_event(id, &value, labels);
+            foreign::tell_now(|| metrics::send_event(id, &value, labels));
         }
         #[cfg(feature = "metrics")]
         if self.recorder {
-            metrics::send_to_recorder(id, &value, labels);
+            _ = foreign::call(RECORDER_PANICKED, || metrics::send_to_recorder(id, &value, labels));
         }
     }
 
@@ -436,7 +440,7 @@ impl WatchedDevice {
         let idle = now.saturating_duration_since(watched.since);
         let stuck = after.is_some_and(|after| idle >= after);
         if stuck && !std::mem::replace(&mut watched.logged, true) {
-            tracing::warn!(
+            crate::foreign::warn!(
                 target: "pinpool::stream::stuck",
                 device,
                 stream = stream.stream,

@@ -168,12 +168,12 @@ pub(crate) fn report<'a>(
     devices: &[Device],
 ) {
     // The look is not for nobody.
-    if !tracing::enabled!(target: "pinpool::pool::stuck", tracing::Level::WARN) {
+    if !crate::foreign::listens(tracing::Level::WARN) {
         return;
     }
     let all = find(Duration::ZERO, depots, devices);
     let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();
-    tracing::warn!(
+    crate::foreign::warn!(
         target: "pinpool::pool::stuck", pool, waited_seconds = waited.as_secs_f64(), buffers = all.len(), bytes,
         "a wait for memory timed out; the buffers that have been out for longest follow"
     );
@@ -185,7 +185,7 @@ pub(crate) fn report<'a>(
 /// One buffer of a report.
 pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
     let at = buffer.awaited.first();
-    tracing::warn!(
+    crate::foreign::warn!(
         target: "pinpool::pool::stuck",
         pool,
         state = buffer.state.name(),

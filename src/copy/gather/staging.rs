@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use crate::locks::Mutex;
 
 use super::plan::{self, Copy, Limits, Move, Piece, Plan, Segment};
 use super::survey::{Pieces, Survey};

@@ -15,7 +15,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::MutexGuard;
+use crate::locks::MutexGuard;
 
 use super::config::Priority;
 use super::engine::{Engine, PATIENCE, State};

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::stream::Stream;
 
 /// Copies a chunk, and returns when it has arrived.
-pub(super) fn copy(stream: &Stream, chunk: &Chunk, body: &Option<Body>) -> Result<()> {
+pub(super) fn copy(stream: &Stream, chunk: &Chunk, body: Option<&Body>) -> Result<()> {
     let start = usize::try_from(chunk.at).map_err(|_| Error::Closed)?;
     match body {
         Some(Body::Source(source)) => {

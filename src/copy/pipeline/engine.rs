@@ -21,19 +21,19 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
-use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use crate::locks::{Condvar, Mutex, MutexGuard};
 
 use super::config::{Priority, Settings};
-use super::job::{Direction, End, Job, Kind, Landed, wake_all};
+use super::job::{Direction, End, Job, Kind, Landed};
 use super::stats::Counters;
 use super::window::{LULL, Windows};
 use super::wire::{Ready, Wire, place};
 use crate::buffer::PinnedBuf;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
+use crate::foreign::Task;
 use crate::pool::Pool;
 use crate::runtime::Device;
 use crate::stream::Stream;
@@ -145,7 +145,7 @@ pub(super) struct State {
     watched: [bool; 2],
     pub(super) closing: bool,
     /// Tasks that wait for a segment.
-    pub(super) wakers: Vec<(u64, Waker)>,
+    pub(super) wakers: Vec<(u64, Task)>,
 }
 
 impl Engine {
@@ -222,7 +222,7 @@ impl Engine {
         let mut state = self.state.lock();
         if let Some((started, error)) = self.run_threads(&mut state, job.direction)? {
             MutexGuard::unlocked(&mut state, || {
-                tracing::warn!(target: "pinpool::pipeline", %error, started, "fewer threads than asked for");
+                crate::foreign::warn!(target: "pinpool::pipeline", %error, started, "fewer threads than asked for");
             });
         }
         let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
@@ -440,7 +440,7 @@ impl Engine {
         MutexGuard::unlocked(state, || {
             drop(stash);
             job.finish();
-            wake_all(wakers.into_iter().map(|w| w.1));
+            wakers.into_iter().for_each(|(_, task)| task.wake());
         });
         // With nothing left to do nobody is woken, and who is awake still hears of the next transfer if that comes soon.
         if !state.jobs.is_empty() || state.closing {
@@ -571,7 +571,7 @@ mod tests {
     use std::collections::BTreeMap;
     use std::time::{Duration, Instant};
 
-    use parking_lot::Mutex;
+    use crate::locks::Mutex;
 
     use crate::host::{HostConfig, HostNode};
     use crate::pipeline::{Pipeline, Staging};

@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 use std::sync::Arc;
 use std::task::Poll;
 
-use parking_lot::MutexGuard;
+use crate::locks::MutexGuard;
 
 use super::Handle;
 use super::engine::{Engine, PATIENCE, State, may_wait};
@@ -18,6 +18,7 @@ use super::wire::{Load, Ready};
 use super::workers::{read_error, write_error};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
+use crate::foreign::Task;
 
 /// An upload whose bytes the caller brings, in order: from a socket, a decoder, an async stream.
 ///
@@ -151,8 +152,8 @@ impl Feed {
     async fn segment(&self) -> Result<PinnedBuf> {
         let engine = &self.handle.engine;
         let tried = poll_fn(|cx| {
-            // Here already: it is the caller's code.
-            let waker = (self.job.id, cx.waker().clone());
+            // Before the lock: to clone a waker is foreign code.
+            let task = (self.job.id, Task::of(cx.waker()));
             let mut state = engine.state.lock();
             if let Some(tried) = engine.try_for_segment(&mut state, &self.job) {
                 drop(state);
@@ -161,14 +162,13 @@ impl Feed {
             // Woken, all of them, when a segment comes back or a transfer is over.
             let known = state.wakers.iter_mut().find(|known| known.0 == self.job.id);
             let old = match known {
-                Some(known) => Some(std::mem::replace(known, waker)),
+                Some(known) => Some(std::mem::replace(known, task)),
                 None => {
-                    state.wakers.push(waker);
+                    state.wakers.push(task);
                     None
                 }
             };
             drop(state);
-            // The caller's code.
             drop(old);
             Poll::Pending
         });

@@ -237,7 +237,7 @@ impl FileSource {
             reopen_direct(&self.file)
                 .inspect_err(|error| {
                     Counters::add(&counters.direct_refused, 1);
-                    tracing::debug!(target: "pinpool::pipeline", file = self.name, %error, "not read past the page cache");
+                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*self.name, %error, "not read past the page cache");
                 })
                 .ok()
                 .map(Arc::new)
@@ -331,7 +331,7 @@ impl FileSource {
                 }
                 Err(error) => {
                     Counters::add(&counters.direct_refused, 1);
-                    tracing::debug!(target: "pinpool::pipeline", file = self.name, %error, "read through the page cache");
+                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*self.name, %error, "read through the page cache");
                     break;
                 }
             }

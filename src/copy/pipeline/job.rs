@@ -7,15 +7,14 @@
 //!
 //! The engine's lock is taken before a job's, never the other way round.
 
-use std::borrow::Borrow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
+use crate::locks::{Condvar, Mutex};
 
+use super::arrival::{SURELY, last_of};
 use super::config::Priority;
 use super::file::FileSource;
 use super::plan::Plan;
@@ -25,26 +24,7 @@ use super::trace::Trace;
 use super::wire::InPlace;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
-
-/// Wakes tasks. That is the caller's code, which may panic, and must not take our thread along.
-pub(super) fn wake_all<W: Borrow<Waker>>(wakers: impl IntoIterator<Item = W>) {
-    for waker in wakers {
-        let wake = move || {
-            waker.borrow().wake_by_ref();
-            drop(waker);
-        };
-        if catch_unwind(AssertUnwindSafe(wake)).is_err() {
-            tracing::error!(target: "pinpool::pipeline", "a waker panicked");
-        }
-    }
-}
-
-/// Drops a source or sink, likewise.
-fn let_go<T>(value: T) {
-    if catch_unwind(AssertUnwindSafe(|| drop(value))).is_err() {
-        tracing::error!(target: "pinpool::pipeline", "dropping a source or sink panicked");
-    }
-}
+use crate::foreign::{self, Task};
 
 /// How a chunk ended.
 #[derive(Debug)]
@@ -172,9 +152,9 @@ pub(super) struct Job {
     /// Of the source or sink, for errors.
     pub(super) name: String,
     pub(super) kind: Kind,
-    /// Set to nothing when the job is over, before anyone is told. Whoever reads or writes it keeps the lock shared, so
-    /// that nobody has a share of it after that.
-    body: RwLock<Option<Body>>,
+    /// Set to nothing when the job is over, before that is told. Each reader or writer has a share of it, whose end
+    /// [`finish`](Self::finish) waits for.
+    body: Mutex<Option<Arc<Body>>>,
     run: Mutex<Run>,
     /// Whoever waits for a part of it waits here, and whoever waits for its end there.
     bell: Condvar,
@@ -213,7 +193,7 @@ struct Run {
     over: Option<(Result<()>, Duration)>,
     landed: BTreeMap<usize, Landed>,
     /// Who is to be told of whatever happens. (To clone a waker is to run the caller's code, which is not done under a lock.)
-    wakers: Vec<(u64, Arc<Waker>)>,
+    wakers: Vec<(u64, Arc<Task>)>,
     next_waker: u64,
 }
 
@@ -260,7 +240,7 @@ impl Job {
             wakers: Vec::new(),
             next_waker: 0,
         };
-        let (body, run) = (RwLock::new(Some(body)), Mutex::new(run));
+        let (body, run) = (Mutex::new(Some(Arc::new(body))), Mutex::new(run));
         let since = Instant::now();
         let (bell, end) = (Condvar::new(), Condvar::new());
         let last = Arc::default();
@@ -273,9 +253,9 @@ impl Job {
         self
     }
 
-    /// What it reads or writes, until it is over. Not to be asked for under the engine's lock.
-    pub(super) fn body(&self) -> RwLockReadGuard<'_, Option<Body>> {
-        self.body.read()
+    /// What it reads or writes, until it is over. Dropped by the last user: not to be asked for under the engine's lock.
+    pub(super) fn body(&self) -> Option<Arc<Body>> {
+        self.body.lock().clone()
     }
 
     // --- chunks ------------------------------------------------------------------------------------------------------
@@ -368,7 +348,7 @@ impl Job {
         if !over {
             // Who waits for a part of it.
             self.bell.notify_all();
-            wake_all(wakers);
+            wakers.into_iter().for_each(Task::wake_shared);
         }
         over
     }
@@ -398,9 +378,9 @@ impl Job {
 
     /// Lets the source or sink go, and tells everybody. Once, by whoever was told that it is over.
     pub(super) fn finish(&self) {
-        let body = self.body.write().take();
-        // The caller's own code may run here: under no lock.
-        let_go(body);
+        // A worker that only looks at it may still have a share, for a moment.
+        let body = self.body.lock().take();
+        foreign::discard(body.map(|body| last_of(body, SURELY)));
         let (result, done, trace) = {
             let mut run = self.run.lock();
             let complete = run.missing >= run.limit;
@@ -425,7 +405,7 @@ impl Job {
         drop(landed);
         self.bell.notify_all();
         self.end.notify_all();
-        wake_all(wakers.into_iter().map(|w| w.1));
+        wakers.into_iter().for_each(|(_, task)| task.wake_shared());
     }
 
     fn was_cancelled(&self, done: u64) -> Error {
@@ -491,8 +471,8 @@ impl Job {
 
     /// Leaves a waker, in place of the one left before, unless the job is over: then how it ended.
     pub(super) fn wake_later(&self, key: &mut Option<u64>, waker: &Waker) -> Option<Result<()>> {
-        // Cloned before the lock: that is the caller's code, and so is dropping it.
-        let waker = Arc::new(waker.clone());
+        // Before the lock: to clone a waker is foreign code.
+        let waker = Arc::new(Task::of(waker));
         let old = {
             let mut run = self.run.lock();
             if let Some(over) = &run.over {

@@ -13,11 +13,11 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 
-use parking_lot::MutexGuard;
+use crate::locks::MutexGuard;
 
 use super::config::Priority;
 use super::engine::{Engine, Live, PATIENCE, State};
-use super::job::{Direction, Job, Kind, wake_all};
+use super::job::{Direction, Job, Kind};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::pool::Request;
@@ -217,7 +217,7 @@ impl Engine {
         }
         let wakers = std::mem::take(&mut state.wakers);
         if !wakers.is_empty() {
-            MutexGuard::unlocked(state, || wake_all(wakers.into_iter().map(|w| w.1)));
+            MutexGuard::unlocked(state, || wakers.into_iter().for_each(|(_, task)| task.wake()));
         }
     }
 }

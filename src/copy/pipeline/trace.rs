@@ -2,17 +2,16 @@
 //!
 //! Made on the thread of whoever starts it, so that it lies within that one's spans, and filled in and closed by whoever
 //! finishes it, before anyone is told that it is over. It is never entered: threads of ours work on many transfers by turns,
-//! and a chunk is too small a thing for a span. Subscribers are the caller's code, so they are called under no lock.
+//! and a chunk is too small a thing for a span. Subscribers are foreign code, so they are called under no lock.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use tracing::Span;
 use tracing::field::Empty;
 
 use super::config::Priority;
 use super::job::Direction;
 use crate::error::{Error, Result};
+use crate::foreign::{self, Span};
 
 /// See the module's page. Dropped without an end, the span closes and says nothing of how it went.
 #[derive(Clone, Debug)]
@@ -34,28 +33,26 @@ impl Trace {
             Priority::Bulk => "bulk",
             Priority::Foreground => "foreground",
         };
-        Self(tracing::info_span!(
-            target: "pinpool::pipeline", "transfer", device, direction, priority, bytes, what,
+        Self(foreign::span!(
+            INFO, target: "pinpool::pipeline", "transfer", device, direction, priority, bytes, what,
             outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty
         ))
     }
 
-    /// It is over, after so many bytes. A subscriber that panics does so alone: others wait to be told.
+    /// It is over, after so many bytes.
     pub(super) fn end(self, result: &Result<()>, copied: u64, elapsed: Duration) {
-        let tell = || {
+        self.0.record(|span| {
             let outcome = match result {
                 Ok(()) => "done",
                 Err(Error::Cancelled { .. }) => "cancelled",
                 Err(_) => "failed",
             };
-            self.0.record("outcome", outcome);
-            self.0.record("copied_bytes", copied);
-            self.0.record("seconds", elapsed.as_secs_f64());
+            span.record("outcome", outcome);
+            span.record("copied_bytes", copied);
+            span.record("seconds", elapsed.as_secs_f64());
             if let (Err(error), "failed") = (result, outcome) {
-                self.0.record("error", tracing::field::display(error));
+                span.record("error", tracing::field::display(error));
             }
-            drop(self);
-        };
-        let _ = catch_unwind(AssertUnwindSafe(tell));
+        });
     }
 }

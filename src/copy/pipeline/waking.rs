@@ -15,7 +15,7 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use parking_lot::MutexGuard;
+use crate::locks::MutexGuard;
 
 use super::arrival::PAUSE;
 use super::engine::{Engine, PATIENCE, State};

@@ -17,7 +17,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::MutexGuard;
+use crate::locks::MutexGuard;
 
 use super::config::Priority;
 use super::engine::{Engine, Live, State};
@@ -319,7 +319,7 @@ impl Engine {
         let job = next?.job.clone();
         // From here on it is not over before this chunk is.
         let (index, _) = job.begin(1)?;
-        let found = MutexGuard::unlocked(state, || match &*job.body() {
+        let found = MutexGuard::unlocked(state, || match job.body().as_deref() {
             Some(Body::InPlace(place)) => Ok((job.plan.chunk(index)?, place.clone())),
             _ => Err(Error::Closed),
         });

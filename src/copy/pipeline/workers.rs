@@ -7,11 +7,10 @@
 //! has nothing else to do lets a batch of windows go that has arrived, or attends to a chunk on the wire
 //! ([`super::arrival`]).
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
-use parking_lot::MutexGuard;
+use crate::locks::MutexGuard;
 
 use super::config::{Priority, Settings};
 use super::direct;
@@ -25,6 +24,7 @@ use super::window::{self, Window, Windows};
 use super::wire::{self, InPlace, Load, Ready};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
+use crate::foreign;
 
 /// Who goes first.
 const PRIORITIES: [Priority; 2] = [Priority::Foreground, Priority::Bulk];
@@ -171,7 +171,7 @@ impl Engine {
         if job.plan.pieces().len() > 1 || count < 2 || job.plan.chunk_len() < window::LEAST_CHUNK {
             return None;
         }
-        let wanted = MutexGuard::unlocked(state, || match &*job.body() {
+        let wanted = MutexGuard::unlocked(state, || match job.body().as_deref() {
             Some(Body::File(file)) => file.wants_windows(faster),
             _ => false,
         });
@@ -196,15 +196,17 @@ impl Engine {
         state.windows.open += 1;
         state.windows.registering = true;
         state.windows.tuner.begins(true, Instant::now());
-        let opened = MutexGuard::unlocked(state, || match &*job.body() {
+        let opened = MutexGuard::unlocked(state, || {
+            match job.body().as_deref() {
             Some(Body::File(file)) => Window::open(&engine, file, at, len).inspect_err(|refused| {
                 file.has_no_windows();
                 if let Some(error) = refused {
                     Counters::add(&self.counters.windows_refused, 1);
-                    tracing::debug!(target: "pinpool::pipeline", file = file.name(), %error, "read instead");
+                    crate::foreign::debug!(target: "pinpool::pipeline", file = file.name(), %error, "read instead");
                 }
             }),
             _ => Err(None),
+        }
         });
         state.windows.registering = false;
         match opened {
@@ -277,7 +279,7 @@ impl Engine {
 
     /// Fills a segment from the job's source: where in it the chunk starts.
     fn fill_from(&self, job: &Job, at: u64, len: usize, buf: &mut PinnedBuf) -> Result<usize> {
-        match &*job.body() {
+        match job.body().as_deref() {
             Some(Body::File(file)) => {
                 let lead = file.fill(at, len, buf, &self.counters)?;
                 file.tapped(at, &buf[lead..], &|| job.stopped());
@@ -308,7 +310,7 @@ impl Engine {
         let stream = self.stream(state, job.direction, job.priority);
         let copied = MutexGuard::unlocked(state, || {
             let chunk = job.plan.chunk(index)?;
-            direct::copy(&stream, &chunk, &job.body())?;
+            direct::copy(&stream, &chunk, job.body().as_deref())?;
             Ok(chunk.wanted())
         });
         state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
@@ -325,7 +327,7 @@ impl Engine {
         let Landed { index, buf } = landed;
         let (at, len) = job.plan.range(index);
         let put = MutexGuard::unlocked(state, || {
-            match &*job.body() {
+            match job.body().as_deref() {
                 Some(Body::Sink(sink)) if !job.stopped() => guarded(|| sink.put(at, &buf))
                     .map_err(|error| write_error(&job.name, sink.lies_at(at, Token), &error)),
                 _ => return End::Dropped,
@@ -358,7 +360,7 @@ impl State {
 
 /// Calls the caller's code, which may panic: that ends its transfer, and not our thread.
 fn guarded(call: impl FnOnce() -> std::io::Result<()>) -> std::io::Result<()> {
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| {
+    foreign::call("a source or sink panicked: its transfer fails", call).unwrap_or_else(|| {
         Err(std::io::Error::other("it panicked; the panic's message is on standard error"))
     })
 }

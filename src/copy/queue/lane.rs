@@ -312,8 +312,6 @@ impl Lane {
         let mut state = self.state.lock();
         if state.lost.is_some() || self.has_landed(number) {
             drop(state);
-            // A task may go with it.
-            crate::sync::drop_waker(wake);
             return None;
         }
         state.next_wait += 1;
@@ -324,9 +322,9 @@ impl Lane {
 
     /// Takes it back.
     pub(super) fn get_up(&self, key: WaitKey) {
-        // Dropped after the lock: a task may go with it.
         let wake = self.state.lock().waiting.remove(&(key.place as u64, key.id));
-        crate::sync::drop_waker(wake);
+        // After the lock: a task may go with it.
+        drop(wake);
     }
 }
 

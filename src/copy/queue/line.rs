@@ -14,6 +14,7 @@ use crate::depot::Wake;
 use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
+use crate::foreign::Task;
 use crate::stream::Stream;
 use crate::stream::awaited::{Awaited, Range};
 use crate::stream::timeline::{Lent, WaitKey};
@@ -82,7 +83,7 @@ impl Awaited for Line {
             return Ok(true);
         }
         // Cloned before the lock: that is the caller's code.
-        *key = self.lane().lie_down(range.last, Wake::Task(waker.clone()));
+        *key = self.lane().lie_down(range.last, Wake::Task(Task::of(waker)));
         if key.is_some() {
             self.flow.timeline().hurry();
             return Ok(false);

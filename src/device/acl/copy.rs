@@ -134,7 +134,7 @@ impl Acl {
                 return;
             }
             if attempt % 1024 == 0 {
-                tracing::warn!(
+                crate::foreign::warn!(
                     target: "pinpool::device", device = &*self.name, %error, attempt,
                     "waiting for a blocking copy failed, trying again: its memory is the caller's"
                 );

@@ -22,7 +22,7 @@
 
 use std::ffi::c_int;
 
-use parking_lot::Mutex;
+use crate::locks::Mutex;
 use slab::Slab;
 
 use super::api::{AclEvent, Api};
@@ -161,7 +161,7 @@ impl Acl {
             // What others have queued before it may still run; destroying waits for nothing.
             if let Err(error) = self.event_destroy(event) {
                 self.leaked();
-                tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
+                crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
             }
         }
     }
@@ -285,7 +285,7 @@ impl Acl {
             if let Some(Err(error)) = last.map(|event| self.event_drop(event)) {
                 // It is complete all the same.
                 self.leaked();
-                tracing::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
+                crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
             }
         }
         Ok(complete)

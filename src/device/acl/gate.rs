@@ -62,7 +62,7 @@ pub(super) fn watch() {
     ONCE.call_once(|| {
         FORKS.store(os::forks(), Ordering::Relaxed);
         if !os::at_exit(shut) {
-            tracing::warn!(target: "pinpool::device", "the process's end cannot be watched: calls may be made during it");
+            crate::foreign::warn!(target: "pinpool::device", "the process's end cannot be watched: calls may be made during it");
         }
     });
 }

@@ -40,7 +40,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use crate::locks::{Mutex, RwLock};
 
 use super::api::{AclContext, MallocAttribute, MallocConfig};
 use super::error::{Code, host_memory_limits};

@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 
-use parking_lot::RwLock;
+use crate::locks::RwLock;
 
 use super::Acl;
 use super::api::PointerAttributes;

@@ -179,7 +179,7 @@ fn reset(api: &Api, name: &Arc<str>, ordinal: i32) -> bool {
     // SAFETY: the call takes a number, and is one for one that set it.
     let reset = check(api, name, "aclrtResetDevice", unsafe { (api.reset_device)(ordinal) });
     if let Err(error) = &reset {
-        tracing::warn!(target: "pinpool::device", device = &**name, %error, "a device stays set");
+        crate::foreign::warn!(target: "pinpool::device", device = &**name, %error, "a device stays set");
     }
     reset.is_ok()
 }

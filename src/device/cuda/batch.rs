@@ -113,7 +113,7 @@ impl Cuda {
             // SAFETY: the caller's word.
             && unsafe { self.try_batch(handle, transfers) }.is_some_and(|said| {
                 match &said {
-                    Err(error) if !error.is_sticky() => tracing::debug!(
+                    Err(error) if !error.is_sticky() => crate::foreign::debug!(
                         target: "pinpool::stream", device = &*self.name, %error, copies = transfers.len(),
                         "a batch was refused: its copies go one by one"
                     ),

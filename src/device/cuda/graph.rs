@@ -10,12 +10,12 @@
 //! case: so nothing is released twice where the driver reports an error for what it has done.
 
 use std::ffi::{c_uint, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::api::{CUgraph, CUuserObject};
 use super::{Cuda, stream};
 use crate::device::{Gone, StreamHandle};
 use crate::error::{Error, Result};
+use crate::foreign;
 
 /// cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which must be given: nobody can wait for the destructor.
 const NO_DESTRUCTOR_SYNC: c_uint = 1;
@@ -33,7 +33,7 @@ unsafe extern "C" fn gone(object: *mut c_void) {
     // SAFETY: made by `keep` out of such a box, and called once.
     let gone = unsafe { Box::from_raw(object.cast::<Gone>()) };
     // Unwinding into the driver would be undefined. It only sends, so there is nothing to be said about a panic.
-    let _ = catch_unwind(AssertUnwindSafe(gone));
+    _ = foreign::survive("telling that a graph is gone panicked: its buffers are leaked", gone);
 }
 
 impl Cuda {
@@ -94,7 +94,7 @@ impl Cuda {
         // SAFETY: the reference that it was made with. Where the graph has none, the callback comes now.
         let released = self.said("cuUserObjectRelease", unsafe { release(object, 1) });
         if let Err(error) = released {
-            tracing::warn!(
+            crate::foreign::warn!(
                 target: "pinpool::device::leak", device = &*self.name, %error,
                 "a reference to a graph's buffer is leaked, and with it the buffer"
             );

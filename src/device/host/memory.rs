@@ -21,7 +21,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::RwLock;
+use crate::locks::RwLock;
 
 use super::Refusal;
 use crate::error::AddressFault;
@@ -133,7 +133,7 @@ impl Drop for Allocation {
         if self.len() >= MAPPED {
             // SAFETY: mapped with this length, and nobody else has it any more.
             if let Err(error) = unsafe { os::unmap(self.data, self.len()) } {
-                tracing::warn!(target: "pinpool::device::leak", %error, "device memory is leaked");
+                crate::foreign::warn!(target: "pinpool::device::leak", %error, "device memory is leaked");
             }
             return;
         }

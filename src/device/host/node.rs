@@ -7,7 +7,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use crate::locks::Mutex;
 
 use super::driver::HostDriver;
 use super::fault::{Call, Failure, Fault, FaultBook};

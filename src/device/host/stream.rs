@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use crate::locks::{Condvar, Mutex, MutexGuard};
 
 use super::memory::{Birth, Place, STRIPE};
 use super::unit::Unit;

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
-use parking_lot::{Mutex, RwLock};
+use crate::locks::{Mutex, RwLock};
 
 use super::event::Events;
 use super::fault::Call;
@@ -128,7 +128,7 @@ impl Unit {
         }
         self.streams.write().retain(|_, stream| !stream.is_destroyed());
         self.state.store(DEAD, Ordering::SeqCst);
-        tracing::debug!(target: "pinpool::device", device = %self.name, cause, dropped, "host device died");
+        crate::foreign::debug!(target: "pinpool::device", device = %self.name, cause, dropped, "host device died");
     }
 
     pub(super) fn is_hung(&self) -> bool {
@@ -138,7 +138,7 @@ impl Unit {
     /// Stops all streams before their next operation.
     pub(super) fn hang(&self) {
         self.hung.store(true, Ordering::Release);
-        tracing::debug!(target: "pinpool::device", device = %self.name, "host device hangs");
+        crate::foreign::debug!(target: "pinpool::device", device = %self.name, "host device hangs");
     }
 
     /// Lets all streams go on, whatever it was that held them.

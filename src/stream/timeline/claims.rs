@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Timeline;
-use super::held::{Entry, Held};
+use super::held::{Entry, Held, InUse};
 use crate::depot::{Depot, Segment};
 use crate::device::memory::Allocation;
 use crate::freelist::{Word, state};
@@ -18,10 +18,17 @@ pub(super) struct Claim {
     pub(super) tick: u64,
     pub(super) segment: Segment,
     pub(super) word: Word,
-    pub(super) memory: Option<Arc<Allocation>>,
+    pub(super) memory: InUse<Option<Arc<Allocation>>>,
     pub(super) bytes: usize,
     pub(super) since: Option<Instant>,
     pub(super) landed: bool,
+}
+
+impl InUse<Option<Arc<Allocation>>> {
+    /// Takes it, and leaves nothing.
+    pub(super) fn take(&mut self) -> Self {
+        std::mem::replace(self, Self::new(None))
+    }
 }
 
 impl Timeline {

@@ -6,14 +6,39 @@
 
 #![allow(unsafe_code)]
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::depot::{Segment, Wake};
 use crate::device::memory::Allocation;
+use crate::foreign;
 use crate::freelist::{Word, state};
 use crate::sync::{AtomicU32, Ordering};
+
+/// Something that a device may use. Dropped, it is leaked: only [`release`](Self::release) lets it go, by a caller that
+/// knows the device to be done with it.
+#[derive(Debug)]
+pub(crate) struct InUse<T>(ManuallyDrop<T>);
+
+impl<T> InUse<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(ManuallyDrop::new(value))
+    }
+
+    /// The device is done with it, or never heard of it.
+    pub(crate) fn release(self) -> T {
+        ManuallyDrop::into_inner(self.0)
+    }
+}
+
+impl<T> std::ops::Deref for InUse<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
 
 /// What keeps memory from being reused until its tick is complete.
 #[derive(Debug)]
@@ -23,7 +48,7 @@ pub(crate) enum Held {
     /// A segment held by several timelines at once.
     Joint(Arc<Joint>),
     /// Anything else: it is dropped when the device is done with it.
-    Object(Box<dyn Keep>),
+    Object(InUse<Box<dyn Keep>>),
     /// Only the entry's device memory.
     Nothing,
 }
@@ -59,7 +84,7 @@ impl Gone {
     pub(crate) fn log(self) {
         let Self { buffers, bytes } = self;
         if buffers > 0 {
-            tracing::error!(
+            crate::foreign::error!(
                 target: "pinpool::stream::quarantine", buffers, bytes,
                 "buffers are quarantined: nobody can prove that the device is done with them"
             );
@@ -166,7 +191,7 @@ impl Loan {
                 let word = segment.slot().depart();
                 Self { held: Held::Segment { segment, word }, bytes }
             }
-            Lent::Object(object) => Self { held: Held::Object(object), bytes: 0 },
+            Lent::Object(object) => Self { held: Held::Object(InUse::new(object)), bytes: 0 },
             Lent::Joint(joint) => Self { held: Held::Joint(joint), bytes: 0 },
             // Claims are one timeline's own, and nobody lends them elsewhere.
             Lent::Claimed(_) => Self { held: Held::Nothing, bytes: 0 },
@@ -191,7 +216,11 @@ impl Loan {
         let returned = match self.held {
             Held::Segment { segment, word } => settle(&segment, word),
             Held::Joint(joint) => joint.land(),
-            Held::Object(_) | Held::Nothing => None,
+            Held::Object(object) => {
+                drop(object.release());
+                None
+            }
+            Held::Nothing => None,
         };
         let gone = returned.is_some();
         if let Some(segment) = returned {
@@ -206,7 +235,7 @@ impl Loan {
         let lost = match self.held {
             Held::Segment { segment, word } => condemn(&segment, word),
             Held::Joint(joint) => joint.quarantine(),
-            Held::Object(object) => return object.quarantine(),
+            Held::Object(object) => return object.release().quarantine(),
             Held::Nothing => None,
         };
         lost.map(Gone::one).unwrap_or_default()
@@ -249,7 +278,7 @@ pub(super) fn condemn(segment: &Segment, word: Word) -> Option<Segment> {
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) held: Held,
-    pub(super) memory: Option<Arc<Allocation>>,
+    pub(super) memory: InUse<Option<Arc<Allocation>>>,
     pub(super) bytes: usize,
     /// When it was submitted, if it is one of those that are timed.
     pub(super) since: Option<Instant>,
@@ -261,10 +290,10 @@ pub(super) struct After {
     pub(super) returned: Vec<Segment>,
     pub(super) quarantined: Vec<Segment>,
     /// Objects that the device may use for good. They book what they leak, which can wake somebody.
-    pub(super) condemned: Vec<Box<dyn Keep>>,
+    pub(super) condemned: Vec<InUse<Box<dyn Keep>>>,
     /// Whether device memory is kept for good.
     pub(super) kept: bool,
-    pub(super) dropped: Vec<(Held, Option<Arc<Allocation>>)>,
+    pub(super) dropped: Vec<(Option<Box<dyn Keep>>, Option<Arc<Allocation>>)>,
     pub(super) wakes: Vec<Wake>,
     /// When those were submitted that were timed and have landed.
     pub(super) flown: Vec<Instant>,
@@ -282,13 +311,12 @@ impl After {
             unsafe { segment.release() };
         }
         let segments = self.quarantined.into_iter().map(Gone::one);
-        let objects = self.condemned.into_iter().map(|object| object.quarantine());
+        let objects = self.condemned.into_iter().map(|object| object.release().quarantine());
         segments.chain(objects).sum::<Gone>().log();
-        for (held, memory) in self.dropped {
-            // Objects are the caller's own types: their drop may panic, and must not take the reaper along.
-            if catch_unwind(AssertUnwindSafe(|| drop((held, memory)))).is_err() {
-                tracing::error!(target: "pinpool::stream", "dropping an object that a hold kept panicked");
-            }
+        for released in self.dropped {
+            _ = foreign::survive("letting go of what a copy used panicked: it may be leaked", || {
+                drop(released)
+            });
         }
         self.wakes.into_iter().for_each(Wake::wake);
     }

@@ -146,7 +146,7 @@ impl Timeline {
             let comes_back = error.class() == ErrorClass::Moment && !state.marks.is_empty();
             !comes_back && gives_up(&mut state.unrecorded, error)
         };
-        tracing::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "a mark could not be recorded");
+        crate::foreign::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "a mark could not be recorded");
         if give_up {
             self.lose(error);
         }
@@ -248,7 +248,7 @@ impl Timeline {
         let mut after = After::default();
         let mut state = self.state.lock();
         if state.lost.is_none() {
-            tracing::error!(
+            crate::foreign::error!(
                 target: "pinpool::stream::lost",
                 device = self.context.name(),
                 stream = self.number,

@@ -54,7 +54,6 @@ mod marks;
 mod tests;
 mod waits;
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -63,7 +62,7 @@ use crossbeam::utils::CachePadded;
 use slab::Slab;
 
 use self::claims::Claim;
-use self::held::{After, Entry, Held, condemn, settle};
+use self::held::{After, Entry, Held, InUse, condemn, settle};
 pub(crate) use self::held::{Gone, Joint, Keep, Lent, Loan};
 pub use self::look::Mark;
 pub(crate) use self::look::Stillness;
@@ -72,9 +71,11 @@ pub(crate) use self::waits::{SPIN, WaitKey};
 use super::reaper::Listing;
 use crate::depot::Depot;
 use crate::device::context::Context;
+use crate::device::ending::Keeper;
 use crate::device::memory::Allocation;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, Result};
+use crate::foreign::{self, Deferral};
 use crate::freelist::state;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard};
 
@@ -150,7 +151,7 @@ pub(crate) struct Timeline {
     /// Made by us, so destroyed by us.
     destroy: bool,
     /// What keeps a stream of others alive, if its owner said so.
-    keeper: OnceLock<Box<dyn Any + Send + Sync>>,
+    keeper: OnceLock<Keeper>,
     reaper: Listing,
     completed: CachePadded<AtomicU64>,
     /// Whether `lost` is set in the state, for those who only look. Set under the lock, with release, before anyone is woken;
@@ -296,7 +297,7 @@ impl Timeline {
         not(any(feature = "acl", feature = "cuda")),
         allow(dead_code, reason = "only others' streams are shared")
     )]
-    pub(crate) fn keep(&self, keeper: Box<dyn Any + Send + Sync>) {
+    pub(crate) fn keep(&self, keeper: Keeper) {
         let _ = self.keeper.set(keeper);
     }
 
@@ -361,15 +362,18 @@ impl Timeline {
                 (Held::Segment { segment: claim.segment, word }, claim.bytes)
             }
             Lent::Joint(joint) => (Held::Joint(joint), 0),
-            Lent::Object(object) => (Held::Object(object), 0),
+            Lent::Object(object) => (Held::Object(InUse::new(object)), 0),
         };
         state.moves += 1;
         // Under loom none: nothing depends on it.
         let timed = !cfg!(loom) && state.submitted % TIMED == 0;
         state.submitted += 1;
         let since = timed.then(Instant::now);
+        let memory = InUse::new(memory);
         let key = state.pending.insert(Entry { held, memory, bytes, since });
-        Ok(Submission { timeline: self, key: Some(key), tick: planted_tick(&state) })
+        // From here on until the entry has joined.
+        let deferral = foreign::defer();
+        Ok(Submission { timeline: self, key: Some(key), tick: planted_tick(&state), _deferral: deferral })
     }
 
     /// The driver was called: the entry joins under the tick that is open now.
@@ -439,10 +443,15 @@ impl Timeline {
 
 impl Drop for Timeline {
     fn drop(&mut self) {
-        // A timeline with anything in flight is on the reaper's list, and so is not dropped.
         let keeper = self.keeper.take();
         if self.forked() {
             // The parent's.
+            return std::mem::forget(keeper);
+        }
+        // A timeline with anything in flight is on the reaper's list, and so is not dropped, unless a panic has taken it off.
+        if !self.state.get_mut().is_idle() {
+            self.lose(&Error::Internal("a stream was dropped with work in flight"));
+            self.context.holds().leaked(1);
             return std::mem::forget(keeper);
         }
         if let Some(keeper) = keeper {
@@ -463,7 +472,7 @@ impl Drop for Timeline {
         self.context.worker().send(move || {
             if let Err(error) = driver.destroy_stream(stream) {
                 holds.leaked(1);
-                tracing::warn!(target: "pinpool::stream::leak", device = driver.name(), %error, "a stream is leaked");
+                crate::foreign::warn!(target: "pinpool::stream::leak", device = driver.name(), %error, "a stream is leaked");
             }
         });
     }
@@ -515,13 +524,14 @@ impl State {
                 Held::Segment { segment, word } => {
                     self.flight(segment.depot()).bytes -= bytes;
                     after.returned.extend(settle(&segment, word));
-                    after.dropped.push((Held::Nothing, memory));
+                    after.dropped.push((None, memory.release()));
                 }
                 Held::Joint(joint) => {
                     after.returned.extend(joint.land());
-                    after.dropped.push((Held::Nothing, memory));
+                    after.dropped.push((None, memory.release()));
                 }
-                held @ (Held::Object(_) | Held::Nothing) => after.dropped.push((held, memory)),
+                Held::Object(object) => after.dropped.push((Some(object.release()), memory.release())),
+                Held::Nothing => after.dropped.push((None, memory.release())),
             }
         }
         let mut landed = Vec::new();
@@ -530,7 +540,7 @@ impl State {
             // Whoever holds the claim looks at `landed` under this lock, so the word can only be CLAIMED.
             let _ = claim.segment.slot().exchange(claim.word.with(state::CLAIMED), state::HOST);
             landed.push((claim.segment.depot().number(), claim.bytes));
-            after.dropped.push((Held::Nothing, claim.memory.take()));
+            after.dropped.push((None, claim.memory.take().release()));
         }
         for (depot, bytes) in landed {
             let flight = self.flight_of(depot);
@@ -545,12 +555,12 @@ impl State {
     /// their device memory is leaked: a device that finds it freed may die of that.
     fn quarantine(&mut self, dead: bool, after: &mut After) {
         let After { quarantined, dropped, condemned, kept, .. } = after;
-        let mut let_go = |memory: Option<Arc<Allocation>>| {
+        let mut let_go = |memory: InUse<Option<Arc<Allocation>>>| {
             if dead {
-                dropped.push((Held::Nothing, memory));
+                dropped.push((None, memory.release()));
             } else {
+                // Leaked with this.
                 *kept |= memory.is_some();
-                std::mem::forget(memory);
             }
         };
         for (_, Entry { held, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
@@ -588,13 +598,15 @@ pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
     key: Option<usize>,
     tick: Option<u64>,
+    /// Ends when the entry has joined: fields are dropped after the drop below.
+    _deferral: Deferral,
 }
 
 impl Submission<'_> {
     /// Device memory that the driver has just given, to be kept like that of a copy.
     pub(crate) fn keep(&self, memory: Arc<Allocation>) {
         if let Some(key) = self.key {
-            self.timeline.state.lock().pending[key].memory = Some(memory);
+            self.timeline.state.lock().pending[key].memory = InUse::new(Some(memory));
         }
     }
 
@@ -602,7 +614,7 @@ impl Submission<'_> {
     /// has succeeded, since it is not given back. Before the driver is called.
     pub(crate) fn carry(&self, object: Box<dyn Keep>) {
         if let Some(key) = self.key {
-            self.timeline.state.lock().pending[key].held = Held::Object(object);
+            self.timeline.state.lock().pending[key].held = Held::Object(InUse::new(object));
         }
     }
 

@@ -9,7 +9,8 @@ use super::look::Stillness;
 use super::{State, Timeline};
 use crate::depot::Wake;
 use crate::error::{Error, ErrorClass, Result};
-use crate::sync::{Ordering, drop_waker, thread};
+use crate::foreign::Task;
+use crate::sync::{Ordering, thread};
 
 /// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
@@ -190,12 +191,12 @@ impl Timeline {
         if self.poll_complete(tick)? {
             return Ok(true);
         }
-        // Cloned before the lock: that is the caller's code.
-        let waker = waker.clone();
+        // Before the lock: to clone a waker is foreign code.
+        let task = Task::of(waker);
         {
             let mut state = self.state.lock();
             if state.lost.is_none() && self.completed.load(Ordering::Relaxed) < tick {
-                *key = Some(state.wait(tick, Wake::Task(waker)));
+                *key = Some(state.wait(tick, Wake::Task(task)));
             }
         }
         if key.is_some() {
@@ -211,7 +212,7 @@ impl Timeline {
         if let Some(key) = key.take().filter(|_| !self.forked()) {
             // Dropped after the lock, since a task may go with it, and buffers with the task.
             let waker = self.state.lock().stop_waiting(key);
-            drop_waker(waker);
+            drop(waker);
         }
     }
 }

@@ -1,0 +1,474 @@
+//! Foreign code: what this crate calls and did not write.
+//!
+//! A pool is embedded, so its calls run code of others: `tracing` subscribers and `metrics` recorders, wakers, the drop of
+//! values that were lent or registered, sources and sinks, callbacks. Any of it may panic (with a payload whose drop panics,
+//! too), block, or call back into the pool. No invariant of the crate rests on it.
+//!
+//! # The rule
+//!
+//! 1. Foreign code runs under no lock of the crate, nor between the driver's acceptance of work and the timeline's entry
+//!    for it, nor on a thread that has lent borrowed memory to a device.
+//! 2. Each call of it goes through this module, which catches a panic, disposes of the payload, says what follows, and
+//!    returns to its caller. So foreign code never unwinds through a frame of the crate.
+//! 3. The crate's own threads go on after a panic that reaches the top of their loop.
+//!
+//! # How the rule is kept
+//!
+//! - A [`Deferral`] marks a section in which foreign code must not run. Each guard of a lock (`locks`) has one, so has each
+//!   submission of a timeline, and so has each blocking copy of borrowed memory. A thread's deferrals nest.
+//! - Events, wakes and drops that come up in such a section are kept by the thread, in order, and run when its last deferral
+//!   ends: after the unlock, the entry, the return of the borrow.
+//! - What returns a value to the crate (a source's bytes, a recorder's handle) cannot be put off. [`call`] asserts in debug
+//!   builds that no deferral is active.
+//! - Wakes are made by a loop: a wake that comes up while this thread wakes waits for its turn. So a waker that polls its
+//!   task at once, which wakes another, takes no stack for each of them. Events take turns in the same way.
+//! - [`Owned`] holds a value of the caller's. Its drop goes through this module wherever the value is dropped.
+//! - The macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) are denied by clippy
+//!   (`clippy.toml`) everywhere in the library but here, and so are locks without a deferral, but in `locks`.
+//!
+//! Unparking a thread is the standard library's code, and is not deferred.
+//!
+//! Under loom foreign code runs at once: the models' threads take turns on one thread of the system, and share its
+//! thread-locals.
+
+// This is the one module that may.
+#![allow(clippy::disallowed_macros, clippy::disallowed_methods)]
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::task::Waker;
+
+use tracing::field::DisplayValue;
+use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
+
+/// Foreign code that was put off.
+enum Work {
+    Event(Box<dyn FnOnce() + Send>),
+    Wake(Task),
+    WakeShared(Arc<Task>),
+    Drop(Box<dyn FnOnce() + Send>),
+}
+
+impl Work {
+    fn run(self) {
+        match self {
+            // The panic hook has told of it, and a subscriber that panics is not to be told by another event.
+            Self::Event(tell) => _ = guard(tell),
+            Self::Wake(mut task) => {
+                if let Some(waker) = task.0.take() {
+                    _ = call(WAKER_PANICKED, || waker.into_inner().wake());
+                }
+            }
+            Self::WakeShared(task) => {
+                if let Some(waker) = &task.0 {
+                    _ = call(WAKER_PANICKED, || waker.wake_by_ref());
+                }
+            }
+            Self::Drop(discard) => _ = call(DROP_PANICKED, discard),
+        }
+    }
+}
+
+const WAKER_PANICKED: &str = "a waker panicked: its task may not be polled again";
+const DROP_PANICKED: &str = "dropping a value of the caller's panicked: what it had not freed yet is leaked";
+
+struct State {
+    /// Deferrals of this thread that have not ended.
+    deferrals: Cell<usize>,
+    /// Whether this thread runs deferred work, in a frame further out.
+    running: Cell<bool>,
+    /// In order. Never dropped, so that the thread's last destructors can still reach it; empty whenever no deferral is
+    /// active and nothing runs.
+    later: RefCell<ManuallyDrop<VecDeque<Work>>>,
+}
+
+std::thread_local! {
+    static STATE: State = const {
+        State {
+            deferrals: Cell::new(0),
+            running: Cell::new(false),
+            later: RefCell::new(ManuallyDrop::new(VecDeque::new())),
+        }
+    };
+}
+
+/// While it lives, this thread puts foreign code off. See the module's page.
+#[derive(Debug)]
+#[must_use = "foreign code is put off for as long as this lives"]
+pub(crate) struct Deferral {
+    /// It belongs to its thread.
+    _thread: PhantomData<*const ()>,
+}
+
+/// Puts foreign code off on this thread until the deferral is dropped.
+#[inline]
+pub(crate) fn defer() -> Deferral {
+    if cfg!(not(loom)) {
+        STATE.with(|state| state.deferrals.set(state.deferrals.get() + 1));
+    }
+    Deferral { _thread: PhantomData }
+}
+
+impl Drop for Deferral {
+    #[inline]
+    fn drop(&mut self) {
+        if cfg!(not(loom)) {
+            STATE.with(|state| {
+                let left = state.deferrals.get() - 1;
+                state.deferrals.set(left);
+                if left == 0 && !state.later.borrow().is_empty() {
+                    run_deferred(state);
+                }
+            });
+        }
+    }
+}
+
+/// Runs `inside` as if the innermost deferral had ended, and starts that again afterwards: for a lock that is given up for a
+/// moment. What was put off runs first, if no other deferral is active.
+pub(crate) fn lifted<R>(inside: impl FnOnce() -> R) -> R {
+    struct Again;
+    impl Drop for Again {
+        fn drop(&mut self) {
+            std::mem::forget(defer());
+        }
+    }
+    // Ends the deferral of the caller's guard, which is started again below, on unwinding too.
+    drop(Deferral { _thread: PhantomData });
+    let _again = Again;
+    inside()
+}
+
+/// Whether work was put off that would run if the innermost deferral ended.
+pub(crate) fn is_work_due() -> bool {
+    STATE.with(|state| state.deferrals.get() == 1 && !state.running.get() && !state.later.borrow().is_empty())
+}
+
+#[cold]
+fn run_deferred(state: &State) {
+    if state.running.get() {
+        // A frame further out does, once it has control again.
+        return;
+    }
+    state.running.set(true);
+    loop {
+        // Taken in a statement of its own: what runs may put more off.
+        let next = state.later.borrow_mut().pop_front();
+        match next {
+            Some(work) => work.run(),
+            None => break,
+        }
+    }
+    // Gives the queue's memory back: nothing else does at the thread's end.
+    drop(ManuallyDrop::into_inner(state.later.replace(ManuallyDrop::new(VecDeque::new()))));
+    state.running.set(false);
+}
+
+/// Runs foreign code that nothing waits for: now, or where this thread puts it off or runs such code already, later.
+fn later(work: Work) {
+    if cfg!(loom) {
+        return work.run();
+    }
+    STATE.with(|state| {
+        if state.deferrals.get() > 0 || state.running.get() {
+            return state.later.borrow_mut().push_back(work);
+        }
+        state.running.set(true);
+        work.run();
+        state.running.set(false);
+        if !state.later.borrow().is_empty() {
+            run_deferred(state);
+        }
+    });
+}
+
+// --- calls ---------------------------------------------------------------------------------------------------------------
+
+/// Catches a panic of `run`. The payload is dropped here, where its own drop may panic.
+fn guard<R>(run: impl FnOnce() -> R) -> Option<R> {
+    catch_unwind(AssertUnwindSafe(run)).map_err(dispose).ok()
+}
+
+fn dispose(payload: Box<dyn Any + Send>) {
+    if let Err(next) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+        // Dropping the next may panic in turn, without end: it is leaked.
+        std::mem::forget(next);
+    }
+}
+
+/// Calls foreign code and returns what it returns, or `None` if it panicked. `panicked` then goes into the log: what
+/// panicked, and what follows.
+pub(crate) fn call<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
+    debug_assert!(may_call(), "foreign code is called where it must be put off");
+    let result = guard(run);
+    if result.is_none() {
+        crate::foreign::error!(target: "pinpool::foreign", "{panicked}");
+    }
+    result
+}
+
+/// Runs code of the crate's own at the top of one of its threads, or where it must not unwind. It may use deferrals as it
+/// likes, and none of its own are active when it has panicked.
+pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
+    let result = guard(run);
+    if result.is_none() {
+        crate::foreign::error!(target: "pinpool::foreign", "{panicked}");
+    }
+    result
+}
+
+/// A task that waits: its waker. Nothing where cloning that has panicked.
+#[derive(Debug)]
+pub(crate) struct Task(Option<Owned<Waker>>);
+
+impl Task {
+    /// Clones the waker. Not to be called where foreign code must be put off.
+    pub(crate) fn of(waker: &Waker) -> Self {
+        Self(call("cloning a waker panicked: its task is not woken", || waker.clone()).map(Owned::new))
+    }
+
+    pub(crate) fn will_wake(&self, other: &Waker) -> bool {
+        self.0.as_ref().is_some_and(|waker| waker.will_wake(other))
+    }
+
+    pub(crate) fn wake(self) {
+        later(Work::Wake(self));
+    }
+
+    /// Wakes a task that others may wake, too.
+    pub(crate) fn wake_shared(self: Arc<Self>) {
+        later(Work::WakeShared(self));
+    }
+}
+
+/// Drops a value of the caller's: now, or where this thread puts foreign code off, later.
+pub(crate) fn discard<T: Send + 'static>(value: T) {
+    if !std::mem::needs_drop::<T>() {
+        return;
+    }
+    if cfg!(not(loom)) && STATE.with(|state| state.deferrals.get() > 0) {
+        return later(Work::Drop(Box::new(move || drop(value))));
+    }
+    // Not one by one after another, as wakes: the caller may rely on its being gone.
+    _ = call(DROP_PANICKED, || drop(value));
+}
+
+/// A value of the caller's. Wherever it is dropped, that is foreign code, and goes the way of [`discard`].
+pub(crate) struct Owned<T: Send + 'static>(ManuallyDrop<T>);
+
+impl<T: Send + 'static> Owned<T> {
+    pub(crate) fn new(value: T) -> Self {
+        Self(ManuallyDrop::new(value))
+    }
+}
+
+impl<T: Send + 'static> Owned<T> {
+    /// Gives the value to its owner.
+    #[allow(unsafe_code)]
+    pub(crate) fn into_inner(self) -> T {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: taken once: `this` is never dropped.
+        unsafe { ManuallyDrop::take(&mut this.0) }
+    }
+}
+
+impl<T: Send + 'static> Drop for Owned<T> {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: taken once: nothing looks at it after this.
+        discard(unsafe { ManuallyDrop::take(&mut self.0) });
+    }
+}
+
+impl<T: Send + 'static> Deref for Owned<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Send + 'static> DerefMut for Owned<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.0
+    }
+}
+
+impl<T: Send + 'static> fmt::Debug for Owned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Owned")
+    }
+}
+
+// --- events and spans ----------------------------------------------------------------------------------------------------
+
+/// Whether events of a level may have a listener. Asks no subscriber.
+#[inline]
+pub(crate) fn listens(level: tracing::Level) -> bool {
+    level <= STATIC_MAX_LEVEL && level <= LevelFilter::current()
+}
+
+/// Tells the subscriber: now or later. The event's fields are its own.
+pub(crate) fn tell(event: impl FnOnce() + Send + 'static) {
+    later(Work::Event(Box::new(event)));
+}
+
+/// Tells the subscriber now: for events whose fields are borrowed. Not to be called where foreign code must be put off.
+pub(crate) fn tell_now(event: impl FnOnce()) {
+    debug_assert!(may_call(), "foreign code is called where it must be put off");
+    _ = guard(event);
+}
+
+/// A field of an event, as the event keeps it.
+pub(crate) trait Field {
+    type Kept: tracing::Value + Send + 'static;
+    fn keep(self) -> Self::Kept;
+}
+
+impl Field for &str {
+    type Kept = String;
+    fn keep(self) -> String {
+        self.to_owned()
+    }
+}
+
+macro_rules! plain_fields {
+    ($($type:ty),*) => {
+        $(impl Field for $type {
+            type Kept = $type;
+            fn keep(self) -> $type {
+                self
+            }
+        })*
+    };
+}
+plain_fields!(bool, u32, u64, usize, i32, i64, f64, String);
+
+impl<F: Field> Field for Option<F> {
+    type Kept = Option<F::Kept>;
+    fn keep(self) -> Self::Kept {
+        self.map(Field::keep)
+    }
+}
+
+impl<T: fmt::Display> Field for DisplayValue<T> {
+    type Kept = DisplayValue<String>;
+    fn keep(self) -> Self::Kept {
+        tracing::field::display(self.to_string())
+    }
+}
+
+/// `event!(LEVEL, target: "…", field = value, field = %display, field = ?debug, %field, field, "message")`: as `tracing`'s
+/// own macro of that name. The fields' values are taken at once, the subscriber hears of them when it may.
+macro_rules! event {
+    (@ $level:ident $target:literal [$($kept:tt)*] % $name:ident, $($rest:tt)+) => {
+        $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display($name.to_string()))] $($rest)+)
+    };
+    (@ $level:ident $target:literal [$($kept:tt)*] $name:ident = % $value:expr, $($rest:tt)+) => {
+        $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display($value.to_string()))] $($rest)+)
+    };
+    (@ $level:ident $target:literal [$($kept:tt)*] $name:ident = ? $value:expr, $($rest:tt)+) => {
+        $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display(format!("{:?}", $value)))] $($rest)+)
+    };
+    (@ $level:ident $target:literal [$($kept:tt)*] $name:ident = $value:expr, $($rest:tt)+) => {
+        $crate::foreign::event!(@ $level $target [$($kept)* ($name, $crate::foreign::Field::keep($value))] $($rest)+)
+    };
+    (@ $level:ident $target:literal [$($kept:tt)*] $name:ident, $($rest:tt)+) => {
+        $crate::foreign::event!(@ $level $target [$($kept)* ($name, $crate::foreign::Field::keep($name))] $($rest)+)
+    };
+    (@ $level:ident $target:literal [$(($name:ident, $kept:expr))*] $message:literal $(, $arg:expr)* $(,)?) => {
+        if $crate::foreign::listens(tracing::Level::$level) {
+            let kept = ($($kept,)*);
+            let message = format!($message $(, $arg)*);
+            $crate::foreign::tell(move || {
+                let ($($name,)*) = kept;
+                tracing::event!(target: $target, tracing::Level::$level, $($name,)* "{message}");
+            });
+        }
+    };
+    ($level:ident, target: $target:literal, $($rest:tt)+) => {
+        $crate::foreign::event!(@ $level $target [] $($rest)+)
+    };
+}
+macro_rules! error { ($($event:tt)+) => { $crate::foreign::event!(ERROR, $($event)+) } }
+macro_rules! warning { ($($event:tt)+) => { $crate::foreign::event!(WARN, $($event)+) } }
+macro_rules! info { ($($event:tt)+) => { $crate::foreign::event!(INFO, $($event)+) } }
+macro_rules! debug { ($($event:tt)+) => { $crate::foreign::event!(DEBUG, $($event)+) } }
+
+/// `span!(LEVEL, target: "…", "name", field = value)`, with `parent: &span,` behind the target if it is to have one: makes a
+/// [`Span`], at once.
+macro_rules! span {
+    ($level:ident, target: $target:literal, parent: $parent:expr, $($rest:tt)+) => {
+        $crate::foreign::Span::make(tracing::Level::$level, || {
+            tracing::span!(target: $target, parent: $parent.id(), tracing::Level::$level, $($rest)+)
+        })
+    };
+    ($level:ident, target: $target:literal, $($rest:tt)+) => {
+        $crate::foreign::Span::make(tracing::Level::$level, || {
+            tracing::span!(target: $target, tracing::Level::$level, $($rest)+)
+        })
+    };
+}
+
+pub(crate) use {debug, error, event, info, span, warning as warn};
+
+/// A span of `tracing`'s whose every use is a guarded call. A subscriber that panics in one loses that call.
+#[derive(Clone)]
+pub(crate) struct Span(Option<Arc<Owned<tracing::Span>>>);
+
+impl Span {
+    /// For [`span!`].
+    pub(crate) fn make(level: tracing::Level, make: impl FnOnce() -> tracing::Span) -> Self {
+        if !listens(level) || !may_call() {
+            return Self(None);
+        }
+        Self(guard(make).filter(|span| !span.is_none()).map(|span| Arc::new(Owned::new(span))))
+    }
+
+    /// Enters it on this thread until the guard is dropped.
+    pub(crate) fn enter(&self) -> Entered<'_> {
+        Entered(self.0.as_ref().filter(|_| may_call()).and_then(|span| guard(|| span.enter())))
+    }
+
+    /// The span's number with its subscriber, to be another's parent.
+    pub(crate) fn id(&self) -> Option<tracing::Id> {
+        self.0.as_ref().and_then(|span| span.id())
+    }
+
+    /// Fills in fields.
+    pub(crate) fn record(&self, fill: impl FnOnce(&tracing::Span)) {
+        if let Some(span) = self.0.as_ref().filter(|_| may_call()) {
+            _ = guard(|| fill(span));
+        }
+    }
+}
+
+impl fmt::Debug for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Span").field(&self.0.is_some()).finish()
+    }
+}
+
+/// An entered span.
+pub(crate) struct Entered<'a>(Option<tracing::span::Entered<'a>>);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if let Some(entered) = self.0.take() {
+            debug_assert!(may_call(), "a span ends where foreign code must be put off");
+            _ = guard(|| drop(entered));
+        }
+    }
+}
+
+/// Whether no deferral is active, as it must not be where foreign code answers at once.
+fn may_call() -> bool {
+    cfg!(loom) || STATE.with(|state| state.deferrals.get() == 0)
+}
