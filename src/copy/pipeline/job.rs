@@ -24,7 +24,7 @@ use super::trace::Trace;
 use super::wire::InPlace;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
-use crate::foreign::{self, Task};
+use crate::foreign::{Owned, Task};
 
 /// How a chunk ended.
 #[derive(Debug)]
@@ -154,7 +154,7 @@ pub(super) struct Job {
     pub(super) kind: Kind,
     /// Set to nothing when the job is over, before that is told. Each reader or writer has a share of it, whose end
     /// [`finish`](Self::finish) waits for.
-    body: Mutex<Option<Arc<Body>>>,
+    body: Mutex<Option<Arc<Owned<Body>>>>,
     run: Mutex<Run>,
     /// Whoever waits for a part of it waits here, and whoever waits for its end there.
     bell: Condvar,
@@ -240,7 +240,7 @@ impl Job {
             wakers: Vec::new(),
             next_waker: 0,
         };
-        let (body, run) = (Mutex::new(Some(Arc::new(body))), Mutex::new(run));
+        let (body, run) = (Mutex::new(Some(Arc::new(Owned::new(body)))), Mutex::new(run));
         let since = Instant::now();
         let (bell, end) = (Condvar::new(), Condvar::new());
         let last = Arc::default();
@@ -254,7 +254,7 @@ impl Job {
     }
 
     /// What it reads or writes, until it is over. Dropped by the last user: not to be asked for under the engine's lock.
-    pub(super) fn body(&self) -> Option<Arc<Body>> {
+    pub(super) fn body(&self) -> Option<Arc<Owned<Body>>> {
         self.body.lock().clone()
     }
 
@@ -380,7 +380,7 @@ impl Job {
     pub(super) fn finish(&self) {
         // A worker that only looks at it may still have a share, for a moment.
         let body = self.body.lock().take();
-        foreign::discard(body.map(|body| last_of(body, SURELY)));
+        drop(body.map(|body| last_of(body, SURELY)));
         let (result, done, trace) = {
             let mut run = self.run.lock();
             let complete = run.missing >= run.limit;

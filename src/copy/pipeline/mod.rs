@@ -320,7 +320,7 @@ impl Pipeline {
     /// # Errors
     /// With the source: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, a lost device.
     pub fn upload<S: Source>(&self, source: S, dst: impl DeviceRange) -> Result<Transfer<S>, SubmitError<S>> {
-        match self.target(dst, source.len()) {
+        match source::length(&source).and_then(|len| self.target(dst, len)) {
             Ok(device) => self.upload_pieces(source, vec![Piece { at: 0, device }]),
             Err(error) => Err(SubmitError::refused(error, source)),
         }
@@ -335,9 +335,10 @@ impl Pipeline {
         source: S,
         pieces: Vec<Piece>,
     ) -> Result<Transfer<S>, SubmitError<S>> {
-        let (name, len) = (source.name().into_owned(), source.len());
+        let name = source::name("the source", || source.name());
         let memory = source.memory(Token).is_some();
-        let plan = self.plan(pieces, Direction::Up, memory).and_then(|plan| within(plan, 0, len));
+        let plan = self.plan(pieces, Direction::Up, memory);
+        let plan = plan.and_then(|plan| within(plan, 0, source::length(&source)?));
         self.transfer(Direction::Up, source, plan, &name, |shared| Body::Source(shared))
     }
 
@@ -495,7 +496,7 @@ impl Pipeline {
         pieces: Vec<Piece>,
         sink: S,
     ) -> Result<Transfer<S>, SubmitError<S>> {
-        let name = sink.name().into_owned();
+        let name = source::name("the target", || sink.name());
         let plan = self.plan(pieces, Direction::Down, sink.place(Token).is_some());
         self.transfer(Direction::Down, sink, plan, &name, |shared| Body::Sink(shared))
     }

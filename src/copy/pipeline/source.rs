@@ -13,6 +13,8 @@ use bytes::Bytes;
 
 use super::stores::{self, Stores};
 use crate::buffer::PinnedBuf;
+use crate::error::{Error, Result};
+use crate::foreign;
 
 /// A source of an upload that can be read anywhere, by several threads at once.
 ///
@@ -46,6 +48,24 @@ pub trait Source: Send + Sync + 'static {
     fn memory(&self, _: ours::Token) -> Option<&[u8]> {
         None
     }
+}
+
+/// Bytes of a source, by its own word.
+pub(super) fn length(source: &impl Source) -> Result<u64> {
+    let len =
+        foreign::call("a source panicked when it was asked for its length: it is refused", || source.len());
+    len.ok_or_else(|| Error::Read {
+        what: "the source".into(),
+        offset: 0,
+        kind: io::ErrorKind::Other,
+        text: "it panicked when it was asked for its length".into(),
+    })
+}
+
+/// What a source or sink is called, by its own word.
+pub(super) fn name<'a>(or: &str, ask: impl FnOnce() -> Cow<'a, str>) -> String {
+    foreign::call("a source or sink panicked when it was asked for its name", || ask().into_owned())
+        .unwrap_or_else(|| or.into())
 }
 
 pub(super) mod ours {

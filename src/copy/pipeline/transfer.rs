@@ -11,6 +11,7 @@ use super::arrival::{SURELY, last_of};
 use super::engine::{Engine, may_wait};
 use super::job::{Job, Progress};
 use crate::error::{Error, Result, SubmitError};
+use crate::foreign;
 
 /// A transfer under way. Wait for it, await it (no runtime is assumed), look at it, cancel it.
 ///
@@ -169,6 +170,7 @@ impl<T: Send + Sync + 'static> Drop for Transfer<T> {
         if !self.detached {
             self.handle.engine.cancel(&self.job);
         }
+        foreign::discard(self.value.take());
     }
 }
 

@@ -319,7 +319,7 @@ impl Engine {
         let job = next?.job.clone();
         // From here on it is not over before this chunk is.
         let (index, _) = job.begin(1)?;
-        let found = MutexGuard::unlocked(state, || match job.body().as_deref() {
+        let found = MutexGuard::unlocked(state, || match job.body().as_ref().map(|body| &***body) {
             Some(Body::InPlace(place)) => Ok((job.plan.chunk(index)?, place.clone())),
             _ => Err(Error::Closed),
         });

@@ -171,7 +171,7 @@ impl Engine {
         if job.plan.pieces().len() > 1 || count < 2 || job.plan.chunk_len() < window::LEAST_CHUNK {
             return None;
         }
-        let wanted = MutexGuard::unlocked(state, || match job.body().as_deref() {
+        let wanted = MutexGuard::unlocked(state, || match job.body().as_ref().map(|body| &***body) {
             Some(Body::File(file)) => file.wants_windows(faster),
             _ => false,
         });
@@ -197,7 +197,7 @@ impl Engine {
         state.windows.registering = true;
         state.windows.tuner.begins(true, Instant::now());
         let opened = MutexGuard::unlocked(state, || {
-            match job.body().as_deref() {
+            match job.body().as_ref().map(|body| &***body) {
             Some(Body::File(file)) => Window::open(&engine, file, at, len).inspect_err(|refused| {
                 file.has_no_windows();
                 if let Some(error) = refused {
@@ -279,7 +279,7 @@ impl Engine {
 
     /// Fills a segment from the job's source: where in it the chunk starts.
     fn fill_from(&self, job: &Job, at: u64, len: usize, buf: &mut PinnedBuf) -> Result<usize> {
-        match job.body().as_deref() {
+        match job.body().as_ref().map(|body| &***body) {
             Some(Body::File(file)) => {
                 let lead = file.fill(at, len, buf, &self.counters)?;
                 file.tapped(at, &buf[lead..], &|| job.stopped());
@@ -310,7 +310,7 @@ impl Engine {
         let stream = self.stream(state, job.direction, job.priority);
         let copied = MutexGuard::unlocked(state, || {
             let chunk = job.plan.chunk(index)?;
-            direct::copy(&stream, &chunk, job.body().as_deref())?;
+            direct::copy(&stream, &chunk, job.body().as_ref().map(|body| &***body))?;
             Ok(chunk.wanted())
         });
         state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
@@ -327,7 +327,7 @@ impl Engine {
         let Landed { index, buf } = landed;
         let (at, len) = job.plan.range(index);
         let put = MutexGuard::unlocked(state, || {
-            match job.body().as_deref() {
+            match job.body().as_ref().map(|body| &***body) {
                 Some(Body::Sink(sink)) if !job.stopped() => guarded(|| sink.put(at, &buf))
                     .map_err(|error| write_error(&job.name, sink.lies_at(at, Token), &error)),
                 _ => return End::Dropped,
