@@ -9,6 +9,7 @@
 mod captured;
 pub mod gather;
 mod host;
+mod net;
 pub mod pipeline;
 mod queue;
 

@@ -105,13 +105,16 @@ impl Engine {
         // Since when the pool has had nothing, as far as we have seen.
         let mut dry: Option<Instant> = None;
         loop {
-            dry =
-                if state.dry && !state.jobs.is_empty() { dry.or_else(|| Some(Instant::now())) } else { None };
+            dry = if state.share.dry && !state.jobs.is_empty() {
+                dry.or_else(|| Some(Instant::now()))
+            } else {
+                None
+            };
             if dry.is_some_and(|since| since.elapsed() >= PATIENCE) {
                 dry = None;
                 self.look_again(&mut state);
             }
-            let events = state.events;
+            let events = state.share.events;
             // Before: what is due between then and when it is looked at again would wait for nobody.
             let now = Instant::now();
             self.pump(&mut state, direction);
@@ -131,7 +134,7 @@ impl Engine {
                     }
                     if let Some((job, landed)) = self.arrive(&mut state, direction, flying) {
                         state.landed.push_back((job, landed));
-                        state.events += 1;
+                        state.share.events += 1;
                         self.call(&state);
                     }
                     continue;
@@ -145,16 +148,16 @@ impl Engine {
             if state.closing && state.jobs.is_empty() && state.wires[direction as usize].flying.is_empty() {
                 return;
             }
-            if state.events != events {
+            if state.share.events != events {
                 continue;
             }
             // Looked for again when the rate allows it, if there is anything, and when the pool may have something again.
             let due = state.due.filter(|due| *due > now && !state.jobs.is_empty());
-            if state.dry && !state.jobs.is_empty() {
+            let live = !state.jobs.is_empty();
+            // Without a timer, a thread that finds the pool dry from now on has to say so.
+            if state.share.lies_down(live) {
                 dry.get_or_insert(now);
             }
-            // Who finds the pool dry from now on has to say so.
-            state.untimed |= dry.is_none();
             match due.into_iter().chain(dry.map(|since| since + PATIENCE)).min() {
                 Some(until) => {
                     self.bells[direction as usize].wait_until(&mut state, until);

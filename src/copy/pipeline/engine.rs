@@ -28,6 +28,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::config::{Priority, Settings};
 use super::job::{Direction, End, Job, Kind, Landed, wake_all};
+use super::share::Share;
 use super::stats::Counters;
 use super::window::{LULL, Windows};
 use super::wire::{Ready, Wire, place};
@@ -116,25 +117,15 @@ pub(super) struct State {
     /// In the order in which they were started.
     pub(super) jobs: VecDeque<Live>,
     next_job: u64,
-    /// Segments in use, by direction.
-    pub(super) out: [usize; 2],
-    /// Of these, those for whose chunk, of a download that its caller drains, somebody is at the pool.
-    pub(super) pulling: usize,
+    /// Which segments are in use, and who asks for one.
+    pub(super) share: Share<PinnedBuf>,
     pub(super) windows: Windows,
-    /// Segments that are not in use.
-    pub(super) stash: Vec<PinnedBuf>,
-    /// The pool had nothing when it was asked last, and nothing has come back since.
-    pub(super) dry: bool,
-    /// A watcher, or a feed's thread, sleeps for however long, since the pool was not dry: it has to be told when it is.
-    pub(super) untimed: bool,
     pub(super) wires: [Wire; 2],
     /// Downloads to be drained.
     pub(super) landed: VecDeque<(Arc<Job>, Landed)>,
     /// Bulk bytes a second at most, and when the next chunk may go.
     pub(super) rate: Option<u64>,
     pub(super) due: Option<Instant>,
-    /// Counts what may let somebody go on who has found nothing to do.
-    pub(super) events: u64,
     /// Workers that wait to be called and do not sleep.
     pub(super) awake: usize,
     /// Workers still to be woken by those that were.
@@ -158,17 +149,12 @@ impl Engine {
         let state = State {
             jobs: VecDeque::new(),
             next_job: 0,
-            out: [0, 0],
-            pulling: 0,
+            share: Share::new(),
             windows: Windows::default(),
-            stash: Vec::new(),
-            dry: false,
-            untimed: false,
             wires: [Wire::default(), Wire::default()],
             landed: VecDeque::new(),
             rate: settings.rate,
             due: None,
-            events: 0,
             awake: 0,
             asleep: 0,
             clear: false,
@@ -227,7 +213,7 @@ impl Engine {
         }
         let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
         let behind = behind.collect();
-        state.events += 1;
+        state.share.events += 1;
         state.hurries(job.priority);
         state.jobs.push_back(Live { job: job.clone(), behind });
         let busy = matches!(job.kind, Kind::Workers | Kind::File | Kind::Direct);
@@ -334,7 +320,7 @@ impl Engine {
         if !state.jobs.is_empty() {
             // What went one by one need not wait for the next arrival, nor this thread for the driver.
             state.clear = true;
-            state.events += 1;
+            state.share.events += 1;
             self.call(&state);
         }
     }
@@ -432,9 +418,9 @@ impl Engine {
         for live in &mut state.jobs {
             live.behind.retain(|id| *id != job.id);
         }
-        let stash = if state.jobs.is_empty() { std::mem::take(&mut state.stash) } else { Vec::new() };
-        state.dry = false;
-        state.events += 1;
+        let stash = if state.jobs.is_empty() { std::mem::take(&mut state.share.stash) } else { Vec::new() };
+        state.share.dry = false;
+        state.share.events += 1;
         let wakers = std::mem::take(&mut state.wakers);
         // The pool has its segments back before anybody hears of the end.
         MutexGuard::unlocked(state, || {
@@ -458,7 +444,7 @@ impl Engine {
         {
             let mut state = self.state.lock();
             state.closing = true;
-            state.events += 1;
+            state.share.events += 1;
             self.call_all(&state);
         }
         self.bells.iter().for_each(|bell| _ = bell.notify_one());
@@ -491,17 +477,17 @@ impl State {
 
     /// Bytes of the pool that are in use or kept for it, and those of windows.
     pub(super) fn held(&self, segment: usize) -> usize {
-        (self.out[0] + self.out[1] + self.stash.len()) * segment + self.windows.bytes
+        (self.share.out[0] + self.share.out[1] + self.share.stash.len()) * segment + self.windows.bytes
     }
 
     /// A segment that is not in use: one that this thread has filled before, whose lines its processor may still have, or
     /// else the one that came back last.
     pub(super) fn take_near(&mut self) -> Option<PinnedBuf> {
         let mine = MINE.get();
-        let ours = self.stash.iter().rposition(|buf| mine.contains(&buf.as_ptr().addr()));
+        let ours = self.share.stash.iter().rposition(|buf| mine.contains(&buf.as_ptr().addr()));
         let buf = match ours {
-            Some(at) => Some(self.stash.remove(at)),
-            None => self.stash.pop(),
+            Some(at) => Some(self.share.stash.remove(at)),
+            None => self.share.stash.pop(),
         };
         if let Some(buf) = &buf {
             let at = buf.as_ptr().addr();
@@ -514,12 +500,12 @@ impl State {
 
     /// Segments that are kept and not in use.
     pub(super) fn take_stash(&mut self) -> Vec<PinnedBuf> {
-        std::mem::take(&mut self.stash)
+        std::mem::take(&mut self.share.stash)
     }
 
     /// Whether no segment of the pool is in use.
     pub(super) fn has_none(&self) -> bool {
-        self.out == [0, 0] && self.windows.bytes == 0
+        self.share.out == [0, 0] && self.windows.bytes == 0
     }
 
     /// Whether no earlier transfer is in the way of this one.
@@ -529,9 +515,9 @@ impl State {
 
     /// Counts a segment that its user gets from the pool by itself, if there is no other.
     pub(super) fn take_seat(&mut self, direction: Direction) -> bool {
-        let none = self.has_none() && self.stash.is_empty();
+        let none = self.has_none() && self.share.stash.is_empty();
         if none {
-            self.out[direction as usize] += 1;
+            self.share.out[direction as usize] += 1;
         }
         none
     }

@@ -271,13 +271,13 @@ impl Engine {
                 Some(ready) => ready,
                 None => {
                     // The place first: others submit while we look at it.
-                    let events = state.events;
+                    let events = state.share.events;
                     state.wires[Direction::Up as usize].on[place(priority)] += 1;
                     let next = self.next_in_place(state, priority);
                     state.wires[Direction::Up as usize].on[place(priority)] -= 1;
                     match next {
                         Some(ready) => ready,
-                        None if state.events != events => return true,
+                        None if state.share.events != events => return true,
                         None => continue,
                     }
                 }
@@ -340,7 +340,7 @@ impl Engine {
             if !self.free(state, Direction::Down, priority) {
                 continue;
             }
-            let events = state.events;
+            let events = state.share.events;
             // Each in turn: one whose caller does not go on may have all that it is to have.
             let jobs: Vec<Arc<Job>> = state.downloads(priority).cloned().collect();
             let mut got = None;
@@ -377,7 +377,7 @@ impl Engine {
                     return true;
                 }
                 // Somebody who has brought one meanwhile has found the place taken.
-                _ if state.events != events => return true,
+                _ if state.share.events != events => return true,
                 _ => continue,
             };
             let Some((index, _)) = job.begin(1) else {

@@ -45,7 +45,7 @@ impl Engine {
             if std::mem::take(&mut state.clear) {
                 Direction::BOTH.into_iter().for_each(|direction| self.pump(&mut state, direction));
             }
-            let events = state.events;
+            let events = state.share.events;
             match self.task(&mut state) {
                 Some(Task::Drain(job, landed)) => self.drain(&mut state, &job, landed),
                 Some(Task::Copy(job)) => self.copy(&mut state, &job),
@@ -60,7 +60,7 @@ impl Engine {
                         _ => {
                             if !self.release_windows(&mut state)
                                 // Something may have come back while the pool was asked.
-                                && state.events == events
+                                && state.share.events == events
                                 && !self.attend(&mut state)
                             {
                                 self.rest(&mut state);
@@ -235,7 +235,7 @@ impl Engine {
             }
         }
         // Whoever has found somebody registering may go on.
-        state.events += 1;
+        state.share.events += 1;
         self.call_all(state);
         Some(true)
     }
@@ -244,7 +244,7 @@ impl Engine {
     pub(super) fn window_gone(&self, close: impl FnOnce(&mut Windows)) {
         let mut state = self.state.lock();
         close(&mut state.windows);
-        state.events += 1;
+        state.share.events += 1;
         // Whoever finds that there is nothing else to do sees to the batch.
         self.call_all(&state);
     }
@@ -270,7 +270,7 @@ impl Engine {
         let place = usize::from(ready.job.priority == Priority::Bulk);
         state.wires[Direction::Up as usize].ready[place].push_back(ready);
         self.pump(state, Direction::Up);
-        state.events += 1;
+        state.share.events += 1;
         // The watcher may be asleep, and the rate, not the wire, in the way.
         self.bells[Direction::Up as usize].notify_one();
     }
@@ -316,7 +316,7 @@ impl Engine {
         self.end(state, job, index, copied.map_err(|error| job.failed_at(at, error)));
         // What is staged may have waited for this place.
         self.pump(state, job.direction);
-        state.events += 1;
+        state.share.events += 1;
         self.call(state);
     }
 
