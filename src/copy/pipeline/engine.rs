@@ -33,6 +33,7 @@ use super::stats::Counters;
 use super::window::{LULL, Windows};
 use super::wire::{Ready, Wire, place};
 use crate::buffer::PinnedBuf;
+use crate::copy::net::{live, survive};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::pool::Pool;
@@ -234,10 +235,12 @@ impl Engine {
     ) -> Result<Option<(usize, std::io::Error)>> {
         let spawn = |name: String, run: fn(&Self, usize), which: usize| {
             let engine = self.clone();
-            std::thread::Builder::new().name(name).spawn(move || {
+            std::thread::Builder::new().name(name.clone()).spawn(move || {
                 OURS.set(true);
-                engine.device.context().driver().enter_thread();
-                run(&engine, which);
+                live(&name, || {
+                    engine.device.context().driver().enter_thread();
+                    run(&engine, which);
+                });
             })
         };
         let refused = |error: std::io::Error| Error::Unavailable {
@@ -382,6 +385,20 @@ impl Engine {
         }
     }
 
+    /// Does without the lock what calls the driver or code that is not ours. Should it unwind, that is an error: the thread has
+    /// in hand what must be given back.
+    pub(super) fn outside<T>(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        call: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        MutexGuard::unlocked(state, || survive(call)).unwrap_or_else(|| {
+            let why =
+                "a call on a pipeline's thread panicked; the panic's message is on standard error".into();
+            Err(Error::Unavailable { device: self.device.name().into(), why })
+        })
+    }
+
     /// Ends a chunk, and the transfer with it if it was the last.
     pub(super) fn end(
         &self,
@@ -424,8 +441,8 @@ impl Engine {
         let wakers = std::mem::take(&mut state.wakers);
         // The pool has its segments back before anybody hears of the end.
         MutexGuard::unlocked(state, || {
-            drop(stash);
-            job.finish();
+            survive(|| drop(stash));
+            survive(|| job.finish());
             wake_all(wakers.into_iter().map(|w| w.1));
         });
         // With nothing left to do nobody is woken, and who is awake still hears of the next transfer if that comes soon.

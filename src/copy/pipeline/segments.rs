@@ -96,10 +96,11 @@ impl Engine {
             }
             Look::Ask(question) => question,
         };
-        let got = MutexGuard::unlocked(state, || match question.waits {
-            true => self.queue_for_segment(job),
-            false => Got::from(self.pool.try_checkout(self.request())),
+        let asked = self.outside(state, || match question.waits {
+            true => Ok(self.queue_for_segment(job)),
+            false => Ok(Got::from(self.pool.try_checkout(self.request()))),
         });
+        let got = asked.unwrap_or_else(Got::Failed);
         let answer = match &got {
             Got::Segment(_) => Answer::Segment,
             Got::NotNow => Answer::Nothing,
@@ -194,7 +195,7 @@ impl Engine {
         state.share.out[direction as usize] -= 1;
         match buf {
             Some(buf) if !state.jobs.is_empty() => state.share.stash.push(buf),
-            buf => MutexGuard::unlocked(state, || drop(buf)),
+            buf => _ = self.outside(state, || Ok(drop(buf))),
         }
         // Behind that: who has asked the pool just before would say that it has nothing.
         state.share.came_back();

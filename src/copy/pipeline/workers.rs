@@ -131,7 +131,7 @@ impl Engine {
         if job.kind == Kind::File {
             state.windows.tuner.begins(false, Instant::now());
         }
-        let filled = MutexGuard::unlocked(state, || {
+        let filled = self.outside(state, || {
             let chunk = job.plan.chunk(index)?;
             let lead = self.fill_from(job, chunk.at, chunk.len, &mut buf)?;
             Ok((chunk, lead))
@@ -171,11 +171,11 @@ impl Engine {
         if job.plan.pieces().len() > 1 || count < 2 || job.plan.chunk_len() < window::LEAST_CHUNK {
             return None;
         }
-        let wanted = MutexGuard::unlocked(state, || match &*job.body() {
-            Some(Body::File(file)) => file.wants_windows(faster),
-            _ => false,
+        let wanted = self.outside(state, || match &*job.body() {
+            Some(Body::File(file)) => Ok(file.wants_windows(faster)),
+            _ => Ok(false),
         });
-        if !wanted {
+        if wanted != Ok(true) {
             return None;
         }
         let engine = self.own.upgrade()?;
@@ -186,7 +186,7 @@ impl Engine {
             // Segments from when it was read are not needed now.
             let stash = state.take_stash();
             let some = !stash.is_empty();
-            MutexGuard::unlocked(state, || drop(stash));
+            _ = self.outside(state, || Ok(drop(stash)));
             return Some(some);
         }
         let (first, count) = job.begin(count)?;
@@ -196,18 +196,18 @@ impl Engine {
         state.windows.open += 1;
         state.windows.registering = true;
         state.windows.tuner.begins(true, Instant::now());
-        let opened = MutexGuard::unlocked(state, || match &*job.body() {
-            Some(Body::File(file)) => Window::open(&engine, file, at, len).inspect_err(|refused| {
+        let opened = self.outside(state, || match &*job.body() {
+            Some(Body::File(file)) => Ok(Window::open(&engine, file, at, len).inspect_err(|refused| {
                 file.has_no_windows();
                 if let Some(error) = refused {
                     Counters::add(&self.counters.windows_refused, 1);
                     tracing::debug!(target: "pinpool::pipeline", file = file.name(), %error, "read instead");
                 }
-            }),
-            _ => Err(None),
+            })),
+            _ => Ok(Err(None)),
         });
         state.windows.registering = false;
-        match opened {
+        match opened.unwrap_or_else(|unwound| Err(Some(unwound))) {
             Ok(window) => {
                 let window = Arc::new(window);
                 for index in first..first + count {
@@ -223,7 +223,7 @@ impl Engine {
                         Err(error) => self.end(state, job, index, Err(error)),
                     }
                 }
-                MutexGuard::unlocked(state, || drop(window));
+                _ = self.outside(state, || Ok(drop(window)));
             }
             Err(refused) => {
                 state.windows.bytes -= len;
@@ -234,9 +234,9 @@ impl Engine {
                 }
             }
         }
-        // Whoever has found somebody registering may go on.
-        state.share.events += 1;
+        // A thread that has found one registering may go on, and one that has found no room beside what was refused.
         self.call_all(state);
+        self.made_room(state);
         Some(true)
     }
 
@@ -253,7 +253,7 @@ impl Engine {
     fn release_windows(&self, state: &mut MutexGuard<'_, State>) -> bool {
         let Some((batch, bytes)) = state.windows.batch() else { return false };
         // Before there is room: what is registered then comes behind it on the device's worker thread.
-        MutexGuard::unlocked(state, || drop(batch));
+        _ = self.outside(state, || Ok(drop(batch)));
         state.windows.released(bytes);
         // Room for dozens of segments.
         self.call_all(state);
@@ -306,7 +306,7 @@ impl Engine {
         // Its watcher wakes us when the rate allows the next.
         self.bells[job.direction as usize].notify_one();
         let stream = self.stream(state, job.direction, job.priority);
-        let copied = MutexGuard::unlocked(state, || {
+        let copied = self.outside(state, || {
             let chunk = job.plan.chunk(index)?;
             direct::copy(&stream, &chunk, &job.body())?;
             Ok(chunk.wanted())
@@ -324,14 +324,14 @@ impl Engine {
     pub(super) fn drain(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, landed: Landed) {
         let Landed { index, buf } = landed;
         let (at, len) = job.plan.range(index);
-        let put = MutexGuard::unlocked(state, || {
-            match &*job.body() {
-                Some(Body::Sink(sink)) if !job.stopped() => guarded(|| sink.put(at, &buf))
-                    .map_err(|error| write_error(&job.name, sink.lies_at(at, Token), &error)),
-                _ => return End::Dropped,
-            }
-            .map_or_else(End::Failed, |()| End::Arrived(len as u64))
+        let put = self.outside(state, || match &*job.body() {
+            Some(Body::Sink(sink)) if !job.stopped() => match guarded(|| sink.put(at, &buf)) {
+                Ok(()) => Ok(End::Arrived(len as u64)),
+                Err(error) => Err(write_error(&job.name, sink.lies_at(at, Token), &error)),
+            },
+            _ => Ok(End::Dropped),
         });
+        let put = put.unwrap_or_else(End::Failed);
         self.bring_back(state, Direction::Down, buf);
         self.end(state, job, index, put);
         self.pump(state, Direction::Down);

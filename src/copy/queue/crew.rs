@@ -174,7 +174,7 @@ impl Offered<'_> {
 impl Drop for Offered<'_> {
     fn drop(&mut self) {
         // Unwinding: what the helpers panicked with is of no interest any more.
-        drop(self.shared.withdraw(self.key));
+        std::mem::forget(self.shared.withdraw(self.key));
     }
 }
 
@@ -203,7 +203,8 @@ impl Shared {
             let Some(offer) = state.offers.get_mut(key) else { continue };
             offer.busy -= 1;
             if let Err(panic) = done {
-                offer.panicked = Some(Panic(panic));
+                // What another one panicked with is forgotten, since dropping that could panic as well.
+                std::mem::forget(offer.panicked.replace(Panic(panic)));
             }
             let last = (offer.busy == 0).then(|| offer.caller.clone());
             drop(state);

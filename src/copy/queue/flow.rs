@@ -43,6 +43,7 @@ use super::bell::{Bell, Held, Role};
 use super::lane::{Filled, Lane, Piece, Rest};
 use super::may_wait;
 use super::overlap::Overlap;
+use crate::copy::net::survive;
 use crate::depot::{Segment, Wake};
 use crate::device::Transfer;
 use crate::error::{Error, Result};
@@ -342,7 +343,8 @@ impl Flow {
                     let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
                     std::mem::forget((piece.memory.take(), memories));
                 }
-                piece.into_loans().for_each(|loan| _ = loan.land());
+                // Should one of them unwind, the lanes are to hear of it all the same.
+                piece.into_loans().for_each(|loan| _ = survive(|| loan.land()));
             });
             for run in runs {
                 // Not landed: what was submitted before may be in flight, and is lost with the timeline.

@@ -35,6 +35,7 @@ use self::bell::Bell;
 use self::crew::{Crew, Shared};
 use self::flow::Flow;
 use self::line::Line;
+use super::net::live;
 use super::{DeviceRange, Landing, range};
 use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
@@ -278,7 +279,7 @@ impl Device {
             // Where the second cannot be started the first ends when `inner` is dropped.
             std::thread::Builder::new()
                 .name(format!("pinpool-send-{}", self.name()))
-                .spawn(move || serve(&device, &flows, &bell))
+                .spawn(move || live("of a copy queue", || serve(&device, &flows, &bell)))
                 .map_err(|e| Error::Unavailable {
                     device: self.name().into(),
                     why: format!("no thread could be started: {e}"),
@@ -610,8 +611,10 @@ impl CopyQueue {
             std::thread::Builder::new()
                 .name(format!("pinpool-pack-{}", device.name()))
                 .spawn(move || {
-                    device.context().driver().enter_thread();
-                    shared.serve(number);
+                    live("of a copy queue, for packing", || {
+                        device.context().driver().enter_thread();
+                        shared.serve(number);
+                    });
                 })
                 .is_ok()
         };
