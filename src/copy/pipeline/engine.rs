@@ -392,11 +392,18 @@ impl Engine {
         state: &mut MutexGuard<'_, State>,
         call: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        MutexGuard::unlocked(state, || survive(call)).unwrap_or_else(|| {
-            let why =
-                "a call on a pipeline's thread panicked; the panic's message is on standard error".into();
-            Err(Error::Unavailable { device: self.device.name().into(), why })
-        })
+        MutexGuard::unlocked(state, || survive(call)).unwrap_or_else(|| Err(self.unwound()))
+    }
+
+    /// Drops a value without the lock.
+    pub(super) fn drop_outside<T>(state: &mut MutexGuard<'_, State>, value: T) {
+        MutexGuard::unlocked(state, || survive(|| drop(value)));
+    }
+
+    /// What a transfer fails with where a call has unwound.
+    pub(super) fn unwound(&self) -> Error {
+        let why = "a call on a pipeline's thread panicked; the panic's message is on standard error".into();
+        Error::Unavailable { device: self.device.name().into(), why }
     }
 
     /// Ends a chunk, and the transfer with it if it was the last.

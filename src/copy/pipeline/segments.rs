@@ -195,7 +195,7 @@ impl Engine {
         state.share.out[direction as usize] -= 1;
         match buf {
             Some(buf) if !state.jobs.is_empty() => state.share.stash.push(buf),
-            buf => _ = self.outside(state, || Ok(drop(buf))),
+            buf => Self::drop_outside(state, buf),
         }
         // Behind that: who has asked the pool just before would say that it has nothing.
         state.share.came_back();

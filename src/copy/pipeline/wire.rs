@@ -450,7 +450,7 @@ impl Engine {
         let Ready { job, index, load, .. } = ready;
         match load {
             Load::Segment(buf, _) => self.give_back(state, Direction::Up, Some(buf)),
-            Load::InPlace(place, _) => _ = self.outside(state, || Ok(drop(place))),
+            Load::InPlace(place, _) => Self::drop_outside(state, place),
         }
         self.end(state, &job, index, End::Dropped);
     }

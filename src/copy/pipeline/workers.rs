@@ -24,6 +24,7 @@ use super::stats::Counters;
 use super::window::{self, Window, Windows};
 use super::wire::{self, InPlace, Load, Ready};
 use crate::buffer::PinnedBuf;
+use crate::copy::net::survive;
 use crate::error::{Error, Result};
 
 /// Who goes first.
@@ -186,7 +187,7 @@ impl Engine {
             // Segments from when it was read are not needed now.
             let stash = state.take_stash();
             let some = !stash.is_empty();
-            _ = self.outside(state, || Ok(drop(stash)));
+            Self::drop_outside(state, stash);
             return Some(some);
         }
         let (first, count) = job.begin(count)?;
@@ -223,7 +224,7 @@ impl Engine {
                         Err(error) => self.end(state, job, index, Err(error)),
                     }
                 }
-                _ = self.outside(state, || Ok(drop(window)));
+                Self::drop_outside(state, window);
             }
             Err(refused) => {
                 state.windows.bytes -= len;
@@ -253,7 +254,7 @@ impl Engine {
     fn release_windows(&self, state: &mut MutexGuard<'_, State>) -> bool {
         let Some((batch, bytes)) = state.windows.batch() else { return false };
         // Before there is room: what is registered then comes behind it on the device's worker thread.
-        _ = self.outside(state, || Ok(drop(batch)));
+        Self::drop_outside(state, batch);
         state.windows.released(bytes);
         // Room for dozens of segments.
         self.call_all(state);
@@ -308,7 +309,14 @@ impl Engine {
         let stream = self.stream(state, job.direction, job.priority);
         let copied = self.outside(state, || {
             let chunk = job.plan.chunk(index)?;
-            direct::copy(&stream, &chunk, &job.body())?;
+            match survive(|| direct::copy(&stream, &chunk, &job.body())) {
+                Some(copied) => copied?,
+                None => {
+                    // The device may have the caller's memory still, which is the caller's alone when the chunk has ended.
+                    stream.synchronize()?;
+                    return Err(self.unwound());
+                }
+            }
             Ok(chunk.wanted())
         });
         state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
