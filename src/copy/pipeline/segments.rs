@@ -6,7 +6,8 @@
 //! in the queue, like anybody else. An eighth is kept for the foreground; and where both directions are under way neither
 //! has more than half; nor have downloads that their callers drain, who may wait for another transfer before they go on. Of
 //! the others as many are in use as keep threads and wire busy, the one that came back last first: what the CPU has just
-//! read or written is in its caches, and there the device finds it, or puts it.
+//! read or written is in its caches, and there the device finds it, or puts it. The counts, and which threads hear of the
+//! pool's answers: [`super::share`].
 
 use std::future::Future as _;
 use std::pin::pin;
