@@ -224,6 +224,21 @@ pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Opt
     result
 }
 
+/// Runs a thread of the crate's: `run` again where it has panicked, until it returns by itself. Said once.
+pub(crate) fn live(panicked: &'static str, mut run: impl FnMut()) {
+    /// Between two attempts: one that panics again at once is not to take a processor for itself.
+    const PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
+    if survive(panicked, &mut run).is_some() {
+        return;
+    }
+    loop {
+        std::thread::sleep(PAUSE);
+        if guard(&mut run).is_some() {
+            return;
+        }
+    }
+}
+
 /// A task that waits: its waker. Nothing where cloning that has panicked.
 #[derive(Debug)]
 pub(crate) struct Task(Option<Owned<Waker>>);

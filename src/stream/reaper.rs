@@ -118,9 +118,7 @@ impl Reaper {
                     driver.enter_thread();
                     drop(driver);
                     let mut busy = Vec::new();
-                    while foreign::survive("the reaper panicked: it goes on", || run(&shared, &mut busy))
-                        .is_none()
-                    {}
+                    foreign::live("the reaper panicked: it goes on", || run(&shared, &mut busy));
                 })
                 .map_err(|e| Error::Unavailable {
                     device: device.into(),

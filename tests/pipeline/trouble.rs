@@ -386,6 +386,50 @@ fn a_sink_that_fails_or_panics_ends_its_transfer() {
     rig.all_is_back();
 }
 
+/// What a source or sink panics with: dropping it panics as well.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("on purpose, when what it panicked with is dropped");
+    }
+}
+
+struct Bomber(u64);
+
+impl Source for Bomber {
+    fn len(&self) -> u64 {
+        self.0
+    }
+    fn fill(&self, _: u64, _: &mut Fill<'_>) -> io::Result<()> {
+        std::panic::panic_any(Bomb)
+    }
+}
+
+impl Sink for Bomber {
+    fn put(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        std::panic::panic_any(Bomb)
+    }
+}
+
+#[test]
+fn a_panic_that_cannot_be_dropped_ends_its_transfer_and_no_thread() {
+    let rig = Rig::plain();
+    let pipeline = rig.builder().threads(1).build().unwrap();
+    let memory = rig.device.alloc(1 << 20).unwrap();
+    let bytes = pattern(1 << 20, 12);
+    let long = Duration::from_secs(10);
+    for _ in 0..3 {
+        let up = pipeline.upload(Bomber(1 << 20), &memory).unwrap();
+        assert!(up.wait_timeout(long).expect("it is over").is_err());
+        pipeline.upload_slice(&bytes, &memory).unwrap();
+        let down = pipeline.download(&memory, Bomber(0)).unwrap();
+        assert!(down.wait_timeout(long).expect("it is over").is_err());
+        assert!(pipeline.download_vec(&memory).unwrap() == bytes);
+    }
+    rig.all_is_back();
+}
+
 #[test]
 fn many_threads_at_once_do_not_mix_anything_up() {
     for rig in [Rig::late(), Rig::late().direct()] {

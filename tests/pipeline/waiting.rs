@@ -542,3 +542,39 @@ fn who_needs_no_worker_asks_the_pool_while_all_are_busy() {
     slow.wait().unwrap();
     rig.all_is_back();
 }
+
+/// Each of them asks the pool in vain now and then, while transfers of its own end. A thread that has looked meanwhile must
+/// not sleep for what the pool never gave. (`share.rs` has the model.)
+#[test]
+fn pipelines_on_a_pool_with_room_for_a_few_chunks_all_go_on() {
+    let rig = Rig::new(HostConfig::new(), 400_000);
+    let until = Instant::now() + Duration::from_secs(3);
+    std::thread::scope(|scope| {
+        for number in 0..6_u64 {
+            let rig = &rig;
+            scope.spawn(move || {
+                let builder = rig.builder().threads(1 + number as usize % 3).share(400_000);
+                let bulk = builder.build().unwrap();
+                let urgent = bulk.with_priority(Priority::Foreground);
+                let mut random = number * 77 + 1;
+                while Instant::now() < until {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let len = 1 + (random >> 11) as usize % 500_000;
+                    let memory = rig.device.alloc(len).unwrap();
+                    let pipeline = if random >> 60 < 4 { &urgent } else { &bulk };
+                    match random >> 40 & 3 {
+                        0 | 1 => drop(pipeline.upload(vec![1; len], &memory).unwrap()),
+                        2 => drop(pipeline.download_collect(&memory).unwrap()),
+                        _ => {
+                            let waited = pipeline.download_collect(&memory).unwrap().wait_timeout(2 * HANG);
+                            assert!(waited.is_ok(), "it does not move");
+                        }
+                    }
+                }
+            });
+        }
+    });
+    rig.all_is_back();
+}

@@ -18,10 +18,11 @@ use std::time::{Duration, Instant};
 use crate::locks::MutexGuard;
 
 use super::config::Priority;
-use super::engine::{Engine, PATIENCE, State};
+use super::engine::{Engine, PATIENCE, State, UNWOUND};
 use super::job::{Direction, End, Job, Kind, Landed};
 use super::wire::{Arrives, Flight, Flying, Wire, place};
 use crate::error::{Error, Result};
+use crate::foreign;
 
 /// Between two looks at a copy on the wire, or for a call.
 pub(super) const PAUSE: Duration = Duration::from_micros(15);
@@ -38,7 +39,12 @@ const STAND_BY: Duration = Duration::from_micros(100);
 const STAY: Duration = Duration::from_millis(2);
 
 impl Flight {
+    /// Unwinding is no arrival, but told like one: by waiting.
     fn is_here(&self) -> bool {
+        foreign::survive(UNWOUND, || self.looks_here()).unwrap_or(true)
+    }
+
+    fn looks_here(&self) -> bool {
         match self {
             Self::Segment(flight) => flight.is_here(),
             Self::Parts(_, flights) => flights.last().is_none_or(Arrives::is_here),
@@ -56,12 +62,13 @@ impl Flight {
             }
             std::thread::sleep(PAUSE);
         }
-        match self {
+        let is_here = || match self {
             Self::Segment(flight) => flight.is_here_within(LATE),
             Self::Parts(_, flights) => flights.last().is_none_or(|flight| flight.is_here_within(LATE)),
             Self::InPlace(flights, ..) => flights.last().is_none_or(|flight| flight.is_here_within(LATE)),
             Self::Refused { flights, .. } => flights.iter().all(|flight| flight.is_here_within(LATE)),
-        }
+        };
+        foreign::survive(UNWOUND, is_here).unwrap_or(true)
     }
 }
 
@@ -105,13 +112,16 @@ impl Engine {
         // Since when the pool has had nothing, as far as we have seen.
         let mut dry: Option<Instant> = None;
         loop {
-            dry =
-                if state.dry && !state.jobs.is_empty() { dry.or_else(|| Some(Instant::now())) } else { None };
+            dry = if state.share.dry && !state.jobs.is_empty() {
+                dry.or_else(|| Some(Instant::now()))
+            } else {
+                None
+            };
             if dry.is_some_and(|since| since.elapsed() >= PATIENCE) {
                 dry = None;
                 self.look_again(&mut state);
             }
-            let events = state.events;
+            let events = state.share.events;
             // Before: what is due between then and when it is looked at again would wait for nobody.
             let now = Instant::now();
             self.pump(&mut state, direction);
@@ -131,7 +141,7 @@ impl Engine {
                     }
                     if let Some((job, landed)) = self.arrive(&mut state, direction, flying) {
                         state.landed.push_back((job, landed));
-                        state.events += 1;
+                        state.share.events += 1;
                         self.call(&state);
                     }
                     continue;
@@ -145,16 +155,16 @@ impl Engine {
             if state.closing && state.jobs.is_empty() && state.wires[direction as usize].flying.is_empty() {
                 return;
             }
-            if state.events != events {
+            if state.share.events != events {
                 continue;
             }
             // Looked for again when the rate allows it, if there is anything, and when the pool may have something again.
             let due = state.due.filter(|due| *due > now && !state.jobs.is_empty());
-            if state.dry && !state.jobs.is_empty() {
+            let live = !state.jobs.is_empty();
+            // Without a timer, a thread that finds the pool dry from now on has to say so.
+            if state.share.lies_down(live) {
                 dry.get_or_insert(now);
             }
-            // Who finds the pool dry from now on has to say so.
-            state.untimed |= dry.is_none();
             match due.into_iter().chain(dry.map(|since| since + PATIENCE)).min() {
                 Some(until) => {
                     self.bells[direction as usize].wait_until(&mut state, until);
@@ -228,7 +238,7 @@ impl Engine {
     }
 
     /// What a worker copies may wait for a place on the wire that nobody else hears of.
-    fn call_copier(&self, state: &State) {
+    pub(super) fn call_copier(&self, state: &State) {
         if state.jobs.iter().any(|live| live.job.kind == Kind::Direct) {
             self.call(state);
         }
@@ -244,25 +254,33 @@ impl Engine {
         let Flying { job, index, wanted, flight, .. } = flying;
         let at = job.plan.range(index).0;
         // A segment, or none any more, if there was one; and how it went.
-        let (segment, result) = MutexGuard::unlocked(state, || match flight {
-            Flight::Segment(flight) => match flight.wait() {
-                Ok(buf) => (Some(Some(buf)), Ok(())),
-                Err(error) => (Some(None), Err(error)),
-            },
-            Flight::Parts(shared, flights) => {
-                let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
-                (Some(last_of(shared, SOON)), results.into_iter().collect())
-            }
-            Flight::InPlace(flights, place, start, len) => {
-                let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
-                let all: Result<()> = results.into_iter().collect();
-                (None, all.and_then(|()| place.arrived(start, len)))
-            }
-            Flight::Refused { flights, segment, error } => {
-                flights.into_iter().for_each(|flight| drop(flight.arrive()));
-                (segment.map(|shared| shared.and_then(|shared| last_of(shared, SOON))), Err(error))
-            }
+        let staged = match &flight {
+            Flight::InPlace(..) => false,
+            Flight::Refused { segment, .. } => segment.is_some(),
+            Flight::Segment(_) | Flight::Parts(..) => true,
+        };
+        let waited = self.outside(state, || {
+            Ok(match flight {
+                Flight::Segment(flight) => match flight.wait() {
+                    Ok(buf) => (Some(Some(buf)), Ok(())),
+                    Err(error) => (Some(None), Err(error)),
+                },
+                Flight::Parts(shared, flights) => {
+                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.wait().map(drop)).collect();
+                    (Some(last_of(shared, SOON)), results.into_iter().collect())
+                }
+                Flight::InPlace(flights, place, start, len) => {
+                    let results: Vec<Result<()>> = flights.into_iter().map(|f| f.arrive()).collect();
+                    let all: Result<()> = results.into_iter().collect();
+                    (None, all.and_then(|()| place.arrived(start, len)))
+                }
+                Flight::Refused { flights, segment, error } => {
+                    flights.into_iter().for_each(|flight| drop(flight.arrive()));
+                    (segment.map(|shared| shared.and_then(|shared| last_of(shared, SOON))), Err(error))
+                }
+            })
         });
+        let (segment, result) = waited.unwrap_or_else(|unwound| (staged.then_some(None), Err(unwound)));
         state.wires[direction as usize].on[place(job.priority)] -= 1;
         let idle = state.wires[direction as usize].is_idle();
         // Before anybody is woken, which takes its time.

@@ -27,13 +27,14 @@ use crate::locks::{Condvar, Mutex, MutexGuard};
 
 use super::config::{Priority, Settings};
 use super::job::{Direction, End, Job, Kind, Landed};
+use super::share::Share;
 use super::stats::Counters;
 use super::window::{LULL, Windows};
 use super::wire::{Ready, Wire, place};
 use crate::buffer::PinnedBuf;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
-use crate::foreign::Task;
+use crate::foreign::{self, Task};
 use crate::pool::Pool;
 use crate::runtime::Device;
 use crate::stream::Stream;
@@ -116,25 +117,15 @@ pub(super) struct State {
     /// In the order in which they were started.
     pub(super) jobs: VecDeque<Live>,
     next_job: u64,
-    /// Segments in use, by direction.
-    pub(super) out: [usize; 2],
-    /// Of these, those for whose chunk, of a download that its caller drains, somebody is at the pool.
-    pub(super) pulling: usize,
+    /// Which segments are in use, and who asks for one.
+    pub(super) share: Share<PinnedBuf>,
     pub(super) windows: Windows,
-    /// Segments that are not in use.
-    pub(super) stash: Vec<PinnedBuf>,
-    /// The pool had nothing when it was asked last, and nothing has come back since.
-    pub(super) dry: bool,
-    /// A watcher, or a feed's thread, sleeps for however long, since the pool was not dry: it has to be told when it is.
-    pub(super) untimed: bool,
     pub(super) wires: [Wire; 2],
     /// Downloads to be drained.
     pub(super) landed: VecDeque<(Arc<Job>, Landed)>,
     /// Bulk bytes a second at most, and when the next chunk may go.
     pub(super) rate: Option<u64>,
     pub(super) due: Option<Instant>,
-    /// Counts what may let somebody go on who has found nothing to do.
-    pub(super) events: u64,
     /// Workers that wait to be called and do not sleep.
     pub(super) awake: usize,
     /// Workers still to be woken by those that were.
@@ -148,6 +139,9 @@ pub(super) struct State {
     pub(super) wakers: Vec<(u64, Task)>,
 }
 
+/// Said where a call outside the lock has panicked.
+pub(super) const UNWOUND: &str = "a call on a pipeline's thread panicked: its transfer fails";
+
 impl Engine {
     pub(super) fn new(pool: Pool, device: Device, settings: Settings) -> Result<Arc<Self>> {
         let streams = || {
@@ -158,17 +152,12 @@ impl Engine {
         let state = State {
             jobs: VecDeque::new(),
             next_job: 0,
-            out: [0, 0],
-            pulling: 0,
+            share: Share::new(),
             windows: Windows::default(),
-            stash: Vec::new(),
-            dry: false,
-            untimed: false,
             wires: [Wire::default(), Wire::default()],
             landed: VecDeque::new(),
             rate: settings.rate,
             due: None,
-            events: 0,
             awake: 0,
             asleep: 0,
             clear: false,
@@ -227,7 +216,7 @@ impl Engine {
         }
         let behind = state.jobs.iter().filter(|live| conflict(&live.job, &job)).map(|live| live.job.id);
         let behind = behind.collect();
-        state.events += 1;
+        state.share.events += 1;
         state.hurries(job.priority);
         state.jobs.push_back(Live { job: job.clone(), behind });
         let busy = matches!(job.kind, Kind::Workers | Kind::File | Kind::Direct);
@@ -248,10 +237,12 @@ impl Engine {
     ) -> Result<Option<(usize, std::io::Error)>> {
         let spawn = |name: String, run: fn(&Self, usize), which: usize| {
             let engine = self.clone();
-            std::thread::Builder::new().name(name).spawn(move || {
+            std::thread::Builder::new().name(name.clone()).spawn(move || {
                 OURS.set(true);
-                engine.device.context().driver().enter_thread();
-                run(&engine, which);
+                foreign::live("a pipeline's thread panicked: it goes on", || {
+                    engine.device.context().driver().enter_thread();
+                    run(&engine, which);
+                });
             })
         };
         let refused = |error: std::io::Error| Error::Unavailable {
@@ -334,7 +325,7 @@ impl Engine {
         if !state.jobs.is_empty() {
             // What went one by one need not wait for the next arrival, nor this thread for the driver.
             state.clear = true;
-            state.events += 1;
+            state.share.events += 1;
             self.call(&state);
         }
     }
@@ -396,6 +387,27 @@ impl Engine {
         }
     }
 
+    /// Does without the lock what calls the driver or code that is not ours. Should it unwind, that is an error: the thread has
+    /// in hand what must be given back.
+    pub(super) fn outside<T>(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        call: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        MutexGuard::unlocked(state, || foreign::survive(UNWOUND, call)).unwrap_or_else(|| Err(self.unwound()))
+    }
+
+    /// Drops a value without the lock.
+    pub(super) fn drop_outside<T>(state: &mut MutexGuard<'_, State>, value: T) {
+        MutexGuard::unlocked(state, || foreign::survive(UNWOUND, || drop(value)));
+    }
+
+    /// What a transfer fails with where a call has unwound.
+    pub(super) fn unwound(&self) -> Error {
+        let why = "a call on a pipeline's thread panicked; the panic's message is on standard error".into();
+        Error::Unavailable { device: self.device.name().into(), why }
+    }
+
     /// Ends a chunk, and the transfer with it if it was the last.
     pub(super) fn end(
         &self,
@@ -432,14 +444,14 @@ impl Engine {
         for live in &mut state.jobs {
             live.behind.retain(|id| *id != job.id);
         }
-        let stash = if state.jobs.is_empty() { std::mem::take(&mut state.stash) } else { Vec::new() };
-        state.dry = false;
-        state.events += 1;
+        let stash = if state.jobs.is_empty() { std::mem::take(&mut state.share.stash) } else { Vec::new() };
+        state.share.dry = false;
+        state.share.events += 1;
         let wakers = std::mem::take(&mut state.wakers);
         // The pool has its segments back before anybody hears of the end.
         MutexGuard::unlocked(state, || {
-            drop(stash);
-            job.finish();
+            _ = foreign::survive(UNWOUND, || drop(stash));
+            _ = foreign::survive(UNWOUND, || job.finish());
             wakers.into_iter().for_each(|(_, task)| task.wake());
         });
         // With nothing left to do nobody is woken, and who is awake still hears of the next transfer if that comes soon.
@@ -458,7 +470,7 @@ impl Engine {
         {
             let mut state = self.state.lock();
             state.closing = true;
-            state.events += 1;
+            state.share.events += 1;
             self.call_all(&state);
         }
         self.bells.iter().for_each(|bell| _ = bell.notify_one());
@@ -491,17 +503,17 @@ impl State {
 
     /// Bytes of the pool that are in use or kept for it, and those of windows.
     pub(super) fn held(&self, segment: usize) -> usize {
-        (self.out[0] + self.out[1] + self.stash.len()) * segment + self.windows.bytes
+        (self.share.out[0] + self.share.out[1] + self.share.stash.len()) * segment + self.windows.bytes
     }
 
     /// A segment that is not in use: one that this thread has filled before, whose lines its processor may still have, or
     /// else the one that came back last.
     pub(super) fn take_near(&mut self) -> Option<PinnedBuf> {
         let mine = MINE.get();
-        let ours = self.stash.iter().rposition(|buf| mine.contains(&buf.as_ptr().addr()));
+        let ours = self.share.stash.iter().rposition(|buf| mine.contains(&buf.as_ptr().addr()));
         let buf = match ours {
-            Some(at) => Some(self.stash.remove(at)),
-            None => self.stash.pop(),
+            Some(at) => Some(self.share.stash.remove(at)),
+            None => self.share.stash.pop(),
         };
         if let Some(buf) = &buf {
             let at = buf.as_ptr().addr();
@@ -514,12 +526,12 @@ impl State {
 
     /// Segments that are kept and not in use.
     pub(super) fn take_stash(&mut self) -> Vec<PinnedBuf> {
-        std::mem::take(&mut self.stash)
+        std::mem::take(&mut self.share.stash)
     }
 
     /// Whether no segment of the pool is in use.
     pub(super) fn has_none(&self) -> bool {
-        self.out == [0, 0] && self.windows.bytes == 0
+        self.share.out == [0, 0] && self.windows.bytes == 0
     }
 
     /// Whether no earlier transfer is in the way of this one.
@@ -529,9 +541,9 @@ impl State {
 
     /// Counts a segment that its user gets from the pool by itself, if there is no other.
     pub(super) fn take_seat(&mut self, direction: Direction) -> bool {
-        let none = self.has_none() && self.stash.is_empty();
+        let none = self.has_none() && self.share.stash.is_empty();
         if none {
-            self.out[direction as usize] += 1;
+            self.share.out[direction as usize] += 1;
         }
         none
     }

@@ -370,7 +370,7 @@ impl Engine {
             if job.stopped() {
                 return Err(job.stopped_with());
             }
-            let events = state.events;
+            let events = state.share.events;
             if state.may_begin(job.id) {
                 match self.acquire(&mut state, Direction::Up, job, true) {
                     Got::Segment(buf) => return Ok(buf),
@@ -378,11 +378,10 @@ impl Engine {
                     Got::NotNow => {}
                 }
             }
-            if state.events != events {
+            if state.share.events != events {
                 continue;
             }
-            if !state.dry {
-                state.untimed = true;
+            if !state.share.lies_down(true) {
                 self.room.wait(&mut state);
             } else if self.room.wait_for(&mut state, PATIENCE).timed_out() {
                 self.look_again(&mut state);
@@ -400,7 +399,7 @@ impl Engine {
             if job.stopped() {
                 return Some(Err(job.stopped_with()));
             }
-            let events = state.events;
+            let events = state.share.events;
             if state.may_begin(job.id) {
                 match self.acquire(state, Direction::Up, job, false) {
                     Got::Segment(buf) => return Some(Ok(Some(buf))),
@@ -409,7 +408,7 @@ impl Engine {
                     Got::NotNow => {}
                 }
             }
-            if state.events == events {
+            if state.share.events == events {
                 return None;
             }
         }

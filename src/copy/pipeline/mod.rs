@@ -73,7 +73,7 @@
 //! segment.
 
 // Here are the calls. `config.rs`: the settings. `transfer.rs`: the handles. `plan.rs`: the cutting. `engine.rs`: threads and
-// order; `segments.rs`: who gets which; `waking.rs`: who wakes whom; `workers.rs`: what the threads do; `wire.rs`: submitting;
+// order; `segments.rs`: who gets which; `share.rs`: how many are out, and who hears of it; `waking.rs`: who wakes whom; `workers.rs`: what the threads do; `wire.rs`: submitting;
 // `arrival.rs`: arriving; `job.rs`: a transfer's state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`, `collect.rs`: what is
 // read and written. `stores.rs`, `direct.rs`: memory copies. `stats.rs`: the counts. `trace.rs`: the span.
 
@@ -89,6 +89,7 @@ mod file;
 mod job;
 mod plan;
 mod segments;
+mod share;
 mod source;
 mod stats;
 pub(super) mod stores;
@@ -274,7 +275,7 @@ impl Pipeline {
         let engine = &self.handle.engine;
         let mut state = engine.state.lock();
         state.set_rate(bytes_per_second.filter(|rate| *rate > 0));
-        state.events += 1;
+        state.share.events += 1;
         engine.call_all(&state);
         engine.bells.iter().for_each(|bell| _ = bell.notify_one());
     }

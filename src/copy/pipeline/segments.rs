@@ -6,7 +6,8 @@
 //! in the queue, like anybody else. An eighth is kept for the foreground; and where both directions are under way neither
 //! has more than half; nor have downloads that their callers drain, who may wait for another transfer before they go on. Of
 //! the others as many are in use as keep threads and wire busy, the one that came back last first: what the CPU has just
-//! read or written is in its caches, and there the device finds it, or puts it.
+//! read or written is in its caches, and there the device finds it, or puts it. The counts, and which threads hear of the
+//! pool's answers: [`super::share`].
 
 use std::future::Future as _;
 use std::pin::pin;
@@ -18,6 +19,7 @@ use crate::locks::MutexGuard;
 use super::config::Priority;
 use super::engine::{Engine, Live, PATIENCE, State};
 use super::job::{Direction, Job, Kind};
+use super::share::{Answer, Look, Tell, Wish};
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
 use crate::pool::Request;
@@ -59,7 +61,7 @@ impl Engine {
         job: &Arc<Job>,
         patient: bool,
     ) -> Got {
-        let used = state.out[0] + state.out[1] + state.windows.bytes.div_ceil(self.settings.segment);
+        let beside = state.windows.bytes.div_ceil(self.settings.segment);
         let most = self.settings.segments;
         let both = state.jobs.iter().any(|live| live.job.direction == direction.other());
         let half = |all: usize| if both { (all / 2).max(1) } else { all };
@@ -69,55 +71,58 @@ impl Engine {
             all = most - kept;
             own = half(all).min(self.settings.rotation);
         }
-        let mut room = used < all && state.out[direction as usize] < own;
-        let is_pulled = job.kind == Kind::Caller && direction == Direction::Down;
-        if is_pulled {
+        let pulled = job.kind == Kind::Caller && direction == Direction::Down;
+        if pulled {
             // Their callers may wait for another transfer before they take the next chunk: all of them together have half, and
             // each that has none yet one more, as long as one is left.
             let pulled = |live: &Live| live.job.kind == Kind::Caller && live.job.direction == Direction::Down;
             let theirs: usize =
                 state.jobs.iter().filter(|live| pulled(live)).map(|live| live.job.active()).sum();
-            // With those for whom somebody is at the pool.
-            let theirs = theirs + state.pulling;
-            room &= theirs < (own / 2).max(1) || job.active() == 0 && state.pulling == 0 && theirs + 1 < own;
-        }
-        if !room || (state.stash.is_empty() && state.dry && used > 0) {
-            return Got::NotNow;
-        }
-        state.out[direction as usize] += 1;
-        if let Some(mut buf) = state.take_near() {
-            buf.clear();
-            return Got::Segment(buf);
+            // With those that are asked for.
+            let theirs = theirs + state.share.pulling;
+            let more = job.active() == 0 && state.share.pulling == 0 && theirs + 1 < own;
+            if theirs >= (own / 2).max(1) && !more {
+                return Got::NotNow;
+            }
         }
         // What only workers do goes first.
-        let waits = used == 0 && patient && !(self.worker() > 0 && self.has_copies(state));
-        let events = state.events;
-        state.pulling += usize::from(is_pulled);
-        let got = MutexGuard::unlocked(state, || match waits {
-            true => self.queue_for_segment(job),
-            false => Got::from(self.pool.try_checkout(self.request())),
+        let patient = patient && state.has_none() && !(self.worker() > 0 && self.has_copies(state));
+        let question = match state.share.look(&Wish { direction, all, own, beside, pulled, patient }) {
+            Look::NotNow => return Got::NotNow,
+            Look::Stashed => {
+                let Some(mut buf) = state.take_near() else { return Got::NotNow };
+                state.share.out[direction as usize] += 1;
+                buf.clear();
+                return Got::Segment(buf);
+            }
+            Look::Ask(question) => question,
+        };
+        let asked = self.outside(state, || match question.waits {
+            true => Ok(self.queue_for_segment(job)),
+            false => Ok(Got::from(self.pool.try_checkout(self.request()))),
         });
-        state.pulling -= usize::from(is_pulled);
-        if !matches!(got, Got::Segment(_)) {
-            state.out[direction as usize] -= 1;
-            // Unless something came back meanwhile.
-            state.dry = matches!(got, Got::NotNow) && state.events == events;
-            if waits {
-                // It goes, for something else or because its transfer has stopped: others, who found it there, may stand in
-                // the pool's queue.
-                state.dry = false;
-                self.call(state);
-                self.made_room(state);
-            } else if state.dry {
-                if self.worker() == 0 {
-                    // A worker looks after it: see `rest`.
+        let got = asked.unwrap_or_else(Got::Failed);
+        let answer = match &got {
+            Got::Segment(_) => Answer::Segment,
+            Got::NotNow => Answer::Nothing,
+            Got::Failed(_) => Answer::Failed,
+        };
+        match state.share.answered(question, answer, self.worker() > 0) {
+            Tell::None => {}
+            Tell::Dry { worker, untimed } => {
+                if worker {
+                    // It looks after it: see `rest`.
                     self.call(state);
                 }
-                if std::mem::take(&mut state.untimed) {
-                    // They look after it as well, since workers may be busy for long. (No event: nothing has come back.)
+                if untimed {
+                    // They look after it as well, since workers may be busy for long.
                     self.bells.iter().for_each(|bell| _ = bell.notify_one());
                     self.room.notify_all();
                 }
+            }
+            Tell::All => {
+                self.call(state);
+                self.tell_room(state);
             }
         }
         got
@@ -181,27 +186,26 @@ impl Engine {
     /// nobody has to be woken for it.
     pub(super) fn bring_back(&self, state: &mut MutexGuard<'_, State>, direction: Direction, buf: PinnedBuf) {
         self.put_back(state, direction, Some(buf));
-        if state.stash.len() > 1 {
+        if state.share.stash.len() > 1 {
             self.call(state);
         }
         self.made_room(state);
     }
 
     fn put_back(&self, state: &mut MutexGuard<'_, State>, direction: Direction, buf: Option<PinnedBuf>) {
-        state.out[direction as usize] -= 1;
+        state.share.out[direction as usize] -= 1;
         match buf {
-            Some(buf) if !state.jobs.is_empty() => state.stash.push(buf),
-            buf => MutexGuard::unlocked(state, || drop(buf)),
+            Some(buf) if !state.jobs.is_empty() => state.share.stash.push(buf),
+            buf => Self::drop_outside(state, buf),
         }
         // Behind that: who has asked the pool just before would say that it has nothing.
-        state.dry = false;
-        state.events += 1;
+        state.share.came_back();
     }
 
     /// The pool had nothing some time ago: it is to be asked again. Whoever waits for a segment does this from time to time, as
     /// all others may be busy for long.
     pub(super) fn look_again(&self, state: &mut MutexGuard<'_, State>) {
-        if std::mem::take(&mut state.dry) {
+        if state.share.is_dry_no_more() {
             self.made_room(state);
             // A worker that has found it so may be about to sleep for long.
             self.call(state);
@@ -210,7 +214,11 @@ impl Engine {
 
     /// Tells those who wait for a segment, workers left out.
     pub(super) fn made_room(&self, state: &mut MutexGuard<'_, State>) {
-        state.events += 1;
+        state.share.events += 1;
+        self.tell_room(state);
+    }
+
+    fn tell_room(&self, state: &mut MutexGuard<'_, State>) {
         self.room.notify_all();
         if state.jobs.iter().any(|live| live.job.direction == Direction::Down) {
             self.bells[Direction::Down as usize].notify_one();

@@ -98,7 +98,7 @@ impl Engine {
     /// that were busy last are called first, and those that are not needed sleep.
     pub(super) fn rest(&self, state: &mut MutexGuard<'_, State>) {
         // As it was found: others may take it upon them to look again, and have by now.
-        let dry = state.dry;
+        let dry = state.share.dry;
         if !state.jobs.is_empty() && !self.settings.patience.is_zero() {
             let heard = self.listen(state, || {
                 let since = Instant::now();
@@ -119,7 +119,7 @@ impl Engine {
                 return;
             }
         }
-        if (dry || state.dry) && !state.jobs.is_empty() {
+        if (dry || state.share.dry) && !state.jobs.is_empty() {
             // The pool had nothing, and what we have may stay with a caller who waits for somebody else.
             if self.work.wait_for(state, PATIENCE).timed_out() {
                 self.look_again(state);

@@ -271,13 +271,13 @@ impl Engine {
                 Some(ready) => ready,
                 None => {
                     // The place first: others submit while we look at it.
-                    let events = state.events;
+                    let events = state.share.events;
                     state.wires[Direction::Up as usize].on[place(priority)] += 1;
                     let next = self.next_in_place(state, priority);
                     state.wires[Direction::Up as usize].on[place(priority)] -= 1;
                     match next {
                         Some(ready) => ready,
-                        None if state.events != events => return true,
+                        None if state.share.events != events => return true,
                         None => continue,
                     }
                 }
@@ -290,15 +290,20 @@ impl Engine {
             let stream = self.stream(state, Direction::Up, priority);
             let (job, index) = (ready.job.clone(), ready.index);
             let at = ready.chunk.at;
-            let sent = MutexGuard::unlocked(state, || send(ready, &stream));
-            match sent {
+            let staged = matches!(ready.load, Load::Segment(..));
+            let sent = self.outside(state, || Ok(send(ready, &stream)));
+            match sent.unwrap_or_else(|unwound| Err((unwound, None))) {
                 Ok(flying) => {
                     state.wires[Direction::Up as usize].flies(flying);
                     self.bells[Direction::Up as usize].notify_one();
                 }
                 Err((error, buf)) => {
                     state.wires[Direction::Up as usize].on[place(priority)] -= 1;
-                    self.give_back(state, Direction::Up, Some(buf));
+                    if staged {
+                        self.give_back(state, Direction::Up, buf);
+                    } else {
+                        self.call(state);
+                    }
                     let error = job.failed_at(at, error);
                     self.end(state, &job, index, Err(error));
                 }
@@ -319,7 +324,7 @@ impl Engine {
         let job = next?.job.clone();
         // From here on it is not over before this chunk is.
         let (index, _) = job.begin(1)?;
-        let found = MutexGuard::unlocked(state, || match job.body().as_ref().map(|body| &***body) {
+        let found = self.outside(state, || match job.body().as_ref().map(|body| &***body) {
             Some(Body::InPlace(place)) => Ok((job.plan.chunk(index)?, place.clone())),
             _ => Err(Error::Closed),
         });
@@ -330,6 +335,8 @@ impl Engine {
             }
             Err(error) => {
                 self.end(state, &job, index, Err(error));
+                // It may have found the place taken.
+                self.call_copier(state);
                 None
             }
         }
@@ -340,7 +347,7 @@ impl Engine {
             if !self.free(state, Direction::Down, priority) {
                 continue;
             }
-            let events = state.events;
+            let events = state.share.events;
             // Each in turn: one whose caller does not go on may have all that it is to have.
             let jobs: Vec<Arc<Job>> = state.downloads(priority).cloned().collect();
             let mut got = None;
@@ -357,6 +364,10 @@ impl Engine {
                 }
             }
             state.wires[Direction::Down as usize].on[place(priority)] -= 1;
+            if !jobs.is_empty() && !matches!(got, Some((_, Got::Segment(_)))) {
+                // A worker may have found the place taken, which nobody uses.
+                self.call_copier(state);
+            }
             let first = jobs.first().filter(|_| got.is_none() && state.has_none());
             if let Some(job) = first {
                 // In the pool's queue, and without that place, which others can use meanwhile.
@@ -377,7 +388,7 @@ impl Engine {
                     return true;
                 }
                 // Somebody who has brought one meanwhile has found the place taken.
-                _ if state.events != events => return true,
+                _ if state.share.events != events => return true,
                 _ => continue,
             };
             let Some((index, _)) = job.begin(1) else {
@@ -389,22 +400,22 @@ impl Engine {
             let (at, len) = job.plan.range(index);
             Self::takes_off(state, Direction::Down, priority, len);
             let stream = self.stream(state, Direction::Down, priority);
-            let sent = MutexGuard::unlocked(state, || {
-                match chunk.map(|chunk| chunk.parts) {
+            let sent = self.outside(state, || {
+                let sent = match chunk.map(|chunk| chunk.parts) {
                     Ok(Parts::Whole(from)) => stream.download(from, buf),
                     // Not so: downloads are cut into chunks of one part each.
                     Ok(Parts::Several(_)) => Err(SubmitError::refused(Error::Empty, buf)),
                     Err(error) => Err(SubmitError::refused(error, buf)),
-                }
+                };
+                Ok(match sent {
+                    Ok(flight) => Ok(Flight::Segment(flight)),
+                    Err(SubmitError { error, buffer: Some(buf) }) => Err((error, Some(buf))),
+                    Err(SubmitError { error, .. }) => {
+                        Ok(Flight::refused(Vec::new(), Some(None), error, &stream))
+                    }
+                })
             });
-            let flight = match sent {
-                Ok(flight) => Ok(Flight::Segment(flight)),
-                Err(SubmitError { error, buffer: Some(buf) }) => Err((error, buf)),
-                Err(SubmitError { error, .. }) => Ok(MutexGuard::unlocked(state, || {
-                    Flight::refused(Vec::new(), Some(None), error, &stream)
-                })),
-            };
-            match flight {
+            match sent.unwrap_or_else(|unwound| Err((unwound, None))) {
                 Ok(flight) => {
                     let wanted = len as u64;
                     let flying = Flying { job, index, wanted, by: self.worker(), number: 0, flight };
@@ -413,7 +424,7 @@ impl Engine {
                 }
                 Err((error, buf)) => {
                     state.wires[Direction::Down as usize].on[place(priority)] -= 1;
-                    self.give_back(state, Direction::Down, Some(buf));
+                    self.give_back(state, Direction::Down, buf);
                     let error = job.failed_at(at, error);
                     self.end(state, &job, index, Err(error));
                 }
@@ -439,21 +450,21 @@ impl Engine {
         let Ready { job, index, load, .. } = ready;
         match load {
             Load::Segment(buf, _) => self.give_back(state, Direction::Up, Some(buf)),
-            Load::InPlace(place, _) => MutexGuard::unlocked(state, || drop(place)),
+            Load::InPlace(place, _) => Self::drop_outside(state, place),
         }
         self.end(state, &job, index, End::Dropped);
     }
 }
 
 /// Submits a chunk. On an error nothing of it is on the wire, and the segment is not used.
-fn send(ready: Ready, stream: &Stream) -> Result<Flying, (Error, PinnedBuf)> {
+fn send(ready: Ready, stream: &Stream) -> Result<Flying, (Error, Option<PinnedBuf>)> {
     let Ready { job, index, chunk, load, by, .. } = ready;
     let wanted = chunk.wanted();
     let flight = match (load, chunk.parts) {
         (Load::Segment(buf, lead), Parts::Whole(to)) => {
             match stream.upload_part(buf, lead..lead + to.len(), to) {
                 Ok(flight) => Flight::Segment(flight),
-                Err(SubmitError { error, buffer: Some(buf) }) => return Err((error, buf)),
+                Err(SubmitError { error, buffer: Some(buf) }) => return Err((error, Some(buf))),
                 Err(SubmitError { error, .. }) => Flight::refused(Vec::new(), Some(None), error, stream),
             }
         }

@@ -45,7 +45,7 @@ impl Engine {
             if std::mem::take(&mut state.clear) {
                 Direction::BOTH.into_iter().for_each(|direction| self.pump(&mut state, direction));
             }
-            let events = state.events;
+            let events = state.share.events;
             match self.task(&mut state) {
                 Some(Task::Drain(job, landed)) => self.drain(&mut state, &job, landed),
                 Some(Task::Copy(job)) => self.copy(&mut state, &job),
@@ -60,7 +60,7 @@ impl Engine {
                         _ => {
                             if !self.release_windows(&mut state)
                                 // Something may have come back while the pool was asked.
-                                && state.events == events
+                                && state.share.events == events
                                 && !self.attend(&mut state)
                             {
                                 self.rest(&mut state);
@@ -131,7 +131,7 @@ impl Engine {
         if job.kind == Kind::File {
             state.windows.tuner.begins(false, Instant::now());
         }
-        let filled = MutexGuard::unlocked(state, || {
+        let filled = self.outside(state, || {
             let chunk = job.plan.chunk(index)?;
             let lead = self.fill_from(job, chunk.at, chunk.len, &mut buf)?;
             Ok((chunk, lead))
@@ -171,11 +171,11 @@ impl Engine {
         if job.plan.pieces().len() > 1 || count < 2 || job.plan.chunk_len() < window::LEAST_CHUNK {
             return None;
         }
-        let wanted = MutexGuard::unlocked(state, || match job.body().as_ref().map(|body| &***body) {
-            Some(Body::File(file)) => file.wants_windows(faster),
-            _ => false,
+        let wanted = self.outside(state, || match job.body().as_ref().map(|body| &***body) {
+            Some(Body::File(file)) => Ok(file.wants_windows(faster)),
+            _ => Ok(false),
         });
-        if !wanted {
+        if wanted != Ok(true) {
             return None;
         }
         let engine = self.own.upgrade()?;
@@ -186,7 +186,7 @@ impl Engine {
             // Segments from when it was read are not needed now.
             let stash = state.take_stash();
             let some = !stash.is_empty();
-            MutexGuard::unlocked(state, || drop(stash));
+            Self::drop_outside(state, stash);
             return Some(some);
         }
         let (first, count) = job.begin(count)?;
@@ -196,20 +196,18 @@ impl Engine {
         state.windows.open += 1;
         state.windows.registering = true;
         state.windows.tuner.begins(true, Instant::now());
-        let opened = MutexGuard::unlocked(state, || {
-            match job.body().as_ref().map(|body| &***body) {
-            Some(Body::File(file)) => Window::open(&engine, file, at, len).inspect_err(|refused| {
+        let opened = self.outside(state, || match job.body().as_ref().map(|body| &***body) {
+            Some(Body::File(file)) => Ok(Window::open(&engine, file, at, len).inspect_err(|refused| {
                 file.has_no_windows();
                 if let Some(error) = refused {
                     Counters::add(&self.counters.windows_refused, 1);
                     crate::foreign::debug!(target: "pinpool::pipeline", file = file.name(), %error, "read instead");
                 }
-            }),
-            _ => Err(None),
-        }
+            })),
+            _ => Ok(Err(None)),
         });
         state.windows.registering = false;
-        match opened {
+        match opened.unwrap_or_else(|unwound| Err(Some(unwound))) {
             Ok(window) => {
                 let window = Arc::new(window);
                 for index in first..first + count {
@@ -225,7 +223,7 @@ impl Engine {
                         Err(error) => self.end(state, job, index, Err(error)),
                     }
                 }
-                MutexGuard::unlocked(state, || drop(window));
+                Self::drop_outside(state, window);
             }
             Err(refused) => {
                 state.windows.bytes -= len;
@@ -236,9 +234,9 @@ impl Engine {
                 }
             }
         }
-        // Whoever has found somebody registering may go on.
-        state.events += 1;
+        // A thread that has found one registering may go on, and one that has found no room beside what was refused.
         self.call_all(state);
+        self.made_room(state);
         Some(true)
     }
 
@@ -246,7 +244,7 @@ impl Engine {
     pub(super) fn window_gone(&self, close: impl FnOnce(&mut Windows)) {
         let mut state = self.state.lock();
         close(&mut state.windows);
-        state.events += 1;
+        state.share.events += 1;
         // Whoever finds that there is nothing else to do sees to the batch.
         self.call_all(&state);
     }
@@ -255,7 +253,7 @@ impl Engine {
     fn release_windows(&self, state: &mut MutexGuard<'_, State>) -> bool {
         let Some((batch, bytes)) = state.windows.batch() else { return false };
         // Before there is room: what is registered then comes behind it on the device's worker thread.
-        MutexGuard::unlocked(state, || drop(batch));
+        Self::drop_outside(state, batch);
         state.windows.released(bytes);
         // Room for dozens of segments.
         self.call_all(state);
@@ -272,7 +270,7 @@ impl Engine {
         let place = usize::from(ready.job.priority == Priority::Bulk);
         state.wires[Direction::Up as usize].ready[place].push_back(ready);
         self.pump(state, Direction::Up);
-        state.events += 1;
+        state.share.events += 1;
         // The watcher may be asleep, and the rate, not the wire, in the way.
         self.bells[Direction::Up as usize].notify_one();
     }
@@ -308,9 +306,18 @@ impl Engine {
         // Its watcher wakes us when the rate allows the next.
         self.bells[job.direction as usize].notify_one();
         let stream = self.stream(state, job.direction, job.priority);
-        let copied = MutexGuard::unlocked(state, || {
+        let copied = self.outside(state, || {
             let chunk = job.plan.chunk(index)?;
-            direct::copy(&stream, &chunk, job.body().as_ref().map(|body| &***body))?;
+            match foreign::survive("a direct copy panicked: its transfer fails", || {
+                direct::copy(&stream, &chunk, job.body().as_ref().map(|body| &***body))
+            }) {
+                Some(copied) => copied?,
+                None => {
+                    // The device may have the caller's memory still, which is the caller's alone when the chunk has ended.
+                    stream.synchronize()?;
+                    return Err(self.unwound());
+                }
+            }
             Ok(chunk.wanted())
         });
         state.wires[job.direction as usize].on[wire::place(job.priority)] -= 1;
@@ -318,7 +325,7 @@ impl Engine {
         self.end(state, job, index, copied.map_err(|error| job.failed_at(at, error)));
         // What is staged may have waited for this place.
         self.pump(state, job.direction);
-        state.events += 1;
+        state.share.events += 1;
         self.call(state);
     }
 
@@ -326,14 +333,14 @@ impl Engine {
     pub(super) fn drain(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>, landed: Landed) {
         let Landed { index, buf } = landed;
         let (at, len) = job.plan.range(index);
-        let put = MutexGuard::unlocked(state, || {
-            match job.body().as_ref().map(|body| &***body) {
-                Some(Body::Sink(sink)) if !job.stopped() => guarded(|| sink.put(at, &buf))
-                    .map_err(|error| write_error(&job.name, sink.lies_at(at, Token), &error)),
-                _ => return End::Dropped,
-            }
-            .map_or_else(End::Failed, |()| End::Arrived(len as u64))
+        let put = self.outside(state, || match job.body().as_ref().map(|body| &***body) {
+            Some(Body::Sink(sink)) if !job.stopped() => match guarded(|| sink.put(at, &buf)) {
+                Ok(()) => Ok(End::Arrived(len as u64)),
+                Err(error) => Err(write_error(&job.name, sink.lies_at(at, Token), &error)),
+            },
+            _ => Ok(End::Dropped),
         });
+        let put = put.unwrap_or_else(End::Failed);
         self.bring_back(state, Direction::Down, buf);
         self.end(state, job, index, put);
         self.pump(state, Direction::Down);

@@ -17,6 +17,9 @@
 //! Helpers are started when they are first needed, sleep while there is nothing to do, and end with the queue. How many
 //! there are is bounded, however many threads ask for help.
 
+// The work is the crate's own: a panic of it is a mistake, and goes on to the caller as if that had made it.
+#![allow(clippy::disallowed_methods)]
+
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -174,7 +177,7 @@ impl Offered<'_> {
 impl Drop for Offered<'_> {
     fn drop(&mut self) {
         // Unwinding: what the helpers panicked with is of no interest any more.
-        drop(self.shared.withdraw(self.key));
+        std::mem::forget(self.shared.withdraw(self.key));
     }
 }
 
@@ -203,7 +206,8 @@ impl Shared {
             let Some(offer) = state.offers.get_mut(key) else { continue };
             offer.busy -= 1;
             if let Err(panic) = done {
-                offer.panicked = Some(Panic(panic));
+                // What another one panicked with is forgotten, since dropping that could panic as well.
+                std::mem::forget(offer.panicked.replace(Panic(panic)));
             }
             let last = (offer.busy == 0).then(|| offer.caller.clone());
             drop(state);

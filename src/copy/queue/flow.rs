@@ -46,6 +46,7 @@ use super::overlap::Overlap;
 use crate::depot::{Segment, Wake};
 use crate::device::Transfer;
 use crate::error::{Error, Result};
+use crate::foreign;
 use crate::stream::awaited::Range;
 use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Stillness, Timeline};
 use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, thread, yield_now};
@@ -342,7 +343,13 @@ impl Flow {
                     let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
                     std::mem::forget((piece.memory.take(), memories));
                 }
-                piece.into_loans().for_each(|loan| _ = loan.land());
+                // Should one of them unwind, the lanes are to hear of it all the same.
+                piece.into_loans().for_each(|loan| {
+                    _ = foreign::survive(
+                        "letting go of a refused copy's buffer panicked: it may be leaked",
+                        || loan.land(),
+                    )
+                });
             });
             for run in runs {
                 // Not landed: what was submitted before may be in flight, and is lost with the timeline.

@@ -40,6 +40,7 @@ use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
+use crate::foreign;
 use crate::runtime::Device;
 use crate::stream::Stream;
 use crate::stream::awaited::{Place, Range};
@@ -278,7 +279,11 @@ impl Device {
             // Where the second cannot be started the first ends when `inner` is dropped.
             std::thread::Builder::new()
                 .name(format!("pinpool-send-{}", self.name()))
-                .spawn(move || serve(&device, &flows, &bell))
+                .spawn(move || {
+                    foreign::live("a copy queue's thread panicked: it goes on", || {
+                        serve(&device, &flows, &bell)
+                    })
+                })
                 .map_err(|e| Error::Unavailable {
                     device: self.name().into(),
                     why: format!("no thread could be started: {e}"),
@@ -610,8 +615,10 @@ impl CopyQueue {
             std::thread::Builder::new()
                 .name(format!("pinpool-pack-{}", device.name()))
                 .spawn(move || {
-                    device.context().driver().enter_thread();
-                    shared.serve(number);
+                    foreign::live("a copy queue's packing thread panicked: it goes on", || {
+                        device.context().driver().enter_thread();
+                        shared.serve(number);
+                    });
                 })
                 .is_ok()
         };
