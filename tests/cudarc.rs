@@ -282,6 +282,63 @@ fn a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must() {
     });
 }
 
+/// How often something is tried that fails now and then on a GPU: as `PINPOOL_CUDARC_ROUNDS` has it.
+fn rounds(few: usize) -> usize {
+    std::env::var("PINPOOL_CUDARC_ROUNDS").map_or(few, |text| text.parse().expect("a number of rounds"))
+}
+
+/// cudarc makes a slice's events when it allocates, and records none: waiting for these is waiting for nothing.
+#[test]
+fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it() {
+    beside("a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it", || {
+        const READS: usize = 4;
+        let len = if doubles::is_set() { 100_000 } else { 16 << 20 };
+        let context = CudaContext::new(0).unwrap();
+        let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let (on_owner, on_other) = (CudarcStream::new(&owner).unwrap(), CudarcStream::new(&other).unwrap());
+        let capacity = 2 * READS * len + (64 << 20);
+        let pool = Pool::builder(on_owner.device()).capacity(capacity).extent(len + (1 << 20)).build().unwrap();
+        let (old, new) = (bytes(1, len), bytes(2, len));
+        let (rounds, mut reused, mut wrong) = (rounds(8), 0, 0);
+        for round in 0..rounds {
+            let slice = on_device(&owner, &old);
+            let read =
+                |_| on_owner.download_from(&slice, pool.checkout(len).unwrap()).expect("its own stream");
+            let reads: Vec<_> = (0..READS).map(read).collect();
+            let address = address_of(&slice, &owner);
+            // Freed and allocated behind these reads: the same memory, as a rule.
+            drop(slice);
+            // SAFETY: what is read of it before it is written is not looked at.
+            let mut fresh = unsafe { owner.alloc::<u8>(len) }.unwrap();
+            reused += usize::from(address_of(&fresh, &owner) == address);
+            // Read first, now and then: its bytes are anything, but it must be there.
+            let landing = pool.checkout(len).unwrap();
+            let unwritten = (round % 2 == 1).then(|| on_other.download_from(&fresh, landing).unwrap());
+            let mut buf = pool.checkout(len).unwrap();
+            buf.extend_from_slice(&new);
+            let sent = on_other.upload_to(buf, &mut fresh).unwrap();
+            // In this order: the stand-in's streams do what is waited for.
+            drop(unwritten.map(|read| read.wait().unwrap()));
+            drop(sent.wait().unwrap());
+            let stale = reads.into_iter().map(|read| read.wait().unwrap());
+            let stale = stale.filter(|read| **read != *old).count();
+            let lost = owner.clone_dtoh(&fresh).unwrap() != new;
+            wrong += usize::from(stale > 0 || lost);
+        }
+        println!("{wrong} of {rounds} rounds wrong; in {reused} the memory was another slice's before, by its address");
+        assert_eq!(wrong, 0, "of {rounds} rounds");
+    });
+}
+
+/// Where a slice is.
+fn address_of(slice: &cudarc::driver::CudaSlice<u8>, stream: &CudaStream) -> u64 {
+    use cudarc::driver::DevicePtr;
+    let (address, guard) = slice.device_ptr(stream);
+    // Dropped it would record an event, and a fresh slice is to have none.
+    std::mem::forget(guard);
+    address
+}
+
 /// cudarc's guards wait and record on the stream: what is refused is refused before that.
 #[test]
 fn a_slice_spoils_no_capture() {
