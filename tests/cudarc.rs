@@ -77,6 +77,11 @@ fn named(built: &Path) -> (String, String) {
     NAMED.get_or_init(make).clone()
 }
 
+fn adopted(stream: &Arc<CudaStream>) -> pinpool::Result<CudarcStream> {
+    // SAFETY: a stream that is captured here is captured by the thread that copies, or under a lock that it takes to copy.
+    unsafe { CudarcStream::new(stream) }
+}
+
 fn bytes(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i.wrapping_mul(37) ^ i >> 7).wrapping_add(seed.wrapping_mul(101)) as u8).collect()
 }
@@ -112,7 +117,7 @@ fn what_the_pool_says_has_landed_has() {
         for (way, stream) in ways() {
             let new = bytes(1, LEN);
             let device = on_device(&stream, &new);
-            let shared = CudarcStream::new(&stream).unwrap();
+            let shared = adopted(&stream).unwrap();
             let pool = pool(shared.device(), LEN);
             let mut stale = 0;
             for _ in 0..5 {
@@ -142,7 +147,7 @@ fn copies_are_in_order_with_what_cudarc_does() {
     const LEN: usize = 100_000;
     beside("copies_are_in_order_with_what_cudarc_does", || {
         for (way, stream) in ways() {
-            let shared = CudarcStream::new(&stream).unwrap();
+            let shared = adopted(&stream).unwrap();
             let pool = pool(shared.device(), LEN);
             let mut slice = on_device(&stream, &vec![0; LEN]);
             for round in 0..20 {
@@ -181,7 +186,7 @@ fn a_borrowed_buffer_is_read_before_the_call_returns() {
     const LEN: usize = 300_000;
     beside("a_borrowed_buffer_is_read_before_the_call_returns", || {
         for (way, stream) in ways() {
-            let shared = CudarcStream::new(&stream).unwrap();
+            let shared = adopted(&stream).unwrap();
             let pool = Pool::builder(shared.device()).capacity(LEN + 8192).build().unwrap();
             let mut slice = on_device(&stream, &vec![0; LEN]);
             for round in 0..5 {
@@ -214,11 +219,11 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
         };
         // Another stream of the same context: cudarc tracks it, or it does not.
         let mut slice = on_device(&own.1, &[0; 64]);
-        let other = CudarcStream::new(&own.1.context().new_stream().unwrap()).unwrap();
+        let other = adopted(&own.1.context().new_stream().unwrap()).unwrap();
         other.upload_to(filled(), &mut slice).unwrap().wait().unwrap();
         assert_eq!(own.1.clone_dtoh(&slice).unwrap(), [7; 64]);
         let mut slice = on_device(&untracked.1, &[0; 64]);
-        let stranger = CudarcStream::new(&default.1).unwrap();
+        let stranger = adopted(&default.1).unwrap();
         for _ in 0..2 {
             let refused = stranger.upload_to(filled(), &mut slice).unwrap_err();
             assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
@@ -234,7 +239,7 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
         let mut slice = on_device(&first, &[0; 64]);
         // SAFETY: as above.
         unsafe { late.enable_event_tracking() };
-        let refused = CudarcStream::new(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
+        let refused = adopted(&second).unwrap().upload_to(filled(), &mut slice).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
         // Of another `CudaContext` for the same context, which has no stream but the default one: what it will do to the slice
         // waits for no event.
@@ -245,11 +250,11 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
         let refused = other.download_from(&lone, refused.buffer.unwrap()).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }) && refused.buffer.is_some());
         // Its own stream orders it.
-        CudarcStream::new(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
+        adopted(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
         assert_eq!(first.clone_dtoh(&slice).unwrap(), [7; 64]);
         // Too small, with the buffer; and a landing that is too small.
         let (mut small, large) = (on_device(&own.1, &[0; 8]), on_device(&own.1, &[0; 64]));
-        let own = CudarcStream::new(&own.1).unwrap();
+        let own = adopted(&own.1).unwrap();
         let refused = own.upload_to(filled(), &mut small).unwrap_err();
         assert!(matches!(refused.error, Error::TooSmall { need: 64, have: 8 }) && refused.buffer.is_some());
         let refused = own.download_from(&large, pool.checkout(8).unwrap()).unwrap_err();
@@ -266,7 +271,7 @@ fn a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must() {
     const LEN: usize = 50_000;
     beside("a_stream_is_one_however_often_it_is_adopted_and_lives_as_long_as_it_must", || {
         for (way, stream) in ways() {
-            let (once, again) = (CudarcStream::new(&stream).unwrap(), CudarcStream::new(&stream).unwrap());
+            let (once, again) = (adopted(&stream).unwrap(), adopted(&stream).unwrap());
             assert_eq!(once.device().name(), "cuda:0", "the primary context");
             assert_eq!(shared::device(stream.context()).unwrap().name(), "cuda:0");
             let pool = pool(once.device(), LEN);
@@ -295,7 +300,7 @@ fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it
         let len = if doubles::is_set() { 100_000 } else { 16 << 20 };
         let context = CudaContext::new(0).unwrap();
         let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let (on_owner, on_other) = (CudarcStream::new(&owner).unwrap(), CudarcStream::new(&other).unwrap());
+        let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
         let capacity = 2 * READS * len + (64 << 20);
         let pool = Pool::builder(on_owner.device()).capacity(capacity).extent(len + (1 << 20)).build().unwrap();
         let (old, new) = (bytes(1, len), bytes(2, len));
@@ -347,7 +352,7 @@ fn a_slice_spoils_no_capture() {
         let context = CudaContext::new(0).unwrap();
         let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
         let mut slice = on_device(&other, &bytes(1, 1000));
-        let shared = CudarcStream::new(&one).unwrap();
+        let shared = adopted(&one).unwrap();
         let pool = pool(shared.device(), 1000);
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         for round in 0..2 {
@@ -379,7 +384,7 @@ fn an_error_that_cudarc_has_noted_breaks_no_order() {
     beside("an_error_that_cudarc_has_noted_breaks_no_order", || {
         let context = CudaContext::new(0).unwrap();
         let (one, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
-        let shared = CudarcStream::new(&one).unwrap();
+        let shared = adopted(&one).unwrap();
         let pool = pool(shared.device(), 1000);
         let filled = || {
             let mut buf = pool.checkout(1000).unwrap();
