@@ -249,6 +249,24 @@ fn what_nothing_would_order_is_refused_with_the_buffer() {
         assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
         let refused = other.download_from(&lone, refused.buffer.unwrap()).unwrap_err();
         assert!(matches!(refused.error, Error::Unordered { .. }) && refused.buffer.is_some());
+        // Nor if it has another one: it stops tracking when that goes.
+        let second_of_quiet = quiet.new_stream().unwrap();
+        let refused = other.upload_to(filled(), &mut lone).unwrap_err();
+        assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
+        // With a stream of its own it does not stop before the slice is gone.
+        let mut owned = on_device(&second_of_quiet, &[0; 64]);
+        other.upload_to(filled(), &mut owned).unwrap().wait().unwrap();
+        assert_eq!(second_of_quiet.clone_dtoh(&owned).unwrap(), [7; 64]);
+        // The default stream of our own context: ours keeps it tracking.
+        let mut beside = on_device(&own.1.context().default_stream(), &[0; 64]);
+        other.upload_to(filled(), &mut beside).unwrap().wait().unwrap();
+        assert_eq!(own.1.context().default_stream().clone_dtoh(&beside).unwrap(), [7; 64]);
+        // A per-thread default stream is another one on another thread.
+        if !doubles::is_set() {
+            let mut confined = on_device(&own.1.context().per_thread_stream(), &[0; 64]);
+            let refused = other.upload_to(filled(), &mut confined).unwrap_err();
+            assert!(matches!(refused.error, Error::Unordered { .. }), "{}", refused.error);
+        }
         // Its own stream orders it.
         adopted(&first).unwrap().upload_to(filled(), &mut slice).unwrap().wait().unwrap();
         assert_eq!(first.clone_dtoh(&slice).unwrap(), [7; 64]);
@@ -302,7 +320,8 @@ fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it
         let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
         let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
         let capacity = 2 * READS * len + (64 << 20);
-        let pool = Pool::builder(on_owner.device()).capacity(capacity).extent(len + (1 << 20)).build().unwrap();
+        let pool =
+            Pool::builder(on_owner.device()).capacity(capacity).extent(len + (1 << 20)).build().unwrap();
         let (old, new) = (bytes(1, len), bytes(2, len));
         let (rounds, mut reused, mut wrong) = (rounds(8), 0, 0);
         for round in 0..rounds {
@@ -330,8 +349,212 @@ fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it
             let lost = owner.clone_dtoh(&fresh).unwrap() != new;
             wrong += usize::from(stale > 0 || lost);
         }
-        println!("{wrong} of {rounds} rounds wrong; in {reused} the memory was another slice's before, by its address");
+        println!(
+            "{wrong} of {rounds} rounds wrong; in {reused} the memory was another slice's before, by its address"
+        );
         assert_eq!(wrong, 0, "of {rounds} rounds");
+    });
+}
+
+/// What is done to a slice after a copy on another stream comes after the copy, also where nothing was done to it before.
+#[test]
+fn what_follows_a_copy_on_another_stream_comes_after_it() {
+    const LEN: usize = 200_000;
+    beside("what_follows_a_copy_on_another_stream_comes_after_it", || {
+        let context = CudaContext::new(0).unwrap();
+        let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
+        let pool = pool(on_owner.device(), 4 * LEN);
+        let filled = |seed| {
+            let mut buf = pool.checkout(LEN).unwrap();
+            buf.extend_from_slice(&bytes(seed, LEN));
+            buf
+        };
+        // SAFETY: what is read of it before it is written is not looked at, here and below.
+        let fresh = || unsafe { owner.alloc::<u8>(LEN) }.unwrap();
+        for round in 0..10 {
+            let mut slice = fresh();
+            drop(on_other.upload_to(filled(round), &mut slice).unwrap());
+            assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round, LEN), "read by cudarc, round {round}");
+            // Freed, and its memory another's.
+            drop(on_other.upload_to(filled(round + 1), &mut slice).unwrap());
+            drop(slice);
+            let mut slice = fresh();
+            on_owner.upload_to(filled(round + 2), &mut slice).unwrap().wait().unwrap();
+            other.synchronize().unwrap();
+            assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round + 2, LEN), "freed, round {round}");
+            // Read on two streams, and written: cudarc knows of one of the two.
+            let landing = || pool.checkout(LEN).unwrap();
+            let first = on_other.download_from(&slice, landing()).unwrap();
+            let second = on_owner.download_from(&slice, landing()).unwrap();
+            on_owner.upload_to(filled(round + 3), &mut slice).unwrap().wait().unwrap();
+            for (read, what) in [(first, "other"), (second, "own")] {
+                assert!(
+                    *read.wait().unwrap() == *bytes(round + 2, LEN),
+                    "on the {what} stream, round {round}"
+                );
+            }
+        }
+    });
+}
+
+/// Each call that a copy of another stream's slice makes, failed once: it is refused, or as ever.
+#[test]
+fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
+    const LEN: usize = 5000;
+    const CALLS: [&str; 10] = [
+        "cuCtxGetCurrent",
+        "cuStreamGetCtx",
+        "cuStreamIsCapturing",
+        "cuStreamGetId",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuPointerGetAttributes",
+        "cuMemcpyHtoDAsync_v2",
+        "cuEventCreate",
+    ];
+    beside("where_a_stream_cannot_be_made_to_wait_the_copy_is_refused", || {
+        let Some(d) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
+        let all = || {
+            let context = CudaContext::new(0).unwrap();
+            let [owner, other] = [(); 2].map(|()| context.new_stream().unwrap());
+            let [on_owner, on_other] = [&owner, &other].map(|stream| adopted(stream).unwrap());
+            let pool = pool(on_owner.device(), 4 * LEN);
+            (context, owner, other, on_owner, on_other, pool)
+        };
+        let mut made = None;
+        let (old, new) = (bytes(1, LEN), bytes(2, LEN));
+        let (mut sent, mut refused) = (0, 0);
+        for call in CALLS {
+            let met = d.struck();
+            for (nth, code, after) in (1..=12)
+                .flat_map(|nth| [2, 400, 801, 900, 999].map(|code| (nth, code)))
+                .flat_map(|(nth, code)| [false, true].map(|after| (nth, code, after)))
+                // Made, and named to nobody: it stays.
+                .filter(|(_, _, after)| !after || call != "cuEventCreate")
+            {
+                let fault = format!("{call} {nth} {code} {after}");
+                // Events are used again by the same device, so that one makes few. Other calls would fail where an earlier
+                // device ends.
+                if call == "cuEventCreate" {
+                    made = None;
+                }
+                let (context, owner, other, on_owner, on_other, pool) = made.get_or_insert_with(all);
+                let slice = on_device(&owner, &old);
+                let read = on_owner.download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
+                drop(slice);
+                // SAFETY: written before it is read, or not read.
+                let mut fresh = unsafe { owner.alloc::<u8>(LEN) }.unwrap();
+                let mut buf = pool.checkout(LEN).unwrap();
+                buf.extend_from_slice(&new);
+                d.fail(call, nth, code, after);
+                let flight = on_other.upload_to(buf, &mut fresh);
+                d.calm();
+                let _ = context.check_err();
+                match flight {
+                    Ok(flight) => {
+                        sent += 1;
+                        drop(flight.wait().unwrap());
+                        assert!(owner.clone_dtoh(&fresh).unwrap() == new, "{fault}: another's bytes");
+                    }
+                    Err(error) => {
+                        refused += 1;
+                        let handed_over = call == "cuMemcpyHtoDAsync_v2";
+                        assert!(
+                            error.buffer.is_some() || handed_over || call == "cuCtxGetCurrent",
+                            "{fault}"
+                        );
+                        other.synchronize().unwrap();
+                    }
+                }
+                assert!(*read.wait().unwrap() == *old, "{fault}: written before it was read");
+            }
+            assert!(d.struck() > met, "{call} is not made");
+        }
+        println!("{} calls failed: {refused} copies refused, {sent} made", d.struck());
+        assert!(sent > 0 && refused > 0);
+    });
+}
+
+/// Captures beside uploads, of the same streams under a lock, as the one who captures promises, and of others at any time.
+#[test]
+fn no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept() {
+    use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode as Mode};
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    const LEN: usize = 4096;
+    beside("no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept", || {
+        let context = CudaContext::new(0).unwrap();
+        let (copied, owner) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let neighbour = context.new_stream().unwrap();
+        let shared = adopted(&copied).unwrap();
+        let pool = pool(shared.device(), 64 * LEN);
+        // Of the stream that copies, and of another one.
+        let mut slices = [on_device(&copied, &[0; LEN]), on_device(&owner, &[0; LEN])];
+        let (lock, stop, sent) = (Mutex::new(()), AtomicBool::new(false), AtomicU64::new(0));
+        let rounds = rounds(200);
+        let graphs = std::thread::scope(|s| {
+            for slice in &mut slices {
+                let (lock, stop, sent, pool, shared) = (&lock, &stop, &sent, &pool, &shared);
+                s.spawn(move || {
+                    while !stop.load(Ordering::Relaxed) {
+                        let mut buf = pool.checkout(LEN).unwrap();
+                        buf.try_resize(LEN, 0xAA).unwrap();
+                        let _turn = lock.lock().unwrap();
+                        drop(shared.upload_to(buf, slice).unwrap());
+                        sent.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+            let capture = |stream: &Arc<CudaStream>, mode| {
+                stream.begin_capture(mode).unwrap();
+                std::thread::yield_now();
+                stream.end_capture(CUgraphInstantiate_flags(0)).expect("the capture was not broken")
+            };
+            let mut graphs = Vec::new();
+            for round in 0..rounds {
+                let mode = match round % 3 {
+                    0 => Mode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+                    1 => Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+                    _ => Mode::CU_STREAM_CAPTURE_MODE_RELAXED,
+                };
+                let before = sent.load(Ordering::Relaxed);
+                let stream = if round % 2 == 0 { &copied } else { &owner };
+                let turn = lock.lock().unwrap();
+                graphs.extend(capture(stream, mode));
+                drop(turn);
+                graphs.extend(capture(&neighbour, mode));
+                // Not faster than the others, who take turns by a lock that is not fair.
+                let since = std::time::Instant::now();
+                while sent.load(Ordering::Relaxed) == before && since.elapsed() < Duration::from_secs(1) {
+                    std::thread::yield_now();
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+            graphs
+        });
+        shared.synchronize().unwrap();
+        context.check_err().unwrap();
+        println!("{} graphs beside {} uploads", graphs.len(), sent.load(Ordering::Relaxed));
+        // All has come back, and is another's. A graph that has a copy in it would show that.
+        doubles::gpu::until("everything is back", || pool.stats().in_flight_bytes == 0);
+        let mut others = Vec::new();
+        while let Ok(mut buf) = pool.try_checkout(LEN) {
+            buf.try_resize(LEN, 0x55).unwrap();
+            others.push(buf);
+        }
+        for slice in &mut slices {
+            let stream = slice.stream().clone();
+            stream.memcpy_htod(&[0; LEN], slice).unwrap();
+            stream.synchronize().unwrap();
+        }
+        graphs.iter().for_each(|graph| graph.launch().unwrap());
+        [&copied, &owner, &neighbour].into_iter().for_each(|stream| stream.synchronize().unwrap());
+        for slice in &slices {
+            assert!(slice.stream().clone_dtoh(slice).unwrap() == [0; LEN], "a graph read the pool's memory");
+        }
+        assert!(graphs.len() >= rounds, "the captures came to nothing");
     });
 }
 
@@ -401,11 +624,17 @@ fn an_error_that_cudarc_has_noted_breaks_no_order() {
         let refused = shared.download_from(&slice, refused.buffer.unwrap()).unwrap_err();
         assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
         let Some(d) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
-        d.fail("cuStreamWaitEvent", 1, 500, false);
-        let refused = shared.upload_to(filled(), &mut slice).unwrap_err();
-        assert!(refused.error.to_string().contains("500") && refused.buffer.is_some(), "{}", refused.error);
-        // After: the slice would not wait for the copy. (The first event is the pool's own.)
-        d.fail("cuEventRecord", 2, 500, false);
+        // The pool's own wait for the other stream, and cudarc's for what was read and written.
+        for nth in 1..=3 {
+            d.fail("cuStreamWaitEvent", nth, 500, false);
+            let refused = shared.upload_to(filled(), &mut slice).unwrap_err();
+            assert!(
+                refused.error.to_string().contains("500") && refused.buffer.is_some(),
+                "{nth}: {refused}"
+            );
+        }
+        // After: the slice would not wait for the copy. (The first events are the pool's own, on each stream.)
+        d.fail("cuEventRecord", 3, 500, false);
         drop(shared.upload_to(filled(), &mut slice).unwrap());
         assert_eq!(context.check_err().unwrap_err(), noted, "it is noted as ever");
         assert!(other.clone_dtoh(&slice).unwrap() == bytes(2, 1000), "the copy was not waited for");
