@@ -359,12 +359,13 @@ fn a_fresh_slice_of_another_stream_is_written_when_its_own_stream_has_come_to_it
 /// What is done to a slice after a copy on another stream comes after the copy, also where nothing was done to it before.
 #[test]
 fn what_follows_a_copy_on_another_stream_comes_after_it() {
-    const LEN: usize = 200_000;
+    const LEN: usize = 20_000;
+    const READS: usize = 16;
     beside("what_follows_a_copy_on_another_stream_comes_after_it", || {
         let context = CudaContext::new(0).unwrap();
         let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
         let (on_owner, on_other) = (adopted(&owner).unwrap(), adopted(&other).unwrap());
-        let pool = pool(on_owner.device(), 4 * LEN);
+        let pool = pool(on_owner.device(), 2 * READS * LEN);
         let filled = |seed| {
             let mut buf = pool.checkout(LEN).unwrap();
             buf.extend_from_slice(&bytes(seed, LEN));
@@ -385,14 +386,16 @@ fn what_follows_a_copy_on_another_stream_comes_after_it() {
             assert!(owner.clone_dtoh(&slice).unwrap() == bytes(round + 2, LEN), "freed, round {round}");
             // Read on two streams, and written: cudarc knows of one of the two.
             let landing = || pool.checkout(LEN).unwrap();
-            let first = on_other.download_from(&slice, landing()).unwrap();
-            let second = on_owner.download_from(&slice, landing()).unwrap();
-            on_owner.upload_to(filled(round + 3), &mut slice).unwrap().wait().unwrap();
-            for (read, what) in [(first, "other"), (second, "own")] {
-                assert!(
-                    *read.wait().unwrap() == *bytes(round + 2, LEN),
-                    "on the {what} stream, round {round}"
-                );
+            let landings: Vec<_> = (0..READS).map(|_| landing()).collect();
+            let (landing, buf) = (landing(), filled(round + 3));
+            // As many as keep the other stream at it for a while.
+            let reads = landings.into_iter().map(|landing| on_other.download_from(&slice, landing).unwrap());
+            let mut reads: Vec<_> = reads.collect();
+            reads.push(on_owner.download_from(&slice, landing).unwrap());
+            on_owner.upload_to(buf, &mut slice).unwrap().wait().unwrap();
+            for (nth, read) in reads.into_iter().enumerate() {
+                let read = read.wait().unwrap();
+                assert!(*read == *bytes(round + 2, LEN), "read {nth} on two streams, round {round}");
             }
         }
     });
