@@ -444,7 +444,7 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
                     made = None;
                 }
                 let (context, owner, other, on_owner, on_other, pool) = made.get_or_insert_with(all);
-                let slice = on_device(&owner, &old);
+                let slice = on_device(owner, &old);
                 let read = on_owner.download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
                 drop(slice);
                 // SAFETY: written before it is read, or not read.
