@@ -39,9 +39,9 @@
 //!
 //! The events of a slice that was only just allocated are recorded nowhere, and nothing tells them from events that are
 //! complete; meanwhile older work on the slice's own stream may still use its memory. So a copy on another stream waits for
-//! all that the slice's own stream was told so far as well (one event and one wait, some microseconds of the CPU's; the
-//! caller does not wait). What shall overlap with that stream's work is copied on the stream that the slice was allocated on:
-//! let the stream that copies allocate the slices that it copies to, and have the others use them.
+//! all that the slice's own stream was told so far as well (by an event of the pool's; the caller does not wait). To overlap
+//! with other streams' work, let the stream that copies allocate the slices that it copies to, and have the others use them:
+//! on a slice's own stream nothing has to be waited for.
 //!
 //! Refused as [`Error::Unordered`] are slices of another stream where cudarc tracks nothing, those of the default stream of
 //! another `CudaContext` object (which stops tracking with its last stream), and those of the per-thread default stream, which
@@ -72,15 +72,15 @@
 //! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream. But
 //! cudarc's `begin_capture` and `end_capture` are safe to call, on any thread, also between our look at the stream and our
 //! copy. The copy would then be a part of the graph, which reads the buffer again with each launch, long after it has gone
-//! back to the pool. Nothing tells that afterwards either: of a stream whose capture has ended the driver says only that there
-//! is none. No call that submits is documented to be refused by a capture (`cuMemcpyBatchAsync` is, on driver 580; it needs
-//! CUDA 12.8, takes no default stream, and costs more than a copy does), and to make a capture of our own before each copy, to
-//! see by its number whether there were others, costs many times what the copy does. So [`CudarcStream::new`] is `unsafe`, and
-//! rests on [what the one who captures promises](crate::cuda#what-the-one-who-captures-promises), like
-//! [`cuda::adopt_stream`](crate::cuda::adopt_stream): that costs no copy anything.
+//! back to the pool. A second look does not help: of a stream whose capture has ended the driver says only that there is none.
+//! So [`CudarcStream::new`] is `unsafe`, and rests on
+//! [what the one who captures promises](crate::cuda#what-the-one-who-captures-promises), as
+//! [`cuda::adopt_stream`](crate::cuda::adopt_stream) does. That costs no copy anything. (No call that submits is documented to be
+//! refused by a capture. Driver 580 refuses `cuMemcpyBatchAsync`, but that needs CUDA 12.8 and takes no default stream. A capture
+//! of our own around each copy, whose number would tell whether there were others, costs many times what the copy does.)
 //!
-//! Without a stream of cudarc's there is nothing to promise: `device(&context)?.stream()` makes a stream that nobody else
-//! has, for copies to and from memory of [`Device::alloc`].
+//! Without a stream of cudarc's there is nothing to promise: `device(&context)?.stream()` makes a stream that no other code
+//! can reach, for copies to and from memory of [`Device::alloc`].
 //!
 //! # Features
 //!
@@ -121,8 +121,8 @@ pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
 const PER_THREAD: usize = 2;
 
 /// Whether any slice was ever downloaded on another stream than its own. From then on each download waits for the slice's
-/// last read, which it is to cover: before, only cudarc can have read on two streams, and loses the first by itself. (Who
-/// passes a slice on between threads orders this as well.)
+/// last read, which it is to cover: before, only cudarc can have read on two streams, and loses the first by itself.
+/// (Relaxed: passing the slice between threads orders this as well.)
 static ELSEWHERE: AtomicBool = AtomicBool::new(false);
 
 /// A slice that a copy is about to use. `same`: its own stream is the copy's.
@@ -162,7 +162,7 @@ impl CudarcStream {
     /// # Ok(()) }
     /// ```
     ///
-    /// Not without that word, since cudarc lets safe code capture a stream at any time:
+    /// Safe code cannot, since cudarc lets it capture the stream at any time:
     ///
     /// ```compile_fail,E0133
     /// # fn demo(server_stream: std::sync::Arc<cudarc::driver::CudaStream>) -> pinpool::Result<()> {
@@ -363,7 +363,8 @@ impl CudarcStream {
         }
     }
 
-    /// The copy was submitted: has the slice's event recorded, or else waits, so that the slice's next use comes after it either way.
+    /// The copy was submitted: has the slice's event recorded, or else waits, so that the slice's next use comes after it
+    /// either way.
     fn release(&self, mut guard: SyncOnDrop<'_>, same: bool) {
         let SyncOnDrop::Record(target) = &mut guard else { return };
         let context = self.theirs.context();

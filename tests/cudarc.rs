@@ -401,6 +401,46 @@ fn what_follows_a_copy_on_another_stream_comes_after_it() {
     });
 }
 
+/// The driver gives the handle of a stream that is gone to another one.
+#[test]
+fn a_streams_handle_may_have_been_anothers() {
+    const LEN: usize = 3000;
+    beside("a_streams_handle_may_have_been_anothers", || {
+        let context = CudaContext::new(0).unwrap();
+        let stand_in = doubles::is_set().then(StandIn::of_this_process).flatten();
+        if let Some(d) = &stand_in {
+            d.reuse(true);
+        }
+        let other = context.new_stream().unwrap();
+        let on_other = adopted(&other).unwrap();
+        let pool = pool(on_other.device(), 4 * LEN);
+        let mut handles = Vec::new();
+        for round in 0..20 {
+            let owner = context.new_stream().unwrap();
+            handles.push(owner.cu_stream());
+            let slice = on_device(&owner, &bytes(round, LEN));
+            let read = adopted(&owner).unwrap().download_from(&slice, pool.checkout(LEN).unwrap()).unwrap();
+            drop(slice);
+            // SAFETY: written before it is read.
+            let mut fresh = unsafe { owner.alloc::<u8>(LEN) }.unwrap();
+            let mut buf = pool.checkout(LEN).unwrap();
+            buf.extend_from_slice(&bytes(round + 1, LEN));
+            drop(on_other.upload_to(buf, &mut fresh).unwrap().wait().unwrap());
+            assert!(*read.wait().unwrap() == *bytes(round, LEN), "round {round}");
+            assert!(owner.clone_dtoh(&fresh).unwrap() == bytes(round + 1, LEN), "round {round}");
+            // Gone when the pool's threads have let go of it as well.
+            let gone = Arc::downgrade(&owner);
+            drop((owner, fresh));
+            doubles::gpu::until("the stream is gone", || gone.strong_count() == 0);
+        }
+        let made = handles.len();
+        handles.sort_unstable();
+        handles.dedup();
+        println!("{made} streams with {} handles", handles.len());
+        assert!(handles.len() < made || stand_in.is_none());
+    });
+}
+
 /// Each call that a copy of another stream's slice makes, failed once: it is refused, or as ever.
 #[test]
 fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
