@@ -57,7 +57,8 @@ impl World {
         let stream = self.resolved(stream);
         let Some(Block { len, .. }) = self.blocks.get(&at) else { return };
         let frees = self.streams.get(&stream).into_iter().flat_map(|s| s.queue.iter().rev());
-        let freed = frees.filter_map(|op| if let Op::Free(freed) = op { self.blocks.get(freed) } else { None });
+        let freed =
+            frees.filter_map(|op| if let Op::Free(freed) = op { self.blocks.get(freed) } else { None });
         // Another one may have it already.
         let unused = |b: &&Block| b.len == *len && Arc::strong_count(&b.bytes) == 1;
         let Some(bytes) = freed.into_iter().find(unused).map(|b| b.bytes.clone()) else { return };
