@@ -38,8 +38,15 @@
 //!
 //! # What the one who captures promises
 //!
-//! A capture of a shared stream is not begun or ended at the very time when another thread submits to that stream through
-//! this crate. (The functions below that are `unsafe`, and whatever is done with a raw handle, rest on that.)
+//! A stream that others can reach neither enters nor leaves a capture while a thread is in a call of this crate that is given
+//! the stream, or memory that was [allocated on it](Stream::alloc). It enters one by `cuStreamBeginCapture`, or by being made to wait for an event that was recorded in one,
+//! and leaves it when the capture is ended. A lock that is taken on both sides keeps the promise, and so does capturing on the
+//! thread that copies. (Between its calls this crate may record events on the stream at any time; these it deals with.)
+//!
+//! The functions below that are `unsafe`, and whatever is done with a raw handle, rest on that. Each call looks whether the
+//! stream is captured, but the driver has no means to keep a capture out between that look and the copy, nor to find out
+//! afterwards. A copy that gets into a capture so reads or writes its buffer with each launch of the graph, also when the
+//! buffer is long back in its pool and another's.
 //!
 //! # The primary context
 //!

@@ -14,7 +14,8 @@
 //! use pinpool::Pool;
 //! use pinpool::cudarc::CudarcStream;
 //!
-//! let stream = CudarcStream::new(&server_stream)?; // an Arc<CudaStream>
+//! // SAFETY: the server captures none of its streams, or not while another thread is in a call of the pool's.
+//! let stream = unsafe { CudarcStream::new(&server_stream)? }; // an Arc<CudaStream>
 //! let pool = Pool::builder(stream.device()).build()?;
 //!
 //! let mut buf = pool.checkout(bytes.len())?;
@@ -36,6 +37,20 @@
 //! only the slice's own stream orders what is done to it, and a copy on another stream is refused. So the slice is borrowed
 //! only while a copy is submitted: dropping it afterwards, or giving it to a kernel, is ordered after the copy.
 //!
+//! The events of a slice that was only just allocated are recorded nowhere, and nothing tells them from events that are
+//! complete; meanwhile older work on the slice's own stream may still use its memory. So a copy on another stream waits for
+//! all that the slice's own stream was told so far as well (by an event of the pool's; the caller does not wait). To overlap
+//! with other streams' work, let the stream that copies allocate the slices that it copies to, and have the others use them:
+//! on a slice's own stream nothing has to be waited for.
+//!
+//! Refused as [`Error::Unordered`] are slices of another stream where cudarc tracks nothing, those of the default stream of
+//! another `CudaContext` object (which stops tracking with its last stream), and those of the per-thread default stream, which
+//! is another stream on each thread.
+//!
+//! cudarc keeps one event for the reads of a slice, that of the last. A download here waits for the read before it, so that
+//! its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream while a download of
+//! it is in flight, wait for the download before the slice is written or dropped.
+//!
 //! # Waiting
 //!
 //! cudarc's own pinned slice waits for its event before it lets the CPU read, also where the event was never recorded, and
@@ -54,10 +69,18 @@
 //!
 //! # Captures
 //!
-//! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream. What
-//! [the one who captures promises](crate::cuda#what-the-one-who-captures-promises) holds for cudarc's `begin_capture` and
-//! `end_capture` too, although these are safe to call: they are not called at the very time when another thread submits to
-//! the stream by this crate.
+//! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream. But
+//! cudarc's `begin_capture` and `end_capture` are safe to call, on any thread, also between our look at the stream and our
+//! copy. The copy would then be a part of the graph, which reads the buffer again with each launch, long after it has gone
+//! back to the pool. A second look does not help: of a stream whose capture has ended the driver says only that there is none.
+//! So [`CudarcStream::new`] is `unsafe`, and rests on
+//! [what the one who captures promises](crate::cuda#what-the-one-who-captures-promises), as
+//! [`cuda::adopt_stream`](crate::cuda::adopt_stream) does. That costs no copy anything. (No call that submits is documented to be
+//! refused by a capture. Driver 580 refuses `cuMemcpyBatchAsync`, but that needs CUDA 12.8 and takes no default stream. A capture
+//! of our own around each copy, whose number would tell whether there were others, costs many times what the copy does.)
+//!
+//! Without a stream of cudarc's there is nothing to promise: `device(&context)?.stream()` makes a stream that no other code
+//! can reach, for copies to and from memory of [`Device::alloc`].
 //!
 //! # Features
 //!
@@ -71,16 +94,16 @@
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ::cudarc::driver::{
     CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice,
-    SyncOnDrop,
+    DriverError, SyncOnDrop,
 };
 
 use crate::buffer::{InFlight, Lend};
 use crate::copy::Landing;
-use crate::device::StreamHandle;
-use crate::error::{Error, Result, SubmitError};
+use crate::error::{Error, ErrorClass, Result, SubmitError};
 use crate::runtime::Device;
 use crate::stream::Stream;
 
@@ -94,6 +117,31 @@ pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
     unsafe { crate::cuda::adopt_context_with(context.cu_ctx().cast(), context.clone()) }
 }
 
+/// cuda.h: CU_STREAM_PER_THREAD, the last of the handles that stand for a default stream.
+const PER_THREAD: usize = 2;
+
+/// Whether any slice was ever downloaded on another stream than its own. From then on each download waits for the slice's
+/// last read, which it is to cover: before, only cudarc can have read on two streams, and loses the first by itself.
+/// (Relaxed: passing the slice between threads orders this as well.)
+static ELSEWHERE: AtomicBool = AtomicBool::new(false);
+
+/// A slice that a copy is about to use. `same`: its own stream is the copy's.
+struct Taken<'a> {
+    range: crate::DeviceSlice,
+    guard: SyncOnDrop<'a>,
+    same: bool,
+}
+
+/// A stream of cudarc's in the pool's terms, which keeps it.
+///
+/// # Safety
+/// The stream is of the device's context, and [what the one who captures
+/// promises](crate::cuda#what-the-one-who-captures-promises) holds for it.
+unsafe fn adopted(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
+    // SAFETY: the stream is alive, and kept so; the rest is the caller's word.
+    unsafe { crate::cuda::adopt_stream_with(device, stream.cu_stream().cast(), stream.clone()) }
+}
+
 /// A stream of cudarc's as a stream of the pool's, kept alive until everything on it is done. Everything that can be done
 /// with a [`Stream`] can be done with it.
 #[derive(Clone)]
@@ -105,13 +153,42 @@ pub struct CudarcStream {
 impl CudarcStream {
     /// Adopts a stream, in the device of its own context. The same stream adopted twice is the same stream.
     ///
+    /// ```no_run
+    /// # fn demo(server_stream: std::sync::Arc<cudarc::driver::CudaStream>) -> pinpool::Result<()> {
+    /// use pinpool::cudarc::CudarcStream;
+    ///
+    /// // SAFETY: the server captures none of its streams.
+    /// let stream = unsafe { CudarcStream::new(&server_stream)? };
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// Safe code cannot, since cudarc lets it capture the stream at any time:
+    ///
+    /// ```compile_fail,E0133
+    /// # fn demo(server_stream: std::sync::Arc<cudarc::driver::CudaStream>) -> pinpool::Result<()> {
+    /// use pinpool::cudarc::CudarcStream;
+    ///
+    /// let stream = CudarcStream::new(&server_stream)?;
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     /// As for [`device`]; [`Error::Unsupported`] for the per-thread default stream; [`Error::Capturing`].
-    pub fn new(stream: &Arc<CudaStream>) -> Result<Self> {
+    ///
+    /// # Safety
+    /// - [What the one who captures promises](crate::cuda#what-the-one-who-captures-promises) holds for this stream, and for
+    ///   the own streams of the slices that are copied on it: none of them enters or leaves a capture while a thread is in a
+    ///   call of this crate that submits to the stream. (cudarc's `begin_capture` and `end_capture` take a stream in and out; so
+    ///   do its `join` and `wait` for a stream or an event of a capture, and work that is given slices of a captured stream.)
+    ///   Otherwise a graph may keep reading and writing a buffer that has gone back to the pool. A lock that both sides take
+    ///   keeps the promise, and so does capturing on the thread that copies, or capturing only streams that no copy is made on.
+    /// - cudarc does not count streams of [`CudaContext::wrap_borrowed_stream`], and stops tracking slices when a context has
+    ///   no other. Where a slice of such a stream is copied on another stream, or another stream's slice on such a one, the
+    ///   slice's `CudaContext` keeps a stream of [`CudaContext::new_stream`] until the copy is done.
+    pub unsafe fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let device = device(stream.context())?;
-        // SAFETY: the stream is alive, and ours keeps it so. The promise about captures is on the module's page.
-        let ours =
-            unsafe { crate::cuda::adopt_stream_with(&device, stream.cu_stream().cast(), stream.clone()) }?;
+        // SAFETY: the stream is alive, and ours keeps it so. The rest is the caller's word.
+        let ours = unsafe { adopted(&device, stream) }?;
         Ok(Self { ours, theirs: stream.clone() })
     }
 
@@ -126,17 +203,18 @@ impl CudarcStream {
     ///
     /// # Errors
     /// As for [`Stream::upload`], [`Error::Capturing`] also where the slice's own stream is captured; with the buffer
-    /// [`Error::Unordered`] for a slice of another stream where cudarc tracks no events, [`Error::WrongDevice`] for one of
-    /// another context, and what cudarc's context has noted ([`CudaContext::check_err`]), which would break the order.
+    /// [`Error::Unordered`] for a slice of another stream where nothing would keep the order, [`Error::WrongDevice`] for one of
+    /// another context, what the driver says where one stream cannot be made to wait for the other, and what cudarc's context
+    /// has noted ([`CudaContext::check_err`]), which would break the order.
     pub fn upload_to<B: Lend, T: bytemuck::AnyBitPattern>(
         &self,
         src: B,
         dst: &mut impl SliceMut<T>,
     ) -> Result<InFlight<B>, SubmitError<B>> {
         match self.target(dst) {
-            Ok((range, guard)) => {
+            Ok(Taken { range, guard, same }) => {
                 let sent = self.ours.upload(src, range);
-                self.release(guard);
+                self.release(guard, same);
                 sent
             }
             Err(error) => Err(SubmitError::refused(error, src)),
@@ -154,9 +232,9 @@ impl CudarcStream {
         landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         match self.source(src) {
-            Ok((range, guard)) => {
+            Ok(Taken { range, guard, same }) => {
                 let sent = self.ours.download(range, landing);
-                self.release(guard);
+                self.release(guard, same);
                 sent
             }
             Err(error) => Err(SubmitError::refused(error, landing)),
@@ -173,9 +251,9 @@ impl CudarcStream {
         src: &[u8],
         dst: &mut impl SliceMut<T>,
     ) -> Result<()> {
-        let (range, guard) = self.target(dst)?;
+        let Taken { range, guard, same } = self.target(dst)?;
         let done = self.ours.upload_blocking(src, range);
-        self.release(guard);
+        self.release(guard, same);
         done
     }
 
@@ -185,30 +263,33 @@ impl CudarcStream {
     /// # Errors
     /// As for [`Stream::download_blocking`] and [`upload_to`](Self::upload_to).
     pub fn download_from_blocking<T>(&self, src: &impl Slice<T>, dst: &mut [u8]) -> Result<()> {
-        let (range, guard) = self.source(src)?;
+        let Taken { range, guard, same } = self.source(src)?;
         let done = self.ours.download_blocking(range, dst);
-        self.release(guard);
+        self.release(guard, same);
         done
     }
 
-    fn source<'a, T>(&'a self, src: &'a impl Slice<T>) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
+    fn source<'a, T>(&'a self, src: &'a impl Slice<T>) -> Result<Taken<'a>> {
         let bytes = self.bytes::<T>(src)?;
-        self.not_capturing(src.stream())?;
-        self.nothing_noted(src.stream())?;
+        let same = self.enter(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
-        self.range(src.stream(), address, bytes, guard)
+        if !same {
+            ELSEWHERE.store(true, Ordering::Relaxed);
+        }
+        if ELSEWHERE.load(Ordering::Relaxed) {
+            if let SyncOnDrop::Record(Some((read, _))) = &guard {
+                self.said("cuStreamWaitEvent", self.theirs.wait(read))?;
+            }
+        }
+        self.take(src.stream(), address, bytes, guard)
     }
 
-    fn target<'a, T>(
-        &'a self,
-        dst: &'a mut impl SliceMut<T>,
-    ) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
+    fn target<'a, T>(&'a self, dst: &'a mut impl SliceMut<T>) -> Result<Taken<'a>> {
         let bytes = self.bytes::<T>(dst)?;
         let owner = dst.stream().clone();
-        self.not_capturing(&owner)?;
-        self.nothing_noted(&owner)?;
+        self.enter(&owner)?;
         let (address, guard) = dst.device_ptr_mut(&self.theirs);
-        self.range(&owner, address, bytes, guard)
+        self.take(&owner, address, bytes, guard)
     }
 
     /// The length of a slice of our context.
@@ -222,43 +303,74 @@ impl CudarcStream {
         }
     }
 
-    /// Before the guard: it makes our stream wait, which spoils a capture of that, and for events that the slice's own
-    /// stream may have recorded into one, which draws ours into it.
-    fn not_capturing(&self, owner: &Arc<CudaStream>) -> Result<()> {
-        const OUTSIDE: &str = "submit it outside the capture";
+    /// Whether it is our stream.
+    fn is_same(&self, owner: &CudaStream) -> bool {
+        owner.cu_stream() == self.theirs.cu_stream()
+    }
+
+    /// Before the guard, which makes our stream wait: that spoils a capture of ours, and for events that the slice's own
+    /// stream has recorded into a capture it draws ours into that. Whether the slice's own stream is ours; another one is
+    /// waited for.
+    fn enter(&self, owner: &Arc<CudaStream>) -> Result<bool> {
         const WHAT: &str = "a copy of a slice of cudarc's";
-        let timeline = self.ours.timeline();
-        timeline.not_capturing(WHAT, OUTSIDE)?;
-        let (handle, context) = (owner.cu_stream() as usize as u64, timeline.context());
-        // The legacy default stream, which is never captured, is not to be asked about beside other captures.
-        if handle == 0 || handle == self.theirs.cu_stream() as usize as u64 {
-            return Ok(());
+        const OUTSIDE: &str = "submit it outside the capture";
+        self.ours.timeline().not_capturing(WHAT, OUTSIDE)?;
+        let same = self.is_same(owner);
+        if !same {
+            self.orders(owner)?;
+            // SAFETY: the stream is alive, since the slice has it, and is kept so. Captures are as `new` has it.
+            let owner = unsafe { adopted(self.ours.device(), owner) };
+            owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(|error| match error.class() {
+                ErrorClass::Capture => Error::Capturing { what: WHAT, remedy: OUTSIDE },
+                _ => error,
+            })?;
         }
-        match context.noting(context.driver().capturing(StreamHandle(handle)))? {
-            true => Err(Error::Capturing { what: WHAT, remedy: OUTSIDE }),
-            false => Ok(()),
+        self.nothing_noted(owner)?;
+        Ok(same)
+    }
+
+    /// Whether cudarc has the slice's later uses, and its end, wait for the event of a copy on another stream than its own.
+    fn orders(&self, owner: &CudaStream) -> Result<()> {
+        let (handle, ours) = (owner.cu_stream() as usize, self.theirs.context());
+        // The slice's own context is asked each time, and tracks for as long as it has a stream: this one, unless it is a
+        // default stream, or ours, if both are of one `CudaContext`.
+        let lasts = handle > PER_THREAD || Arc::ptr_eq(owner.context(), ours);
+        let tracked = [owner.context(), ours].iter().all(|c| c.is_managing_stream_synchronization());
+        match tracked && lasts && handle != PER_THREAD {
+            true => Ok(()),
+            false => Err(self.unordered()),
         }
     }
 
+    fn unordered(&self) -> Error {
+        Error::Unordered { device: self.ours.device().name().into() }
+    }
+
     /// The guard notes it where our stream could not be made to wait, and does not even try while anything is noted.
-    fn nothing_noted(&self, owner: &Arc<CudaStream>) -> Result<()> {
+    fn nothing_noted(&self, owner: &CudaStream) -> Result<()> {
         for context in [self.theirs.context(), owner.context()] {
-            let Err(error) = context.check_err() else { continue };
-            let context = self.ours.timeline().context();
-            return match context.driver().cuda() {
-                Some(cuda) => context.noting(Err(cuda.theirs("a call that cudarc noted", error.0 as u32))),
-                None => Ok(()),
-            };
+            self.said("a call that cudarc noted", context.check_err())?;
         }
         Ok(())
     }
 
-    /// The copy was submitted: has its event recorded, or else waits, so that the slice's next use comes after it either way.
-    fn release(&self, mut guard: SyncOnDrop<'_>) {
+    /// What a call of cudarc's came back with, as the pool says it.
+    fn said(&self, call: &'static str, result: std::result::Result<(), DriverError>) -> Result<()> {
+        let context = self.ours.timeline().context();
+        match (result, context.driver().cuda()) {
+            (Err(error), Some(cuda)) => context.noting(Err(cuda.theirs(call, error.0 as u32))),
+            _ => Ok(()),
+        }
+    }
+
+    /// The copy was submitted: has the slice's event recorded, or else waits, so that the slice's next use comes after it
+    /// either way.
+    fn release(&self, mut guard: SyncOnDrop<'_>, same: bool) {
         let SyncOnDrop::Record(target) = &mut guard else { return };
         let context = self.theirs.context();
-        let managed = context.is_managing_stream_synchronization();
-        let Some((event, stream)) = target.take().filter(|_| managed) else { return };
+        // On another stream it was promised, whatever became of that meanwhile.
+        let wanted = !same || context.is_managing_stream_synchronization();
+        let Some((event, stream)) = target.take().filter(|_| wanted) else { return };
         if let Err(error) = event.record(stream) {
             // A waker must not wait for what its own thread finds out; the driver's wait needs nobody. Where that fails too the
             // stream is lost, mostly with its device, which copies nothing any more.
@@ -270,26 +382,23 @@ impl CudarcStream {
     }
 
     /// A slice as memory that a copy can use, if what comes later is known to come after the copy.
-    fn range<'a>(
+    fn take<'a>(
         &self,
-        owner: &Arc<CudaStream>,
+        owner: &CudaStream,
         address: u64,
         bytes: usize,
         guard: SyncOnDrop<'a>,
-    ) -> Result<(crate::DeviceSlice, SyncOnDrop<'a>)> {
+    ) -> Result<Taken<'a>> {
         self.nothing_noted(owner)?;
-        let same = owner.cu_stream() == self.theirs.cu_stream();
-        let recorded = matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_)))
-            && self.theirs.context().is_managing_stream_synchronization()
-            // There can be several for one context. This one says whether what is done to the slice waits for its events.
-            && owner.context().is_managing_stream_synchronization();
-        if !same && !recorded {
-            return Err(Error::Unordered { device: self.ours.device().name().into() });
+        let same = self.is_same(owner);
+        // Made while its context tracked nothing, it has no event.
+        if !same && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_))) {
+            return Err(self.unordered());
         }
         // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later happens
         // on its own stream, which is this one or waits for the event that the guard records.
         let range = unsafe { self.ours.device().raw_memory(address, bytes, ()) }?;
-        Ok((range, guard))
+        Ok(Taken { range, guard, same })
     }
 }
 

@@ -290,9 +290,10 @@ pub enum Error {
     },
     /// A slice of cudarc's on another stream than its own, where cudarc does not keep track of what is done to it.
     #[error(
-        "the slice belongs to another stream, and cudarc records no events for it on {device} (event tracking is off, or was \
-         when the slice was made, or there is no stream but the default one): nothing would order the slice's next use, or \
-         its end, after the copy; copy on the slice's own stream"
+        "the slice belongs to another stream, and cudarc does not keep the order between the two on {device} (event tracking is \
+         off, or was when the slice was made; there is no stream but the default one; the slice is the default stream's of \
+         another CudaContext, or a per-thread default stream's): nothing would order the slice's next use, or its end, after \
+         the copy; copy on the slice's own stream"
     )]
     Unordered {
         /// The device that the slice is on.

@@ -120,6 +120,19 @@ rules! {
         d.uploads(0, memory, &bytes, other);
         says!(d, 0, "cuStreamSynchronize", other);
         d.broken(&["POOL-1"]);
+        // It may be memory that its stream is still to free, which older work writes.
+        let (old, mut read) = (d.pooled(64, home), [0; 64]);
+        d.uploads(0, old, &[7; 64], home);
+        says!(d, 0, "cuMemFreeAsync", old, home);
+        let memory = d.pooled(64, home);
+        d.uploads(0, memory, &bytes, other);
+        says!(d, 0, "cuStreamSynchronize", other);
+        d.broken(&["POOL-1", "POOL-1"]);
+        d.downloads(0, &mut read, memory, home);
+        says!(d, 0, "cuStreamSynchronize", home);
+        if d.stand_in.has("standin_reset") {
+            assert_eq!(read, [7; 64], "what was written too early is gone");
+        }
     }
 
     pool_2_memory_ends_with_the_call_that_frees_it (ready) |d| {

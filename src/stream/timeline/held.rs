@@ -284,6 +284,9 @@ pub(super) struct Entry {
     pub(super) since: Option<Instant>,
 }
 
+/// What an entry held that a device is done with: an object, and device memory.
+type Released = (Option<Box<dyn Keep>>, Option<Arc<Allocation>>);
+
 /// What is done after the lock is released.
 #[derive(Debug, Default)]
 pub(super) struct After {
@@ -293,7 +296,7 @@ pub(super) struct After {
     pub(super) condemned: Vec<InUse<Box<dyn Keep>>>,
     /// Whether device memory is kept for good.
     pub(super) kept: bool,
-    pub(super) dropped: Vec<(Option<Box<dyn Keep>>, Option<Arc<Allocation>>)>,
+    pub(super) dropped: Vec<Released>,
     pub(super) wakes: Vec<Wake>,
     /// When those were submitted that were timed and have landed.
     pub(super) flown: Vec<Instant>,

@@ -41,7 +41,7 @@ impl World {
         let made_up = address >= 0x7f00_0000_0000_0000;
         match device {
             _ if self.hosts.has(address as usize, 1) => Place::Host(address as usize),
-            Some((start, block)) if address - start < block.bytes.len() as u64 => Place::Device(address),
+            Some((start, block)) if address - start < block.len as u64 => Place::Device(address),
             _ if made_up => Place::Device(address),
             _ => Place::Host(address as usize),
         }

@@ -12,7 +12,8 @@
 //! reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot show is a copy that
 //! runs *while* the CPU works: for that there are the real driver and the host device's threads.)
 //!
-//! Device memory is ordinary memory under made-up addresses, filled with 0xA5 when it is allocated. Contexts, streams and
+//! Device memory is ordinary memory under made-up addresses, filled with 0xA5 when it is allocated; what is allocated in a
+//! stream's order has the memory of what the stream is still to free, with its bytes. Contexts, streams and
 //! events are numbers that are never used twice, unless a test wants the driver's habit of giving the handle of a destroyed
 //! stream to the next one. All of it is behind one lock.
 //!

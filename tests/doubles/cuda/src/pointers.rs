@@ -53,11 +53,11 @@ impl World {
             return Known { context, kind, managed, ordinal, range, ..nothing };
         }
         let Some((start, block)) = self.blocks.range(..=at).next_back() else { return nothing };
-        if at - start >= block.bytes.len() as u64 {
+        if at - start >= block.len as u64 {
             return nothing;
         }
         let ordinal = self.contexts.get(&block.context).map_or(-2, |c| c.device as c_int);
-        let known = Known { kind: 2, ordinal, range: Some((*start, block.bytes.len())), ..nothing };
+        let known = Known { kind: 2, ordinal, range: Some((*start, block.len)), ..nothing };
         match block.kind {
             Kind::Plain => Known { context: block.context, ..known },
             Kind::Managed => Known { context: block.context, managed: true, ..known },

@@ -2,9 +2,11 @@
 //!
 //! An allocation has its address at once, and attributes with it; what it is good for begins when its stream comes to
 //! it. After the call that frees it the address is nothing any more (so it was seen on driver 580: the attributes are
-//! gone when `cuMemFreeAsync` has returned), and the memory goes when the stream comes to that.
+//! gone when `cuMemFreeAsync` has returned), and the memory goes when the stream comes to that. Until then an allocation on
+//! the same stream may get that very memory, as a driver gives it, under an address of its own.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use crate::calls::{call, write};
 use crate::world::*;
@@ -20,6 +22,7 @@ unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, len: usize, stream: *mut
         w.stream(NAME, stream as usize)?;
         let at = w.allocate(context, len)?;
         w.be(at, Kind::Pool { born: false, dying: false });
+        w.inherit(at, stream as usize);
         w.submit(NAME, stream as usize, Op::Allocate(at))?;
         // SAFETY: as above.
         unsafe { write(w, NAME, address, at) }
@@ -48,6 +51,22 @@ extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> u32 {
 }
 
 impl World {
+    /// A new allocation has the memory of one of its length that is to be freed by the same stream, in whose order that is
+    /// free by then: what uses it without that order finds the older one's copies still at work there.
+    fn inherit(&mut self, at: u64, stream: usize) {
+        let stream = self.resolved(stream);
+        let Some(Block { len, .. }) = self.blocks.get(&at) else { return };
+        let frees = self.streams.get(&stream).into_iter().flat_map(|s| s.queue.iter().rev());
+        let freed =
+            frees.filter_map(|op| if let Op::Free(freed) = op { self.blocks.get(freed) } else { None });
+        // Another one may have it already.
+        let unused = |b: &&Block| b.len == *len && Arc::strong_count(&b.bytes) == 1;
+        let Some(bytes) = freed.into_iter().find(unused).map(|b| b.bytes.clone()) else { return };
+        if let Some(block) = self.blocks.get_mut(&at) {
+            block.bytes = bytes;
+        }
+    }
+
     /// A stream has come to an allocation.
     pub fn run_allocate(&mut self, at: u64) {
         if let Some(Kind::Pool { born, .. }) = self.blocks.get_mut(&at).map(|b| &mut b.kind) {
@@ -57,7 +76,7 @@ impl World {
 
     /// A stream has come to where memory is freed. What is ordered before that has run by now.
     pub fn run_free(&mut self, at: u64) {
-        let Some(len) = self.blocks.get(&at).map(|b| b.bytes.len() as u64) else { return };
+        let Some(len) = self.blocks.get(&at).map(|b| b.len as u64) else { return };
         if self.run_users(|place, _| matches!(place, Place::Device(p) if (at..at + len).contains(p))) {
             let _: Outcome =
                 self.violate("POOL-4", format!("{at:#x} is used by a copy that is not in order with it"), 0);

@@ -2,7 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::graphs::Graphs;
 
@@ -59,7 +59,9 @@ pub struct Context {
 
 pub struct Block {
     pub context: usize,
-    pub bytes: Vec<u8>,
+    pub len: usize,
+    /// Shared with what was allocated in stream order where this was freed in the same order.
+    pub bytes: Arc<Mutex<Vec<u8>>>,
     pub kind: Kind,
 }
 
@@ -213,6 +215,11 @@ pub fn thread() -> usize {
 
 pub fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
+}
+
+/// Memory that only the world's own lock orders.
+fn locked(bytes: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
+    bytes.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 pub fn overlaps(start: usize, len: usize, other: usize, other_len: usize) -> bool {
@@ -556,7 +563,7 @@ impl World {
             },
             Place::Device(at) => {
                 if let Some((block, offset)) = self.block(at, len) {
-                    bytes.copy_from_slice(&block.bytes[offset..offset + len]);
+                    bytes.copy_from_slice(&locked(&block.bytes)[offset..offset + len]);
                 }
             }
         }
@@ -570,7 +577,7 @@ impl World {
             Place::Host(to) => unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, len) },
             Place::Device(at) => {
                 if let Some((block, offset)) = self.block(at, len) {
-                    block.bytes[offset..offset + len].copy_from_slice(bytes);
+                    locked(&block.bytes)[offset..offset + len].copy_from_slice(bytes);
                 }
             }
         }
@@ -699,7 +706,7 @@ impl World {
 
     pub fn allocate(&mut self, context: usize, len: usize) -> Outcome<u64> {
         let device = self.contexts[&context].device;
-        let used: usize = self.blocks.values().filter(|b| b.context == context).map(|b| b.bytes.len()).sum();
+        let used: usize = self.blocks.values().filter(|b| b.context == context).map(|b| b.len).sum();
         if len == 0 {
             return Err(INVALID_VALUE);
         }
@@ -707,7 +714,8 @@ impl World {
             return Err(OUT_OF_MEMORY);
         }
         let at = self.address(len);
-        self.blocks.insert(at, Block { context, bytes: vec![0xA5; len], kind: Kind::Plain });
+        let bytes = Arc::new(Mutex::new(vec![0xA5; len]));
+        self.blocks.insert(at, Block { context, len, bytes, kind: Kind::Plain });
         Ok(at)
     }
 
@@ -726,7 +734,7 @@ impl World {
     }
 
     pub fn free(&mut self, at: u64) -> Outcome {
-        let Some(len) = self.blocks.get(&at).map(|b| b.bytes.len() as u64) else {
+        let Some(len) = self.blocks.get(&at).map(|b| b.len as u64) else {
             return self.violate("MEM-7", format!("{at:#x} is no allocation"), INVALID_VALUE);
         };
         if self.run_users(|place, _| matches!(place, Place::Device(p) if (at..at + len).contains(p))) {
@@ -742,7 +750,7 @@ impl World {
     pub fn block(&mut self, at: u64, len: usize) -> Option<(&mut Block, usize)> {
         let (start, block) = self.blocks.range_mut(..=at).next_back()?;
         let offset = (at - start) as usize;
-        (offset.checked_add(len)? <= block.bytes.len()).then_some((block, offset))
+        (offset.checked_add(len)? <= block.len).then_some((block, offset))
     }
 
     /// Checks both sides of a copy that is about to be submitted.
