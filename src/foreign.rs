@@ -487,3 +487,6 @@ impl Drop for Entered<'_> {
 fn may_call() -> bool {
     cfg!(loom) || STATE.with(|state| state.deferrals.get() == 0)
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -4,7 +4,7 @@ use super::held::After;
 use super::{TRIES, Timeline};
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
-use crate::sync::Ordering;
+use crate::sync::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -164,6 +164,7 @@ impl Timeline {
         {
             return false;
         }
+        let role = Asking(&self.asking);
         let mut progress = false;
         loop {
             let Some((tick, event)) = self.state.lock().marks.front().copied() else { break };
@@ -187,13 +188,12 @@ impl Timeline {
                     if !gives_up(&mut self.state.lock().unasked, &error) {
                         break;
                     }
-                    self.asking.store(false, Ordering::Release);
+                    drop(role);
                     self.lose(&error);
                     return true;
                 }
             }
         }
-        self.asking.store(false, Ordering::Release);
         progress
     }
 
@@ -329,6 +329,16 @@ impl Timeline {
     /// Whether nothing is in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.state.lock().is_idle()
+    }
+}
+
+/// The role of the one who asks. It ends by unwinding, too: others are to ask then.
+struct Asking<'a>(&'a AtomicBool);
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        // Release: pairs with the acquire in `ask`.
+        self.0.store(false, Ordering::Release);
     }
 }
 

@@ -4,14 +4,17 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
 
 use crate::locks::Mutex;
 
 use crate::device::host::{HostConfig, HostNode};
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::pool::Pool;
+use crate::region::Unpinned;
 use crate::runtime::Device;
 
 /// A stepped host device, the first recording of which says when it has begun and waits until it may go on.
@@ -31,6 +34,104 @@ macro_rules! delegate {
         // SAFETY: the caller's word.
         $( unsafe fn $uname(&self, $($uarg: $uty),*) -> $uret { unsafe { self.inner.$uname($($uarg),*) } } )*
     };
+}
+
+/// A host device's driver that panics at one question about an event: a mistake of the crate's.
+#[derive(Debug)]
+struct Panics {
+    inner: Arc<dyn Driver>,
+    armed: Arc<AtomicBool>,
+}
+
+impl Driver for Panics {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn family(&self) -> &'static str {
+        self.inner.family()
+    }
+
+    fn leave(&self, last: crate::device::holds::Last) {
+        self.inner.leave(last);
+    }
+
+    fn query(&self, event: EventHandle) -> Result<bool> {
+        assert!(!self.armed.swap(false, Ordering::SeqCst), "a mistake, on purpose");
+        self.inner.query(event)
+    }
+
+    delegate! {
+        fn can_use(kind: HostKind) -> Result<()>;
+        fn allocate_host(len: usize, kind: HostKind) -> Result<NonNull<u8>>;
+        fn device_address(at: NonNull<u8>) -> Result<u64>;
+        fn allocate(len: usize) -> Result<DevicePtr>;
+        fn free(ptr: DevicePtr) -> Result<()>;
+        fn create_stream() -> Result<StreamHandle>;
+        fn destroy_stream(stream: StreamHandle) -> Result<()>;
+        fn create_event() -> Result<EventHandle>;
+        fn destroy_event(event: EventHandle) -> Result<()>;
+        fn record(event: EventHandle, stream: StreamHandle) -> Result<()>;
+        fn wait_event(stream: StreamHandle, event: EventHandle) -> Result<()>;
+        unsafe:
+        fn pin(base: NonNull<u8>, len: usize) -> Result<()>;
+        fn unpin(base: NonNull<u8>, len: usize) -> Result<()>;
+        fn register(base: NonNull<u8>, len: usize, read_only: bool) -> Result<()>;
+        fn unregister(base: NonNull<u8>, len: usize) -> Result<()>;
+        fn free_host(base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
+        fn copy(stream: StreamHandle, transfer: Transfer) -> Result<()>;
+        fn copy_blocking(stream: StreamHandle, transfer: Transfer) -> Result<()>;
+    }
+}
+
+/// The reaper panics in its look at one stream. What is in flight there is quarantined and said to be lost; other streams,
+/// and what comes later, go on.
+#[test]
+fn a_panic_of_the_reaper_costs_one_stream() {
+    const LEN: usize = 4096;
+    let node = HostNode::new(HostConfig::new()).unwrap();
+    let armed = Arc::new(AtomicBool::new(false));
+    let driver = Panics { inner: node.driver(0).unwrap(), armed: armed.clone() };
+    let device = Device::known("panics".into(), Arc::new(driver)).unwrap();
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
+    node.hang(0);
+    let mut buf = pool.checkout(LEN).unwrap();
+    buf.try_resize(LEN, 1).unwrap();
+    drop(stream.upload(Arc::new(buf), &memory).unwrap());
+    armed.store(true, Ordering::SeqCst);
+    let since = Instant::now();
+    while armed.load(Ordering::SeqCst) {
+        assert!(since.elapsed() < Duration::from_secs(20), "the reaper has not asked");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let error = loop {
+        match stream.timeline().usable() {
+            Ok(()) => std::thread::yield_now(),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::Internal(_)), "{error}");
+    let out = |pool: &Pool| {
+        let stats = pool.stats();
+        stats.in_flight_bytes + stats.checked_out_bytes + stats.quarantined_bytes
+    };
+    // The device may use it for good.
+    let kept = out(&pool);
+    assert!(kept >= LEN, "{:?}", pool.stats());
+    node.resume(0);
+    let other = device.stream().unwrap();
+    let mut buf = pool.checkout(LEN).unwrap();
+    buf.try_resize(LEN, 2).unwrap();
+    let back = other.upload(buf, &memory).unwrap().wait().unwrap();
+    assert!(back.iter().all(|byte| *byte == 2));
+    drop(other.upload(back, &memory).unwrap());
+    let since = Instant::now();
+    while out(&pool) > kept {
+        assert!(since.elapsed() < Duration::from_secs(20), "the reaper is gone: {:?}", pool.stats());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    pool.check().unwrap();
 }
 
 impl Driver for Held {

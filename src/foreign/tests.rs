@@ -1,0 +1,285 @@
+//! What runs when, and what a panic costs.
+
+use std::cell::Cell;
+use std::panic::panic_any;
+use std::path::Path;
+use std::sync::Mutex as StdMutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use super::*;
+use crate::locks::{Condvar, Mutex, MutexGuard, RwLock};
+
+/// A payload whose drop panics with another one, so many times.
+struct Bomb(u32);
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        if self.0 > 0 {
+            panic_any(Bomb(self.0 - 1));
+        }
+    }
+}
+
+/// What was called, in order.
+#[derive(Clone, Default)]
+struct Calls(Arc<StdMutex<Vec<&'static str>>>);
+
+impl Calls {
+    fn note(&self, name: &'static str) {
+        self.0.lock().unwrap().push(name);
+    }
+
+    fn all(&self) -> Vec<&'static str> {
+        self.0.lock().unwrap().clone()
+    }
+
+    /// A task whose waker notes that it was woken, and then does this.
+    fn task(&self, name: &'static str, then: impl Fn() + Send + Sync + 'static) -> Task {
+        struct Runs<F>(Calls, &'static str, F);
+        impl<F: Fn() + Send + Sync + 'static> std::task::Wake for Runs<F> {
+            fn wake(self: Arc<Self>) {
+                self.0.note(self.1);
+                (self.2)();
+            }
+        }
+        Task::of(&Arc::new(Runs(self.clone(), name, then)).into())
+    }
+
+    fn value(&self, name: &'static str) -> Dropped {
+        Dropped(self.clone(), name)
+    }
+
+    fn tell(&self, name: &'static str) {
+        let calls = self.clone();
+        tell(move || calls.note(name));
+    }
+}
+
+struct Dropped(Calls, &'static str);
+
+impl Drop for Dropped {
+    fn drop(&mut self) {
+        self.0.note(self.1);
+    }
+}
+
+#[test]
+fn what_comes_up_under_locks_runs_in_order_after_the_last() {
+    let calls = Calls::default();
+    let (outer, inner, read) = (Mutex::new(()), Mutex::new(()), RwLock::new(()));
+    let (first, second) = (calls.task("wake", || ()), Arc::new(calls.task("shared wake", || ())));
+    {
+        let _outer = outer.lock();
+        {
+            let (_inner, _read) = (inner.lock(), read.read());
+            first.wake();
+            calls.tell("event");
+            discard(calls.value("drop"));
+        }
+        drop(Owned::new(calls.value("owned")));
+        second.clone().wake_shared();
+        assert!(calls.all().is_empty(), "one lock is held still");
+    }
+    assert_eq!(calls.all(), ["wake", "event", "drop", "owned", "shared wake"]);
+    // Without a lock at once.
+    calls.tell("now");
+    assert_eq!(calls.all().last(), Some(&"now"));
+}
+
+#[test]
+fn a_lock_that_is_given_up_for_a_moment_lets_foreign_code_run() {
+    let calls = Calls::default();
+    let lock = Mutex::new(());
+    let mut guard = lock.lock();
+    calls.tell("before");
+    MutexGuard::unlocked(&mut guard, || {
+        assert_eq!(calls.all(), ["before"]);
+        calls.tell("meanwhile");
+        assert_eq!(calls.all(), ["before", "meanwhile"]);
+    });
+    calls.tell("after");
+    assert_eq!(calls.all(), ["before", "meanwhile"]);
+    drop(guard);
+    assert_eq!(calls.all(), ["before", "meanwhile", "after"]);
+}
+
+/// A thread that waits on a condition is no reason for others not to be woken.
+#[test]
+fn a_wait_on_a_condition_runs_what_was_put_off_first() {
+    let calls = Calls::default();
+    let (lock, news) = (Mutex::new(()), Condvar::new());
+    let mut guard = lock.lock();
+    calls.tell("before the wait");
+    assert!(!news.wait_for(&mut guard, Duration::from_secs(60)).timed_out(), "it ended for no reason");
+    assert_eq!(calls.all(), ["before the wait"]);
+    assert!(news.wait_for(&mut guard, Duration::from_millis(1)).timed_out());
+}
+
+#[test]
+fn a_wait_under_a_second_lock_puts_off_still() {
+    let calls = Calls::default();
+    let (other, lock, news) = (Mutex::new(()), Mutex::new(()), Condvar::new());
+    let held = other.lock();
+    let mut guard = lock.lock();
+    calls.tell("under another lock");
+    assert!(news.wait_for(&mut guard, Duration::from_millis(1)).timed_out());
+    drop(guard);
+    assert!(calls.all().is_empty());
+    drop(held);
+    assert_eq!(calls.all(), ["under another lock"]);
+}
+
+#[test]
+fn a_wake_within_a_wake_waits_for_its_turn() {
+    let calls = Calls::default();
+    let depth = Arc::new(AtomicUsize::new(0));
+    let deepest = Arc::new(AtomicUsize::new(0));
+    fn chain(calls: &Calls, left: usize, depth: &Arc<AtomicUsize>, deepest: &Arc<AtomicUsize>) -> Task {
+        let (own, depth, deepest) = (calls.clone(), depth.clone(), deepest.clone());
+        calls.task("woken", move || {
+            deepest.fetch_max(depth.fetch_add(1, Ordering::Relaxed) + 1, Ordering::Relaxed);
+            if left > 0 {
+                chain(&own, left - 1, &depth, &deepest).wake();
+            }
+            depth.fetch_sub(1, Ordering::Relaxed);
+        })
+    }
+    chain(&calls, 999, &depth, &deepest).wake();
+    assert_eq!(calls.all().len(), 1000);
+    assert_eq!(deepest.load(Ordering::Relaxed), 1, "wakes nest");
+}
+
+/// Whatever the payload is, and however its drop panics; what comes after it runs all the same.
+#[test]
+fn a_panic_costs_its_own_call_only() {
+    let calls = Calls::default();
+    let lock = Mutex::new(());
+    let bad = [0, 1, 7].map(|times| calls.task("woken", move || panic_any(Bomb(times))));
+    {
+        let _guard = lock.lock();
+        bad.into_iter().for_each(Task::wake);
+        struct Bad;
+        impl Drop for Bad {
+            fn drop(&mut self) {
+                panic_any(Bomb(2));
+            }
+        }
+        discard(Bad);
+        drop(Owned::new(Bad));
+        tell(|| panic_any(Bomb(1)));
+        calls.tell("the last");
+    }
+    assert_eq!(calls.all(), ["woken", "woken", "woken", "the last"]);
+    assert_eq!(call("on purpose", || panic_any(Bomb(3))), None::<()>);
+    assert_eq!(call("not at all", || 7), Some(7));
+    assert!(may_call(), "no deferral is left");
+}
+
+/// A guard that unwinding drops ends its deferral, and what was put off runs even then.
+#[test]
+fn unwinding_ends_deferrals() {
+    let calls = Calls::default();
+    let lock = Mutex::new(());
+    let own = calls.clone();
+    let survived = survive("on purpose", || {
+        let _guard = lock.lock();
+        own.tell("put off");
+        panic_any(Bomb(1));
+    });
+    assert_eq!(survived, None::<()>);
+    assert_eq!(calls.all(), ["put off"]);
+    assert!(may_call());
+    calls.tell("at once");
+    assert_eq!(calls.all(), ["put off", "at once"]);
+}
+
+#[test]
+fn a_thread_that_panics_lives_on_until_it_ends_by_itself() {
+    let lives = Cell::new(0);
+    live("on purpose", || {
+        lives.set(lives.get() + 1);
+        match lives.get() {
+            1 => panic!("on purpose"),
+            2 => panic_any(Bomb(2)),
+            _ => {}
+        }
+    });
+    assert_eq!(lives.get(), 3);
+}
+
+#[test]
+fn a_value_that_is_given_back_is_not_dropped() {
+    let calls = Calls::default();
+    let mut owned = Owned::new(calls.value("dropped"));
+    owned.1 = "renamed";
+    let value = owned.into_inner();
+    assert!(calls.all().is_empty());
+    drop(value);
+    assert_eq!(calls.all(), ["renamed"]);
+}
+
+/// What runs in a thread's last destructors may need a lock, and drop what is the caller's.
+#[test]
+fn the_end_of_a_thread_is_no_exception() {
+    struct AtTheEnd(Calls);
+    impl Drop for AtTheEnd {
+        fn drop(&mut self) {
+            let lock = Mutex::new(());
+            let _guard = lock.lock();
+            self.0.tell("told");
+            discard(self.0.value("dropped"));
+        }
+    }
+    std::thread_local! {
+        static LAST: Cell<Option<AtTheEnd>> = const { Cell::new(None) };
+    }
+    let calls = Calls::default();
+    let own = calls.clone();
+    // Ours is used before it, and so would go before it if it had anything to drop.
+    std::thread::spawn(move || {
+        LAST.set(Some(AtTheEnd(own.clone())));
+        own.tell("first");
+    })
+    .join()
+    .unwrap();
+    assert_eq!(calls.all(), ["first", "told", "dropped"]);
+}
+
+/// Clippy has a list of what only this module may call. Two macros are not on it, since the macros of this module expand to
+/// them wherever they are used.
+#[test]
+fn subscribers_are_called_from_here_alone() {
+    fn visit(folder: &Path, found: &mut Vec<String>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                visit(&path, found);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                let text = std::fs::read_to_string(&path).unwrap();
+                let name = path.strip_prefix(env!("CARGO_MANIFEST_DIR")).unwrap().display().to_string();
+                let lines = text.lines().filter(|line| !line.trim_start().starts_with("//"));
+                let calls = lines.filter(|line| {
+                    ["tracing::event!(", "tracing::span!(", "#[instrument", "tracing::instrument"]
+                        .iter()
+                        .any(|call| line.contains(call))
+                });
+                found.extend(calls.map(|line| format!("{name}: {}", line.trim())));
+            }
+        }
+    }
+    let mut found = Vec::new();
+    visit(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+    // The last has a field's name that is known at compile time only, and is told by `tell_now`.
+    let may = [
+        "src/foreign.rs: ",
+        "src/foreign/tests.rs: ",
+        "src/telemetry/metrics.rs: tracing::event!(target: TARGET",
+    ];
+    found.retain(|line| !may.iter().any(|allowed| line.starts_with(allowed)));
+    assert!(found.is_empty(), "a subscriber is called by way of `foreign`: {found:#?}");
+    let list = include_str!("../../clippy.toml");
+    for call in ["tracing::warn\"", "Waker::wake\"", "panic::catch_unwind\"", "parking_lot::Mutex\""] {
+        assert!(list.contains(call), "clippy.toml lacks {call}");
+    }
+}
