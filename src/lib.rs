@@ -66,6 +66,26 @@
 //! - Errors: [`Error::class`] says what an error means for what comes next.
 //! - Testing: [`host`], a device that can be told to be late, to fail, to hang and to die.
 //!
+//! # Foreign code
+//!
+//! The crate calls code of the program that embeds it: `tracing` subscribers, `metrics` recorders, wakers, sources and
+//! sinks, [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic, block, and
+//! call the crate. The rules:
+//!
+//! - It runs under no lock of the crate, never between a driver's acceptance of work and the entry that keeps the memory for
+//!   it, and not on a thread that has lent borrowed memory to a device. What comes up there (an event, a wake, a drop)
+//!   runs on the same thread afterwards, in order. So a subscriber may ask the pool whatever it likes.
+//! - A panic is caught, told by an event of the target `pinpool::foreign` (a subscriber's own is not), and costs that one call:
+//!   the event, the wake, the transfer whose source or sink it was. A payload whose drop panics is leaked.
+//! - The crate's threads go on after a panic. What a mistake of the crate's own leaves in doubt is quarantined, and reads as
+//!   [`Error::Internal`].
+//! - A waker that is called while this thread runs another waker waits for its turn: wakes are made by a loop. A waker must
+//!   not wait for a wake that the same thread is to make. Waits that would never end, since only this very thread could end
+//!   them, are refused with [`Error::Unsupported`].
+//! - Code that a call is given for its own duration, and calls on the caller's thread (a reader for
+//!   [`upload_read`](pipeline::Pipeline::upload_read), a writer, a closure), may panic through that call, which first waits
+//!   for what it has under way.
+//!
 //! # The layer rule
 //!
 //! Each module knows only those above it in this table, so nothing calls upward; [`Pool`] puts them in order.
@@ -77,6 +97,8 @@
 //! | --- | --- | --- |
 //! | `error` | what can go wrong, and what that means | |
 //! | `os` | the system calls, all of them | yes |
+//! | `foreign` | code that is not the crate's: each call of it, and when it must not run | yes |
+//! | `locks` | locks under which foreign code is put off | |
 //! | `sync` | atomics, locks and fences: the standard library's or loom's | |
 //! | `segment` | the segment rule and the size classes: integer arithmetic only | |
 //! | `telemetry::counters`, `telemetry::ledger` | what is counted where it happens; since when a segment is out: numbers only | |

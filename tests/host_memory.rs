@@ -8,6 +8,9 @@
 
 #![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
 
+#[path = "panicking/mod.rs"]
+mod panicking;
+
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -288,6 +291,7 @@ const KINDS: [Failure; 6] = [
 ];
 
 fn every_call_fails_once(stepped: bool) {
+    panicking::install_if_asked();
     // How much may be locked is the system's affair.
     let probe = Device::on(&node(stepped), 0).unwrap().register(vec![0; 1 << 20]);
     if let Err(RegisterError { error: Error::MemLock { .. }, .. }) = probe {

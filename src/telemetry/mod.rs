@@ -46,6 +46,7 @@
 //! | `pinpool::region::unpinned` | WARN | device, bytes, error | memory is not page-locked: raise the memlock limit |
 //! | `pinpool::region::ended` | WARN | device, missing, error | the pool could not grow |
 //! | `pinpool::device::leak`, `pinpool::region::leak`, `pinpool::stream::leak` | WARN, ERROR for memory | device, error, and bytes of memory | something could not be given back to the driver, which kept it |
+//! | `pinpool::foreign` | ERROR | | code of the program's that the crate calls (a waker, a recorder, a source, the drop of a value) panicked, or a thread of the crate's did and goes on: the text says what follows, standard error has the panic |
 //!
 //! What else is logged, under `pinpool::device`, `pinpool::region`, `pinpool::pool` and `pinpool::stream`, explains and needs
 //! no action.

@@ -107,6 +107,7 @@ fn settled(stand_in: &StandIn, failed: &str, seen: &mut usize) -> Vec<String> {
 
 fn every_call(test: &str, way: Way) {
     on_each_tolerant(test, way, |stand_in| {
+        crate::doubles::panicking::install_if_asked();
         let mut seen = 0;
         assert!(matches!(a_little_of_everything(), (Ok(()), true)));
         let mut leaks = settled(stand_in, "", &mut seen);

@@ -14,6 +14,8 @@ pub mod ascendcl;
 pub mod faults;
 pub mod gpu;
 pub mod npu;
+#[path = "../panicking/mod.rs"]
+pub mod panicking;
 
 use std::ffi::CString;
 use std::io::Read;
@@ -107,6 +109,7 @@ pub fn on_stand_in_with(test: &str, environment: &[(&str, &str)], body: impl FnO
     if !is_set() {
         return again(test, environment);
     }
+    panicking::install_if_asked();
     match StandIn::of_this_process() {
         Some(stand_in) => body(stand_in),
         None => println!("{test}: skipped, the library that is named is no stand-in"),

@@ -15,6 +15,8 @@
 #![allow(unsafe_code, reason = "memory by its address")]
 
 mod audit;
+#[path = "../panicking/mod.rs"]
+mod panicking;
 mod scenario;
 mod server;
 
@@ -136,6 +138,7 @@ fn assert_none(mut findings: Vec<(Failure, Call, u64, String)>) {
 
 #[test]
 fn each_call_fails_once() {
+    panicking::install_if_asked();
     let node = stepped();
     node.start_trace();
     let (report, wrong) = run(&node, false, None);
@@ -171,6 +174,7 @@ fn each_call_fails_once() {
 
 #[test]
 fn calls_fail_on_threads() {
+    panicking::install_if_asked();
     let mut failures = Vec::new();
     for failure in KINDS {
         let (mut failed, mut all) = (0, 0);
@@ -202,6 +206,19 @@ fn calls_fail_on_threads() {
         println!("{failure:?}, on threads: {failed} of {all} calls failed once (the others did not happen)");
     }
     assert_none(failures);
+}
+
+/// The same again, while whatever is told of it panics.
+#[test]
+fn each_call_fails_once_under_a_subscriber_that_panics() {
+    let again = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["each_call_fails_once", "calls_fail_on_threads", "--exact", "--nocapture"])
+        .env("PINPOOL_SUBSCRIBER", "panics")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&again.stdout);
+    assert!(again.status.success(), "{}: {said}{}", again.status, String::from_utf8_lossy(&again.stderr));
+    assert!(said.contains("2 passed") && said.contains("under a subscriber that panics"), "{said}");
 }
 
 #[test]

@@ -304,6 +304,8 @@ impl Flow {
         self.copies.fetch_add(transfers.len() as u64, std::sync::atomic::Ordering::Relaxed);
         submission.carry(Box::new(Batch { flow: self.clone(), load: Some(load) }));
         let context = self.timeline.context();
+        // Declared after the submission, and so dropped before it: what was not made must not read as complete.
+        let unmade = Unmade { flow: self, runs };
         let mut failed = Vec::new();
         // SAFETY: the entry keeps what the copies use until a mark after this call is seen complete, and none of them
         // writes where another one does.
@@ -312,6 +314,7 @@ impl Flow {
                 .driver()
                 .copy_many(self.timeline.stream(), transfers, &mut |at, error| failed.push((at, error)));
         }
+        std::mem::forget(unmade);
         let accepted = |&(at, _): &(usize, _)| !failed.iter().any(|(failed, _)| *failed == at);
         context.count_copied(transfers.iter().enumerate().filter(accepted).map(|(_, transfer)| transfer));
         for (at, error) in failed {
@@ -716,6 +719,23 @@ impl Desk {
                         return true;
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Copies that the driver is being called for. Dropped by unwinding, all of them count as failed.
+struct Unmade<'a> {
+    flow: &'a Flow,
+    runs: &'a [Run],
+}
+
+impl Drop for Unmade<'_> {
+    fn drop(&mut self) {
+        for run in self.runs {
+            let lane = &self.flow.lanes[run.lane as usize];
+            for number in run.first..run.first + run.len as u64 {
+                lane.fail(number, Error::Internal("the submission of copies panicked"));
             }
         }
     }
