@@ -60,7 +60,7 @@ impl Depot {
     /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
         // In the child of a fork the lock may be anyone's, and nothing comes any more.
-        if self.forked() {
+        if crate::os::forked() {
             return Outcome::Failed(Error::Forked);
         }
         let wake = waker.map(|w| Wake::Task(w.clone()));
@@ -81,7 +81,7 @@ impl Depot {
 
     /// Ends a wait early; what was granted meanwhile goes back.
     pub(crate) fn leave(&self, key: usize, timed_out: bool) {
-        if self.forked() {
+        if crate::os::forked() {
             return;
         }
         let mut wakes = Vec::new();
