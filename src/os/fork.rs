@@ -66,7 +66,9 @@ fn install() -> Result<()> {
     // SAFETY: the function lives as long as the process, and does what a signal handler may.
     match unsafe { libc::pthread_atfork(None, None, Some(in_child)) } {
         0 => Ok(()),
-        code => Err(Error::OutOfMemory { wanted: 0, text: std::io::Error::from_raw_os_error(code).to_string() }),
+        code => {
+            Err(Error::OutOfMemory { wanted: 0, text: std::io::Error::from_raw_os_error(code).to_string() })
+        }
     }
 }
 
