@@ -243,7 +243,8 @@ pub enum Error {
     /// what the child would open itself included. Fork before the first device is opened, or start a program
     /// ([`std::process::Command`]).
     #[error(
-        "this process was forked from one that had opened a device, and can use none: fork before the first device is opened,          or start another program"
+        "this process was forked from one that had opened a device, and can use none: fork before the first device is opened, \
+         or start another program"
     )]
     Forked,
     /// The buffer belongs to a pool that does not serve this device, or the device memory or stream is another device's.
