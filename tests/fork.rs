@@ -262,6 +262,7 @@ fn a_child_opens_nothing_once_its_parent_has() {
     let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
     let device = Device::on(&node, 0).unwrap();
     let opens = || {
+        #[allow(unused_mut, reason = "there is more to open with the features")]
         let mut wrong = vec![
             is_forked(Device::open("host")),
             is_forked(Device::open("auto")),
@@ -387,6 +388,7 @@ fn a_child_is_told_by_whatever_it_waits_for() {
     #[cfg(feature = "safetensors")]
     let (loading, dropped);
     type Case<'a> = (&'a str, Box<dyn Fn() -> bool + 'a>);
+    #[allow(unused_mut, reason = "a feature adds some")]
     let mut cases: Vec<Case<'_>> = vec![
         ("a copy that was done", Box::new(|| is_forked(done.take().unwrap().wait()))),
         ("a copy", Box::new(|| is_forked(flight.take().unwrap().wait()))),
