@@ -235,9 +235,7 @@ pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
 
 /// The device's driver, in the process that opened it.
 fn cuda(device: &Device) -> Result<&Cuda> {
-    if device.context().forked() {
-        return Err(Error::Forked);
-    }
+    crate::os::check_fork()?;
     device.context().driver().cuda().ok_or_else(|| {
         Error::Unsupported(format!(
             "{} is no GPU of NVIDIA's, and has no CUDA contexts or streams",

@@ -245,9 +245,13 @@ pub enum Error {
     /// The pool was shut down.
     #[error("the pool is shut down")]
     Closed,
-    /// The process was forked: the child has none of the parent's pinned memory. Open the device again
-    /// there, and a pool of its own.
-    #[error("this pool belongs to the parent process; a forked child opens its own")]
+    /// This is the child of a fork, and its parent had begun to open a device by then: nothing of this crate can be used here,
+    /// what the child would open itself included. Fork before the first device is opened, or start a program
+    /// ([`std::process::Command`]).
+    #[error(
+        "this process was forked from one that had opened a device, and can use none: fork before the first device is opened, \
+         or start another program"
+    )]
     Forked,
     /// The buffer belongs to a pool that does not serve this device, or the device memory or stream is another device's.
     /// (Copies between devices are not made, with or without peer access.)

@@ -2,6 +2,9 @@
 //!
 //! A guard has a deferral that ends after the unlock. A thread that waits on a condition variable gives its lock up: what it
 //! has put off by then runs first, if it holds no other lock.
+//!
+//! In the child of a fork nothing is locked: a thread that the child does not have may hold the lock, or a part of parking_lot's
+//! table of waiting threads. Debug builds check that.
 
 // This is the one module that may.
 #![allow(clippy::disallowed_types)]
@@ -10,6 +13,9 @@ use std::ops::{Deref, DerefMut};
 use std::time::{Duration, Instant};
 
 use crate::foreign::{self, Deferral};
+use crate::os;
+
+const IN_CHILD: &str = "a lock in the child of a fork";
 
 /// A mutual exclusion lock.
 #[derive(Debug, Default)]
@@ -33,11 +39,13 @@ impl<T> Mutex<T> {
 impl<T: ?Sized> Mutex<T> {
     #[inline]
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        debug_assert!(!os::forked(), "{IN_CHILD}");
         MutexGuard { inner: self.0.lock(), _deferral: foreign::defer() }
     }
 
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        debug_assert!(!os::forked(), "{IN_CHILD}");
         self.0.try_lock().map(|inner| MutexGuard { inner, _deferral: foreign::defer() })
     }
 
@@ -89,10 +97,12 @@ impl Condvar {
     }
 
     pub(crate) fn notify_one(&self) -> bool {
+        debug_assert!(!os::forked(), "{IN_CHILD}");
         self.0.notify_one()
     }
 
     pub(crate) fn notify_all(&self) -> usize {
+        debug_assert!(!os::forked(), "{IN_CHILD}");
         self.0.notify_all()
     }
 
@@ -143,10 +153,12 @@ impl<T> RwLock<T> {
 
 impl<T: ?Sized> RwLock<T> {
     pub(crate) fn read(&self) -> RwLockGuard<parking_lot::RwLockReadGuard<'_, T>> {
+        debug_assert!(!os::forked(), "{IN_CHILD}");
         RwLockGuard { inner: self.0.read(), _deferral: foreign::defer() }
     }
 
     pub(crate) fn write(&self) -> RwLockGuard<parking_lot::RwLockWriteGuard<'_, T>> {
+        debug_assert!(!os::forked(), "{IN_CHILD}");
         RwLockGuard { inner: self.0.write(), _deferral: foreign::defer() }
     }
 }

@@ -14,14 +14,16 @@
 //! *The barrier.* [`membarrier`] with the private expedited command interrupts every core that runs a thread of this
 //! process and makes it execute a full fence. It must be registered first; the kernel documents no failure after that.
 //!
-//! Those on files are in [`file`].
+//! Those on files are in [`file`]; what a fork does is in [`fork`].
 //!
 //! The crate runs on Linux. On other systems everything here exists and says that it is unsupported.
 
 #![allow(unsafe_code)]
 
 pub(crate) mod file;
+mod fork;
 
+pub(crate) use fork::{check_fork, empty_in_child, forked, watch_forks};
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
 #[cfg(not(target_os = "linux"))]
@@ -33,8 +35,7 @@ mod linux {
     use std::io;
     use std::path::{Path, PathBuf};
     use std::ptr::NonNull;
-    use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-    use std::sync::{Once, OnceLock};
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use libc::{c_long, c_void};
 
@@ -398,61 +399,12 @@ mod linux {
         done
     }
 
-    static FORK_HANDLERS: OnceLock<[fn(); 3]> = OnceLock::new();
-
-    extern "C" fn before_fork() {
-        fork_handler(0);
-    }
-    extern "C" fn after_fork_in_parent() {
-        fork_handler(1);
-    }
-    extern "C" fn after_fork_in_child() {
-        fork_handler(2);
-    }
-    fn fork_handler(which: usize) {
-        // Reading a set OnceLock is one atomic load, which a forked child may do.
-        if let Some(handlers) = FORK_HANDLERS.get() {
-            handlers[which]();
-        }
-    }
-
-    /// Has `prepare` called before each fork of this process, and `parent` and `child` after it, on the forking
-    /// thread. Works once; `false` the second time, or when the system has no memory for the handler.
-    ///
-    /// The handlers must not panic (that aborts), and `child` may do only what a signal handler may.
-    pub(crate) fn at_fork(prepare: fn(), parent: fn(), child: fn()) -> bool {
-        if FORK_HANDLERS.set([prepare, parent, child]).is_err() {
-            return false;
-        }
-        // SAFETY: the three functions live as long as the process and read nothing but an initialised static.
-        unsafe {
-            libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child))
-                == 0
-        }
-    }
-
     /// Has `handler` called when the process ends by itself, before the handlers that were left here or by libraries so far.
     /// `false`: the system has no room for it. It must not panic.
     #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
         // SAFETY: the function lives as long as the process.
         unsafe { libc::atexit(handler) == 0 }
-    }
-
-    /// A number that differs between a process and its forks, from the first call of this on.
-    pub(crate) fn forks() -> u32 {
-        static FORKS: AtomicU32 = AtomicU32::new(0);
-        static COUNTED: Once = Once::new();
-        extern "C" fn count() {
-            FORKS.fetch_add(1, Ordering::Relaxed);
-        }
-        COUNTED.call_once(|| {
-            // SAFETY: the function lives as long as the process and touches nothing but a static atomic.
-            if unsafe { libc::pthread_atfork(None, None, Some(count)) } != 0 {
-                crate::foreign::warn!(target: "pinpool::device", "forks cannot be counted: do not drop devices in a forked child");
-            }
-        });
-        FORKS.load(Ordering::Relaxed)
     }
 
     /// The error of the call that has just failed for `len` bytes.
@@ -557,17 +509,9 @@ mod other {
         false
     }
 
-    pub(crate) fn at_fork(_prepare: fn(), _parent: fn(), _child: fn()) -> bool {
-        false
-    }
-
     #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn at_exit(_handler: extern "C" fn()) -> bool {
         false
-    }
-
-    pub(crate) fn forks() -> u32 {
-        0
     }
 }
 

@@ -35,6 +35,11 @@ pub use closing::{CloseError, HeldBy};
 /// feature `cuda` a server's own contexts and streams can be adopted (module `cuda`). The module `acl` says the same for
 /// Ascend.
 ///
+/// In the child of a fork nothing of this crate can be used if the fork came after the process had begun to open a device (any
+/// device, by whatever call, a [`HostNode`] included): every call that could block, take memory or reach a driver answers
+/// [`Error::Forked`] at once, opening a device among them, and dropping what was inherited does nothing. So a server that
+/// forks its workers opens devices in these, or starts them as programs by `std::process::Command`, which is not affected.
+///
 /// Cloning gives another handle to the same device, and so does opening it again while it is open. It is let go of when the
 /// last handle is gone, and all that came from it; [`Device::close`] waits for that.
 #[derive(Clone)]
@@ -59,11 +64,13 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] for a name that no device has, [`Error::Unavailable`] for one that cannot be used here;
-    /// what the driver says where it has no context to give.
+    /// [`Error::Forked`] in the child of a process that had opened one before the fork; what the driver says where it has no
+    /// context to give.
     pub fn open(name: &str) -> Result<Self> {
         if !cfg!(target_os = "linux") {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
         }
+        crate::os::watch_forks()?;
         let span = crate::foreign::span!(INFO, target: "pinpool::device", "open", device = name);
         let _entered = span.enter();
         let driver = driver(name)?;
@@ -75,7 +82,7 @@ impl Device {
         let mut open = OPEN.lock();
         let open = open.get_or_insert_with(HashMap::new);
         let known = open.get(&key).and_then(Weak::upgrade);
-        if let Some(inner) = known.filter(|inner| !inner.context.forked()) {
+        if let Some(inner) = known {
             // Whatever the new one has to undo belongs to the device that is open.
             driver.leave(inner.context.holds().last());
             return Ok(Self(inner));
@@ -104,8 +111,9 @@ impl Device {
     /// A device of a host node made by hand, for tests.
     ///
     /// # Errors
-    /// [`Error::UnknownDevice`] for an ordinal that the node does not have.
+    /// [`Error::UnknownDevice`] for an ordinal that the node does not have; [`Error::Forked`].
     pub fn on(node: &HostNode, ordinal: u32) -> Result<Self> {
+        crate::os::watch_forks()?;
         Self::start(Context::new(node.driver(ordinal)?)?)
     }
 
@@ -154,9 +162,11 @@ impl Device {
     }
 
     /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`: domain, bus, device, function), which is its
-    /// name under `/sys/bus/pci/devices`. On CUDA from `cuDeviceGetPCIBusId`. `None`: it has none, or nobody says.
+    /// name under `/sys/bus/pci/devices`. On CUDA from `cuDeviceGetPCIBusId`. `None`: it has none, or nobody says, as
+    /// in the child of a fork.
     #[must_use]
     pub fn pci_address(&self) -> Option<String> {
+        crate::os::check_fork().ok()?;
         self.context().driver().pci_address()
     }
 
@@ -224,7 +234,7 @@ impl Device {
     /// anything landed.
     pub fn reap(&self) -> bool {
         // In the child of a fork the locks may be anyone's.
-        !self.context().forked() && self.listing().pass()
+        !crate::os::forked() && self.listing().pass()
     }
 
     /// The error that the device was lost with, if it was.

@@ -1,15 +1,27 @@
-//! A fork, seen from the child: nothing of the parent's pools can be used there, and nothing that is dropped there does
-//! anything. What the child finds comes back as its exit code, since it may not print (locks of the parent's threads
-//! may be held for ever) nor unwind into the test harness.
+//! A fork, seen from the child: once its parent had opened a device nothing of the crate can be used there, nothing hangs, and
+//! nothing that is dropped there does anything. What the child finds comes back as its exit code, since it may not print
+//! (locks of the parent's threads may be held for ever) nor unwind into the test harness.
 
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code, reason = "fork is called here")]
 
+#[cfg(feature = "cuda")]
+mod doubles;
+
+use std::cell::Cell;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use pinpool::host::{HostConfig, HostNode};
-use pinpool::{Device, Error, Pool, Request, Stream, Unpinned};
+use pinpool::pipeline::Pipeline;
+use pinpool::telemetry::Sampler;
+use pinpool::{
+    CopyQueue, Device, DeviceBuffer, Error, PinnedBuf, Pool, QueueOptions, Request, Result, Stream, Unpinned,
+};
 
 /// Held by each test: no thread of another test is anywhere when one forks.
 static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -24,6 +36,8 @@ fn forked(child: impl FnOnce() -> i32) -> Option<i32> {
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0, "fork failed");
     if pid == 0 {
+        // SAFETY: a signal for a child that hangs, which ends it.
+        unsafe { libc::alarm(20) };
         let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(99);
         // SAFETY: ends the child without running anything of the parent's.
         unsafe { libc::_exit(code) };
@@ -212,49 +226,497 @@ fn a_child_may_drop_a_device_and_a_pool_for_good() {
     }
 }
 
-/// Locks that another thread of the parent holds at the moment of the fork stay locked in the child, those inside of
-/// libraries included; no pool can change that. So this is about a parent whose threads are asleep, in a process of its
-/// own.
-#[test]
-fn a_child_can_have_a_pool_of_its_own() {
-    const ALONE: &str = "PINPOOL_TEST_FORK_ALONE";
-    if std::env::var_os(ALONE).is_none() {
-        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
-        again.args(["--exact", "a_child_can_have_a_pool_of_its_own", "--nocapture"]);
-        assert!(again.env(ALONE, "1").status().unwrap().success());
-        return;
+/// Runs the body of a test in a process of its own, in which nothing was opened: no other test is in it.
+fn in_a_fresh_process(test: &str, body: impl FnOnce()) {
+    const FRESH: &str = "PINPOOL_TEST_FORK_FRESH";
+    if std::env::var_os(FRESH).is_some() {
+        return body();
     }
-    let device = device();
-    let parents = pool(&device);
-    let kept = parents.checkout(1000).unwrap();
-    // Until the device's threads have nothing more to do and sleep.
-    parents.wait_pinned(None).unwrap();
-    std::thread::sleep(Duration::from_millis(200));
-    let code = forked(|| {
-        // A new process in all but name: its own device with its own threads.
-        let own = HostNode::new(HostConfig::new().memory(1 << 20));
-        let Ok(device) = own.and_then(|node| Device::on(&node, 0)) else { return 1 };
-        let builder = Pool::builder(&device).capacity(256 << 10).unpinned(Unpinned::Allow);
-        let Ok(pool) = builder.build() else { return 2 };
-        let (Ok(mut buf), Ok(stream), Ok(memory)) =
-            (pool.checkout(1000), device.stream(), device.alloc(1000))
-        else {
-            return 3;
-        };
+    let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+    again.args(["--exact", test, "--nocapture"]);
+    assert!(again.env(FRESH, "1").status().unwrap().success());
+}
+
+fn is_forked<T, E: Into<Error>>(result: Result<T, E>) -> bool {
+    result.map_err(Into::into).err() == Some(Error::Forked)
+}
+
+/// Opens a device and copies there and back. Whether all of it worked.
+fn works() -> bool {
+    let run = || -> Result<bool> {
+        let device = Device::open("host")?;
+        let pool = Pool::builder(&device).capacity(256 << 10).unpinned(Unpinned::Allow).build()?;
+        let (stream, memory) = (device.stream()?, device.alloc(1000)?);
+        let mut buf = pool.checkout(1000)?;
         buf.extend_from_slice(&[9; 1000]);
-        let Ok(sent) = stream.upload(buf, &memory) else { return 4 };
-        let Ok(buf) = sent.wait() else { return 5 };
-        first_wrong(&[
-            *buf == [9; 1000],
-            pool.check().is_ok(),
-            parents.checkout(1).err() == Some(Error::Forked),
-            // The system's device is opened anew as well.
-            Device::open("host").is_ok_and(|d| d.stream().is_ok()),
-        ])
+        let buf = stream.upload(buf, &memory)?.wait()?;
+        let back = stream.download(&memory, buf)?.wait()?;
+        Ok(*back == [9; 1000] && pool.check().is_ok())
+    };
+    run() == Ok(true)
+}
+
+#[test]
+fn a_child_opens_nothing_once_its_parent_has() {
+    let _alone = alone();
+    let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let opens = || {
+        #[allow(unused_mut, reason = "there is more to open with the features")]
+        let mut wrong = vec![
+            is_forked(Device::open("host")),
+            is_forked(Device::open("auto")),
+            is_forked(Device::open("cuda:0")),
+            is_forked(Device::open("acl:0")),
+            is_forked(HostNode::new(HostConfig::new())),
+            is_forked(Device::on(&node, 1)),
+            is_forked(Device::on(&HostNode::system(), 0)),
+            is_forked(Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()),
+            is_forked(device.stream()),
+            is_forked(device.alloc(1)),
+            is_forked(device.copy_queue()),
+            device.pci_address().is_none(),
+            // Nor does a node's handle do anything, or hang.
+            !node.step(),
+            node.queued(0) == 0,
+            {
+                node.hang(0);
+                node.kill(1);
+                node.trace().is_empty()
+            },
+        ];
+        #[cfg(feature = "cuda")]
+        // SAFETY: null is no context, and is not looked at.
+        wrong.push(is_forked(unsafe { pinpool::cuda::adopt_context(std::ptr::null_mut()) }));
+        #[cfg(feature = "acl")]
+        // SAFETY: as above.
+        wrong.push(is_forked(unsafe { pinpool::acl::adopt_context(std::ptr::null_mut()) }));
+        first_wrong(&wrong)
+    };
+    let code = forked(|| match opens() {
+        // And so it is in a child of the child.
+        0 => forked(opens).unwrap_or(98),
+        wrong => wrong,
     });
-    assert_eq!(code, Some(0), "which check failed, counted from 1; None: the child hung");
-    drop(kept);
-    parents.check().unwrap();
+    assert_eq!(code, Some(0), "which check failed, counted from 1; None: the child hung, 98: its child");
+    assert!(node.live(0).streams == 0 && device.lost().is_none());
+}
+
+/// A server that forks its workers before it opens anything.
+#[test]
+fn a_child_of_a_process_that_opened_nothing_is_like_any_other() {
+    in_a_fresh_process("a_child_of_a_process_that_opened_nothing_is_like_any_other", || {
+        for _ in 0..3 {
+            let code = forked(|| match works() {
+                // It has opened one by now.
+                true => forked(|| i32::from(!is_forked(Device::open("host")))).unwrap_or(2),
+                false => 3,
+            });
+            assert_eq!(
+                code,
+                Some(0),
+                "1, 2: a child of the child's can open a device, or hangs; 3: the child cannot"
+            );
+        }
+        assert!(works(), "and the parent can");
+        assert_eq!(forked(|| i32::from(!is_forked(Device::open("host")))), Some(0));
+    });
+}
+
+/// While another thread opens the process's first device.
+#[test]
+fn a_child_made_in_the_midst_of_the_first_opening_can_open_or_is_told() {
+    in_a_fresh_process("a_child_made_in_the_midst_of_the_first_opening_can_open_or_is_told", || {
+        for round in 0..60_u64 {
+            let code = forked(|| {
+                let opens = std::thread::spawn(|| Device::open("host").map(drop));
+                (0..round * 20).for_each(|_| std::hint::spin_loop());
+                let code = forked(|| match Device::open("host") {
+                    Ok(device) => i32::from(device.stream().is_err()),
+                    Err(Error::Forked) => 0,
+                    Err(_) => 2,
+                });
+                if opens.join().is_ok_and(|opened| opened.is_ok()) { code.unwrap_or(3) } else { 4 }
+            });
+            assert_eq!(code, Some(0), "round {round}; 3: the child of the child hung");
+        }
+    });
+}
+
+/// Everything that can be waited for, all of it hung.
+#[test]
+fn a_child_is_told_by_whatever_it_waits_for() {
+    let _alone = alone();
+    let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
+    let queue = device.copy_queue_with(QueueOptions::new().depth(4)).unwrap();
+    let pipeline =
+        Pipeline::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let filled = |len: usize| {
+        let mut buf = pool.checkout(len).unwrap();
+        buf.try_resize(len, 1).unwrap();
+        buf
+    };
+    let at = |range| memory.slice(range).unwrap();
+    let done = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
+    stream.synchronize().unwrap();
+    node.hang(0);
+    let flight = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
+    let awaited = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
+    let queued = Cell::new(Some(queue.upload(filled(64), at(0..64)).unwrap()));
+    let claimed = Cell::new(Some(pool.checkout_on(&stream, 1000).unwrap()));
+    let bytes = vec![1_u8; 300_000];
+    let upload = || Cell::new(Some(pipeline.upload(bytes.clone(), at(0..300_000)).unwrap()));
+    let (ticket, polled, left) = (upload(), upload(), upload());
+    let feed = || Cell::new(Some(pipeline.feed(at(400_000..500_000)).unwrap()));
+    let (feed, other_feed) = (feed(), feed());
+    let pieces = [(&[1_u8; 100][..], at(0..100))];
+    let gathered = Cell::new(Some(queue.gather(&pool, &pieces).unwrap()));
+    let gathered_too = Cell::new(Some(queue.gather(&pool, &pieces).unwrap()));
+    // Left with a waker each, where that can be done.
+    let mut idle = Context::from_waker(Waker::noop());
+    let (mut awaited, mut polled) = (awaited.take().unwrap(), polled.take().unwrap());
+    assert!(Pin::new(&mut awaited).poll(&mut idle).is_pending());
+    assert!(Pin::new(&mut polled).poll(&mut idle).is_pending());
+    let (awaited, polled) = (Cell::new(Some(awaited)), Cell::new(Some(polled)));
+    let ready = |polled: Poll<bool>| polled == Poll::Ready(true);
+    let poll = |future: &mut dyn FnMut(&mut Context<'_>) -> Poll<bool>| {
+        ready(future(&mut Context::from_waker(Waker::noop())))
+    };
+    #[cfg(feature = "safetensors")]
+    let (loading, dropped);
+    type Case<'a> = (&'a str, Box<dyn Fn() -> bool + 'a>);
+    #[allow(unused_mut, reason = "a feature adds some")]
+    let mut cases: Vec<Case<'_>> = vec![
+        ("a copy that was done", Box::new(|| is_forked(done.take().unwrap().wait()))),
+        ("a copy", Box::new(|| is_forked(flight.take().unwrap().wait()))),
+        ("a copy, for a while", Box::new(|| is_forked(flight.take().unwrap().wait_timeout(Duration::MAX)))),
+        ("whether a copy is done", Box::new(|| is_forked(flight.take().unwrap().is_done()))),
+        (
+            "a copy, by a task",
+            Box::new(|| {
+                let mut copy = awaited.take().unwrap();
+                poll(&mut |cx| Pin::new(&mut copy).poll(cx).map(is_forked))
+            }),
+        ),
+        ("a queued copy", Box::new(|| is_forked(queued.take().unwrap().wait()))),
+        ("order behind a queued copy", Box::new(|| is_forked(stream.wait_for_copy(&queued.take().unwrap())))),
+        ("a stream-ready buffer", Box::new(|| is_forked(claimed.take().unwrap().wait()))),
+        ("a stream", Box::new(|| is_forked(stream.synchronize()))),
+        ("a blocking copy", Box::new(|| is_forked(stream.upload_blocking(&[1; 10], at(0..10))))),
+        ("a hold", Box::new(|| is_forked(stream.hold(())))),
+        ("a queue", Box::new(|| is_forked(queue.synchronize()) && is_forked(queue.shutdown(Duration::MAX)))),
+        ("a push", Box::new(|| is_forked(queue.try_upload((), at(0..10))))),
+        ("a gather", Box::new(|| is_forked(gathered.take().unwrap().wait()))),
+        (
+            "a gather, by a task",
+            Box::new(|| {
+                let mut gathered = gathered_too.take().unwrap();
+                is_forked(gathered.is_done())
+                    && poll(&mut |cx| Pin::new(&mut gathered).poll(cx).map(is_forked))
+            }),
+        ),
+        ("a new gather", Box::new(|| is_forked(queue.gather_blocking(&pool, &pieces)))),
+        ("a transfer", Box::new(|| is_forked(ticket.take().unwrap().wait()))),
+        (
+            "a transfer, for a while",
+            Box::new(|| ticket.take().unwrap().wait_timeout(Duration::MAX).is_ok_and(is_forked)),
+        ),
+        ("a part of a transfer", Box::new(|| !ticket.take().unwrap().wait_landed(10))),
+        (
+            "a transfer, by a task",
+            Box::new(|| {
+                let mut transfer = polled.take().unwrap();
+                poll(&mut |cx| transfer.poll_landed(cx, 10).map(|landed| !landed))
+                    && poll(&mut |cx| Pin::new(&mut transfer).poll(cx).map(is_forked))
+            }),
+        ),
+        (
+            "a cancelled transfer",
+            Box::new(|| {
+                let transfer = ticket.take().unwrap();
+                transfer.canceller().cancel();
+                transfer.cancel();
+                let over =
+                    transfer.is_over() && transfer.progress().over && transfer.canceller().progress().over;
+                over && is_forked(transfer.wait())
+            }),
+        ),
+        (
+            "transfers that are dropped",
+            Box::new(|| {
+                drop((ticket.take(), left.take(), polled.take()));
+                true
+            }),
+        ),
+        ("a new transfer", Box::new(|| is_forked(pipeline.upload(vec![1_u8; 1000], at(0..1000))))),
+        ("a slice", Box::new(|| is_forked(pipeline.upload_slice(&[1; 1000], at(0..1000))))),
+        ("a vector", Box::new(|| is_forked(pipeline.download_vec(at(0..10))))),
+        ("a reader", Box::new(|| is_forked(pipeline.upload_read(&mut &[1_u8; 10][..], at(0..10))))),
+        ("a writer", Box::new(|| is_forked(pipeline.download_write(at(0..10), &mut Vec::new())))),
+        ("a feed's end", Box::new(|| is_forked(feed.take().unwrap().finish_blocking()))),
+        (
+            "a feed's end, by a task",
+            Box::new(|| {
+                let mut end = pin!(feed.take().unwrap().finish());
+                poll(&mut |cx| end.as_mut().poll(cx).map(is_forked))
+            }),
+        ),
+        ("a feed", Box::new(|| is_forked(feed.take().unwrap().push_blocking(&[1; 100_000])))),
+        (
+            "a feed, by a task",
+            Box::new(|| {
+                let mut feed = other_feed.take().unwrap();
+                let mut push = pin!(feed.push(&[1; 100_000]));
+                poll(&mut |cx| push.as_mut().poll(cx).map(is_forked))
+            }),
+        ),
+        (
+            "making way",
+            Box::new(|| {
+                drop(pipeline.give_way());
+                pipeline.set_rate(Some(1));
+                is_forked(pipeline.wait_for(&stream))
+            }),
+        ),
+        ("a new pipeline", Box::new(|| is_forked(Pipeline::builder(&pool, &device).build()))),
+        ("memory", Box::new(|| is_forked(pool.checkout(1000)) && is_forked(pool.wait_pinned(None)))),
+        (
+            "memory, by a task",
+            Box::new(|| {
+                let mut checkout = pin!(pool.checkout_async(1000));
+                let mut pinned = pin!(pool.pinned());
+                poll(&mut |cx| checkout.as_mut().poll(cx).map(is_forked))
+                    && poll(&mut |cx| pinned.as_mut().poll(cx).map(|pinned| pinned.ready == 0))
+            }),
+        ),
+        (
+            "a sampler",
+            Box::new(|| {
+                !Sampler::new(&pool).poll() && is_forked(Sampler::new(&pool).spawn(Duration::from_secs(1)))
+            }),
+        ),
+        (
+            "the device's end",
+            Box::new(|| device.clone().close(Duration::MAX).is_err_and(|error| error.held_by().forked)),
+        ),
+    ];
+    #[cfg(feature = "safetensors")]
+    {
+        let header = br#"{"a":{"dtype":"U8","shape":[300000],"data_offsets":[0,300000]}}"#;
+        let file = [&(header.len() as u64).to_le_bytes()[..], header, &bytes].concat();
+        let path = std::env::temp_dir().join(format!("pinpool-fork-{}.safetensors", std::process::id()));
+        std::fs::write(&path, file).unwrap();
+        let checkpoint = pinpool::safetensors::Checkpoint::open(&path).unwrap();
+        let load = || Cell::new(Some(checkpoint.loader(&pipeline).start().unwrap()));
+        (loading, dropped) = (load(), load());
+        std::fs::remove_file(path).unwrap();
+        cases.push((
+            "a load",
+            Box::new(|| {
+                let mut loading = loading.take().unwrap();
+                loading.next().is_some_and(is_forked) && loading.next().is_none() && loading.left() == 0
+            }),
+        ));
+        cases.push((
+            "a load, by a task",
+            Box::new(|| {
+                let mut loading = loading.take().unwrap();
+                let mut next = pin!(loading.next_tensor());
+                poll(&mut |cx| next.as_mut().poll(cx).map(|next| next.is_some_and(is_forked)))
+            }),
+        ));
+        cases.push((
+            "a load that is dropped",
+            Box::new(|| {
+                loading.take().unwrap().canceller().cancel();
+                drop(dropped.take());
+                true
+            }),
+        ));
+    }
+    // Until what can be under way is.
+    std::thread::sleep(Duration::from_millis(100));
+    for (what, case) in &cases {
+        assert_eq!(forked(|| i32::from(!case())), Some(0), "{what}; None: it hangs");
+    }
+    drop(cases);
+    node.resume(0);
+    for ticket in [ticket, polled, left] {
+        assert_eq!(ticket.take().unwrap().wait().unwrap(), bytes, "the parent's go on");
+    }
+    stream.synchronize().unwrap();
+    queue.synchronize().unwrap();
+}
+
+/// Threads of the parent's that have every lock of the crate now and then.
+fn busy(
+    device: &Device,
+    pool: &Pool,
+    tracked: &Pool,
+    queue: &CopyQueue,
+    pipeline: &Pipeline,
+    stop: &AtomicBool,
+) {
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
+    let mut i = 0;
+    while !stop.load(Ordering::Relaxed) {
+        i += 1;
+        let from = if i % 5 == 0 { tracked } else { pool };
+        if let Ok(mut buf) = from.checkout_timeout(1 + i * 7919 % 400_000, Duration::from_millis(5)) {
+            let len = buf.capacity();
+            buf.try_resize(len, 1).unwrap();
+            let sent = stream.upload(buf, memory.slice(..len)).unwrap();
+            if i % 3 == 0 {
+                drop(sent.wait_timeout(Duration::from_millis(5)));
+            }
+        }
+        if let Ok(buf) = pool.try_checkout(64) {
+            drop(queue.try_download(memory.slice(..64), buf));
+        }
+        if i % 16 == 0 {
+            pipeline.upload_slice(&[1; 100_000], memory.slice(..100_000)).unwrap();
+            pool.trim(1 << 20);
+            drop((pool.snapshot(), pool.stuck(Duration::ZERO), device.register(vec![1_u8; 9000])));
+        }
+    }
+}
+
+/// What a child does with what it inherited, by turns.
+fn child(
+    turn: usize,
+    (device, pool, tracked, queue, pipeline): (Device, Pool, Pool, CopyQueue, Pipeline),
+    (stream, memory): (Stream, DeviceBuffer),
+    held: PinnedBuf,
+    rest: impl Sized,
+) -> i32 {
+    let refused = first_wrong(&[
+        is_forked(pool.try_checkout(100)),
+        is_forked(pool.checkout(100)),
+        is_forked(tracked.checkout_timeout(5, Duration::MAX)),
+        is_forked(pool.checkout_many(&[Request::new(5)], None)),
+        is_forked(pool.try_checkout_on(&stream, 10)),
+        is_forked(device.stream()),
+        is_forked(device.register(vec![1_u8; 5000]).map(drop).map_err(|e| e.error)),
+        is_forked(Device::open("host")),
+    ]);
+    if refused != 0 {
+        return refused;
+    }
+    let wrong = match turn % 7 {
+        0 => {
+            drop((held, rest, queue, pipeline, stream, memory, pool, tracked));
+            !device.close(Duration::MAX).is_err_and(|error| error.held_by().forked)
+        }
+        1 => {
+            let sent = queue.try_upload(held, memory.slice(..10));
+            let slice = pipeline.upload_slice(&[1; 10], memory.slice(..10));
+            !(is_forked(stream.synchronize()) && is_forked(sent) && is_forked(slice))
+        }
+        2 => {
+            let again =
+                forked(|| i32::from(!is_forked(pool.try_checkout(5)) || !is_forked(Device::open("host"))));
+            again != Some(0)
+        }
+        3 => {
+            let sampler = Sampler::new(&pool).pool(&tracked);
+            let looked = (pool.stats(), pool.snapshot(), device.stats(), stream.stats(), queue.stats());
+            let empty = looked.0.pinned_bytes == 0 && looked.2.streams.is_empty() && looked.4.copies == 0;
+            let none =
+                pool.stuck(Duration::ZERO).is_empty() && pool.regions().is_empty() && pool.trim(0) == 0;
+            let ended = pool.shutdown(Duration::MAX).drained || pool.check().is_ok() || device.reap();
+            let told = is_forked(pool.wait_pinned(None)) && is_forked(sampler.spawn(Duration::from_secs(1)));
+            !empty || !none || ended || !told || held.is_pinned() || format!("{pool:?}").is_empty()
+        }
+        4 => {
+            let token = held.into_token();
+            !is_forked(pool.redeem(token))
+        }
+        5 => {
+            // Threads of its own can use no more than it, and their thread-locals go as ever.
+            std::thread::scope(|scope| {
+                let asks = || is_forked(pool.try_checkout(7)) && is_forked(pool.clone().checkout(7));
+                let all: Vec<_> = (0..4).map(|_| scope.spawn(asks)).collect();
+                all.into_iter().any(|asked| !asked.join().unwrap_or(false))
+            })
+        }
+        _ => {
+            // By way of the process's end, in which the thread's caches go, and what is left here.
+            std::mem::forget((held, rest));
+            std::process::exit(0)
+        }
+    };
+    if wrong { 20 + (turn % 7) as i32 } else { 0 }
+}
+
+/// Forks beside threads that are at work: whatever lock these have at that moment, no child comes to it.
+fn beside_threads(device: &Device, rounds: usize) {
+    let builder = |capacity: usize| Pool::builder(device).capacity(capacity).unpinned(Unpinned::Allow);
+    let pool = builder(8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
+    let tracked = builder(2 << 20).track_checkouts(true).build().unwrap();
+    let queue = device.copy_queue().unwrap();
+    let pipeline =
+        Pipeline::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let sampling = Sampler::new(&pool).pool(&tracked).spawn(Duration::from_millis(10)).unwrap();
+    let sampling = Cell::new(Some(sampling));
+    let stop = AtomicBool::new(false);
+    let wrong = std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| busy(device, &pool, &tracked, &queue, &pipeline, &stop));
+        }
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
+        let wait = Duration::from_secs(20);
+        let wrong = (0..rounds).find_map(|round| {
+            let held = pool.checkout_timeout(1000, wait).unwrap();
+            let mut buf = pool.checkout_timeout(1000, wait).unwrap();
+            buf.try_resize(1000, 1).unwrap();
+            let mut buf = Some(buf);
+            let sent = stream.upload(buf.take().unwrap(), memory.slice(..1000)).unwrap();
+            let landing = pool.try_checkout_on(&stream, 500);
+            let transfer = pipeline.upload(vec![1_u8; 300_000], memory.slice(..300_000)).unwrap();
+            let feed = pipeline.feed(memory.slice(300_000..400_000)).unwrap();
+            let all = Cell::new(Some((
+                (device.clone(), pool.clone(), tracked.clone(), queue.clone(), pipeline.clone()),
+                (stream.clone(), memory.clone()),
+                held,
+                (sent, landing, pool.checkout_async(500), transfer, feed),
+            )));
+            let code = forked(|| {
+                let (whole, made, held, rest) = all.take().unwrap();
+                child(round, whole, made, held, (rest, sampling.take()))
+            });
+            (code != Some(0)).then_some((round, code))
+        });
+        stop.store(true, Ordering::Relaxed);
+        wrong
+    });
+    assert_eq!(
+        wrong, None,
+        "the round, and how the child ended: 20 and more, by its turn; None: it hangs or died"
+    );
+    drop(sampling);
+    pool.check().unwrap();
+    tracked.check().unwrap();
+}
+
+#[test]
+fn no_child_hangs_whatever_the_threads_are_doing() {
+    let _alone = alone();
+    beside_threads(&device(), 140);
+}
+
+/// The same beside threads that are inside of a GPU's driver, whose locks are as good as any.
+#[cfg(feature = "cuda")]
+#[test]
+fn no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing() {
+    doubles::gpu::on_stand_in(
+        "no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing",
+        |_, _| {
+            beside_threads(&Device::open("cuda:0").unwrap(), 105);
+        },
+    );
 }
 
 #[test]
@@ -291,8 +753,6 @@ fn a_child_waits_for_nothing() {
             pool.pinning().ready == 0,
             !device.reap(),
             landing.wait().is_err(),
-            // A new pool on the parent's device has nobody to pin for it.
-            Pool::builder(&device).build().map(drop) == Err(Error::Forked),
             started.elapsed() < Duration::from_secs(10),
         ]);
         drop(out);
@@ -303,7 +763,7 @@ fn a_child_waits_for_nothing() {
 }
 
 /// Bytes whose drop is counted.
-struct Counted(Vec<u8>, std::sync::Arc<std::sync::atomic::AtomicUsize>);
+struct Counted(Vec<u8>, Arc<std::sync::atomic::AtomicUsize>);
 
 impl Drop for Counted {
     fn drop(&mut self) {
@@ -332,7 +792,7 @@ fn the_callers_memory_is_left_alone_in_a_child() {
     let _alone = alone();
     let device = device();
     let pool = Pool::builder(&device).capacity(1 << 20).initial(0).unpinned(Unpinned::Allow).build().unwrap();
-    let dropped = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let dropped = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let value = |len: usize| Counted(vec![3; len], dropped.clone());
     pool.adopt(value(256 << 10)).map_err(Error::from).unwrap();
     // One that is over: nothing but its handles keeps its memory.
@@ -376,9 +836,6 @@ fn the_callers_memory_is_left_alone_in_a_child() {
 /// A task that was waiting in the parent is polled in the child, while threads of the parent hold the pool's locks.
 #[test]
 fn a_task_that_waits_is_told_in_a_child() {
-    use std::future::Future;
-    use std::pin::Pin;
-    use std::task::{Context, Poll, Waker};
     let _alone = alone();
     let stop = AtomicBool::new(false);
     let device = device();

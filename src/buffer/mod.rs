@@ -178,9 +178,7 @@ impl PinnedBuf {
     /// host memory, [`Error::Forked`]; what the driver says, for memory that is not pinned among it.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let (context, depot) = (device.context(), self.segment.depot());
-        if context.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         if !depot.config().serves.contains(&context.id()) {
             return Err(Error::WrongDevice { device: device.name().into() });
         }

@@ -219,9 +219,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
     /// [`Error::Forked`]; what the driver says.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let context = device.context();
-        if context.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         if !self.is_for(context) {
             return Err(Error::WrongDevice { device: device.name().into() });
         }

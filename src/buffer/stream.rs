@@ -74,9 +74,7 @@ impl StreamBuf {
     /// # Errors
     /// What the stream was lost with.
     pub fn wait(self) -> Result<PinnedBuf> {
-        if self.timeline.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         if let Ready::Claimed(key) = self.kind {
             if let Some(tick) = self.timeline.claimed_until(key) {
                 self.timeline.wait(tick, None)?;

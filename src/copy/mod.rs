@@ -449,6 +449,7 @@ impl Stream {
 
     /// Device memory of this stream's device.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
+        crate::os::check_fork()?;
         let slice = range.resolve()?;
         if !slice.is_of(self.timeline().context()) {
             return Err(Error::WrongDevice { device: self.device().name().into() });

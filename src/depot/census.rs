@@ -169,7 +169,7 @@ impl Depot {
     /// that were cut; the module's page says how. What comes and goes meanwhile may be there or not.
     pub(crate) fn out_for(&self, threshold: Duration) -> Vec<OutSegment> {
         let mut out = Vec::new();
-        if self.forked() {
+        if crate::os::forked() {
             return out;
         }
         // Who else looks waits for us. Nobody who holds a lock of ours comes here.

@@ -17,9 +17,6 @@ impl Depot {
     /// # Errors
     /// The first violation, in words.
     pub(crate) fn check(&self, mut visit: impl FnMut(Option<u16>, usize)) -> std::result::Result<(), String> {
-        if self.forked() {
-            return Err("forked".into());
-        }
         let core = self.core.lock();
         self.gate.quiesce(mode::INSPECT, &core.roster);
         let result = self.check_quiet(&core, &mut visit);

@@ -44,7 +44,7 @@ impl Depot {
     // --- taking ------------------------------------------------------------------------------------------------------
 
     /// A segment from this thread's shard after filling that from a rack. No lock, and no decision who comes first:
-    /// while anybody waits no shard can be entered. Nor in the child of a fork.
+    /// while anybody waits no shard can be entered. In the child of a fork there is none.
     pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
         if self.gate.mode() != 0 {
             return None;

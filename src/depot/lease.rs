@@ -99,10 +99,15 @@ pub(super) fn hot<'a>(depot: &Depot) -> Option<&'a Shard> {
     unsafe { shard.as_ref() }
 }
 
-/// The same, leasing one if there is none yet. `None` while this thread's locals are being destroyed.
+/// The same, leasing one if there is none yet. `None` while this thread's locals are being destroyed, and in the child of a
+/// fork.
 ///
 /// The caller must not hold the depot's lock.
 pub(super) fn obtain<'a>(depot: &Depot) -> Option<&'a Shard> {
+    // With the other two emptied at the fork, a child that never has one from here hits nothing.
+    if crate::os::forked() {
+        return None;
+    }
     LEASES
         .try_with(|leases| {
             let mut leases = leases.0.try_borrow_mut().ok()?;

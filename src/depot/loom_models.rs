@@ -257,7 +257,7 @@ fn loom_fenced_gather() {
 fn hang_up(store: &Store) -> bool {
     step();
     let Placement::Class(class) = store.want().placement else { unreachable!() };
-    let mut held = store.depot.gate().enter(store.depot.shard().unwrap()).unwrap();
+    let mut held = store.depot.gate.enter(store.depot.shard().unwrap()).unwrap();
     store.depot.hang_up(class, &mut held, 1)
 }
 

@@ -33,7 +33,6 @@ mod caches;
 mod census;
 mod check;
 mod exchange;
-mod fork;
 mod growth;
 mod lease;
 #[cfg(all(test, loom))]
@@ -226,7 +225,7 @@ impl Depot {
             })),
             config,
         });
-        fork::register(&depot);
+        crate::os::empty_in_child(lease::forget_all);
         // The crowd's count: see "How long a depot lives".
         std::mem::forget(depot.clone());
         depot
@@ -238,15 +237,6 @@ impl Depot {
 
     fn weak(&self) -> Weak<Self> {
         self.me.clone()
-    }
-
-    fn gate(&self) -> &Gate {
-        &self.gate
-    }
-
-    /// Whether the process was forked since: then nothing here may be touched.
-    pub(crate) fn forked(&self) -> bool {
-        self.gate.mode() & mode::FORKED != 0
     }
 
     /// Whether the pool was closed.
@@ -312,11 +302,8 @@ impl Depot {
     }
 
     fn refuse_if_shut(&self) -> Result<()> {
-        match self.gate.mode() {
-            m if m & mode::FORKED != 0 => Err(Error::Forked),
-            m if m & mode::CLOSED != 0 => Err(Error::Closed),
-            _ => Ok(()),
-        }
+        crate::os::check_fork()?;
+        if self.closed() { Err(Error::Closed) } else { Ok(()) }
     }
 
     /// A segment, if one is free anywhere, or cached within reach, and nobody has to wait for it first.
@@ -399,7 +386,7 @@ impl Depot {
     unsafe fn put_slow(this: NonNull<Self>, slot: NonNull<Slot>, len: usize, list: usize) {
         // SAFETY: as in `put`.
         let depot = unsafe { this.as_ref() };
-        if depot.forked() {
+        if crate::os::forked() {
             return;
         }
         // SAFETY: alive, and the caller's.
@@ -466,7 +453,7 @@ impl Depot {
     pub(crate) unsafe fn quarantine(this: NonNull<Self>, slot: NonNull<Slot>) {
         // SAFETY: a slot that is not back keeps its depot alive.
         let depot = unsafe { this.as_ref() };
-        if depot.forked() {
+        if crate::os::forked() {
             return;
         }
         let mut wakes = Vec::new();
@@ -484,7 +471,7 @@ impl Depot {
     // --- threads -----------------------------------------------------------------------------------------------------
 
     fn begin_lease(&self) -> Option<Arc<Shard>> {
-        if self.gate.mode() & (mode::CLOSED | mode::FORKED) != 0 {
+        if self.closed() {
             return None;
         }
         Some(self.core.lock().roster.lease(&self.gate))
@@ -492,7 +479,7 @@ impl Depot {
 
     /// A thread ends: what it cached goes back to the runs.
     fn end_lease(&self, shard: &Arc<Shard>) {
-        if self.forked() {
+        if crate::os::forked() {
             return;
         }
         let mut wakes = Vec::new();
@@ -517,7 +504,7 @@ impl Depot {
 
     /// Closes the depot: no checkout succeeds any more, waits end, and the last return frees it.
     pub(crate) fn close(self: &Arc<Self>) {
-        if self.forked() {
+        if crate::os::forked() {
             return;
         }
         let mut wakes = Vec::new();
@@ -584,7 +571,7 @@ impl Depot {
     /// As for [`Depot::granted`].
     pub(crate) unsafe fn pinned(this: NonNull<Self>, slot: NonNull<Slot>) -> bool {
         // SAFETY: by the caller's word both are alive.
-        unsafe { this.as_ref().core.lock().arena.pinned(slot) }
+        !crate::os::forked() && unsafe { this.as_ref().core.lock().arena.pinned(slot) }
     }
 
     /// Books another requested length for a segment that stays out.
@@ -595,6 +582,10 @@ impl Depot {
 
     /// Puts a segment behind a token: its place here, and a number that is never used twice.
     pub(crate) fn deposit(&self, segment: Segment, written: usize) -> (usize, u64) {
+        if crate::os::forked() {
+            // Numbers start at 1: it is no token.
+            return (0, 0);
+        }
         let mut core = self.core.lock();
         core.nonce += 1;
         let nonce = core.nonce;
@@ -654,12 +645,4 @@ impl Core {
 /// A sum that ends at the largest number: many requests together can ask for more than there are addresses.
 pub(crate) fn sum(bytes: impl Iterator<Item = usize>) -> usize {
     bytes.fold(0, usize::saturating_add)
-}
-
-impl Drop for Depot {
-    fn drop(&mut self) {
-        if !self.forked() {
-            fork::unregister(self.number);
-        }
-    }
 }

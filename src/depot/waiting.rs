@@ -61,7 +61,7 @@ impl Depot {
     /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
         // In the child of a fork the lock may be anyone's, and nothing comes any more.
-        if self.forked() {
+        if crate::os::forked() {
             return Outcome::Failed(Error::Forked);
         }
         let wake = waker.map(|w| Wake::Task(Task::of(w)));
@@ -82,7 +82,7 @@ impl Depot {
 
     /// Ends a wait early; what was granted meanwhile goes back.
     pub(crate) fn leave(&self, key: usize, timed_out: bool) {
-        if self.forked() {
+        if crate::os::forked() {
             return;
         }
         let mut wakes = Vec::new();

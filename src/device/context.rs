@@ -35,7 +35,6 @@ pub(crate) struct Context {
     /// Bytes of the copies that the driver accepted, to the device and from it. On a line of their own: every copy counts
     /// here, next to a driver call that costs many times as much.
     copied: CachePadded<[AtomicU64; 2]>,
-    forks: u32,
 }
 
 impl Context {
@@ -56,7 +55,6 @@ impl Context {
             flights: SharedHistogram::new(),
             past: Default::default(),
             copied: Default::default(),
-            forks: crate::os::forks(),
         }))
     }
 
@@ -75,11 +73,6 @@ impl Context {
 
     pub(crate) fn name(&self) -> &str {
         self.driver.name()
-    }
-
-    /// Whether this is a child of the process that opened the device: the driver, and our threads, are not here.
-    pub(crate) fn forked(&self) -> bool {
-        self.forks != crate::os::forks()
     }
 
     /// What there is that keeps the device open.
@@ -183,7 +176,7 @@ impl Drop for Context {
         let events = std::mem::take(self.events.get_mut());
         // A lost device lets go of them, whatever it answers; a driver that has ended is not to be called.
         let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::DriverEnd);
-        if ended || events.is_empty() || self.forked() {
+        if ended || events.is_empty() || crate::os::forked() {
             return;
         }
         let (driver, holds) = (self.driver.clone(), self.holds.clone());

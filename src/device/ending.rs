@@ -22,12 +22,11 @@ pub(super) struct Ending {
     keeper: OnceLock<Keeper>,
     /// Behind the keeper, which may make a call.
     last: OnceLock<Last>,
-    forks: u32,
 }
 
 impl Ending {
     pub(super) fn new() -> Self {
-        Self { keeper: OnceLock::new(), last: OnceLock::new(), forks: os::forks() }
+        Self { keeper: OnceLock::new(), last: OnceLock::new() }
     }
 
     /// The first that is left: a later one says the same about the same context, and is not needed.
@@ -42,15 +41,6 @@ impl Ending {
     /// Something of the device's stays for good.
     pub(super) fn leaked(&self) {
         self.last.get().into_iter().for_each(Last::leaked);
-    }
-
-    /// Whether this is the child of a fork: then all of it is the parent's.
-    pub(super) fn forked(&mut self) -> bool {
-        let forked = self.forks != os::forks();
-        if forked {
-            std::mem::forget((self.keeper.take(), self.last.take()));
-        }
-        forked
     }
 
     /// Makes the last call: `let_go` says whether the device was let go of. On this thread, or on one of its own; where none
@@ -70,6 +60,15 @@ impl Ending {
         if let Err(error) = thread.spawn(end) {
             last.iter().for_each(Last::leaked);
             crate::foreign::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
+        }
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        if os::forked() {
+            // The parent's.
+            std::mem::forget((self.keeper.take(), self.last.take()));
         }
     }
 }

@@ -45,7 +45,6 @@ pub(crate) trait Tenant: Send + Sync {
 /// See the module's page.
 #[derive(Default)]
 pub(crate) struct Holds {
-    forks: u32,
     /// Bytes of device memory.
     memory: AtomicUsize,
     /// Bytes of callers' values that are registered.
@@ -66,18 +65,13 @@ pub(crate) struct Holds {
 impl Holds {
     /// Of a device that is being opened.
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { forks: crate::os::forks(), ..Self::default() })
+        Arc::default()
     }
 
     /// What a driver of the device is to drop last. The first when the device is opened; others while it is open.
     pub(crate) fn last(self: &Arc<Self>) -> Last {
         *self.drivers.lock() += 1;
         Last(self.clone())
-    }
-
-    /// Whether this is a child of the process that opened the device. Its locks may be anyone's there.
-    pub(crate) fn forked(&self) -> bool {
-        self.forks != crate::os::forks()
     }
 
     // Relaxed, here and below: sums, not signals. What was done before the end is seen by who sees the end.
@@ -146,7 +140,7 @@ impl Holds {
 
     /// Something that keeps the device open for as long as it says so.
     pub(crate) fn enter(&self, tenant: Arc<dyn Tenant>) {
-        if self.forked() {
+        if crate::os::forked() {
             return;
         }
         // What goes is dropped after the lock is released.
@@ -206,7 +200,7 @@ impl Last {
 
 impl Drop for Last {
     fn drop(&mut self) {
-        if self.0.forked() {
+        if crate::os::forked() {
             return;
         }
         // Under the lock, so that who waits sees all that was done before.

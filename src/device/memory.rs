@@ -182,7 +182,7 @@ impl DeviceSlice {
         let ptr = DevicePtr(address);
         let fault = |fault| Error::BadAddress { device: context.name().into(), address, len, fault };
         let checked = match (address, len) {
-            _ if context.forked() => Err(Error::Forked),
+            _ if crate::os::forked() => Err(Error::Forked),
             (_, 0) => Err(Error::Empty),
             (0, _) => Err(fault(AddressFault::Null)),
             _ => context.alive().and_then(|()| context.noting(context.driver().examine(ptr, len))),

@@ -26,15 +26,14 @@ pub(crate) struct Worker {
     thread: Option<ThreadId>,
     /// Where jobs are counted that are still to be done.
     holds: Arc<Holds>,
-    forks: u32,
 }
 
 impl Worker {
     /// Starts the thread of a device. A stepped one does without.
     pub(crate) fn start(driver: &Arc<dyn Driver>, holds: &Arc<Holds>) -> Result<Self> {
-        let (forks, holds) = (crate::os::forks(), holds.clone());
+        let holds = holds.clone();
         if driver.stepped().is_some() {
-            return Ok(Self { jobs: None, thread: None, holds, forks });
+            return Ok(Self { jobs: None, thread: None, holds });
         }
         let count = holds.clone();
         let (jobs, queue) = unbounded::<Job>();
@@ -54,7 +53,7 @@ impl Worker {
                 device: driver.name().into(),
                 why: format!("no thread could be started: {e}"),
             })?;
-        Ok(Self { jobs: Some(jobs), thread: Some(spawned.thread().id()), holds, forks })
+        Ok(Self { jobs: Some(jobs), thread: Some(spawned.thread().id()), holds })
     }
 
     /// Whether jobs run on the caller's thread.
@@ -64,7 +63,7 @@ impl Worker {
 
     /// Runs a job later (or now, on a stepped device).
     pub(crate) fn send(&self, job: impl FnOnce() + Send + 'static) {
-        if self.forked() {
+        if crate::os::forked() {
             // There is no thread, and the queue may be as another thread had left it: whatever the job owns is leaked.
             return std::mem::forget(job);
         }
@@ -83,18 +82,12 @@ impl Worker {
         }
     }
 
-    fn forked(&self) -> bool {
-        self.forks != crate::os::forks()
-    }
-
     /// Runs a job and waits for its result.
     pub(crate) fn call<R: Send + 'static>(
         &self,
         job: impl FnOnce() -> Result<R> + Send + 'static,
     ) -> Result<R> {
-        if self.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         // Jobs wake those who wait for memory, and a waker may be anything: on this thread it cannot wait for itself.
         if self.thread.is_some_and(|thread| thread == std::thread::current().id()) {
             return job();
@@ -109,7 +102,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        if self.forked() {
+        if crate::os::forked() {
             std::mem::forget(self.jobs.take());
         }
     }

@@ -53,14 +53,12 @@ use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 pub(crate) mod mode {
     /// The pool is closed: every return is slow, and the last one frees the depot.
     pub(crate) const CLOSED: u32 = 1;
-    /// This is a forked child: nothing here is usable.
-    pub(crate) const FORKED: u32 = 2;
     /// Somebody waits for memory: all of it goes through the queue.
-    pub(crate) const WAITING: u32 = 4;
+    pub(crate) const WAITING: u32 = 2;
     /// Somebody is looking into the shards just now.
-    pub(crate) const INSPECT: u32 = 8;
+    pub(crate) const INSPECT: u32 = 4;
     /// No asymmetric fence here: owners fence for themselves. Alone it keeps nobody out.
-    pub(crate) const FENCED: u32 = 16;
+    pub(crate) const FENCED: u32 = 8;
 }
 
 /// One class's list in a shard.
@@ -683,7 +681,7 @@ impl Gate {
         }
     }
 
-    /// Sets bits without keeping anyone out. For the child of a fork, which is alone.
+    /// Sets bits without keeping anyone out.
     pub(crate) fn force(&self, bits: u32) {
         // AcqRel: as in `quiesce`.
         self.mode.fetch_or(bits, Ordering::AcqRel);

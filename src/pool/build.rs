@@ -47,8 +47,9 @@ impl PoolBuilder {
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for settings that make no sense; what made pinning fail,
-    /// [`Error::MemLock`](crate::Error::MemLock) above all.
+    /// [`Error::MemLock`](crate::Error::MemLock) above all; [`Error::Forked`](crate::Error::Forked).
     pub fn build(mut self) -> Result<Pool> {
+        crate::os::check_fork()?;
         let plan = self.plan()?;
         self.devices[0].context().alive()?;
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
@@ -137,7 +138,7 @@ struct Resident {
 impl Tenant for Resident {
     fn holds(&self, context: u64) -> Option<HeldPool> {
         let open = self.pool.0.strong_count() > 0;
-        let depots = self.depots.iter().filter_map(Weak::upgrade).filter(|depot| !depot.forked());
+        let depots = self.depots.iter().filter_map(Weak::upgrade);
         let mut held =
             HeldPool { name: self.name.clone(), open, buffers: 0, quarantined: 0, quarantined_bytes: 0 };
         for depot in depots.filter(|depot| open || depot.keeps(context)) {

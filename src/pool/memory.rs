@@ -33,7 +33,7 @@ impl Pool {
     /// Waits until nothing is being pinned any more.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout). That pinning ended early is in the result, not an error.
+    /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Forked`](crate::Error::Forked). That pinning ended early is in the result, not an error.
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         for store in self.growing() {
@@ -42,7 +42,7 @@ impl Pool {
         Ok(self.pinning())
     }
 
-    /// The same for a task.
+    /// The same for a task. (In the child of a fork: nothing, at once.)
     pub async fn pinned(&self) -> Pinning {
         for store in self.growing() {
             std::future::poll_fn(|cx| store.regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready))
@@ -83,6 +83,9 @@ impl Pool {
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
+        if let Err(error) = crate::os::check_fork() {
+            return Err(RegisterError { error, memory: Some(memory) });
+        }
         let span = crate::foreign::span!(INFO, target: "pinpool::pool", "adopt", pool = self.name());
         let _entered = span.enter();
         self.0.main.depot.adopt(memory)
@@ -91,7 +94,7 @@ impl Pool {
     /// Gives idle regions back to the system, the last to come first, as long as at least `keep` bytes stay. Returns
     /// how many bytes went. Regions with anything in use stay, and so do reserves, which `keep` does not count.
     pub fn trim(&self, keep: usize) -> usize {
-        if self.0.main.depot.forked() {
+        if crate::os::forked() {
             return 0;
         }
         let mut regions = Vec::new();
@@ -126,13 +129,13 @@ impl Pool {
     /// and the device's worker thread has unpinned it, which [`Device::close`](crate::Device::close) waits for. The
     /// call blocks the thread.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
+        // Nothing is left to be waited for, nor to be asked.
+        if crate::os::forked() {
+            return Shutdown { drained: false, outstanding: 0, quarantined_bytes: 0 };
+        }
         let span = crate::foreign::span!(INFO, target: "pinpool::pool", "shutdown", pool = self.name());
         let _entered = span.enter();
         let deadline = Instant::now().checked_add(timeout);
-        // In the child of a fork nothing is left to be waited for, nor to be asked.
-        if self.0.main.depot.forked() {
-            return Shutdown { drained: false, outstanding: 0, quarantined_bytes: 0 };
-        }
         self.stores().for_each(|s| s.depot.close());
         let outstanding = || self.stores().map(|s| s.depot.outstanding()).sum::<u64>();
         let quarantined = || {

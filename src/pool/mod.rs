@@ -299,9 +299,10 @@ impl Pool {
     /// Takes back a buffer that went out as a token.
     ///
     /// # Errors
-    /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up.
+    /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up; [`Error::Forked`].
     pub fn redeem(&self, token: Token) -> Result<PinnedBuf> {
-        let store = self.stores().find(|s| s.depot.number() == token.pool && !s.depot.forked());
+        crate::os::check_fork()?;
+        let store = self.stores().find(|s| s.depot.number() == token.pool);
         store.and_then(|s| PinnedBuf::redeem(&s.depot, token)).ok_or(Error::StaleToken)
     }
 

@@ -463,7 +463,7 @@ impl Regions {
     /// How far pinning has come.
     pub(crate) fn pinning(&self) -> Pinning {
         // In the child of a fork the lock may be anyone's, and nothing comes any more.
-        if self.context.forked() {
+        if crate::os::forked() {
             return Pinning::default();
         }
         self.progress.lock().pinning.clone()
@@ -480,9 +480,7 @@ impl Regions {
         deadline: Option<Instant>,
         enough: impl Fn(&Pinning) -> bool,
     ) -> Result<Pinning> {
-        if self.context.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         let since = Instant::now();
         let mut progress = self.progress.lock();
         if progress.busy > 0 && crate::sync::own() == Some(crate::sync::Own::Worker) {
@@ -506,7 +504,7 @@ impl Regions {
 
     /// The same for a task. `None`: the waker was left.
     pub(crate) fn poll(&self, waker: &Waker) -> Option<Pinning> {
-        if self.context.forked() {
+        if crate::os::forked() {
             return Some(Pinning::default());
         }
         // Before the lock: to clone a waker is foreign code.
@@ -523,7 +521,7 @@ impl Regions {
 
     /// The regions there are.
     pub(crate) fn list(&self) -> Vec<RegionInfo> {
-        if self.context.forked() {
+        if crate::os::forked() {
             return Vec::new();
         }
         self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
@@ -562,7 +560,7 @@ impl Regions {
 impl Drop for Regions {
     fn drop(&mut self) {
         let regions = std::mem::take(&mut self.progress.get_mut().regions);
-        if self.context.forked() {
+        if crate::os::forked() {
             // Values of the caller's may do anything when they are dropped.
             return std::mem::forget(regions);
         }

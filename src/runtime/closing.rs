@@ -45,7 +45,7 @@ pub struct HeldBy {
     pub leaked: u64,
     /// What the device was lost with, if it was. What it had is leaked where its driver does not say that it has let go.
     pub lost: Option<Error>,
-    /// Whether this is a child of the process that opened the device, where nothing of it is.
+    /// Whether this is the child of a fork, where nothing of the device is.
     pub forked: bool,
 }
 
@@ -186,7 +186,7 @@ struct Watch {
 
 impl Watch {
     fn held_by(&self) -> HeldBy {
-        if self.holds.forked() {
+        if crate::os::forked() {
             return HeldBy { forked: true, ..HeldBy::default() };
         }
         // What is held for a moment here may be the last to go, which only sends a job.
@@ -210,7 +210,7 @@ impl Watch {
     }
 
     fn wait(self, timeout: Duration) -> Result<(), CloseError> {
-        if self.holds.forked() {
+        if crate::os::forked() {
             let held = self.held_by();
             return Err(self.failed(held, false));
         }
@@ -277,8 +277,6 @@ impl Device {
     ///   Waiting longer changes nothing;
     /// - in the child of a fork, that it is one, at once: what is there is the parent's.
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
-        let span = crate::foreign::span!(INFO, target: "pinpool::device", "close", device = self.name());
-        let _entered = span.enter();
         let context = self.context();
         let watch = Watch {
             name: self.name().to_owned(),
@@ -288,8 +286,13 @@ impl Device {
             listing: self.listing().clone(),
             stepped: context.driver().stepped().is_some(),
         };
+        if crate::os::forked() {
+            return watch.wait(timeout);
+        }
+        let span = crate::foreign::span!(INFO, target: "pinpool::device", "close", device = self.name());
+        let _entered = span.enter();
         let until = Instant::now().checked_add(timeout);
-        if let Some(stepped) = context.driver().stepped().filter(|_| !context.forked()) {
+        if let Some(stepped) = context.driver().stepped() {
             // When its last handle is gone nobody looks at it any more. (Looking records marks, which are steps too.)
             while (self.reap() | stepped.step()) && until.is_none_or(|until| Instant::now() < until) {}
         }

@@ -139,6 +139,7 @@ impl<'a> Loader<'a> {
     }
 
     fn start_into(mut self, loading: &mut Loading, mut choose: impl FnMut(&Shard) -> Chosen) -> Result<()> {
+        crate::os::check_fork()?;
         if !self.align.is_power_of_two() || self.align > LARGEST_ALIGN {
             return Err(Error::BadAlignment { align: self.align, largest: LARGEST_ALIGN });
         }
@@ -472,6 +473,11 @@ impl Loading {
     /// The next, waited for by the thread, or by the task. The last of a file comes when all that there is to say about
     /// the file is known, since nobody need ask for more.
     fn advance(&mut self, mut cx: Option<&mut Context<'_>>) -> Poll<Option<Result<DeviceTensor>>> {
+        if crate::os::forked() && !self.parts.is_empty() {
+            self.parts.clear();
+            self.ended.get_or_insert_with(Instant::now);
+            return Poll::Ready(Some(Err(Error::Forked)));
+        }
         let Some(part) = self.parts.front_mut() else {
             self.ended.get_or_insert_with(Instant::now);
             return Poll::Ready(None);

@@ -63,7 +63,7 @@ impl Listing {
         inbox.known.push(Arc::downgrade(timeline));
     }
 
-    /// All timelines of the device that are alive. Not in the child of a fork, where the lock may be anyone's.
+    /// All timelines of the device that are alive.
     pub(crate) fn known(&self) -> Vec<Arc<Timeline>> {
         self.0.inbox.lock().known.iter().filter_map(Weak::upgrade).collect()
     }
@@ -136,7 +136,7 @@ impl Reaper {
 impl Drop for Reaper {
     fn drop(&mut self) {
         // In the child of a fork there is no thread to tell, and the lock may have been anyone's.
-        if self.context.forked() {
+        if crate::os::forked() {
             return;
         }
         if self.context.driver().stepped().is_some() {

@@ -95,7 +95,6 @@ struct WatchedStream {
 pub struct Sampling {
     stop: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
-    forks: u32,
 }
 
 impl Sampler {
@@ -152,10 +151,13 @@ impl Sampler {
         self
     }
 
-    /// Looks once, on this thread. Whether any of the pools is still there.
+    /// Looks once, on this thread. Whether any of the pools is still there: none is in the child of a fork.
     ///
     /// Subscribers and recorders are called from here, and from nowhere else, with what is sent.
     pub fn poll(&mut self) -> bool {
+        if crate::os::forked() {
+            return false;
+        }
         #[cfg(feature = "metrics")]
         if self.recorder && !std::mem::replace(&mut self.described, true) {
             _ = foreign::call(RECORDER_PANICKED, metrics::describe);
@@ -192,8 +194,9 @@ impl Sampler {
     /// handle is dropped.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where no thread can be started.
+    /// [`Error::Unavailable`] where no thread can be started; [`Error::Forked`].
     pub fn spawn(mut self, interval: Duration) -> Result<Sampling> {
+        crate::os::check_fork()?;
         let interval = interval.max(Duration::from_millis(10));
         let (stop, stopped) = sync_channel::<()>(0);
         let thread = std::thread::Builder::new()
@@ -208,14 +211,14 @@ impl Sampler {
                 device: "the sampler".into(),
                 why: format!("no thread could be started: {e}"),
             })?;
-        Ok(Sampling { stop: Some(stop), thread: Some(thread), forks: crate::os::forks() })
+        Ok(Sampling { stop: Some(stop), thread: Some(thread) })
     }
 }
 
 impl Drop for Sampling {
     fn drop(&mut self) {
         let (stop, thread) = (self.stop.take(), self.thread.take());
-        if self.forks != crate::os::forks() {
+        if crate::os::forked() {
             // The thread is the parent's.
             return std::mem::forget((stop, thread));
         }

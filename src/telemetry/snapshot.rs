@@ -138,6 +138,8 @@ impl Pool {
     /// Everything that was counted: bytes by state and by size class, the devices and their streams, histograms of waiting,
     /// holding and flights. The module page of [`telemetry`](crate::telemetry) says how exact it is.
     ///
+    /// In the child of a fork it has what is counted without a lock, as [`stats`](Self::stats) has.
+    ///
     /// Costs those who check out nothing, and the caller some microseconds: it reads 113 counters of each thread that
     /// uses the pool, and visits each run of segments under the pool's lock.
     #[must_use]
@@ -187,14 +189,14 @@ impl ClassStats {
 }
 
 impl Device {
-    /// What is in flight on the device, and what has been since it was opened. Costs a few microseconds for each stream.
+    /// What is in flight on the device, and what has been since it was opened. Costs a few microseconds for each stream. (In the
+    /// child of a fork there are none.)
     #[must_use]
     pub fn stats(&self) -> DeviceStats {
         let context = self.context();
         let [mut submitted, mut completed] = context.past();
         let [uploaded_bytes, downloaded_bytes] = context.copied();
-        // In the child of a fork the locks may be anyone's.
-        let known = if context.forked() { Vec::new() } else { self.listing().known() };
+        let known = if crate::os::forked() { Vec::new() } else { self.listing().known() };
         let mut streams: Vec<StreamStats> = known.iter().map(|timeline| of(timeline)).collect();
         for stream in &streams {
             submitted += stream.submitted;
@@ -225,7 +227,7 @@ impl Stream {
 }
 
 fn of(timeline: &Timeline) -> StreamStats {
-    let look = if timeline.forked() { Default::default() } else { timeline.look() };
+    let look = if crate::os::forked() { Default::default() } else { timeline.look() };
     StreamStats {
         stream: timeline.number(),
         submitted: look.submitted,

@@ -124,7 +124,7 @@ pub(crate) fn find<'a>(
     // While they are small: the oldest first, and of these the largest.
     out.sort_by_cached_key(|segment| Reverse((segment.age, segment.granted)));
     let mut awaited: Vec<(usize, Awaited)> = Vec::new();
-    for device in devices.iter().filter(|device| !device.context().forked()) {
+    for device in devices {
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
             let (stream, completed) = (timeline.number(), timeline.look().completed);

@@ -112,6 +112,7 @@ impl<B: Lend> Gathered<B> {
     /// # Errors
     /// What one of the copies failed with, or all were lost with.
     pub fn is_done(&self) -> Result<bool> {
+        crate::os::check_fork()?;
         let flights = self.parts.iter().filter_map(|part| match part {
             Part::Flight(flights) => Some(&flights.place),
             Part::Back(_) => None,
@@ -129,6 +130,7 @@ impl<B: Lend> Gathered<B> {
     /// # Errors
     /// As for [`is_done`](Self::is_done). What is done with returns by itself then.
     pub fn wait(mut self) -> Result<Vec<B>> {
+        crate::os::check_fork()?;
         self.forget_waker();
         let no_deadline: Option<Instant> = None;
         self.places.iter().try_for_each(|place| place.wait(no_deadline))?;
@@ -162,6 +164,9 @@ impl<B: Lend> Future for Gathered<B> {
     type Output = Result<Vec<B>>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Err(error) = crate::os::check_fork() {
+            return Poll::Ready(Err(error));
+        }
         let this = &mut *self;
         // One after the other: whichever is the first that is not done has the waker.
         while let Some(place) = this.places.get(this.done) {

@@ -85,6 +85,7 @@ impl CopyQueue {
         pieces: &dyn Pieces,
         mut check: impl FnMut(usize) -> Result<()>,
     ) -> Result<Survey> {
+        crate::os::check_fork()?;
         let context = self.device().context();
         let wrong = || Error::WrongDevice { device: self.device().name().into() };
         if !pool.serves(context) {

@@ -197,9 +197,7 @@ impl Engine {
 
     /// Starts a transfer, whose job `make` makes of its number.
     pub(super) fn start(self: &Arc<Self>, make: impl FnOnce(u64) -> Arc<Job>) -> Result<Arc<Job>> {
-        if self.device.context().forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         self.device.context().alive()?;
         let id = {
             let mut state = self.state.lock();
@@ -310,14 +308,14 @@ impl Engine {
     /// The same for both directions, until [`way_given`](Self::way_given).
     pub(super) fn give_way(&self) {
         self.urgent.iter().for_each(|urgent| _ = urgent.fetch_add(1, Ordering::Relaxed));
-        if !self.device.context().forked() {
+        if !crate::os::forked() {
             self.hasty_lock().hurries(Priority::Foreground);
         }
     }
 
     pub(super) fn way_given(&self) {
         self.urgent.iter().for_each(|urgent| _ = urgent.fetch_sub(1, Ordering::Relaxed));
-        if self.device.context().forked() {
+        if crate::os::forked() {
             return;
         }
         let mut state = self.hasty_lock();
@@ -338,7 +336,7 @@ impl Engine {
 
     /// Cancels a transfer. What is under way ends by itself.
     pub(super) fn cancel(&self, job: &Arc<Job>) {
-        if self.device.context().forked() {
+        if crate::os::forked() {
             return;
         }
         let mut state = self.state.lock();
@@ -351,7 +349,7 @@ impl Engine {
 
     /// A feed or puller lets go of its transfer.
     pub(super) fn close_job(&self, job: &Arc<Job>) {
-        if self.device.context().forked() {
+        if crate::os::forked() {
             return;
         }
         let mut state = self.state.lock();
@@ -464,7 +462,7 @@ impl Engine {
 
     /// No handle is left.
     pub(super) fn close(&self) {
-        if self.device.context().forked() {
+        if crate::os::forked() {
             return;
         }
         {

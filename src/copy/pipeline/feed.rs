@@ -60,7 +60,7 @@ impl Feed {
 
     /// For calls that return when nothing of it is on its way any more.
     pub(super) fn settled(&self) -> Settled {
-        Settled { handle: self.handle.clone(), job: self.job.clone() }
+        Settled { job: self.job.clone() }
     }
 
     /// How far it has come. The total is what the device memory has room for.
@@ -82,6 +82,7 @@ impl Feed {
     /// # Errors
     /// [`Error::TooSmall`] where the device memory is full; what the transfer failed with.
     pub async fn push(&mut self, mut bytes: &[u8]) -> Result<()> {
+        crate::os::check_fork()?;
         self.check_room(bytes.len())?;
         while !bytes.is_empty() {
             if self.current.is_none() {
@@ -98,6 +99,7 @@ impl Feed {
     /// # Errors
     /// As for [`push`](Self::push).
     pub fn push_blocking(&mut self, mut bytes: &[u8]) -> Result<()> {
+        crate::os::check_fork()?;
         self.check_room(bytes.len())?;
         while !bytes.is_empty() {
             self.ready()?;
@@ -111,6 +113,7 @@ impl Feed {
     /// # Errors
     /// What the transfer failed with.
     pub async fn finish(mut self) -> Result<u64> {
+        crate::os::check_fork()?;
         self.last()?;
         let mut key = None;
         let job = self.job.clone();
@@ -125,6 +128,7 @@ impl Feed {
     /// # Errors
     /// What the transfer failed with.
     pub fn finish_blocking(mut self) -> Result<u64> {
+        crate::os::check_fork()?;
         may_wait()?;
         self.last()?;
         self.job.wait_over(None);
@@ -152,6 +156,9 @@ impl Feed {
     async fn segment(&self) -> Result<PinnedBuf> {
         let engine = &self.handle.engine;
         let tried = poll_fn(|cx| {
+            if let Err(error) = crate::os::check_fork() {
+                return Poll::Ready(Err(error));
+            }
             // Before the lock: to clone a waker is foreign code.
             let task = (self.job.id, Task::of(cx.waker()));
             let mut state = engine.state.lock();
@@ -299,21 +306,18 @@ impl Feed {
 /// Waits until the feed is over that has been dropped before, when the reader failed or panicked: what is on the wire would
 /// land in memory that its owner uses again.
 pub(super) struct Settled {
-    handle: Arc<Handle>,
     job: Arc<Job>,
 }
 
 impl Drop for Settled {
     fn drop(&mut self) {
-        if !self.handle.forked() {
-            self.job.wait_over(None);
-        }
+        self.job.wait_over(None);
     }
 }
 
 impl Drop for Feed {
     fn drop(&mut self) {
-        if self.handle.forked() || self.ended {
+        if crate::os::forked() || self.ended {
             return;
         }
         self.handle.engine.cancel(&self.job);
@@ -355,7 +359,7 @@ impl Seat<'_> {
 
 impl Drop for Seat<'_> {
     fn drop(&mut self) {
-        if self.taken {
+        if self.taken && !crate::os::forked() {
             self.engine.give_back(&mut self.engine.state.lock(), Direction::Up, None);
         }
     }
@@ -438,6 +442,7 @@ impl Pull {
             let failed = put.is_err();
             hand.end = Some(put.map(|()| len).into());
             drop(hand);
+            crate::os::check_fork()?;
             engine.pump(&mut engine.state.lock(), Direction::Down);
             if failed {
                 break;
@@ -460,6 +465,9 @@ struct Hand<'a> {
 impl Drop for Hand<'_> {
     fn drop(&mut self) {
         let (Some(Landed { index, buf }), Some(end)) = (self.landed.take(), self.end.take()) else { return };
+        if crate::os::forked() {
+            return;
+        }
         let engine = &self.pull.handle.engine;
         let mut state = engine.state.lock();
         engine.give_back(&mut state, Direction::Down, Some(buf));
@@ -469,9 +477,7 @@ impl Drop for Hand<'_> {
 
 impl Drop for Pull {
     fn drop(&mut self) {
-        if !self.handle.forked() {
-            self.handle.engine.cancel(&self.job);
-            self.handle.engine.close_job(&self.job);
-        }
+        self.handle.engine.cancel(&self.job);
+        self.handle.engine.close_job(&self.job);
     }
 }

@@ -415,6 +415,9 @@ impl Job {
     // --- looking -----------------------------------------------------------------------------------------------------
 
     pub(super) fn progress(&self) -> Progress {
+        if crate::os::forked() {
+            return Progress { total: self.plan.wanted(), over: true, ..Progress::default() };
+        }
         let run = self.run.lock();
         let landed_to = self.plan.landed_before(run.missing);
         Progress {
@@ -426,13 +429,19 @@ impl Job {
         }
     }
 
-    /// How it ended, if it has.
+    /// How it ended, if it has. For the child of a fork it has, and so here and below nothing is waited for.
     pub(super) fn outcome(&self) -> Option<Result<()>> {
+        if let Err(error) = crate::os::check_fork() {
+            return Some(Err(error));
+        }
         self.run.lock().over.as_ref().map(|over| over.0.clone())
     }
 
     /// Waits until it is over, or the deadline. Whether that was in time.
     pub(super) fn wait_over(&self, deadline: Option<Instant>) -> bool {
+        if crate::os::forked() {
+            return true;
+        }
         let mut run = self.run.lock();
         while run.over.is_none() {
             match deadline {
@@ -471,6 +480,9 @@ impl Job {
 
     /// Leaves a waker, in place of the one left before, unless the job is over: then how it ended.
     pub(super) fn wake_later(&self, key: &mut Option<u64>, waker: &Waker) -> Option<Result<()>> {
+        if let Err(error) = crate::os::check_fork() {
+            return Some(Err(error));
+        }
         // Before the lock: to clone a waker is foreign code.
         let waker = Arc::new(Task::of(waker));
         let old = {
@@ -524,6 +536,9 @@ impl Job {
 
     /// The chunk of that index, when it has landed. `None`: it never will.
     pub(super) fn take_landed(&self, index: usize) -> Option<Landed> {
+        if crate::os::forked() {
+            return None;
+        }
         let mut run = self.run.lock();
         loop {
             if let Some(landed) = run.landed.remove(&index) {

@@ -161,12 +161,6 @@ pub(super) struct Handle {
     engine: Arc<Engine>,
 }
 
-impl Handle {
-    fn forked(&self) -> bool {
-        self.engine.device.context().forked()
-    }
-}
-
 /// Bulk transfers make way while it lives: [`Pipeline::give_way`].
 pub struct GiveWay {
     handle: Arc<Handle>,
@@ -272,6 +266,9 @@ impl Pipeline {
     /// Limits what bulk transfers move, in bytes a second; `None`: no limit. 0 is the same as
     /// `None` here (the builder refuses it).
     pub fn set_rate(&self, bytes_per_second: Option<u64>) {
+        if crate::os::forked() {
+            return;
+        }
         let engine = &self.handle.engine;
         let mut state = engine.state.lock();
         state.set_rate(bytes_per_second.filter(|rate| *rate > 0));
@@ -530,7 +527,7 @@ impl Pipeline {
 
     /// Whether a blocking call is made on the caller's own thread, which is faster than to wait for one of ours.
     fn is_small(&self, len: usize) -> bool {
-        self.priority == Priority::Foreground && len <= SMALL && !self.handle.forked()
+        self.priority == Priority::Foreground && len <= SMALL
     }
 
     /// Uploads through a segment of its own. `None`: there is none, or an earlier transfer is in the way.
@@ -564,6 +561,7 @@ impl Pipeline {
 
     /// Device memory of this device.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
+        crate::os::check_fork()?;
         let slice = range.resolve()?;
         if slice.is_of(self.device().context()) {
             return Ok(slice);
@@ -582,6 +580,7 @@ impl Pipeline {
     }
 
     fn plan(&self, pieces: Vec<Piece>, direction: Direction, memory: bool) -> Result<Plan> {
+        crate::os::check_fork()?;
         if pieces.iter().any(|piece| !piece.device.is_of(self.device().context())) {
             return Err(Error::WrongDevice { device: self.device().name().into() });
         }

@@ -31,7 +31,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         Self { handle, job, value: Some(value), waker: None, detached: false }
     }
 
-    /// How far it has come.
+    /// How far it has come. (In the child of a fork: not at all, and it is over.)
     #[must_use]
     pub fn progress(&self) -> Progress {
         self.job.progress()
@@ -119,7 +119,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     #[cfg(feature = "safetensors")]
     pub(crate) fn settle(self) {
         self.cancel();
-        if !self.handle.forked() && may_wait().is_ok() {
+        if may_wait().is_ok() {
             self.job.wait_over(None);
         }
     }
@@ -162,9 +162,9 @@ impl<T: Send + Sync + 'static> Future for Transfer<T> {
 
 impl<T: Send + Sync + 'static> Drop for Transfer<T> {
     fn drop(&mut self) {
-        // In the child of a fork the locks may be anyone's.
-        if self.handle.forked() {
-            return;
+        if crate::os::forked() {
+            // The parent's, as what it is about.
+            return std::mem::forget(self.value.take());
         }
         self.job.forget_waker(&mut self.waker);
         if !self.detached {

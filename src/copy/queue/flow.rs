@@ -333,7 +333,7 @@ impl Flow {
 
     /// Nothing can be submitted any more, and of these nothing was.
     fn refuse(&self, load: Load, runs: &[Run], error: &Error) {
-        if self.timeline.forked() {
+        if crate::os::forked() {
             // The parent's.
             return std::mem::forget(load);
         }
@@ -480,11 +480,9 @@ impl Flow {
         range: &Range,
         deadline: Option<Instant>,
     ) -> Result<()> {
+        crate::os::check_fork()?;
         if lane.verdict(range)? {
             return Ok(());
-        }
-        if self.timeline.forked() {
-            return Err(Error::Forked);
         }
         if !may_wait() {
             // It would wait for itself.
@@ -752,7 +750,7 @@ struct Batch {
 impl Drop for Batch {
     fn drop(&mut self) {
         let Some(load) = self.load.take() else { return };
-        if self.flow.timeline.forked() {
+        if crate::os::forked() {
             // The parent's.
             return std::mem::forget(load);
         }

@@ -74,9 +74,7 @@ impl CopyQueue {
             None => way.side(longest, transfers.len()),
         };
         let timeline = side.flow.timeline();
-        if timeline.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         timeline.context().alive()?;
         memories.iter().try_for_each(|memory| memory.admit(timeline.stream()))?;
         side.push_group(transfers, memories, turn.is_some(), lend)

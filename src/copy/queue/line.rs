@@ -63,11 +63,9 @@ impl Line {
 
 impl Awaited for Line {
     fn poll_done(&self, range: &Range) -> Result<bool> {
+        crate::os::check_fork()?;
         if self.lane().verdict(range)? {
             return Ok(true);
-        }
-        if self.flow.timeline().forked() {
-            return Err(Error::Forked);
         }
         self.flow.look();
         self.lane().verdict(range)
@@ -93,12 +91,13 @@ impl Awaited for Line {
 
     fn forget_waker(&self, key: &mut Option<WaitKey>) {
         // In the child of a fork the lock may be anyone's.
-        if let Some(key) = key.take().filter(|_| !self.flow.timeline().forked()) {
+        if let Some(key) = key.take().filter(|_| !crate::os::forked()) {
             self.lane().get_up(key);
         }
     }
 
     fn precede(&self, range: &Range, stream: &Stream) -> Result<()> {
+        crate::os::check_fork()?;
         let lane = self.lane();
         let (submits, since) = (crate::sync::own() == Some(Own::Submitter), Instant::now());
         while !lane.is_sent(range.last) {
@@ -128,7 +127,7 @@ impl Awaited for Line {
     }
 
     fn leave(&self, range: &Range, quiet: bool) {
-        if !self.flow.timeline().forked() {
+        if !crate::os::forked() {
             self.lane().leave(range, quiet);
         }
     }

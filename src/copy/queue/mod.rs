@@ -300,7 +300,7 @@ fn serve(device: &Device, flows: &[Arc<Flow>; 2], bell: &Bell) {
     bell.introduce(crate::sync::thread::current());
     let filled = || flows.iter().any(|flow| flow.is_filled());
     let mut idle: Option<Instant> = None;
-    while !device.context().forked() {
+    while !crate::os::forked() {
         let mut submitted = false;
         for flow in flows.iter().filter(|flow| flow.is_filled()) {
             submitted |= flow.submit();
@@ -333,21 +333,18 @@ fn serve(device: &Device, flows: &[Arc<Flow>; 2], bell: &Bell) {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // In the child of a fork there is no thread.
-        if !self.is_forked() {
-            self.bells.iter().for_each(|bell| bell.close());
-            self.crew.close();
+        if crate::os::forked() {
+            // There is no thread, and what waits or is pushed is the parent's.
+            return self.sides().for_each(|side| std::mem::forget(side.flow.clone()));
         }
+        self.bells.iter().for_each(|bell| bell.close());
+        self.crew.close();
     }
 }
 
 impl Inner {
     fn sides(&self) -> impl Iterator<Item = &Side> {
         self.up.0.iter().chain(&self.down.0)
-    }
-
-    fn is_forked(&self) -> bool {
-        self.sides().any(|side| side.flow.timeline().forked())
     }
 }
 
@@ -451,9 +448,7 @@ impl Side {
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
         let slice = range::Sealed::resolve(range)?;
         let timeline = self.flow.timeline();
-        if timeline.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         if !slice.is_of(timeline.context()) {
             return Err(Error::WrongDevice { device: self.stream.device().name().into() });
         }
@@ -607,9 +602,7 @@ impl CopyQueue {
         work: &(dyn Fn() + Sync),
         own: impl FnOnce() -> R,
     ) -> Result<R> {
-        if self.0.is_forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         let start = |shared: Arc<Shared>, number| {
             let device = self.device().clone();
             std::thread::Builder::new()
@@ -636,9 +629,7 @@ impl CopyQueue {
         let longest = copies.iter().map(|(transfer, _)| transfer.len()).max().unwrap_or(0);
         let side = if downloads { self.0.down.side(longest, 1) } else { self.0.up.side(longest, 1) };
         let timeline = side.flow.timeline();
-        if timeline.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         timeline.context().alive()?;
         copies.iter().try_for_each(|(_, memory)| memory.admit(timeline.stream()))?;
         side.push_all(copies, lend)
@@ -667,7 +658,7 @@ impl CopyQueue {
     pub fn stats(&self) -> QueueStats {
         let mut stats = QueueStats::default();
         // In the child of a fork the locks may be anyone's.
-        for flow in self.0.sides().map(|side| &side.flow).filter(|flow| !flow.timeline().forked()) {
+        for flow in self.0.sides().map(|side| &side.flow).filter(|_| !crate::os::forked()) {
             let (batches, copies) = flow.submitted();
             stats.batches += batches;
             stats.copies += copies;
@@ -685,9 +676,7 @@ impl CopyQueue {
     }
 
     fn finish(&self, deadline: Option<Instant>, close: bool) -> Result<()> {
-        if self.0.is_forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         let mut pushed = Vec::new();
         for flow in self.0.sides().map(|side| &side.flow) {
             pushed.extend(flow.lanes().map(|lane| {

@@ -46,6 +46,7 @@ impl Foreign {
 /// # Safety
 /// `context` is a context of AscendCL, and is not destroyed before the driver is dropped.
 pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
+    crate::os::watch_forks()?;
     let name: Arc<str> = "acl".into();
     if context.is_null() {
         return Err(Error::Config(

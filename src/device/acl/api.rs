@@ -177,6 +177,7 @@ table! {
 /// # Errors
 /// [`Error::Config`]: another one was chosen before, or loading was tried.
 pub(crate) fn use_library(path: &Path) -> Result<()> {
+    crate::os::check_fork()?;
     let first = match API.get() {
         Some(Ok(api)) => &api.path,
         Some(Err(why)) => {

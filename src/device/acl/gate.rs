@@ -5,7 +5,7 @@
 
 use std::cell::Cell;
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::os;
@@ -17,8 +17,6 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// at the count then; so one of the two sees the other.
 static SHUT: AtomicBool = AtomicBool::new(false);
 static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
-/// Of the process that the handler is for. Relaxed: written before the handler can run.
-static FORKS: AtomicU32 = AtomicU32::new(0);
 
 thread_local! {
     /// Whether this is a thread of ours.
@@ -60,7 +58,6 @@ pub(super) fn pass() -> Option<Pass> {
 pub(super) fn watch() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        FORKS.store(os::forks(), Ordering::Relaxed);
         if !os::at_exit(shut) {
             crate::foreign::warn!(target: "pinpool::device", "the process's end cannot be watched: calls may be made during it");
         }
@@ -68,7 +65,7 @@ pub(super) fn watch() {
 }
 
 extern "C" fn shut() {
-    if FORKS.load(Ordering::Relaxed) != os::forks() {
+    if os::forked() {
         // The child of a fork has none of our threads, but maybe their count.
         return;
     }

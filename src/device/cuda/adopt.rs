@@ -37,6 +37,7 @@ const NOT_SUPPORTED: Code = Code(801);
 /// # Safety
 /// `context` is a CUDA context, and is not destroyed before the driver is dropped.
 pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
+    crate::os::watch_forks()?;
     let name: Arc<str> = "cuda".into();
     if context.is_null() {
         return Err(Error::Config(

@@ -495,7 +495,7 @@ impl Driver for Cuda {
 
 impl Drop for Cuda {
     fn drop(&mut self) {
-        if self.ending.forked() || !self.primary {
+        if crate::os::forked() || !self.primary {
             return;
         }
         let (api, device) = (self.api, self.device);

@@ -28,7 +28,6 @@ pub(super) struct HostDriver {
     id: u64,
     /// Dropped when all streams have ended.
     last: OnceLock<Last>,
-    forks: u32,
 }
 
 /// What an armed fault does to a call that goes ahead.
@@ -44,7 +43,7 @@ enum Twist {
 impl HostDriver {
     pub(super) fn new(node: &Arc<Node>, unit: &Arc<Unit>) -> Self {
         let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
-        Self { node: Arc::clone(node), unit: Arc::clone(unit), id, last: OnceLock::new(), forks: os::forks() }
+        Self { node: Arc::clone(node), unit: Arc::clone(unit), id, last: OnceLock::new() }
     }
 
     fn error(&self, call: Call, refusal: Refusal) -> Error {
@@ -455,9 +454,9 @@ impl Stepped for HostDriver {
 
 impl Drop for HostDriver {
     fn drop(&mut self) {
-        // In the child of a fork the streams' threads do not exist, and locks may be theirs for ever.
-        if self.forks != os::forks() {
-            return std::mem::forget(self.last.take());
+        if os::forked() {
+            // Kept whole: the streams' threads do not exist, and locks may be theirs for ever.
+            return std::mem::forget((self.last.take(), self.node.clone(), self.unit.clone()));
         }
         self.unit.abandon(self.id);
     }

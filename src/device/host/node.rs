@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::locks::Mutex;
 
@@ -227,7 +227,8 @@ pub struct HostUsage {
 
 /// A machine with host devices. Clones are the same machine.
 ///
-/// The [module's page](super) says what its devices do. All methods may be called from any thread.
+/// The [module's page](super) says what its devices do. All methods may be called from any thread. In the child of a fork they
+/// do nothing and find nothing.
 #[derive(Clone)]
 pub struct HostNode(Arc<Node>);
 
@@ -235,8 +236,9 @@ impl HostNode {
     /// A new node.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration makes no sense.
+    /// [`Error::Config`] if the configuration makes no sense; [`Error::Forked`].
     pub fn new(config: HostConfig) -> Result<Self> {
+        crate::os::watch_forks()?;
         config.check()?;
         Ok(Self(Node::new(&config)))
     }
@@ -244,18 +246,22 @@ impl HostNode {
     /// The node behind `Device::open("host")`: one device, with threads. Made when it is first asked for.
     #[must_use]
     pub fn system() -> Self {
-        // The child of a fork has a system of its own: the parent's has threads that do not exist there.
-        static SYSTEM: Mutex<Option<(u32, HostNode)>> = Mutex::new(None);
-        let (mut system, forks) = (SYSTEM.lock(), crate::os::forks());
-        match &*system {
-            Some((of, node)) if *of == forks => node.clone(),
-            _ => {
-                let node = Self(Node::new(&HostConfig::new()));
-                // Not dropped: what the parent had is left alone.
-                std::mem::forget(system.replace((forks, node.clone())));
-                node
-            }
+        static SYSTEM: OnceLock<HostNode> = OnceLock::new();
+        let new = || Self(Node::new(&HostConfig::new()));
+        if crate::os::watch_forks().is_err() {
+            // In the child of a fork none is made, which another thread of the parent may have been at.
+            return SYSTEM.get().cloned().unwrap_or_else(new);
         }
+        SYSTEM.get_or_init(new).clone()
+    }
+
+    /// What is there to be looked at or told: in the child of a fork nothing, where the locks may be anyone's.
+    fn here(&self) -> Option<&Arc<Node>> {
+        Some(&self.0).filter(|_| !crate::os::forked())
+    }
+
+    fn unit(&self, device: u32) -> Option<&Arc<Unit>> {
+        self.here()?.unit(device)
     }
 
     /// The number of devices.
@@ -278,7 +284,7 @@ impl HostNode {
 
     /// Runs one operation, of a device and stream chosen by the seed. `false`: none can run, or the node has threads.
     pub fn step(&self) -> bool {
-        self.0.step()
+        self.here().is_some_and(|node| node.step())
     }
 
     /// Runs the next operation of the `nth` of the device's streams that have one that can run, counted from 0 in the
@@ -287,64 +293,70 @@ impl HostNode {
     /// This is for tests that choose the order themselves. With `nth` below [`runnable`](Self::runnable), something
     /// runs.
     pub fn step_stream(&self, device: u32, nth: usize) -> bool {
-        self.0.step_stream(device, nth)
+        self.here().is_some_and(|node| node.step_stream(device, nth))
     }
 
     /// The device's operations that are queued or running.
     #[must_use]
     pub fn queued(&self, device: u32) -> usize {
-        self.0.unit(device).map_or(0, |unit| unit.queued())
+        self.unit(device).map_or(0, |unit| unit.queued())
     }
 
     /// The device's streams whose next operation can run.
     #[must_use]
     pub fn runnable(&self, device: u32) -> usize {
-        self.0.unit(device).map_or(0, |unit| unit.runnable().len())
+        self.unit(device).map_or(0, |unit| unit.runnable().len())
     }
 
     /// Arms a fault. It strikes once. Of several that are due for one call, the first armed strikes, and the others
     /// strike later calls.
     pub fn fail(&self, fault: Fault) {
-        self.0.faults.arm(Some(fault.device), Some(fault.call), fault.nth, fault.failure);
+        if let Some(node) = self.here() {
+            node.faults.arm(Some(fault.device), Some(fault.call), fault.nth, fault.failure);
+        }
     }
 
     /// Makes the `nth` call from now fail, of whatever kind and to whichever device of the node; 0 is the next one.
     pub fn fail_any(&self, nth: u64, failure: Failure) {
-        self.0.faults.arm(None, None, nth, failure);
+        if let Some(node) = self.here() {
+            node.faults.arm(None, None, nth, failure);
+        }
     }
 
     /// Disarms all faults that have not struck, and says how many there were.
     pub fn clear_faults(&self) -> usize {
-        self.0.faults.disarm()
+        self.here().map_or(0, |node| node.faults.disarm())
     }
 
     /// Begins to record calls to the node's devices, and forgets those recorded before. The record grows until
     /// [`stop_trace`](Self::stop_trace).
     pub fn start_trace(&self) {
-        self.0.faults.start_trace();
+        if let Some(node) = self.here() {
+            node.faults.start_trace();
+        }
     }
 
     /// The calls recorded so far, in order, those that failed included.
     #[must_use]
     pub fn trace(&self) -> Vec<Call> {
-        self.0.faults.trace()
+        self.here().map_or_else(Vec::new, |node| node.faults.trace())
     }
 
     /// Ends recording and returns what was recorded.
     pub fn stop_trace(&self) -> Vec<Call> {
-        self.0.faults.stop_trace()
+        self.here().map_or_else(Vec::new, |node| node.faults.stop_trace())
     }
 
     /// The number of calls recorded since [`start_trace`](Self::start_trace).
     #[must_use]
     pub fn calls(&self) -> u64 {
-        self.0.faults.calls()
+        self.here().map_or(0, |node| node.faults.calls())
     }
 
     /// Kills the device for good. When this returns, its copies do not touch host memory any more. Waits for the part
     /// of a copy that is under way, 1 MiB at most per stream.
     pub fn kill(&self, device: u32) {
-        if let Some(unit) = self.0.unit(device) {
+        if let Some(unit) = self.unit(device) {
             unit.kill("the device was killed");
         }
     }
@@ -352,7 +364,7 @@ impl HostNode {
     /// Keeps the device's queued operations from running, on all its streams and those made later. Operations that are
     /// running come to their end.
     pub fn hang(&self, device: u32) {
-        if let Some(unit) = self.0.unit(device) {
+        if let Some(unit) = self.unit(device) {
             unit.hang();
         }
     }
@@ -360,7 +372,7 @@ impl HostNode {
     /// Lets everything on the device run again that [`hang`](Self::hang), [`hang_stream`](Self::hang_stream) or
     /// [`Failure::Stall`] holds.
     pub fn resume(&self, device: u32) {
-        if let Some(unit) = self.0.unit(device) {
+        if let Some(unit) = self.unit(device) {
             unit.resume();
         }
     }
@@ -377,14 +389,14 @@ impl HostNode {
     }
 
     fn hold_stream(&self, device: u32, nth: usize, hung: bool) -> bool {
-        let stream = self.0.unit(device).and_then(|unit| unit.nth_stream(nth));
+        let stream = self.unit(device).and_then(|unit| unit.nth_stream(nth));
         stream.inspect(|stream| stream.hold(hung)).is_some()
     }
 
     /// What the device has that was not given back, for tests that look for leaks.
     #[must_use]
     pub fn live(&self, device: u32) -> HostUsage {
-        let Some(unit) = self.0.unit(device) else { return HostUsage::default() };
+        let Some(unit) = self.unit(device) else { return HostUsage::default() };
         let (allocations, allocated_bytes) = unit.memory.usage();
         HostUsage {
             streams: unit.open_streams(),
@@ -402,7 +414,7 @@ impl HostNode {
 impl HostNode {
     /// The device's streams, without keeping them alive as their threads do.
     pub(super) fn watch_streams(&self, device: u32) -> Vec<std::sync::Weak<Stream>> {
-        self.0.unit(device).map_or_else(Vec::new, |unit| unit.streams().iter().map(Arc::downgrade).collect())
+        self.unit(device).map_or_else(Vec::new, |unit| unit.streams().iter().map(Arc::downgrade).collect())
     }
 }
 

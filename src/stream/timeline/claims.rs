@@ -36,7 +36,7 @@ impl Timeline {
     /// since the oldest is the next to be free anyway.
     pub(crate) fn claim(&self, depot: &Depot, class: Class) -> Option<(usize, Segment)> {
         // While the stream is being captured, nothing that is submitted comes after what is in flight.
-        if self.forked() || !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
+        if crate::os::forked() || !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
             return None;
         }
         let mut state = self.state.lock();
@@ -85,7 +85,7 @@ impl Timeline {
 
     /// A claimed segment was not used: back under its old tick, or to its depot if that is complete.
     pub(crate) fn unclaim(&self, key: usize) {
-        if self.forked() {
+        if crate::os::forked() {
             return;
         }
         let mut state = self.state.lock();

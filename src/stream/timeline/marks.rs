@@ -50,9 +50,7 @@ impl Timeline {
 
     /// Closes the open tick and records its mark; `recorded` sees the event before anyone may recycle it.
     fn close_with(&self, always: bool, recorded: impl FnOnce(EventHandle) -> Result<()>) -> Result<()> {
-        if self.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         // The event first: without one nothing is closed.
         let event = self.context.event().inspect_err(|error| self.not_marked(error))?;
         let tick = {
@@ -158,7 +156,7 @@ impl Timeline {
     pub(crate) fn ask(&self) -> bool {
         // Looked at first: an exchange, failing or not, would take the line away from the one who asks.
         // Acquire: pairs with the release below, so that askers follow one another.
-        if self.forked()
+        if crate::os::forked()
             || self.asking.load(Ordering::Relaxed)
             || self.asking.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
         {
@@ -280,7 +278,7 @@ impl Timeline {
 
     /// The reaper's look: closes what has been open since the last look (or at once, with `now`), and asks.
     pub(crate) fn pass(&self, now: bool) -> bool {
-        if self.forked() {
+        if crate::os::forked() {
             return false;
         }
         if let Some(error) = self.context.poisoned() {
@@ -301,7 +299,7 @@ impl Timeline {
     /// A look of someone who comes again, for the sake of one tick: closes it if it is open, and asks. Whoever is in the middle
     /// of something here is not waited for.
     pub(super) fn glance(&self, tick: u64) {
-        if self.forked() {
+        if crate::os::forked() {
             return;
         }
         if let Some(error) = self.context.poisoned() {

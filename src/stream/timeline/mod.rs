@@ -253,10 +253,6 @@ impl Timeline {
         self.context.poisoned().is_some()
     }
 
-    pub(crate) fn forked(&self) -> bool {
-        self.context.forked()
-    }
-
     /// Has the reaper look again soon: somebody parked.
     pub(crate) fn hurry(self: &Arc<Self>) {
         self.reaper.hurry(self);
@@ -264,9 +260,7 @@ impl Timeline {
 
     /// Whether anything can be submitted.
     pub(crate) fn usable(&self) -> Result<()> {
-        if self.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         self.context.alive()?;
         self.state.lock().lost.clone().map_or(Ok(()), Err)
     }
@@ -306,9 +300,7 @@ impl Timeline {
         if !self.is_shared() {
             return Ok(false);
         }
-        if self.forked() {
-            return Err(Error::Forked);
-        }
+        crate::os::check_fork()?;
         self.context.alive()?;
         self.context.noting(self.context.driver().capturing(self.stream))
     }
@@ -326,7 +318,7 @@ impl Timeline {
         held: Lent,
         memory: Option<Arc<Allocation>>,
     ) -> std::result::Result<Submission<'_>, (Error, Lent)> {
-        if self.forked() {
+        if crate::os::forked() {
             return Err((Error::Forked, held));
         }
         if let Err(error) = self.context.alive() {
@@ -444,9 +436,10 @@ impl Timeline {
 impl Drop for Timeline {
     fn drop(&mut self) {
         let keeper = self.keeper.take();
-        if self.forked() {
-            // The parent's.
-            return std::mem::forget(keeper);
+        if crate::os::forked() {
+            // The parent's, tasks that wait among it.
+            let waiting = std::mem::take(&mut self.state.get_mut().waiting);
+            return std::mem::forget((keeper, waiting));
         }
         // A timeline with anything in flight is on the reaper's list, and so is not dropped, unless a panic has taken it off.
         if !self.state.get_mut().is_idle() {

@@ -50,14 +50,13 @@ impl Timeline {
     /// Whether a tick is complete.
     ///
     /// # Errors
-    /// The stream is lost: it never will be.
+    /// The stream is lost: it never will be. Or this is the child of a fork.
     pub(crate) fn is_complete(&self, tick: u64) -> Result<bool> {
+        // First: what the parent's device was done with is not there either.
+        crate::os::check_fork()?;
         // Acquire: pairs with the release in `land`.
         if self.completed.load(Ordering::Acquire) >= tick {
             return Ok(true);
-        }
-        if self.forked() {
-            return Err(Error::Forked);
         }
         // Acquire: pairs with the release in `lose`.
         if !self.given_up.load(Ordering::Acquire) {
@@ -185,6 +184,7 @@ impl Timeline {
         key: &mut Option<WaitKey>,
         waker: &Waker,
     ) -> Result<bool> {
+        crate::os::check_fork()?;
         self.forget_waker(key);
         // During a capture the reaper makes up for it later, and a task can wait for that.
         let _ = self.flush(tick);
@@ -209,7 +209,7 @@ impl Timeline {
     /// Takes the waker back.
     pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
         // In the child of a fork the lock may be anyone's.
-        if let Some(key) = key.take().filter(|_| !self.forked()) {
+        if let Some(key) = key.take().filter(|_| !crate::os::forked()) {
             // Dropped after the lock, since a task may go with it, and buffers with the task.
             let waker = self.state.lock().stop_waiting(key);
             drop(waker);
