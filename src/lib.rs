@@ -142,6 +142,7 @@ pub mod cudarc;
 mod depot;
 mod device;
 mod error;
+mod escape;
 mod freelist;
 mod os;
 mod pool;

@@ -18,6 +18,7 @@ use crate::device::memory::{DeviceBuffer, DeviceSlice};
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use crate::device::{Adopted, ending::Keeper};
 use crate::error::{Error, Result, SubmitError};
+use crate::escape::{NAME, clean};
 use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
 use crate::stream::timeline::Timeline;
@@ -64,7 +65,7 @@ impl Device {
         if !cfg!(target_os = "linux") {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
         }
-        let span = tracing::info_span!(target: "pinpool::device", "open", device = name);
+        let span = tracing::info_span!(target: "pinpool::device", "open", device = &*clean(name, NAME));
         let _entered = span.enter();
         let driver = driver(name)?;
         Self::known(driver.name().to_owned(), driver)

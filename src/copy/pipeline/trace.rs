@@ -13,6 +13,7 @@ use tracing::field::Empty;
 use super::config::Priority;
 use super::job::Direction;
 use crate::error::{Error, Result};
+use crate::escape::{TEXT, clean};
 
 /// See the module's page. Dropped without an end, the span closes and says nothing of how it went.
 #[derive(Clone, Debug)]
@@ -34,6 +35,7 @@ impl Trace {
             Priority::Bulk => "bulk",
             Priority::Foreground => "foreground",
         };
+        let what = &*clean(what, TEXT);
         Self(tracing::info_span!(
             target: "pinpool::pipeline", "transfer", device, direction, priority, bytes, what,
             outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty
