@@ -160,7 +160,8 @@ pub enum Error {
     /// The memlock limit refuses to lock the pages.
     #[error(
         "locking {wanted} bytes was refused: the memlock limit is {}; raise it (ulimit -l, LimitMEMLOCK=infinity, \
-         --ulimit memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration", shown(limit)
+         --ulimit memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration",
+        shown(limit)
     )]
     MemLock {
         /// Bytes that were to be locked.
@@ -252,7 +253,8 @@ pub enum Error {
     /// (Copies between devices are not made, with or without peer access.)
     #[error(
         "{} is another device: name it to Pool::builder where it is to use a pool's buffers, and use device memory and \
-         streams with those of the same device only", shown(device)
+         streams with those of the same device only",
+        shown(device)
     )]
     WrongDevice {
         /// The device that was to use it.
@@ -261,7 +263,8 @@ pub enum Error {
     /// A stream of another context than the device's.
     #[error(
         "the stream belongs to another context than the one that {} works in; adopt the stream with the device of its \
-         own context (adopt_context in the module cuda or acl gives it)", shown(device)
+         own context (adopt_context in the module cuda or acl gives it)",
+        shown(device)
     )]
     WrongContext {
         /// The device that the stream was to be adopted for.
@@ -291,7 +294,8 @@ pub enum Error {
     #[error(
         "the slice belongs to another stream, and cudarc records no events for it on {} (event tracking is off, or was \
          when the slice was made, or there is no stream but the default one): nothing would order the slice's next use, or \
-         its end, after the copy; copy on the slice's own stream", shown(device)
+         its end, after the copy; copy on the slice's own stream",
+        shown(device)
     )]
     Unordered {
         /// The device that the slice is on.
@@ -358,7 +362,8 @@ pub enum Error {
     /// The source of a transfer ends before it should.
     #[error(
         "{} ends at byte {end}, not at {len}: it has become shorter since its length was taken; load it again when nobody \
-         writes to it", shown(what)
+         writes to it",
+        shown(what)
     )]
     Shrunk {
         /// The file, or what else was read.
@@ -407,7 +412,8 @@ pub enum Error {
     },
     /// The transfer was cancelled before its end; what it was to fill is incomplete.
     #[error(
-        "the transfer of {} was cancelled after {done} of {total} bytes; start it again for all of them", shown(what)
+        "the transfer of {} was cancelled after {done} of {total} bytes; start it again for all of them",
+        shown(what)
     )]
     Cancelled {
         /// The file, or what else was moved.

@@ -397,9 +397,9 @@ impl Job {
     fn upload_tensors(&self, source: &Source, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>, Failure> {
         let loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
         let mut tensors = Vec::new();
-        tensors
-            .try_reserve_exact(checkpoint.len())
-            .map_err(|e| source.failed(format!("no memory for a list of {} tensors: {e}", checkpoint.len())))?;
+        tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
+            source.failed(format!("no memory for a list of {} tensors: {e}", checkpoint.len()))
+        })?;
         for tensor in loading {
             let tensor = tensor.map_err(|e| source.error(&e))?;
             self.bar.inc(tensor.tensor().len());

@@ -45,9 +45,9 @@ use crate::telemetry::ledger::{Origin, SAMPLE};
 use crate::telemetry::stuck;
 
 pub use future::{Checkout, CheckoutMany};
+use name::Name;
 pub use request::Request;
 pub use stats::{Census, PoolStats, Shutdown};
-use name::Name;
 use waiting::Patience;
 
 /// A pool of page-locked memory. Cloning gives another handle to the same pool.

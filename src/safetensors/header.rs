@@ -324,16 +324,14 @@ impl Entry {
 }
 
 /// Calls for each axis of a list.
-fn axes<'a>(
-    json: &mut Json<'a>,
-    mut each: impl FnMut(usize),
-) -> std::result::Result<u8, Fault<'a>> {
+fn axes<'a>(json: &mut Json<'a>, mut each: impl FnMut(usize)) -> std::result::Result<u8, Fault<'a>> {
     let mut count = 0;
     json.array(|json| {
         if count == AXES {
             return Err(json.fault("its shape has more than 64 axes"));
         }
-        let axis = usize::try_from(json.clone().unsigned()?).map_err(|_| json.fault("no memory is so large"))?;
+        let axis =
+            usize::try_from(json.clone().unsigned()?).map_err(|_| json.fault("no memory is so large"))?;
         json.unsigned()?;
         count += 1;
         each(axis);
@@ -558,7 +556,9 @@ fn misfit(text: &str, entry: &Entry) -> String {
     };
     match elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64)) {
         None => format!("has the shape {told}, more elements than any memory holds"),
-        Some(bits) if bits % 8 != 0 => format!("is {dtype} of shape {told}, which is no whole number of bytes"),
+        Some(bits) if bits % 8 != 0 => {
+            format!("is {dtype} of shape {told}, which is no whole number of bytes")
+        }
         Some(bits) => {
             let (need, have) = (bits / 8, to.saturating_sub(from));
             format!("is {dtype} of shape {told}, {need} bytes, and has {have} at {from}..{to}")

@@ -99,16 +99,16 @@ impl Index {
         let mut tensors = Vec::new();
         room(tensors.try_reserve_exact(count), what, count * size_of::<u64>())?;
         let mut files: HashSet<Cow<'_, str>> = HashSet::new();
-        let (mut wrong, mut before) = (None, "");
+        let (mut wrong, mut before) = (None, None);
         // (It was read before.)
         let _ = Json::at(&text, map).object(|json, tensor| {
             tensors.push(u64::from(half(&tensor.get())) << 32 | tensor.at as u64);
             let file = json.string()?;
             // Most are in the file of the one before.
-            if wrong.is_some() || file.raw == before {
+            if wrong.is_some() || before == Some(file.raw) {
                 return Ok(());
             }
-            before = file.raw;
+            before = Some(file.raw);
             if !is_beside(file) {
                 let file = Meant(file);
                 let file = Shown(&file, NAME);

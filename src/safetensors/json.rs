@@ -89,7 +89,8 @@ impl<'a> Text<'a> {
                 'r' => '\r',
                 't' => '\t',
                 'u' => {
-                    let mut unit = || chars.by_ref().take(4).fold(0, |n, c| n * 16 + c.to_digit(16).unwrap_or(0));
+                    let mut unit =
+                        || chars.by_ref().take(4).fold(0, |n, c| n * 16 + c.to_digit(16).unwrap_or(0));
                     let mut code = unit();
                     if (0xd800..0xdc00).contains(&code) {
                         // (Behind `\u` again, since it was checked.)
@@ -265,9 +266,9 @@ impl<'a> Json<'a> {
         self.peek();
         let rest = &self.text.as_bytes()[self.at..];
         let digits = digits(rest);
-        let number = rest[..digits].iter().try_fold(0_u64, |number, digit| {
-            number.checked_mul(10)?.checked_add(u64::from(digit - b'0'))
-        });
+        let number = rest[..digits]
+            .iter()
+            .try_fold(0_u64, |number, digit| number.checked_mul(10)?.checked_add(u64::from(digit - b'0')));
         let whole = digits > 0 && (digits == 1 || rest[0] != b'0');
         match number {
             Some(number) if whole && !matches!(rest.get(digits), Some(b'.' | b'e' | b'E')) => {
@@ -361,8 +362,9 @@ fn ordinary(bytes: &[u8]) -> usize {
     for chunk in bytes.chunks_exact(8) {
         let word = chunk.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
         let control = word.wrapping_sub(ONES * 0x20) & !word;
-        let found = (control | zero(word ^ (ONES * u64::from(b'"'))) | zero(word ^ (ONES * u64::from(b'\\'))))
-            & (ONES * 0x80);
+        let found =
+            (control | zero(word ^ (ONES * u64::from(b'"'))) | zero(word ^ (ONES * u64::from(b'\\'))))
+                & (ONES * 0x80);
         if found != 0 {
             return before + found.trailing_zeros() as usize / 8;
         }
@@ -451,11 +453,57 @@ mod tests {
     #[test]
     fn the_edges_are_those_of_the_well_known_reader() {
         for text in [
-            "", " ", "{}", "[]", "[ ]", "{ }", "[,]", "[1,]", "{\"a\":1,}", "{\"a\"}", "{a:1}", "{\"a\" : [ 1 , 2 ] }", "nul",
-            "null", "nulll", "true", "-", "-0", "0", "00", "01", "1.", "1.5", ".5", "1e", "1e+", "1e+5", "1E5", "1.0e-3", "-1.5e3",
-            "18446744073709551615", "18446744073709551616", "\"", "\"a", "\"\\\"", "\"\\u00e9\"", "\"\\ud83d\\ude00\"",
-            "\"\\ud83d\"", "\"\\ude00\"", "\"\\ud83d\\u0041\"", "\"\\ud83dx\"", "\"\\u12\"", "\"\\u12g4\"", "\"\\x\"", "\"\t\"",
-            "\"\u{7f}\u{80}é\"", "\"12345678\\n12345678\"", "\"1234567\n\"", "[1 2]", "{} x", "[\"\\/\\b\\f\\n\\r\\t\\\\\"]",
+            "",
+            " ",
+            "{}",
+            "[]",
+            "[ ]",
+            "{ }",
+            "[,]",
+            "[1,]",
+            "{\"a\":1,}",
+            "{\"a\"}",
+            "{a:1}",
+            "{\"a\" : [ 1 , 2 ] }",
+            "nul",
+            "null",
+            "nulll",
+            "true",
+            "-",
+            "-0",
+            "0",
+            "00",
+            "01",
+            "1.",
+            "1.5",
+            ".5",
+            "1e",
+            "1e+",
+            "1e+5",
+            "1E5",
+            "1.0e-3",
+            "-1.5e3",
+            "18446744073709551615",
+            "18446744073709551616",
+            "\"",
+            "\"a",
+            "\"\\\"",
+            "\"\\u00e9\"",
+            "\"\\ud83d\\ude00\"",
+            "\"\\ud83d\"",
+            "\"\\ude00\"",
+            "\"\\ud83d\\u0041\"",
+            "\"\\ud83dx\"",
+            "\"\\u12\"",
+            "\"\\u12g4\"",
+            "\"\\x\"",
+            "\"\t\"",
+            "\"\u{7f}\u{80}é\"",
+            "\"12345678\\n12345678\"",
+            "\"1234567\n\"",
+            "[1 2]",
+            "{} x",
+            "[\"\\/\\b\\f\\n\\r\\t\\\\\"]",
         ] {
             same(text);
         }

@@ -52,7 +52,9 @@ impl Scrape {
             }
             let Some((name, sample)) = sample(line) else { continue };
             if all.samples == SAMPLES {
-                return Err(format!("the answer has more than {SAMPLES} samples of pinpool's; no such server has"));
+                return Err(format!(
+                    "the answer has more than {SAMPLES} samples of pinpool's; no such server has"
+                ));
             }
             all.samples += 1;
             match all.metrics.get_mut(name) {
@@ -282,7 +284,10 @@ mod tests {
             let scrape = parsed(&format!("pinpool_a{{pool=\"{raw}\"}} 1"));
             scrape.all("pinpool_a")[0].owner.clone()
         };
-        assert_eq!(&*label("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}"), "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}");
+        assert_eq!(
+            &*label("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}"),
+            "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}"
+        );
         assert_eq!(&*label(&"W".repeat(9_000_000)), "W".repeat(LABEL) + "...");
     }
 

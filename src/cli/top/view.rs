@@ -412,7 +412,11 @@ mod tests {
     fn rates_are_of_the_last_seconds_and_survive_a_restart() {
         let (mut watch, start) = (Watch::default(), Instant::now());
         for (second, count) in [(0, 1000), (5, 1000), (10, 1100)] {
-            add(&mut watch, start + Duration::from_secs(second), &format!("pinpool_c_total{{pool=\"p\"}} {count}"));
+            add(
+                &mut watch,
+                start + Duration::from_secs(second),
+                &format!("pinpool_c_total{{pool=\"p\"}} {count}"),
+            );
         }
         assert_eq!(watch.rate("pinpool_c_total", "p", None), Some(20.0));
         add(&mut watch, start + Duration::from_secs(15), "pinpool_c_total{pool=\"p\"} 50");
@@ -423,7 +427,9 @@ mod tests {
     fn quantiles_are_of_what_came_lately() {
         let (mut watch, start) = (Watch::default(), Instant::now());
         let buckets = |fast: u32, all: u32| {
-            format!("pinpool_w_bucket{{pool=\"p\",le=\"0.001\"}} {fast}\npinpool_w_bucket{{pool=\"p\",le=\"+Inf\"}} {all}")
+            format!(
+                "pinpool_w_bucket{{pool=\"p\",le=\"0.001\"}} {fast}\npinpool_w_bucket{{pool=\"p\",le=\"+Inf\"}} {all}"
+            )
         };
         add(&mut watch, start, &buckets(1000, 1000));
         assert_eq!(watch.quantile(0.99, "pinpool_w", "p"), Some(0.001));
