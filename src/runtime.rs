@@ -102,7 +102,7 @@ impl Device {
         }
     }
 
-    /// A device of a host node made by hand, for tests.
+    /// A device of a host node made by hand, for tests. (Those of two nodes have the same names, and so the same metrics.)
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] for an ordinal that the node does not have.

@@ -69,7 +69,7 @@ impl Name {
         let take = |name: &str| {
             let name: Arc<str> = name.into();
             let new = names.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone());
-            new.then_some(Self { name, forks: names.forks })
+            new.then(|| Self { name, forks: names.forks })
         };
         for look in 0..=LOOKS {
             if let Some(name) = take(&wanted) {

@@ -300,8 +300,9 @@ fn fault(what: &str, tensor: &dyn fmt::Display, why: impl fmt::Display) -> Error
 
 /// What is noted of a tensor: where its text says what, and what is compared with others.
 struct Entry {
-    /// Its name between the quotes: where it starts in the text, and its length there.
+    /// Its name between the quotes: where it starts in the text, its length there, and whether it has no escapes.
     name: (u32, u32),
+    plain: bool,
     /// Where its list of axes starts in the text.
     shape: u32,
     axes: u8,
@@ -315,7 +316,7 @@ struct Entry {
 
 impl Entry {
     fn name<'a>(&self, text: &'a str) -> Text<'a> {
-        Text::checked(text, self.name.0 as usize, self.name.1 as usize)
+        Text::checked(text, self.name.0 as usize, self.name.1 as usize, self.plain)
     }
 
     fn bytes(&self) -> Range<u64> {
@@ -497,7 +498,8 @@ fn entry<'a>(
     let bits = elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64));
     let fits = bits.zip(to.checked_sub(from)).is_some_and(|(bits, len)| bits % 8 == 0 && bits / 8 == len);
     // (A header is shorter than u32 counts.)
-    Ok(Entry { name: (name.at as u32, name.raw.len() as u32), shape, axes, dtype, fits, from, to })
+    let (name, plain) = ((name.at as u32, name.raw.len() as u32), name.plain);
+    Ok(Entry { name, plain, shape, axes, dtype, fits, from, to })
 }
 
 /// Checks tensors, which are in the order of their offsets, against each other and the `data` bytes that there are for them.

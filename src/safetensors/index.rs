@@ -146,7 +146,7 @@ fn pair(text: &str, noted: u64) -> (Text<'_>, Text<'_>) {
     // (Both were read before.)
     let name = json.string();
     let file = name.and_then(|name| Ok((name, json.colon_string()?)));
-    file.unwrap_or((Text::checked("", 0, 0), Text::checked("", 0, 0)))
+    file.unwrap_or([Text::checked("", 0, 0, true); 2].into())
 }
 
 /// Whether this names a file, and nothing that is elsewhere.

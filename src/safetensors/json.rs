@@ -59,14 +59,13 @@ pub(super) struct Text<'a> {
     /// Where it starts in the whole.
     pub(super) at: usize,
     /// Whether it has no escapes.
-    plain: bool,
+    pub(super) plain: bool,
 }
 
 impl<'a> Text<'a> {
     /// One that was read before, at this place and of this length.
-    pub(super) fn checked(text: &'a str, at: usize, len: usize) -> Self {
-        let raw = text.get(at..at + len).unwrap_or_default();
-        Self { raw, at, plain: !raw.as_bytes().contains(&b'\\') }
+    pub(super) fn checked(text: &'a str, at: usize, len: usize, plain: bool) -> Self {
+        Self { raw: text.get(at..at + len).unwrap_or_default(), at, plain }
     }
 
     /// Bytes of what is meant.
