@@ -240,8 +240,8 @@ fn pools_of_one_name_are_told_apart() {
     };
     let (first, second) = (twin(1 << 20), twin(2 << 20));
     assert_eq!((first.name(), second.name()), ("twin", "twin#2"));
-    let _kept = second.checkout(1000).unwrap();
-    assert!(second.checkout_timeout(2_000_000, Duration::from_millis(1)).is_err());
+    let _kept = second.checkout(1 << 20).unwrap();
+    assert!(second.checkout_timeout(3 << 19, Duration::from_millis(1)).is_err());
     let mut sampler = Sampler::new(&first).pool(&second).stuck_after(Duration::ZERO);
     clear();
     sampler.poll();

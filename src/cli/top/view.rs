@@ -19,6 +19,9 @@ const KEPT: usize = 500_000;
 /// What is shown at most of pools, devices, a pool's size classes, and streams: a server that has more has gone wrong, or means
 /// harm.
 const SHOWN: usize = 50;
+/// Of so many pools alarms are raised, and so many alarms are shown.
+const ALARMING: usize = 1000;
+const ALARMS: usize = 100;
 const SHOWN_CLASSES: usize = 100;
 const SHOWN_STREAMS: usize = 100;
 /// How often a pool is thought to be looked at until it was seen.
@@ -108,10 +111,13 @@ impl Watch {
             items.push(Item::Note(Level::Alarm, format!("stale: {why}; what is shown is {age} s old")));
         }
         let pools = scrape.all("pinpool_memory_capacity_bytes");
-        for pool in pools.iter().take(SHOWN) {
+        device_alarms(scrape, &mut items);
+        for pool in pools.iter().take(ALARMING) {
             self.pool_alarms(scrape, &pool.owner, pool.value, now, &mut items);
         }
-        device_alarms(scrape, &mut items);
+        let alarms = items.len();
+        items.truncate(ALARMS);
+        more(alarms, ALARMS, "alarms", &mut items);
         if items.is_empty() {
             items.push(Item::Note(Level::Fine, "no alarms".into()));
         }
