@@ -42,8 +42,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         // It is on the device; those behind it are still being read. A server builds its first layers now.
         let tensor = tensor?;
         if tensors.is_empty() {
+            // (A name may be any text: what is printed of it is escaped.)
             println!(
-                "{} is there after {:?}; {:?} left",
+                "{:?} is there after {:?}; {:?} left",
                 tensor.name(),
                 start.elapsed(),
                 loading.progress().remaining()
@@ -57,7 +58,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let back = device_checksums(&pipeline, &tensors)?;
     assert!(tensors.iter().zip(&back).all(|(tensor, sum)| tensor.checksum() == Some(*sum)));
     for tensor in tensors.iter().take(5) {
-        println!("{} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
+        // (A name may be any text: a terminal gets it escaped.)
+        println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
     }
     Ok(())
 }

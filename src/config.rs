@@ -161,6 +161,11 @@ impl PoolBuilder {
     }
 
     /// What the pool is called in events, statistics and reports. Default: `pool-N`, where N counts the process's pools.
+    ///
+    /// There it is told from all others: while a pool of this name lives, the next one is called `name#2`, and so on, and
+    /// [`Pool::name`](crate::Pool::name) says so. A name is free again once the last handle to its pool is dropped, so a pool
+    /// that is built anew goes on with its metrics. Of a longer name the first 100 characters count, and what is no printable
+    /// character is written out (`\u{1b}`).
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self

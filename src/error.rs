@@ -2,10 +2,15 @@
 //!
 //! Whoever handles an error asks one question first: *what may I still do?* [`Error::class`] answers it, and it is
 //! the one place in the crate where errors are told apart. Every message names the cause and what to do about it.
+//!
+//! What a file, a driver or the system said is in the fields as it was said. In the message it is escaped and has an end
+//! ([`crate::escape`]): each field of text goes through `shown`, which a test holds every variant to.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
+
+use crate::escape::text as shown;
 
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -45,7 +50,7 @@ pub struct DeviceError {
 impl fmt::Display for DeviceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { device, call, code, text, class } = self;
-        write!(f, "{device}: {call} failed with {code} ({text})")?;
+        write!(f, "{}: {call} failed with {code} ({})", shown(device), shown(text))?;
         match class {
             ErrorClass::Argument => Ok(()),
             ErrorClass::Capture => write!(f, "; the stream is being captured, submit outside the capture"),
@@ -73,7 +78,7 @@ pub enum AddressFault {
         registered: bool,
     },
     /// Memory of another device of the family. Copies between devices are not made, with or without peer access.
-    #[error("that is memory of {device}; copy on a stream of that device, or through the host")]
+    #[error("that is memory of {}; copy on a stream of that device, or through the host", shown(device))]
     OtherDevice {
         /// The device whose memory it is.
         device: String,
@@ -132,10 +137,10 @@ pub enum Error {
         largest: usize,
     },
     /// A setting makes no sense; the text names it and says which values do.
-    #[error("{0}")]
+    #[error("{}", shown(.0))]
     Config(String),
     /// No device has this name.
-    #[error("unknown device {name:?}; {known}")]
+    #[error("unknown device \"{}\"; {}", shown(name), shown(known))]
     UnknownDevice {
         /// What was asked for.
         name: String,
@@ -143,7 +148,7 @@ pub enum Error {
         known: String,
     },
     /// The device exists by name, but cannot be used here.
-    #[error("device {device} is not available: {why}")]
+    #[error("device {} is not available: {}", shown(device), shown(why))]
     Unavailable {
         /// The device.
         device: String,
@@ -151,12 +156,13 @@ pub enum Error {
         why: String,
     },
     /// This platform or device cannot do it.
-    #[error("unsupported: {0}")]
+    #[error("unsupported: {}", shown(.0))]
     Unsupported(String),
     /// The memlock limit refuses to lock the pages.
     #[error(
-        "locking {wanted} bytes was refused: the memlock limit is {limit}; raise it (ulimit -l, LimitMEMLOCK=infinity, \
-         --ulimit memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration"
+        "locking {wanted} bytes was refused: the memlock limit is {}; raise it (ulimit -l, LimitMEMLOCK=infinity, \
+         --ulimit memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration",
+        shown(limit)
     )]
     MemLock {
         /// Bytes that were to be locked.
@@ -165,7 +171,7 @@ pub enum Error {
         limit: String,
     },
     /// The system has no memory for a region.
-    #[error("the system refused {wanted} bytes: {text}")]
+    #[error("the system refused {wanted} bytes: {}", shown(text))]
     OutOfMemory {
         /// Bytes asked for.
         wanted: usize,
@@ -256,8 +262,9 @@ pub enum Error {
     /// The buffer belongs to a pool that does not serve this device, or the device memory or stream is another device's.
     /// (Copies between devices are not made, with or without peer access.)
     #[error(
-        "{device} is another device: name it to Pool::builder where it is to use a pool's buffers, and use device memory and \
-         streams with those of the same device only"
+        "{} is another device: name it to Pool::builder where it is to use a pool's buffers, and use device memory and \
+         streams with those of the same device only",
+        shown(device)
     )]
     WrongDevice {
         /// The device that was to use it.
@@ -265,8 +272,9 @@ pub enum Error {
     },
     /// A stream of another context than the device's.
     #[error(
-        "the stream belongs to another context than the one that {device} works in; adopt the stream with the device of its \
-         own context (adopt_context in the module cuda or acl gives it)"
+        "the stream belongs to another context than the one that {} works in; adopt the stream with the device of its \
+         own context (adopt_context in the module cuda or acl gives it)",
+        shown(device)
     )]
     WrongContext {
         /// The device that the stream was to be adopted for.
@@ -294,10 +302,11 @@ pub enum Error {
     },
     /// A slice of cudarc's on another stream than its own, where cudarc does not keep track of what is done to it.
     #[error(
-        "the slice belongs to another stream, and cudarc does not keep the order between the two on {device} (event tracking is \
+        "the slice belongs to another stream, and cudarc does not keep the order between the two on {} (event tracking is \
          off, or was when the slice was made; there is no stream but the default one; the slice is the default stream's of \
          another CudaContext, or a per-thread default stream's): nothing would order the slice's next use, or its end, after \
-         the copy; copy on the slice's own stream"
+         the copy; copy on the slice's own stream",
+        shown(device)
     )]
     Unordered {
         /// The device that the slice is on.
@@ -309,7 +318,7 @@ pub enum Error {
     )]
     WrongStream,
     /// A raw address that names no memory which this device's copies can use.
-    #[error("{len} bytes at address {address:#x} cannot be used as memory of {device}: {fault}")]
+    #[error("{len} bytes at address {address:#x} cannot be used as memory of {}: {fault}", shown(device))]
     BadAddress {
         /// The device that was to use it.
         device: String,
@@ -347,10 +356,10 @@ pub enum Error {
         have: usize,
     },
     /// The bytes cannot be viewed as that type.
-    #[error("the bytes cannot be viewed as this type: {0}")]
+    #[error("the bytes cannot be viewed as this type: {}", shown(.0))]
     View(String),
     /// The source of a transfer could not be read. If it had begun, only what `Progress::landed_to` says is on the device.
-    #[error("{what} cannot be read at offset {offset}: {text}")]
+    #[error("{} cannot be read at offset {offset}: {}", shown(what), shown(text))]
     Read {
         /// The file, or what else was read.
         what: String,
@@ -363,8 +372,9 @@ pub enum Error {
     },
     /// The source of a transfer ends before it should.
     #[error(
-        "{what} ends at byte {end}, not at {len}: it has become shorter since its length was taken; load it again when nobody \
-         writes to it"
+        "{} ends at byte {end}, not at {len}: it has become shorter since its length was taken; load it again when nobody \
+         writes to it",
+        shown(what)
     )]
     Shrunk {
         /// The file, or what else was read.
@@ -375,7 +385,7 @@ pub enum Error {
         len: u64,
     },
     /// The target of a transfer could not be written.
-    #[error("{what} cannot be written at offset {offset}: {text}{}", advice(*kind))]
+    #[error("{} cannot be written at offset {offset}: {}{}", shown(what), shown(text), advice(*kind))]
     Write {
         /// The file, or what else was written.
         what: String,
@@ -388,17 +398,21 @@ pub enum Error {
     },
     /// A file that is not what it says it is: a header that lies about what follows it, or an index about its files.
     /// Nothing of it was loaded.
-    #[error("{what} is refused: {}{why}", .tensor.as_ref().map_or_else(String::new, |name| format!("tensor {name:?} ")))]
+    #[error(
+        "{} is refused: {}{}", shown(what),
+        .tensor.as_ref().map_or_else(String::new, |name| format!("tensor \"{}\" ", shown(name))), shown(why)
+    )]
     Malformed {
         /// The file.
         what: String,
-        /// The tensor that the lie is about, where it is about one.
+        /// The tensor that the lie is about, where it is about one: its name as messages show it, escaped and with at most 200
+        /// characters.
         tensor: Option<Box<str>>,
         /// What is wrong, and what to do about it.
         why: String,
     },
     /// A chunk of a transfer failed on its way to or from the device.
-    #[error("the transfer of {what} failed at offset {offset}: {cause}")]
+    #[error("the transfer of {} failed at offset {offset}: {cause}", shown(what))]
     Transfer {
         /// The file, or what else was moved.
         what: String,
@@ -409,7 +423,8 @@ pub enum Error {
     },
     /// The transfer was cancelled before its end; what it was to fill is incomplete.
     #[error(
-        "the transfer of {what} was cancelled after {done} of {total} bytes; start it again for all of them"
+        "the transfer of {} was cancelled after {done} of {total} bytes; start it again for all of them",
+        shown(what)
     )]
     Cancelled {
         /// The file, or what else was moved.

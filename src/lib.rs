@@ -166,6 +166,7 @@ pub mod cudarc;
 mod depot;
 mod device;
 mod error;
+mod escape;
 mod foreign;
 mod freelist;
 mod locks;

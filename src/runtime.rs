@@ -18,6 +18,7 @@ use crate::device::memory::{DeviceBuffer, DeviceSlice};
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use crate::device::{Adopted, ending::Keeper};
 use crate::error::{Error, Result, SubmitError};
+use crate::escape::{NAME, clean};
 use crate::stream::Stream;
 use crate::stream::reaper::{Listing, Reaper};
 use crate::stream::timeline::Timeline;
@@ -71,7 +72,8 @@ impl Device {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
         }
         crate::os::watch_forks()?;
-        let span = crate::foreign::span!(INFO, target: "pinpool::device", "open", device = name);
+        let span =
+            crate::foreign::span!(INFO, target: "pinpool::device", "open", device = &*clean(name, NAME));
         let _entered = span.enter();
         let driver = driver(name)?;
         Self::known(driver.name().to_owned(), driver)
@@ -108,7 +110,7 @@ impl Device {
         }
     }
 
-    /// A device of a host node made by hand, for tests.
+    /// A device of a host node made by hand, for tests. (Those of two nodes have the same names, and so the same metrics.)
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] for an ordinal that the node does not have; [`Error::Forked`].

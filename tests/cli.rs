@@ -9,6 +9,8 @@
 
 #[cfg(any(feature = "acl", feature = "cuda"))]
 mod doubles;
+#[path = "cli/hostile.rs"]
+mod hostile;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};

@@ -504,7 +504,7 @@ impl Report {
     fn json(&self) -> String {
         // Three decimals: more is noise.
         let short = |speed: f64| (speed * 1000.0).round() / 1000.0;
-        json!({
+        super::json_line(&json!({
             "pinned_peak_upload_gb_per_s": short(self.peak_up),
             "pinned_peak_download_gb_per_s": short(self.peak_down),
             "pageable_upload_gb_per_s": short(self.pageable_up),
@@ -516,8 +516,7 @@ impl Report {
             "device": self.device,
             "unpinned": self.unpinned,
             "size_bytes": self.size,
-        })
-        .to_string()
+        }))
     }
 }
 

@@ -22,6 +22,7 @@ use serde_json::{Value, json};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::args::{Load, Unpinned};
+use super::escape::{NAME, clean, text};
 use super::spread::spread;
 use super::{Failure, sample, say};
 
@@ -57,7 +58,7 @@ pub fn run(args: &Load) -> ExitCode {
     };
     // A command line that could not be obeyed has nothing to report.
     if let Some(stats) = report.stats {
-        let text = if args.json { report.json(&stats).to_string() } else { report.text(&stats) };
+        let text = if args.json { super::json_line(&report.json(&stats)) } else { report.text(&stats) };
         let mut out = io::stdout();
         match writeln!(out, "{text}").and_then(|()| out.flush()) {
             // A closed pipe: nobody reads it, and the exit status tells the rest.
@@ -240,6 +241,7 @@ fn open(path: &Path) -> Result<Source, Failure> {
     if metadata.is_dir() || name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
         let checkpoint = Checkpoint::open(path).map_err(|error| match &error {
             Error::Read { kind, .. } if !is_named_wrongly(*kind) => Failure::Failed(error.to_string()),
+            Error::OutOfMemory { .. } => Failure::Failed(error.to_string()),
             _ => Failure::Usage(error.to_string()),
         })?;
         return Ok(Source { name, len: checkpoint.bytes(), what: What::Tensors(checkpoint) });
@@ -271,7 +273,7 @@ impl Job {
     fn load(&self, args: &Load, source: &Source, report: &mut Report) -> Result<(), Failure> {
         let len = usize::try_from(source.len).map_err(|_| source.failed("it is larger than all memory"))?;
         if len == 0 {
-            report.lines.push(format!("{}: empty", source.name));
+            report.lines.push(format!("{}: empty", text(&source.name)));
             return Ok(());
         }
         let bar = self.progress(source, if args.verify { 3 } else { 1 });
@@ -314,7 +316,7 @@ impl Job {
                 format!("{} tensors, ", tensors.len())
             }
         };
-        let mut line = format!("{}: {what}{} to {}", source.name, human(source.len), report.device);
+        let mut line = format!("{}: {what}{} to {}", text(&source.name), human(source.len), report.device);
         line += &up.gb_per_s().map_or_else(String::new, |s| format!(" at {s:.2} GB/s"));
         if args.verify {
             line += &down.gb_per_s().map_or_else(String::new, |s| format!(", back at {s:.2} GB/s"));
@@ -394,7 +396,10 @@ impl Job {
     /// Loads tensors.
     fn upload_tensors(&self, source: &Source, checkpoint: &Checkpoint) -> Result<Vec<DeviceTensor>, Failure> {
         let loading = checkpoint.loader(&self.pipeline).start().map_err(|e| source.error(&e))?;
-        let mut tensors = Vec::with_capacity(checkpoint.len());
+        let mut tensors = Vec::new();
+        tensors.try_reserve_exact(checkpoint.len()).map_err(|e| {
+            source.failed(format!("no memory for a list of {} tensors: {e}", checkpoint.len()))
+        })?;
         for tensor in loading {
             let tensor = tensor.map_err(|e| source.error(&e))?;
             self.bar.inc(tensor.tensor().len());
@@ -434,7 +439,7 @@ impl Job {
             if let Ok(style) = style(source.len) {
                 bar.set_style(style);
             }
-            bar.set_message(source.name.clone());
+            bar.set_message(clean(&source.name, NAME).into_owned());
         }
         bar.reset();
         bar.set_length(source.len.saturating_mul(passes));

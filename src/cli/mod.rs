@@ -3,6 +3,9 @@
 pub mod args;
 pub mod bench;
 mod doctor;
+// The library's own, which is none of its public face.
+#[path = "../escape.rs"]
+mod escape;
 pub mod load;
 mod sample;
 mod spread;
@@ -41,7 +44,7 @@ impl Failure {
     }
 }
 
-/// In one line, whatever the cause had to say.
+/// In one line, whatever the cause had to say. ([`say`] escapes it.)
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Usage(text) | Self::Failed(text) | Self::Mismatch(text)) = self;
@@ -116,9 +119,23 @@ fn close(device: Device) -> Result<(), Failure> {
     device.close(CLOSING).map_err(|error| Failure::Failed(error.to_string()))
 }
 
-/// A line on stderr, if anybody still listens.
+/// A line on stderr, if anybody still listens: files and servers may have had a part in it.
 fn say(line: &str) {
-    let _ = writeln!(io::stderr(), "{line}");
+    let _ = writeln!(io::stderr(), "{}", escape::text(line));
+}
+
+/// An object for programs, in one line. What is beyond ASCII is escaped as JSON does it, since a terminal may be what reads it.
+fn json_line(value: &serde_json::Value) -> String {
+    let mut line = String::new();
+    for character in value.to_string().chars() {
+        if character.is_ascii() && character != '\u{7f}' {
+            line.push(character);
+        } else {
+            let mut units = [0; 2];
+            line.extend(character.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}")));
+        }
+    }
+    line
 }
 
 /// Has the library's log printed: its errors always, more on demand. Its warning about memory that is not pinned comes

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use super::name::Name;
 use super::{Inner, Pool, Store, WeakPool};
 use crate::config::{Plan, PoolBuilder};
 use crate::depot::{Depot, DepotConfig};
@@ -54,8 +55,8 @@ impl PoolBuilder {
         self.devices[0].context().alive()?;
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
-        let name = self.name.take().unwrap_or_else(number);
-        let span = crate::foreign::span!(INFO, target: "pinpool::pool", "build", pool = name, capacity = self.capacity);
+        let name = Name::take(&self.name.take().unwrap_or_else(number));
+        let span = crate::foreign::span!(INFO, target: "pinpool::pool", "build", pool = &*name, capacity = self.capacity);
         let _entered = span.enter();
         // One call for all stores: whoever registered a region elsewhere does not care whose it is.
         let before = self.before_unpin.take().map(Arc::new);

@@ -19,6 +19,7 @@
 mod build;
 mod future;
 mod memory;
+mod name;
 mod request;
 mod stats;
 mod waiting;
@@ -44,6 +45,7 @@ use crate::telemetry::ledger::{Origin, SAMPLE};
 use crate::telemetry::stuck;
 
 pub use future::{Checkout, CheckoutMany};
+use name::Name;
 pub use request::Request;
 pub use stats::{Census, PoolStats, Shutdown};
 use waiting::Patience;
@@ -63,7 +65,7 @@ struct Inner {
     nodes: Vec<(Vec<u64>, Store)>,
     reserves: Vec<(String, Store)>,
     devices: Vec<Device>,
-    name: String,
+    name: Name,
     misses: AtomicU64,
     /// Of the misses, those that nothing cached could serve.
     slow: AtomicU64,
@@ -514,7 +516,8 @@ impl Pool {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// What the pool is called in events, statistics and reports: see [`PoolBuilder::name`].
+    /// What the pool is called in events, statistics and reports, which no other pool of the process is at the same time: see
+    /// [`PoolBuilder::name`].
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name

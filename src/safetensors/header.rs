@@ -1,24 +1,29 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! The header is JSON. The `safetensors` crate says what types there are; the entries are read one by one into their list,
-//! which is the only thing that grows with the header, so a header of nonsense ends at its first wrong entry, or at an axis
-//! too many, and whatever is refused can be named. Then one pass over the list, in the file's order, applies the format's
-//! rules: no gaps, no overlaps, nothing past the end, as many bytes as type and shape say.
+//! The header is JSON, read in place ([`super::json`]): of each entry 32 bytes are noted, which is less than its text has, so a
+//! header that is refused costs at most two and a half times its own bytes, these included. The `safetensors` crate says what
+//! types there are. One pass over the notes, in the file's order, applies the format's rules: no gaps, no overlaps, nothing past
+//! the end, as many bytes as type and shape say. Then comes what is kept: a list of tensors, which share one text of all their
+//! names and one list of all their axes. Memory is asked for in large pieces only, each of which can be refused.
 
-use std::collections::{BTreeMap, HashSet};
+use std::borrow::Borrow;
 use std::fmt;
 use std::fs::File;
+use std::hash::{Hash, Hasher};
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use ::safetensors::Dtype;
-use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
-use serde_json::error::Category;
+use serde::de::Deserialize;
+use serde::de::value::{Error as Unknown, StrDeserializer};
+use xxhash_rust::xxh3::xxh3_64;
 
-use super::{blamed, malformed, short, unread};
+use super::json::{Fault, Json, Kind, Text};
+use super::{blamed, malformed, room, unread};
 use crate::error::{Error, Result};
+use crate::escape::{NAME, Shown};
 
 /// Bytes before the header, which are its length.
 const FRONT: usize = 8;
@@ -26,28 +31,44 @@ const FRONT: usize = 8;
 const LONGEST: u64 = 100_000_000;
 /// The most axes that a tensor may have: NumPy's arrays have no more (`NPY_MAXDIMS`).
 const AXES: usize = 64;
+/// Axes that a message shows.
+const SHOWN_AXES: usize = 8;
+/// The longest name of a tensor, in bytes as the file has it.
+pub(super) const LONGEST_NAME: usize = 65_535;
+/// The shortest entry of a tensor, by which it is bounded how many there can be.
+const SHORTEST: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0]},"#.len();
 /// The header's entry that is no tensor.
 const METADATA: &str = "__metadata__";
 
 /// A tensor in a file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct Tensor {
-    name: Arc<str>,
+    all: Arc<Words>,
+    /// In the words' names: from, to.
+    name: (u32, u32),
+    /// In the words' axes: the first, and how many.
+    axes: (u32, u8),
     dtype: Dtype,
-    shape: Vec<usize>,
     range: Range<u64>,
 }
 
+/// What the tensors of a file share: their names, one behind the other, and their axes.
+#[derive(Default)]
+struct Words {
+    names: String,
+    axes: Vec<usize>,
+}
+
 impl Tensor {
-    /// Its name, unique in its checkpoint.
+    /// Its name, unique in its checkpoint. As the file has it, which may be any text: to be escaped (`{:?}`) where it is shown.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.name
+        self.all.names.get(self.name.0 as usize..self.name.1 as usize).unwrap_or_default()
     }
 
-    /// The same, shared.
-    pub(super) fn shared_name(&self) -> Arc<str> {
-        self.name.clone()
+    /// The same, as a key.
+    pub(super) fn key(&self) -> Key {
+        Key(self.all.clone(), self.name)
     }
 
     /// The type of its elements.
@@ -59,7 +80,8 @@ impl Tensor {
     /// Elements along each axis, the last of which lie side by side. None: a single element.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
-        &self.shape
+        let (first, count) = (self.axes.0 as usize, usize::from(self.axes.1));
+        self.all.axes.get(first..first + count).unwrap_or_default()
     }
 
     /// Bytes of it.
@@ -81,45 +103,121 @@ impl Tensor {
     }
 }
 
+impl PartialEq for Tensor {
+    fn eq(&self, other: &Self) -> bool {
+        (self.name(), self.dtype, self.shape(), &self.range)
+            == (other.name(), other.dtype, other.shape(), &other.range)
+    }
+}
+
+impl Eq for Tensor {}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tensor")
+            .field("name", &self.name())
+            .field("dtype", &self.dtype)
+            .field("shape", &self.shape())
+            .field("range", &self.range)
+            .finish()
+    }
+}
+
+/// A tensor's name, which stands for itself in a map.
+pub(super) struct Key(Arc<Words>, (u32, u32));
+
+impl Borrow<str> for Key {
+    fn borrow(&self) -> &str {
+        self.0.names.get(self.1.0 as usize..self.1.1 as usize).unwrap_or_default()
+    }
+}
+
+impl PartialEq for Key {
+    fn eq(&self, other: &Self) -> bool {
+        Borrow::<str>::borrow(self) == Borrow::<str>::borrow(other)
+    }
+}
+
+impl Eq for Key {}
+
+impl Hash for Key {
+    fn hash<H: Hasher>(&self, to: &mut H) {
+        Borrow::<str>::borrow(self).hash(to);
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Borrow::<str>::borrow(self).fmt(f)
+    }
+}
+
+/// What a header says beside tensors (`__metadata__`): pairs of texts, in its order, which nobody has checked.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Metadata {
+    /// All keys and values, one behind the other, and where each of them ends.
+    text: String,
+    ends: Vec<u32>,
+}
+
+impl Metadata {
+    /// The pairs.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &str)> {
+        let part = |index: usize| {
+            let start = index.checked_sub(1).map_or(0, |before| self.ends[before]);
+            self.text.get(start as usize..self.ends[index] as usize).unwrap_or_default()
+        };
+        (0..self.ends.len() / 2).map(move |pair| (part(2 * pair), part(2 * pair + 1)))
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+}
+
 /// What a file says about itself, checked: the tensors lie side by side in the file, from the header's end to the file's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Header {
     /// In the file's order.
     pub tensors: Vec<Tensor>,
-    /// What it says beside (`__metadata__`), sorted.
-    pub metadata: Vec<(String, String)>,
+    /// What it says beside.
+    pub metadata: Metadata,
 }
 
 impl Header {
     /// Reads a file's header. `name` is for errors.
     ///
+    /// A header that is refused takes at most two and a half times its bytes of memory while it is read, and one that is
+    /// accepted at most five times; what is kept of that has some 60 bytes for each tensor, and its name.
+    ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Malformed`].
+    /// [`Error::Read`], [`Error::Malformed`]; [`Error::OutOfMemory`] where the system refuses what reading it takes.
     pub fn read(file: &File, name: &str) -> Result<Self> {
         let len = file.metadata().map_err(|error| unread(name, 0, &error))?.len();
-        Self::of_file(file, name, len)?.named_once(name)
+        Self::of_file(file, name, len)
     }
 
     /// The same, from the first bytes of a file that has `file_len`: its header at least.
     ///
     /// # Errors
-    /// [`Error::Malformed`], for a header that is not all there as well.
+    /// [`Error::Malformed`], for a header that is not all there as well; [`Error::OutOfMemory`].
     pub fn parse(name: &str, start: &[u8], file_len: u64) -> Result<Self> {
         let Some((front, rest)) = start.split_first_chunk::<FRONT>() else {
             return Err(too_short(name, file_len.min(start.len() as u64)));
         };
         let len = header_len(name, *front, file_len)?;
         match rest.get(..len) {
-            Some(header) => Self::check(name, header, file_len)?.named_once(name),
+            Some(header) => Self::check(name, header, file_len),
             None => {
                 Err(malformed(name, format!("its header has {len} bytes, of which {} are there", rest.len())))
             }
         }
     }
 
-    /// As [`read`](Self::read), of a file that has `len` bytes. Whether two tensors have the same name is left to whoever
-    /// lists them by name.
+    /// As [`read`](Self::read), of a file that has `len` bytes.
     pub(super) fn of_file(file: &File, name: &str, len: u64) -> Result<Self> {
         let unread = |error: io::Error| unread(name, 0, &error);
         let mut front = [0; FRONT];
@@ -129,39 +227,30 @@ impl Header {
         file.read_exact_at(&mut front, 0).map_err(unread)?;
         // Before memory is asked for.
         let header = header_len(name, front, len)?;
-        let mut bytes = vec![0; header];
+        let mut bytes = Vec::new();
+        room(bytes.try_reserve_exact(header), name, header)?;
+        bytes.resize(header, 0);
         file.read_exact_at(&mut bytes, FRONT as u64).map_err(unread)?;
         Self::check(name, &bytes, len)
     }
 
-    fn check(name: &str, header: &[u8], file_len: u64) -> Result<Self> {
-        let mut entries = Entries::default();
+    fn check(what: &str, header: &[u8], file_len: u64) -> Result<Self> {
         // At once, and not each of its texts.
-        let text = std::str::from_utf8(header).map_err(|error| no_object(name, &error))?;
-        let mut json = serde_json::Deserializer::from_str(text);
-        if let Err(error) = (&mut entries).deserialize(&mut json).and_then(|()| json.end()) {
-            return Err(entries.blame(name, &error));
-        }
-        let Entries { mut tensors, metadata, .. } = entries;
+        let text = std::str::from_utf8(header).map_err(|error| no_object(what, &error))?;
+        let mut notes = Notes { text, what, entries: Vec::new(), metadata: None, at: None };
+        notes.read()?;
+        let Notes { mut entries, metadata, .. } = notes;
         // In the order of the file mostly. Those without bytes lie where others start: they come first.
-        let order = |a: &Tensor, b: &Tensor| {
-            (a.range.start, a.range.end, &a.name).cmp(&(b.range.start, b.range.end, &b.name))
+        let order = |a: &Entry, b: &Entry| {
+            (a.from, a.to).cmp(&(b.from, b.to)).then_with(|| a.name(text).compare(b.name(text)))
         };
-        if !tensors.is_sorted_by(|a, b| order(a, b).is_le()) {
-            tensors.sort_unstable_by(order);
+        if !entries.is_sorted_by(|a, b| order(a, b).is_le()) {
+            entries.sort_unstable_by(order);
         }
         let start = (FRONT + header.len()) as u64;
-        place(name, &mut tensors, start, file_len.saturating_sub(start))?;
-        Ok(Self { tensors, metadata: metadata.unwrap_or_default().into_iter().collect() })
-    }
-
-    /// An error if two tensors have the same name.
-    fn named_once(self, what: &str) -> Result<Self> {
-        let mut names = HashSet::with_capacity(self.tensors.len());
-        match self.tensors.iter().find(|tensor| !names.insert(tensor.name())) {
-            Some(tensor) => Err(twice(what, tensor.name())),
-            None => Ok(self),
-        }
+        place(what, text, &entries, file_len.saturating_sub(start))?;
+        named_once(what, text, &mut entries)?;
+        entries_to_tensors(what, text, &entries, start, metadata)
     }
 }
 
@@ -194,66 +283,253 @@ fn header_len(name: &str, front: [u8; FRONT], file_len: u64) -> Result<usize> {
 }
 
 fn no_object(what: &str, said: &dyn fmt::Display) -> Error {
-    let said = short::said(said);
+    let said = Shown(said, 2 * NAME);
     malformed(what, format!("its header is no JSON object ({said}); it is no safetensors file, or damaged"))
 }
 
 /// Two tensors of one file have the same name.
 pub(super) fn twice(what: &str, tensor: &str) -> Error {
-    fault(what, tensor, "is there twice, and which of the two is meant nobody can tell")
+    fault(what, &tensor, "is there twice, and which of the two is meant nobody can tell")
 }
 
 /// What is wrong with a tensor.
-fn fault(what: &str, tensor: &str, why: impl fmt::Display) -> Error {
+fn fault(what: &str, tensor: &dyn fmt::Display, why: impl fmt::Display) -> Error {
     let why = format!("{why}; the file is damaged or made to mislead: get it from where it can be trusted");
     blamed(what, tensor, why)
 }
 
-/// Checks tensors, which are in the order of their offsets, against each other and the `data` bytes that there are for them,
-/// and makes the offsets those of the file, whose data starts at `start`.
-fn place(what: &str, tensors: &mut [Tensor], start: u64, data: u64) -> Result<()> {
+/// What is noted of a tensor: where its text says what, and what is compared with others.
+struct Entry {
+    /// Its name between the quotes: where it starts in the text, its length there, and whether it has no escapes.
+    name: (u32, u32),
+    plain: bool,
+    /// Where its list of axes starts in the text.
+    shape: u32,
+    axes: u8,
+    dtype: Dtype,
+    /// Whether type and shape come to as many bytes as there are.
+    fits: bool,
+    /// Its bytes, counted from the data's start.
+    from: u64,
+    to: u64,
+}
+
+impl Entry {
+    fn name<'a>(&self, text: &'a str) -> Text<'a> {
+        Text::checked(text, self.name.0 as usize, self.name.1 as usize, self.plain)
+    }
+
+    fn bytes(&self) -> Range<u64> {
+        self.from..self.to
+    }
+}
+
+/// Calls for each axis of a list.
+fn axes<'a>(json: &mut Json<'a>, mut each: impl FnMut(usize)) -> std::result::Result<u8, Fault<'a>> {
+    let mut count = 0;
+    json.array(|json| {
+        if count == AXES {
+            return Err(json.fault("its shape has more than 64 axes"));
+        }
+        let axis =
+            usize::try_from(json.clone().unsigned()?).map_err(|_| json.fault("no memory is so large"))?;
+        json.unsigned()?;
+        count += 1;
+        each(axis);
+        Ok(())
+    })?;
+    Ok(count as u8)
+}
+
+/// Reads the header into notes.
+struct Notes<'a> {
+    text: &'a str,
+    what: &'a str,
+    entries: Vec<Entry>,
+    metadata: Option<Pairs>,
+    /// The name of the entry that is being read.
+    at: Option<Text<'a>>,
+}
+
+/// The metadata as it was found: where its object starts, if it is one, how many pairs it has, and bytes of these.
+#[derive(Clone, Copy, Default)]
+struct Pairs {
+    at: Option<usize>,
+    count: usize,
+    bytes: usize,
+}
+
+impl<'a> Notes<'a> {
+    fn read(&mut self) -> Result<()> {
+        let mut json = Json::at(self.text, 0);
+        let (mut kind, mut refused) = (None, None);
+        let result = json.object(|json, name| {
+            self.at = Some(name);
+            if name.is(METADATA) {
+                if self.metadata.is_some() {
+                    return Err(json.fault("it is there twice"));
+                }
+                self.metadata = Some(pairs(json)?);
+            } else {
+                let entry = entry(json, name, &mut kind)?;
+                if let Err(error) = self.add(entry, json.place()) {
+                    refused = Some(error);
+                    return Err(json.fault("no memory"));
+                }
+            }
+            self.at = None;
+            Ok(())
+        });
+        let result = result.and_then(|()| json.end());
+        match refused {
+            Some(error) => Err(error),
+            None => result.map_err(|fault| self.blame(&fault)),
+        }
+    }
+
+    /// Adds an entry, of which so many bytes of text were needed.
+    fn add(&mut self, entry: Entry, place: usize) -> Result<()> {
+        if self.entries.len() == self.entries.capacity() {
+            // Twice as many as there are, and no more than there can be: the old list and the new one are less than the text.
+            let most = (self.text.len() - place) / SHORTEST + 1;
+            let more = self.entries.len().max(64).min(most);
+            room(self.entries.try_reserve_exact(more), self.what, more * size_of::<Entry>())?;
+        }
+        self.entries.push(entry);
+        Ok(())
+    }
+
+    /// Why the header was refused, with the tensor's name if it is one tensor's fault.
+    fn blame(&self, found: &Fault<'_>) -> Error {
+        match self.at {
+            Some(name) if name.is(METADATA) && found.kind() == Kind::Other => {
+                malformed(self.what, format!("its metadata is not an object of texts ({found})"))
+            }
+            Some(name) if found.kind() != Kind::End && !name.is(METADATA) => {
+                let why = format_args!("is not described as the format asks ({found})");
+                fault(self.what, &Meant(name), why)
+            }
+            _ => no_object(self.what, found),
+        }
+    }
+}
+
+/// A text of the file's, as it is meant.
+pub(super) struct Meant<'a>(pub(super) Text<'a>);
+
+impl fmt::Display for Meant<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use fmt::Write;
+        self.0.chars().try_for_each(|character| f.write_char(character))
+    }
+}
+
+/// Looks over the metadata.
+fn pairs<'a>(json: &mut Json<'a>) -> std::result::Result<Pairs, Fault<'a>> {
+    let mut pairs = Pairs { at: Some(json.place()), ..Pairs::default() };
+    if json.null() {
+        return Ok(Pairs::default());
+    }
+    json.object(|json, key| {
+        pairs.count += 1;
+        pairs.bytes += key.raw.len() + json.string()?.raw.len();
+        Ok(())
+    })?;
+    Ok(pairs)
+}
+
+/// Reads what is said of one tensor. Most have the type of the one before.
+fn entry<'a>(
+    json: &mut Json<'a>,
+    name: Text<'a>,
+    before: &mut Option<(&'a str, Dtype)>,
+) -> std::result::Result<Entry, Fault<'a>> {
+    let (mut dtype, mut shape, mut offsets) = (None, None, None);
+    let mut elements = Some(1_u64);
+    json.object(|json, field| {
+        let again = |there: bool| if there { Err(json.fault("this is said twice")) } else { Ok(()) };
+        if field.is("dtype") {
+            again(dtype.is_some())?;
+            let wrong = json.fault("this is the name of no type");
+            let said = json.string()?;
+            let known = before.filter(|(name, _)| *name == said.raw).map(|(_, dtype)| dtype);
+            let read = || {
+                // (No type has a longer name, escapes and all.)
+                let name = if said.raw.len() <= 100 { said.get() } else { return None };
+                Dtype::deserialize(StrDeserializer::<Unknown>::new(&name)).ok()
+            };
+            let Some(known) = known.or_else(read) else { return Err(wrong) };
+            *before = Some((said.raw, known));
+            dtype = Some(known);
+        } else if field.is("shape") {
+            again(shape.is_some())?;
+            let (at, mut empty) = (json.place() as u32, false);
+            let count = axes(json, |axis| {
+                empty |= axis == 0;
+                elements = elements.and_then(|n| n.checked_mul(axis as u64));
+            })?;
+            // None along one axis are none in all, however many there would be along the others.
+            elements = if empty { Some(0) } else { elements };
+            shape = Some((at, count));
+        } else if field.is("data_offsets") {
+            again(offsets.is_some())?;
+            let wrong = json.fault("two offsets are expected");
+            let (mut ends, mut count) = ([0; 2], 0);
+            json.array(|json| {
+                *ends.get_mut(count).ok_or(wrong)? = json.unsigned()?;
+                count += 1;
+                Ok(())
+            })?;
+            if count != 2 {
+                return Err(wrong);
+            }
+            offsets = Some(ends);
+        } else {
+            json.skip()?;
+        }
+        Ok(())
+    })?;
+    let Some(dtype) = dtype else { return Err(json.fault("it has no dtype")) };
+    let Some((shape, axes)) = shape else { return Err(json.fault("it has no shape")) };
+    let Some([from, to]) = offsets else { return Err(json.fault("it has no data_offsets")) };
+    if name.raw.len() > LONGEST_NAME {
+        return Err(json.fault("its name is longer than 65,535 bytes"));
+    }
+    let bits = elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64));
+    let fits = bits.zip(to.checked_sub(from)).is_some_and(|(bits, len)| bits % 8 == 0 && bits / 8 == len);
+    // (A header is shorter than u32 counts.)
+    let (name, plain) = ((name.at as u32, name.raw.len() as u32), name.plain);
+    Ok(Entry { name, plain, shape, axes, dtype, fits, from, to })
+}
+
+/// Checks tensors, which are in the order of their offsets, against each other and the `data` bytes that there are for them.
+fn place(what: &str, text: &str, entries: &[Entry], data: u64) -> Result<()> {
     let mut end = 0;
-    for index in 0..tensors.len() {
-        let Tensor { name, dtype, shape, range } = &tensors[index];
-        let (from, to) = (range.start, range.end);
-        let wrong = |why: String| Err(fault(what, name, why));
+    for (index, entry) in entries.iter().enumerate() {
+        let Range { start: from, end: to } = entry.bytes();
+        let name = Meant(entry.name(text));
+        let wrong = |why: String| Err(fault(what, &name, why));
         if to < from {
             return wrong(format!("ends at {to}, before its start at {from}"));
         }
         if from < end {
-            let other = short::name(index.checked_sub(1).map_or("", |before| tensors[before].name()));
-            return wrong(format!("starts at {from}, inside of tensor {other:?}, which ends at {end}"));
+            let other = index.checked_sub(1).map(|before| Meant(entries[before].name(text)));
+            let other = other.as_ref().map_or(&"" as &dyn fmt::Display, |name| name);
+            let other = Shown(other, NAME);
+            return wrong(format!("starts at {from}, inside of tensor \"{other}\", which ends at {end}"));
         }
         if from > end {
             return wrong(format!("starts at {from}, and bytes {end}..{from} before it belong to no tensor"));
         }
-        let told = short::shape(shape);
-        // None along one axis are none in all, however many there would be along the others.
-        let mut axes = shape.iter().map(|&axis| axis as u64);
-        let elements = match shape.contains(&0) {
-            true => Some(0),
-            false => axes.try_fold(1_u64, u64::checked_mul),
-        };
-        match elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64)) {
-            None => return wrong(format!("has the shape {told}, more elements than any memory holds")),
-            Some(bits) if bits % 8 != 0 => {
-                return wrong(format!("is {dtype} of shape {told}, which is no whole number of bytes"));
-            }
-            Some(bits) if bits / 8 != to - from => {
-                let (need, have) = (bits / 8, to - from);
-                return wrong(format!(
-                    "is {dtype} of shape {told}, {need} bytes, and has {have} at {from}..{to}"
-                ));
-            }
-            Some(_) => {}
+        if !entry.fits {
+            return wrong(misfit(text, entry));
         }
         if to > data {
             let why = format!(
                 "lies at {from}..{to} of {data} bytes, past the file's end; the file was cut off: get it again"
             );
-            return Err(blamed(what, name, why));
+            return Err(blamed(what, &name, why));
         }
-        tensors[index].range = start + from..start + to;
         end = to;
     }
     if end < data {
@@ -263,122 +539,104 @@ fn place(what: &str, tensors: &mut [Tensor], start: u64, data: u64) -> Result<()
     Ok(())
 }
 
-/// A header's entries, read one by one.
-#[derive(Default)]
-struct Entries {
-    /// In the header's order, with offsets that count from the data's start.
-    tensors: Vec<Tensor>,
-    metadata: Option<BTreeMap<String, String>>,
-    /// The name of the entry that is being read.
-    at: Option<Arc<str>>,
-}
-
-impl Entries {
-    /// Why the header was refused, with the tensor's name if it is one tensor's fault.
-    fn blame(&self, what: &str, error: &serde_json::Error) -> Error {
-        match &self.at {
-            Some(name) if error.classify() == Category::Data && &**name == METADATA => {
-                malformed(what, format!("its metadata is not an object of texts ({})", short::said(error)))
-            }
-            // (What is JSON, but no type's name, is an error of syntax to the reader, too.)
-            Some(name) if error.classify() != Category::Eof && &**name != METADATA => {
-                let said = short::said(error);
-                fault(what, name, format_args!("is not described as the format asks ({said})"))
-            }
-            _ => no_object(what, error),
+/// Why a tensor's bytes are not as many as its type and shape say.
+fn misfit(text: &str, entry: &Entry) -> String {
+    let mut shape = Vec::with_capacity(AXES);
+    // (It was read before.)
+    let _ = axes(&mut Json::at(text, entry.shape as usize), |axis| shape.push(axis));
+    let told = match shape.get(..SHOWN_AXES) {
+        Some(first) if shape.len() > SHOWN_AXES => {
+            let first: String = first.iter().map(|axis| format!("{axis}, ")).collect();
+            format!("[{first}... {} axes]", shape.len())
+        }
+        _ => format!("{shape:?}"),
+    };
+    let (dtype, Range { start: from, end: to }) = (entry.dtype, entry.bytes());
+    let elements = match shape.contains(&0) {
+        true => Some(0),
+        false => shape.iter().try_fold(1_u64, |n, &axis| n.checked_mul(axis as u64)),
+    };
+    match elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64)) {
+        None => format!("has the shape {told}, more elements than any memory holds"),
+        Some(bits) if bits % 8 != 0 => {
+            format!("is {dtype} of shape {told}, which is no whole number of bytes")
+        }
+        Some(bits) => {
+            let (need, have) = (bits / 8, to.saturating_sub(from));
+            format!("is {dtype} of shape {told}, {need} bytes, and has {have} at {from}..{to}")
         }
     }
 }
 
-impl<'de> DeserializeSeed<'de> for &mut Entries {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> std::result::Result<(), D::Error> {
-        from.deserialize_map(self)
+/// An error if two tensors have the same name: found by its hash, which costs eight bytes for each, and only where two hashes
+/// are the same by the names.
+fn named_once(what: &str, text: &str, entries: &mut [Entry]) -> Result<()> {
+    let mut hashes = Vec::new();
+    room(hashes.try_reserve_exact(entries.len()), what, size_of_val(entries) / 4)?;
+    hashes.extend(entries.iter().map(|entry| xxh3_64(entry.name(text).get().as_bytes())));
+    hashes.sort_unstable();
+    if hashes.windows(2).all(|pair| pair[0] != pair[1]) {
+        return Ok(());
+    }
+    drop(hashes);
+    let mut by_name: Vec<u32> = Vec::new();
+    room(by_name.try_reserve_exact(entries.len()), what, size_of_val(entries) / 8)?;
+    by_name.extend(0..entries.len() as u32);
+    let name = |place: u32| entries[place as usize].name(text);
+    by_name.sort_unstable_by(|a, b| name(*a).compare(name(*b)));
+    match by_name.windows(2).find(|pair| name(pair[0]).compare(name(pair[1])).is_eq()) {
+        Some(pair) => Err(twice(what, &name(pair[0]).get())),
+        None => Ok(()),
     }
 }
 
-impl<'de> Visitor<'de> for &mut Entries {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object of tensors")
+/// What is kept of a header that is right, whose data starts at `start`.
+fn entries_to_tensors(
+    what: &str,
+    text: &str,
+    entries: &[Entry],
+    start: u64,
+    metadata: Option<Pairs>,
+) -> Result<Header> {
+    let (mut words, mut tensors) = (Words::default(), Vec::new());
+    let (bytes, count) = entries.iter().fold((0, 0), |(bytes, count), entry| {
+        (bytes + entry.name.1 as usize, count + usize::from(entry.axes))
+    });
+    room(words.names.try_reserve_exact(bytes), what, bytes)?;
+    room(words.axes.try_reserve_exact(count), what, count * size_of::<usize>())?;
+    room(tensors.try_reserve_exact(entries.len()), what, entries.len() * size_of::<Tensor>())?;
+    for entry in entries {
+        entry.name(text).add_to(&mut words.names);
+        // (It was read before.)
+        let _ = axes(&mut Json::at(text, entry.shape as usize), |axis| words.axes.push(axis));
     }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
-        while let Some(Name(name)) = map.next_key()? {
-            let about = &**self.at.insert(name);
-            if about == METADATA {
-                let pairs: Option<BTreeMap<String, String>> = map.next_value()?;
-                if self.metadata.replace(pairs.unwrap_or_default()).is_some() {
-                    return Err(A::Error::custom("it is there twice"));
-                }
-                continue;
+    let all = Arc::new(words);
+    let (mut name, mut axis) = (0, 0);
+    tensors.extend(entries.iter().map(|entry| {
+        let to = name + entry.name(text).meant_len() as u32;
+        let range = start + entry.from..start + entry.to;
+        let tensor = Tensor {
+            all: all.clone(),
+            name: (name, to),
+            axes: (axis, entry.axes),
+            dtype: entry.dtype,
+            range,
+        };
+        (name, axis) = (to, axis + u32::from(entry.axes));
+        tensor
+    }));
+    let mut kept = Metadata::default();
+    if let Some(Pairs { at: Some(at), count, bytes }) = metadata {
+        room(kept.text.try_reserve_exact(bytes), what, bytes)?;
+        room(kept.ends.try_reserve_exact(2 * count), what, 2 * count * size_of::<u32>())?;
+        // (It was read before.)
+        let _ = Json::at(text, at).object(|json, key| {
+            for part in [key, json.string()?] {
+                part.add_to(&mut kept.text);
+                kept.ends.push(kept.text.len() as u32);
             }
-            let Entry { dtype, shape: Shape(shape), data_offsets: (from, to) } = map.next_value()?;
-            if let Some(name) = self.at.take() {
-                self.tensors.push(Tensor { name, dtype, shape, range: from..to });
-            }
-        }
-        self.at = None;
-        Ok(())
+            Ok(())
+        });
     }
-}
-
-/// What the header says of a tensor.
-#[derive(serde::Deserialize)]
-struct Entry {
-    dtype: Dtype,
-    shape: Shape,
-    /// Its first byte, and one past its last.
-    data_offsets: (u64, u64),
-}
-
-/// Elements along each axis. A list that goes on and on is not kept to its end.
-struct Shape(Vec<usize>);
-
-impl<'de> Deserialize<'de> for Shape {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
-        struct List;
-        impl<'de> Visitor<'de> for List {
-            type Value = Shape;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a list of lengths")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> std::result::Result<Shape, A::Error> {
-                let mut axes = Vec::new();
-                while let Some(axis) = list.next_element()? {
-                    if axes.len() == AXES {
-                        return Err(A::Error::custom(format_args!("its shape has more than {AXES} axes")));
-                    }
-                    axes.push(axis);
-                }
-                Ok(Shape(axes))
-            }
-        }
-        from.deserialize_seq(List)
-    }
-}
-
-/// A key, in memory that is shared from then on.
-struct Name(Arc<str>);
-
-impl<'de> Deserialize<'de> for Name {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
-        struct Text;
-        impl Visitor<'_> for Text {
-            type Value = Name;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a name")
-            }
-
-            fn visit_str<E>(self, text: &str) -> std::result::Result<Name, E> {
-                Ok(Name(text.into()))
-            }
-        }
-        from.deserialize_str(Text)
-    }
+    Ok(Header { tensors, metadata: kept })
 }

@@ -1,176 +1,231 @@
 //! Which files make up a checkpoint: one, those of an index, or those of a folder.
 //!
 //! An index is JSON whose `weight_map` names the file of each tensor. The names are a stranger's: only files right beside
-//! the index are opened.
+//! the index are opened. Its text is kept while its files are opened, with eight bytes for each tensor: where its name is, and
+//! a hash to find it by.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::borrow::Cow;
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::io::{ErrorKind, Read};
 use std::path::{Component, Path, PathBuf};
 
-use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
-use serde_json::error::Category;
+use xxhash_rust::xxh3::xxh3_64;
 
-use super::{Found, blamed, malformed, open_regular, short, unread};
+use super::header::{LONGEST_NAME, Meant};
+use super::json::{Fault, Json, Kind, Text};
+use super::{Found, blamed, malformed, open_regular, room, unread};
 use crate::error::{Error, Result};
+use crate::escape::{NAME, Shown};
 
 /// The longest index that is read: as long as a header may be.
 const LONGEST: u64 = 100_000_000;
 const SUFFIX: &str = "safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// The longest name of a file that there is (Linux's `NAME_MAX`), in bytes.
-const LONGEST_NAME: usize = 255;
+const LONGEST_FILE: usize = 255;
+/// The most files that an index may name: they are all opened at once.
+const FILES: usize = 10_000;
 /// The index's entry that says which tensor is in which file.
 const MAP: &str = "weight_map";
 
 /// What is in which file, by the index.
 pub(super) struct Index {
-    files: BTreeMap<PathBuf, BTreeSet<String>>,
+    folder: PathBuf,
+    text: String,
+    /// Of each tensor: half of its name's hash, and where the name starts in the text. In the order of both, hash and name.
+    tensors: Vec<u64>,
+    /// In order.
+    files: Vec<String>,
 }
 
 impl Index {
-    /// The names of what is said to be in a file.
-    pub(super) fn of(&self, file: &Path) -> &BTreeSet<String> {
-        static NONE: BTreeSet<String> = BTreeSet::new();
-        self.files.get(file).unwrap_or(&NONE)
+    /// The names of its files, in order.
+    pub(super) fn files(&self) -> &[String] {
+        &self.files
+    }
+
+    pub(super) fn path(&self, file: &str) -> PathBuf {
+        self.folder.join(file)
+    }
+
+    /// How many tensors it names.
+    pub(super) fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Whether it says that this tensor is in this file.
+    pub(super) fn says(&self, tensor: &str, file: &str) -> bool {
+        let wanted = half(tensor);
+        let found = self.tensors.binary_search_by(|&noted| {
+            let before = ((noted >> 32) as u32).cmp(&wanted);
+            before.then_with(|| pair(&self.text, noted).0.get().as_ref().cmp(tensor))
+        });
+        found.is_ok_and(|place| pair(&self.text, self.tensors[place]).1.is(file))
+    }
+
+    /// The first tensor, and its file, of which this is not so.
+    pub(super) fn first_not(&self, mut is: impl FnMut(&str, &str) -> bool) -> Option<(Text<'_>, Text<'_>)> {
+        let pairs = self.tensors.iter().map(|noted| pair(&self.text, *noted));
+        let mut missing = pairs.filter(|(tensor, file)| !is(&tensor.get(), &file.get()));
+        missing.next()
     }
 
     fn read(path: &Path) -> Result<Self> {
         let what = path.display().to_string();
+        let (file, metadata) = open_regular(path, &what)?;
         let mut text = Vec::new();
-        let (file, _) = open_regular(path, &what)?;
         // One more than is allowed, whatever its length was said to be.
-        file.take(LONGEST + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
+        let len = metadata.len().min(LONGEST) as usize;
+        room(text.try_reserve_exact(len + 1), &what, len)?;
+        file.take(len as u64 + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
         if text.len() as u64 > LONGEST {
             let why = format!("more than {LONGEST} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
-        Self::parse(&what, &text, path.parent().unwrap_or_else(|| Path::new("")))
+        if text.len() > len {
+            return Err(malformed(&what, "it grew while it was read; let nobody write to it"));
+        }
+        let text = String::from_utf8(text).map_err(|error| no_json(&what, &error.utf8_error()))?;
+        Self::parse(&what, text, path.parent().unwrap_or_else(|| Path::new("")))
     }
 
     /// `folder` is where its files are.
-    fn parse(what: &str, text: &[u8], folder: &Path) -> Result<Self> {
-        let mut weights = Weights::default();
-        let mut json = serde_json::Deserializer::from_slice(text);
-        if let Err(error) = Root(&mut weights).deserialize(&mut json).and_then(|()| json.end()) {
-            return Err(weights.blame(what, &error));
-        }
-        let Some(mut pairs) = weights.pairs else { return Err(no_map(what)) };
-        pairs.sort_unstable();
-        if let Some(pair) = pairs.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            let why = "is there twice, and in which file it is nobody can tell; get it again".into();
-            return Err(blamed(what, &pair[0].0, why));
-        }
-        let mut files: BTreeMap<PathBuf, BTreeSet<String>> = BTreeMap::new();
-        for (tensor, file) in pairs {
-            let mut parts = Path::new(&file).components();
-            let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
-            if !is_name || file.len() > LONGEST_NAME {
-                let file = short::name(&file);
-                let why = format!("is said to be in {file:?}, which is no name of a file beside the index");
-                return Err(blamed(what, &tensor, why));
-            }
-            files.entry(folder.join(file)).or_default().insert(tensor);
-        }
-        if files.is_empty() {
+    fn parse(what: &str, text: String, folder: &Path) -> Result<Self> {
+        let Map { at: Some(map), count, .. } = Map::look(what, &text)? else { return Err(no_map(what)) };
+        if count == 0 {
             return Err(malformed(what, "its \"weight_map\" names no tensor"));
         }
-        Ok(Self { files })
+        let mut tensors = Vec::new();
+        room(tensors.try_reserve_exact(count), what, count * size_of::<u64>())?;
+        let mut files: HashSet<Cow<'_, str>> = HashSet::new();
+        let (mut wrong, mut before) = (None, None);
+        // (It was read before.)
+        let _ = Json::at(&text, map).object(|json, tensor| {
+            tensors.push(u64::from(half(&tensor.get())) << 32 | tensor.at as u64);
+            let file = json.string()?;
+            // Most are in the file of the one before.
+            if wrong.is_some() || before == Some(file.raw) {
+                return Ok(());
+            }
+            before = Some(file.raw);
+            if !is_beside(file) {
+                let file = Meant(file);
+                let file = Shown(&file, NAME);
+                let why = format!("is said to be in \"{file}\", which is no name of a file beside the index");
+                wrong = Some(blamed(what, &Meant(tensor), why));
+            } else if files.insert(file.get()) && files.len() > FILES {
+                wrong = Some(malformed(what, format!("it names more than {FILES} files; join some of them")));
+            }
+            Ok(())
+        });
+        if let Some(wrong) = wrong {
+            return Err(wrong);
+        }
+        let name = |noted: &u64| pair(&text, *noted).0;
+        let order = |a: &u64, b: &u64| (a >> 32).cmp(&(b >> 32)).then_with(|| name(a).compare(name(b)));
+        tensors.sort_unstable_by(order);
+        if let Some(pair) = tensors.windows(2).find(|pair| order(&pair[0], &pair[1]) == Ordering::Equal) {
+            let why = "is there twice, and in which file it is nobody can tell; get it again";
+            return Err(blamed(what, &Meant(name(&pair[0])), why));
+        }
+        let mut files: Vec<String> = files.into_iter().map(Cow::into_owned).collect();
+        files.sort_unstable();
+        Ok(Self { folder: folder.to_owned(), text, tensors, files })
     }
+}
+
+/// Half of a name's hash.
+fn half(name: &str) -> u32 {
+    (xxh3_64(name.as_bytes()) >> 32) as u32
+}
+
+/// A noted tensor's name and its file's.
+fn pair(text: &str, noted: u64) -> (Text<'_>, Text<'_>) {
+    let mut json = Json::at(text, (noted as u32 as usize).saturating_sub(1));
+    // (Both were read before.)
+    let name = json.string();
+    let file = name.and_then(|name| Ok((name, json.colon_string()?)));
+    file.unwrap_or([Text::checked("", 0, 0, true); 2].into())
+}
+
+/// Whether this names a file, and nothing that is elsewhere.
+fn is_beside(file: Text<'_>) -> bool {
+    // (An escape has six bytes at most for one.)
+    if file.raw.len() > 6 * LONGEST_FILE {
+        return false;
+    }
+    let file = file.get();
+    let mut parts = Path::new(&*file).components();
+    let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
+    is_name && file.len() <= LONGEST_FILE
 }
 
 fn no_map(what: &str) -> Error {
     malformed(what, "it has no object \"weight_map\", which says which tensor is in which file")
 }
 
-/// Tensors and their files, read one by one: an index may be long, and be anything else.
-#[derive(Default)]
-struct Weights {
-    /// `None`: there is no map.
-    pairs: Option<Vec<(String, String)>>,
-    /// The tensor whose file is being read.
-    at: Option<String>,
+fn no_json(what: &str, said: &dyn std::fmt::Display) -> Error {
+    malformed(what, format!("it is no JSON ({}); get it again", Shown(said, 2 * NAME)))
 }
 
-impl Weights {
-    fn blame(&self, what: &str, error: &serde_json::Error) -> Error {
-        let said = short::said(error);
-        match &self.at {
-            _ if error.classify() != Category::Data => {
-                malformed(what, format!("it is no JSON ({said}); get it again"))
+/// The map, as it was found by looking through all of the index.
+#[derive(Default)]
+struct Map<'a> {
+    /// Where it starts. `None`: there is none.
+    at: Option<usize>,
+    /// Tensors in it.
+    count: usize,
+    /// The tensor whose file is being read.
+    tensor: Option<Text<'a>>,
+}
+
+impl<'a> Map<'a> {
+    fn look(what: &str, text: &'a str) -> Result<Self> {
+        let (mut map, mut twice) = (Self::default(), false);
+        let mut json = Json::at(text, 0);
+        let result = json.object(|json, key| {
+            if !key.is(MAP) {
+                return json.skip();
             }
+            if map.at.is_some() {
+                twice = true;
+                return Err(json.fault("this is there twice"));
+            }
+            let start = json.place();
+            json.object(|json, tensor| {
+                map.tensor = Some(tensor);
+                if tensor.raw.len() > LONGEST_NAME {
+                    return Err(json.fault("its name is longer than 65,535 bytes"));
+                }
+                json.string()?;
+                map.tensor = None;
+                map.count += 1;
+                Ok(())
+            })?;
+            map.at = Some(start);
+            Ok(())
+        });
+        match result.and_then(|()| json.end()) {
+            Ok(()) => Ok(map),
+            Err(fault) => Err(map.blame(what, &fault, twice)),
+        }
+    }
+
+    fn blame(&self, what: &str, fault: &Fault<'_>, twice: bool) -> Error {
+        match self.tensor {
+            _ if fault.kind() != Kind::Other => no_json(what, fault),
             Some(tensor) => {
-                let why = format!("is said to be in what is no name of a file beside the index ({said})");
-                blamed(what, tensor, why)
+                let why = format!("is said to be in what is no name of a file beside the index ({fault})");
+                blamed(what, &Meant(tensor), why)
             }
-            None if self.pairs.is_some() => {
+            None if twice => {
                 let twice =
                     "is there twice, and which of the two is meant nobody can tell; get the file again";
                 malformed(what, format!("its {MAP:?} {twice}"))
             }
             None => no_map(what),
         }
-    }
-}
-
-/// The index itself.
-struct Root<'a>(&'a mut Weights);
-
-impl<'de> DeserializeSeed<'de> for Root<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> std::result::Result<(), D::Error> {
-        from.deserialize_map(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Root<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an index")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
-        while let Some(key) = map.next_key::<String>()? {
-            if key == MAP {
-                map.next_value_seed(&mut *self.0)?;
-            } else {
-                map.next_value::<IgnoredAny>()?;
-            }
-        }
-        Ok(())
-    }
-}
-
-impl<'de> DeserializeSeed<'de> for &mut Weights {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, from: D) -> std::result::Result<(), D::Error> {
-        from.deserialize_map(self)
-    }
-}
-
-impl<'de> Visitor<'de> for &mut Weights {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object of files by tensor")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<(), A::Error> {
-        if self.pairs.is_some() {
-            // `blame` says so.
-            return Err(A::Error::custom("it is there twice"));
-        }
-        let mut pairs = Vec::new();
-        while let Some(tensor) = map.next_key()? {
-            self.at = Some(tensor);
-            let file = map.next_value()?;
-            pairs.extend(self.at.take().map(|tensor| (tensor, file)));
-        }
-        self.pairs = Some(pairs);
-        Ok(())
     }
 }
 
@@ -186,13 +241,12 @@ pub(super) fn find(path: &Path) -> Result<Found> {
     }
     match path.extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) {
         true => of_index(path),
-        false => Ok(Found { files: vec![path.to_owned()], index: None }),
+        false => Ok(Found::Files(vec![path.to_owned()])),
     }
 }
 
 fn of_index(path: &Path) -> Result<Found> {
-    let index = Index::read(path)?;
-    Ok(Found { files: index.files.keys().cloned().collect(), index: Some(index) })
+    Ok(Found::Index(Index::read(path)?))
 }
 
 fn of_folder(path: &Path) -> Result<Found> {
@@ -214,7 +268,7 @@ fn of_folder(path: &Path) -> Result<Found> {
     }
     files.sort();
     complete(&what, &files)?;
-    Ok(Found { files, index: None })
+    Ok(Found::Files(files))
 }
 
 /// Where files say in their names that they are one of so many (`model-00002-of-00003`), all of them have to be there.

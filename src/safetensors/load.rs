@@ -11,7 +11,7 @@ use std::time::Instant;
 use super::header::Tensor;
 use super::sums::Sums;
 use super::tensor::DeviceTensor;
-use super::{Checkpoint, Shard};
+use super::{Checkpoint, Shard, room};
 use crate::copy::pipeline::{Canceller, FileSource, Piece, Pipeline, Progress, Reading, Transfer, may_wait};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
@@ -262,7 +262,8 @@ impl<'a> Loader<'a> {
     /// or a sink), which must not wait.
     pub fn load(self) -> Result<Vec<DeviceTensor>> {
         let mut loading = self.start_settled()?;
-        let mut tensors = Vec::with_capacity(loading.0.left());
+        let (mut tensors, count) = (Vec::new(), loading.0.left());
+        room(tensors.try_reserve_exact(count), "the list of tensors", count * size_of::<DeviceTensor>())?;
         for tensor in &mut loading.0 {
             tensors.push(tensor?);
         }

@@ -12,7 +12,7 @@
 //! let checkpoint = Checkpoint::open("model/")?; // or a file, or model.safetensors.index.json; reads headers only
 //! for tensor in checkpoint.loader(&pipeline).prefix("model.layers.").start()? {
 //!     let tensor = tensor?; // it is on the device; those behind it are on their way
-//!     println!("{} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
+//!     println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
 //! }
 //! # Ok::<(), pinpool::Error>(())
 //! ```
@@ -40,9 +40,16 @@
 //! the tensor (by its first 200 characters), and is found before anything is loaded: offsets that run backwards, past the
 //! file's end or into another tensor, bytes that belong to none, shapes whose elements do not come to as many bytes (or to
 //! more than any memory holds), shapes of more than 64 axes, types that nobody knows, a name that comes twice, headers
-//! longer than 100 MB or than their file, an index that names tensors which its files do not have, a tensor twice, or files
-//! outside of its folder. A folder whose index cannot be read is refused, not loaded without it; one that has none must have
+//! longer than 100 MB or than their file, names longer than 65,535 bytes, an index that names tensors which its files do not
+//! have, a tensor twice, files outside of its folder, or more than 10,000 files. A folder whose index cannot be read is refused, not loaded without it; one that has none must have
 //! all files of a set that counts them in its names (`model-00002-of-00003.safetensors`).
+//!
+//! What is refused costs little more than it is long: at most two and a half times the bytes of its header or index, these
+//! included. (One that is accepted: at most five times, for as long as it is read.) Where the system refuses that, it is
+//! [`Error::OutOfMemory`], which names the file.
+//!
+//! Names and metadata come out exactly as the file has them, and may be any text: what steers a terminal, a newline. Show them
+//! escaped (`{:?}`). In this crate's errors and events they are.
 //!
 //! A file that is written to after it was opened (its length or its time of modification tells) is refused by the next
 //! load, and one that is written to during a load ends that with an error in the place of its last tensor: its header may
@@ -62,32 +69,35 @@
 //! # Modules
 //!
 //! Here is what was opened. `header`: what a file says, and whether that can be. `index`: which files there are.
-//! `load`: the loader, and where on the device tensors go. `tensor`: what comes out. `sums`: checksums. `short`: how much of a
-//! file's words goes into a message.
+//! `json`: the reader of both, which allocates nothing. `load`: the loader, and where on the device tensors go. `tensor`: what
+//! comes out. `sums`: checksums.
 
 mod header;
 mod index;
+mod json;
 mod load;
-mod short;
 mod sums;
 mod tensor;
 
-use std::collections::{HashMap, HashSet};
-use std::fs::{File, Metadata};
+use std::collections::{HashMap, HashSet, TryReserveError};
+use std::fmt::Display;
+use std::fs::{self, File};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use self::header::{Header, Tensor};
+pub use self::header::{Header, Metadata, Tensor};
 pub use self::load::{LoadCanceller, Loader, Loading};
 pub use self::tensor::{DeviceTensor, device_checksums};
 pub use ::safetensors::Dtype;
 
+use self::header::Key;
 use self::load::Chosen;
 use self::sums::Hasher;
 use crate::copy::pipeline::Pipeline;
 use crate::error::{Error, Result};
+use crate::escape::{NAME, Shown};
 
 /// Bytes that are read at a time for a checksum.
 const BLOCK: usize = 1 << 20;
@@ -97,7 +107,7 @@ const BLOCK: usize = 1 << 20;
 pub struct Checkpoint {
     shards: Vec<Arc<Shard>>,
     /// Of each tensor: its shard, and its place there.
-    names: HashMap<Arc<str>, (u32, u32)>,
+    names: HashMap<Key, (u32, u32)>,
 }
 
 /// One file.
@@ -114,7 +124,7 @@ struct Shard {
     /// Where their bytes are, if they lie side by side and each has a multiple of so many bytes, a power of two: then they
     /// can go to the device as they are.
     whole: Option<(Range<u64>, usize)>,
-    metadata: Vec<(String, String)>,
+    metadata: Metadata,
 }
 
 /// What changes when a file is written to.
@@ -126,7 +136,7 @@ struct Stamp {
 }
 
 impl Stamp {
-    fn of(metadata: &Metadata) -> Self {
+    fn of(metadata: &fs::Metadata) -> Self {
         Self { len: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()) }
     }
 }
@@ -174,10 +184,10 @@ fn side_by_side(tensors: &[Tensor]) -> Option<(Range<u64>, usize)> {
 }
 
 /// Opens a file, if it is one: opening a named pipe would wait.
-fn open_regular(path: &Path, name: &str) -> Result<(File, Metadata)> {
+fn open_regular(path: &Path, name: &str) -> Result<(File, fs::Metadata)> {
     let unread = |error: std::io::Error| unread(name, 0, &error);
     let no_file = || malformed(name, "it is no regular file");
-    if !std::fs::metadata(path).map_err(unread)?.is_file() {
+    if !fs::metadata(path).map_err(unread)?.is_file() {
         return Err(no_file());
     }
     let file = File::open(path).map_err(unread)?;
@@ -193,21 +203,24 @@ impl Checkpoint {
     /// [`Error::Read`] with what the system says; [`Error::Malformed`] for what is not what it says it is.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let found = index::find(path)?;
-        let Some(index) = found.index else { return Self::open_files(&found.files) };
-        let mut shards = Self::open_shards(&found.files)?;
+        let index = match index::find(path)? {
+            Found::Files(files) => return Self::open_files(&files),
+            Found::Index(index) => index,
+        };
+        // One path at a time: an index may name thousands of files that are not there.
+        let shards = index.files().iter().map(|file| Shard::open(&index.path(file)));
+        let mut shards: Vec<Shard> = shards.collect::<Result<_>>()?;
         // The index says which tensors there are.
-        for (shard, file) in shards.iter_mut().zip(&found.files) {
-            let wanted = index.of(file);
+        let mut count = 0;
+        for (shard, file) in shards.iter_mut().zip(index.files()) {
             let mut tensors = std::mem::take(&mut shard.tensors);
-            Arc::make_mut(&mut tensors).retain(|tensor| wanted.contains(tensor.name()));
-            let have: HashSet<&str> = tensors.iter().map(Tensor::name).collect();
-            if let Some(missing) = wanted.iter().find(|name| !have.contains(name.as_str())) {
-                let why = format!("is said to be in {}, which does not have it; get both again", shard.name);
-                return Err(blamed(&path.display().to_string(), missing, why));
-            }
+            Arc::make_mut(&mut tensors).retain(|tensor| index.says(tensor.name(), file));
+            count += tensors.len();
             shard.whole = side_by_side(&tensors);
             shard.tensors = tensors;
+        }
+        if count < index.len() {
+            return Err(missing(&path.display().to_string(), &index, &shards, count));
         }
         Self::of(shards)
     }
@@ -231,18 +244,20 @@ impl Checkpoint {
     /// Lists all tensors by name.
     fn of(shards: Vec<Shard>) -> Result<Self> {
         let count = shards.iter().map(|shard| shard.tensors.len()).sum();
-        let mut names: HashMap<Arc<str>, (u32, u32)> = HashMap::with_capacity(count);
+        let mut names: HashMap<Key, (u32, u32)> = HashMap::new();
+        let what = shards.first().map_or("", |shard| &shard.name);
+        room(names.try_reserve(count), what, count.saturating_mul(size_of::<(Key, (u32, u32))>()))?;
         for (s, shard) in shards.iter().enumerate() {
             for (t, tensor) in shard.tensors.iter().enumerate() {
                 // (A header has no room for more than that, and memory none for so many files.)
-                let Some((other, _)) = names.insert(tensor.shared_name(), (s as u32, t as u32)) else {
+                let Some((other, _)) = names.insert(tensor.key(), (s as u32, t as u32)) else {
                     continue;
                 };
                 if other as usize == s {
                     return Err(header::twice(&shard.name, tensor.name()));
                 }
                 let why = format!("is in {} too; load them one by one", shards[other as usize].name);
-                return Err(blamed(&shard.name, tensor.name(), why));
+                return Err(blamed(&shard.name, &tensor.name(), why));
             }
         }
         Ok(Self { shards: shards.into_iter().map(Arc::new).collect(), names })
@@ -283,8 +298,7 @@ impl Checkpoint {
 
     /// What the headers say beside tensors (`__metadata__`), shard by shard: text that nobody has checked.
     pub fn metadata(&self) -> impl Iterator<Item = (&str, &str)> {
-        let pairs = self.shards.iter().flat_map(|shard| &shard.metadata);
-        pairs.map(|(key, value)| (key.as_str(), value.as_str()))
+        self.shards.iter().flat_map(|shard| shard.metadata.iter())
     }
 
     /// The files, as they were named or found.
@@ -344,12 +358,43 @@ fn malformed(what: &str, why: impl Into<String>) -> Error {
 }
 
 /// What is wrong with one tensor.
-fn blamed(what: &str, tensor: &str, why: String) -> Error {
-    Error::Malformed { what: what.into(), tensor: Some(short::name(tensor).into()), why }
+fn blamed(what: &str, tensor: &dyn Display, why: impl Into<String>) -> Error {
+    let tensor = Some(Shown(tensor, NAME).to_string().into());
+    Error::Malformed { what: what.into(), tensor, why: why.into() }
 }
 
-/// Files, and an index of them if there is one.
-struct Found {
-    files: Vec<PathBuf>,
-    index: Option<index::Index>,
+/// An error where the system has no memory for reading a header or an index.
+fn room(reserved: Result<(), TryReserveError>, what: &str, bytes: usize) -> Result<()> {
+    reserved.map_err(|_| Error::OutOfMemory {
+        wanted: bytes,
+        text: format!(
+            "{what} cannot be read without them; raise the process's memory limit (ulimit -v, that of its control group), or \
+             free memory"
+        ),
+    })
+}
+
+/// Which of an index's tensors its files lack, of which they have so many.
+fn missing(what: &str, index: &index::Index, shards: &[Shard], count: usize) -> Error {
+    let mut have: HashSet<(&str, &str)> = HashSet::new();
+    if let Err(error) = room(have.try_reserve(count), what, count.saturating_mul(size_of::<(&str, &str)>())) {
+        return error;
+    }
+    for (shard, file) in shards.iter().zip(index.files()) {
+        have.extend(shard.tensors.iter().map(|tensor| (tensor.name(), &**file)));
+    }
+    match index.first_not(|tensor, file| have.contains(&(tensor, file))) {
+        Some((tensor, file)) => {
+            let path = index.path(&file.get());
+            let why = format!("is said to be in {}, which does not have it; get both again", path.display());
+            blamed(what, &header::Meant(tensor), why)
+        }
+        None => malformed(what, "its files do not have what it names; get all of it again"),
+    }
+}
+
+/// What a path stands for.
+enum Found {
+    Files(Vec<PathBuf>),
+    Index(index::Index),
 }

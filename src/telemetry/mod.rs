@@ -30,6 +30,11 @@
 //!
 //! # Events to act on
 //!
+//! What a file, a driver or the system said is escaped in fields and errors, and has an end: nothing in them steers a terminal or
+//! begins a line. A pool is told from others by its name, which no other pool of the process has at the same time (see
+//! [`PoolBuilder::name`](crate::PoolBuilder::name)), a device by its name (a context that was adopted has a number in it), and a
+//! stream by its number, which none other has in the process.
+//!
 //! The target says which event it is; texts may change, targets, levels and fields are kept. A filter for `pinpool::pool` has
 //! those below it, too.
 //!

@@ -232,3 +232,17 @@ fn sums_of_nonsense_end_at_the_largest_number() {
         .is("fragmentation", "ok", &["16777216 TiB"], &[])
         .is("hugetlb", "ok", &["18446744073709551615 of 2 MiB"], &[]);
 }
+
+/// What the system's files say may be a stranger's: a mount point, a group's name, a driver's.
+#[test]
+fn what_files_say_cannot_steer_a_terminal() {
+    let machine = Machine::healthy();
+    let evil = "\u{1b}]0;x\u{7}\u{9b}31m\u{202e}";
+    machine.file("/proc/sys/kernel/osrelease", &format!("6.12.0-{evil}{}", "W".repeat(1 << 20)));
+    let output = machine.doctor("host", "1MiB").output().unwrap();
+    let text = stdout(&output);
+    assert!(!text.contains(|c: char| c != '\n' && (c.is_control() || c == '\u{202e}')), "{text:?}");
+    assert!(text.contains("6.12.0-\\u{1b}]0;x\\u{7}\\u{9b}31m\\u{202e}WWW") && text.len() < 20_000);
+    let found = machine.host("1MiB");
+    assert!(found.check("kernel")["found"].as_str().unwrap().contains("\\u{9b}31m"));
+}

@@ -201,7 +201,7 @@ fn an_empty_file_of_the_format_is_fine() {
     let header = parse(&with_header("{}", [])).unwrap();
     assert!(header.tensors.is_empty() && header.metadata.is_empty());
     let header = parse(&with_header(r#"{"__metadata__":{"b":"2","a":"1"}}      "#, [])).unwrap();
-    assert_eq!(header.metadata, [("a".into(), "1".into()), ("b".into(), "2".into())]);
+    assert_eq!(header.metadata.iter().collect::<Vec<_>>(), [("b", "2"), ("a", "1")]);
 }
 
 /// Types whose elements are no whole bytes, and those of a byte that came later.

@@ -11,8 +11,10 @@ mod gpu;
 mod headers;
 mod indexes;
 mod loading;
+mod memory;
 #[path = "../rig/mod.rs"]
 mod rig;
+mod strange;
 mod trouble;
 
 use std::fmt::Write as _;

@@ -227,3 +227,52 @@ fn the_next_buffer_of_a_segment_is_told_as_well() {
         drop(buf);
     }
 }
+
+/// Two pools of one name would be one to whoever reads: the second has a number. One that is built anew goes on as it was.
+#[test]
+fn pools_of_one_name_are_told_apart() {
+    let _turn = alone();
+    let twin = |capacity: usize| {
+        let node = pinpool::host::HostNode::new(HostConfig::new()).unwrap();
+        let device = pinpool::Device::on(&node, 0).unwrap();
+        let builder = pinpool::Pool::builder(&device).name("twin").capacity(capacity);
+        builder.unpinned(pinpool::Unpinned::Allow).build().unwrap()
+    };
+    let (first, second) = (twin(1 << 20), twin(2 << 20));
+    assert_eq!((first.name(), second.name()), ("twin", "twin#2"));
+    let _kept = second.checkout(1 << 20).unwrap();
+    assert!(second.checkout_timeout(3 << 19, Duration::from_millis(1)).is_err());
+    let mut sampler = Sampler::new(&first).pool(&second).stuck_after(Duration::ZERO);
+    clear();
+    sampler.poll();
+    let capacity = |pool: &str| sum("pinpool.memory.capacity.bytes", &[("pool", pool)]);
+    assert_eq!((capacity("twin"), capacity("twin#2")), (f64::from(1 << 20), f64::from(2 << 20)));
+    for (name, count) in [("twin", 0.0), ("twin#2", 1.0)] {
+        for metric in ["pinpool.checkouts.total", "pinpool.timeouts.total", "pinpool.stuck.buffers"] {
+            assert_eq!(sum(metric, &[("pool", name)]), count, "{metric} of {name}");
+        }
+    }
+    let stuck = events("pinpool::pool::stuck");
+    assert!(!stuck.is_empty() && stuck.iter().all(|record| record.fields["pool"] == "twin#2"), "{stuck:?}");
+    // In place of the first comes another, with a sampler that looks at the first all the time.
+    let sampling = Sampler::new(&first).spawn(Duration::from_millis(10)).unwrap();
+    drop(first);
+    let again = twin(1 << 20);
+    assert_eq!(again.name(), "twin");
+    drop(sampling);
+}
+
+/// A name is a server's, and may be made of what came from elsewhere.
+#[test]
+fn a_pools_name_is_plain_and_short_wherever_it_is_shown() {
+    let _turn = alone();
+    clear();
+    let evil = format!("a\u{1b}[2J\nx\u{202e}{}", "W".repeat(9 << 20));
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name(evil));
+    let plain = format!("a\\u{{1b}}[2J\\nx\\u{{202e}}{}...", "W".repeat(79));
+    assert_eq!(bench.pool.name(), plain);
+    Sampler::new(&bench.pool).poll();
+    let all = all(|_| true);
+    let pools: Vec<&String> = all.iter().filter_map(|record| record.fields.get("pool")).collect();
+    assert!(pools.len() > 20 && pools.iter().all(|name| **name == plain), "{pools:?}");
+}

@@ -34,6 +34,7 @@ use std::time::Duration;
 use pinpool::{Device, Error};
 
 use super::args::Doctor;
+use super::escape::text;
 use super::{EXIT_FAILED, EXIT_USAGE, say};
 use place::{By, Place};
 pub use report::size;
@@ -58,16 +59,22 @@ pub struct Check {
 }
 
 impl Check {
-    fn ok(name: &'static str, found: impl Into<String>) -> Self {
-        Self { name, status: Status::Ok, found: found.into(), fix: Vec::new() }
+    /// All checks are made here: what the system's files and the driver had to say is escaped, and has an end.
+    fn new(name: &'static str, status: Status, found: &str, fix: &[String]) -> Self {
+        let fix = fix.iter().map(|line| text(line).to_string()).collect();
+        Self { name, status, found: text(found).to_string(), fix }
     }
 
-    fn warn(name: &'static str, found: impl Into<String>, fix: Vec<String>) -> Self {
-        Self { name, status: Status::Warn, found: found.into(), fix }
+    fn ok(name: &'static str, found: impl AsRef<str>) -> Self {
+        Self::new(name, Status::Ok, found.as_ref(), &[])
     }
 
-    fn fail(name: &'static str, found: impl Into<String>, fix: Vec<String>) -> Self {
-        Self { name, status: Status::Fail, found: found.into(), fix }
+    fn warn(name: &'static str, found: impl AsRef<str>, fix: Vec<String>) -> Self {
+        Self::new(name, Status::Warn, found.as_ref(), &fix)
+    }
+
+    fn fail(name: &'static str, found: impl AsRef<str>, fix: Vec<String>) -> Self {
+        Self::new(name, Status::Fail, found.as_ref(), &fix)
     }
 
     /// Something that the system does not show.

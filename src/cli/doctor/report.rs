@@ -9,7 +9,7 @@ use anstyle::{AnsiColor, Style};
 use serde_json::{Value, json};
 
 use super::{Check, Findings, Status};
-use crate::cli::say;
+use crate::cli::{json_line, say};
 
 impl Status {
     pub fn word(self) -> &'static str {
@@ -32,7 +32,7 @@ impl Status {
 
 /// Prints the findings. `false`: they could not be written, and it was said why. A closed pipe is nobody's fault.
 pub fn print(findings: &Findings, as_json: bool) -> bool {
-    let text = if as_json { format!("{}\n", json(findings)) } else { text(findings) };
+    let text = if as_json { format!("{}\n", json_line(&json(findings))) } else { text(findings) };
     let mut out = anstream::stdout();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {

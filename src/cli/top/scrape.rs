@@ -1,79 +1,138 @@
 //! Fetching `/metrics` and reading Prometheus's text format.
 //!
-//! Of the format we need samples only: a name, labels, a number. Comments, types and timestamps are skipped, and so is any
-//! line that is not as expected, since a page may have other programs' metrics on it. Nothing here panics on any input.
-//! Control characters in labels are replaced, so that what is printed cannot steer a terminal.
+//! Of the format we need samples only: a name, two labels, a number. Comments, types and timestamps are skipped, and so are
+//! other programs' metrics and any line that is not as expected. Nothing here panics on any input. A server may also say too
+//! much: how many bytes are read, how many samples are kept, and how long all of it may take, are bounded, and the work grows
+//! with the answer and no faster. What labels say is escaped here, so that nothing that is printed can steer a terminal.
 
 use std::collections::HashMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// How long a server may take to answer.
+use crate::cli::escape::clean;
+
+/// How long a look may take: connecting, the answer, and reading it.
 const PATIENCE: Duration = Duration::from_secs(3);
+/// Bytes of an answer.
+const LONGEST: u64 = 10 << 20;
+/// Samples of an answer that are ours. (A pool has some four hundred, a stream two.)
+const SAMPLES: usize = 100_000;
+/// Characters of a label's value, and of an error. A pool's name has no more.
+const LABEL: usize = 104;
+const WORDS: usize = 300;
+/// Lines from one look at the clock to the next.
+const LINES: usize = 4096;
 
-/// One sample: its labels and its number.
+/// The labels that tell a metric's samples apart, beside the pool or the device. Ours have one of them at most.
+const PARTS: [&str; 6] = ["state", "stride", "class", "direction", "stream", "le"];
+
+/// A sample: whose it is, which of its, and its number.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    pub labels: Vec<(String, String)>,
+    /// The pool, or the device.
+    pub owner: Box<str>,
+    /// The other label's value; empty where there is none.
+    pub part: Box<str>,
     pub value: f64,
 }
 
-impl Sample {
-    /// A label's value; empty where it is not there, as the format has it.
-    pub fn label(&self, name: &str) -> &str {
-        self.labels.iter().find(|(n, _)| n == name).map_or("", |(_, value)| value)
-    }
-
-    fn fits(&self, want: &[(&str, &str)]) -> bool {
-        want.iter().all(|(name, value)| self.label(name) == *value)
-    }
+/// What a server said, by metric: in the order of owners and parts, each of which comes once.
+#[derive(Clone, Debug, Default)]
+pub struct Scrape {
+    metrics: HashMap<Box<str>, Vec<Sample>>,
+    samples: usize,
 }
 
-/// What a server said, by metric.
-#[derive(Clone, Debug, Default)]
-pub struct Scrape(HashMap<String, Vec<Sample>>);
-
 impl Scrape {
-    /// Reads a text.
-    pub fn parse(text: &str) -> Self {
-        let mut all: HashMap<String, Vec<Sample>> = HashMap::new();
-        for (name, sample) in text.lines().filter_map(sample) {
-            all.entry(name.to_owned()).or_default().push(sample);
+    /// Reads a text, until the deadline.
+    pub fn parse(text: &str, deadline: Instant) -> Result<Self, String> {
+        let mut all = Self::default();
+        for (number, line) in text.lines().enumerate() {
+            if number % LINES == 0 && Instant::now() >= deadline {
+                return Err(late());
+            }
+            let Some((name, sample)) = sample(line) else { continue };
+            if all.samples == SAMPLES {
+                return Err(format!(
+                    "the answer has more than {SAMPLES} samples of pinpool's; no such server has"
+                ));
+            }
+            all.samples += 1;
+            match all.metrics.get_mut(name) {
+                Some(samples) => samples.push(sample),
+                None => _ = all.metrics.insert(name.into(), vec![sample]),
+            }
         }
-        Self(all)
+        for samples in all.metrics.values_mut() {
+            samples.sort_by(|a, b| (&a.owner, &a.part).cmp(&(&b.owner, &b.part)));
+            // Those that differ in other labels count together.
+            samples.dedup_by(|next, kept| {
+                let same = (&next.owner, &next.part) == (&kept.owner, &kept.part);
+                kept.value += if same { next.value } else { 0.0 };
+                same
+            });
+        }
+        Ok(all)
     }
 
-    /// The samples of a metric that have these labels, in the text's order.
-    pub fn all<'a>(&'a self, name: &str, want: &'a [(&str, &str)]) -> impl Iterator<Item = &'a Sample> + 'a {
-        self.0.get(name).into_iter().flatten().filter(move |sample| sample.fits(want))
+    /// How many samples it keeps.
+    pub fn len(&self) -> usize {
+        self.samples
     }
 
-    /// Their sum; 0 where there are none.
-    pub fn sum(&self, name: &str, want: &[(&str, &str)]) -> f64 {
-        // Not `Iterator::sum`, whose empty sum is -0.
-        self.all(name, want).fold(0.0, |sum, sample| sum + sample.value)
+    /// The samples of a metric.
+    pub fn all(&self, name: &str) -> &[Sample] {
+        self.metrics.get(name).map_or(&[], Vec::as_slice)
+    }
+
+    /// Those of a pool or device.
+    pub fn of(&self, name: &str, owner: &str) -> &[Sample] {
+        let all = self.all(name);
+        let from = all.partition_point(|sample| &*sample.owner < owner);
+        let count = all[from..].partition_point(|sample| &*sample.owner == owner);
+        &all[from..from + count]
+    }
+
+    /// One of these.
+    pub fn get(&self, name: &str, owner: &str, part: &str) -> Option<f64> {
+        let samples = self.of(name, owner);
+        let place = samples.binary_search_by(|sample| (*sample.part).cmp(part)).ok()?;
+        Some(samples[place].value)
+    }
+
+    /// Their sum, or one of them; 0 where there are none.
+    pub fn sum(&self, name: &str, owner: &str, part: Option<&str>) -> f64 {
+        match part {
+            Some(part) => self.get(name, owner, part).unwrap_or(0.0),
+            // Not `Iterator::sum`, whose empty sum is -0.
+            None => self.of(name, owner).iter().fold(0.0, |sum, sample| sum + sample.value),
+        }
     }
 
     /// Whether a pool of ours is in it.
     pub fn has_pools(&self) -> bool {
-        self.0.contains_key("pinpool_memory_capacity_bytes")
+        !self.all("pinpool_memory_capacity_bytes").is_empty()
     }
 }
 
-/// A line `name{label="value",...} number`.
+/// A line `name{label="value",...} number` of ours.
 fn sample(line: &str) -> Option<(&str, Sample)> {
     let line = line.trim_start();
     let end = line.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'))?;
     let (name, mut rest) = line.split_at(end);
-    if name.is_empty() {
+    if !name.starts_with("pinpool_") && name != "server_link_peak_bytes_per_second" {
         return None;
     }
-    let mut labels = Vec::new();
+    let (mut owner, mut part): (Option<Box<str>>, Option<Box<str>>) = (None, None);
     if let Some(inner) = rest.strip_prefix('{') {
         rest = inner.trim_start();
         while !rest.starts_with('}') {
             let (label, value) = rest.split_once('=')?;
             let (value, after) = quoted(value.trim_start().strip_prefix('"')?)?;
-            labels.push((label.trim().to_owned(), value));
+            match label.trim() {
+                "pool" | "device" => owner = Some(value.into()),
+                label if PARTS.contains(&label) => part = Some(value.into()),
+                _ => {}
+            }
             let after = after.trim_start();
             rest = after.strip_prefix(',').unwrap_or(after).trim_start();
         }
@@ -81,25 +140,32 @@ fn sample(line: &str) -> Option<(&str, Sample)> {
     }
     // `+Inf`, `-Inf` and `NaN` are read as well.
     let value = rest.split_ascii_whitespace().next()?.parse().ok()?;
-    Some((name, Sample { labels, value }))
+    Some((name, Sample { owner: owner.unwrap_or_default(), part: part.unwrap_or_default(), value }))
 }
 
-/// A label's value up to its closing quote, and what follows that.
+/// A label's value up to its closing quote, as it may be shown, and what follows that.
 fn quoted(text: &str) -> Option<(String, &str)> {
     let mut value = String::new();
     let mut chars = text.char_indices();
     while let Some((at, c)) = chars.next() {
-        match c {
-            '"' => return Some((value, &text[at + 1..])),
+        let c = match c {
+            '"' => return Some((clean(&value, LABEL).into_owned(), &text[at + 1..])),
             '\\' => match chars.next()?.1 {
-                'n' => value.push('\u{fffd}'),
-                escaped => value.push(escaped),
+                'n' => '\n',
+                escaped => escaped,
             },
-            c if c.is_control() => value.push('\u{fffd}'),
-            c => value.push(c),
+            c => c,
+        };
+        // (What is cut off below is not kept until then.)
+        if value.len() <= 4 * LABEL {
+            value.push(c);
         }
     }
     None
+}
+
+fn late() -> String {
+    format!("no answer within {} s", PATIENCE.as_secs())
 }
 
 /// The address in full: `http://` and `/metrics` need not be written.
@@ -130,7 +196,6 @@ pub struct Source {
 impl Source {
     pub fn new(url: String) -> Self {
         let config = ureq::Agent::config_builder()
-            .timeout_global(Some(PATIENCE))
             .http_status_as_error(false)
             // A proxy for the world outside does not know this machine's own addresses.
             .proxy(None)
@@ -138,20 +203,27 @@ impl Source {
         Self { agent: config.into(), url }
     }
 
-    pub fn url(&self) -> &str {
-        &self.url
+    /// The address, as it may be shown.
+    pub fn url(&self) -> String {
+        clean(&self.url, WORDS).into_owned()
     }
 
     /// What the server says now, or in a few words why there is nothing of ours.
     pub fn fetch(&self) -> Result<Scrape, String> {
-        let mut answer = self.agent.get(&self.url).call().map_err(|error| match error {
+        self.scrape().map_err(|why| clean(&why, WORDS).into_owned())
+    }
+
+    fn scrape(&self) -> Result<Scrape, String> {
+        let deadline = Instant::now() + PATIENCE;
+        let request = self.agent.get(&self.url).config().timeout_global(Some(PATIENCE)).build();
+        let mut answer = request.call().map_err(|error| match error {
             ureq::Error::ConnectionFailed => {
                 "nobody answers there: the process is gone, or listens elsewhere".to_owned()
             }
             ureq::Error::Io(e) if e.kind() == std::io::ErrorKind::ConnectionRefused => {
                 "nobody listens there: the process is gone, or listens elsewhere".to_owned()
             }
-            ureq::Error::Timeout(_) => format!("no answer within {} s", PATIENCE.as_secs()),
+            ureq::Error::Timeout(_) => late(),
             error => format!("no answer: {error}"),
         })?;
         if answer.status().as_u16() != 200 {
@@ -160,9 +232,13 @@ impl Source {
                 answer.status().as_u16()
             ));
         }
-        let text =
-            answer.body_mut().read_to_string().map_err(|error| format!("the answer broke off: {error}"))?;
-        let scrape = Scrape::parse(&text);
+        let body = answer.body_mut().with_config().limit(LONGEST);
+        let text = body.read_to_string().map_err(|error| match error {
+            ureq::Error::Timeout(_) => format!("the answer is not over after {} s", PATIENCE.as_secs()),
+            ureq::Error::BodyExceedsLimit(_) => format!("the answer has more than {LONGEST} bytes"),
+            error => format!("the answer broke off: {error}"),
+        })?;
+        let scrape = Scrape::parse(&text, deadline)?;
         if !scrape.has_pools() {
             return Err("the server answers, but has no metrics of pinpool: has it a pool, and a Sampler that feeds the \
                         recorder?"
@@ -170,6 +246,12 @@ impl Source {
         }
         Ok(scrape)
     }
+}
+
+/// Of a text, for tests.
+#[cfg(test)]
+pub fn parsed(text: &str) -> Scrape {
+    Scrape::parse(text, Instant::now() + PATIENCE).unwrap()
 }
 
 #[cfg(test)]
@@ -180,20 +262,41 @@ mod tests {
 
     #[test]
     fn samples_are_read() {
-        let text = "# HELP a text\n# TYPE a gauge\na 1\nb{x=\"1\",y=\"q\\\"\\\\\\n}, \"} 2.5e3 1700000000\n\nc{} +Inf\nbroken{x=\"1\nnone\n";
-        let scrape = Scrape::parse(text);
-        assert_eq!(scrape.sum("a", &[]), 1.0);
-        let b = scrape.all("b", &[("x", "1")]).next().unwrap();
-        assert_eq!((b.label("y"), b.value, b.label("z")), ("q\"\\\u{fffd}}, ", 2500.0, ""));
-        assert_eq!(scrape.sum("c", &[]), f64::INFINITY);
-        assert_eq!(scrape.0.len(), 3, "{scrape:?}");
-        assert_eq!(scrape.all("b", &[("x", "2")]).count(), 0);
+        let text = "# HELP a text\n# TYPE a gauge\npinpool_a 1\nother{pool=\"p\"} 3\n\
+                    pinpool_b{pool=\"q\\\"\\\\}, \",job=\"x\",le=\"1\"} 2.5e3 1700000000\n\npinpool_c{} +Inf\n\
+                    pinpool_b{le=\"1\",pool=\"q\\\"\\\\}, \",job=\"y\"} 1\npinpool_b{pool=\"a\",le=\"2\"} 4\n\
+                    pinpool_broken{x=\"1\nnone\n";
+        let scrape = parsed(text);
+        assert_eq!(scrape.sum("pinpool_a", "", None), 1.0);
+        let name = "q\"\\}, ";
+        assert_eq!(scrape.get("pinpool_b", name, "1"), Some(2501.0), "{scrape:?}");
+        assert_eq!(scrape.sum("pinpool_b", name, None), 2501.0);
+        assert_eq!(scrape.get("pinpool_b", name, "2"), None);
+        assert_eq!(scrape.sum("pinpool_b", "a", Some("2")), 4.0);
+        assert_eq!(scrape.sum("pinpool_c", "", None), f64::INFINITY);
+        assert_eq!((scrape.metrics.len(), scrape.len()), (3, 5), "{scrape:?}");
+        assert!(scrape.of("pinpool_b", "b").is_empty() && scrape.all("other").is_empty());
     }
 
     #[test]
-    fn labels_cannot_steer_a_terminal() {
-        let scrape = Scrape::parse("a{pool=\"\u{1b}[2Jx\"} 1");
-        assert_eq!(scrape.all("a", &[]).next().unwrap().label("pool"), "\u{fffd}[2Jx");
+    fn labels_cannot_steer_a_terminal_and_have_an_end() {
+        let label = |raw: &str| {
+            let scrape = parsed(&format!("pinpool_a{{pool=\"{raw}\"}} 1"));
+            scrape.all("pinpool_a")[0].owner.clone()
+        };
+        assert_eq!(
+            &*label("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}"),
+            "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}"
+        );
+        assert_eq!(&*label(&"W".repeat(9_000_000)), "W".repeat(LABEL) + "...");
+    }
+
+    #[test]
+    fn too_much_is_refused_and_in_time() {
+        let many = "pinpool_x{pool=\"a\"} 1\n".repeat(SAMPLES + 1);
+        let refused = Scrape::parse(&many, Instant::now() + PATIENCE);
+        assert!(refused.is_err_and(|why| why.contains("more than 100000 samples")));
+        assert!(Scrape::parse("x", Instant::now()).is_err_and(|why| why.contains("within 3 s")));
     }
 
     #[test]
@@ -214,8 +317,9 @@ mod tests {
     proptest! {
         #[test]
         fn nothing_panics(text in ".{0,200}", shaped in "[a-c]{0,2}\\{?([xy]=\"?[^\n]{0,4}\"?,?){0,3}\\}? ?[0-9.eE+-]{0,4}") {
-            Scrape::parse(&text);
-            Scrape::parse(&shaped);
+            parsed(&text);
+            parsed(&shaped);
+            parsed(&format!("pinpool_{shaped}"));
         }
     }
 }

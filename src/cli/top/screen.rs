@@ -16,14 +16,16 @@ use ratatui::widgets::Paragraph;
 
 use super::scrape::{Scrape, Source};
 use super::text::{self, Look};
-use super::view::{Level, Watch};
+use super::view::{Item, Level, Watch};
 
 /// How soon a key or an answer is seen to.
 const BEAT: Duration = Duration::from_millis(100);
+/// How often it is worked out anew what is shown, where there is no answer: some of it has an age.
+const AGE: Duration = Duration::from_secs(1);
 
 /// Shows what the server says until `q`.
 pub fn run(source: Source, interval: Duration) -> io::Result<()> {
-    let url = source.url().to_owned();
+    let url = source.url();
     let answers = fetch_always(source, interval)?;
     let mut terminal = ratatui::try_init()?;
     let result = draw_always(&mut terminal, &url, &answers);
@@ -54,12 +56,19 @@ fn draw_always(
     answers: &Receiver<Answer>,
 ) -> io::Result<()> {
     let (mut watch, mut scroll) = (Watch::default(), 0u16);
+    let mut shown = (Instant::now(), watch.items(Instant::now()));
     loop {
+        if shown.0.elapsed() >= AGE {
+            shown = (Instant::now(), watch.items(Instant::now()));
+        }
         let mut last = 0;
-        terminal.draw(|frame| last = draw(frame, &watch, url, scroll))?;
+        terminal.draw(|frame| last = draw(frame, &shown.1, watch.trouble().is_some(), url, scroll))?;
         scroll = scroll.min(last);
         match answers.recv_timeout(BEAT) {
-            Ok((at, answer)) => watch.add(at, answer),
+            Ok((at, answer)) => {
+                watch.add(at, answer);
+                shown = (Instant::now(), watch.items(Instant::now()));
+            }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(io::Error::other("the thread that fetches has ended"));
@@ -87,9 +96,8 @@ fn draw_always(
 }
 
 /// Draws everything. The furthest that can be scrolled.
-fn draw(frame: &mut Frame, watch: &Watch, url: &str, scroll: u16) -> u16 {
+fn draw(frame: &mut Frame, items: &[Item], stale: bool, url: &str, scroll: u16) -> u16 {
     let [head, body] = Layout::vertical([Constraint::Length(1), Constraint::Fill(1)]).areas(frame.area());
-    let stale = watch.trouble().is_some();
     let state = if stale { ("STALE", Color::Red) } else { ("live", Color::Green) };
     let title = Line::from(vec![
         Span::raw(format!("pinpool top  {url}  ")),
@@ -97,7 +105,7 @@ fn draw(frame: &mut Frame, watch: &Watch, url: &str, scroll: u16) -> u16 {
         Span::styled("  q ends, arrows scroll", Style::new().add_modifier(Modifier::DIM)),
     ]);
     frame.render_widget(Paragraph::new(title), head);
-    let lines = text::lines(&watch.items(Instant::now()), usize::from(body.width));
+    let lines = text::lines(items, usize::from(body.width));
     let last = u16::try_from(lines.len()).unwrap_or(u16::MAX).saturating_sub(body.height);
     let spans = |line: text::Line| {
         let span = |(look, text)| Span::styled(text, style(look, stale));
@@ -132,12 +140,14 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
+    use super::super::scrape::parsed;
     use super::*;
 
     fn drawn(watch: &Watch, scroll: u16) -> (String, u16) {
         let mut terminal = Terminal::new(TestBackend::new(90, 12)).unwrap();
         let mut last = 0;
-        terminal.draw(|frame| last = draw(frame, watch, "http://h/metrics", scroll)).unwrap();
+        let (items, stale) = (watch.items(Instant::now()), watch.trouble().is_some());
+        terminal.draw(|frame| last = draw(frame, &items, stale, "http://h/metrics", scroll)).unwrap();
         let buffer = terminal.backend().buffer();
         let rows =
             buffer.content().chunks(90).map(|row| row.iter().map(|cell| cell.symbol()).collect::<String>());
@@ -149,7 +159,7 @@ mod tests {
         let mut watch = Watch::default();
         assert!(drawn(&watch, 0).0.contains("waiting for the first answer"));
         let text = "pinpool_memory_capacity_bytes{pool=\"p\"} 1048576\npinpool_memory_bytes{pool=\"p\",state=\"free\"} 524288\n";
-        watch.add(Instant::now(), Ok(Scrape::parse(text)));
+        watch.add(Instant::now(), Ok(parsed(text)));
         let (screen, last) = drawn(&watch, 0);
         assert!(
             screen.contains("http://h/metrics  live") && screen.contains("Pool p: 0 B of 1.0 MiB"),

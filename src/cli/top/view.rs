@@ -6,7 +6,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::scrape::Scrape;
+use super::scrape::{Sample, Scrape};
 
 /// Rates are of so long.
 const RATE: Duration = Duration::from_secs(5);
@@ -14,6 +14,16 @@ const RATE: Duration = Duration::from_secs(5);
 const RECENT: Duration = Duration::from_secs(60);
 /// How long is kept, a little more than that.
 const KEEP: Duration = Duration::from_secs(70);
+/// Samples that are kept in all, a few megabytes of each ten thousand: with more in each answer, it is for less long.
+const KEPT: usize = 500_000;
+/// What is shown at most of pools, devices, a pool's size classes, and streams: a server that has more has gone wrong, or means
+/// harm.
+const SHOWN: usize = 50;
+/// Of so many pools alarms are raised, and so many alarms are shown.
+const ALARMING: usize = 1000;
+const ALARMS: usize = 100;
+const SHOWN_CLASSES: usize = 100;
+const SHOWN_STREAMS: usize = 100;
 /// How often a pool is thought to be looked at until it was seen.
 const ASSUMED_GAP: f64 = 10.0;
 
@@ -51,7 +61,7 @@ struct Looked {
 #[derive(Debug, Default)]
 pub struct Watch {
     history: VecDeque<(Instant, Scrape)>,
-    looked: HashMap<String, Looked>,
+    looked: HashMap<Box<str>, Looked>,
     /// Why the last attempt brought nothing.
     trouble: Option<String>,
 }
@@ -64,18 +74,22 @@ impl Watch {
             Err(why) => return self.trouble = Some(why),
         };
         self.trouble = None;
-        for sample in scrape.all("pinpool_sampled_timestamp_seconds", &[]) {
+        let stamps = scrape.all("pinpool_sampled_timestamp_seconds");
+        for sample in stamps {
             let fresh = Looked { stamp: sample.value, at, gap: ASSUMED_GAP };
-            let seen = self.looked.entry(sample.label("pool").to_owned()).or_insert(fresh);
-            if seen.stamp != sample.value {
+            let seen = self.looked.entry(sample.owner.clone()).or_insert(fresh);
+            // (Also where it is not a number, which is never the same.)
+            if seen.stamp.to_bits() != sample.value.to_bits() {
                 *seen = Looked { gap: (sample.value - seen.stamp).max(1.0), ..fresh };
             }
         }
+        self.looked.retain(|pool, _| stamps.binary_search_by(|sample| sample.owner.cmp(pool)).is_ok());
         self.history.push_back((at, scrape));
         // Two at least, however long an interval is.
         let too_old = |old: &(Instant, Scrape)| at.saturating_duration_since(old.0) > KEEP;
-        while self.history.len() > 2 && self.history.front().is_some_and(too_old) {
-            self.history.pop_front();
+        let mut kept: usize = self.history.iter().map(|(_, scrape)| scrape.len()).sum();
+        while self.history.len() > 2 && (kept > KEPT || self.history.front().is_some_and(too_old)) {
+            kept -= self.history.pop_front().map_or(0, |(_, scrape)| scrape.len());
         }
     }
 
@@ -96,16 +110,20 @@ impl Watch {
             let age = now.saturating_duration_since(*at).as_secs();
             items.push(Item::Note(Level::Alarm, format!("stale: {why}; what is shown is {age} s old")));
         }
-        let pools = || scrape.all("pinpool_memory_capacity_bytes", &[]);
-        for pool in pools() {
-            self.pool_alarms(scrape, pool.label("pool"), pool.value, now, &mut items);
-        }
+        let pools = scrape.all("pinpool_memory_capacity_bytes");
         device_alarms(scrape, &mut items);
+        for pool in pools.iter().take(ALARMING) {
+            self.pool_alarms(scrape, &pool.owner, pool.value, now, &mut items);
+        }
+        let alarms = items.len();
+        items.truncate(ALARMS);
+        more(alarms, ALARMS, "alarms", &mut items);
         if items.is_empty() {
             items.push(Item::Note(Level::Fine, "no alarms".into()));
         }
-        for pool in pools() {
-            self.pool(scrape, pool.label("pool"), pool.value, &mut items);
+        more(pools.len(), SHOWN, "pools", &mut items);
+        for pool in pools.iter().take(SHOWN) {
+            self.pool(scrape, &pool.owner, pool.value, &mut items);
         }
         self.devices(scrape, &mut items);
         items
@@ -120,33 +138,32 @@ impl Watch {
         (seconds > 0.0).then_some((seconds, scrape))
     }
 
-    /// What a counter came up by over so long.
-    fn since(&self, age: Duration, name: &str, want: &[(&str, &str)]) -> Option<(f64, f64)> {
+    /// What a counter came up by over so long: all of an owner's, or one part.
+    fn since(&self, age: Duration, name: &str, owner: &str, part: Option<&str>) -> Option<(f64, f64)> {
         let (seconds, old) = self.before(age)?;
-        let now = self.history.back()?.1.sum(name, want);
-        let was = old.sum(name, want);
+        let now = self.history.back()?.1.sum(name, owner, part);
+        let was = old.sum(name, owner, part);
         // One that went down has started again with its process.
         Some((if now >= was { now - was } else { now }, seconds))
     }
 
-    fn rate(&self, name: &str, want: &[(&str, &str)]) -> Option<f64> {
-        self.since(RATE, name, want).map(|(count, seconds)| count / seconds)
+    fn rate(&self, name: &str, owner: &str, part: Option<&str>) -> Option<f64> {
+        self.since(RATE, name, owner, part).map(|(count, seconds)| count / seconds)
     }
 
     fn recent(&self, name: &str, pool: &str) -> f64 {
-        self.since(RECENT, name, &[("pool", pool)]).map_or(0.0, |(count, _)| count)
+        self.since(RECENT, name, pool, None).map_or(0.0, |(count, _)| count)
     }
 
     /// An upper bound of a quantile of what was counted in the last minute, or ever where there is one scrape only.
-    fn quantile(&self, q: f64, name: &str, label: (&str, &str)) -> Option<f64> {
+    fn quantile(&self, q: f64, name: &str, owner: &str) -> Option<f64> {
         let name = format!("{name}_bucket");
         let (_, scrape) = self.history.back()?;
         let mut buckets: Vec<(f64, f64)> = Vec::new();
-        for bucket in scrape.all(&name, &[label]) {
-            let le = bucket.label("le");
+        for bucket in scrape.of(&name, owner) {
             let count =
-                self.since(RECENT, &name, &[label, ("le", le)]).map_or(bucket.value, |(count, _)| count);
-            buckets.push((le.parse().ok()?, count));
+                self.since(RECENT, &name, owner, Some(&bucket.part)).map_or(bucket.value, |(count, _)| count);
+            buckets.push((bucket.part.parse().ok()?, count));
         }
         buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
         let all = buckets.last()?.1;
@@ -161,8 +178,8 @@ impl Watch {
     }
 
     fn pool_alarms(&self, scrape: &Scrape, pool: &str, capacity: f64, now: Instant, items: &mut Vec<Item>) {
-        let of = |name: &str| scrape.sum(name, &[("pool", pool)]);
-        let state = |state: &str| scrape.sum("pinpool_memory_bytes", &[("pool", pool), ("state", state)]);
+        let of = |name: &str| scrape.sum(name, pool, None);
+        let state = |state: &str| scrape.sum("pinpool_memory_bytes", pool, Some(state));
         let mut note = |level, text: String| items.push(Item::Note(level, format!("{pool}: {text}")));
         if let Some(idle) = self.idle(pool, now) {
             note(
@@ -216,9 +233,9 @@ impl Watch {
     }
 
     fn pool(&self, scrape: &Scrape, pool: &str, capacity: f64, items: &mut Vec<Item>) {
-        let of = |name: &str| scrape.sum(name, &[("pool", pool)]);
-        let rate = |name: &str| self.rate(name, &[("pool", pool)]);
-        let state = |state: &str| scrape.sum("pinpool_memory_bytes", &[("pool", pool), ("state", state)]);
+        let of = |name: &str| scrape.sum(name, pool, None);
+        let rate = |name: &str| self.rate(name, pool, None);
+        let state = |state: &str| scrape.sum("pinpool_memory_bytes", pool, Some(state));
         let held = of("pinpool_memory_bytes");
         let used = held - state("free");
         items.push(Item::Heading(format!(
@@ -237,7 +254,7 @@ impl Watch {
         items.push(Item::Table(vec!["memory", "bytes", "of capacity"], states));
 
         let counted = |name: &str| format!("{}, {} in all", per(rate(name)), of(name));
-        let wait = |q| time(self.quantile(q, "pinpool_wait_seconds", ("pool", pool)));
+        let wait = |q| time(self.quantile(q, "pinpool_wait_seconds", pool));
         let hits = match (rate("pinpool_checkouts_total"), rate("pinpool_misses_total")) {
             (Some(all), Some(misses)) if all > 0.0 => percent((all - misses).max(0.0), all),
             _ => "-".into(),
@@ -248,7 +265,7 @@ impl Watch {
             ("waits given up", counted("pinpool_timeouts_total")),
             ("half of the waits", wait(0.5)),
             ("99% of the waits", wait(0.99)),
-            ("99% of buffers held for", time(self.quantile(0.99, "pinpool_holding_seconds", ("pool", pool)))),
+            ("99% of buffers held for", time(self.quantile(0.99, "pinpool_holding_seconds", pool))),
             ("checkouts", per(rate("pinpool_checkouts_total"))),
             ("from the thread's own cache", hits),
             ("page-locked", bytes(of("pinpool_memory_locked_bytes"))),
@@ -258,39 +275,38 @@ impl Watch {
         let rows = rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec();
         items.push(Item::Table(vec!["use", ""], rows));
 
+        let out = scrape.of("pinpool_class_out_segments", pool);
         let mut classes: Vec<(f64, Vec<String>)> = Vec::new();
-        for class in scrape.all("pinpool_class_out_segments", &[("pool", pool)]) {
-            let stride = class.label("stride");
-            let want = [("pool", pool), ("stride", stride)];
-            let size: Option<f64> = stride.parse().ok();
-            let free = scrape.sum("pinpool_class_free_segments", &want);
+        for class in out.iter().take(SHOWN_CLASSES) {
+            let stride = Some(&*class.part);
+            let size: Option<f64> = class.part.parse().ok();
             classes.push((
                 size.unwrap_or(f64::INFINITY),
                 vec![
                     size.map_or_else(|| "larger".to_owned(), bytes),
                     class.value.to_string(),
-                    free.to_string(),
-                    scrape.sum("pinpool_class_cached_segments", &want).to_string(),
-                    per(self.rate("pinpool_class_checkouts_total", &want)),
+                    scrape.sum("pinpool_class_free_segments", pool, stride).to_string(),
+                    scrape.sum("pinpool_class_cached_segments", pool, stride).to_string(),
+                    per(self.rate("pinpool_class_checkouts_total", pool, stride)),
                 ],
             ));
         }
         classes.sort_by(|a, b| a.0.total_cmp(&b.0));
         let rows = classes.into_iter().map(|(_, row)| row).collect();
         items.push(Item::Table(vec!["class", "out", "free", "kept by threads", "checkouts"], rows));
+        more(out.len(), SHOWN_CLASSES, "classes", items);
     }
 
     fn devices(&self, scrape: &Scrape, items: &mut Vec<Item>) {
         items.push(Item::Heading("Devices".into()));
         let (mut rows, mut links) = (Vec::new(), Vec::new());
-        for lost in scrape.all("pinpool_device_lost", &[]) {
-            let device = lost.label("device");
+        let devices = scrape.all("pinpool_device_lost");
+        for lost in devices.iter().take(SHOWN) {
+            let device = &*lost.owner;
             for direction in ["upload", "download"] {
-                let want = [("device", device), ("direction", direction)];
-                let speed = self.rate("pinpool_device_copied_bytes_total", &want);
+                let speed = self.rate("pinpool_device_copied_bytes_total", device, Some(direction));
                 // What the link can do is known only where the server exports it.
-                let peak =
-                    scrape.all("server_link_peak_bytes_per_second", &want).next().map(|peak| peak.value);
+                let peak = scrape.get("server_link_peak_bytes_per_second", device, direction);
                 let share =
                     peak.zip(speed).map_or_else(|| "-".to_owned(), |(peak, speed)| percent(speed, peak));
                 links.push(vec![format!("{device} {direction}"), gb(speed), share, gb(peak)]);
@@ -298,35 +314,45 @@ impl Watch {
             rows.push(vec![
                 device.to_owned(),
                 if lost.value > 0.0 { "lost" } else { "works" }.to_owned(),
-                per(self.rate("pinpool_device_submitted_total", &[("device", device)])),
-                time(self.quantile(0.99, "pinpool_flight_seconds", ("device", device))),
-                scrape.sum("pinpool_device_errors_total", &[("device", device)]).to_string(),
+                per(self.rate("pinpool_device_submitted_total", device, None)),
+                time(self.quantile(0.99, "pinpool_flight_seconds", device)),
+                scrape.sum("pinpool_device_errors_total", device, None).to_string(),
             ]);
         }
+        more(devices.len(), SHOWN, "devices", items);
         items.push(Item::Table(vec!["device", "state", "submitted", "99% of flights", "errors"], rows));
         items.push(Item::Table(vec!["link", "speed", "of peak", "peak"], links));
         let mut rows = Vec::new();
-        let mut streams: Vec<_> = scrape.all("pinpool_stream_in_flight_entries", &[]).collect();
-        streams.sort_by_key(|sample| (sample.label("device"), sample.label("stream").parse::<u64>().ok()));
-        for entries in streams {
-            let want = [("device", entries.label("device")), ("stream", entries.label("stream"))];
+        let number = |stream: &Sample| stream.part.parse::<u64>().ok();
+        let mut streams: Vec<&Sample> = scrape.all("pinpool_stream_in_flight_entries").iter().collect();
+        streams.sort_by(|a, b| (&a.owner, number(a)).cmp(&(&b.owner, number(b))));
+        for entries in streams.iter().take(SHOWN_STREAMS) {
+            let Sample { owner: device, part: stream, value } = entries;
             rows.push(vec![
-                format!("{} stream {}", want[0].1, want[1].1),
-                entries.value.to_string(),
-                bytes(scrape.sum("pinpool_stream_in_flight_bytes", &want)),
+                format!("{device} stream {stream}"),
+                value.to_string(),
+                bytes(scrape.sum("pinpool_stream_in_flight_bytes", device, Some(stream))),
             ]);
         }
         items.push(Item::Table(vec!["in flight", "copies and holds", "bytes"], rows));
+        more(streams.len(), SHOWN_STREAMS, "streams", items);
+    }
+}
+
+/// Says how many are there beyond those that are shown.
+fn more(count: usize, shown: usize, what: &str, items: &mut Vec<Item>) {
+    if let Some(more @ 1..) = count.checked_sub(shown) {
+        items.push(Item::Note(Level::Warning, format!("{more} more {what} are not shown")));
     }
 }
 
 fn device_alarms(scrape: &Scrape, items: &mut Vec<Item>) {
-    for lost in scrape.all("pinpool_device_lost", &[]).filter(|lost| lost.value > 0.0) {
-        let device = lost.label("device");
-        items.push(Item::Note(Level::Alarm, format!("{device} is lost: restart the process")));
+    let is = |sample: &&Sample| sample.value > 0.0;
+    for lost in scrape.all("pinpool_device_lost").iter().filter(is).take(SHOWN) {
+        items.push(Item::Note(Level::Alarm, format!("{} is lost: restart the process", lost.owner)));
     }
-    for stuck in scrape.all("pinpool_device_stuck_streams", &[]).filter(|stuck| stuck.value > 0.0) {
-        let (device, streams) = (stuck.label("device"), stuck.value);
+    for stuck in scrape.all("pinpool_device_stuck_streams").iter().filter(is).take(SHOWN) {
+        let Sample { owner: device, value: streams, .. } = stuck;
         let text = format!("{device}: streams that get nothing done: {streams}; a kernel or copy hangs");
         items.push(Item::Note(Level::Alarm, text));
     }
@@ -371,6 +397,7 @@ fn time(seconds: Option<f64>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::scrape::parsed;
     use super::*;
 
     /// A pool of 100 MiB with 20 free.
@@ -384,36 +411,42 @@ mod tests {
     }
 
     fn add(watch: &mut Watch, at: Instant, more: &str) {
-        watch.add(at, Ok(Scrape::parse(&format!("{POOL}{more}\n"))));
+        watch.add(at, Ok(parsed(&format!("{POOL}{more}\n"))));
     }
 
     #[test]
     fn rates_are_of_the_last_seconds_and_survive_a_restart() {
         let (mut watch, start) = (Watch::default(), Instant::now());
         for (second, count) in [(0, 1000), (5, 1000), (10, 1100)] {
-            add(&mut watch, start + Duration::from_secs(second), &format!("c_total{{pool=\"p\"}} {count}"));
+            add(
+                &mut watch,
+                start + Duration::from_secs(second),
+                &format!("pinpool_c_total{{pool=\"p\"}} {count}"),
+            );
         }
-        assert_eq!(watch.rate("c_total", &[("pool", "p")]), Some(20.0));
-        add(&mut watch, start + Duration::from_secs(15), "c_total{pool=\"p\"} 50");
-        assert_eq!(watch.rate("c_total", &[]), Some(10.0), "50 since it started again");
+        assert_eq!(watch.rate("pinpool_c_total", "p", None), Some(20.0));
+        add(&mut watch, start + Duration::from_secs(15), "pinpool_c_total{pool=\"p\"} 50");
+        assert_eq!(watch.rate("pinpool_c_total", "p", None), Some(10.0), "50 since it started again");
     }
 
     #[test]
     fn quantiles_are_of_what_came_lately() {
         let (mut watch, start) = (Watch::default(), Instant::now());
         let buckets = |fast: u32, all: u32| {
-            format!("w_bucket{{pool=\"p\",le=\"0.001\"}} {fast}\nw_bucket{{pool=\"p\",le=\"+Inf\"}} {all}")
+            format!(
+                "pinpool_w_bucket{{pool=\"p\",le=\"0.001\"}} {fast}\npinpool_w_bucket{{pool=\"p\",le=\"+Inf\"}} {all}"
+            )
         };
         add(&mut watch, start, &buckets(1000, 1000));
-        assert_eq!(watch.quantile(0.99, "w", ("pool", "p")), Some(0.001));
+        assert_eq!(watch.quantile(0.99, "pinpool_w", "p"), Some(0.001));
         add(&mut watch, start + Duration::from_secs(10), &buckets(1001, 1010));
         assert_eq!(
-            watch.quantile(0.5, "w", ("pool", "p")),
+            watch.quantile(0.5, "pinpool_w", "p"),
             Some(f64::INFINITY),
             "nine of ten new ones are long"
         );
-        assert_eq!(watch.quantile(0.1, "w", ("pool", "p")), Some(0.001));
-        assert_eq!(watch.quantile(0.5, "w", ("pool", "q")), None);
+        assert_eq!(watch.quantile(0.1, "pinpool_w", "p"), Some(0.001));
+        assert_eq!(watch.quantile(0.5, "pinpool_w", "q"), None);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use tracing::field::Empty;
 use super::config::Priority;
 use super::job::Direction;
 use crate::error::{Error, Result};
+use crate::escape::{TEXT, clean};
 use crate::foreign::{self, Span};
 
 /// See the module's page. Dropped without an end, the span closes and says nothing of how it went.
@@ -33,6 +34,7 @@ impl Trace {
             Priority::Bulk => "bulk",
             Priority::Foreground => "foreground",
         };
+        let what = &*clean(what, TEXT);
         Self(foreign::span!(
             INFO, target: "pinpool::pipeline", "transfer", device, direction, priority, bytes, what,
             outcome = Empty, copied_bytes = Empty, seconds = Empty, error = Empty

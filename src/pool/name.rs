@@ -1,0 +1,94 @@
+//! Names of pools: one each, at any moment.
+//!
+//! Gauges, counters and reports are told apart by the pool's name alone, whichever sampler sends them, so two pools of one name
+//! would overwrite each other's. The process has a list of the names that are in use; the second of a name gets a number.
+
+use std::collections::BTreeSet;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::escape::clean;
+use crate::locks::Mutex;
+use crate::os;
+
+/// Characters of a name.
+const LONGEST: usize = 100;
+/// A sampler that is looking at a pool keeps it for some microseconds: so many times a build waits as long for the name of one
+/// that was dropped just now.
+const LOOKS: u32 = 10;
+const LOOK: Duration = Duration::from_micros(500);
+
+/// The names that are in use.
+static TAKEN: Mutex<BTreeSet<Arc<str>>> = Mutex::new(BTreeSet::new());
+
+/// A name that no other pool has, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Name(Arc<str>);
+
+impl Name {
+    /// This name, or with a number behind it if a pool has it.
+    pub(super) fn take(wanted: &str) -> Self {
+        let wanted = clean(wanted, LONGEST);
+        let take = |name: &str| {
+            let name: Arc<str> = name.into();
+            let new = TAKEN.lock().insert(name.clone());
+            new.then_some(Self(name))
+        };
+        for look in 0..=LOOKS {
+            if let Some(name) = take(&wanted) {
+                return name;
+            }
+            if look < LOOKS {
+                std::thread::sleep(LOOK);
+            }
+        }
+        let mut number = 2_u64;
+        loop {
+            if let Some(name) = take(&format!("{wanted}#{number}")) {
+                return name;
+            }
+            number += 1;
+        }
+    }
+}
+
+impl Deref for Name {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl Drop for Name {
+    fn drop(&mut self) {
+        // The parent's names are of no use to its child.
+        if !os::forked() {
+            TAKEN.lock().remove(&self.0);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_pool_has_a_name_of_its_own_and_leaves_it_to_the_next() {
+        let (first, second) = (Name::take("twins"), Name::take("twins"));
+        assert_eq!((&*first, &*second), ("twins", "twins#2"));
+        assert_eq!(&*Name::take("twins#2"), "twins#2#2");
+        drop(first);
+        assert_eq!(&*Name::take("twins"), "twins");
+        drop(second);
+        let again = Name::take("twins");
+        assert_eq!((&*again, &*Name::take("twins")), ("twins", "twins#2"));
+    }
+
+    #[test]
+    fn names_are_short_and_printable() {
+        assert_eq!(&*Name::take("a\u{1b}[2J\nb\u{202e}"), "a\\u{1b}[2J\\nb\\u{202e}");
+        assert_eq!(Name::take(&"x".repeat(1 << 20)).chars().count(), LONGEST + 3);
+    }
+}

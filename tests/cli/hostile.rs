@@ -1,0 +1,74 @@
+//! Files and names that mean harm.
+
+use std::fs;
+
+use super::{Files, fails, load, pinpool, refuses, squeeze, stderr, stdout};
+
+/// The longest that the format allows, of as many things as fit: half a gigabyte of address space is enough to refuse them, and
+/// where that is not there either, it is said, and nothing aborts.
+#[test]
+fn a_hundred_megabytes_of_small_things_are_refused_in_half_a_gigabyte() {
+    const LONGEST: usize = 100_000_000;
+    let files = Files::new();
+    let fill = |front: &str, back: &str, piece: &dyn Fn(usize) -> String| {
+        let (mut text, mut number) = (front.to_owned(), 0);
+        while text.len() < LONGEST - 100 {
+            text += &piece(number);
+            number += 1;
+        }
+        text.pop();
+        text + back
+    };
+    let header = files.path("metadata.safetensors");
+    let text = fill(r#"{"__metadata__":{"#, "}}", &|n| format!("\"{n:x}\":\"\","));
+    // (One byte behind it that is nothing's.)
+    fs::write(&header, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0]].concat()).unwrap();
+    let index = files.path("model.safetensors.index.json");
+    fs::write(&index, fill(r#"{"weight_map":{"#, "}}", &|n| format!("\"{n:x}\":\"gone\","))).unwrap();
+    refuses(squeeze(&mut load([&header]), 512 << 20), "1 bytes at its end belong to no tensor");
+    refuses(squeeze(&mut load([&index]), 512 << 20), "gone cannot be read");
+    for path in [&header, &index] {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let told = format!("{name} cannot be read without them; raise the process's memory limit");
+        fails(squeeze(&mut load([path]), 90 << 20), &told);
+    }
+}
+
+/// A name may be anything. What is printed of it is one line, which no terminal obeys.
+#[test]
+fn names_cannot_steer_a_terminal_or_forge_a_line() {
+    let files = Files::new();
+    let is_plain = |text: &str| {
+        let bad = |c: char| c != '\n' && (c.is_control() || "\u{200b}\u{202e}".contains(c));
+        assert!(!text.contains(bad), "{text:?}");
+    };
+    let name = "a\u{1b}]0;x\u{7}\u{9b}31m\u{202e}\u{200b}\nINFO forged.bin";
+    let path = files.make(name, 5000);
+    let output = load([&path]).args(["-vv", "--verify", "--capacity", "8MiB"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    is_plain(&stdout(&output));
+    assert!(
+        stdout(&output)
+            .contains("a\\u{1b}]0;x\\u{7}\\u{9b}31m\\u{202e}\\u{200b}\\nINFO forged.bin: 5.00 kB to")
+    );
+    // The library's log has its name too.
+    let log = stderr(&output);
+    is_plain(&log);
+    assert!(!log.lines().any(|line| line.starts_with("INFO forged")), "{log}");
+    refuses(&mut load([files.path("b\u{1b}[2J\nerror: forged")]), "b\\u{1b}[2J error: forged: No such file");
+    // A tensor's.
+    let lies = files.path("lies.safetensors");
+    let text =
+        "{\"a\\u001b[2J\u{202e}\\nx\":{\"dtype\":\"\\u001b[31m\",\"shape\":[],\"data_offsets\":[0,1]}}";
+    fs::write(&lies, [&(text.len() as u64).to_le_bytes()[..], text.as_bytes(), &[0]].concat()).unwrap();
+    refuses(&mut load([&lies]), "tensor \"a\\u{1b}[2J\\u{202e}\\nx\" is not described");
+    let output = load([&lies]).output().unwrap();
+    is_plain(&stderr(&output));
+    for args in
+        [&["load", "--device", "\u{1b}[2Jx\u{202e}"][..], &["bench", "--device", "\u{9b}1m"], &["\u{1b}[31m"]]
+    {
+        let output = pinpool().args(args).output().unwrap();
+        assert_eq!((output.status.code(), stderr(&output).lines().count()), (Some(2), 1), "{args:?}");
+        is_plain(&stderr(&output));
+    }
+}
