@@ -95,6 +95,7 @@
 //!
 //! | module | what it knows | unsafe |
 //! | --- | --- | --- |
+//! | `escape` | text of others, made fit to be shown | |
 //! | `error` | what can go wrong, and what that means | |
 //! | `os` | the system calls, all of them | yes |
 //! | `foreign` | code that is not the crate's: each call of it, and when it must not run | yes |

@@ -14,14 +14,17 @@
 //! Each buffer is filled with bytes of its own, and the model knows what each stream's piece of device memory holds, in
 //! stream order. So when a segment is reused too early, a late copy reads the next owner's bytes, or writes over them,
 //! and one of the comparisons fails: of a buffer before it is returned, of a download that landed, of the device's
-//! memory at the end. At the end everything that is not quarantined or forgotten is free again.
+//! memory at the end. Code of others (`foreign`: a subscriber, wakers) panics meanwhile and asks the pool, where the input
+//! says so, and nothing of the above changes. At the end everything that is not quarantined or forgotten is free again.
 #![no_main]
+
+mod foreign;
 
 use std::collections::VecDeque;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
 
 use arbitrary::Arbitrary;
@@ -80,6 +83,7 @@ struct Setup {
     cache: u8,
     reserve: u8,
     lanes: bool,
+    mood: u8,
 }
 
 impl Setup {
@@ -216,6 +220,7 @@ impl World {
         }
         let pool = builder.initial(part(setup.initial).min(left) / 2).build();
         let pool = pool.expect("a sane configuration");
+        foreign::behave(setup.mood, &pool);
         let count = if setup.lanes { 2 } else { 1 };
         let lanes = (0..count).map(|_| Lane {
             stream: device.stream().expect("nothing fails yet"),
@@ -359,8 +364,7 @@ impl World {
 
     fn poll_asked(&mut self, at: usize) {
         let (future, wants) = &mut self.asked[at];
-        let mut cx = Context::from_waker(Waker::noop());
-        if let Poll::Ready(result) = Pin::new(future).poll(&mut cx) {
+        if let Poll::Ready(result) = foreign::poll(|cx| Pin::new(future).poll(cx)) {
             let wants = std::mem::take(wants);
             drop(self.asked.swap_remove(at));
             match result {
@@ -620,10 +624,9 @@ impl World {
                 }
             }
             Op::PollFlight { at } => {
-                let mut cx = Context::from_waker(Waker::noop());
                 match pick(&mut self.flying, at) {
                     Some(Flying::Pinned(mut flight, expected, range)) => {
-                        match Pin::new(&mut flight).poll(&mut cx) {
+                        match foreign::poll(|cx| Pin::new(&mut flight).poll(cx)) {
                             Poll::Ready(Ok(buf)) => self.landed(buf, &expected, range),
                             Poll::Ready(Err(_)) => {}
                             Poll::Pending => self.flying.push(Flying::Pinned(flight, expected, range)),
@@ -735,8 +738,7 @@ impl World {
         self.node.resume(0);
         self.moves();
         for (mut future, _) in self.asked.drain(..) {
-            let mut cx = Context::from_waker(Waker::noop());
-            let _ = Pin::new(&mut future).poll(&mut cx);
+            let _ = foreign::poll(|cx| Pin::new(&mut future).poll(cx));
         }
         for flying in std::mem::take(&mut self.flying) {
             self.finish(flying);
@@ -803,5 +805,6 @@ fuzz_target!(|input: (Setup, Vec<Op>)| {
         world.apply(op);
         world.check();
     }
+    foreign::rest();
     world.end();
 });

@@ -33,7 +33,7 @@ impl Name {
         let take = |name: &str| {
             let name: Arc<str> = name.into();
             let new = TAKEN.lock().insert(name.clone());
-            new.then_some(Self(name))
+            new.then(|| Self(name))
         };
         for look in 0..=LOOKS {
             if let Some(name) = take(&wanted) {

@@ -6,12 +6,16 @@
 //! (`scripted`): every call of the device failing in every way, among others. At the end the run prints how often each
 //! transition was taken, and fails if one never was.
 //!
+//! With `PINPOOL_SUBSCRIBER=panics` a subscriber, and every waker once it has noted that it was called, panic meanwhile.
+//!
 //! `PINPOOL_CASES=N` runs N times as many cases, `PINPOOL_SEED=N` others, and `PINPOOL_SHRINK=N`
 //! tries N times to make a failing case smaller.
 
 #![allow(unsafe_code, reason = "the model looks at memory in flight; PinnedBuf::set_len is unsafe")]
 
 mod ops;
+#[path = "../panicking/mod.rs"]
+mod panicking;
 mod scripted;
 mod tally;
 mod world;
@@ -42,6 +46,7 @@ fn variable(name: &str, default: u64) -> u64 {
 
 #[test]
 fn the_pool_behaves_like_its_model() {
+    panicking::install_if_asked();
     let tally = RefCell::new(Tally::default());
     for (name, setup, ops) in scripted::all() {
         println!("scripted: {name}");

@@ -3,7 +3,7 @@
 
 use std::panic::panic_any;
 use std::sync::Once;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
@@ -57,6 +57,16 @@ impl Subscriber for Panics {
     }
 }
 
+static ASKED: AtomicBool = AtomicBool::new(false);
+
+/// For code of others that is no subscriber: panics where one that panics was asked for.
+#[allow(dead_code, reason = "wakers of one test do")]
+pub fn panic_if_asked() {
+    if ASKED.load(Ordering::Relaxed) {
+        panic_any(Bomb(true));
+    }
+}
+
 /// Once in a process, at the start of a test.
 pub fn install_if_asked() {
     static ONCE: Once = Once::new();
@@ -64,6 +74,7 @@ pub fn install_if_asked() {
         if std::env::var("PINPOOL_SUBSCRIBER").as_deref() != Ok("panics") {
             return;
         }
+        ASKED.store(true, Ordering::Relaxed);
         tracing::subscriber::set_global_default(Panics(AtomicU64::new(0))).expect("there is no other");
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {

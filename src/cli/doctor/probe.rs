@@ -518,7 +518,7 @@ mod tests {
         let measured = probe(&case, &mut checks);
         if checks[1].status != Status::Fail {
             assert_eq!((checks[2].name, checks[2].status), ("copy", Status::Fail), "{checks:?}");
-            assert!(checks[2].found.contains("timed out after 5"), "{checks:?}");
+            assert!(checks[2].found.contains("timed out after "), "{checks:?}");
         }
         assert!(measured.upload.is_none());
         node.resume(0);

@@ -1,0 +1,129 @@
+//! Code of others that misbehaves, as an input says: a subscriber and wakers that panic, with payloads whose drop panics, or
+//! ask the pool.
+//!
+//! They unwind without the panic hook, which libFuzzer takes for a crash.
+
+use std::cell::{Cell, RefCell};
+use std::panic::resume_unwind;
+use std::sync::{Arc, Once};
+use std::task::{Context, Wake, Waker};
+use std::time::Duration;
+
+use pinpool::Pool;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+/// A payload whose own drop panics, so many times.
+struct Bomb(u8);
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        if self.0 > 0 {
+            resume_unwind(Box::new(Bomb(self.0 - 1)));
+        }
+    }
+}
+
+std::thread_local! {
+    /// What happens next; 0: nothing ever does.
+    static MOOD: Cell<u32> = const { Cell::new(0) };
+    static POOL: RefCell<Option<Pool>> = const { RefCell::new(None) };
+}
+
+/// One call of code of others.
+fn call() {
+    let mood = MOOD.get();
+    if mood == 0 {
+        return;
+    }
+    let next = mood.wrapping_mul(0x9E37_79B9).rotate_left(7) | 1;
+    MOOD.set(next);
+    match next >> 1 & 7 {
+        0 | 1 => resume_unwind(Box::new("on purpose")),
+        2 => resume_unwind(Box::new(Bomb((next >> 8) as u8 % 4))),
+        kind => {
+            let pool = POOL.with(|pool| pool.try_borrow().ok().and_then(|pool| pool.clone()));
+            let Some(pool) = pool else { return };
+            // What it does is not to be called within.
+            MOOD.set(0);
+            match kind {
+                3 => _ = pool.stats(),
+                4 => drop(pool.snapshot()),
+                5 => drop(pool.stuck(Duration::ZERO)),
+                6 => _ = pool.check(),
+                _ => drop(pool.regions()),
+            }
+            MOOD.set(next);
+        }
+    }
+}
+
+/// From here on, until the next call, others behave like this.
+pub fn behave(mood: u8, pool: &Pool) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| tracing::subscriber::set_global_default(Calls).expect("there is no other"));
+    // In half of all inputs as others should.
+    MOOD.set(if mood % 2 == 0 { 0 } else { u32::from(mood) << 8 | 1 });
+    POOL.with(|own| *own.borrow_mut() = Some(pool.clone()));
+}
+
+/// Others are well-behaved again, and have nothing of the pool's.
+pub fn rest() {
+    MOOD.set(0);
+    POOL.with(|own| own.borrow_mut().take());
+}
+
+/// Polls with a waker of others.
+pub fn poll<R>(run: impl FnOnce(&mut Context<'_>) -> R) -> R {
+    let waker = waker();
+    let result = run(&mut Context::from_waker(&waker));
+    // What is dropped here is not the crate's affair.
+    let mood = MOOD.replace(0);
+    drop(waker);
+    MOOD.set(mood);
+    result
+}
+
+fn waker() -> Waker {
+    struct Wakes;
+    impl Wake for Wakes {
+        fn wake(self: Arc<Self>) {
+            call();
+        }
+    }
+    impl Drop for Wakes {
+        fn drop(&mut self) {
+            call();
+        }
+    }
+    Arc::new(Wakes).into()
+}
+
+struct Calls;
+
+impl Subscriber for Calls {
+    fn enabled(&self, what: &Metadata<'_>) -> bool {
+        what.target().starts_with("pinpool")
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        call();
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {
+        call();
+    }
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, _: &Event<'_>) {
+        call();
+    }
+    fn enter(&self, _: &Id) {
+        call();
+    }
+    fn exit(&self, _: &Id) {
+        call();
+    }
+    fn try_close(&self, _: Id) -> bool {
+        call();
+        true
+    }
+}
