@@ -69,7 +69,7 @@ fn an_upload_outlives(trouble: impl FnOnce(&HostNode, &Device, &Pool)) {
     }
     assert!(others.len() < 3, "the buffer in flight was handed out");
     node.resume(0);
-    until("the upload is done", || pool.stats().in_flight_bytes == 0);
+    until("the upload is done", || node.queued(0) == 0);
     let mut back = vec![0; LONG];
     first.download_blocking(&target, &mut back).unwrap();
     assert!(back.iter().all(|byte| *byte == 0xaa), "the device holds {:#x}, 0xaa was uploaded", back[0]);
