@@ -14,13 +14,14 @@
 //! *The barrier.* [`membarrier`] with the private expedited command interrupts every core that runs a thread of this
 //! process and makes it execute a full fence. It must be registered first; the kernel documents no failure after that.
 //!
-//! Those on files are in [`file`].
+//! Those on files are in [`file`], those on threads in [`thread`].
 //!
 //! The crate runs on Linux. On other systems everything here exists and says that it is unsupported.
 
 #![allow(unsafe_code)]
 
 pub(crate) mod file;
+pub(crate) mod thread;
 
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;

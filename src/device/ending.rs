@@ -65,8 +65,7 @@ impl Ending {
         if here {
             return end();
         }
-        let thread = std::thread::Builder::new().name(format!("pinpool-end-{device}"));
-        if let Err(error) = thread.spawn(end) {
+        if let Err(error) = crate::os::thread::spawn(format!("pinpool-end-{device}"), end) {
             last.iter().for_each(Last::leaked);
             tracing::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
         }

@@ -248,7 +248,7 @@ impl Engine {
     ) -> Result<Option<(usize, std::io::Error)>> {
         let spawn = |name: String, run: fn(&Self, usize), which: usize| {
             let engine = self.clone();
-            std::thread::Builder::new().name(name).spawn(move || {
+            crate::os::thread::spawn(name, move || {
                 OURS.set(true);
                 engine.device.context().driver().enter_thread();
                 run(&engine, which);

@@ -276,13 +276,13 @@ impl Device {
             let flows = [up.flow.clone(), down.flow.clone()];
             let (device, bell) = (self.clone(), bell.clone());
             // Where the second cannot be started the first ends when `inner` is dropped.
-            std::thread::Builder::new()
-                .name(format!("pinpool-send-{}", self.name()))
-                .spawn(move || serve(&device, &flows, &bell))
-                .map_err(|e| Error::Unavailable {
+            let name = format!("pinpool-send-{}", self.name());
+            crate::os::thread::spawn(name, move || serve(&device, &flows, &bell)).map_err(|e| {
+                Error::Unavailable {
                     device: self.name().into(),
                     why: format!("no thread could be started: {e}"),
-                })?;
+                }
+            })?;
         }
         Ok(CopyQueue(Arc::new(inner)))
     }
@@ -607,13 +607,11 @@ impl CopyQueue {
         }
         let start = |shared: Arc<Shared>, number| {
             let device = self.device().clone();
-            std::thread::Builder::new()
-                .name(format!("pinpool-pack-{}", device.name()))
-                .spawn(move || {
-                    device.context().driver().enter_thread();
-                    shared.serve(number);
-                })
-                .is_ok()
+            let pack = move |device: Device| {
+                device.context().driver().enter_thread();
+                shared.serve(number);
+            };
+            crate::os::thread::spawn(format!("pinpool-pack-{}", device.name()), move || pack(device)).is_ok()
         };
         Ok(self.0.crew.share(hands, work, start, own))
     }
