@@ -440,6 +440,14 @@ mod linux {
         unsafe { libc::atexit(handler) == 0 }
     }
 
+    /// 128 bits that nobody can guess, of the system's own generator. Those of a process and its forks differ.
+    pub(crate) fn random() -> [u64; 2] {
+        let mut bits = [0u64; 2];
+        // SAFETY: writes that many bytes. So few are never cut short, nor broken off by a signal, once there are any.
+        let got = unsafe { libc::getrandom((&raw mut bits).cast(), size_of_val(&bits), 0) };
+        if got == size_of_val(&bits) as isize { bits } else { super::hashed() }
+    }
+
     /// A number that differs between a process and its forks, from the first call of this on.
     pub(crate) fn forks() -> u32 {
         static FORKS: AtomicU32 = AtomicU32::new(0);
@@ -567,9 +575,23 @@ mod other {
         false
     }
 
+    pub(crate) fn random() -> [u64; 2] {
+        super::hashed()
+    }
+
     pub(crate) fn forks() -> u32 {
         0
     }
+}
+
+/// What [`random`] is where the system does not give any: hashes of a counter under keys that std draws by whatever way is
+/// left to it. The keys are copied by a fork, so forks are counted along.
+fn hashed() -> [u64; 2] {
+    use std::hash::{BuildHasher, RandomState};
+    static COUNTED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+    // Relaxed: only to be different.
+    let count = COUNTED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    [(); 2].map(|()| RandomState::new().hash_one((forks(), std::process::id(), count)))
 }
 
 #[cfg(all(test, target_os = "linux", not(loom)))]

@@ -40,6 +40,7 @@ mod lease;
 mod loom_models;
 mod queue;
 mod raw;
+mod token;
 mod waiting;
 
 use std::ptr::NonNull;
@@ -67,6 +68,8 @@ use queue::Grant;
 use queue::Queue;
 pub(crate) use queue::{Outcome, Wake, Want};
 pub(crate) use raw::{Fresh, Segment};
+use token::Deposit;
+pub use token::Token;
 
 /// How a depot is set up.
 #[derive(Clone, Debug)]
@@ -140,9 +143,8 @@ struct Core {
     /// Why growing failed last, until it is tried again.
     stunted: Option<Error>,
     stats: Stats,
-    /// Segments that went out as tokens: the token's nonce, and the bytes written.
-    tokens: Slab<(u64, Segment, usize)>,
-    nonce: u64,
+    /// Segments that went out as tokens.
+    tokens: Slab<Deposit>,
 }
 
 /// What happened on the slow path since the depot was made.
@@ -205,7 +207,6 @@ impl Depot {
                 roster: Roster::default(),
                 queue: Queue::new(config.timeless),
                 tokens: Slab::new(),
-                nonce: 0,
                 takes: 0,
                 puts: 0,
                 classes: ClassTally::new(),
@@ -591,24 +592,6 @@ impl Depot {
     fn rebook(&self, from: usize, to: usize) {
         let mut core = self.core.lock();
         core.requested = core.requested.wrapping_add(to as u64).wrapping_sub(from as u64);
-    }
-
-    /// Puts a segment behind a token: its place here, and a number that is never used twice.
-    pub(crate) fn deposit(&self, segment: Segment, written: usize) -> (usize, u64) {
-        let mut core = self.core.lock();
-        core.nonce += 1;
-        let nonce = core.nonce;
-        (core.tokens.insert((nonce, segment, written)), nonce)
-    }
-
-    /// Takes it out again, once.
-    pub(crate) fn redeem(&self, key: usize, nonce: u64) -> Option<(Segment, usize)> {
-        let mut core = self.core.lock();
-        if core.tokens.get(key)?.0 != nonce {
-            return None;
-        }
-        let (_, segment, written) = core.tokens.remove(key);
-        Some((segment, written))
     }
 }
 
