@@ -105,6 +105,8 @@ pub(crate) struct Depot {
     racked: crossbeam::utils::CachePadded<Bookings>,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
+    /// Changes of that which are being made together with a segment's word. Only checks look.
+    halfway: StdAtomicU64,
     me: Weak<Self>,
     /// What those remember who look at all that is out. Locked before the core.
     sightings: Mutex<Sightings>,
@@ -200,6 +202,7 @@ impl Depot {
             racks: listed().map(|_| Rack::new()).collect(),
             racked: crossbeam::utils::CachePadded::new(Bookings::new()),
             joint: StdAtomicU64::new(0),
+            halfway: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
