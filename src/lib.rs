@@ -76,6 +76,7 @@
 //! | module | what it knows | unsafe |
 //! | --- | --- | --- |
 //! | `error` | what can go wrong, and what that means | |
+//! | `sealed` | what methods of sealed traits take, so that only the crate calls them | |
 //! | `os` | the system calls, all of them | yes |
 //! | `sync` | atomics, locks and fences: the standard library's or loom's | |
 //! | `segment` | the segment rule and the size classes: integer arithmetic only | |
@@ -149,6 +150,7 @@ mod region;
 mod runtime;
 #[cfg(feature = "safetensors")]
 pub mod safetensors;
+mod sealed;
 pub mod segment;
 mod stream;
 mod sync;
