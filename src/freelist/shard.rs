@@ -733,7 +733,7 @@ impl Gate {
             }
         }
         tracing::warn!(
-            target: "pinpool::pool",
+            target: "pinpool::pool::membarrier",
             "membarrier is refused, which was granted when the pool was built: checkouts fence for themselves from here on, and \
              are slower; put up sandboxes before the first pool is built, or let them grant membarrier"
         );

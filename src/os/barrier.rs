@@ -53,7 +53,7 @@ mod linux {
     /// The kernel tells which system call a thread is blocked in (`/proc/self/task/N/syscall`). It looks that up only of a
     /// thread that it has found off its processor, under the lock of that processor's run queue (`wait_task_inactive`), which
     /// the thread had to take to leave the processor and has to take to come back. Of any other it says "running". `false`
-    /// also where the kernel does not tell, or the thread has ended.
+    /// also where the kernel does not tell, or the thread has ended. (Of the caller itself it tells the call that asks.)
     pub(crate) fn is_blocked(thread: u32) -> bool {
         let call = fs::read_to_string(format!("/proc/self/task/{thread}/syscall"));
         call.is_ok_and(|call| call.starts_with(|first: char| first == '-' || first.is_ascii_digit()))
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn tells_who_is_blocked() {
-        assert!(!is_blocked(thread_number()), "it asks");
+        assert!(!is_blocked(u32::MAX), "there is none of that number");
         let (tell, told) = std::sync::mpsc::channel();
         let (end, ends) = std::sync::mpsc::channel::<()>();
         let other = std::thread::spawn(move || {
@@ -107,6 +107,25 @@ mod tests {
             ends.recv().unwrap_err();
         });
         let number = told.recv().unwrap();
+        // One that computes is not.
+        let (stop, computes) =
+            (std::sync::atomic::AtomicBool::new(false), std::sync::atomic::AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                computes.store(thread_number(), std::sync::atomic::Ordering::Relaxed);
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+            let computing = || computes.load(std::sync::atomic::Ordering::Relaxed);
+            while computing() == 0 {
+                std::thread::yield_now();
+            }
+            let looks = (0..100).map(|_| is_blocked(computing()));
+            let blocked = looks.filter(|blocked| *blocked).count();
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(blocked, 0);
+        });
         let since = std::time::Instant::now();
         // A kernel may leave this out; then nobody is.
         let tells = std::path::Path::new("/proc/self/syscall").exists();
