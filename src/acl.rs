@@ -32,8 +32,8 @@
 //! by others; `aclFinalize` never is, since it ends the library for the whole process.
 //!
 //! What is loaded runs, so all of these are trusted as the program's own file is: the folders that the system's loader
-//! searches, those that the three variables name, and CANN's usual ones. Whoever can set the process's environment or write
-//! there decides what runs in it. A program that does not trust its environment (one with more rights than its user) unsets
+//! searches, those that the three variables name, and CANN's usual ones. A user or process that can set the environment or
+//! write there decides what runs in this one. A program that does not trust its environment (one with more rights than its user) unsets
 //! these variables before it opens a device; a program that sets them itself answers for the file, as for [`use_library`].
 //!
 //! # What is different from a GPU

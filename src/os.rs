@@ -410,7 +410,7 @@ mod linux {
         unsafe { libc::atexit(handler) == 0 }
     }
 
-    /// 128 bits that nobody can guess, of the system's own generator. Those of a process and its forks differ.
+    /// 128 bits that cannot be guessed, of the system's own generator. Those of a process and its forks differ.
     pub(crate) fn random() -> [u64; 2] {
         let mut bits = [0u64; 2];
         // SAFETY: writes that many bytes. So few are never cut short, nor broken off by a signal, once there are any.

@@ -199,7 +199,7 @@ pub(crate) fn light() {
 }
 
 /// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a full fence. `false`: the
-/// call is refused, and nothing is known of those who have only [`light`].
+/// call is refused, and nothing is known of threads that have only [`light`].
 #[must_use = "owners may not have fenced"]
 pub(crate) fn heavy(both: bool) -> bool {
     fence(Ordering::SeqCst);

@@ -572,7 +572,7 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
         let (a, b) = (fill(mark), fill(mark + 100));
         assert!(*a == [mark; 64] && *b == [mark + 100; 64], "a buffer has two owners");
     };
-    // Nobody else has used the pool.
+    // No other thread has used the pool.
     if in_a_process(test, "alone", well) {
         use_it(&pool, 1);
         refuse_membarrier();
@@ -628,7 +628,7 @@ fn a_sandbox_that_comes_late_makes_no_second_owner() {
         });
         pool.check().unwrap();
     }
-    // Of one that computes all the time nobody can tell. (The only one whose end is not a success.)
+    // Of one that computes all the time nothing is known. (The only part whose end is not a success.)
     let aborted = |status: std::process::ExitStatus, text: &str| {
         use std::os::unix::process::ExitStatusExt;
         assert_eq!(status.signal(), Some(libc::SIGABRT), "{text}");

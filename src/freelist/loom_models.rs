@@ -312,7 +312,7 @@ fn hushed(store: &Arc<Store>) {
 }
 
 /// An owner that has fenced by the system's call alone, which is refused when everything is taken back for the first time.
-/// It waits for nobody, since it cannot be seen to be blocked here, but comes again until it has met the fence.
+/// The owner takes no lock, since it cannot be seen to be blocked here, but comes again until it has met the fence.
 #[test]
 fn loom_shard_refused() {
     let run = |take_back: fn(&Store, &Arc<Shard>)| {

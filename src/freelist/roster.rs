@@ -1,4 +1,4 @@
-//! The shards of a pool: who leases them, and which of their owners are idle.
+//! The shards of a pool: which threads lease them, and which of these are idle.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -128,7 +128,7 @@ pub(crate) struct Shard {
     asides: [Aside; LISTS],
     /// The gate that the shard belongs to; only compared.
     home: *const Gate,
-    /// The owner has found the gate's [`mode::FENCED`] and has fenced: all that it did before is visible to who sees this, and
+    /// The owner has found the gate's [`mode::FENCED`] and has fenced: what sees this sees all that it did before, and
     /// its next way in is by a fence, too.
     met: AtomicU32,
     /// Written, in models, by whoever works on the lists: loom fails the model where two are not ordered.
@@ -375,7 +375,7 @@ pub(crate) struct Held<'a> {
 }
 
 impl<'a> Held<'a> {
-    /// For who has found it quiet, or owns it and is not inside.
+    /// For the cold side that has found it quiet, and for its owner outside of the gate.
     pub(super) fn of(shard: &'a Shard) -> Self {
         Self { shard }
     }
@@ -613,7 +613,7 @@ impl Gate {
     /// The same, also where owners fence for themselves.
     #[inline(never)]
     pub(crate) fn enter<'a>(&self, shard: &'a Shard) -> Option<Inside<'a>> {
-        // Relaxed: once it is set it stays, and who has taken the pass away before sees to it that this is seen in time.
+        // Relaxed: once it is set it stays. An owner that does not see it yet finds no pass, or is waited for in `go_over`.
         if self.mode.load(Ordering::Relaxed) & mode::FENCED == 0 {
             return self.pass_in(shard);
         }
@@ -712,7 +712,7 @@ impl Gate {
     /// that; where that cannot be had, the process ends. (`crate::sync` says how it is known.)
     #[cold]
     fn go_over(&self, bits: u32, roster: &Roster) {
-        // Before the mode, which releases it: who sees that mode finds no pass.
+        // Before the mode, which releases it: an owner that sees that mode finds no pass.
         roster.shards().for_each(|shard| shard.pass.store(std::ptr::null_mut(), Ordering::Relaxed));
         // AcqRel: as in `quiesce`.
         self.mode.fetch_or(mode::FENCED | bits, Ordering::AcqRel);

@@ -127,7 +127,7 @@ mod tests {
             assert_eq!(blocked, 0);
         });
         let since = std::time::Instant::now();
-        // A kernel may leave this out; then nobody is.
+        // A kernel may leave this out; then no thread is.
         let tells = std::path::Path::new("/proc/self/syscall").exists();
         while tells && !is_blocked(number) {
             assert!(since.elapsed() < std::time::Duration::from_secs(20), "it sleeps");

@@ -390,7 +390,7 @@ impl Regions {
             let mut progress = self.progress.lock();
             if let Some(region) = progress.regions.iter_mut().find(|r| r.id == making.id) {
                 region.extents.push(Extent { offset: making.offset, len: extent, pinned });
-                // Before the last extent is handed over: who was waiting for it may give it back, and trim, at once.
+                // Before the last extent is handed over: a waiter that gets it may give it back, and trim, at once.
                 region.whole = making.offset + extent == making.len;
             }
         }

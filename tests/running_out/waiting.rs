@@ -350,7 +350,7 @@ fn a_claim_does_not_pass_a_waiter() {
     waiter.still_waits();
     drain(&rig);
     drop(waiter.ready().unwrap());
-    // With nobody waiting any more claims go on.
+    // Without a waiter claims go on.
     drop(stream.download(&memory, pool.checkout_on(&stream, 50_000).unwrap()).unwrap());
     drop(pool.try_checkout_on(&stream, 50_000).unwrap());
     drain(&rig);

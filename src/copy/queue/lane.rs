@@ -129,7 +129,7 @@ impl Changes {
         struct Change<'a>(&'a Changes);
         impl Drop for Change<'_> {
             fn drop(&mut self) {
-                // Release: pairs with the acquire in `over`: who sees it sees all of the change.
+                // Release: pairs with the acquire in `over`: a check that sees it sees all of the change.
                 self.0.over.fetch_add(1, std::sync::atomic::Ordering::Release);
             }
         }
