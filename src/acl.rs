@@ -31,6 +31,11 @@
 //! later ones are used where they are there ([`about`] lists them). `aclInit` is called, and may have been called before
 //! by others; `aclFinalize` never is, since it ends the library for the whole process.
 //!
+//! What is loaded runs, so all of these are trusted as the program's own file is: the folders that the system's loader
+//! searches, those that the three variables name, and CANN's usual ones. A user or process that can set the environment or
+//! write there decides what runs in this one. A program that does not trust its environment (one with more rights than its user) unsets
+//! these variables before it opens a device; a program that sets them itself answers for the file, as for [`use_library`].
+//!
 //! # What is different from a GPU
 //!
 //! - **Memory.** A pool takes its memory from `aclrtMallocHost`, an allocation for each
@@ -76,7 +81,19 @@ use crate::stream::Stream;
 ///
 /// # Errors
 /// [`Error::Config`]: another library was chosen, loaded or looked for before.
-pub fn use_library(path: impl AsRef<Path>) -> Result<()> {
+///
+/// # Safety
+/// What is loaded runs: a library's constructors when it is loaded, its functions from then on. The file that the path or the
+/// name leads to is AscendCL, or a library whose constructors do nothing unsound and whose functions of these names do what
+/// AscendCL documents; and it is that file until the first Ascend device was opened.
+///
+/// # Examples
+/// ```no_run
+/// // SAFETY: the image puts CANN's own library there, and nothing else writes to that folder.
+/// unsafe { pinpool::acl::use_library("/opt/cann/lib64/libascendcl.so")? };
+/// # Ok::<(), pinpool::Error>(())
+/// ```
+pub unsafe fn use_library(path: impl AsRef<Path>) -> Result<()> {
     crate::device::acl::use_library(path.as_ref())
 }
 

@@ -22,6 +22,13 @@
 //! # Ok::<(), pinpool::Error>(())
 //! ```
 //!
+//! # Which library
+//!
+//! `libcuda.so.1` as the system's loader finds it, or the one that the environment variable `PINPOOL_LIBCUDA` names. What is
+//! loaded runs, so both are trusted as the program's own file is: a user or process that can set the environment, or
+//! write to the folders that the loader searches, decides what runs in this one. A program that does not trust its environment (one with more
+//! rights than its user) unsets that variable before it opens a device.
+//!
 //! # What is different on a stream that others can reach
 //!
 //! Adopted streams, and ours once their handle was [given out](raw_stream), may carry work that nobody tells us of.

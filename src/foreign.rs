@@ -278,6 +278,9 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
 /// A value of the caller's. Wherever it is dropped, that is foreign code, and goes the way of [`discard`].
 pub(crate) struct Owned<T: Send + 'static>(ManuallyDrop<T>);
 
+/// What keeps alive what others made: a context, a stream.
+pub(crate) type Keeper = Owned<Box<dyn Any + Send + Sync>>;
+
 impl<T: Send + 'static> Owned<T> {
     pub(crate) fn new(value: T) -> Self {
         Self(ManuallyDrop::new(value))

@@ -1,7 +1,7 @@
 //! The system calls: every one that the crate makes is in this file, each behind a safe or plainly `unsafe` function
 //! that speaks the crate's own errors.
 //!
-//! Three things here are less obvious than a call and its error code.
+//! Two things here are less obvious than a call and its error code.
 //!
 //! *Alignment.* `mmap` promises a page, a region wants 2 MiB so that huge pages can back it. [`map`] therefore asks for
 //! the alignment on top of the length and gives the two loose ends back, so the range it returns can be unmapped in one
@@ -11,17 +11,16 @@
 //! way, by raising the memlock limit, so they become one error that shows the limit. The limit is only shown, never
 //! used to predict: a process with CAP_IPC_LOCK is not bound by it.
 //!
-//! *The barrier.* [`membarrier`] with the private expedited command interrupts every core that runs a thread of this
-//! process and makes it execute a full fence. It must be registered first; the kernel documents no failure after that.
-//!
-//! Those on files are in [`file`]; what a fork does is in [`fork`].
+//! Those on files are in [`file`], those on threads in [`thread`], the barrier and what stands in for it in [`barrier`]; what a fork does is in [`fork`].
 //!
 //! The crate runs on Linux. On other systems everything here exists and says that it is unsupported.
 
 #![allow(unsafe_code)]
 
+pub(crate) mod barrier;
 pub(crate) mod file;
 mod fork;
+pub(crate) mod thread;
 
 pub(crate) use fork::{check_fork, empty_in_child, forked, watch_forks};
 #[cfg(target_os = "linux")]
@@ -371,40 +370,20 @@ mod linux {
         !permissions.starts_with("--") && !is_window
     }
 
-    fn command(command: c_long) -> c_long {
-        // SAFETY: membarrier takes numbers only and changes no memory.
-        unsafe { libc::syscall(libc::SYS_membarrier, command, 0 as c_long, 0 as c_long) }
-    }
-
-    /// Prepares this process for [`membarrier`]. `false`: the kernel does not have it or a sandbox forbids it.
-    pub(crate) fn membarrier_register() -> bool {
-        const REGISTER: c_long = libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED as c_long;
-        const USE: c_long = libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED as c_long;
-        let known = command(libc::MEMBARRIER_CMD_QUERY as c_long);
-        if known < 0 || known & (REGISTER | USE) != (REGISTER | USE) || command(REGISTER) != 0 {
-            return false;
-        }
-        // One call now, so that a sandbox that lets the registration through and not the barrier is found out here.
-        command(USE) == 0
-    }
-
-    /// Executes a full fence on every core that runs a thread of this process. Call only after
-    /// [`membarrier_register`] returned `true`.
-    ///
-    /// `true` when done. The kernel documents no failure after registration. What could still make one is a sandbox
-    /// that is put up later and forbids the call; such a process must be sandboxed before it opens a pool.
-    pub(crate) fn membarrier() -> bool {
-        let done = command(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED as c_long) == 0;
-        debug_assert!(done, "membarrier failed after it was registered: {}", io::Error::last_os_error());
-        done
-    }
-
     /// Has `handler` called when the process ends by itself, before the handlers that were left here or by libraries so far.
     /// `false`: the system has no room for it. It must not panic.
     #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
         // SAFETY: the function lives as long as the process.
         unsafe { libc::atexit(handler) == 0 }
+    }
+
+    /// 128 bits that cannot be guessed, of the system's own generator. Those of a process and its forks differ.
+    pub(crate) fn random() -> [u64; 2] {
+        let mut bits = [0u64; 2];
+        // SAFETY: writes that many bytes. So few are never cut short, nor broken off by a signal, once there are any.
+        let got = unsafe { libc::getrandom((&raw mut bits).cast(), size_of_val(&bits), 0) };
+        if got == size_of_val(&bits) as isize { bits } else { super::hashed() }
     }
 
     /// The error of the call that has just failed for `len` bytes.
@@ -501,18 +480,24 @@ mod other {
         None
     }
 
-    pub(crate) fn membarrier_register() -> bool {
-        false
-    }
-
-    pub(crate) fn membarrier() -> bool {
-        false
-    }
-
     #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn at_exit(_handler: extern "C" fn()) -> bool {
         false
     }
+
+    pub(crate) fn random() -> [u64; 2] {
+        super::hashed()
+    }
+}
+
+/// What [`random`] is where the system does not give any: hashes of a counter under keys that std draws by whatever way is
+/// left to it. The keys are copied by a fork, whose child has another number.
+fn hashed() -> [u64; 2] {
+    use std::hash::{BuildHasher, RandomState};
+    static COUNTED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+    // Relaxed: only to be different.
+    let count = COUNTED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    [(); 2].map(|()| RandomState::new().hash_one((std::process::id(), count)))
 }
 
 #[cfg(all(test, target_os = "linux", not(loom)))]
@@ -690,13 +675,5 @@ mod tests {
         let mut local = 1_u8;
         assert_eq!(is_writable((&raw mut local).addr(), 1), Some(true));
         assert_eq!(is_writable(1, 1), Some(false));
-    }
-
-    #[test]
-    fn the_barrier_works_once_registered() {
-        if membarrier_register() {
-            assert!(membarrier());
-            assert!(membarrier_register(), "registering twice is harmless");
-        }
     }
 }

@@ -20,6 +20,24 @@
 //! threads. Models go the first mode's way, with fences in place of the call, and some of them the second's
 //! ([`model_fenced`]).
 //!
+//! # When the call is refused later
+//!
+//! A sandbox that is put up after the first pool was built (seccomp) can refuse a call that was granted before. Pools that are
+//! built from then on find that out at once, and are of the second mode. A pool that was built before finds out when it
+//! works on thread caches for the first time ([`heavy`] says `false`), and goes over to the second mode for good, where that is
+//! sound. Owners of that pool's caches have paid for no fence so far, so each of them must be known to have seen that its
+//! permit is gone, and what it wrote must be visible. That is known of
+//!
+//! - a cache that no thread leases: leases begin and end under the pool's lock, which is held;
+//! - the cache of the very thread that asks;
+//! - an owner that has come to its cache since, found its permit gone, and has fenced (`freelist::shard`, `Gate::enter`);
+//! - an owner that is blocked in the kernel, by the kernel's own word ([`is_blocked`](crate::os::barrier::is_blocked)).
+//!
+//! All others are waited for, and come under one of the last two sooner or later, unless they compute without a system call.
+//! After [`PATIENCE`], or where `/proc` does not tell, nothing is left that is sound: the process is aborted, with the reason on
+//! stderr. (No other call will do in its place: a change of protection interrupts other processors no more on all of them, and
+//! a sandbox that refuses this call may refuse any.) What other pools find out makes no difference: each goes over by itself.
+//!
 //! # Under loom
 //!
 //! Loom runs its threads by turns on one thread of the system, so thread-locals are loom's too, and so is parking. What
@@ -147,8 +165,8 @@ pub(crate) fn yield_now() {
     std::thread::yield_now();
 }
 
-/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. Asked once, when a pool
-/// is built; a pool that was told `false` keeps `FENCED` set for good.
+/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. Asked when a pool is built; a
+/// pool that was told `false` keeps `FENCED` set for good.
 pub(crate) fn asymmetric() -> bool {
     // Models have fences on both sides in place of the call, and go the way that has it.
     #[cfg(all(test, loom))]
@@ -162,7 +180,8 @@ pub(crate) fn asymmetric() -> bool {
     #[cfg(not(any(loom, pinpool_rmw)))]
     {
         static REGISTERED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-        *REGISTERED.get_or_init(crate::os::membarrier_register)
+        // Tried each time: a sandbox may have been put up since.
+        *REGISTERED.get_or_init(crate::os::barrier::membarrier_register) && crate::os::barrier::membarrier()
     }
 }
 
@@ -171,22 +190,55 @@ pub(crate) fn asymmetric() -> bool {
 pub(crate) fn light() {
     #[cfg(not(loom))]
     std::sync::atomic::compiler_fence(Ordering::SeqCst);
-    #[cfg(all(loom, not(pinpool_planted = "shard_no_fence")))]
+    #[cfg(all(loom, not(test), not(pinpool_planted = "shard_no_fence")))]
     fence(Ordering::SeqCst);
+    #[cfg(all(loom, test, not(pinpool_planted = "shard_no_fence")))]
+    if !REFUSED.get() {
+        fence(Ordering::SeqCst);
+    }
 }
 
-/// The rare side's fence. Pairs with [`light`] (through the system call) or with a full fence.
-pub(crate) fn heavy() {
+/// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a full fence. `false`: the
+/// call is refused, and nothing is known of threads that have only [`light`].
+#[must_use = "owners may not have fenced"]
+pub(crate) fn heavy(both: bool) -> bool {
     fence(Ordering::SeqCst);
-    #[cfg(not(any(loom, pinpool_rmw)))]
-    if asymmetric() && !crate::os::membarrier() {
-        // Registered, and refused all the same: a sandbox was put up in between. Owners keep out only of what they see,
-        // and without the call there is no way to make them see it.
-        crate::foreign::error!(
-            target: "pinpool::pool",
-            "membarrier was refused after it had been granted: put up sandboxes before the first pool is built"
-        );
+    #[cfg(all(test, loom))]
+    {
+        both || !REFUSED.get()
     }
+    #[cfg(all(any(loom, pinpool_rmw), not(all(test, loom))))]
+    {
+        let _ = both;
+        true
+    }
+    #[cfg(not(any(loom, pinpool_rmw)))]
+    {
+        both || crate::os::barrier::membarrier()
+    }
+}
+
+/// For how long owners are waited for where the call is refused: see the page.
+pub(crate) const PATIENCE: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// The number of this thread, for [`is_known`]. (Loom's threads are all of one number.)
+pub(crate) fn thread_number() -> u32 {
+    if cfg!(loom) { 0 } else { crate::os::barrier::thread_number() }
+}
+
+/// Whether what a thread with this number has written is visible here, and what was written here to it: it is this one, or
+/// blocked in the kernel. (In models, where there is no kernel, of none.)
+pub(crate) fn is_known(thread: u32) -> bool {
+    !cfg!(loom) && (thread == thread_number() || crate::os::barrier::is_blocked(thread))
+}
+
+/// Waits a little for other threads to do something.
+pub(crate) fn pause() {
+    #[cfg(loom)]
+    loom::thread::yield_now();
+    // Asleep, and so blocked, should they wait for this one to be.
+    #[cfg(not(loom))]
+    std::thread::sleep(std::time::Duration::from_micros(100));
 }
 
 /// Which of the crate's own threads this is. Code of the caller's runs there too (wakers, owners that are dropped), and must
@@ -256,6 +308,16 @@ pub(crate) fn step() {
 std::thread_local! {
     /// The model that runs is one of a machine without the call.
     static FENCED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    /// The model that runs is one of a machine that refuses the call after it was granted.
+    static REFUSED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// The same as [`model`] for a machine that refuses the call when it is first made.
+#[cfg(all(test, loom))]
+pub(crate) fn model_refused(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
+    REFUSED.set(true);
+    model(name, preemptions, run);
+    REFUSED.set(false);
 }
 
 /// The same as [`model`] for a machine without the asymmetric fence. (Loom's threads are all on this one.)

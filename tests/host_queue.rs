@@ -7,7 +7,9 @@ use std::future::Future as _;
 use std::time::{Duration, Instant};
 
 use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
-use pinpool::{Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Unpinned};
+use pinpool::{
+    Device, DeviceSlice, Error, ErrorClass, InFlight, PinnedBuf, Pool, QueueOptions, Stream, Unpinned,
+};
 use rig::queue::Setup;
 
 /// More marks than anybody tries to record.
@@ -648,5 +650,73 @@ fn what_shrinks_meanwhile_is_copied_as_it_was_or_refused() {
             }
         }
     }
+    s.all_back();
+}
+
+/// A copy is in flight from the push on, whether it was submitted or not: so says its segment, and so say the sums.
+#[test]
+fn pushed_copies_are_in_flight_at_once() {
+    let s = setup(HostConfig::new(), QueueOptions::new().threads(1));
+    // Nothing lands until it is told to.
+    s.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Stall });
+    let mut flights = Vec::new();
+    let mut granted = 0;
+    for i in 0..400 {
+        let buf = s.filled(&bytes(i, LEN));
+        granted = granted.max(s.pool.stats().checked_out_bytes);
+        flights.push(s.queue.upload(buf, s.range(i)).unwrap());
+        let stats = s.pool.stats();
+        assert_eq!(
+            (stats.in_flight_bytes, stats.checked_out_bytes),
+            (flights.len() * granted, 0),
+            "push {i}"
+        );
+    }
+    let census = s.pool.check().unwrap();
+    assert_eq!((census.in_flight, census.checked_out), (400 * granted, 0));
+    s.node.resume(0);
+    flights.into_iter().for_each(|flight| drop(flight.wait().unwrap()));
+    s.all_back();
+}
+
+/// Checks of a pool that queues and streams use meanwhile find nothing wrong.
+#[test]
+fn a_busy_pool_is_sound() {
+    let s = setup(HostConfig::new(), QueueOptions::new().threads(2));
+    let streams = [(); 2].map(|()| s.device.stream().unwrap());
+    let until = Instant::now() + Duration::from_millis(1500);
+    let busy = || Instant::now() < until;
+    std::thread::scope(|scope| {
+        // One copy at a time goes to the driver by itself, many go in batches, and a group is one of its own.
+        scope.spawn(|| {
+            while busy() {
+                s.push(1).into_iter().for_each(|flight| drop(flight.wait().unwrap()));
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                s.push(40).into_iter().skip(20).for_each(|flight| drop(flight.wait().unwrap()));
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                let pieces: Vec<_> = (100..140).map(|i| (bytes(i, LEN), s.range(i))).collect();
+                let pieces: Vec<_> =
+                    pieces.iter().map(|(bytes, range)| (&bytes[..], range.clone())).collect();
+                s.queue.gather_blocking(&s.pool, &pieces).unwrap();
+            }
+        });
+        scope.spawn(|| {
+            while busy() {
+                let buf = s.filled(&bytes(1, LEN));
+                drop(Stream::hold_on_all(&[&streams[0], &streams[1]], buf).unwrap().wait().unwrap());
+            }
+        });
+        let mut checks = 0;
+        while busy() {
+            checks += 1;
+            s.pool.check().unwrap_or_else(|wrong| panic!("check {checks}: {wrong}"));
+        }
+    });
     s.all_back();
 }

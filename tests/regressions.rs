@@ -1,5 +1,7 @@
 //! Mistakes that were made once. Each test failed when it was written.
 
+#![allow(unsafe_code, reason = "sandboxes and signals")]
+
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -515,4 +517,210 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
     assert!(matches!(error, None | Some(Error::Unsupported(_))), "{error:?}");
     drop((first, others));
     assert!(pool.shutdown(Duration::from_secs(20)).drained);
+}
+
+/// Runs this test's `part` in a process of its own, on that one's first thread; `true` in that process. What it ended with and
+/// wrote goes to `verdict` here.
+#[cfg(target_os = "linux")]
+fn in_a_process(test: &str, part: &str, verdict: impl FnOnce(std::process::ExitStatus, &str)) -> bool {
+    const PART: &str = "PINPOOL_TEST_PART";
+    if let Ok(now) = std::env::var(PART) {
+        return now == part;
+    }
+    let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+    again.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(PART, part);
+    let output = again.output().unwrap();
+    let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    verdict(output.status, &format!("{part}:\n{out}{err}"));
+    false
+}
+
+/// From here on this thread is refused `membarrier`.
+#[cfg(target_os = "linux")]
+fn refuse_membarrier() {
+    let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let filter = [
+        step(0x20, 0, 0, 0),
+        step(0x15, 0, 1, libc::SYS_membarrier as u32),
+        step(0x06, 0, 0, 0x0005_0000 | libc::EPERM as u32),
+        step(0x06, 0, 0, 0x7fff_0000),
+    ];
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+    // SAFETY: the filter lives for the call, which changes what this thread may ask of the system.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, 2, &raw const program), 0);
+    }
+}
+
+/// A sandbox that was put up after the first pool refused the barrier, which was logged, and then a buffer had two owners.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_sandbox_that_comes_late_makes_no_second_owner() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let test = "a_sandbox_that_comes_late_makes_no_second_owner";
+    let well = |status: std::process::ExitStatus, text: &str| assert!(status.success(), "{text}");
+    let node = HostNode::new(HostConfig::new().memory(16 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let use_it = |pool: &Pool, mark: u8| {
+        let fill = |mark: u8| {
+            let mut buf = pool.checkout(64).unwrap();
+            buf.extend_from_slice(&[mark; 64]);
+            buf
+        };
+        let (a, b) = (fill(mark), fill(mark + 100));
+        assert!(*a == [mark; 64] && *b == [mark + 100; 64], "a buffer has two owners");
+    };
+    // No other thread has used the pool.
+    if in_a_process(test, "alone", well) {
+        use_it(&pool, 1);
+        refuse_membarrier();
+        assert_eq!(pool.trim(0), 4 << 20);
+        use_it(&pool, 2);
+        pool.check().unwrap();
+        // A new one does without from the start.
+        let new = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+        use_it(&new, 3);
+        new.check().unwrap();
+    }
+    // Another thread has, and sleeps: what it caches is taken back, as ever.
+    if in_a_process(test, "asleep", well) {
+        let (used, was_used) = std::sync::mpsc::channel();
+        let (end, ends) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let ends = ends;
+                use_it(&pool, 1);
+                used.send(()).unwrap();
+                ends.recv().unwrap_err();
+                use_it(&pool, 2);
+            });
+            was_used.recv().unwrap();
+            assert!(pool.stats().cached_bytes > 0);
+            refuse_membarrier();
+            assert_eq!(pool.trim(0), 4 << 20);
+            drop(end);
+        });
+        pool.check().unwrap();
+    }
+    // Others use it all the time.
+    if in_a_process(test, "busy", well) {
+        let (done, started) = (AtomicBool::new(false), std::sync::Barrier::new(3));
+        std::thread::scope(|scope| {
+            for mark in [1, 2] {
+                let (done, started, pool, use_it) = (&done, &started, &pool, &use_it);
+                scope.spawn(move || {
+                    use_it(pool, mark);
+                    started.wait();
+                    while !done.load(Ordering::Relaxed) {
+                        (0..200).for_each(|_| use_it(pool, mark));
+                    }
+                });
+            }
+            started.wait();
+            refuse_membarrier();
+            let until = std::time::Instant::now() + Duration::from_secs(2);
+            while std::time::Instant::now() < until {
+                pool.trim(usize::MAX);
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        pool.check().unwrap();
+    }
+    // Of one that computes all the time nothing is known. (The only part whose end is not a success.)
+    let aborted = |status: std::process::ExitStatus, text: &str| {
+        use std::os::unix::process::ExitStatusExt;
+        assert_eq!(status.signal(), Some(libc::SIGABRT), "{text}");
+        assert!(text.contains("pinpool: the system call membarrier is refused"), "{text}");
+    };
+    if in_a_process(test, "computing", aborted) {
+        let used = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                use_it(&pool, 1);
+                used.store(true, Ordering::Release);
+                loop {
+                    std::hint::spin_loop();
+                }
+            });
+            while !used.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            refuse_membarrier();
+            pool.trim(0);
+            unreachable!("nothing is known of the other thread");
+        });
+    }
+}
+
+/// Handlers of the program ran on the library's threads.
+#[test]
+#[cfg(target_os = "linux")]
+fn signals_are_for_the_programs_threads() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static HANDLED: AtomicUsize = AtomicUsize::new(0);
+    extern "C" fn handle(_: libc::c_int) {
+        HANDLED.fetch_add(1, Ordering::Relaxed);
+    }
+    let test = "signals_are_for_the_programs_threads";
+    if !in_a_process(test, "all", |status, text| assert!(status.success(), "{text}")) {
+        return;
+    }
+    let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(4 << 20).unwrap());
+    let queue = device.copy_queue().unwrap();
+    let pipeline = pinpool::pipeline::Pipeline::builder(&pool, &device).build().unwrap();
+    drop(pipeline.upload(vec![1; 4 << 20], &memory).unwrap().wait().unwrap());
+    let sampling = pinpool::telemetry::Sampler::new(&pool).spawn(Duration::from_secs(1)).unwrap();
+    // What each thread of ours blocks, by its name, which it gives itself when it begins.
+    let threads = || -> Vec<(String, u64)> {
+        let status = |task: std::io::Result<std::fs::DirEntry>| {
+            std::fs::read_to_string(task.unwrap().path().join("status")).ok()
+        };
+        let look = |status: String| {
+            let field = |name| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim();
+            (field("Name:").to_owned(), u64::from_str_radix(field("SigBlk:"), 16).unwrap())
+        };
+        let all = std::fs::read_dir("/proc/self/task").unwrap().filter_map(status).map(look);
+        all.filter(|(name, _)| name.starts_with("pinpool-")).collect()
+    };
+    let kinds = ["reap", "send", "pipe", "wire", "sample", "host"].map(|kind| format!("pinpool-{kind}"));
+    let mask = |signals: &[libc::c_int]| signals.iter().fold(0, |mask, signal| mask | 1_u64 << (signal - 1));
+    let raised =
+        mask(&[libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGABRT, libc::SIGTRAP]);
+    let wanted =
+        mask(&[libc::SIGINT, libc::SIGTERM, libc::SIGUSR1, libc::SIGCHLD, libc::SIGPROF, libc::SIGRTMIN()]);
+    let since = std::time::Instant::now();
+    let threads = loop {
+        let threads = threads();
+        let all = kinds.iter().all(|kind| threads.iter().any(|(name, _)| name.starts_with(kind)));
+        // The C library blocks all of them for a moment where a thread begins, ends, or starts another.
+        if all && threads.iter().all(|(_, blocked)| blocked & raised == 0) {
+            break threads;
+        }
+        assert!(since.elapsed() < Duration::from_secs(20), "{kinds:?} in {threads:x?}");
+        std::thread::yield_now();
+    };
+    for (name, blocked) in threads {
+        assert_eq!(blocked & wanted, wanted, "{name} blocks {blocked:x}");
+    }
+    // One that comes while only those could take it waits for this one.
+    // SAFETY: the handler only counts; sets of signals, filled within.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigaddset(&raw mut set, libc::SIGUSR1);
+        assert_eq!(libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()), 0);
+        libc::signal(libc::SIGUSR1, handle as extern "C" fn(libc::c_int) as libc::sighandler_t);
+        // Where the harness has a thread of its own beside this one, that one may take it.
+        let alone = libc::getpid() == libc::syscall(libc::SYS_gettid) as libc::pid_t;
+        assert_eq!(libc::kill(libc::getpid(), libc::SIGUSR1), 0);
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!alone || HANDLED.load(Ordering::Relaxed) == 0, "a thread of ours has handled it");
+        assert_eq!(libc::pthread_sigmask(libc::SIG_UNBLOCK, &raw const set, std::ptr::null_mut()), 0);
+        assert_eq!(HANDLED.load(Ordering::Relaxed), 1);
+    }
+    drop((sampling, pipeline, queue, stream));
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::Lend;
 use crate::error::{Error, Result, SubmitError};
+use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::{Ticket, WaitKey};
@@ -109,7 +110,7 @@ impl<B: Lend> InFlight<B> {
 
     fn finish(&mut self) -> Result<B> {
         match self.value.take() {
-            Some(value) => value.finish(self.written),
+            Some(value) => value.finish(self.written, KEY),
             None => Err(Error::Unsupported("an in-flight handle was polled after it was ready".into())),
         }
     }
@@ -159,7 +160,7 @@ impl<B: Lend> Future for InFlight<B> {
                 Ok(false) => Poll::Pending,
                 Err(error) => {
                     if let Some(value) = this.value.take() {
-                        value.abandon();
+                        value.abandon(KEY);
                     }
                     Poll::Ready(Err(error))
                 }
@@ -172,7 +173,7 @@ impl<B: Lend> Future for InFlight<B> {
                 Ok(false) => return Poll::Pending,
                 Err(error) => {
                     if let Some(value) = this.value.take() {
-                        value.abandon();
+                        value.abandon(KEY);
                     }
                     return Poll::Ready(Err(error));
                 }
@@ -186,7 +187,7 @@ impl<B: Lend> Drop for InFlight<B> {
     fn drop(&mut self) {
         // First: a value that is still here when this ends, by a panic too, is dropped as if it were host-ready.
         if let Some(value) = self.value.take() {
-            value.abandon();
+            value.abandon(KEY);
         }
         if let Tickets::Queued(place) = &self.tickets {
             return place.line.forget_waker(&mut self.waker.1);

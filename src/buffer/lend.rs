@@ -6,6 +6,7 @@ use super::PinnedBuf;
 use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
 use crate::freelist::state;
+use crate::sealed::Key;
 use crate::stream::timeline::{Gone, Joint, Keep, Lent};
 
 /// What can be lent to a device and comes back when it is done: [`PinnedBuf`] and [`Registered`](crate::Registered), an
@@ -23,46 +24,46 @@ impl Lend for Arc<PinnedBuf> {}
 impl Lend for () {}
 
 pub(crate) mod sealed {
-    use super::{DeviceContext, Error, Lent, Result};
+    use super::{DeviceContext, Error, Key, Lent, Result};
 
     pub trait Lend: Sized + Send + Sync + Unpin {
         /// What goes on the timeline.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn lend(&self) -> Lent;
+        fn lend(&self, _: Key) -> Lent;
         /// The device is done: back to the owner. `written`: bytes that it wrote. Of what the timeline has a share of its own
         /// nothing is to be done, here and below.
         #[doc(hidden)]
-        fn finish(self, written: Option<usize>) -> Result<Self> {
+        fn finish(self, written: Option<usize>, _: Key) -> Result<Self> {
             let _ = written;
             Ok(self)
         }
         /// The handle is dropped while the device is not done.
         #[doc(hidden)]
-        fn abandon(self) {}
+        fn abandon(self, _: Key) {}
         /// Written bytes, if the CPU may read them.
         #[doc(hidden)]
-        fn bytes(&self) -> &[u8];
+        fn bytes(&self, _: Key) -> &[u8];
         /// Start and capacity, to be written by a device; with an error for what cannot be written to.
         #[doc(hidden)]
-        fn target(&self) -> Result<(*mut u8, usize)> {
+        fn target(&self, _: Key) -> Result<(*mut u8, usize)> {
             Err(Error::Unsupported("a shared buffer cannot be written to".into()))
         }
         /// Whether this device may use it.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn serves(&self, context: &DeviceContext) -> bool;
+        fn serves(&self, context: &DeviceContext, _: Key) -> bool;
     }
 }
 
 impl sealed::Lend for PinnedBuf {
     #[inline]
     #[allow(private_interfaces)]
-    fn lend(&self) -> Lent {
+    fn lend(&self, _: Key) -> Lent {
         Lent::Segment(self.segment.alias())
     }
 
-    fn finish(mut self, written: Option<usize>) -> Result<Self> {
+    fn finish(mut self, written: Option<usize>, _: Key) -> Result<Self> {
         let slot = self.segment.slot();
         if slot.word().state() == state::LANDED {
             slot.set(state::HOST);
@@ -76,7 +77,7 @@ impl sealed::Lend for PinnedBuf {
         ))
     }
 
-    fn abandon(self) {
+    fn abandon(self, _: Key) {
         let (segment, _) = self.into_parts();
         let slot = segment.slot();
         let word = slot.word();
@@ -94,46 +95,46 @@ impl sealed::Lend for PinnedBuf {
     }
 
     #[inline]
-    fn bytes(&self) -> &[u8] {
+    fn bytes(&self, _: Key) -> &[u8] {
         self
     }
 
     #[inline]
-    fn target(&self) -> Result<(*mut u8, usize)> {
+    fn target(&self, _: Key) -> Result<(*mut u8, usize)> {
         Ok((self.segment.base().as_ptr(), self.segment.len()))
     }
 
     #[inline]
     #[allow(private_interfaces)]
-    fn serves(&self, context: &DeviceContext) -> bool {
+    fn serves(&self, context: &DeviceContext, _: Key) -> bool {
         self.segment.depot().config().serves.contains(&context.id())
     }
 }
 
 impl sealed::Lend for Arc<PinnedBuf> {
     #[allow(private_interfaces)]
-    fn lend(&self) -> Lent {
+    fn lend(&self, _: Key) -> Lent {
         Lent::Object(Box::new(SharedBuf(self.clone())))
     }
-    fn bytes(&self) -> &[u8] {
+    fn bytes(&self, _: Key) -> &[u8] {
         self
     }
     #[allow(private_interfaces)]
-    fn serves(&self, context: &DeviceContext) -> bool {
+    fn serves(&self, context: &DeviceContext, _: Key) -> bool {
         self.segment.depot().config().serves.contains(&context.id())
     }
 }
 
 impl sealed::Lend for () {
     #[allow(private_interfaces)]
-    fn lend(&self) -> Lent {
+    fn lend(&self, _: Key) -> Lent {
         Lent::Object(Box::new(()))
     }
-    fn bytes(&self) -> &[u8] {
+    fn bytes(&self, _: Key) -> &[u8] {
         &[]
     }
     #[allow(private_interfaces)]
-    fn serves(&self, _: &DeviceContext) -> bool {
+    fn serves(&self, _: &DeviceContext, _: Key) -> bool {
         true
     }
 }

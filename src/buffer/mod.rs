@@ -29,6 +29,7 @@ use bytemuck::{AnyBitPattern, NoUninit, Pod};
 use bytes::BufMut;
 use bytes::buf::UninitSlice;
 
+pub use crate::depot::Token;
 use crate::depot::{Depot, Fresh, Segment};
 use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
@@ -90,7 +91,7 @@ impl From<Fresh> for PinnedBuf {
 impl PinnedBuf {
     /// Takes back what went out as a token, once.
     pub(crate) fn redeem(depot: &Depot, token: Token) -> Option<Self> {
-        let (segment, len) = depot.redeem(usize::try_from(token.key).ok()?, token.nonce)?;
+        let (segment, len) = depot.redeem(token)?;
         // SAFETY: it went in as a buffer with so many bytes written, and came out once.
         Some(unsafe { Self::new(segment, len) })
     }
@@ -320,34 +321,10 @@ impl PinnedBuf {
     #[must_use = "without the token the segment is lost to the pool"]
     pub fn into_token(self) -> Token {
         let (segment, len) = self.into_parts();
-        let pool = segment.depot().number();
         // The depot stays alive: the segment is still out.
         let depot: *const Depot = segment.depot();
         // SAFETY: as above.
-        let (key, nonce) = unsafe { &*depot }.deposit(segment, len);
-        Token { pool, key: key as u64, nonce }
-    }
-}
-
-/// A buffer as three numbers. A copy of it, a made-up one, or one that was redeemed before is refused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Token {
-    pub(crate) pool: u64,
-    pub(crate) key: u64,
-    pub(crate) nonce: u64,
-}
-
-impl Token {
-    /// The token as numbers.
-    #[must_use]
-    pub fn to_raw(self) -> [u64; 3] {
-        [self.pool, self.key, self.nonce]
-    }
-
-    /// A token from numbers. Wrong ones are refused when it is redeemed.
-    #[must_use]
-    pub fn from_raw([pool, key, nonce]: [u64; 3]) -> Self {
-        Self { pool, key, nonce }
+        unsafe { &*depot }.deposit(segment, len)
     }
 }
 

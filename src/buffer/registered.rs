@@ -24,6 +24,7 @@ use super::{DeviceContext, Lend, sealed};
 use crate::error::{Error, RegisterError, Result};
 use crate::foreign;
 use crate::runtime::Device;
+use crate::sealed::Key;
 use crate::stream::timeline::{Gone, Keep, Lent};
 
 /// A value whose bytes are page-locked where they are: a mapped file, shared memory, a vector. Made by
@@ -332,14 +333,14 @@ where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
     #[allow(private_interfaces)]
-    fn lend(&self) -> Lent {
+    fn lend(&self, _: Key) -> Lent {
         Lent::Object(Box::new(Share(self.0.clone())))
     }
-    fn bytes(&self) -> &[u8] {
+    fn bytes(&self, _: Key) -> &[u8] {
         self
     }
     #[allow(private_interfaces)]
-    fn serves(&self, context: &DeviceContext) -> bool {
+    fn serves(&self, context: &DeviceContext, _: Key) -> bool {
         self.is_for(context)
     }
 }
@@ -349,14 +350,14 @@ where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
     #[allow(private_interfaces)]
-    fn lend(&self) -> Lent {
+    fn lend(&self, _: Key) -> Lent {
         Lent::Object(Box::new(Share(self.clone())))
     }
-    fn bytes(&self) -> &[u8] {
+    fn bytes(&self, _: Key) -> &[u8] {
         self
     }
     #[allow(private_interfaces)]
-    fn serves(&self, context: &DeviceContext) -> bool {
+    fn serves(&self, context: &DeviceContext, _: Key) -> bool {
         self.is_for(context)
     }
 }

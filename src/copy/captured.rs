@@ -26,6 +26,7 @@ use crate::buffer::{Lend, PinnedBuf};
 use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result, SubmitError};
+use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::timeline::{Gone, Keep, Lent};
 
@@ -188,7 +189,7 @@ impl Stream {
         let checked = self.own(dst).and_then(|dst| {
             self.usable_for(&src)?;
             // Asked once: a value of the caller's may answer otherwise the next time.
-            let bytes = src.bytes();
+            let bytes = src.bytes(KEY);
             match bytes.len() {
                 0 => Err(Error::Empty),
                 need if need > dst.len() => Err(Error::TooSmall { need, have: dst.len() }),
@@ -250,7 +251,7 @@ impl Stream {
     }
 
     fn usable_for<B: Lend>(&self, buf: &B) -> Result<()> {
-        if !buf.serves(self.timeline().context()) {
+        if !buf.serves(self.timeline().context(), KEY) {
             return Err(Error::WrongDevice { device: self.device().name().into() });
         }
         self.timeline().usable()

@@ -10,6 +10,7 @@ use crate::buffer::{InFlight, Lend};
 use crate::device::Transfer;
 use crate::device::memory::bounds;
 use crate::error::{Error, Result, SubmitError};
+use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::timeline::Lent;
 
@@ -48,13 +49,13 @@ impl Stream {
         mut landing: L,
     ) -> Result<(InFlight<B>, InFlight<L::Landed>), SubmitError<(B, L)>> {
         let checked = (|| {
-            if !src.serves(self.timeline().context()) {
+            if !src.serves(self.timeline().context(), KEY) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
             // Asked once: a value of the caller's may answer otherwise the next time.
-            let all = src.bytes();
+            let all = src.bytes(KEY);
             let (start, end) = bounds(part, all.len())?;
-            let (target, capacity) = landing.target(self)?;
+            let (target, capacity) = landing.target(self, KEY)?;
             if end - start > capacity {
                 return Err(Error::TooSmall { need: end - start, have: capacity });
             }
@@ -68,12 +69,12 @@ impl Stream {
         };
         let len = bytes.len();
         let transfer = Transfer::OnHost { src: bytes.as_ptr(), dst: target, len };
-        let source = match self.timeline().begin(src.lend(), None) {
+        let source = match self.timeline().begin(src.lend(KEY), None) {
             Ok(submission) => submission,
             Err((error, _)) => return Err(SubmitError::refused(error, (src, landing))),
         };
         let mut sent = InFlight::new(self.ticket(NOT_YET), src, None);
-        let (lent, pending) = landing.lend();
+        let (lent, pending) = landing.lend(KEY);
         let submission = match self.timeline().begin(lent, None) {
             Ok(submission) => submission,
             // As in `download`; the source, entered before the stream was lost, is quarantined with it.

@@ -22,6 +22,7 @@ use crate::buffer::{InFlight, Lend, PinnedBuf, Registered, StreamBuf, joint};
 use crate::device::Transfer;
 use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
+use crate::sealed::{KEY, Key};
 use crate::stream::Stream;
 use crate::stream::timeline::{Lent, Ticket};
 
@@ -41,34 +42,34 @@ const NOT_YET: u64 = u64::MAX;
 pub trait DeviceRange: range::Sealed {}
 
 mod range {
-    use super::{DeviceBuffer, DeviceSlice, Result};
+    use super::{DeviceBuffer, DeviceSlice, Key, Result};
 
     pub trait Sealed {
         #[doc(hidden)]
-        fn resolve(self) -> Result<DeviceSlice>;
+        fn resolve(self, _: Key) -> Result<DeviceSlice>;
     }
     impl Sealed for DeviceSlice {
-        fn resolve(self) -> Result<DeviceSlice> {
+        fn resolve(self, _: Key) -> Result<DeviceSlice> {
             Ok(self)
         }
     }
     impl Sealed for &DeviceSlice {
-        fn resolve(self) -> Result<DeviceSlice> {
+        fn resolve(self, _: Key) -> Result<DeviceSlice> {
             Ok(self.clone())
         }
     }
     impl Sealed for DeviceBuffer {
-        fn resolve(self) -> Result<DeviceSlice> {
+        fn resolve(self, _: Key) -> Result<DeviceSlice> {
             Ok(self.into())
         }
     }
     impl Sealed for &DeviceBuffer {
-        fn resolve(self) -> Result<DeviceSlice> {
+        fn resolve(self, _: Key) -> Result<DeviceSlice> {
             Ok(self.into())
         }
     }
     impl Sealed for Result<DeviceSlice> {
-        fn resolve(self) -> Result<DeviceSlice> {
+        fn resolve(self, _: Key) -> Result<DeviceSlice> {
             self
         }
     }
@@ -104,7 +105,9 @@ where
 }
 
 mod landing {
-    use super::{DerefMut, Error, Lent, PinnedBuf, Registered, Result, StableDeref, Stream, StreamBuf};
+    use super::{
+        DerefMut, Error, KEY, Key, Lent, PinnedBuf, Registered, Result, StableDeref, Stream, StreamBuf,
+    };
     use crate::buffer::sealed::Lend as _;
     use std::sync::Arc;
 
@@ -114,23 +117,23 @@ mod landing {
         type Half;
         /// Start and capacity, if this stream may write there.
         #[doc(hidden)]
-        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)>;
+        fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)>;
         /// The capacity alone, which may be found without a look at what tells where the start is.
         #[doc(hidden)]
-        fn room(&mut self, stream: &Stream) -> Result<usize> {
-            self.target(stream).map(|(_, capacity)| capacity)
+        fn room(&mut self, stream: &Stream, key: Key) -> Result<usize> {
+            self.target(stream, key).map(|(_, capacity)| capacity)
         }
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Self::Half);
+        fn lend(self, _: Key) -> (Lent, Self::Half);
         /// The half that stays with the caller, for what the CPU has written, which no timeline hears of. `None`: it is not the
         /// CPU's to write to.
         ///
         /// # Safety
         /// The first `written` bytes from the start that [`target`](Self::target) gave are written, and fit.
         #[doc(hidden)]
-        unsafe fn filled(self, written: usize) -> Option<Self::Half>;
+        unsafe fn filled(self, written: usize, _: Key) -> Option<Self::Half>;
     }
 
     #[inline]
@@ -141,20 +144,20 @@ mod landing {
     impl Sealed for PinnedBuf {
         type Half = Self;
         #[inline]
-        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
-            refuse_others(self.serves(stream.timeline().context()), stream)?;
-            <Self as crate::buffer::sealed::Lend>::target(self)
+        fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
+            refuse_others(self.serves(stream.timeline().context(), KEY), stream)?;
+            <Self as crate::buffer::sealed::Lend>::target(self, KEY)
         }
         #[inline]
-        fn room(&mut self, stream: &Stream) -> Result<usize> {
-            refuse_others(self.serves(stream.timeline().context()), stream)?;
+        fn room(&mut self, stream: &Stream, _: Key) -> Result<usize> {
+            refuse_others(self.serves(stream.timeline().context(), KEY), stream)?;
             Ok(self.capacity())
         }
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Self) {
-            (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
+        fn lend(self, _: Key) -> (Lent, Self) {
+            (<Self as crate::buffer::sealed::Lend>::lend(&self, KEY), self)
         }
-        unsafe fn filled(mut self, written: usize) -> Option<Self> {
+        unsafe fn filled(mut self, written: usize, _: Key) -> Option<Self> {
             // SAFETY: the caller's word.
             unsafe { self.set_len(written) };
             Some(self)
@@ -163,20 +166,20 @@ mod landing {
 
     impl Sealed for StreamBuf {
         type Half = PinnedBuf;
-        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
+        fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
             if !Arc::ptr_eq(self.timeline(), stream.timeline()) {
                 return Err(Error::WrongStream);
             }
             Ok((self.segment().base().as_ptr(), self.segment().len()))
         }
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, PinnedBuf) {
+        fn lend(self, _: Key) -> (Lent, PinnedBuf) {
             let (lent, segment) = self.into_lent();
             // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched only when it has
             // landed, and nothing of it counts as written until then.
             (lent, unsafe { PinnedBuf::new(segment, 0) })
         }
-        unsafe fn filled(self, _: usize) -> Option<PinnedBuf> {
+        unsafe fn filled(self, _: usize, _: Key) -> Option<PinnedBuf> {
             None
         }
     }
@@ -186,15 +189,15 @@ mod landing {
         T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
     {
         type Half = Self;
-        fn target(&mut self, stream: &Stream) -> Result<(*mut u8, usize)> {
-            refuse_others(self.serves(stream.timeline().context()), stream)?;
+        fn target(&mut self, stream: &Stream, _: Key) -> Result<(*mut u8, usize)> {
+            refuse_others(self.serves(stream.timeline().context(), KEY), stream)?;
             self.landing()
         }
         #[allow(private_interfaces)]
-        fn lend(self) -> (Lent, Self) {
-            (<Self as crate::buffer::sealed::Lend>::lend(&self), self)
+        fn lend(self, _: Key) -> (Lent, Self) {
+            (<Self as crate::buffer::sealed::Lend>::lend(&self, KEY), self)
         }
-        unsafe fn filled(self, _: usize) -> Option<Self> {
+        unsafe fn filled(self, _: usize, _: Key) -> Option<Self> {
             Some(self)
         }
     }
@@ -225,11 +228,11 @@ impl Stream {
     ) -> Result<InFlight<B>, SubmitError<B>> {
         let checked = (|| {
             let dst = self.own(dst)?;
-            if !src.serves(self.timeline().context()) {
+            if !src.serves(self.timeline().context(), KEY) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
             // Asked once: a value of the caller's may answer otherwise the next time.
-            let all = src.bytes();
+            let all = src.bytes(KEY);
             let (start, end) = bounds(part, all.len())?;
             if end - start > dst.len() {
                 return Err(Error::TooSmall { need: end - start, have: dst.len() });
@@ -243,7 +246,7 @@ impl Stream {
             Err(error) => return Err(SubmitError::refused(error, src)),
         };
         let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
-        let submission = match self.timeline().begin(src.lend(), Some(dst.allocation())) {
+        let submission = match self.timeline().begin(src.lend(KEY), Some(dst.allocation())) {
             Ok(submission) => submission,
             Err((error, _)) => return Err(SubmitError::refused(error, src)),
         };
@@ -268,7 +271,7 @@ impl Stream {
         mut landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
         let checked = self.own(src).and_then(|src| {
-            let (target, capacity) = landing.target(self)?;
+            let (target, capacity) = landing.target(self, KEY)?;
             if src.len() > capacity {
                 return Err(Error::TooSmall { need: src.len(), have: capacity });
             }
@@ -282,7 +285,7 @@ impl Stream {
             Err(error) => return Err(SubmitError::refused(error, landing)),
         };
         let transfer = Transfer::Download { src: src.ptr(), dst: target, len: src.len() };
-        let (lent, pending) = landing.lend();
+        let (lent, pending) = landing.lend(KEY);
         let submission = match self.timeline().begin(lent, Some(src.allocation())) {
             Ok(submission) => submission,
             // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
@@ -339,14 +342,14 @@ impl Stream {
     /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a lost
     /// device.
     pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
-        if !buf.serves(self.timeline().context()) {
+        if !buf.serves(self.timeline().context(), KEY) {
             let error = Error::WrongDevice { device: self.device().name().into() };
             return Err(SubmitError::refused(error, buf));
         }
         if let Err(error) = self.timeline().not_capturing("a hold", HOLD_REMEDY) {
             return Err(SubmitError::refused(error, buf));
         }
-        match self.timeline().begin(buf.lend(), None) {
+        match self.timeline().begin(buf.lend(KEY), None) {
             Ok(submission) => {
                 let mut flight = InFlight::new(self.ticket(NOT_YET), buf, None);
                 flight.submitted(submission.commit());
@@ -370,7 +373,7 @@ impl Stream {
             Some(Error::Empty)
         } else {
             streams.iter().find_map(|stream| {
-                if !buf.serves(stream.timeline().context()) {
+                if !buf.serves(stream.timeline().context(), KEY) {
                     return Some(Error::WrongDevice { device: stream.device().name().into() });
                 }
                 let timeline = stream.timeline();
@@ -450,7 +453,7 @@ impl Stream {
     /// Device memory of this stream's device.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
         crate::os::check_fork()?;
-        let slice = range.resolve()?;
+        let slice = range.resolve(KEY)?;
         if !slice.is_of(self.timeline().context()) {
             return Err(Error::WrongDevice { device: self.device().name().into() });
         }

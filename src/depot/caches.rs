@@ -145,7 +145,7 @@ impl Depot {
         let idle = core.roster.idle((!self.config.timeless).then(Instant::now));
         let helps = |placement| self.could_help(core, placement, idle.iter());
         if !idle.is_empty() && placement.is_none_or(helps) {
-            self.gate.hush(&idle, |mut held| {
+            self.gate.hush(&idle, &core.roster, |mut held| {
                 held.drain_all(|_, chain| {
                     any = true;
                     // SAFETY: as above.
@@ -165,7 +165,7 @@ impl Depot {
             return None;
         }
         let most = most.clone();
-        self.gate.hush(std::slice::from_ref(&most), |mut held| {
+        self.gate.hush(std::slice::from_ref(&most), roster, |mut held| {
             let half = most.cached(class).div_ceil(2) as u32;
             // SAFETY: what a shard caches is free and alive.
             unsafe { arena.give_chain(held.drain(class, half)) };

@@ -231,9 +231,20 @@ impl Depot {
         self.joint.fetch_add(change as u64, StdOrdering::Relaxed);
     }
 
-    /// What is booked there.
-    pub(crate) fn joint_bytes(&self) -> usize {
-        self.joint.load(StdOrdering::Relaxed) as usize
+    /// Makes a change that takes several steps, so that a check does not take it half-way.
+    pub(crate) fn in_one<R>(&self, change: impl FnOnce(&Self) -> R) -> R {
+        // AcqRel, release: as for a lock. Pairs with the load in `joint_bytes`.
+        self.halfway.fetch_add(1, StdOrdering::AcqRel);
+        let made = change(self);
+        self.halfway.fetch_sub(1, StdOrdering::Release);
+        made
+    }
+
+    /// What is booked there, and whether no change is half-way.
+    pub(crate) fn joint_bytes(&self) -> (usize, bool) {
+        // Acquire: pairs with `in_one`.
+        let settled = self.halfway.load(StdOrdering::Acquire) == 0;
+        (self.joint.load(StdOrdering::Relaxed) as usize, settled)
     }
 }
 

@@ -39,6 +39,7 @@ mod lease;
 mod loom_models;
 mod queue;
 mod raw;
+mod token;
 mod waiting;
 
 use std::ptr::NonNull;
@@ -66,6 +67,8 @@ use queue::Grant;
 use queue::Queue;
 pub(crate) use queue::{Outcome, Wake, Want};
 pub(crate) use raw::{Fresh, Segment};
+use token::Deposit;
+pub use token::Token;
 
 /// How a depot is set up.
 #[derive(Clone, Debug)]
@@ -101,6 +104,8 @@ pub(crate) struct Depot {
     racked: crossbeam::utils::CachePadded<Bookings>,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
+    /// Changes of that which are being made together with a segment's word. Only checks look.
+    halfway: StdAtomicU64,
     me: Weak<Self>,
     /// What those remember who look at all that is out. Locked before the core.
     sightings: Mutex<Sightings>,
@@ -139,9 +144,8 @@ struct Core {
     /// Why growing failed last, until it is tried again.
     stunted: Option<Error>,
     stats: Stats,
-    /// Segments that went out as tokens: the token's nonce, and the bytes written.
-    tokens: Slab<(u64, Segment, usize)>,
-    nonce: u64,
+    /// Segments that went out as tokens.
+    tokens: Slab<Deposit>,
 }
 
 /// What happened on the slow path since the depot was made.
@@ -197,6 +201,7 @@ impl Depot {
             racks: listed().map(|_| Rack::new()).collect(),
             racked: crossbeam::utils::CachePadded::new(Bookings::new()),
             joint: StdAtomicU64::new(0),
+            halfway: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
@@ -204,7 +209,6 @@ impl Depot {
                 roster: Roster::default(),
                 queue: Queue::new(config.timeless),
                 tokens: Slab::new(),
-                nonce: 0,
                 takes: 0,
                 puts: 0,
                 classes: ClassTally::new(),
@@ -578,28 +582,6 @@ impl Depot {
     fn rebook(&self, from: usize, to: usize) {
         let mut core = self.core.lock();
         core.requested = core.requested.wrapping_add(to as u64).wrapping_sub(from as u64);
-    }
-
-    /// Puts a segment behind a token: its place here, and a number that is never used twice.
-    pub(crate) fn deposit(&self, segment: Segment, written: usize) -> (usize, u64) {
-        if crate::os::forked() {
-            // Numbers start at 1: it is no token.
-            return (0, 0);
-        }
-        let mut core = self.core.lock();
-        core.nonce += 1;
-        let nonce = core.nonce;
-        (core.tokens.insert((nonce, segment, written)), nonce)
-    }
-
-    /// Takes it out again, once.
-    pub(crate) fn redeem(&self, key: usize, nonce: u64) -> Option<(Segment, usize)> {
-        let mut core = self.core.lock();
-        if core.tokens.get(key)?.0 != nonce {
-            return None;
-        }
-        let (_, segment, written) = core.tokens.remove(key);
-        Some((segment, written))
     }
 }
 

@@ -52,6 +52,12 @@ impl Depot {
         self.sweep(core);
     }
 
+    /// Whether a request waits here that what comes back is to go to. `false` while the memory for all that wait is on its
+    /// way from the system.
+    pub(crate) fn awaited(&self) -> bool {
+        self.gate.mode() & mode::WAITING != 0
+    }
+
     pub(super) fn stop_waiting(&self, core: &Core) {
         if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
             self.gate.open(mode::WAITING, &core.roster);

@@ -5,15 +5,11 @@
 //! what is current on the thread. So the call is made on a thread of its own. What waits for the end hears of it after
 //! that call.
 
-use std::any::Any;
 use std::sync::{Arc, OnceLock};
 
 use super::holds::Last;
-use crate::foreign::Owned;
+pub(crate) use crate::foreign::Keeper;
 use crate::os;
-
-/// What keeps alive what others made: a context, a stream.
-pub(crate) type Keeper = Owned<Box<dyn Any + Send + Sync>>;
 
 /// What a driver drops when it ends.
 #[derive(Debug)]
@@ -56,8 +52,7 @@ impl Ending {
         if here {
             return end();
         }
-        let thread = std::thread::Builder::new().name(format!("pinpool-end-{device}"));
-        if let Err(error) = thread.spawn(end) {
+        if let Err(error) = crate::os::thread::spawn(format!("pinpool-end-{device}"), end) {
             last.iter().for_each(Last::leaked);
             crate::foreign::warn!(target: "pinpool::device::leak", device, %error, "a device is not let go of");
         }

@@ -38,21 +38,19 @@ impl Worker {
         let count = holds.clone();
         let (jobs, queue) = unbounded::<Job>();
         let entering = driver.clone();
-        let spawned = std::thread::Builder::new()
-            .name(format!("pinpool-{}", driver.name()))
-            .spawn(move || {
-                crate::sync::enter(crate::sync::Own::Worker);
-                entering.enter_thread();
-                drop(entering);
-                for job in queue {
-                    run(job);
-                    count.count_job_done();
-                }
-            })
-            .map_err(|e| Error::Unavailable {
-                device: driver.name().into(),
-                why: format!("no thread could be started: {e}"),
-            })?;
+        let spawned = crate::os::thread::spawn(format!("pinpool-{}", driver.name()), move || {
+            crate::sync::enter(crate::sync::Own::Worker);
+            entering.enter_thread();
+            drop(entering);
+            for job in queue {
+                run(job);
+                count.count_job_done();
+            }
+        })
+        .map_err(|e| Error::Unavailable {
+            device: driver.name().into(),
+            why: format!("no thread could be started: {e}"),
+        })?;
         Ok(Self { jobs: Some(jobs), thread: Some(spawned.thread().id()), holds })
     }
 

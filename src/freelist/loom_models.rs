@@ -12,7 +12,7 @@ use loom::thread::spawn;
 
 use super::shard::Put;
 use super::*;
-use crate::sync::{Mutex, Ordering, UnsafeCell, model, step};
+use crate::sync::{Mutex, Ordering, UnsafeCell, model, model_refused, step};
 
 /// Segments outside of any list, numbered by what their slots have as the run.
 struct Segments {
@@ -258,8 +258,9 @@ impl Store {
     fn take_one_back(&self, shard: &Arc<Shard>) {
         step();
         let mut cold = self.cold.lock();
-        self.gate.hush(std::slice::from_ref(shard), |mut held| {
-            cold.1.extend(self.segments.unlink(held.drain(class(), 1)));
+        let (roster, list) = &mut *cold;
+        self.gate.hush(std::slice::from_ref(shard), roster, |mut held| {
+            list.extend(self.segments.unlink(held.drain(class(), 1)));
         });
     }
 
@@ -308,6 +309,52 @@ fn hushed(store: &Arc<Store>) {
         owner.join().unwrap();
     }
     assert_eq!(store.all(), [0, 1, 2]);
+}
+
+/// An owner that has fenced by the system's call alone, which is refused when everything is taken back for the first time.
+/// The owner takes no lock, since it cannot be seen to be blocked here, but comes again until it has met the fence.
+#[test]
+fn loom_shard_refused() {
+    let run = |take_back: fn(&Store, &Arc<Shard>)| {
+        move || {
+            let store = Store::new(2);
+            let shard = store.lease(&[0, 1]);
+            let owner = spawn({
+                let (store, shard) = (store.clone(), shard.clone());
+                move || {
+                    let mut left = Vec::new();
+                    for _ in 0..2 {
+                        step();
+                        let slot = store.gate.enter(&shard).and_then(|mut held| held.take(class(), 1));
+                        let Some(slot) = slot else { continue };
+                        let number = store.segments.write(slot);
+                        step();
+                        // SAFETY: ours, and in no list.
+                        let put = store
+                            .gate
+                            .enter(&shard)
+                            .map(|mut held| unsafe { held.put(slot, 1, list_of(class())) });
+                        if !matches!(put, Some(Put::Kept)) {
+                            left.push(number);
+                        }
+                    }
+                    while !shard.has_met() {
+                        drop(store.gate.enter(&shard));
+                        loom::thread::yield_now();
+                    }
+                    left
+                }
+            });
+            take_back(&store, &shard);
+            take_back(&store, &shard);
+            let mut all = owner.join().unwrap();
+            all.extend(store.all());
+            all.sort_unstable();
+            assert_eq!(all, [0, 1]);
+        }
+    };
+    model_refused("shard: one owner, the call is refused", 3, run(|store, _| store.take_back()));
+    model_refused("shard: the same, one shard hushed", 3, run(|store, shard| store.take_one_back(shard)));
 }
 
 #[test]

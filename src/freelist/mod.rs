@@ -15,11 +15,13 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod rack;
+mod roster;
 pub(crate) mod shard;
 pub(crate) mod slot;
 
 pub(crate) use rack::Rack;
-pub(crate) use shard::{Gate, Roster, Shard, mode};
+pub(crate) use roster::Roster;
+pub(crate) use shard::{Gate, Shard, mode};
 pub(crate) use slot::{Chain, Slot, Word, state};
 
 use crate::segment::{CLASSES, Class};

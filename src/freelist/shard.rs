@@ -21,7 +21,8 @@
 //! came before, and then its `busy = 1` is visible to the cold side, which waits. `pass` is in the shard, and it is the
 //! pool's address: one comparison says both that this thread's shard is one of this pool and that nobody keeps it out.
 //! [`crate::sync`] has the fence and its three modes; without `membarrier` the bit [`mode::FENCED`] is always set, so no
-//! shard ever has its pass, and owners come in through [`Gate::enter`], where they pay for a real fence.
+//! shard ever has its pass, and owners come in through [`Gate::enter`], where they pay for a real fence. A gate whose
+//! `membarrier` is refused later gets that bit then, for good ([`Gate::quiesce`] and [`Gate::hush`] see to it).
 //!
 //! # What a hit writes
 //!
@@ -41,11 +42,11 @@
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::rack::{BATCH, Rack};
 use super::slot::{Chain, Slot};
-use super::{LISTS, list_of, listed};
+use super::{LISTS, Roster, list_of, listed};
 use crate::segment::Class;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 
@@ -125,6 +126,9 @@ pub(crate) struct Shard {
     asides: [Aside; LISTS],
     /// The gate that the shard belongs to; only compared.
     home: *const Gate,
+    /// The owner has found the gate's [`mode::FENCED`] and has fenced: what sees this sees all that it did before, and
+    /// its next way in is by a fence, too.
+    met: AtomicU32,
     /// Written, in models, by whoever works on the lists: loom fails the model where two are not ordered.
     #[cfg(all(test, loom))]
     hands: crate::sync::UnsafeCell<()>,
@@ -147,6 +151,7 @@ macro_rules! blank {
             cells: $cells,
             asides: $asides,
             home: $home,
+            met: AtomicU32::new(0),
             #[cfg(all(test, loom))]
             hands: crate::sync::UnsafeCell::new(()),
         }
@@ -285,7 +290,7 @@ pub(crate) enum Put {
 }
 
 impl Shard {
-    fn new(number: usize, gate: &Gate) -> Self {
+    pub(super) fn new(number: usize, gate: &Gate) -> Self {
         blank!(
             number as u32,
             // Relaxed: it changes under the depot's lock, which the caller holds.
@@ -294,6 +299,11 @@ impl Shard {
             std::array::from_fn(|_| Cell::new()),
             std::array::from_fn(|_| Aside::new())
         )
+    }
+
+    #[cfg(all(test, loom))]
+    pub(crate) fn has_met(&self) -> bool {
+        self.met.load(Ordering::Relaxed) != 0
     }
 
     #[inline(always)]
@@ -334,7 +344,7 @@ impl Shard {
     }
 
     /// Numbers of which each take and each return changes one.
-    fn tally(&self) -> (u64, u64) {
+    pub(super) fn tally(&self) -> (u64, u64) {
         // Relaxed: compared with what they are another time.
         (self.requested.load(Ordering::Relaxed), self.returned.load(Ordering::Relaxed))
     }
@@ -360,6 +370,13 @@ impl Shard {
 #[derive(Debug)]
 pub(crate) struct Held<'a> {
     shard: &'a Shard,
+}
+
+impl<'a> Held<'a> {
+    /// For the cold side that has found it quiet, and for its owner outside of the gate.
+    pub(super) fn of(shard: &'a Shard) -> Self {
+        Self { shard }
+    }
 }
 
 /// The owner's access, from the gate on.
@@ -594,7 +611,7 @@ impl Gate {
     /// The same, also where owners fence for themselves.
     #[inline(never)]
     pub(crate) fn enter<'a>(&self, shard: &'a Shard) -> Option<Inside<'a>> {
-        // Relaxed: the bit is set when the pool is made, for good.
+        // Relaxed: once it is set it stays. An owner that does not see it yet finds no pass, or is waited for in `go_over`.
         if self.mode.load(Ordering::Relaxed) & mode::FENCED == 0 {
             return self.pass_in(shard);
         }
@@ -617,6 +634,11 @@ impl Gate {
             // Acquire: pairs with the releases in `open` and `hush`, so that we see the lists as the cold side left them.
             self.mode.load(Ordering::Acquire)
         };
+        // Looked at first: nearly always it is set.
+        if shard.met.load(Ordering::Relaxed) == 0 {
+            // Release: pairs with the acquire in `go_over`.
+            shard.met.store(1, Ordering::Release);
+        }
         if seen == mode::FENCED { Some(inside) } else { None }
     }
 
@@ -625,7 +647,7 @@ impl Gate {
     pub(crate) fn quiesce(&self, bits: u32, roster: &Roster) {
         // AcqRel: see `enter` under `pinpool_rmw`; elsewhere the fence orders it.
         self.mode.fetch_or(bits, Ordering::AcqRel);
-        Self::keep_out(roster.shards());
+        self.keep_out(roster.shards(), bits, roster);
     }
 
     /// Clears `bits`, and lets owners in again if they were the last. The caller holds the depot's lock.
@@ -638,15 +660,15 @@ impl Gate {
     /// Works on some shards while the owners of all others go on. The caller holds the depot's lock.
     ///
     /// Where owners fence for themselves, they look at the mode, which is one for all: then all are kept out.
-    pub(crate) fn hush(&self, shards: &[Arc<Shard>], mut work: impl FnMut(Held<'_>)) {
-        // Relaxed: the bit is set when the pool is made, for good.
+    pub(crate) fn hush(&self, shards: &[Arc<Shard>], roster: &Roster, mut work: impl FnMut(Held<'_>)) {
+        // Relaxed: set under the lock alone, for good.
         let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0
             && !cfg!(pinpool_planted = "hush_by_pass_alone");
         if fenced {
             // AcqRel: as in `quiesce`.
             self.mode.fetch_or(mode::INSPECT, Ordering::AcqRel);
         }
-        Self::keep_out(shards.iter());
+        let fenced = self.keep_out(shards.iter(), mode::INSPECT, roster) || fenced;
         shards.iter().for_each(|shard| work(Held { shard }));
         let left = if fenced {
             // Release: as in `open`.
@@ -659,11 +681,21 @@ impl Gate {
     }
 
     /// Takes these shards' passes away, and waits until none of their owners is inside. Where there is a mode to be set,
-    /// it is set before.
-    fn keep_out<'a>(shards: impl Iterator<Item = &'a Arc<Shard>> + Clone) {
+    /// it is set before. Whether owners fence for themselves only from here on: then `bits` were set, too.
+    fn keep_out<'a>(
+        &self,
+        shards: impl Iterator<Item = &'a Arc<Shard>> + Clone,
+        bits: u32,
+        roster: &Roster,
+    ) -> bool {
         // Relaxed: before the fence, which pairs with `light` in `pass_in`.
         shards.clone().for_each(|shard| shard.pass.store(std::ptr::null_mut(), Ordering::Relaxed));
-        crate::sync::heavy();
+        // Relaxed: set under the lock alone, for good.
+        let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
+        let refused = !crate::sync::heavy(fenced);
+        if refused {
+            self.go_over(bits, roster);
+        }
         #[cfg(not(pinpool_planted = "shard_no_wait"))]
         for shard in shards {
             // Acquire: pairs with the release when the owner leaves.
@@ -671,6 +703,38 @@ impl Gate {
                 yield_now();
             }
         }
+        refused
+    }
+
+    /// Has all owners fence for themselves, for good: the barrier is refused. Returns when each owner is known to have seen
+    /// that; where that cannot be had, the process ends. (`crate::sync` says how it is known.)
+    #[cold]
+    fn go_over(&self, bits: u32, roster: &Roster) {
+        // Before the mode, which releases it: an owner that sees that mode finds no pass.
+        roster.shards().for_each(|shard| shard.pass.store(std::ptr::null_mut(), Ordering::Relaxed));
+        // AcqRel: as in `quiesce`.
+        self.mode.fetch_or(mode::FENCED | bits, Ordering::AcqRel);
+        crate::sync::fence(Ordering::SeqCst);
+        #[cfg(not(pinpool_planted = "refused_unproven"))]
+        for (shard, owner) in roster.leases() {
+            let since = (!cfg!(loom)).then(Instant::now);
+            // Acquire: pairs with the release in `enter`.
+            while shard.met.load(Ordering::Acquire) == 0 && !crate::sync::is_known(owner) {
+                if since.is_some_and(|since| since.elapsed() > crate::sync::PATIENCE) {
+                    crate::os::barrier::die(
+                        "the system call membarrier is refused, which was granted when the pool was built, and a thread that \
+                         uses the pool cannot be seen to have let go of its cache: a second owner of its buffers cannot be \
+                         ruled out. Put up the sandbox before the first pool is built, or let it grant membarrier.",
+                    );
+                }
+                crate::sync::pause();
+            }
+        }
+        crate::foreign::warn!(
+            target: "pinpool::pool::membarrier",
+            "membarrier is refused, which was granted when the pool was built: checkouts fence for themselves from here on, and \
+             are slower; put up sandboxes before the first pool is built, or let them grant membarrier"
+        );
     }
 
     /// Gives them their passes again, if the mode has it.
@@ -685,90 +749,5 @@ impl Gate {
     pub(crate) fn force(&self, bits: u32) {
         // AcqRel: as in `quiesce`.
         self.mode.fetch_or(bits, Ordering::AcqRel);
-    }
-}
-
-/// For how long an owner must have done nothing to count as idle. What it then finds its shard emptied of costs it one
-/// miss, which is nothing to who comes so rarely. (In models, where time is none, nobody ever is.)
-const IDLE: Duration = if cfg!(loom) { Duration::MAX } else { Duration::from_millis(1) };
-
-/// A shard's place in the roster.
-#[derive(Debug)]
-struct Place {
-    shard: Arc<Shard>,
-    leased: bool,
-    /// What the owner had counted when this was first seen, and when that was.
-    seen: Option<((u64, u64), Instant)>,
-}
-
-/// The shards of a pool and who leases them. Lives under the depot's lock.
-#[derive(Debug, Default)]
-pub(crate) struct Roster {
-    places: Vec<Place>,
-}
-
-impl Roster {
-    /// A shard for a thread: one that nobody leases, or a new one.
-    pub(crate) fn lease(&mut self, gate: &Gate) -> Arc<Shard> {
-        if let Some(place) = self.places.iter_mut().find(|place| !place.leased) {
-            place.leased = true;
-            return place.shard.clone();
-        }
-        let shard = Arc::new(Shard::new(self.places.len(), gate));
-        self.places.push(Place { shard: shard.clone(), leased: true, seen: None });
-        shard
-    }
-
-    /// Ends a lease; the owner's own call, on its thread. What the shard cached goes to `sink`.
-    pub(crate) fn give_up(&mut self, shard: &Arc<Shard>, sink: impl FnMut(Class, Chain)) {
-        Self::mine(shard).drain_all(sink);
-        if let Some(place) = self.places.iter_mut().find(|place| Arc::ptr_eq(&place.shard, shard)) {
-            place.leased = false;
-        }
-    }
-
-    /// Planted: a shard is drained by its owner as if nobody else could be at it.
-    #[cfg(pinpool_planted = "exit_drains_unlocked")]
-    pub(crate) fn drain_unlocked(shard: &Shard) -> Vec<Chain> {
-        let mut chains = Vec::new();
-        Self::mine(shard).drain_all(|_, chain| chains.push(chain));
-        chains
-    }
-
-    /// All shards.
-    pub(crate) fn shards(&self) -> impl Iterator<Item = &Arc<Shard>> + Clone {
-        self.places.iter().map(|place| &place.shard)
-    }
-
-    /// The shards to work on, after [`Gate::quiesce`] and before [`Gate::open`].
-    pub(crate) fn quiet(&self) -> impl Iterator<Item = Held<'_>> {
-        self.shards().map(|shard| Held { shard })
-    }
-
-    /// A shard, for the thread that leases it and that holds the depot's lock: it is here and not inside the gate, and the
-    /// cold side works only under that lock.
-    pub(crate) fn mine(shard: &Shard) -> Held<'_> {
-        Held { shard }
-    }
-
-    /// The shards in which something is cached and whose owners have done nothing for a while, as far as that was looked
-    /// at: the first look at an owner that works only notes that it does. `None`: there is no clock, and all are idle.
-    pub(crate) fn idle(&mut self, now: Option<Instant>) -> Vec<Arc<Shard>> {
-        let mut idle = Vec::new();
-        for Place { shard, seen, .. } in &mut self.places {
-            let count = shard.tally();
-            let since = match seen {
-                Some((before, since)) if *before == count => Some(*since),
-                _ => None,
-            };
-            if now.is_none_or(|now| since.is_some_and(|since| now.saturating_duration_since(since) >= IDLE)) {
-                if shard.caches() {
-                    idle.push(shard.clone());
-                }
-            } else if let (None, Some(now)) = (since, now) {
-                *seen = Some((count, now));
-            }
-        }
-        idle
     }
 }

@@ -46,6 +46,10 @@ impl Store {
 impl PoolBuilder {
     /// Builds the pool. Returns when its first extent is usable; the rest of what it starts with follows.
     ///
+    /// A process that puts up a sandbox (seccomp) which refuses the system call `membarrier` does so before its first pool, or
+    /// lets it grant that. The pool notices a later refusal; it aborts the process, with the reason on stderr, where a thread
+    /// that uses the pool neither comes by nor blocks for 10 seconds after that.
+    ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for settings that make no sense; what made pinning fail,
     /// [`Error::MemLock`](crate::Error::MemLock) above all; [`Error::Forked`](crate::Error::Forked).

@@ -99,9 +99,10 @@ impl Pool {
         }
         let mut regions = Vec::new();
         for store in self.growing() {
-            // Asked first: one that is being pinned now is not idle, even if it is complete by the time it is looked at.
+            // One that the worker still adds to, or whose last extent is not served from yet, must stay.
             let made = store.regions.made();
-            let complete = store.depot.region_use().into_iter().filter(|r| made.contains(&r.0));
+            let complete =
+                store.depot.region_use().into_iter().filter(|(id, len, _)| made.contains(&(*id, *len)));
             regions.extend(complete.map(|(id, len, free)| (store, id, len, free)));
         }
         regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.1));

@@ -236,7 +236,8 @@ impl Pool {
     }
 
     /// A stream-ready buffer for `stream`: free, or in flight on that very stream alone. Waits like
-    /// [`checkout`](Self::checkout), but for less, since what is in flight on that stream can be had at once.
+    /// [`checkout`](Self::checkout), but for less, since what is in flight on that stream can be had at once; unless a
+    /// request waits for memory: what is in flight is on its way to that one, and this request waits behind it.
     ///
     /// It blocks the thread. A task asks [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
     /// [`checkout_async`](Self::checkout_async): a download lands in a [`PinnedBuf`] as well.
@@ -252,7 +253,8 @@ impl Pool {
     /// The same without waiting.
     ///
     /// # Errors
-    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`].
+    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`], also where only what a waiting request is to get
+    /// is in flight on the stream.
     #[track_caller]
     pub fn try_checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
         self.checkout_on_with(stream, request.into(), Patience::None, Location::caller())
@@ -283,7 +285,9 @@ impl Pool {
         }
         if let Placement::Class(class) = errand.wants[0].placement {
             let stores = std::iter::once(errand.store).chain(errand.first.is_some().then_some(&self.0.main));
-            for depot in stores.map(|store| &store.depot) {
+            // A claim takes what is about to come back, and a waiter waits for just that: while there is one, this request
+            // joins the queue behind it.
+            for depot in stores.map(|store| &store.depot).filter(|depot| !depot.awaited()) {
                 if let Some((key, mut segment)) = timeline.claim(depot, class) {
                     self.missed();
                     // Both names of the segment, ours and the claim's, are to carry the new length.
@@ -301,11 +305,12 @@ impl Pool {
     /// Takes back a buffer that went out as a token.
     ///
     /// # Errors
-    /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up; [`Error::Forked`].
+    /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up: [`Token`] says what that rests on;
+    /// [`Error::Forked`].
     pub fn redeem(&self, token: Token) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
-        let store = self.stores().find(|s| s.depot.number() == token.pool);
-        store.and_then(|s| PinnedBuf::redeem(&s.depot, token)).ok_or(Error::StaleToken)
+        // The secret tells the stores apart.
+        self.stores().find_map(|s| PinnedBuf::redeem(&s.depot, token)).ok_or(Error::StaleToken)
     }
 
     /// By way of `hit` only: in this thread's shard, or in a rack.

@@ -8,6 +8,9 @@ use crate::error::Result;
 use crate::freelist::state;
 use crate::telemetry::counters::ErrorCounts;
 
+/// How often sums that change while they are added up are added up again.
+const READS: usize = 8;
+
 /// A pool's bytes and counts at one moment.
 ///
 /// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
@@ -25,7 +28,7 @@ pub struct PoolStats {
     pub cached_bytes: usize,
     /// Bytes of buffers in somebody's hands, rounding included.
     pub checked_out_bytes: usize,
-    /// Bytes that a device may still use. A buffer shared by `Arc` is not among them: it counts as checked out until the
+    /// Bytes that a device may still use, those among them that a copy queue has not submitted yet. A buffer shared by `Arc` is not among them: it counts as checked out until the
     /// last that has it is gone, a device included.
     pub in_flight_bytes: usize,
     /// Of the bytes in flight, those claimed for stream-ready reuse.
@@ -151,13 +154,23 @@ impl Pool {
     /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or lands. No
     /// number: something is half-way.
     fn flight(&self, store: &Store) -> (usize, usize, Option<u64>) {
-        let mut sum = (store.depot.joint_bytes(), 0, Some(0));
-        for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
-            let (flight, moves) = timeline.flight(store.depot.number());
-            let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
-            sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
+        let (mut joint, mut settled) = store.depot.joint_bytes();
+        let mut left = READS;
+        loop {
+            let mut sum = (joint, 0, settled.then_some(0));
+            for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
+                let (flight, moves) = timeline.flight(store.depot.number());
+                let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
+                sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
+            }
+            // What a queue hands on meanwhile would be counted twice, or not at all.
+            let before = joint;
+            (joint, settled) = store.depot.joint_bytes();
+            left -= 1;
+            if joint == before || left == 0 {
+                return sum;
+            }
         }
-        sum
     }
 
     /// Walks every invariant of the pool: segments inside their extents, aligned, spanning what the rule asks, none

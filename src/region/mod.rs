@@ -155,7 +155,7 @@ struct Region {
     node: Option<u32>,
     /// Bytes counted as ready.
     ready: usize,
-    /// Nothing is added to it any more.
+    /// All of its extents are listed. The last one may not be served from yet.
     whole: bool,
     source: Source,
     /// Of the device that made it, which is to undo that.
@@ -390,6 +390,8 @@ impl Regions {
             let mut progress = self.progress.lock();
             if let Some(region) = progress.regions.iter_mut().find(|r| r.id == making.id) {
                 region.extents.push(Extent { offset: making.offset, len: extent, pinned });
+                // Before the last extent is handed over: a waiter that gets it may give it back, and trim, at once.
+                region.whole = making.offset + extent == making.len;
             }
         }
         drop(deferral);
@@ -402,8 +404,6 @@ impl Regions {
             if let Some(region) = regions.iter_mut().find(|r| r.id == making.id) {
                 region.ready += extent;
                 pinning.ready += extent;
-                // Not before its last extent was handed over: what is whole and free may go.
-                region.whole = making.offset == making.len;
             }
             pinning.busy += took;
             pinning.made += extent;
@@ -527,9 +527,11 @@ impl Regions {
         self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
     }
 
-    /// The regions that are complete. To the others the worker still adds.
-    pub(crate) fn made(&self) -> Vec<RegionId> {
-        self.progress.lock().regions.iter().filter(|r| r.whole).map(|r| r.id).collect()
+    /// The regions that the worker adds no extent to any more, with their bytes. The pool serves from all of one that has as
+    /// many bytes there; the last extent of another is being handed over.
+    pub(crate) fn made(&self) -> Vec<(RegionId, usize)> {
+        let progress = self.progress.lock();
+        progress.regions.iter().filter(|r| r.whole).map(|r| (r.id, r.info().len)).collect()
     }
 
     /// Unpins and unmaps a region that nobody can reach any more. It is complete.

@@ -145,7 +145,7 @@ impl Regions {
             extents,
             node: None,
             ready: 0,
-            whole: false,
+            whole: true,
             source,
             context: supply.context.clone(),
         });

@@ -119,7 +119,7 @@ impl Toucher {
         let threads = if work.units() > 1 { threads.min(work.units()) } else { 0 };
         for _ in 0..threads {
             let work = work.clone();
-            let thread = std::thread::Builder::new().name("pinpool-touch".into()).spawn(move || {
+            let thread = os::thread::spawn("pinpool-touch", move || {
                 // Memory is zeroed from next to it; elsewhere it only takes longer.
                 node.map(os::run_on_node);
                 work.wait_for_gate();

@@ -111,19 +111,17 @@ impl Reaper {
         if context.driver().stepped().is_none() {
             let shared = listing.0.clone();
             let (driver, device) = (context.driver().clone(), context.name());
-            std::thread::Builder::new()
-                .name(format!("pinpool-reap-{device}"))
-                .spawn(move || {
-                    crate::sync::enter(crate::sync::Own::Reaper);
-                    driver.enter_thread();
-                    drop(driver);
-                    let mut busy = Vec::new();
-                    foreign::live("the reaper panicked: it goes on", || run(&shared, &mut busy));
-                })
-                .map_err(|e| Error::Unavailable {
-                    device: device.into(),
-                    why: format!("no thread could be started: {e}"),
-                })?;
+            crate::os::thread::spawn(format!("pinpool-reap-{device}"), move || {
+                crate::sync::enter(crate::sync::Own::Reaper);
+                driver.enter_thread();
+                drop(driver);
+                let mut busy = Vec::new();
+                foreign::live("the reaper panicked: it goes on", || run(&shared, &mut busy));
+            })
+            .map_err(|e| Error::Unavailable {
+                device: device.into(),
+                why: format!("no thread could be started: {e}"),
+            })?;
         }
         Ok(Self { listing, context: context.clone() })
     }

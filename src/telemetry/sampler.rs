@@ -199,18 +199,15 @@ impl Sampler {
         crate::os::check_fork()?;
         let interval = interval.max(Duration::from_millis(10));
         let (stop, stopped) = sync_channel::<()>(0);
-        let thread = std::thread::Builder::new()
-            .name("pinpool-sample".into())
-            .spawn(move || {
-                let mut poll = || {
-                    foreign::survive("a poll panicked: the sampler goes on", || self.poll()).unwrap_or(true)
-                };
-                while poll() && matches!(stopped.recv_timeout(interval), Err(RecvTimeoutError::Timeout)) {}
-            })
-            .map_err(|e| Error::Unavailable {
-                device: "the sampler".into(),
-                why: format!("no thread could be started: {e}"),
-            })?;
+        let sample = move || {
+            let mut poll =
+                || foreign::survive("a poll panicked: the sampler goes on", || self.poll()).unwrap_or(true);
+            while poll() && matches!(stopped.recv_timeout(interval), Err(RecvTimeoutError::Timeout)) {}
+        };
+        let thread = crate::os::thread::spawn("pinpool-sample", sample).map_err(|e| Error::Unavailable {
+            device: "the sampler".into(),
+            why: format!("no thread could be started: {e}"),
+        })?;
         Ok(Sampling { stop: Some(stop), thread: Some(thread) })
     }
 }

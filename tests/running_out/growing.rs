@@ -251,3 +251,23 @@ fn pinning_can_be_asked_about_and_awaited() {
     }
     rig.all_is_given_back();
 }
+
+/// The worker wakes a thread that waits for a region's last extent before it has done its own bookkeeping. The region may be
+/// idle by then, and goes all the same.
+#[test]
+fn what_has_just_come_may_go_at_once() {
+    const REGION: usize = 2 << 20;
+    for round in 0..300 {
+        let rig = Rig::threads();
+        let pool = rig.builder(4 * REGION).region(REGION).initial(0).build().unwrap();
+        drop(pool.checkout(1_900_000).unwrap());
+        let len = pool.regions()[0].len;
+        assert_eq!(pool.trim(0), len, "round {round}");
+        drop(pool.checkout(1_900_000).unwrap());
+        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+        assert_eq!((pinning.wanted, pinning.ready, pinning.made), (len, len, 2 * len), "round {round}");
+        checked(&pool);
+        drop(pool);
+        rig.all_is_given_back();
+    }
+}

@@ -329,3 +329,64 @@ fn one_small_buffer_does_not_use_up_a_small_pool() {
     assert!(second.is_ok(), "{second:?} with {:?}", pool.stats());
     drop(first);
 }
+
+/// What is in flight on a stream and about to come back is a waiter's, not that of the next request for the same stream.
+#[test]
+fn a_claim_does_not_pass_a_waiter() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let (stream, memory) = (rig.device.stream().unwrap(), rig.device.alloc(50_000).unwrap());
+    let landing = pool.checkout_on(&stream, 50_000).unwrap();
+    drop(stream.download(&memory, landing).unwrap());
+    // Without a waiter it is claimed where it is, again and again.
+    for _ in 0..3 {
+        let landing = pool.try_checkout_on(&stream, 50_000).unwrap();
+        assert_eq!(checked(&pool).claimed_bytes, checked(&pool).in_flight_bytes);
+        drop(stream.download(&memory, landing).unwrap());
+    }
+    let mut waiter = Waiter::new(pool.checkout_async(50_000));
+    let refused = pool.try_checkout_on(&stream, 50_000);
+    assert!(matches!(refused, Err(Error::Exhausted { .. })), "{refused:?}");
+    waiter.still_waits();
+    drain(&rig);
+    drop(waiter.ready().unwrap());
+    // Without a waiter claims go on.
+    drop(stream.download(&memory, pool.checkout_on(&stream, 50_000).unwrap()).unwrap());
+    drop(pool.try_checkout_on(&stream, 50_000).unwrap());
+    drain(&rig);
+    assert_eq!(checked(&pool).waits, 1);
+}
+
+#[test]
+fn only_the_token_itself_is_taken() {
+    let rig = Rig::stepped();
+    let pool = rig.pool(64 << 10);
+    let token = |byte: u8| {
+        let mut buf = pool.checkout(100).unwrap();
+        buf.extend_from_slice(&[byte; 100]);
+        buf.into_token()
+    };
+    let tokens = [1, 2, 3].map(token);
+    let stale = |raw| assert!(matches!(pool.redeem(Token::from_raw(raw)), Err(Error::StaleToken)), "{raw:?}");
+    for made_up in 0..16 * 16 * 16 {
+        stale([made_up / 256, made_up / 16 % 16, made_up % 16]);
+    }
+    for token in tokens {
+        for bit in 0..3 * 64 {
+            let mut raw = token.to_raw();
+            raw[bit / 64] ^= 1 << (bit % 64);
+            stale(raw);
+        }
+        // No number of the secret is another token's, and what is logged of a token does not give it away.
+        let [_, first, second] = token.to_raw();
+        let others = tokens.iter().filter(|other| **other != token).flat_map(|other| other.to_raw());
+        assert!(others.into_iter().all(|number| number != first && number != second));
+        let shown = format!("{token:?}");
+        assert!(!shown.contains(&first.to_string()) && !shown.contains(&second.to_string()), "{shown}");
+    }
+    for (token, byte) in tokens.into_iter().zip(1..) {
+        assert_eq!(*pool.redeem(token).unwrap(), [byte; 100]);
+        stale(token.to_raw());
+    }
+    assert_eq!(checked(&pool).checked_out_bytes, 0);
+}

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use crate::buffer::Lend;
 use crate::error::Result;
+use crate::sealed::KEY;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::WaitKey;
 
@@ -70,7 +71,7 @@ impl<B: Lend> Lending<B> {
         let mut back = Vec::with_capacity(self.values.len());
         let mut left = std::mem::take(&mut self.values).into_iter();
         while let Some(value) = left.next() {
-            match value.finish(self.written.get(back.len()).copied()) {
+            match value.finish(self.written.get(back.len()).copied(), KEY) {
                 Ok(value) => back.push(value),
                 Err(error) => {
                     // They return as if nobody had waited.
@@ -85,7 +86,7 @@ impl<B: Lend> Lending<B> {
 
 impl<B: Lend> Drop for Lending<B> {
     fn drop(&mut self) {
-        self.values.drain(..).for_each(|value| value.abandon());
+        self.values.drain(..).for_each(|value| value.abandon(KEY));
     }
 }
 

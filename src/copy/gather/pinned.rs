@@ -18,6 +18,7 @@ use crate::device::Transfer;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::pool::Pool;
+use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::Lent;
@@ -93,7 +94,7 @@ impl CopyQueue {
         let pieces = pieces.into_iter().map(|(memory, landing)| Down { memory, landing }).collect();
         let filled = |Down { memory, landing }: Down<L>| {
             // SAFETY: staged: so many bytes were moved to where it is written to.
-            unsafe { landing.filled(memory.len()) }.map(L::Landed::from)
+            unsafe { landing.filled(memory.len(), KEY) }.map(L::Landed::from)
         };
         self.push_rest(places, stay, pieces, filled).map_err(|(error, back)| {
             let back = back.into_iter().map(|Down { memory, landing }| (memory, landing)).collect();
@@ -104,18 +105,18 @@ impl CopyQueue {
     /// Chooses the way of pieces to the device, and has those packed that are not to be copied from where they are.
     fn stage_up<B: Lend>(&self, pool: &Pool, pieces: &[(B, DeviceSlice)]) -> Result<(Vec<Place>, Stay)> {
         let context = self.device().context();
-        let all = Buffers { pieces, lens: pieces.iter().map(|(buf, _)| buf.bytes().len()).collect() };
+        let all = Buffers { pieces, lens: pieces.iter().map(|(buf, _)| buf.bytes(KEY).len()).collect() };
         let survey = self.survey(pool, &all, |i| {
             if all.len(i) == 0 {
                 return Err(Error::Empty);
             }
-            let serves = pieces[i].0.serves(context);
+            let serves = pieces[i].0.serves(context, KEY);
             if serves { Ok(()) } else { Err(Error::WrongDevice { device: self.device().name().into() }) }
         })?;
         if !may_wait() {
             return Ok((Vec::new(), Stay::All));
         }
-        let bytes = |i: usize| pieces[i].0.bytes();
+        let bytes = |i: usize| pieces[i].0.bytes(KEY);
         let host = |i: usize| bytes(i).as_ptr().addr();
         self.stage_some(pool, &all, &survey, host, |parts, hands| {
             Staging::new(self, pool, &all, parts).pack(hands, &bytes)
@@ -292,7 +293,7 @@ impl<L: Landing> Landings<'_, L> {
         assert!(i < self.count, "within the list");
         // SAFETY: within the list, and this thread's alone, by the caller's word.
         let landing = unsafe { &mut (*self.first.add(i)).1 };
-        landing.target(stream).map(|(at, len)| Target { at, len })
+        landing.target(stream, KEY).map(|(at, len)| Target { at, len })
     }
 
     /// Bytes that fit there.
@@ -303,7 +304,7 @@ impl<L: Landing> Landings<'_, L> {
         assert!(i < self.count, "within the list");
         // SAFETY: as above.
         let landing = unsafe { &mut (*self.first.add(i)).1 };
-        landing.room(stream)
+        landing.room(stream, KEY)
     }
 }
 
@@ -334,7 +335,7 @@ impl<B: Lend> Piece for Up<B> {
 
     fn transfer(&mut self, _: &CopyQueue) -> Result<Transfer> {
         // What is borrowed here and what was looked at before may be two answers of a value of the caller's own.
-        let bytes = self.buf.bytes();
+        let bytes = self.buf.bytes(KEY);
         if bytes.is_empty() {
             return Err(Error::Empty);
         }
@@ -349,7 +350,7 @@ impl<B: Lend> Piece for Up<B> {
     }
 
     fn lend(self) -> (Lent, B, Option<usize>, DeviceSlice) {
-        (self.buf.lend(), self.buf, None, self.memory)
+        (self.buf.lend(KEY), self.buf, None, self.memory)
     }
 }
 
@@ -363,7 +364,7 @@ impl<L: Landing> Piece for Down<L> {
     type Value = L::Landed;
 
     fn transfer(&mut self, queue: &CopyQueue) -> Result<Transfer> {
-        let (target, capacity) = self.landing.target(queue.stream())?;
+        let (target, capacity) = self.landing.target(queue.stream(), KEY)?;
         if self.memory.len() > capacity {
             return Err(Error::TooSmall { need: self.memory.len(), have: capacity });
         }
@@ -376,7 +377,7 @@ impl<L: Landing> Piece for Down<L> {
 
     fn lend(self) -> (Lent, L::Landed, Option<usize>, DeviceSlice) {
         let len = self.memory.len();
-        let (lent, half) = self.landing.lend();
+        let (lent, half) = self.landing.lend(KEY);
         (lent, L::Landed::from(half), Some(len), self.memory)
     }
 }

@@ -28,6 +28,7 @@ use crate::device::memory::DeviceSlice;
 use crate::device::{DevicePtr, Transfer};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
+use crate::sealed::KEY;
 use crate::stream::awaited::Place;
 
 /// Segments of a thread that are on the wire before it waits for the first of them. (With one the wire is idle while that one is
@@ -321,7 +322,7 @@ impl<'a> Staging<'a> {
         copies: &[(Transfer, &DeviceSlice)],
     ) -> Result<Sent<'a>> {
         let buf = Arc::new(buf);
-        let places = self.queue.push_all(copies, || buf.lend())?;
+        let places = self.queue.push_all(copies, || buf.lend(KEY))?;
         Ok(Sent { segment, buf, places })
     }
 }

@@ -235,7 +235,7 @@ impl Engine {
     ) -> Result<Option<(usize, std::io::Error)>> {
         let spawn = |name: String, run: fn(&Self, usize), which: usize| {
             let engine = self.clone();
-            std::thread::Builder::new().name(name.clone()).spawn(move || {
+            crate::os::thread::spawn(name, move || {
                 OURS.set(true);
                 foreign::live("a pipeline's thread panicked: it goes on", || {
                     engine.device.context().driver().enter_thread();

@@ -135,6 +135,7 @@ use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result, SubmitError};
 use crate::pool::Pool;
 use crate::runtime::Device;
+use crate::sealed::KEY;
 use crate::segment::PAGE;
 use crate::stream::Stream;
 
@@ -388,12 +389,12 @@ impl Pipeline {
         B: Lend + Sync + 'static,
         Arc<B>: Lend,
     {
-        if !value.serves(self.device().context()) {
+        if !value.serves(self.device().context(), KEY) {
             let error = Error::WrongDevice { device: self.device().name().into() };
             return Err(SubmitError::refused(error, value));
         }
         let plan = self
-            .target(dst, value.bytes().len() as u64)
+            .target(dst, value.bytes(KEY).len() as u64)
             .and_then(|device| self.plan(vec![Piece { at: 0, device }], Direction::Up, false));
         let body = |shared: Arc<B>| Body::InPlace(Arc::new(Shared(shared)) as Arc<dyn InPlace>);
         self.transfer(Direction::Up, value, plan, "page-locked memory", body)
@@ -562,7 +563,7 @@ impl Pipeline {
     /// Device memory of this device.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
         crate::os::check_fork()?;
-        let slice = range.resolve()?;
+        let slice = range.resolve(KEY)?;
         if slice.is_of(self.device().context()) {
             return Ok(slice);
         }

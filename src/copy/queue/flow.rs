@@ -34,21 +34,22 @@
 //! error: what was not submitted is let go at once, what is in flight is quarantined with the timeline.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
 
 use super::bell::{Bell, Held, Role};
-use super::lane::{Filled, Lane, Piece, Rest};
+use super::lane::{Booked, Changes, Filled, Lane, Next, Piece, Rest};
 use super::may_wait;
 use super::overlap::Overlap;
-use crate::depot::{Segment, Wake};
+use crate::depot::Wake;
 use crate::device::Transfer;
+use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::stream::awaited::Range;
-use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Stillness, Timeline};
+use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Stillness, Timeline, Upstream};
 use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, thread, yield_now};
 
 /// Copies of a batch at most. (With more than 256 the driver becomes slower again.)
@@ -114,6 +115,21 @@ pub(super) struct Flow {
     batches: std::sync::atomic::AtomicU64,
     copies: std::sync::atomic::AtomicU64,
     bell: Arc<Bell>,
+    changes: Changes,
+}
+
+impl Upstream for Flow {
+    fn queued(&self, depot: u64) -> (usize, Option<u64>) {
+        let over = self.changes.over();
+        let (mut bytes, mut pushed) = (0, 0);
+        for lane in self.lanes() {
+            let lane = lane.queued(depot);
+            (bytes, pushed) = (bytes + lane.0, pushed + lane.1);
+        }
+        // Last: a change that has begun while the lanes were looked at counts as under way.
+        let begun = self.changes.begun();
+        (bytes, (begun == over).then_some(begun + pushed))
+    }
 }
 
 impl Flow {
@@ -124,8 +140,9 @@ impl Flow {
         writes: bool,
         bell: Arc<Bell>,
     ) -> Arc<Self> {
+        let feeds = timeline.clone();
         let desk = Desk { taken: (0..lanes).map(|_| VecDeque::new()).collect(), ..Desk::default() };
-        Arc::new(Self {
+        let flow = Arc::new(Self {
             timeline,
             lanes: (0..lanes).map(|_| CachePadded::new(Lane::new())).collect(),
             filled: CachePadded::new(Filled::default()),
@@ -142,7 +159,11 @@ impl Flow {
             batches: 0.into(),
             copies: 0.into(),
             bell,
-        })
+            changes: Changes::default(),
+        });
+        let upstream: Weak<Self> = Arc::downgrade(&flow);
+        feeds.fed_by(upstream);
+        flow
     }
 
     pub(super) fn timeline(&self) -> &Arc<Timeline> {
@@ -240,7 +261,10 @@ impl Flow {
         let mut seat = Seat { flow: self, desk: std::mem::take(&mut *self.desk.lock()) };
         let desk = &mut seat.desk;
         let mut pieces = self.spare.lock().pop().unwrap_or_default();
-        let full = desk.collect(&self.lanes, &self.filled, self.writes, &mut pieces);
+        let full = {
+            let _change = self.changes.begin();
+            desk.collect(&self.lanes, &self.filled, self.writes, &mut pieces)
+        };
         let count = pieces.iter().map(Piece::count).sum::<usize>();
         let is_left = desk.rest | self.filled.lanes() != 0;
         if full && is_left && count >= ENOUGH.0 && !self.is_pressed() {
@@ -268,7 +292,7 @@ impl Flow {
             transfers.push(piece.transfer);
         }
         find_runs(&pieces, runs);
-        let booked = book(&pieces);
+        let booked = booked(&pieces);
         self.hand_over(transfers, runs, Load::Many(pieces, booked));
     }
 
@@ -282,14 +306,29 @@ impl Flow {
         self.role.try_take().filter(|_| !self.is_filled())
     }
 
-    /// Submits a copy at once, which is the next of its lane.
-    pub(super) fn submit_lone(self: &Arc<Self>, role: Held<'_>, piece: Piece) {
+    /// Submits a copy at once, which is the next of its lane: its number.
+    pub(super) fn submit_lone(
+        self: &Arc<Self>,
+        role: Held<'_>,
+        next: Next,
+        transfer: Transfer,
+        lent: Lent,
+        memory: Arc<Allocation>,
+    ) -> u64 {
+        let piece = {
+            let _change = self.changes.begin();
+            let piece = next.piece(transfer, lent, memory);
+            book(&piece.loan, 1);
+            piece
+        };
+        let number = piece.number;
         let run = Run { lane: piece.lane, first: piece.number, at: 0, len: 1 };
         self.hand_over(&[piece.transfer], &[run], Load::One(piece));
         drop(role);
         if self.is_filled() {
             self.rouse();
         }
+        number
     }
 
     /// Hands a batch to the driver.
@@ -298,7 +337,6 @@ impl Flow {
             Ok(submission) => submission,
             Err((error, _)) => return self.refuse(load, runs, &error),
         };
-        load.book(1);
         self.flying.fetch_add(1, Ordering::Relaxed);
         self.batches.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         self.copies.fetch_add(transfers.len() as u64, std::sync::atomic::Ordering::Relaxed);
@@ -338,6 +376,8 @@ impl Flow {
             return std::mem::forget(load);
         }
         let lives = self.timeline.context().poisoned().is_none();
+        let _change = self.changes.begin();
+        load.unbook();
         // Whoever does this has the role: nobody who is woken may wait here.
         crate::sync::landing(|| {
             load.for_each(|mut piece| {
@@ -365,8 +405,9 @@ impl Flow {
 
     /// A batch is out of the device's hands.
     fn land(&self, load: Load) {
+        let _change = self.changes.begin();
         // Before any of the segments is settled.
-        load.book(-1);
+        load.unbook();
         #[cfg(pinpool_planted = "land_before_words")]
         load.runs().iter().for_each(|run| self.lanes[run.lane as usize].land(run.first + run.len as u64 - 1));
         match load {
@@ -409,7 +450,8 @@ impl Flow {
 
     /// Nobody will ever know whether a batch is. What that takes out of use.
     fn lose(&self, load: Load) -> Gone {
-        load.book(-1);
+        let _change = self.changes.begin();
+        load.unbook();
         let context = self.timeline.context();
         let error = self.timeline.usable().err().unwrap_or(Error::QueueClosed);
         let runs = load.runs();
@@ -570,22 +612,10 @@ fn find_runs(pieces: &[Piece], runs: &mut Vec<Run>) {
     }
 }
 
-/// Bytes to be booked as in flight, by pools: a name of one of the pool's segments, which is there until it is settled.
-fn book(pieces: &[Piece]) -> Vec<(Segment, usize)> {
-    let mut booked: Vec<(Segment, usize)> = Vec::new();
-    let mut add = |loan: &Loan| {
-        let Some((segment, bytes)) = loan.booked() else { return };
-        match booked.iter_mut().find(|(other, _)| other.shares_depot(segment)) {
-            Some((_, sum)) => *sum += bytes,
-            None => booked.push((segment.alias(), bytes)),
-        }
-    };
-    for piece in pieces {
-        add(&piece.loan);
-        if let Some(rest) = &piece.rest {
-            rest.loans.iter().for_each(&mut add);
-        }
-    }
+/// Bytes of a batch, by pools.
+fn booked(pieces: &[Piece]) -> Booked {
+    let mut booked = Booked::default();
+    pieces.iter().flat_map(Piece::loans).for_each(|loan| booked.add(loan));
     booked
 }
 
@@ -595,23 +625,15 @@ enum Load {
     /// A lone copy, in no list.
     One(Piece),
     /// With the bytes that are booked.
-    Many(Vec<Piece>, Vec<(Segment, usize)>),
+    Many(Vec<Piece>, Booked),
 }
 
 impl Load {
-    /// Books its bytes as in flight, or no longer.
-    fn book(&self, sign: isize) {
+    /// Its bytes are in flight no longer.
+    fn unbook(&self) {
         match self {
-            Self::One(piece) => {
-                if let Some((segment, bytes)) = piece.loan.booked() {
-                    segment.depot().joint_in_flight(sign * bytes as isize);
-                }
-            }
-            Self::Many(_, booked) => {
-                for (segment, bytes) in booked {
-                    segment.depot().joint_in_flight(sign * *bytes as isize);
-                }
-            }
+            Self::One(piece) => book(&piece.loan, -1),
+            Self::Many(_, booked) => booked.book(-1),
         }
     }
 
@@ -736,6 +758,13 @@ impl Drop for Unmade<'_> {
                 lane.fail(number, Error::Internal("the submission of copies panicked"));
             }
         }
+    }
+}
+
+/// Books the bytes of one loan as in flight, or no longer.
+fn book(loan: &Loan, sign: isize) {
+    if let Some((segment, bytes)) = loan.booked() {
+        segment.depot().joint_in_flight(sign * bytes as isize);
     }
 }
 

@@ -18,7 +18,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use crate::depot::Wake;
+use crate::depot::{Segment, Wake};
 use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
@@ -89,6 +89,65 @@ impl Piece {
     }
 }
 
+/// Bytes of segments by pool, each with a name of one of the pool's segments: that one is there, and with it the pool, for as
+/// long as the copies are not settled that the bytes are of.
+#[derive(Debug, Default)]
+pub(super) struct Booked(Vec<(Segment, usize)>);
+
+impl Booked {
+    pub(super) fn add(&mut self, loan: &Loan) {
+        let Some((segment, bytes)) = loan.booked() else { return };
+        match self.0.iter_mut().find(|(other, _)| other.shares_depot(segment)) {
+            Some((_, sum)) => *sum += bytes,
+            None => self.0.push((segment.alias(), bytes)),
+        }
+    }
+
+    /// Has the pools count them as in flight, or no longer.
+    pub(super) fn book(&self, sign: isize) {
+        for (segment, bytes) in &self.0 {
+            segment.depot().joint_in_flight(sign * *bytes as isize);
+        }
+    }
+
+    /// Bytes of the pool with this number.
+    fn of(&self, depot: u64) -> usize {
+        self.0.iter().find(|(segment, _)| segment.depot().number() == depot).map_or(0, |(_, bytes)| *bytes)
+    }
+}
+
+/// Changes of what is in flight that take more than one step: a segment's word, and what is counted. Only checks look.
+#[derive(Debug, Default)]
+pub(super) struct Changes {
+    begun: std::sync::atomic::AtomicU64,
+    over: std::sync::atomic::AtomicU64,
+}
+
+impl Changes {
+    /// A change is under way until this is dropped.
+    pub(super) fn begin(&self) -> impl Drop {
+        struct Change<'a>(&'a Changes);
+        impl Drop for Change<'_> {
+            fn drop(&mut self) {
+                // Release: pairs with the acquire in `over`: a check that sees it sees all of the change.
+                self.0.over.fetch_add(1, std::sync::atomic::Ordering::Release);
+            }
+        }
+        // AcqRel: what follows is not done before. Pairs with the load in `begun`.
+        self.begun.fetch_add(1, std::sync::atomic::Ordering::AcqRel);
+        Change(self)
+    }
+
+    pub(super) fn begun(&self) -> u64 {
+        self.begun.load(std::sync::atomic::Ordering::Acquire)
+    }
+
+    /// Those that are not under way any more.
+    pub(super) fn over(&self) -> u64 {
+        self.over.load(std::sync::atomic::Ordering::Acquire)
+    }
+}
+
 /// Several copies, to be pushed as a group, which nobody has to ask for one by one.
 #[derive(Debug)]
 pub(super) struct Group {
@@ -104,6 +163,9 @@ struct State {
     /// The number of the last copy that was pushed.
     pushed: u64,
     queue: VecDeque<Piece>,
+    /// Of what is in the queue. Segments are in flight by their words from the push on, and a push touches nothing that other
+    /// threads write: so the lane counts them, until they are taken out and the pool does.
+    booked: Booked,
     /// Who waits, by the number waited for. The second number tells those apart who wait for the same.
     waiting: BTreeMap<(u64, u64), Wake>,
     next_wait: u64,
@@ -172,6 +234,12 @@ impl Lane {
         self.state.lock().pushed
     }
 
+    /// Bytes of a pool in the queue, and the number of the last copy that was pushed.
+    pub(super) fn queued(&self, depot: u64) -> (usize, u64) {
+        let state = self.state.lock();
+        (state.booked.of(depot), state.pushed)
+    }
+
     /// Copies that are pushed and have not landed.
     pub(super) fn outstanding(&self) -> u64 {
         self.state.lock().pushed - self.landed.load(Ordering::Relaxed)
@@ -186,11 +254,13 @@ impl Lane {
 
     // --- submitting --------------------------------------------------------------------------------------------------
 
-    /// All that was pushed, for an empty queue.
+    /// All that was pushed, for an empty queue. The pools count it as in flight from here on.
     pub(super) fn take(&self, filled: &Filled, lane: usize, empty: &mut VecDeque<Piece>) {
         debug_assert!(empty.is_empty(), "copies would be lost");
         let mut state = self.state.lock();
         std::mem::swap(&mut state.queue, empty);
+        state.booked.book(1);
+        state.booked.0.clear();
         filled.0.fetch_and(!(1 << lane), Ordering::Relaxed);
     }
 
@@ -385,7 +455,9 @@ impl Entry<'_> {
         if state.queue.is_empty() {
             filled.0.fetch_or(1 << lane, Ordering::Relaxed);
         }
-        state.queue.push_back(Piece { transfer, loan: Loan::of(lent), memory, lane, number, rest: None });
+        let loan = Loan::of(lent);
+        state.booked.add(&loan);
+        state.queue.push_back(Piece { transfer, loan, memory, lane, number, rest: None });
         number
     }
 
@@ -406,6 +478,7 @@ impl Entry<'_> {
         if state.queue.is_empty() {
             filled.0.fetch_or(1 << lane, Ordering::Relaxed);
         }
+        std::iter::once(&loan).chain(&loans).for_each(|loan| state.booked.add(loan));
         let memory = memories.pop();
         let rest = Some(Box::new(Rest { transfers, loans, memories, bytes }));
         state.queue.push_back(Piece { transfer, loan, memory, lane, number, rest });

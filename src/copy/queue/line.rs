@@ -48,10 +48,7 @@ impl Line {
             if let Some(next) = entry.next(self.lane) {
                 // Whoever shares the lane is not kept out while the driver is called.
                 drop(entry);
-                let piece = next.piece(transfer, lent, memory);
-                let number = piece.number;
-                flow.submit_lone(role, piece);
-                return number;
+                return flow.submit_lone(role, next, transfer, lent, memory);
             }
         }
         let number = entry.push(flow.filled(), self.lane, transfer, lent, memory);

@@ -42,6 +42,7 @@ use crate::device::memory::{DeviceSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::foreign;
 use crate::runtime::Device;
+use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::awaited::{Place, Range};
 use crate::stream::timeline::Lent;
@@ -277,17 +278,14 @@ impl Device {
             let flows = [up.flow.clone(), down.flow.clone()];
             let (device, bell) = (self.clone(), bell.clone());
             // Where the second cannot be started the first ends when `inner` is dropped.
-            std::thread::Builder::new()
-                .name(format!("pinpool-send-{}", self.name()))
-                .spawn(move || {
-                    foreign::live("a copy queue's thread panicked: it goes on", || {
-                        serve(&device, &flows, &bell)
-                    })
-                })
-                .map_err(|e| Error::Unavailable {
-                    device: self.name().into(),
-                    why: format!("no thread could be started: {e}"),
-                })?;
+            let name = format!("pinpool-send-{}", self.name());
+            crate::os::thread::spawn(name, move || {
+                foreign::live("a copy queue's thread panicked: it goes on", || serve(&device, &flows, &bell))
+            })
+            .map_err(|e| Error::Unavailable {
+                device: self.name().into(),
+                why: format!("no thread could be started: {e}"),
+            })?;
         }
         Ok(CopyQueue(Arc::new(inner)))
     }
@@ -446,7 +444,7 @@ impl Side {
 
     /// Device memory of this queue's device, and there for its stream.
     fn own(&self, range: impl DeviceRange) -> Result<DeviceSlice> {
-        let slice = range::Sealed::resolve(range)?;
+        let slice = range::Sealed::resolve(range, KEY)?;
         let timeline = self.flow.timeline();
         crate::os::check_fork()?;
         if !slice.is_of(timeline.context()) {
@@ -504,11 +502,11 @@ impl CopyQueue {
         dst: impl DeviceRange,
     ) -> Result<InFlight<B>, SubmitError<B>> {
         // Asked once: a value of the caller's may answer otherwise the next time.
-        let all = src.bytes();
+        let all = src.bytes(KEY);
         let side = self.0.up.side(all.len(), 1);
         let pushed = (|| {
             let dst = side.own(dst)?;
-            if !src.serves(side.flow.timeline().context()) {
+            if !src.serves(side.flow.timeline().context(), KEY) {
                 return Err(Error::WrongDevice { device: self.device().name().into() });
             }
             let (start, end) = bounds(part, all.len())?;
@@ -517,7 +515,7 @@ impl CopyQueue {
             }
             let bytes = &all[start..end];
             let transfer = Transfer::Upload { src: bytes.as_ptr(), dst: dst.ptr(), len: bytes.len() };
-            side.push(patience, transfer, dst, || (src.lend(), ()))
+            side.push(patience, transfer, dst, || (src.lend(KEY), ()))
         })();
         match pushed {
             Ok((place, ())) => Ok(InFlight::queued(place, src, None)),
@@ -557,10 +555,10 @@ impl CopyQueue {
         src: impl DeviceRange,
         mut landing: L,
     ) -> Result<InFlight<L::Landed>, SubmitError<L>> {
-        let src = range::Sealed::resolve(src);
+        let src = range::Sealed::resolve(src, KEY);
         let side = self.0.down.side(src.as_ref().map_or(0, DeviceSlice::len), 1);
         let checked = side.own(src).and_then(|src| {
-            let (target, capacity) = landing.target(&side.stream)?;
+            let (target, capacity) = landing.target(&side.stream, KEY)?;
             if src.len() > capacity {
                 return Err(Error::TooSmall { need: src.len(), have: capacity });
             }
@@ -574,10 +572,11 @@ impl CopyQueue {
         let transfer = Transfer::Download { src: src.ptr(), dst: target, len };
         // Taken out when nothing can be refused any more.
         let mut landing = Some(landing);
-        let pushed = side.push(patience, transfer, src, || match landing.take().map(L::lend) {
-            Some((lent, half)) => (lent, Some(half)),
-            None => (Lent::Object(Box::new(())), None),
-        });
+        let pushed =
+            side.push(patience, transfer, src, || match landing.take().map(|landing| landing.lend(KEY)) {
+                Some((lent, half)) => (lent, Some(half)),
+                None => (Lent::Object(Box::new(())), None),
+            });
         match pushed {
             Ok((place, Some(half))) => Ok(InFlight::queued(place, L::Landed::from(half), Some(len))),
             Ok((_, None)) => Err(SubmitError { error: Error::QueueClosed, buffer: None }),
@@ -605,15 +604,14 @@ impl CopyQueue {
         crate::os::check_fork()?;
         let start = |shared: Arc<Shared>, number| {
             let device = self.device().clone();
-            std::thread::Builder::new()
-                .name(format!("pinpool-pack-{}", device.name()))
-                .spawn(move || {
-                    foreign::live("a copy queue's packing thread panicked: it goes on", || {
-                        device.context().driver().enter_thread();
-                        shared.serve(number);
-                    });
-                })
-                .is_ok()
+            let pack = move || {
+                foreign::live("a copy queue's packing thread panicked: it goes on", || {
+                    device.context().driver().enter_thread();
+                    shared.serve(number);
+                });
+            };
+            let name = format!("pinpool-pack-{}", self.device().name());
+            crate::os::thread::spawn(name, pack).is_ok()
         };
         Ok(self.0.crew.share(hands, work, start, own))
     }

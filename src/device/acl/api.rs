@@ -172,7 +172,7 @@ table! {
     }
 }
 
-/// Chooses the library to load.
+/// Chooses the library to load. Safe in itself: what is chosen is loaded later, by the word of the public function's caller.
 ///
 /// # Errors
 /// [`Error::Config`]: another one was chosen before, or loading was tried.
@@ -263,7 +263,8 @@ impl Api {
         let candidates = named.map_or_else(usual, |(path, _)| vec![path]);
         let mut tried = Vec::new();
         for file in candidates {
-            // SAFETY: AscendCL's initialisers have no preconditions, and whoever names another library vouches for it.
+            // SAFETY: AscendCL's initialisers have no preconditions; another library is vouched for by the caller of the
+            // unsafe `use_library`, or by the environment, which is trusted (`crate::acl` says so).
             let library = match unsafe { Library::new(&file) } {
                 Ok(library) => library,
                 Err(error) => {

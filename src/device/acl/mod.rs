@@ -165,8 +165,7 @@ impl Found {
 fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + Send) -> Result<R> {
     let unavailable = |why: String| Error::Unavailable { device: name.to_string(), why };
     std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name(format!("pinpool-{name}-open"));
-        let thread = thread.spawn_scoped(scope, run);
+        let thread = crate::os::thread::spawn_scoped(scope, format!("pinpool-{name}-open"), run);
         let thread = thread.map_err(|error| unavailable(format!("no thread could be started: {error}")))?;
         thread.join().unwrap_or_else(|_| Err(unavailable("the thread that opens it panicked".into())))
     })

@@ -232,7 +232,8 @@ impl Api {
             ),
         };
         let shown = file.to_string_lossy().into_owned();
-        // SAFETY: libcuda's initialisers have no preconditions, and whoever names another library vouches for it.
+        // SAFETY: libcuda's initialisers have no preconditions; another library is vouched for by the environment, which is
+        // trusted (`crate::cuda` says so).
         let library = unsafe { Library::new(&file) }
             .map_err(|error| format!("{shown} could not be loaded ({error}): {remedy}"))?;
         // For good: the driver has threads and exit handlers of its own, whatever it answers below.

@@ -209,7 +209,7 @@ impl Unit {
         let (unit, stream) = (Arc::clone(self), Arc::clone(stream));
         let name = format!("pinpool-host-{}", THREADS.fetch_add(1, Ordering::Relaxed));
         // Detached: it ends by itself once its stream is over, and nobody waits for that.
-        std::thread::Builder::new().name(name).spawn(move || stream::serve(&unit, &stream, delays)).map(drop)
+        crate::os::thread::spawn(name, move || stream::serve(&unit, &stream, delays)).map(drop)
     }
 
     /// The stream of this handle.

@@ -1,4 +1,5 @@
-//! Stream-ready reuse: segments that are claimed while they are in flight, for later work on the same stream.
+//! Stream-ready reuse: segments that are claimed while they are in flight, for later work on the same stream. Not while a
+//! request waits for memory: the pool asks its depot before it claims.
 
 #![allow(unsafe_code)]
 

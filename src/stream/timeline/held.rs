@@ -140,8 +140,11 @@ pub(crate) struct Joint {
 impl Joint {
     /// For `timelines` of them; the segment is in flight from here on.
     pub(crate) fn new(segment: Segment, timelines: u32) -> Arc<Self> {
-        let word = segment.slot().depart();
-        segment.depot().joint_in_flight(segment.granted() as isize);
+        let bytes = segment.granted() as isize;
+        let word = segment.depot().in_one(|depot| {
+            depot.joint_in_flight(bytes);
+            segment.slot().depart()
+        });
         Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
     }
 
@@ -183,7 +186,7 @@ pub(crate) struct Loan {
 }
 
 impl Loan {
-    /// A segment counts as in flight by its word from here on. (The bytes are booked by who submits.)
+    /// A segment counts as in flight by its word from here on. (The bytes are booked by the queue.)
     pub(crate) fn of(lent: Lent) -> Self {
         match lent {
             Lent::Segment(segment) => {

@@ -55,7 +55,7 @@ mod tests;
 mod waits;
 
 use std::collections::VecDeque;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use crossbeam::utils::CachePadded;
@@ -71,11 +71,10 @@ pub(crate) use self::waits::{SPIN, WaitKey};
 use super::reaper::Listing;
 use crate::depot::Depot;
 use crate::device::context::Context;
-use crate::device::ending::Keeper;
 use crate::device::memory::Allocation;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, Result};
-use crate::foreign::{self, Deferral};
+use crate::foreign::{self, Deferral, Keeper};
 use crate::freelist::state;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard};
 
@@ -162,7 +161,16 @@ pub(crate) struct Timeline {
     /// Who is about to book what was quarantined: raised under the state's lock, with the segments' words, and lowered when
     /// their depots know. (Not loom's: only checks look.)
     booking: std::sync::atomic::AtomicU32,
+    /// What leads here, if anything does.
+    upstream: OnceLock<Weak<dyn Upstream>>,
     state: Mutex<State>,
+}
+
+/// A queue that leads to a timeline: what it holds is on its way, and in flight by its segments' words already.
+pub(crate) trait Upstream: std::fmt::Debug + Send + Sync {
+    /// Bytes of a pool that wait there and that nothing else counts; and a number that changes with them, if no change is
+    /// half-way.
+    fn queued(&self, depot: u64) -> (usize, Option<u64>);
 }
 
 impl Timeline {
@@ -208,6 +216,7 @@ impl Timeline {
             given_up: AtomicBool::new(false),
             asking: AtomicBool::new(false),
             booking: std::sync::atomic::AtomicU32::new(0),
+            upstream: OnceLock::new(),
             state: Mutex::new(State {
                 open: 1,
                 open_entries: 0,
@@ -246,6 +255,11 @@ impl Timeline {
 
     pub(crate) fn stream(&self) -> StreamHandle {
         self.stream
+    }
+
+    /// What leads to this timeline, once.
+    pub(crate) fn fed_by(&self, upstream: Weak<dyn Upstream>) {
+        let _ = self.upstream.set(upstream);
     }
 
     /// Whether the device is lost, and not only this stream.
@@ -415,14 +429,17 @@ impl Timeline {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// Bytes of a depot that are in flight here, and how many of these are claimed; and a count of all changes so far, if
-    /// none is half-way.
+    /// Bytes of a depot that are in flight here or wait upstream, and how many of these are claimed; and a count of all
+    /// changes so far, if none is half-way.
     pub(crate) fn flight(&self, depot: u64) -> (Flight, Option<u64>) {
+        let upstream = self.upstream.get().and_then(Weak::upgrade);
+        let (queued, arrivals) = upstream.map_or((0, Some(0)), |upstream| upstream.queued(depot));
         let state = self.state.lock();
-        let flight = state.flights.iter().find(|f| f.0 == depot).map_or_else(Flight::default, |f| f.1);
+        let mut flight = state.flights.iter().find(|f| f.0 == depot).map_or_else(Flight::default, |f| f.1);
+        flight.bytes += queued;
         // Acquire: pairs with the releases behind `booking`.
         let booked = self.booking.load(std::sync::atomic::Ordering::Acquire) == 0;
-        (flight, booked.then_some(state.moves))
+        (flight, arrivals.filter(|_| booked).map(|arrivals| state.moves + arrivals))
     }
 
     /// A mark for everything submitted so far, without an entry: for those who only need to know.

@@ -151,9 +151,11 @@ impl World<'_> {
                 }
                 for &(token, ..) in &self.tokens {
                     assert!(matches!(other.redeem(token), Err(Error::StaleToken)));
-                    let [depot, key, nonce] = token.to_raw();
-                    let guess = Token::from_raw([depot, key, nonce.wrapping_add(1 << 40)]);
-                    assert!(matches!(pool.redeem(guess), Err(Error::StaleToken)));
+                    for part in 0..3 {
+                        let mut guess = token.to_raw();
+                        guess[part] = guess[part].wrapping_add(1 << 40);
+                        assert!(matches!(pool.redeem(Token::from_raw(guess)), Err(Error::StaleToken)));
+                    }
                 }
                 for &token in &self.stale {
                     assert!(matches!(pool.redeem(token), Err(Error::StaleToken)));

@@ -1,0 +1,87 @@
+//! Threads: the one place that starts them.
+//!
+//! A signal that is sent to the process is handled on any of its threads that does not block it. A handler of the program
+//! may expect a thread of the program (its stack, its thread-locals, a place where it may wait), and a driver's call must
+//! not be interrupted by it. So the crate's threads block every signal but those that a thread raises by what it does
+//! itself, which cannot wait: a fault, a trap, a refused system call, an abort.
+//!
+//! The mask is set by the thread that starts them, before and for as long as it does: a new thread has the mask of its
+//! maker from its first instruction, so there is no moment at which a signal could reach it. Threads that a driver starts
+//! on one of ours have the same mask.
+
+use std::io;
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+
+/// Starts a thread of the crate's.
+///
+/// # Errors
+/// The system has no room for one more.
+pub(crate) fn spawn<T: Send + 'static>(
+    name: impl Into<String>,
+    run: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    let _blocked = Blocked::now();
+    #[allow(clippy::disallowed_methods, reason = "this is the one place")]
+    Builder::new().name(name.into()).spawn(run)
+}
+
+/// The same for a thread that borrows.
+///
+/// # Errors
+/// As for [`spawn`].
+#[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver has threads that borrow"))]
+pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    name: impl Into<String>,
+    run: impl FnOnce() -> T + Send + 'scope,
+) -> io::Result<ScopedJoinHandle<'scope, T>> {
+    let _blocked = Blocked::now();
+    Builder::new().name(name.into()).spawn_scoped(scope, run)
+}
+
+/// This thread blocks signals until this is dropped. Those that are sent to it meanwhile come then.
+struct Blocked {
+    #[cfg(target_os = "linux")]
+    before: Option<libc::sigset_t>,
+}
+
+#[cfg(target_os = "linux")]
+impl Blocked {
+    fn now() -> Self {
+        // SAFETY: sets of numbers, filled within; they live for the calls, which change this thread's mask alone.
+        let before = unsafe {
+            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&raw mut all);
+            for raised in [
+                libc::SIGSEGV,
+                libc::SIGBUS,
+                libc::SIGFPE,
+                libc::SIGILL,
+                libc::SIGTRAP,
+                libc::SIGSYS,
+                libc::SIGABRT,
+            ] {
+                libc::sigdelset(&raw mut all, raised);
+            }
+            (libc::pthread_sigmask(libc::SIG_BLOCK, &raw const all, &raw mut before) == 0).then_some(before)
+        };
+        Self { before }
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl Drop for Blocked {
+    fn drop(&mut self) {
+        if let Some(before) = &self.before {
+            // SAFETY: the mask that this thread had.
+            unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before, std::ptr::null_mut()) };
+        }
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+impl Blocked {
+    fn now() -> Self {
+        Self {}
+    }
+}

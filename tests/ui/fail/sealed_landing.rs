@@ -1,0 +1,12 @@
+//! A stream-ready buffer has no host-ready half before its copy has landed, by whatever bound it is asked for.
+
+#![forbid(unsafe_code)]
+
+fn half<L: pinpool::Landing>(landing: L) -> usize {
+    let both = landing.lend();
+    size_of_val(&both)
+}
+
+fn main() {
+    let _ = half::<pinpool::StreamBuf>;
+}

@@ -1,0 +1,11 @@
+//! What the library does with a buffer that was lent is its own: code outside that has the bound cannot let go of one.
+
+#![forbid(unsafe_code)]
+
+fn let_go<B: pinpool::Lend>(buf: B) {
+    buf.abandon();
+}
+
+fn main() {
+    let _ = let_go::<pinpool::PinnedBuf>;
+}
