@@ -16,12 +16,13 @@
 //!
 //! - A [`Deferral`] marks a section in which foreign code must not run. Each guard of a lock (`locks`) has one, so has each
 //!   submission of a timeline, and so has each blocking copy of borrowed memory. A thread's deferrals nest.
-//! - Events, wakes and drops that come up in such a section are kept by the thread, in order, and run when its last deferral
-//!   ends: after the unlock, the entry, the return of the borrow.
+//! - Events, wakes and drops that come up in such a section are kept by the thread, and run when its last deferral ends: after
+//!   the unlock, the entry, the return of the borrow. Wakes come first, then the others in order.
 //! - What returns a value to the crate (a source's bytes, a recorder's handle) cannot be put off. [`call`] asserts in debug
 //!   builds that no deferral is active.
 //! - Wakes are made by a loop: a wake that comes up while this thread wakes waits for its turn. So a waker that polls its
-//!   task at once, which wakes another, takes no stack for each of them. Events take turns in the same way.
+//!   task at once, which wakes another, takes no stack for each of them. Events take turns in the same way. But a wake waits
+//!   for no event and for no drop: a subscriber may run tasks of its own until they are done.
 //! - [`Owned`] holds a value of the caller's. Its drop goes through this module wherever the value is dropped.
 //! - The macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) are denied by clippy
 //!   (`clippy.toml`) everywhere in the library but here, and so are locks without a deferral, but in `locks`.
@@ -48,12 +49,12 @@ use std::task::Waker;
 use tracing::field::DisplayValue;
 use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
 
-/// Foreign code that was put off.
+/// Foreign code that was put off, but for wakes.
 enum Work {
     Event(Box<dyn FnOnce() + Send>),
-    Wake(Task),
-    WakeShared(Arc<Task>),
     Drop(Box<dyn FnOnce() + Send>),
+    /// The crate's own, and calls foreign code.
+    Job(Box<dyn FnOnce() + Send>),
 }
 
 impl Work {
@@ -61,17 +62,31 @@ impl Work {
         match self {
             // The panic hook has told of it, and a subscriber that panics is not to be told by another event.
             Self::Event(tell) => _ = guard(tell),
-            Self::Wake(mut task) => {
+            Self::Drop(discard) => _ = call(DROP_PANICKED, discard),
+            Self::Job(job) => job(),
+        }
+    }
+}
+
+/// A wake that was put off.
+enum Waking {
+    Own(Task),
+    Shared(Arc<Task>),
+}
+
+impl Waking {
+    fn run(self) {
+        match self {
+            Self::Own(mut task) => {
                 if let Some(waker) = task.0.take() {
                     _ = call(WAKER_PANICKED, || waker.into_inner().wake());
                 }
             }
-            Self::WakeShared(task) => {
+            Self::Shared(task) => {
                 if let Some(waker) = &task.0 {
                     _ = call(WAKER_PANICKED, || waker.wake_by_ref());
                 }
             }
-            Self::Drop(discard) => _ = call(DROP_PANICKED, discard),
         }
     }
 }
@@ -82,19 +97,43 @@ const DROP_PANICKED: &str = "dropping a value of the caller's panicked: what it 
 struct State {
     /// Deferrals of this thread that have not ended.
     deferrals: Cell<usize>,
-    /// Whether this thread runs deferred work, in a frame further out.
+    /// Whether this thread wakes, in a frame further out.
+    waking: Cell<bool>,
+    /// Whether it does anything else that can be put off there.
     running: Cell<bool>,
-    /// In order. Never dropped, so that the thread's last destructors can still reach it; empty whenever no deferral is
+    /// Each in order. Never dropped, so that the thread's last destructors can still reach them; empty whenever no deferral is
     /// active and nothing runs.
-    later: RefCell<ManuallyDrop<VecDeque<Work>>>,
+    wakes: Queue<Waking>,
+    later: Queue<Work>,
+}
+
+type Queue<T> = RefCell<ManuallyDrop<VecDeque<T>>>;
+
+const fn queue<T>() -> Queue<T> {
+    RefCell::new(ManuallyDrop::new(VecDeque::new()))
+}
+
+/// Gives an empty queue's memory back: nothing else does at the thread's end.
+fn shrink<T>(queue: &Queue<T>) {
+    drop(ManuallyDrop::into_inner(queue.replace(ManuallyDrop::new(VecDeque::new()))));
+}
+
+impl State {
+    /// Whether anything was put off.
+    #[inline]
+    fn has_any(&self) -> bool {
+        !self.wakes.borrow().is_empty() || !self.later.borrow().is_empty()
+    }
 }
 
 std::thread_local! {
     static STATE: State = const {
         State {
             deferrals: Cell::new(0),
+            waking: Cell::new(false),
             running: Cell::new(false),
-            later: RefCell::new(ManuallyDrop::new(VecDeque::new())),
+            wakes: queue(),
+            later: queue(),
         }
     };
 }
@@ -123,7 +162,7 @@ impl Drop for Deferral {
             STATE.with(|state| {
                 let left = state.deferrals.get() - 1;
                 state.deferrals.set(left);
-                if left == 0 && !state.later.borrow().is_empty() {
+                if left == 0 && state.has_any() {
                     run_deferred(state);
                 }
             });
@@ -148,27 +187,57 @@ pub(crate) fn lifted<R>(inside: impl FnOnce() -> R) -> R {
 
 /// Whether work was put off that would run if the innermost deferral ended.
 pub(crate) fn is_work_due() -> bool {
-    STATE.with(|state| state.deferrals.get() == 1 && !state.running.get() && !state.later.borrow().is_empty())
+    STATE.with(|state| {
+        let (wakes, others) = (!state.wakes.borrow().is_empty(), !state.later.borrow().is_empty());
+        state.deferrals.get() == 1 && !state.waking.get() && (wakes || others && !state.running.get())
+    })
 }
 
+/// Runs what was put off: all wakes, then one of the others, and so on. A wake waits for nothing but other wakes.
 #[cold]
 fn run_deferred(state: &State) {
-    if state.running.get() {
-        // A frame further out does, once it has control again.
-        return;
-    }
-    state.running.set(true);
-    loop {
-        // Taken in a statement of its own: what runs may put more off.
-        let next = state.later.borrow_mut().pop_front();
-        match next {
-            Some(work) => work.run(),
-            None => break,
+    // Otherwise a frame further out does, once it has control again.
+    while !state.waking.get() {
+        state.waking.set(true);
+        loop {
+            // Taken in a statement of its own, here and below: what runs may put more off.
+            let next = state.wakes.borrow_mut().pop_front();
+            let Some(wake) = next else { break };
+            wake.run();
         }
+        shrink(&state.wakes);
+        state.waking.set(false);
+        if state.running.get() {
+            // As above.
+            return;
+        }
+        let next = state.later.borrow_mut().pop_front();
+        let Some(work) = next else { break };
+        state.running.set(true);
+        work.run();
+        state.running.set(false);
     }
-    // Gives the queue's memory back: nothing else does at the thread's end.
-    drop(ManuallyDrop::into_inner(state.later.replace(ManuallyDrop::new(VecDeque::new()))));
-    state.running.set(false);
+    if !state.waking.get() {
+        shrink(&state.later);
+    }
+}
+
+/// Makes a wake: now, or where this thread puts it off or makes another, later.
+fn wake_later(wake: Waking) {
+    if cfg!(loom) {
+        return wake.run();
+    }
+    STATE.with(|state| {
+        if state.deferrals.get() > 0 || state.waking.get() {
+            return state.wakes.borrow_mut().push_back(wake);
+        }
+        state.waking.set(true);
+        wake.run();
+        state.waking.set(false);
+        if state.has_any() {
+            run_deferred(state);
+        }
+    });
 }
 
 /// Runs foreign code that nothing waits for: now, or where this thread puts it off or runs such code already, later.
@@ -177,13 +246,13 @@ fn later(work: Work) {
         return work.run();
     }
     STATE.with(|state| {
-        if state.deferrals.get() > 0 || state.running.get() {
+        if state.deferrals.get() > 0 || state.waking.get() || state.running.get() {
             return state.later.borrow_mut().push_back(work);
         }
         state.running.set(true);
         work.run();
         state.running.set(false);
-        if !state.later.borrow().is_empty() {
+        if state.has_any() {
             run_deferred(state);
         }
     });
@@ -254,12 +323,12 @@ impl Task {
     }
 
     pub(crate) fn wake(self) {
-        later(Work::Wake(self));
+        wake_later(Waking::Own(self));
     }
 
     /// Wakes a task that others may wake, too.
     pub(crate) fn wake_shared(self: Arc<Self>) {
-        later(Work::WakeShared(self));
+        wake_later(Waking::Shared(self));
     }
 }
 
@@ -273,6 +342,12 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
     }
     // Not one by one after another, as wakes: the caller may rely on its being gone.
     _ = call(DROP_PANICKED, || drop(value));
+}
+
+/// Runs a job of the crate's that may call foreign code and that nothing waits for: now, or where this thread puts such code off,
+/// later.
+pub(crate) fn when_allowed(job: Box<dyn FnOnce() + Send>) {
+    if may_call() { job() } else { later(Work::Job(job)) }
 }
 
 /// A value of the caller's. Wherever it is dropped, that is foreign code, and goes the way of [`discard`].

@@ -74,7 +74,8 @@
 //!
 //! - It runs under no lock of the crate, never between a driver's acceptance of work and the entry that keeps the memory for
 //!   it, and not on a thread that has lent borrowed memory to a device. What comes up there (an event, a wake, a drop)
-//!   runs on the same thread afterwards, in order. So a subscriber may ask the pool whatever it likes.
+//!   runs on the same thread afterwards: wakes first, then the others in order. So a subscriber may ask the pool whatever it
+//!   likes, and run tasks until they are done.
 //! - A panic is caught, told by an event of the target `pinpool::foreign` (a subscriber's own is not), and costs that one call:
 //!   the event, the wake, the transfer whose source or sink it was. A payload whose drop panics is leaked.
 //! - The crate's threads go on after a panic. What a mistake of the crate's own leaves in doubt is quarantined, and reads as
@@ -82,6 +83,8 @@
 //! - A waker that is called while this thread runs another waker waits for its turn: wakes are made by a loop. A waker must
 //!   not wait for a wake that the same thread is to make. Waits that would never end, since only this very thread could end
 //!   them, are refused with [`Error::Unsupported`].
+//! - The crate's threads block signals. Threads and processes that such code starts there begin with the same mask
+//!   (`std::process::Command` keeps it): a process that is to hear `SIGTERM` is given a mask of its own.
 //! - Code that a call is given for its own duration, and calls on the caller's thread (a reader for
 //!   [`upload_read`](pipeline::Pipeline::upload_read), a writer, a closure), may panic through that call, which first waits
 //!   for what it has under way.

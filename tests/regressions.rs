@@ -724,3 +724,34 @@ fn signals_are_for_the_programs_threads() {
     }
     drop((sampling, pipeline, queue, stream));
 }
+
+/// A stepped device has no thread for what lets go of others' memory: the owner goes after the submission that found the device
+/// dead, and may use the pool.
+#[test]
+fn an_owner_of_device_memory_is_not_dropped_within_a_submission() {
+    struct Asks(Pool, Arc<Mutex<Vec<bool>>>);
+    impl Drop for Asks {
+        fn drop(&mut self) {
+            let mut checkout = self.0.checkout_async(8 << 20);
+            let first = Pin::new(&mut checkout).poll(&mut Context::from_waker(Waker::noop()));
+            self.1.lock().unwrap().push(first.is_pending());
+        }
+    }
+    let (node, device) = stepped(32 << 20);
+    let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(8 << 20).unwrap());
+    let asked = Arc::default();
+    let owner = Asks(pool.clone(), Arc::clone(&asked));
+    // SAFETY: memory of the device's, which lives for as long as this test.
+    let slice = unsafe { device.raw_memory(memory.address(), 4096, owner) }.map_err(|e| e.error).unwrap();
+    let mut small = pool.checkout(100).unwrap();
+    small.try_resize(100, 1).unwrap();
+    drop(stream.upload(small, slice).unwrap());
+    // So large that its own submission records the mark, which fails for good.
+    let mut large = pool.checkout(5 << 20).unwrap();
+    large.try_resize(5 << 20, 1).unwrap();
+    let _out = pool.checkout(8 << 20).unwrap();
+    fail(&node, Call::Record, Failure::Sticky);
+    let _ = stream.upload(large, memory.slice(..).unwrap());
+    assert_eq!(*asked.lock().unwrap(), [true], "dropped once, and its request waits");
+}

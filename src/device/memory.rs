@@ -88,7 +88,7 @@ impl Drop for Allocation {
             // A driver that has ended is not called any more.
             let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverEnd);
             let freed = match origin {
-                Origin::Foreign(owner) => return drop(owner),
+                Origin::Foreign(owner) => return crate::foreign::discard(owner),
                 _ if ended => return,
                 Origin::Plain => context.driver().free(ptr),
                 // The stream goes only after that, if this was the last that needed it.

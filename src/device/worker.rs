@@ -3,7 +3,7 @@
 //!
 //! Everything that is dropped anywhere in the crate and owns such a resource sends a job here, so drop never blocks and
 //! no driver call is made from a callback or under somebody's lock. A stepped device has no threads: there the job runs
-//! at once, on the caller's thread.
+//! at once, on the caller's thread, or where that one puts foreign code off, right after that.
 
 use std::sync::{Arc, mpsc};
 use std::thread::ThreadId;
@@ -59,7 +59,7 @@ impl Worker {
         self.jobs.is_none()
     }
 
-    /// Runs a job later (or now, on a stepped device).
+    /// Runs a job later (on a stepped device now, or where foreign code is put off, right after that).
     pub(crate) fn send(&self, job: impl FnOnce() + Send + 'static) {
         if crate::os::forked() {
             // There is no thread, and the queue may be as another thread had left it: whatever the job owns is leaked.
@@ -76,7 +76,8 @@ impl Worker {
                     foreign::error!(target: "pinpool::device::leak", "the device's worker thread is gone: what it was to free is leaked");
                 }
             }
-            None => run(Box::new(job)),
+            // The caller may be in the midst of a submission, and the job may call anything.
+            None => foreign::when_allowed(Box::new(move || run(Box::new(job)))),
         }
     }
 
@@ -89,6 +90,10 @@ impl Worker {
         // Jobs wake those who wait for memory, and a waker may be anything: on this thread it cannot wait for itself.
         if self.thread.is_some_and(|thread| thread == std::thread::current().id()) {
             return job();
+        }
+        if self.is_inline() {
+            return foreign::survive(JOB_PANICKED, job)
+                .unwrap_or(Err(Error::Internal("a job of the device panicked")));
         }
         let (tell, told) = mpsc::sync_channel(1);
         self.send(move || drop(tell.send(job())));
@@ -106,7 +111,9 @@ impl Drop for Worker {
     }
 }
 
+const JOB_PANICKED: &str = "a job of the worker thread panicked: what it owned may be leaked";
+
 /// Jobs guard the foreign code that they call: what panics is a mistake of the crate's. The thread goes on.
 fn run(job: Job) {
-    _ = foreign::survive("a job of the worker thread panicked: what it owned may be leaked", job);
+    _ = foreign::survive(JOB_PANICKED, job);
 }

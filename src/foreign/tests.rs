@@ -65,7 +65,7 @@ impl Drop for Dropped {
 }
 
 #[test]
-fn what_comes_up_under_locks_runs_in_order_after_the_last() {
+fn what_comes_up_under_locks_runs_after_the_last() {
     let calls = Calls::default();
     let (outer, inner, read) = (Mutex::new(()), Mutex::new(()), RwLock::new(()));
     let (first, second) = (calls.task("wake", || ()), Arc::new(calls.task("shared wake", || ())));
@@ -81,7 +81,7 @@ fn what_comes_up_under_locks_runs_in_order_after_the_last() {
         second.clone().wake_shared();
         assert!(calls.all().is_empty(), "one lock is held still");
     }
-    assert_eq!(calls.all(), ["wake", "event", "drop", "owned", "shared wake"]);
+    assert_eq!(calls.all(), ["wake", "shared wake", "event", "drop", "owned"]);
     // Without a lock at once.
     calls.tell("now");
     assert_eq!(calls.all().last(), Some(&"now"));
@@ -148,6 +148,39 @@ fn a_wake_within_a_wake_waits_for_its_turn() {
     chain(&calls, 999, &depth, &deepest).wake();
     assert_eq!(calls.all().len(), 1000);
     assert_eq!(deepest.load(Ordering::Relaxed), 1, "wakes nest");
+}
+
+/// A subscriber may run tasks of its own until they are done, and so may the drop of a value.
+#[test]
+fn a_wake_waits_for_no_event_and_for_no_drop() {
+    let calls = Calls::default();
+    let own = calls.clone();
+    tell(move || {
+        own.task("woken by a subscriber", || ()).wake();
+        own.tell("an event within");
+        own.note("the end of the subscriber");
+    });
+    assert_eq!(calls.all(), ["woken by a subscriber", "the end of the subscriber", "an event within"]);
+
+    struct Wakes(Calls);
+    impl Drop for Wakes {
+        fn drop(&mut self) {
+            let (lock, task) = (Mutex::new(()), self.0.task("woken by a drop", || ()));
+            let guard = lock.lock();
+            task.wake();
+            drop(guard);
+            self.0.note("the end of the drop");
+        }
+    }
+    let calls = Calls::default();
+    let (lock, task) = (Mutex::new(()), calls.task("put off behind them", || ()));
+    {
+        let _guard = lock.lock();
+        calls.tell("event");
+        discard(Wakes(calls.clone()));
+        task.wake();
+    }
+    assert_eq!(calls.all(), ["put off behind them", "event", "woken by a drop", "the end of the drop"]);
 }
 
 /// Whatever the payload is, and however its drop panics; what comes after it runs all the same.
