@@ -110,6 +110,19 @@ fn a_child_can_check_nothing_out() {
     pool.check().unwrap();
 }
 
+/// A buffer that the parent had out becomes a token that nobody redeems, without a lock.
+#[test]
+fn a_child_makes_tokens_of_nothing() {
+    let _alone = alone();
+    let device = device();
+    let pool = pool(&device);
+    let mut own = Some(pool.checkout(1000).unwrap());
+    let code = forked(|| i32::from(!is_forked(pool.redeem(own.take().unwrap().into_token()))));
+    assert_eq!(code, Some(0));
+    drop(own);
+    pool.check().unwrap();
+}
+
 #[test]
 fn drops_in_a_child_do_nothing() {
     let _alone = alone();

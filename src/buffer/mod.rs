@@ -317,7 +317,7 @@ impl PinnedBuf {
     }
 
     /// Puts the buffer behind a plain value, for passing it through code that knows only numbers. The segment stays
-    /// checked out until [`Pool::redeem`](crate::Pool::redeem).
+    /// checked out until [`Pool::redeem`](crate::Pool::redeem). (In the child of a fork, where nothing is redeemed, for good.)
     #[must_use = "without the token the segment is lost to the pool"]
     pub fn into_token(self) -> Token {
         let (segment, len) = self.into_parts();

@@ -69,6 +69,10 @@ impl Depot {
     pub(crate) fn deposit(&self, segment: Segment, written: usize) -> Token {
         // Drawn before the lock: that is a system call.
         let secret = Secret(crate::os::random());
+        // In the child of a fork the lock may be anyone's, and no token is redeemed.
+        if crate::os::forked() {
+            return Token { key: u64::MAX, secret };
+        }
         let key = self.core.lock().tokens.insert(Deposit { secret, segment, written });
         Token { key: key as u64, secret }
     }
