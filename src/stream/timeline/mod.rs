@@ -462,6 +462,8 @@ impl Drop for Timeline {
         if !self.state.get_mut().is_idle() {
             self.lose(&Error::Internal("a stream was dropped with work in flight"));
             self.context.holds().leaked(1);
+            let state = self.state.get_mut();
+            self.context.count_past(state.submitted, state.landed);
             return std::mem::forget(keeper);
         }
         if let Some(keeper) = keeper {
