@@ -183,8 +183,15 @@ impl Device {
             // were unregistered.
             maker.noting(unsafe { maker.driver().register(base, len, read_only) })
         });
-        if let Err(error) = registered {
-            return refused(error, value);
+        match registered {
+            Ok(()) => {}
+            // Whether a call that panicked has registered it is in doubt.
+            Err(error @ Error::Internal(_)) => {
+                context.holds().leaked(1);
+                std::mem::forget(value);
+                return Err(RegisterError { error, memory: None });
+            }
+            Err(error) => return refused(error, value),
         }
         context.holds().count_registered(range.len);
         let value = UnsafeCell::new(Value { there: ManuallyDrop::new(value), taken: false });

@@ -102,7 +102,12 @@ impl Regions {
                     continue;
                 }
                 Err(error) => {
-                    let clean = roll_back(&context, &adoptee, &extents);
+                    // Whether a call that panicked has pinned the piece is in doubt.
+                    let doubtful = matches!(error, Error::Internal(_));
+                    if doubtful {
+                        context.holds().leaked(1);
+                    }
+                    let clean = roll_back(&context, &adoptee, &extents) && !doubtful;
                     // Not an attempt of the pool's to grow: the caller gets the error.
                     self.ended(len, None);
                     if clean {

@@ -258,7 +258,9 @@ impl Regions {
 
     /// Whether another device takes over where one has failed with this.
     fn goes_on_after(&self, error: Option<&Error>) -> bool {
-        let Some((error, next)) = error.filter(|e| e.class() == ErrorClass::Sticky).zip(self.living()) else {
+        // A mistake of the crate's, which is of that class too, says nothing about the device, and would be made again.
+        let lost = |e: &&Error| e.class() == ErrorClass::Sticky && !matches!(e, Error::Internal(_));
+        let Some((error, next)) = error.filter(lost).zip(self.living()) else {
             return false;
         };
         crate::foreign::warn!(
