@@ -94,7 +94,6 @@
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use ::cudarc::driver::{
     CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice,
@@ -119,11 +118,6 @@ pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
 
 /// cuda.h: CU_STREAM_PER_THREAD, the last of the handles that stand for a default stream.
 const PER_THREAD: usize = 2;
-
-/// Whether any slice was ever downloaded on another stream than its own. From then on each download waits for the slice's
-/// last read, which it is to cover: before, only cudarc can have read on two streams, and loses the first by itself.
-/// (Relaxed: passing the slice between threads orders this as well.)
-static ELSEWHERE: AtomicBool = AtomicBool::new(false);
 
 /// A slice that a copy is about to use. `same`: its own stream is the copy's.
 struct Taken<'a> {
@@ -273,12 +267,12 @@ impl CudarcStream {
         let bytes = self.bytes::<T>(src)?;
         let same = self.enter(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
-        if !same {
-            ELSEWHERE.store(true, Ordering::Relaxed);
-        }
-        if ELSEWHERE.load(Ordering::Relaxed) {
-            if let SyncOnDrop::Record(Some((read, _))) = &guard {
-                self.said("cuStreamWaitEvent", self.theirs.wait(read))?;
+        if let SyncOnDrop::Record(Some((read, _))) = &guard {
+            // On the slice's own stream too: the guard's record takes the place of one that another stream made.
+            match self.said("cuStreamWaitEvent", self.theirs.wait(read)) {
+                // Recorded in a capture that is over, it stands for no read.
+                Err(error) if same && error.class() == ErrorClass::Capture => {}
+                said => said?,
             }
         }
         self.take(src.stream(), address, bytes, guard)

@@ -401,6 +401,36 @@ fn what_follows_a_copy_on_another_stream_comes_after_it() {
     });
 }
 
+/// cudarc keeps the event of a slice's last read alone. A download of ours covers the read of cudarc's before it, also on the
+/// slice's own stream, and where none was ever made on another.
+#[test]
+fn a_download_covers_the_read_before_it() {
+    const READS: usize = 16;
+    beside("a_download_covers_the_read_before_it", || {
+        let len = if doubles::is_set() { 20_000 } else { 16 << 20 };
+        let context = CudaContext::new(0).unwrap();
+        let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let on_owner = adopted(&owner).unwrap();
+        let pool = pool(on_owner.device(), len);
+        for round in 0..4 {
+            let (old, new) = (bytes(round, len), bytes(round + 1, len));
+            let mut slice = on_device(&owner, &old);
+            let mut copies: Vec<_> = (0..READS).map(|_| on_device(&other, &new)).collect();
+            for copy in &mut copies {
+                other.memcpy_dtod(&slice, copy).unwrap();
+            }
+            let read = on_owner.download_from(&slice, pool.checkout(len).unwrap()).unwrap();
+            let mut buf = pool.checkout(len).unwrap();
+            buf.extend_from_slice(&new);
+            drop(on_owner.upload_to(buf, &mut slice).unwrap().wait().unwrap());
+            assert!(*read.wait().unwrap() == *old, "by the pool, round {round}");
+            for (nth, copy) in copies.into_iter().enumerate() {
+                assert!(other.clone_dtoh(&copy).unwrap() == old, "{nth} by cudarc, round {round}");
+            }
+        }
+    });
+}
+
 /// The driver gives the handle of a stream that is gone to another one.
 #[test]
 fn a_streams_handle_may_have_been_anothers() {
