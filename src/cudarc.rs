@@ -267,15 +267,16 @@ impl CudarcStream {
         let bytes = self.bytes::<T>(src)?;
         let same = self.enter(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
+        let mut waited = Ok(());
         if let SyncOnDrop::Record(Some((read, _))) = &guard {
             // On the slice's own stream too: the guard's record takes the place of one that another stream made.
-            match self.said("cuStreamWaitEvent", self.theirs.wait(read)) {
+            waited = match self.said("cuStreamWaitEvent", self.theirs.wait(read)) {
                 // Recorded in a capture that is over, it stands for no read.
-                Err(error) if same && error.class() == ErrorClass::Capture => {}
-                said => said?,
-            }
+                Err(error) if same && error.class() == ErrorClass::Capture => Ok(()),
+                said => said,
+            };
         }
-        self.take(src.stream(), address, bytes, guard)
+        self.take(src.stream(), address, bytes, guard, waited)
     }
 
     fn target<'a, T>(&'a self, dst: &'a mut impl SliceMut<T>) -> Result<Taken<'a>> {
@@ -283,7 +284,7 @@ impl CudarcStream {
         let owner = dst.stream().clone();
         self.enter(&owner)?;
         let (address, guard) = dst.device_ptr_mut(&self.theirs);
-        self.take(&owner, address, bytes, guard)
+        self.take(&owner, address, bytes, guard, Ok(()))
     }
 
     /// The length of a slice of our context.
@@ -375,24 +376,36 @@ impl CudarcStream {
         }
     }
 
-    /// A slice as memory that a copy can use, if what comes later is known to come after the copy.
+    /// A slice as memory that a copy can use, if our stream waits for what was before, and what comes later is known to come
+    /// after the copy.
     fn take<'a>(
         &self,
         owner: &CudaStream,
         address: u64,
         bytes: usize,
         guard: SyncOnDrop<'a>,
+        waited: Result<()>,
     ) -> Result<Taken<'a>> {
-        self.nothing_noted(owner)?;
         let same = self.is_same(owner);
-        // Made while its context tracked nothing, it has no event.
-        if !same && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_))) {
-            return Err(self.unordered());
+        let usable = waited.and_then(|()| {
+            self.nothing_noted(owner)?;
+            // Made while its context tracked nothing, it has no event.
+            if !same && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_))) {
+                return Err(self.unordered());
+            }
+            // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later happens
+            // on its own stream, which is this one or waits for the event that the guard records.
+            unsafe { self.ours.device().raw_memory(address, bytes, ()) }.map_err(Error::from)
+        });
+        match usable {
+            Ok(range) => Ok(Taken { range, guard, same }),
+            Err(error) => {
+                // There is no copy. Recorded by the guard, the event would stand no more for the use that was before, which our
+                // stream may not wait for.
+                std::mem::forget(guard);
+                Err(error)
+            }
         }
-        // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later happens
-        // on its own stream, which is this one or waits for the event that the guard records.
-        let range = unsafe { self.ours.device().raw_memory(address, bytes, ()) }?;
-        Ok(Taken { range, guard, same })
     }
 }
 

@@ -550,6 +550,54 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
     });
 }
 
+/// What cudarc knows of a slice's uses stays as it was where a copy is refused: those before are waited for all the same.
+#[test]
+fn a_refused_copy_makes_cudarc_forget_nothing() {
+    const LEN: usize = 5000;
+    beside("a_refused_copy_makes_cudarc_forget_nothing", || {
+        let Some(d) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
+        let context = CudaContext::new(0).unwrap();
+        let [owner, other, third] = [(); 3].map(|()| context.new_stream().unwrap());
+        let on_third = adopted(&third).unwrap();
+        let pool = pool(on_third.device(), 4 * LEN);
+        let (old, new) = (bytes(1, LEN), bytes(2, LEN));
+        let (from, mut into) = (on_device(&other, &new), on_device(&other, &new));
+        let mut refused = [0; 2];
+        for nth in 1..=6 {
+            for up in [true, false] {
+                let mut slice = on_device(&owner, &old);
+                // Used by cudarc on one stream, and not by ours on another.
+                match up {
+                    true => other.memcpy_dtod(&from, &mut slice).unwrap(),
+                    false => other.memcpy_dtod(&slice, &mut into).unwrap(),
+                }
+                let mut buf = pool.checkout(LEN).unwrap();
+                buf.extend_from_slice(&old);
+                d.fail("cuStreamWaitEvent", nth, 999, false);
+                let flight = match up {
+                    true => on_third.upload_to(buf, &mut slice),
+                    false => on_third.download_from(&slice, buf),
+                };
+                d.calm();
+                let _ = context.check_err();
+                if let Ok(flight) = flight {
+                    drop(flight.wait().unwrap());
+                    continue;
+                }
+                refused[usize::from(up)] += 1;
+                if up {
+                    assert!(owner.clone_dtoh(&slice).unwrap() == new, "the write is not waited for, {nth}");
+                } else {
+                    owner.memcpy_htod(&new, &mut slice).unwrap();
+                    owner.synchronize().unwrap();
+                    assert!(other.clone_dtoh(&into).unwrap() == old, "the read is not waited for, {nth}");
+                }
+            }
+        }
+        assert!(refused.iter().all(|times| *times > 1), "{refused:?}");
+    });
+}
+
 /// Captures beside uploads, of the same streams under a lock, as the one who captures promises, and of others at any time.
 #[test]
 fn no_graph_has_a_buffer_of_the_pool_where_the_promise_is_kept() {
