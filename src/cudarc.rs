@@ -94,7 +94,6 @@
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use ::cudarc::driver::{
     CudaContext, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice,
@@ -119,11 +118,6 @@ pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
 
 /// cuda.h: CU_STREAM_PER_THREAD, the last of the handles that stand for a default stream.
 const PER_THREAD: usize = 2;
-
-/// Whether any slice was ever downloaded on another stream than its own. From then on each download waits for the slice's
-/// last read, which it is to cover: before, only cudarc can have read on two streams, and loses the first by itself.
-/// (Relaxed: passing the slice between threads orders this as well.)
-static ELSEWHERE: AtomicBool = AtomicBool::new(false);
 
 /// A slice that a copy is about to use. `same`: its own stream is the copy's.
 struct Taken<'a> {
@@ -273,15 +267,16 @@ impl CudarcStream {
         let bytes = self.bytes::<T>(src)?;
         let same = self.enter(src.stream())?;
         let (address, guard) = src.device_ptr(&self.theirs);
-        if !same {
-            ELSEWHERE.store(true, Ordering::Relaxed);
+        let mut waited = Ok(());
+        if let SyncOnDrop::Record(Some((read, _))) = &guard {
+            // On the slice's own stream too: the guard's record takes the place of one that another stream made.
+            waited = match self.said("cuStreamWaitEvent", self.theirs.wait(read)) {
+                // Recorded in a capture that is over, it stands for no read.
+                Err(error) if same && error.class() == ErrorClass::Capture => Ok(()),
+                said => said,
+            };
         }
-        if ELSEWHERE.load(Ordering::Relaxed) {
-            if let SyncOnDrop::Record(Some((read, _))) = &guard {
-                self.said("cuStreamWaitEvent", self.theirs.wait(read))?;
-            }
-        }
-        self.take(src.stream(), address, bytes, guard)
+        self.take(src.stream(), address, bytes, guard, waited)
     }
 
     fn target<'a, T>(&'a self, dst: &'a mut impl SliceMut<T>) -> Result<Taken<'a>> {
@@ -289,7 +284,7 @@ impl CudarcStream {
         let owner = dst.stream().clone();
         self.enter(&owner)?;
         let (address, guard) = dst.device_ptr_mut(&self.theirs);
-        self.take(&owner, address, bytes, guard)
+        self.take(&owner, address, bytes, guard, Ok(()))
     }
 
     /// The length of a slice of our context.
@@ -381,24 +376,36 @@ impl CudarcStream {
         }
     }
 
-    /// A slice as memory that a copy can use, if what comes later is known to come after the copy.
+    /// A slice as memory that a copy can use, if our stream waits for what was before, and what comes later is known to come
+    /// after the copy.
     fn take<'a>(
         &self,
         owner: &CudaStream,
         address: u64,
         bytes: usize,
         guard: SyncOnDrop<'a>,
+        waited: Result<()>,
     ) -> Result<Taken<'a>> {
-        self.nothing_noted(owner)?;
         let same = self.is_same(owner);
-        // Made while its context tracked nothing, it has no event.
-        if !same && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_))) {
-            return Err(self.unordered());
+        let usable = waited.and_then(|()| {
+            self.nothing_noted(owner)?;
+            // Made while its context tracked nothing, it has no event.
+            if !same && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_))) {
+                return Err(self.unordered());
+            }
+            // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later happens
+            // on its own stream, which is this one or waits for the event that the guard records.
+            unsafe { self.ours.device().raw_memory(address, bytes, ()) }.map_err(Error::from)
+        });
+        match usable {
+            Ok(range) => Ok(Taken { range, guard, same }),
+            Err(error) => {
+                // There is no copy. Recorded by the guard, the event would stand no more for the use that was before, which our
+                // stream may not wait for.
+                std::mem::forget(guard);
+                Err(error)
+            }
         }
-        // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later happens
-        // on its own stream, which is this one or waits for the event that the guard records.
-        let range = unsafe { self.ours.device().raw_memory(address, bytes, ()) }?;
-        Ok(Taken { range, guard, same })
     }
 }
 

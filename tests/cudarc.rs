@@ -401,6 +401,36 @@ fn what_follows_a_copy_on_another_stream_comes_after_it() {
     });
 }
 
+/// cudarc keeps the event of a slice's last read alone. A download of ours covers the read of cudarc's before it, also on the
+/// slice's own stream, and where none was ever made on another.
+#[test]
+fn a_download_covers_the_read_before_it() {
+    const READS: usize = 16;
+    beside("a_download_covers_the_read_before_it", || {
+        let len = if doubles::is_set() { 20_000 } else { 16 << 20 };
+        let context = CudaContext::new(0).unwrap();
+        let (owner, other) = (context.new_stream().unwrap(), context.new_stream().unwrap());
+        let on_owner = adopted(&owner).unwrap();
+        let pool = pool(on_owner.device(), len);
+        for round in 0..4 {
+            let (old, new) = (bytes(round, len), bytes(round + 1, len));
+            let mut slice = on_device(&owner, &old);
+            let mut copies: Vec<_> = (0..READS).map(|_| on_device(&other, &new)).collect();
+            for copy in &mut copies {
+                other.memcpy_dtod(&slice, copy).unwrap();
+            }
+            let read = on_owner.download_from(&slice, pool.checkout(len).unwrap()).unwrap();
+            let mut buf = pool.checkout(len).unwrap();
+            buf.extend_from_slice(&new);
+            drop(on_owner.upload_to(buf, &mut slice).unwrap().wait().unwrap());
+            assert!(*read.wait().unwrap() == *old, "by the pool, round {round}");
+            for (nth, copy) in copies.into_iter().enumerate() {
+                assert!(other.clone_dtoh(&copy).unwrap() == old, "{nth} by cudarc, round {round}");
+            }
+        }
+    });
+}
+
 /// The driver gives the handle of a stream that is gone to another one.
 #[test]
 fn a_streams_handle_may_have_been_anothers() {
@@ -517,6 +547,54 @@ fn where_a_stream_cannot_be_made_to_wait_the_copy_is_refused() {
         }
         println!("{} calls failed: {refused} copies refused, {sent} made", d.struck());
         assert!(sent > 0 && refused > 0);
+    });
+}
+
+/// What cudarc knows of a slice's uses stays as it was where a copy is refused: those before are waited for all the same.
+#[test]
+fn a_refused_copy_makes_cudarc_forget_nothing() {
+    const LEN: usize = 5000;
+    beside("a_refused_copy_makes_cudarc_forget_nothing", || {
+        let Some(d) = doubles::is_set().then(StandIn::of_this_process).flatten() else { return };
+        let context = CudaContext::new(0).unwrap();
+        let [owner, other, third] = [(); 3].map(|()| context.new_stream().unwrap());
+        let on_third = adopted(&third).unwrap();
+        let pool = pool(on_third.device(), 4 * LEN);
+        let (old, new) = (bytes(1, LEN), bytes(2, LEN));
+        let (from, mut into) = (on_device(&other, &new), on_device(&other, &new));
+        let mut refused = [0; 2];
+        for nth in 1..=6 {
+            for up in [true, false] {
+                let mut slice = on_device(&owner, &old);
+                // Used by cudarc on one stream, and not by ours on another.
+                match up {
+                    true => other.memcpy_dtod(&from, &mut slice).unwrap(),
+                    false => other.memcpy_dtod(&slice, &mut into).unwrap(),
+                }
+                let mut buf = pool.checkout(LEN).unwrap();
+                buf.extend_from_slice(&old);
+                d.fail("cuStreamWaitEvent", nth, 999, false);
+                let flight = match up {
+                    true => on_third.upload_to(buf, &mut slice),
+                    false => on_third.download_from(&slice, buf),
+                };
+                d.calm();
+                let _ = context.check_err();
+                if let Ok(flight) = flight {
+                    drop(flight.wait().unwrap());
+                    continue;
+                }
+                refused[usize::from(up)] += 1;
+                if up {
+                    assert!(owner.clone_dtoh(&slice).unwrap() == new, "the write is not waited for, {nth}");
+                } else {
+                    owner.memcpy_htod(&new, &mut slice).unwrap();
+                    owner.synchronize().unwrap();
+                    assert!(other.clone_dtoh(&into).unwrap() == old, "the read is not waited for, {nth}");
+                }
+            }
+        }
+        assert!(refused.iter().all(|times| *times > 1), "{refused:?}");
     });
 }
 

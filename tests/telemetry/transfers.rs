@@ -5,11 +5,11 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex};
 
 use pinpool::host::HostConfig;
-use pinpool::pipeline::{Fill, Pipeline, Priority, Source, Staging};
+use pinpool::pipeline::{FileSource, Fill, Pipeline, Priority, Reading, Source, Staging};
 use pinpool::{DeviceBuffer, Error};
 use tracing::Level;
 
-use crate::record::{Record, alone, clear, spans};
+use crate::record::{Record, alone, clear, events, spans};
 use crate::{Bench, eventually};
 
 const BYTES: usize = 1 << 20;
@@ -106,6 +106,35 @@ impl Source for Shut {
         into.push(&vec![1; into.remaining()]);
         Ok(())
     }
+}
+
+/// A file that cannot be opened anew, to be read past the page cache, under a name that would steer a terminal.
+#[test]
+#[allow(unsafe_code, reason = "the limit on open files")]
+fn what_a_file_is_called_is_escaped() {
+    const ALL: libc::rlim_t = libc::RLIM_INFINITY;
+    let _turn = alone();
+    let (bench, memory, _) = rig(Priority::Bulk);
+    let pipeline = Pipeline::builder(&bench.pool, &bench.device).threads(1).chunk(256 << 10).build().unwrap();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(BYTES as u64).unwrap();
+    let source =
+        FileSource::new(Arc::new(file), "a\u{1b}[2J\nERROR forged").unwrap().reading(Reading::Direct);
+    let mut limit = libc::rlimit { rlim_cur: ALL, rlim_max: ALL };
+    // SAFETY: writes to the struct.
+    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) }, 0);
+    let none = libc::rlimit { rlim_cur: 0, ..limit };
+    // SAFETY: reads the struct, here and below.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) }, 0);
+    let sent = pipeline.upload_file(source, &memory).map(|transfer| transfer.wait().is_ok());
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+    assert!(sent.unwrap(), "it is read in another way");
+    let (found, spans) = (events("pinpool::pipeline"), spans("pinpool::pipeline", "transfer"));
+    assert_eq!((found.len(), spans.len()), (1, 1), "{found:#?}");
+    assert_eq!(found[0].field("message"), "not read past the page cache");
+    let names = [found[0].field("file"), spans[0].field("what")];
+    assert_eq!(names, ["a\\u{1b}[2J\\nERROR forged"; 2]);
 }
 
 #[test]

@@ -16,8 +16,8 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const LONGEST: u64 = 10 << 20;
 /// Samples of an answer that are ours. (A pool has some four hundred, a stream two.)
 const SAMPLES: usize = 100_000;
-/// Characters of a label's value, and of an error. A pool's name has no more.
-const LABEL: usize = 104;
+/// Characters of a label's value, and of an error. A pool's name has no more: 103, and 21 where it got a number.
+const LABEL: usize = 124;
 const WORDS: usize = 300;
 /// Lines from one look at the clock to the next.
 const LINES: usize = 4096;
@@ -289,6 +289,9 @@ mod tests {
             "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}"
         );
         assert_eq!(&*label(&"W".repeat(9_000_000)), "W".repeat(LABEL) + "...");
+        // The longest that a pool has, with its number.
+        let name = format!("{}...#{}", "W".repeat(100), u64::MAX);
+        assert_eq!(*label(&name), name);
     }
 
     #[test]

@@ -23,6 +23,7 @@ use super::stats::Counters;
 use super::workers::read_error;
 use crate::buffer::PinnedBuf;
 use crate::error::{Error, Result};
+use crate::escape::{TEXT, clean};
 use crate::os::file::{
     Cached, appends, is_direct, read_at, read_cached, reopen, reopen_direct, write_all_at,
 };
@@ -211,6 +212,11 @@ impl FileSource {
         &self.name
     }
 
+    /// The same for events.
+    pub(super) fn shown_name(&self) -> Cow<'_, str> {
+        clean(&self.name, TEXT)
+    }
+
     /// First byte of the range.
     pub(super) fn start(&self) -> u64 {
         self.range.start
@@ -237,7 +243,7 @@ impl FileSource {
             reopen_direct(&self.file)
                 .inspect_err(|error| {
                     Counters::add(&counters.direct_refused, 1);
-                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*self.name, %error, "not read past the page cache");
+                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*self.shown_name(), %error, "not read past the page cache");
                 })
                 .ok()
                 .map(Arc::new)
@@ -331,7 +337,7 @@ impl FileSource {
                 }
                 Err(error) => {
                     Counters::add(&counters.direct_refused, 1);
-                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*self.name, %error, "read through the page cache");
+                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*self.shown_name(), %error, "read through the page cache");
                     break;
                 }
             }

@@ -201,7 +201,7 @@ impl Engine {
                 file.has_no_windows();
                 if let Some(error) = refused {
                     Counters::add(&self.counters.windows_refused, 1);
-                    crate::foreign::debug!(target: "pinpool::pipeline", file = file.name(), %error, "read instead");
+                    crate::foreign::debug!(target: "pinpool::pipeline", file = &*file.shown_name(), %error, "read instead");
                 }
             })),
             _ => Ok(Err(None)),
