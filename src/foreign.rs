@@ -9,7 +9,8 @@
 //! 1. Foreign code runs under no lock of the crate, nor between the driver's acceptance of work and the timeline's entry
 //!    for it, nor on a thread that has lent borrowed memory to a device.
 //! 2. Each call of it goes through this module, which catches a panic, disposes of the payload, says what follows, and
-//!    returns to its caller. So foreign code never unwinds through a frame of the crate.
+//!    returns to its caller. So foreign code never unwinds through a frame of the crate, but for what a caller gives a call for
+//!    its own duration, on its own thread: a reader, a writer, a closure. Such a call puts its state in order by its drops.
 //! 3. The crate's own threads go on after a panic that reaches the top of their loop.
 //!
 //! # How the rule is kept
