@@ -343,7 +343,7 @@ impl Flow {
         submission.carry(Box::new(Batch { flow: self.clone(), load: Some(load) }));
         let context = self.timeline.context();
         // Declared after the submission, and so dropped before it: what was not made must not read as complete.
-        let unmade = Unmade { flow: self, runs };
+        let unmade = Unmade(self, runs);
         let mut failed = Vec::new();
         // SAFETY: the entry keeps what the copies use until a mark after this call is seen complete, and none of them
         // writes where another one does.
@@ -745,18 +745,13 @@ impl Desk {
 }
 
 /// Copies that the driver is being called for. Dropped by unwinding, all of them count as failed.
-struct Unmade<'a> {
-    flow: &'a Flow,
-    runs: &'a [Run],
-}
+struct Unmade<'a>(&'a Flow, &'a [Run]);
 
 impl Drop for Unmade<'_> {
     fn drop(&mut self) {
-        for run in self.runs {
-            let lane = &self.flow.lanes[run.lane as usize];
-            for number in run.first..run.first + run.len as u64 {
-                lane.fail(number, Error::Internal("the submission of copies panicked"));
-            }
+        const WHY: Error = Error::Internal("the submission of copies panicked");
+        for Run { lane, first, len, .. } in self.1 {
+            (0..*len as u64).for_each(|n| self.0.lanes[*lane as usize].fail(first + n, WHY));
         }
     }
 }
