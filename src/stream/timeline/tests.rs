@@ -36,11 +36,13 @@ macro_rules! delegate {
     };
 }
 
-/// A host device's driver that panics at one question about an event: a mistake of the crate's.
+/// A host device's driver that panics at one question about an event, or in one batch of copies: a mistake of the crate's.
 #[derive(Debug)]
 struct Panics {
     inner: Arc<dyn Driver>,
     armed: Arc<AtomicBool>,
+    /// Before the copies are made.
+    at_batch: Arc<AtomicBool>,
 }
 
 impl Driver for Panics {
@@ -59,6 +61,12 @@ impl Driver for Panics {
     fn query(&self, event: EventHandle) -> Result<bool> {
         assert!(!self.armed.swap(false, Ordering::SeqCst), "a mistake, on purpose");
         self.inner.query(event)
+    }
+
+    unsafe fn copy_many(&self, on: StreamHandle, copies: &[Transfer], failed: &mut dyn FnMut(usize, Error)) {
+        assert!(!self.at_batch.swap(false, Ordering::SeqCst), "a mistake in a batch, on purpose");
+        // SAFETY: the caller's word.
+        unsafe { self.inner.copy_many(on, copies, failed) }
     }
 
     delegate! {
@@ -91,7 +99,8 @@ fn a_panic_of_the_reaper_costs_one_stream() {
     const LEN: usize = 4096;
     let node = HostNode::new(HostConfig::new()).unwrap();
     let armed = Arc::new(AtomicBool::new(false));
-    let driver = Panics { inner: node.driver(0).unwrap(), armed: armed.clone() };
+    let (inner, at_batch) = (node.driver(0).unwrap(), Arc::default());
+    let driver = Panics { inner, armed: armed.clone(), at_batch };
     let device = Device::known("panics".into(), Arc::new(driver)).unwrap();
     let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
     let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
@@ -129,6 +138,38 @@ fn a_panic_of_the_reaper_costs_one_stream() {
     let since = Instant::now();
     while out(&pool) > kept {
         assert!(since.elapsed() < Duration::from_secs(20), "the reaper is gone: {:?}", pool.stats());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    pool.check().unwrap();
+}
+
+/// The submission of a batch panics before any copy is made. None of them reads as done, and the queue goes on.
+#[test]
+fn a_panic_in_a_batch_fails_its_copies() {
+    const LEN: usize = 256;
+    let node = HostNode::new(HostConfig::new()).unwrap();
+    let at_batch = Arc::new(AtomicBool::new(false));
+    let (inner, armed) = (node.driver(0).unwrap(), Arc::default());
+    let driver = Panics { inner, armed, at_batch: at_batch.clone() };
+    let device = Device::known("panics in batches".into(), Arc::new(driver)).unwrap();
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (queue, memory) = (device.copy_queue().unwrap(), device.alloc(LEN).unwrap());
+    let download = || queue.download(&memory, pool.checkout(LEN).unwrap()).map_err(|e| e.error);
+    download().unwrap().wait().unwrap();
+    for _ in 0..20 {
+        at_batch.store(true, Ordering::SeqCst);
+        // Now the queue's thread submits, now the push itself, which then panics.
+        let pushed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(download));
+        if let Ok(flight) = pushed {
+            let error = flight.unwrap().wait().unwrap_err();
+            assert!(matches!(error, Error::Internal(_)), "{error}");
+        }
+        assert!(!at_batch.load(Ordering::SeqCst), "no batch was submitted");
+        download().unwrap().wait().unwrap();
+    }
+    let since = Instant::now();
+    while pool.stats().in_flight_bytes + pool.stats().checked_out_bytes > 0 {
+        assert!(since.elapsed() < Duration::from_secs(20), "{:?}", pool.stats());
         std::thread::sleep(Duration::from_millis(1));
     }
     pool.check().unwrap();
