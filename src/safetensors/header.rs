@@ -406,8 +406,8 @@ impl<'a> Notes<'a> {
                 malformed(self.what, format!("its metadata is not an object of texts ({found})"))
             }
             Some(name) if found.kind() != Kind::End && !name.is(METADATA) => {
-                let why = format_args!("is not described as the format asks ({found})");
-                fault(self.what, &Meant(name), why)
+                let why = format!("is not described as the format asks ({found})");
+                fault(self.what, &Meant(name), format_args!("{why}"))
             }
             _ => no_object(self.what, found),
         }
