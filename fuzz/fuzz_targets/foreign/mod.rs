@@ -33,7 +33,8 @@ std::thread_local! {
 /// One call of code of others.
 fn call() {
     let mood = MOOD.get();
-    if mood == 0 {
+    // A second panic within the first one's unwinding (a waker that is dropped by its own) ends the process, in whatever program.
+    if mood == 0 || std::thread::panicking() {
         return;
     }
     let next = mood.wrapping_mul(0x9E37_79B9).rotate_left(7) | 1;
