@@ -88,7 +88,11 @@ impl Mischief {
     /// One call. `rare`: one in so many is a misdeed.
     fn happens(&self, rare: u64) {
         self.calls.fetch_add(1, Ordering::Relaxed);
-        if !self.on.load(Ordering::Relaxed) || BUSY.with(|busy| busy.replace(true)) {
+        // A second panic within the first one's unwinding ends any process.
+        if !self.on.load(Ordering::Relaxed)
+            || std::thread::panicking()
+            || BUSY.with(|busy| busy.replace(true))
+        {
             return;
         }
         struct Over;
