@@ -26,7 +26,9 @@
 //!   for no event and for no drop: a subscriber may run tasks of its own until they are done.
 //! - [`Owned`] holds a value of the caller's. Its drop goes through this module wherever the value is dropped.
 //! - The macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) are denied by clippy
-//!   (`clippy.toml`) everywhere in the library but here, and so are locks without a deferral, but in `locks`.
+//!   (`clippy.toml`) in the library but here, and so are locks without a deferral, but in `locks`. Two macros that this module's
+//!   own expand to, `tracing::event!` and `tracing::span!`, are looked for by a test. The helpers of `copy::queue` catch a panic
+//!   of the crate's own work, and pass it on to the caller that shares the work.
 //!
 //! Unparking a thread is the standard library's code, and is not deferred.
 //!
