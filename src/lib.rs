@@ -44,8 +44,8 @@
 //!
 //! # Where to look
 //!
-//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`]; device memory in a stream's
-//!   order by [`Stream::alloc`], that of others by [`Device::raw_memory`].
+//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`]; device memory in a
+//!   stream's order by [`Stream::alloc`], that of others by [`Device::raw_memory`].
 //! - Checking out: [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms;
 //!   [`Pool::checkout_or_unpinned`] where plain memory is better than none. [`Request`] names alignment and reserve.
 //! - Where memory comes from: [`PoolBuilder::backing`] for the pool's own, [`Pool::adopt`] for memory that the pool may
@@ -53,41 +53,43 @@
 //! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
 //!   that others submit; [`Stream::copy_host`] from buffer to buffer.
 //! - Many small copies: [`Device::copy_queue`], to which many threads push, and which submits in batches;
-//!   [`CopyQueue::gather`], [`CopyQueue::scatter_blocking`] and their `_pinned` forms for thousands of pieces by one call;
-//!   [`Stream::wait_for_copy`] to order other work behind a copy.
-//! - Sharing: a server's own contexts and streams are adopted, and ours given out, by the modules `cuda` and `acl` (features
-//!   of the same names); [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured.
+//!   [`CopyQueue::gather`], [`CopyQueue::scatter_blocking`] and their `_pinned` forms for thousands of pieces by one
+//!   call; [`Stream::wait_for_copy`] to order other work behind a copy.
+//! - Sharing: a server's own contexts and streams are adopted, and ours given out, by the modules `cuda` and `acl`
+//!   (features of the same names); [`Stream::upload_captured`] and its like tie buffers to a graph that is being
+//!   captured.
 //! - Much at once: the module [`pipeline`]; checkpoints in the safetensors format: the module `safetensors` (feature
 //!   `safetensors`).
-//! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]. For operators: [`telemetry`], with
-//!   [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics.
-//! - Ending: [`Pool::trim`], [`Pool::shutdown`], and for a process that ends or loads its driver anew [`Device::close`], which
-//!   waits until everything has been given back. Dropping never waits, and buffers that are out stay usable.
+//! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]. For operators: [`telemetry`],
+//!   with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics.
+//! - Ending: [`Pool::trim`], [`Pool::shutdown`], and for a process that ends or loads its driver anew
+//!   [`Device::close`], which waits until everything has been given back. Dropping never waits, and buffers that are
+//!   out stay usable.
 //! - Errors: [`Error::class`] says what an error means for what comes next.
 //! - Testing: [`host`], a device that can be told to be late, to fail, to hang and to die.
 //!
 //! # Foreign code
 //!
 //! The crate calls code of the program that embeds it: `tracing` subscribers, `metrics` recorders, wakers, sources and
-//! sinks, [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic, block, and
-//! call the crate. The rules:
+//! sinks, [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic,
+//! block, and call the crate. The rules:
 //!
-//! - It runs under no lock of the crate, never between a driver's acceptance of work and the entry that keeps the memory for
-//!   it, and not on a thread that has lent borrowed memory to a device. What comes up there (an event, a wake, a drop)
-//!   runs on the same thread afterwards: wakes first, then the others in order. So a subscriber may ask the pool whatever it
-//!   likes, and run tasks until they are done.
-//! - A panic is caught, told by an event of the target `pinpool::foreign` (a subscriber's own is not), and costs that one call:
-//!   the event, the wake, the transfer whose source or sink it was. A payload whose drop panics is leaked.
-//! - The crate's threads go on after a panic. What a mistake of the crate's own leaves in doubt is quarantined, and reads as
-//!   [`Error::Internal`].
-//! - A waker that is called while this thread runs another waker waits for its turn: wakes are made by a loop. A waker must
-//!   not wait for a wake that the same thread is to make. Waits that would never end, since only this very thread could end
-//!   them, are refused with [`Error::Unsupported`].
+//! - It runs under no lock of the crate, never between a driver's acceptance of work and the entry that keeps the
+//!   memory for it, and not on a thread that has lent borrowed memory to a device. What comes up there (an event, a
+//!   wake, a drop) runs on the same thread afterwards: wakes first, then the others in order. So a subscriber may ask
+//!   the pool whatever it likes, and run tasks until they are done.
+//! - A panic is caught, told by an event of the target `pinpool::foreign` (a subscriber's own is not), and costs that
+//!   one call: the event, the wake, the transfer whose source or sink it was. A payload whose drop panics is leaked.
+//! - The crate's threads go on after a panic. What a mistake of the crate's own leaves in doubt is quarantined, and
+//!   reads as [`Error::Internal`].
+//! - A waker that is called while this thread runs another waker waits for its turn: wakes are made by a loop. A waker
+//!   must not wait for a wake that the same thread is to make. Waits that would never end, since only this very thread
+//!   could end them, are refused with [`Error::Unsupported`].
 //! - The crate's threads block signals. Threads and processes that such code starts there begin with the same mask
 //!   (`std::process::Command` keeps it): a process that is to hear `SIGTERM` is given a mask of its own.
 //! - Code that a call is given for its own duration, and calls on the caller's thread (a reader for
-//!   [`upload_read`](pipeline::Pipeline::upload_read), a writer, a closure), may panic through that call, which first waits
-//!   for what it has under way.
+//!   [`upload_read`](pipeline::Pipeline::upload_read), a writer, a closure), may panic through that call, which first
+//!   waits for what it has under way.
 //!
 //! # The layer rule
 //!
@@ -111,7 +113,7 @@
 //! | `arena` | extents, runs and segments, and a check of every invariant | yes |
 //! | `device` | the contract: what a device must do; below it, the devices | yes |
 //! | `region` | where pinned ranges come from, written against the contract | yes |
-//! | `depot` | what buffers drop into: shards, waiters, returns | yes |
+//! | `central` | what buffers drop into: shards, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
 //! | `runtime` | an opened device: its context, its reaper, its end | yes |
 //! | `cuda` | what only CUDA has: contexts and streams that others made | yes |
@@ -143,8 +145,8 @@
 //!
 //! # Events
 //!
-//! The crate logs through [`tracing`], and never for a hit or a copy. The page of [`telemetry`] lists the targets, levels
-//! and fields of all spans and of the events that an operator acts on, and all metrics.
+//! The crate logs through [`tracing`], and never for a hit or a copy. The page of [`telemetry`] lists the targets,
+//! levels and fields of all spans and of the events that an operator acts on, and all metrics.
 //!
 //! # Platforms
 //!
@@ -162,13 +164,13 @@
 pub mod acl;
 mod arena;
 mod buffer;
+mod central;
 mod config;
 mod copy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "cudarc")]
 pub mod cudarc;
-mod depot;
 mod device;
 mod error;
 mod escape;

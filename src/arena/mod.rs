@@ -10,14 +10,15 @@
 //! An extent is divided completely into runs of whole [`PAGE`]s. A run is free, or belongs to one size class, or to one
 //! segment that is large or aligned. Free runs are always joined with free neighbours, and never across an extent's
 //! edge: a copy that crossed two registrations would be refused by the driver. Free runs are kept ordered by size and
-//! then address, so a request takes the smallest that fits (best fit) in logarithmic time, however many holes there are.
+//! then address, so a request takes the smallest that fits (best fit) in logarithmic time, however many holes there
+//! are.
 //!
 //! A class takes segments from its run at the lowest address first, which lets the others drain. A run whose segments
-//! are all back is dissolved at once if its class has another to take from; a last one is kept, so that a class used
-//! by one buffer at a time does not cut a run each time, until [`Arena::release_idle`] needs its pages. Where even that
-//! is not enough, [`Arena::shorten_runs`] gives up what lies behind the last used segment of each run: else the first
-//! buffer of a class could keep all that a small pool has, and whoever holds it while asking for the next would wait for
-//! itself.
+//! are all back is dissolved at once if its class has another to take from; a last one is kept, so that a class used by
+//! one buffer at a time does not cut a run each time, until [`Arena::release_idle`] needs its pages. Where even that is
+//! not enough, [`Arena::shorten_runs`] gives up what lies behind the last used segment of each run: else the first
+//! buffer of a class could keep all that a small pool has, and whoever holds it while asking for the next would wait
+//! for itself.
 //!
 //! A small aligned segment leaves much of its last page over; that tail becomes a segment of the largest class that
 //! fits, and goes its own way.
@@ -25,7 +26,7 @@
 //! The tables: 4 bytes a page, 32 bytes a segment ([`Slot`]), some 80 bytes a run, together below 1% of the memory for
 //! segments of 4 KiB and more. Nothing is ever written into the pinned memory itself.
 //!
-//! Everything here happens under the depot's lock. [`Arena::check`] walks every invariant.
+//! Everything here happens under the central pool's lock. [`Arena::check`] walks every invariant.
 
 #![allow(unsafe_code)]
 

@@ -31,8 +31,8 @@ pub(crate) mod sealed {
         #[doc(hidden)]
         #[allow(private_interfaces)]
         fn lend(&self, _: Key) -> Lent;
-        /// The device is done: back to the owner. `written`: bytes that it wrote. Of what the timeline has a share of its own
-        /// nothing is to be done, here and below.
+        /// The device is done: back to the owner. `written`: bytes that it wrote. Of what the timeline has a share of
+        /// its own nothing is to be done, here and below.
         #[doc(hidden)]
         fn finish(self, written: Option<usize>, _: Key) -> Result<Self> {
             let _ = written;
@@ -107,7 +107,7 @@ impl sealed::Lend for PinnedBuf {
     #[inline]
     #[allow(private_interfaces)]
     fn serves(&self, context: &DeviceContext, _: Key) -> bool {
-        self.segment.depot().config().serves.contains(&context.id())
+        self.segment.central().config().serves.contains(&context.id())
     }
 }
 
@@ -121,7 +121,7 @@ impl sealed::Lend for Arc<PinnedBuf> {
     }
     #[allow(private_interfaces)]
     fn serves(&self, context: &DeviceContext, _: Key) -> bool {
-        self.segment.depot().config().serves.contains(&context.id())
+        self.segment.central().config().serves.contains(&context.id())
     }
 }
 

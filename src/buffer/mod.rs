@@ -11,8 +11,8 @@
 //! ([`std::mem::forget`]): that leaks the segment, and never lets anyone reuse it early, because what is in flight
 //! belongs to the stream's timeline and not to the handle.
 //!
-//! Here is [`PinnedBuf`]; `stream` and `flight` have the other two, `lend` what can be lent to a device, `registered` values
-//! that are lent where they are, and `unpinned` what is given out in place of a segment.
+//! Here is [`PinnedBuf`]; `stream` and `flight` have the other two, `lend` what can be lent to a device, `registered`
+//! values that are lent where they are, and `unpinned` what is given out in place of a segment.
 
 #![allow(unsafe_code)]
 
@@ -29,8 +29,8 @@ use bytemuck::{AnyBitPattern, NoUninit, Pod};
 use bytes::BufMut;
 use bytes::buf::UninitSlice;
 
-pub use crate::depot::Token;
-use crate::depot::{Depot, Fresh, Segment};
+pub use crate::central::Token;
+use crate::central::{CentralPool, Fresh, Segment};
 use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
 use crate::runtime::Device;
@@ -90,8 +90,8 @@ impl From<Fresh> for PinnedBuf {
 
 impl PinnedBuf {
     /// Takes back what went out as a token, once.
-    pub(crate) fn redeem(depot: &Depot, token: Token) -> Option<Self> {
-        let (segment, len) = depot.redeem(token)?;
+    pub(crate) fn redeem(central: &CentralPool, token: Token) -> Option<Self> {
+        let (segment, len) = central.redeem(token)?;
         // SAFETY: it went in as a buffer with so many bytes written, and came out once.
         Some(unsafe { Self::new(segment, len) })
     }
@@ -178,14 +178,14 @@ impl PinnedBuf {
     /// [`Error::WrongDevice`] for a device that the pool does not serve, [`Error::Unsupported`] for one that cannot map
     /// host memory, [`Error::Forked`]; what the driver says, for memory that is not pinned among it.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
-        let (context, depot) = (device.context(), self.segment.depot());
+        let (context, central) = (device.context(), self.segment.central());
         crate::os::check_fork()?;
-        if !depot.config().serves.contains(&context.id()) {
+        if !central.config().serves.contains(&context.id()) {
             return Err(Error::WrongDevice { device: device.name().into() });
         }
         context.alive()?;
         let at = self.segment.base();
-        if depot.is_managed(at) {
+        if central.is_managed(at) {
             return Ok(at.as_ptr().expose_provenance() as u64);
         }
         context.noting(context.driver().device_address(at))
@@ -234,7 +234,8 @@ impl PinnedBuf {
         unsafe { self.set_len(len) }
     }
 
-    /// The same buffer with its first `len` bytes zero, written by the device's driver or the CPU, whichever is right there.
+    /// The same buffer with its first `len` bytes zero, written by the device's driver or the CPU, whichever is right
+    /// there.
     pub(crate) fn zeroed(mut self, context: &DeviceContext, len: usize) -> Result<Self> {
         self.clear();
         let spare = self.spare_capacity_mut();
@@ -317,14 +318,15 @@ impl PinnedBuf {
     }
 
     /// Puts the buffer behind a plain value, for passing it through code that knows only numbers. The segment stays
-    /// checked out until [`Pool::redeem`](crate::Pool::redeem). (In the child of a fork, where nothing is redeemed, for good.)
+    /// checked out until [`Pool::redeem`](crate::Pool::redeem). (In the child of a fork, where nothing is redeemed, for
+    /// good.)
     #[must_use = "without the token the segment is lost to the pool"]
     pub fn into_token(self) -> Token {
         let (segment, len) = self.into_parts();
-        // The depot stays alive: the segment is still out.
-        let depot: *const Depot = segment.depot();
+        // The central pool stays alive: the segment is still out.
+        let central: *const CentralPool = segment.central();
         // SAFETY: as above.
-        unsafe { &*depot }.deposit(segment, len)
+        unsafe { &*central }.deposit(segment, len)
     }
 }
 

@@ -4,7 +4,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use super::PinnedBuf;
-use crate::depot::Segment;
+use crate::central::Segment;
 use crate::error::{Error, Result};
 use crate::stream::timeline::{Lent, Timeline};
 

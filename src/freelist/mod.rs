@@ -6,11 +6,11 @@
 //! | --- | --- | --- |
 //! | a [`shard`] | one thread's, leased from the pool | plain loads and stores, guarded by the asymmetric [`Gate`] |
 //! | a [`rack`] | nobody's: batches that shards gave away | two atomic operations for a batch |
-//! | its run, in the arena | the depot's lock | ordinary code |
+//! | its run, in the arena | the central pool's lock | ordinary code |
 //!
 //! Segments move between the first two without any lock, a batch at a time, so a thread that only frees feeds a thread
-//! that only takes. There is no device in here and no policy: how long a list may get, and when lists are taken back, is
-//! the depot's to say.
+//! that only takes. There is no device in here and no policy: how long a list may get, and when lists are taken back,
+//! is the central pool's to say.
 
 #![allow(unsafe_code)]
 
@@ -38,8 +38,8 @@ pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIter
 /// How many these are.
 pub(crate) const LISTS: usize = LISTED.end - LISTED.start;
 
-/// Which list of a shard, or which rack, is this class's; [`LISTS`] if there is none. Outside of models it is the class's
-/// index.
+/// Which list of a shard, or which rack, is this class's; [`LISTS`] if there is none. Outside of models it is the
+/// class's index.
 #[inline(always)]
 pub(crate) fn list_of(class: Class) -> usize {
     if cfg!(loom) { class.index().wrapping_sub(LISTED.start).min(LISTS) } else { class.index() }

@@ -2,20 +2,20 @@
 //!
 //! A thread that returns more than it takes fills its shard; a thread that takes more than it returns empties its own.
 //! Between them hangs a rack for each class: a few hooks, each with room for one batch. A batch is moved as an array of
-//! addresses: neither side touches the slots themselves, whose lines the other's cache may have, and thirty-two segments
-//! change hands for the price of a few lines.
+//! addresses: neither side touches the slots themselves, whose lines the other's cache may have, and thirty-two
+//! segments change hands for the price of a few lines.
 //!
 //! A hook goes from EMPTY to MOVING to FULL and, by way of MOVING again, back. Who has made it MOVING has its array for
-//! itself; others go on to the next hook, so nobody waits for anybody. A rack has a fixed number of hooks, and what finds
-//! none free goes back to its runs under the depot's lock.
+//! itself; others go on to the next hook, so nobody waits for anybody. A rack has a fixed number of hooks, and what
+//! finds none free goes back to its runs under the central pool's lock.
 //!
-//! All that hangs in racks has a bound, so each hook *books* what it holds. A booking stays when its batch is taken down,
-//! since the next one is coming: a sum that each batch changed twice would travel between the two threads as often as the
-//! hook itself. For the same reason an empty hook that has room booked comes before one without, whoever left it. Who finds
-//! everything booked takes the bookings of empty hooks away ([`Rack::unbook_idle`]).
+//! All that hangs in racks has a bound, so each hook *books* what it holds. A booking stays when its batch is taken
+//! down, since the next one is coming: a sum that each batch changed twice would travel between the two threads as
+//! often as the hook itself. For the same reason an empty hook that has room booked comes before one without, whoever
+//! left it. Who finds everything booked takes the bookings of empty hooks away ([`Rack::unbook_idle`]).
 //!
-//! Owners of shards touch racks inside the [`super::Gate`] only, so who has closed it finds no hook MOVING. Whoever takes
-//! batches back without closing it leaves what is MOVING where it is.
+//! Owners of shards touch racks inside the [`super::Gate`] only, so who has closed it finds no hook MOVING. Whoever
+//! takes batches back without closing it leaves what is MOVING where it is.
 
 use std::ptr::NonNull;
 use std::sync::OnceLock;
@@ -40,8 +40,8 @@ struct Hook {
     state: AtomicU32,
     /// Belongs, with what follows, to whoever has made the hook MOVING; so these accesses are relaxed.
     count: AtomicU32,
-    /// Segments that there is leave to hang here: no fewer than do. Others peek at it: a nonzero that is old is read again
-    /// by who has made the hook MOVING, and a zero that is old is passed over.
+    /// Segments that there is leave to hang here: no fewer than do. Others peek at it: a nonzero that is old is read
+    /// again by who has made the hook MOVING, and a zero that is old is passed over.
     booked: AtomicU32,
     slots: [AtomicPtr<Slot>; BATCH],
 }
@@ -111,8 +111,8 @@ impl Rack {
         self.hooks.get_or_init(|| Box::new(std::array::from_fn(|_| Hook::new())))
     }
 
-    /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all hooks are taken, or where none has
-    /// booked so many and `book` refuses what one lacks. `hint` spreads threads over the hooks.
+    /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all hooks are taken, or where
+    /// none has booked so many and `book` refuses what one lacks. `hint` spreads threads over the hooks.
     pub(super) fn put<'a>(
         &self,
         hint: usize,
@@ -157,8 +157,8 @@ impl Rack {
         count
     }
 
-    /// Takes all batches down as a chain, and gives up all bookings, but for hooks that others are at. The chain, and how many
-    /// segments were booked.
+    /// Takes all batches down as a chain, and gives up all bookings, but for hooks that others are at. The chain, and
+    /// how many segments were booked.
     pub(crate) fn strip(&self) -> (Chain, u32) {
         let (mut chain, mut booked) = (Chain::new(), 0);
         for hook in self.hooks.get().into_iter().flat_map(|hooks| hooks.iter()) {
@@ -219,7 +219,7 @@ impl Rack {
         count
     }
 
-    /// Visits every slot on the hooks. For `check()`: under the depot's lock, with every shard quiet.
+    /// Visits every slot on the hooks. For `check()`: under the central pool's lock, with every shard quiet.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Slot)) {
         for hook in self.hooks.get().into_iter().flat_map(|hooks| hooks.iter()) {
             // Acquire: pairs with the release in `leave`.

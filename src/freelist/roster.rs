@@ -23,7 +23,7 @@ struct Place {
     seen: Option<((u64, u64), Instant)>,
 }
 
-/// The shards of a pool and who leases them. Lives under the depot's lock.
+/// The shards of a pool and who leases them. Lives under the central pool's lock.
 #[derive(Debug, Default)]
 pub(crate) struct Roster {
     places: Vec<Place>,
@@ -73,14 +73,15 @@ impl Roster {
         self.shards().map(|shard| Held::of(shard))
     }
 
-    /// A shard, for the thread that leases it and that holds the depot's lock: it is here and not inside the gate, and the
-    /// cold side works only under that lock.
+    /// A shard, for the thread that leases it and that holds the central pool's lock: it is here and not inside the
+    /// gate, and the cold side works only under that lock.
     pub(crate) fn mine(shard: &Shard) -> Held<'_> {
         Held::of(shard)
     }
 
-    /// The shards in which something is cached and whose owners have done nothing for a while, as far as that was looked
-    /// at: the first look at an owner that works only notes that it does. `None`: there is no clock, and all are idle.
+    /// The shards in which something is cached and whose owners have done nothing for a while, as far as that was
+    /// looked at: the first look at an owner that works only notes that it does. `None`: there is no clock, and all are
+    /// idle.
     pub(crate) fn idle(&mut self, now: Option<Instant>) -> Vec<Arc<Shard>> {
         let mut idle = Vec::new();
         for Place { shard, seen, .. } in &mut self.places {

@@ -8,7 +8,7 @@
 //! whose whole price is on the other side:
 //!
 //! ```text
-//!   owner (each checkout and return)          the cold side (rare; one at a time, under the depot's lock)
+//!   owner (each checkout and return)          the cold side (rare; one at a time, under the central pool's lock)
 //!   busy = 1                                  mode |= bits; of every shard: pass = nobody's
 //!   light fence (the compiler only)           heavy fence (membarrier: a full fence on every running thread)
 //!   if pass != my pool { busy = 0; take the   wait until every busy == 0
@@ -17,27 +17,28 @@
 //!   busy = 0                (release)
 //! ```
 //!
-//! Either the owner's load of `pass` comes after the heavy fence and finds it taken away, and the owner keeps out; or it
-//! came before, and then its `busy = 1` is visible to the cold side, which waits. `pass` is in the shard, and it is the
-//! pool's address: one comparison says both that this thread's shard is one of this pool and that nobody keeps it out.
-//! [`crate::sync`] has the fence and its three modes; without `membarrier` the bit [`mode::FENCED`] is always set, so no
-//! shard ever has its pass, and owners come in through [`Gate::enter`], where they pay for a real fence. A gate whose
-//! `membarrier` is refused later gets that bit then, for good ([`Gate::quiesce`] and [`Gate::hush`] see to it).
+//! Either the owner's load of `pass` comes after the heavy fence and finds it taken away, and the owner keeps out; or
+//! it came before, and then its `busy = 1` is visible to the cold side, which waits. `pass` is in the shard, and it is
+//! the pool's address: one comparison says both that this thread's shard is one of this pool and that nobody keeps it
+//! out. [`crate::sync`] has the fence and its three modes; without `membarrier` the bit [`mode::FENCED`] is always set,
+//! so no shard ever has its pass, and owners come in through [`Gate::enter`], where they pay for a real fence. A gate
+//! whose `membarrier` is refused later gets that bit then, for good ([`Gate::quiesce`] and [`Gate::hush`] see to it).
 //!
 //! # What a hit writes
 //!
-//! A list is a stack in an array, and its height is the difference of two counters: how many segments ever came, and how
-//! many ever went. A checkout writes only the second and a return only the first. A word that both wrote would be changed
-//! twice by each pair, and the processor has to wait each time until what it has just stored can be loaded again: two such
-//! waits are what two atomic increments cost. The counters serve the statistics, too.
+//! A list is a stack in an array, and its height is the difference of two counters: how many segments ever came, and
+//! how many ever went. A checkout writes only the second and a return only the first. A word that both wrote would be
+//! changed twice by each pair, and the processor has to wait each time until what it has just stored can be loaded
+//! again: two such waits are what two atomic increments cost. The counters serve the statistics, too.
 //!
 //! The owner's last access to a shard is `busy = 0`: a pool that is being freed waits for it.
 //!
 //! # Some shards, or all
 //!
-//! Whoever is kept out takes the slow path for once, and whose list is emptied misses once more. So where a few shards will
-//! do, only these lose their pass ([`Gate::hush`]), the mode stays as it is, and the owners of the others go on. Which owners
-//! are idle anyway, the [`Roster`] finds out by comparing what each has counted with what it had when it was last looked at.
+//! Whoever is kept out takes the slow path for once, and whose list is emptied misses once more. So where a few shards
+//! will do, only these lose their pass ([`Gate::hush`]), the mode stays as it is, and the owners of the others go on.
+//! Which owners are idle anyway, the [`Roster`] finds out by comparing what each has counted with what it had when it
+//! was last looked at.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -52,7 +53,7 @@ use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 
 /// Why the owners of shards are kept out.
 pub(crate) mod mode {
-    /// The pool is closed: every return is slow, and the last one frees the depot.
+    /// The pool is closed: every return is slow, and the last one frees the central pool.
     pub(crate) const CLOSED: u32 = 1;
     /// Somebody waits for memory: all of it goes through the queue.
     pub(crate) const WAITING: u32 = 2;
@@ -68,9 +69,9 @@ pub(crate) mod mode {
 /// and a store, both relaxed.
 ///
 /// # Invariant
-/// `came - went`, the segments in the list, is at most `limit`; so many places of the stack, from the second on, have slots
-/// that are alive. (From the second on, because the topmost is then found without a subtraction.) The stack has at least
-/// `limit + 1` places.
+/// `came - went`, the segments in the list, is at most `limit`; so many places of the stack, from the second on, have
+/// slots that are alive. (From the second on, because the topmost is then found without a subtraction.) The stack has
+/// at least `limit + 1` places.
 #[derive(Debug)]
 #[repr(align(32))]
 struct Cell {
@@ -79,7 +80,7 @@ struct Cell {
     came: AtomicU64,
     /// Segments taken and drained since.
     went: AtomicU64,
-    /// How many segments the list may hold. 0 until the depot has granted room for this class.
+    /// How many segments the list may hold. 0 until the central pool has granted room for this class.
     limit: AtomicU64,
 }
 
@@ -293,7 +294,7 @@ impl Shard {
     pub(super) fn new(number: usize, gate: &Gate) -> Self {
         blank!(
             number as u32,
-            // Relaxed: it changes under the depot's lock, which the caller holds.
+            // Relaxed: it changes under the central pool's lock, which the caller holds.
             gate.pass(gate.mode.load(Ordering::Relaxed)),
             std::ptr::from_ref(gate),
             std::array::from_fn(|_| Cell::new()),
@@ -316,15 +317,15 @@ impl Shard {
     /// What was counted. Exact while nobody moves. Otherwise never less than what was counted when the call began.
     ///
     /// The four counters belong together and are read one after the other. What the owner does in between would show as
-    /// if so many segments were out, or back, so where that was more than one call it is read again: a reader that lost its
-    /// processor in between would report nonsense.
+    /// if so many segments were out, or back, so where that was more than one call it is read again: a reader that lost
+    /// its processor in between would report nonsense.
     pub(crate) fn count(&self, class: Class) -> Count {
         let list = list_of(class);
         let (Some(cell), Some(aside)) = (self.cells.get(list), self.asides.get(list)) else {
             return Count::default();
         };
-        // Acquire: pairs with the releases in `note`. What was filled and drained is read first, so that it is never more
-        // than what came and went. The other two keep their order by it.
+        // Acquire: pairs with the releases in `note`. What was filled and drained is read first, so that it is never
+        // more than what came and went. The other two keep their order by it.
         let read =
             || [&aside.filled, &aside.drained, &cell.came, &cell.went].map(|n| n.load(Ordering::Acquire));
         let mut seen = read();
@@ -527,8 +528,8 @@ impl Held<'_> {
         (have - from) as u32
     }
 
-    /// Takes a batch off a rack into the list, all of it at once. How many; 0: there was none. What there is no room for comes
-    /// with it.
+    /// Takes a batch off a rack into the list, all of it at once. How many; 0: there was none. What there is no room
+    /// for comes with it.
     pub(crate) fn take_down(&mut self, class: Class, rack: &Rack) -> (u32, Chain) {
         let mut rest = Chain::new();
         let Some((cell, aside)) = self.both(class) else { return (0, rest) };
@@ -585,8 +586,8 @@ impl Gate {
 
     /// The bits that are set, less [`mode::FENCED`].
     pub(crate) fn mode(&self) -> u32 {
-        // Acquire: pairs with the read-modify-writes of who sets and clears bits. What is decided by it outside of the lock is
-        // looked at again inside.
+        // Acquire: pairs with the read-modify-writes of who sets and clears bits. What is decided by it outside of the
+        // lock is looked at again inside.
         self.mode.load(Ordering::Acquire) & !mode::FENCED
     }
 
@@ -595,8 +596,8 @@ impl Gate {
         if mode == 0 { std::ptr::from_ref(self).cast_mut() } else { std::ptr::null_mut() }
     }
 
-    /// The way in for the thread that owns the shard, be it one of this pool or of another. `None`: it is of another, its
-    /// owner is kept out just now, or has to come by [`Gate::enter`].
+    /// The way in for the thread that owns the shard, be it one of this pool or of another. `None`: it is of another,
+    /// its owner is kept out just now, or has to come by [`Gate::enter`].
     #[inline(always)]
     pub(crate) fn pass_in<'a>(&self, shard: &'a Shard) -> Option<Inside<'a>> {
         // Pairs with the load in `quiesce`.
@@ -611,7 +612,8 @@ impl Gate {
     /// The same, also where owners fence for themselves.
     #[inline(never)]
     pub(crate) fn enter<'a>(&self, shard: &'a Shard) -> Option<Inside<'a>> {
-        // Relaxed: once it is set it stays. An owner that does not see it yet finds no pass, or is waited for in `go_over`.
+        // Relaxed: once it is set it stays. An owner that does not see it yet finds no pass, or is waited for in
+        // `go_over`.
         if self.mode.load(Ordering::Relaxed) & mode::FENCED == 0 {
             return self.pass_in(shard);
         }
@@ -631,7 +633,8 @@ impl Gate {
             // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce` and `hush`.
             #[cfg(not(pinpool_planted = "fallback_no_fence"))]
             crate::sync::fence(Ordering::SeqCst);
-            // Acquire: pairs with the releases in `open` and `hush`, so that we see the lists as the cold side left them.
+            // Acquire: pairs with the releases in `open` and `hush`, so that we see the lists as the cold side left
+            // them.
             self.mode.load(Ordering::Acquire)
         };
         // Looked at first: nearly always it is set.
@@ -642,22 +645,22 @@ impl Gate {
         if seen == mode::FENCED { Some(inside) } else { None }
     }
 
-    /// Sets `bits` and waits until no owner is inside. The caller holds the depot's lock, and until [`Gate::open`] has
-    /// cleared every keeping-out bit, owners stay out and the cold side may hold the shards.
+    /// Sets `bits` and waits until no owner is inside. The caller holds the central pool's lock, and until
+    /// [`Gate::open`] has cleared every keeping-out bit, owners stay out and the cold side may hold the shards.
     pub(crate) fn quiesce(&self, bits: u32, roster: &Roster) {
         // AcqRel: see `enter` under `pinpool_rmw`; elsewhere the fence orders it.
         self.mode.fetch_or(bits, Ordering::AcqRel);
         self.keep_out(roster.shards(), bits, roster);
     }
 
-    /// Clears `bits`, and lets owners in again if they were the last. The caller holds the depot's lock.
+    /// Clears `bits`, and lets owners in again if they were the last. The caller holds the central pool's lock.
     pub(crate) fn open(&self, bits: u32, roster: &Roster) {
         // Release: pairs with the acquire of who looks at the mode.
         let left = self.mode.fetch_and(!bits, Ordering::Release) & !bits;
         self.let_in(left, roster.shards());
     }
 
-    /// Works on some shards while the owners of all others go on. The caller holds the depot's lock.
+    /// Works on some shards while the owners of all others go on. The caller holds the central pool's lock.
     ///
     /// Where owners fence for themselves, they look at the mode, which is one for all: then all are kept out.
     pub(crate) fn hush(&self, shards: &[Arc<Shard>], roster: &Roster, mut work: impl FnMut(Held<'_>)) {
@@ -680,8 +683,8 @@ impl Gate {
         self.let_in(left, shards.iter());
     }
 
-    /// Takes these shards' passes away, and waits until none of their owners is inside. Where there is a mode to be set,
-    /// it is set before. Whether owners fence for themselves only from here on: then `bits` were set, too.
+    /// Takes these shards' passes away, and waits until none of their owners is inside. Where there is a mode to be
+    /// set, it is set before. Whether owners fence for themselves only from here on: then `bits` were set, too.
     fn keep_out<'a>(
         &self,
         shards: impl Iterator<Item = &'a Arc<Shard>> + Clone,
@@ -706,8 +709,8 @@ impl Gate {
         refused
     }
 
-    /// Has all owners fence for themselves, for good: the barrier is refused. Returns when each owner is known to have seen
-    /// that; where that cannot be had, the process ends. (`crate::sync` says how it is known.)
+    /// Has all owners fence for themselves, for good: the barrier is refused. Returns when each owner is known to have
+    /// seen that; where that cannot be had, the process ends. (`crate::sync` says how it is known.)
     #[cold]
     fn go_over(&self, bits: u32, roster: &Roster) {
         // Before the mode, which releases it: an owner that sees that mode finds no pass.

@@ -5,8 +5,8 @@ use std::sync::{Arc, Weak};
 
 use super::name::Name;
 use super::{Inner, Pool, Store, WeakPool};
+use crate::central::{CentralConfig, CentralPool};
 use crate::config::{Plan, PoolBuilder};
-use crate::depot::{Depot, DepotConfig};
 use crate::device::holds::{HeldPool, Tenant};
 use crate::error::Result;
 use crate::region::{RegionInfo, RegionOptions, Regions};
@@ -15,7 +15,7 @@ use crate::telemetry::counters::ErrorTally;
 
 impl Store {
     fn new(devices: &[Device], plan: &Plan, capacity: usize, step: usize, regions: Arc<Regions>) -> Self {
-        let config = DepotConfig {
+        let config = CentralConfig {
             capacity,
             thread_cache: plan.thread_cache.min(capacity),
             shared_cache: plan.shared_cache,
@@ -25,7 +25,7 @@ impl Store {
             serves: devices.iter().map(|d| d.context().id()).collect(),
             track: plan.track,
         };
-        Self { depot: Depot::new(config, Some(regions.clone())), regions }
+        Self { central: CentralPool::new(config, Some(regions.clone())), regions }
     }
 
     /// Starts with so many bytes and waits for the first of them.
@@ -33,8 +33,8 @@ impl Store {
         if bytes == 0 {
             return Ok(());
         }
-        self.depot.plan_bytes(bytes);
-        self.depot.pin(bytes);
+        self.central.plan_bytes(bytes);
+        self.central.pin(bytes);
         let pinning = self.regions.wait(None, |p| p.ready > 0)?;
         match pinning.error {
             Some(error) if pinning.ready == 0 => Err(error),
@@ -46,9 +46,9 @@ impl Store {
 impl PoolBuilder {
     /// Builds the pool. Returns when its first extent is usable; the rest of what it starts with follows.
     ///
-    /// A process that puts up a sandbox (seccomp) which refuses the system call `membarrier` does so before its first pool, or
-    /// lets it grant that. The pool notices a later refusal; it aborts the process, with the reason on stderr, where a thread
-    /// that uses the pool neither comes by nor blocks for 10 seconds after that.
+    /// A process that puts up a sandbox (seccomp) which refuses the system call `membarrier` does so before its first
+    /// pool, or lets it grant that. The pool notices a later refusal; it aborts the process, with the reason on stderr,
+    /// where a thread that uses the pool neither comes by nor blocks for 10 seconds after that.
     ///
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) for settings that make no sense; what made pinning fail,
@@ -128,7 +128,7 @@ impl Pool {
         Resident {
             name: self.name().to_owned(),
             pool: self.downgrade(),
-            depots: self.depots().map(Arc::downgrade).collect(),
+            centrals: self.centrals().map(Arc::downgrade).collect(),
         }
     }
 }
@@ -137,18 +137,18 @@ impl Pool {
 struct Resident {
     name: String,
     pool: WeakPool,
-    depots: Vec<Weak<Depot>>,
+    centrals: Vec<Weak<CentralPool>>,
 }
 
 impl Tenant for Resident {
     fn holds(&self, context: u64) -> Option<HeldPool> {
         let open = self.pool.0.strong_count() > 0;
-        let depots = self.depots.iter().filter_map(Weak::upgrade);
+        let centrals = self.centrals.iter().filter_map(Weak::upgrade);
         let mut held =
             HeldPool { name: self.name.clone(), open, buffers: 0, quarantined: 0, quarantined_bytes: 0 };
-        for depot in depots.filter(|depot| open || depot.keeps(context)) {
-            held.buffers = held.buffers.saturating_add(depot.outstanding());
-            let snapshot = depot.snapshot();
+        for central in centrals.filter(|central| open || central.keeps(context)) {
+            held.buffers = held.buffers.saturating_add(central.outstanding());
+            let snapshot = central.snapshot();
             held.quarantined += snapshot.quarantined_segments;
             held.quarantined_bytes += snapshot.quarantined;
         }
@@ -157,6 +157,6 @@ impl Tenant for Resident {
     }
 
     fn is_gone(&self) -> bool {
-        self.depots.iter().all(|depot| depot.strong_count() == 0)
+        self.centrals.iter().all(|central| central.strong_count() == 0)
     }
 }

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 
 use super::{Errand, Found, KeptErrand, Pool};
 use crate::buffer::PinnedBuf;
-use crate::depot::{Depot, Fresh, Outcome, Wake, Want};
+use crate::central::{CentralPool, Fresh, Outcome, Wake, Want};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 
@@ -27,13 +27,13 @@ impl Future for Checkout {
     }
 }
 
-/// The future of [`Pool::checkout_many_async`]. Dropped before it is ready, it leaves the queue, and what it was granted
-/// meanwhile goes back.
+/// The future of [`Pool::checkout_many_async`]. Dropped before it is ready, it leaves the queue, and what it was
+/// granted meanwhile goes back.
 #[must_use = "nothing happens until it is awaited"]
 pub struct CheckoutMany {
     pub(super) pool: Pool,
     pub(super) errand: Option<Result<KeptErrand>>,
-    pub(super) waiting: Option<(Arc<Depot>, usize)>,
+    pub(super) waiting: Option<(Arc<CentralPool>, usize)>,
     /// Wants for the pool proper, while memory for it is on its way.
     pub(super) first: Option<Vec<Want>>,
     pub(super) tags: Vec<Option<&'static str>>,
@@ -48,7 +48,7 @@ impl CheckoutMany {
             return Ok(Some(Vec::new()));
         }
         let pool = self.pool.clone();
-        let Some(store) = pool.stores().find(|s| s.depot.number() == number) else {
+        let Some(store) = pool.stores().find(|s| s.central.number() == number) else {
             return Err(Error::Closed);
         };
         let errand = Errand { first, store, wants };
@@ -56,9 +56,9 @@ impl CheckoutMany {
             Found::Granted(granted) => return Ok(Some(granted)),
             Found::Nothing { growing } => growing,
         };
-        let depot = store.depot.clone();
-        let key = depot.join(errand.wants, Wake::Task(Task::of(cx.waker())), growing)?;
-        self.waiting = Some((depot, key));
+        let central = store.central.clone();
+        let key = central.join(errand.wants, Wake::Task(Task::of(cx.waker())), growing)?;
+        self.waiting = Some((central, key));
         self.first = errand.first;
         Ok(None)
     }
@@ -85,17 +85,17 @@ impl CheckoutMany {
         if let Some(granted) = self.start(cx).transpose() {
             return Poll::Ready(granted);
         }
-        let Some((depot, key)) = self.waiting.take() else {
+        let Some((central, key)) = self.waiting.take() else {
             return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
         };
-        match depot.look(key, Some(cx.waker())) {
+        match central.look(key, Some(cx.waker())) {
             Outcome::Waiting => {
-                self.waiting = Some((depot.clone(), key));
+                self.waiting = Some((central.clone(), key));
                 let Some(first) = self.first.take() else { return Poll::Pending };
                 let (grown, over) = self.pool.take_grown(&first, cx.waker());
                 if let Some(granted) = grown {
                     self.waiting = None;
-                    depot.leave(key, false);
+                    central.leave(key, false);
                     return Poll::Ready(Ok(granted));
                 }
                 self.first = (!over).then_some(first);
@@ -109,8 +109,8 @@ impl CheckoutMany {
 
 impl Drop for CheckoutMany {
     fn drop(&mut self) {
-        if let Some((depot, key)) = self.waiting.take() {
-            depot.leave(key, false);
+        if let Some((central, key)) = self.waiting.take() {
+            central.leave(key, false);
         }
     }
 }

@@ -33,7 +33,8 @@ impl Pool {
     /// Waits until nothing is being pinned any more.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Forked`](crate::Error::Forked). That pinning ended early is in the result, not an error.
+    /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Forked`](crate::Error::Forked). That pinning ended early is
+    /// in the result, not an error.
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         for store in self.growing() {
@@ -58,9 +59,10 @@ impl Pool {
         self.stores().flat_map(|s| s.regions.list()).collect()
     }
 
-    /// Lets the pool have memory of the caller's, to cut up and to overwrite: pinned where it is, it is a region like any
-    /// other from here on. It is taken by value, since it is the pool's alone until it goes: a `Vec<u8>`, a `Box<[u8]>`, a
-    /// writable mapping of a file or of shared memory (`memmap2::MmapMut` with that crate's feature `stable_deref_trait`).
+    /// Lets the pool have memory of the caller's, to cut up and to overwrite: pinned where it is, it is a region like
+    /// any other from here on. It is taken by value, since it is the pool's alone until it goes: a `Vec<u8>`, a
+    /// `Box<[u8]>`, a writable mapping of a file or of shared memory (`memmap2::MmapMut` with that crate's feature
+    /// `stable_deref_trait`).
     ///
     /// Its address and its contents stay as they are until a segment of it is handed out. The pool uses the whole pages
     /// inside of it. It counts against the capacity: leave room for it with
@@ -88,7 +90,7 @@ impl Pool {
         }
         let span = crate::foreign::span!(INFO, target: "pinpool::pool", "adopt", pool = self.name());
         let _entered = span.enter();
-        self.0.main.depot.adopt(memory)
+        self.0.main.central.adopt(memory)
     }
 
     /// Gives idle regions back to the system, the last to come first, as long as at least `keep` bytes stay. Returns
@@ -102,16 +104,16 @@ impl Pool {
             // One that the worker still adds to, or whose last extent is not served from yet, must stay.
             let made = store.regions.made();
             let complete =
-                store.depot.region_use().into_iter().filter(|(id, len, _)| made.contains(&(*id, *len)));
+                store.central.region_use().into_iter().filter(|(id, len, _)| made.contains(&(*id, *len)));
             regions.extend(complete.map(|(id, len, free)| (store, id, len, free)));
         }
         regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.1));
         let mut total: usize = regions.iter().map(|r| r.2).sum();
         let mut gone = 0;
         for (store, id, len, free) in regions {
-            if free == len && total - len >= keep && store.depot.retire(id).is_some() {
+            if free == len && total - len >= keep && store.central.retire(id).is_some() {
                 store.regions.remove(id);
-                store.depot.left(len);
+                store.central.left(len);
                 total -= len;
                 gone += len;
             }
@@ -137,11 +139,11 @@ impl Pool {
         let span = crate::foreign::span!(INFO, target: "pinpool::pool", "shutdown", pool = self.name());
         let _entered = span.enter();
         let deadline = Instant::now().checked_add(timeout);
-        self.stores().for_each(|s| s.depot.close());
-        let outstanding = || self.stores().map(|s| s.depot.outstanding()).sum::<u64>();
+        self.stores().for_each(|s| s.central.close());
+        let outstanding = || self.stores().map(|s| s.central.outstanding()).sum::<u64>();
         let quarantined = || {
             self.stores()
-                .map(|s| s.depot.snapshot())
+                .map(|s| s.central.snapshot())
                 .fold((0, 0), |(n, b), s| (n + s.quarantined_segments, b + s.quarantined))
         };
         loop {

@@ -2,10 +2,12 @@
 //!
 //! The pool owns no mechanism. It puts those of the other modules in order, so that none of them calls upward:
 //!
-//! 1. try: a hit, or what the depot can find ([`crate::depot`]) without taking from threads at work what they cache;
+//! 1. try: a hit, or what the central pool can find ([`crate::central`]) without taking from threads at work what they
+//!    cache;
 //! 2. ask: let the streams say what is done, since buffers may be ready to come back;
 //! 3. claim, for a stream-ready request: take over a segment in flight on that very stream;
-//! 4. grow: have the worker pin another region, up to the capacity; where that is reached, take back all that is cached;
+//! 4. grow: have the worker pin another region, up to the capacity; where that is reached, take back all that is
+//!    cached;
 //! 5. wait: join the queue, as a thread or as a task.
 //!
 //! | module | what is in it |
@@ -32,8 +34,8 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
+use crate::central::{CentralPool, Fresh, Reach, Segment, Take, Want};
 use crate::config::PoolBuilder;
-use crate::depot::{Depot, Fresh, Reach, Segment, Take, Want};
 use crate::error::{Error, Result};
 use crate::freelist::Slot;
 use crate::region::Regions;
@@ -60,8 +62,8 @@ pub struct Pool(Arc<Inner>);
 struct Inner {
     /// What a hit needs, first.
     main: Store,
-    /// Where the devices hang on several NUMA nodes: a store for each of the nodes but the first device's, and the contexts
-    /// of the devices there.
+    /// Where the devices hang on several NUMA nodes: a store for each of the nodes but the first device's, and the
+    /// contexts of the devices there.
     nodes: Vec<(Vec<u64>, Store)>,
     reserves: Vec<(String, Store)>,
     devices: Vec<Device>,
@@ -76,11 +78,11 @@ struct Inner {
     reported: crate::locks::Mutex<Option<Instant>>,
 }
 
-/// A depot and the regions that feed it. The reserves have one each, since bytes that only some may take must not be in
-/// anybody's cache.
+/// A central pool and the regions that feed it. The reserves have one each, since bytes that only some may take must
+/// not be in anybody's cache.
 #[derive(Clone)]
 struct Store {
-    depot: Arc<Depot>,
+    central: Arc<CentralPool>,
     regions: Arc<Regions>,
 }
 
@@ -92,8 +94,8 @@ impl Pool {
 
     // --- checking out ------------------------------------------------------------------------------------------------
     //
-    // Inlined always: a hit is shorter than what a call costs that returns a buffer through memory, where it is written in
-    // words and read back in wider moves, which the processor cannot forward.
+    // Inlined always: a hit is shorter than what a call costs that returns a buffer through memory, where it is written
+    // in words and read back in wider moves, which the processor cannot forward.
 
     /// A host-ready buffer. Waits, if need be for ever, until the pool has one: see
     /// [`try_checkout`](Self::try_checkout), [`checkout_timeout`](Self::checkout_timeout) and
@@ -102,16 +104,16 @@ impl Pool {
     /// # Errors
     /// [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`], [`Error::Config`] for an unknown reserve;
     /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`], and what made growing fail, when no wait can help;
-    /// [`Error::Exhausted`] in place of a wait on a thread of this crate, and in a waker or where an owner is dropped that was
-    /// left with it, whatever thread that is on.
+    /// [`Error::Exhausted`] in place of a wait on a thread of this crate, and in a waker or where an owner is dropped
+    /// that was left with it, whatever thread that is on.
     #[inline(always)]
     #[track_caller]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), || Patience::Forever)
     }
 
-    /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed. As
-    /// long as the pool can grow, what threads at work keep for themselves does not count: see
+    /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed.
+    /// As long as the pool can grow, what threads at work keep for themselves does not count: see
     /// [`PoolBuilder::thread_cache`].
     ///
     /// # Errors
@@ -136,13 +138,14 @@ impl Pool {
         self.checkout_with(request.into(), || Patience::until(timeout))
     }
 
-    /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow path
-    /// too, it would be in memory, put there in words and moved on in wider pieces, for which the processor has to wait.
+    /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow
+    /// path too, it would be in memory, put there in words and moved on in wider pieces, for which the processor has to
+    /// wait.
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
     fn checkout_with(&self, request: Request<'_>, patience: impl FnOnce() -> Patience) -> Result<PinnedBuf> {
-        let fresh = match self.hit_with(request, Depot::hit) {
+        let fresh = match self.hit_with(request, CentralPool::hit) {
             Some(fresh) => fresh,
             None => {
                 let mut error = Error::Closed;
@@ -185,15 +188,15 @@ impl Pool {
     pub fn checkout_many_async<'a>(&self, requests: impl AsRef<[Request<'a>]>) -> CheckoutMany {
         let requests = requests.as_ref();
         // What borrows the caller's string is looked up now; the future owns the rest.
-        let errand = self.errand(requests).map(|e| (e.first, e.store.depot.number(), e.wants));
+        let errand = self.errand(requests).map(|e| (e.first, e.store.central.number(), e.wants));
         let tags = requests.iter().map(|r| r.tag).collect();
         let site = Location::caller();
         CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None, tags, site }
     }
 
     /// A host-ready buffer whose bytes are there already, all of them zero, and its length with them. Waits like
-    /// [`checkout`](Self::checkout). The CPU writes the zeros; where a program runs on the device itself (Ascend in RC mode)
-    /// `aclrtMemset` does.
+    /// [`checkout`](Self::checkout). The CPU writes the zeros; where a program runs on the device itself (Ascend in RC
+    /// mode) `aclrtMemset` does.
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout); what the driver says, where it writes them.
@@ -205,8 +208,8 @@ impl Pool {
         buf.zeroed(alive.unwrap_or(&self.0.devices[0]).context(), request.len)
     }
 
-    /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted. Plain memory
-    /// has no alignment to rely on, whatever was asked for.
+    /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted. Plain
+    /// memory has no alignment to rely on, whatever was asked for.
     ///
     /// # Errors
     /// As for [`try_checkout`](Self::try_checkout) but [`Error::Exhausted`]; [`Error::OutOfMemory`].
@@ -253,8 +256,8 @@ impl Pool {
     /// The same without waiting.
     ///
     /// # Errors
-    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`], also where only what a waiting request is to get
-    /// is in flight on the stream.
+    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`], also where only what a waiting request is
+    /// to get is in flight on the stream.
     #[track_caller]
     pub fn try_checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
         self.checkout_on_with(stream, request.into(), Patience::None, Location::caller())
@@ -270,11 +273,11 @@ impl Pool {
         let timeline = stream.timeline();
         let own = (timeline.context().id(), stream.device().name());
         let request = Request { near: request.near.or(Some(own)), ..request };
-        if !self.0.main.depot.config().serves.contains(&timeline.context().id()) {
+        if !self.0.main.central.config().serves.contains(&timeline.context().id()) {
             return Err(Error::WrongDevice { device: stream.device().name().into() });
         }
         let ready = |buf: PinnedBuf| StreamBuf::ready(timeline.clone(), buf);
-        if let Some(fresh) = self.hit_with(request, Depot::hit) {
+        if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
             return Ok(ready(fresh.into()));
         }
         let errand = self.errand(&[request])?;
@@ -285,15 +288,15 @@ impl Pool {
         }
         if let Placement::Class(class) = errand.wants[0].placement {
             let stores = std::iter::once(errand.store).chain(errand.first.is_some().then_some(&self.0.main));
-            // A claim takes what is about to come back, and a waiter waits for just that: while there is one, this request
-            // joins the queue behind it.
-            for depot in stores.map(|store| &store.depot).filter(|depot| !depot.awaited()) {
-                if let Some((key, mut segment)) = timeline.claim(depot, class) {
+            // A claim takes what is about to come back, and a waiter waits for just that: while there is one, this
+            // request joins the queue behind it.
+            for central in stores.map(|store| &store.central).filter(|central| !central.awaited()) {
+                if let Some((key, mut segment)) = timeline.claim(central, class) {
                     self.missed();
                     // Both names of the segment, ours and the claim's, are to carry the new length.
                     timeline.rebook_claim(key, request.len);
                     segment.relabel(request.len);
-                    depot.enter_again(&segment, Origin { tag: request.tag, site: Some(site) });
+                    central.enter_again(&segment, Origin { tag: request.tag, site: Some(site) });
                     return Ok(StreamBuf::claimed(timeline.clone(), key, segment));
                 }
             }
@@ -305,12 +308,12 @@ impl Pool {
     /// Takes back a buffer that went out as a token.
     ///
     /// # Errors
-    /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up: [`Token`] says what that rests on;
-    /// [`Error::Forked`].
+    /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up: [`Token`] says what that
+    /// rests on; [`Error::Forked`].
     pub fn redeem(&self, token: Token) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
         // The secret tells the stores apart.
-        self.stores().find_map(|s| PinnedBuf::redeem(&s.depot, token)).ok_or(Error::StaleToken)
+        self.stores().find_map(|s| PinnedBuf::redeem(&s.central, token)).ok_or(Error::StaleToken)
     }
 
     /// By way of `hit` only: in this thread's shard, or in a rack.
@@ -318,7 +321,7 @@ impl Pool {
     fn hit_with(
         &self,
         request: Request<'_>,
-        hit: impl FnOnce(&Depot, Class, usize) -> Option<Fresh>,
+        hit: impl FnOnce(&CentralPool, Class, usize) -> Option<Fresh>,
     ) -> Option<Fresh> {
         if request.align > SEGMENT_ALIGN || !request.align.is_power_of_two() || request.reserve.is_some() {
             return None;
@@ -328,13 +331,13 @@ impl Pool {
             None => &self.0.main,
             Some((near, _)) => self.near(near)?,
         };
-        hit(&store.depot, class, request.len)
+        hit(&store.central, class, request.len)
     }
 
     /// The store on the node of a device. `None`: the pool does not serve it.
     fn near(&self, context: u64) -> Option<&Store> {
         let other = self.0.nodes.iter().find(|node| node.0.contains(&context)).map(|node| &node.1);
-        let main = || self.0.main.depot.config().serves.contains(&context).then_some(&self.0.main);
+        let main = || self.0.main.central.config().serves.contains(&context).then_some(&self.0.main);
         other.or_else(main)
     }
 
@@ -351,12 +354,12 @@ impl Pool {
         origin: Origin,
         patience: Patience,
         error: &mut Error,
-    ) -> Option<(NonNull<Depot>, NonNull<Slot>)> {
+    ) -> Option<(NonNull<CentralPool>, NonNull<Slot>)> {
         let Origin { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
         note_thread_miss();
         // What another thread has left on a rack costs little, and less than all that follows.
-        if let Some(fresh) = self.hit_with(request, Depot::refill) {
+        if let Some(fresh) = self.hit_with(request, CentralPool::refill) {
             self.missed();
             return Some(fresh.into_segment().into_parts());
         }
@@ -378,7 +381,7 @@ impl Pool {
             ));
         }
         let place =
-            |s: &Store| requests.iter().map(|r| s.depot.place(r.len, r.align)).collect::<Result<Vec<_>>>();
+            |s: &Store| requests.iter().map(|r| s.central.place(r.len, r.align)).collect::<Result<Vec<_>>>();
         let near = requests.first().and_then(|r| r.near);
         if requests.iter().any(|r| r.near != near) {
             return Err(Error::Config(
@@ -403,8 +406,8 @@ impl Pool {
         }
     }
 
-    /// Everything that can be had without waiting for anybody: from the pool proper, all that is cached included, and then
-    /// from the reserve.
+    /// Everything that can be had without waiting for anybody: from the pool proper, all that is cached included, and
+    /// then from the reserve.
     fn try_errand(&self, errand: &Errand<'_>, reach: Reach) -> Result<Option<Vec<Fresh>>> {
         let first = errand.first.iter().map(|wants| (&self.0.main, wants, Reach::All));
         for (store, wants, reach) in first.chain([(errand.store, &errand.wants, reach)]) {
@@ -429,15 +432,15 @@ impl Pool {
             }
         }
         // Where no more can be had of the system, what other threads cache and use, too.
-        if !errand.store.depot.may_grow(&errand.wants) {
+        if !errand.store.central.may_grow(&errand.wants) {
             if let Some(got) = self.try_errand(errand, Reach::All)? {
                 return Ok(Found::Granted(got));
             }
         }
         if let Some(wants) = &errand.first {
-            self.0.main.depot.grow(wants);
+            self.0.main.central.grow(wants);
         }
-        let growing = errand.store.depot.grow(&errand.wants);
+        let growing = errand.store.central.grow(&errand.wants);
         // On a stepped device growing is over already.
         if self.stepped() {
             if let Some(got) = self.try_errand(errand, Reach::Idle)? {
@@ -458,11 +461,11 @@ impl Pool {
 
     fn try_all(&self, store: &Store, wants: &[Want], reach: Reach) -> Result<Option<Vec<Fresh>>> {
         match wants {
-            [want] => Ok(match store.depot.try_take(*want, reach)? {
+            [want] => Ok(match store.central.try_take(*want, reach)? {
                 Take::Got(fresh) => Some(vec![fresh]),
                 Take::Empty => None,
             }),
-            _ => store.depot.try_take_all(wants, reach),
+            _ => store.central.try_take_all(wants, reach),
         }
     }
 
@@ -489,12 +492,12 @@ impl Pool {
         tags: impl IntoIterator<Item = Option<&'static str>>,
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
-        // Relaxed: any one of so many will do. Misses are not counted for it: others than these are among them, and where
-        // the two kinds take turns always the same numbers would come here.
+        // Relaxed: any one of so many will do. Misses are not counted for it: others than these are among them, and
+        // where the two kinds take turns always the same numbers would come here.
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, tag) in granted.iter_mut().zip(tags) {
-            if sampled || fresh.segment().depot().tracks() {
-                Depot::enter(fresh, Origin { tag, site: Some(site) });
+            if sampled || fresh.segment().central().tracks() {
+                CentralPool::enter(fresh, Origin { tag, site: Some(site) });
             }
         }
         granted.into_iter().map(PinnedBuf::from).collect()
@@ -509,7 +512,7 @@ impl Pool {
             if reported.is_none_or(|last| now.duration_since(last) >= stuck::PAUSE) {
                 *reported = Some(now);
                 drop(reported);
-                stuck::report(self.name(), *waited, self.depots(), &self.0.devices);
+                stuck::report(self.name(), *waited, self.centrals(), &self.0.devices);
             }
         }
     }
@@ -521,8 +524,8 @@ impl Pool {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// What the pool is called in events, statistics and reports, which no other pool of the process is at the same time: see
-    /// [`PoolBuilder::name`].
+    /// What the pool is called in events, statistics and reports, which no other pool of the process is at the same
+    /// time: see [`PoolBuilder::name`].
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name
@@ -534,17 +537,17 @@ impl Pool {
 
     /// Whether a device can reach the pool's memory.
     pub(crate) fn serves(&self, context: &crate::device::context::Context) -> bool {
-        self.0.main.depot.config().serves.contains(&context.id())
+        self.0.main.central.config().serves.contains(&context.id())
     }
 
     /// The longest request that the pool proper could ever serve, in bytes.
     pub(crate) fn longest(&self) -> usize {
-        self.0.main.depot.config().largest
+        self.0.main.central.config().largest
     }
 
-    /// The depots of all stores.
-    pub(crate) fn depots(&self) -> impl Iterator<Item = &Arc<Depot>> {
-        self.stores().map(|store| &store.depot)
+    /// The central pools of all stores.
+    pub(crate) fn centrals(&self) -> impl Iterator<Item = &Arc<CentralPool>> {
+        self.stores().map(|store| &store.central)
     }
 
     fn stores(&self) -> impl Iterator<Item = &Store> {
@@ -564,8 +567,8 @@ impl Pool {
 
     /// Bytes that the pool proper may hold, reserves left out, and the longest buffer that it can ever serve.
     pub(crate) fn room(&self) -> (usize, usize) {
-        let capacity = self.growing().map(|s| s.depot.config().capacity).sum();
-        (capacity, self.0.main.depot.config().largest)
+        let capacity = self.growing().map(|s| s.central.config().capacity).sum();
+        (capacity, self.0.main.central.config().largest)
     }
 }
 
@@ -578,12 +581,13 @@ enum Found {
     },
 }
 
-/// An errand that a future keeps: wants for the pool proper, the number of the depot to wait at, wants for that.
+/// An errand that a future keeps: wants for the pool proper, the number of the central pool to wait at, wants for that.
 type KeptErrand = (Option<Vec<Want>>, u64, Vec<Want>);
 
 /// What is asked for, and of whom.
 struct Errand<'a> {
-    /// For a request that names a reserve: the pool proper is asked first, since the reserve is for when it has nothing.
+    /// For a request that names a reserve: the pool proper is asked first, since the reserve is for when it has
+    /// nothing.
     first: Option<Vec<Want>>,
     /// Where the request waits.
     store: &'a Store,
@@ -592,9 +596,9 @@ struct Errand<'a> {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.main.depot.close();
-        self.nodes.iter().for_each(|n| n.1.depot.close());
-        self.reserves.iter().for_each(|r| r.1.depot.close());
+        self.main.central.close();
+        self.nodes.iter().for_each(|n| n.1.central.close());
+        self.reserves.iter().for_each(|r| r.1.central.close());
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::{Pool, Store};
-use crate::depot::{Depot, DepotSnapshot};
+use crate::central::{CentralPool, CentralSnapshot};
 use crate::error::Result;
 use crate::freelist::state;
 use crate::telemetry::counters::ErrorCounts;
@@ -28,8 +28,8 @@ pub struct PoolStats {
     pub cached_bytes: usize,
     /// Bytes of buffers in somebody's hands, rounding included.
     pub checked_out_bytes: usize,
-    /// Bytes that a device may still use, those among them that a copy queue has not submitted yet. A buffer shared by `Arc` is not among them: it counts as checked out until the
-    /// last that has it is gone, a device included.
+    /// Bytes that a device may still use, those among them that a copy queue has not submitted yet. A buffer shared by
+    /// `Arc` is not among them: it counts as checked out until the last that has it is gone, a device included.
     pub in_flight_bytes: usize,
     /// Of the bytes in flight, those claimed for stream-ready reuse.
     pub claimed_bytes: usize,
@@ -56,7 +56,8 @@ pub struct PoolStats {
     pub misses: u64,
     /// Times that what threads keep was taken back.
     pub collects: u64,
-    /// Regions asked of the system because a request found nothing, those that came only in part or not at all among them.
+    /// Regions asked of the system because a request found nothing, those that came only in part or not at all among
+    /// them.
     pub growths: u64,
     /// Times that pinning ended early.
     pub growth_failures: u64,
@@ -105,15 +106,15 @@ pub struct Census {
 }
 
 impl Pool {
-    /// Bytes and counts, reserves included. Costs a few microseconds, and nothing to those who check out. In the child of a fork
-    /// only what is counted without a lock: requests and errors.
+    /// Bytes and counts, reserves included. Costs a few microseconds, and nothing to those who check out. In the child
+    /// of a fork only what is counted without a lock: requests and errors.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        self.stats_of(|depot| depot.snapshot())
+        self.stats_of(|central| central.snapshot())
     }
 
-    /// The same of snapshots of the depots that the caller takes, one of each.
-    pub(crate) fn stats_of(&self, mut snapshot: impl FnMut(&Depot) -> DepotSnapshot) -> PoolStats {
+    /// The same of snapshots of the central pools that the caller takes, one of each.
+    pub(crate) fn stats_of(&self, mut snapshot: impl FnMut(&CentralPool) -> CentralSnapshot) -> PoolStats {
         let mut stats = PoolStats {
             misses: self.0.misses.load(Ordering::Relaxed),
             unpinned_fallbacks: self.0.fallbacks.load(Ordering::Relaxed),
@@ -123,7 +124,7 @@ impl Pool {
         };
         for store in self.stores().filter(|_| !crate::os::forked()) {
             let (in_flight, claimed, _) = self.flight(store);
-            let s = snapshot(&store.depot);
+            let s = snapshot(&store.central);
             let in_flight = in_flight.min(s.out);
             stats.pinned_bytes += s.total - s.unpinned;
             stats.unpinned_bytes += s.unpinned;
@@ -136,7 +137,7 @@ impl Pool {
             stats.cut_bytes += s.cut;
             stats.requested_bytes += s.requested;
             stats.largest_free_bytes = stats.largest_free_bytes.max(s.largest_free);
-            stats.capacity_bytes += store.depot.config().capacity;
+            stats.capacity_bytes += store.central.config().capacity;
             stats.checkouts += s.takes;
             stats.returns += s.puts;
             stats.collects += s.stats.collects;
@@ -151,21 +152,21 @@ impl Pool {
         stats
     }
 
-    /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or lands. No
-    /// number: something is half-way.
+    /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or lands.
+    /// No number: something is half-way.
     fn flight(&self, store: &Store) -> (usize, usize, Option<u64>) {
-        let (mut joint, mut settled) = store.depot.joint_bytes();
+        let (mut joint, mut settled) = store.central.joint_bytes();
         let mut left = READS;
         loop {
             let mut sum = (joint, 0, settled.then_some(0));
             for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
-                let (flight, moves) = timeline.flight(store.depot.number());
+                let (flight, moves) = timeline.flight(store.central.number());
                 let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
                 sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
             }
             // What a queue hands on meanwhile would be counted twice, or not at all.
             let before = joint;
-            (joint, settled) = store.depot.joint_bytes();
+            (joint, settled) = store.central.joint_bytes();
             left -= 1;
             if joint == before || left == 0 {
                 return sum;
@@ -184,10 +185,10 @@ impl Pool {
         crate::os::check_fork().map_err(|error| error.to_string())?;
         let mut all = Census::default();
         for store in self.stores() {
-            let before = store.depot.snapshot();
+            let before = store.central.snapshot();
             let (in_flight, claimed, moves) = self.flight(store);
             let mut census = Census::default();
-            store.depot.check(|state, bytes| match state {
+            store.central.check(|state, bytes| match state {
                 None => census.free += bytes,
                 Some(state::HOST | state::LANDED) => census.checked_out += bytes,
                 Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
@@ -197,7 +198,7 @@ impl Pool {
                 }
                 _ => census.quarantined += bytes,
             })?;
-            let s = store.depot.snapshot();
+            let s = store.central.snapshot();
             if s == before && moves.is_some() && (in_flight, claimed, moves) == self.flight(store) {
                 let sum = s.free + s.out + s.quarantined + s.cut;
                 if sum != s.total {
@@ -215,11 +216,11 @@ impl Pool {
                         "(out, quarantined, in flight, claimed) are {found:?}, counted as {counted:?}"
                     ));
                 }
-                if s.total > store.depot.config().capacity {
+                if s.total > store.central.config().capacity {
                     return Err(format!(
                         "{} bytes are held of at most {}",
                         s.total,
-                        store.depot.config().capacity
+                        store.central.config().capacity
                     ));
                 }
             }

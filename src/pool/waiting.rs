@@ -5,7 +5,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::{Found, Pool, Request, Store};
-use crate::depot::{self, Depot, Fresh, Outcome, Reach, Wake, Want};
+use crate::central::{self, CentralPool, Fresh, Outcome, Reach, Wake, Want};
 use crate::error::{Error, Result};
 
 impl Pool {
@@ -23,34 +23,35 @@ impl Pool {
             Found::Granted(granted) => return Ok(granted),
             Found::Nothing { growing } => growing,
         };
-        let depot = &errand.store.depot;
-        let len = depot::sum(errand.wants.iter().map(|w| w.len));
+        let central = &errand.store.central;
+        let len = central::sum(errand.wants.iter().map(|w| w.len));
         // A thread of ours would wait for itself: it pins, or finds out what is done.
         let patience = if crate::sync::own().is_some() { Patience::None } else { patience };
         let deadline = match patience {
-            Patience::None => return Err(depot.exhausted(len)),
+            Patience::None => return Err(central.exhausted(len)),
             Patience::Until(deadline) => Some(deadline),
             Patience::Forever => None,
         };
         let span =
             crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
         let _entered = span.enter();
-        let key = depot.join(errand.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
+        let key = central.join(errand.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
         if self.stepped() {
             return self.wait_stepped(errand.store, key, since);
         }
         self.reap();
-        if let Some(granted) = errand.first.and_then(|first| self.wait_grown(depot, key, &first, deadline)) {
+        if let Some(granted) = errand.first.and_then(|first| self.wait_grown(central, key, &first, deadline))
+        {
             return Ok(granted);
         }
-        depot.wait(key, deadline, since)
+        central.wait(key, deadline, since)
     }
 
     /// Waiting for a reserve while memory for the pool proper is on its way: the first that has something. `None`: the
     /// wait is over, or the reserve's alone from here on.
     pub(super) fn wait_grown(
         &self,
-        depot: &Depot,
+        central: &CentralPool,
         key: usize,
         first: &[Want],
         deadline: Option<Instant>,
@@ -59,18 +60,18 @@ impl Pool {
         loop {
             let (grown, over) = self.take_grown(first, &waker);
             if grown.is_some() {
-                depot.leave(key, false);
+                central.leave(key, false);
                 return grown;
             }
-            if over || !depot.waits(key) || deadline.is_some_and(|d| Instant::now() >= d) {
+            if over || !central.waits(key) || deadline.is_some_and(|d| Instant::now() >= d) {
                 return None;
             }
             crate::sync::thread::park_until(deadline);
         }
     }
 
-    /// What the pool proper has got meanwhile for a request that waits for a reserve, and whether it gets no more. If it
-    /// does, the waker hears of it.
+    /// What the pool proper has got meanwhile for a request that waits for a reserve, and whether it gets no more. If
+    /// it does, the waker hears of it.
     pub(super) fn take_grown(&self, first: &[Want], waker: &Waker) -> (Option<Vec<Fresh>>, bool) {
         let main = &self.0.main;
         // Asked first: what comes between the two is not overlooked.
@@ -82,7 +83,7 @@ impl Pool {
     /// Waiting where nothing moves by itself: this thread moves the devices.
     pub(super) fn wait_stepped(&self, store: &Store, key: usize, since: Instant) -> Result<Vec<Fresh>> {
         loop {
-            match store.depot.look(key, None) {
+            match store.central.look(key, None) {
                 Outcome::Granted(granted) => return Ok(granted),
                 Outcome::Failed(error) => return Err(error),
                 Outcome::Waiting => {}
@@ -90,7 +91,7 @@ impl Pool {
             let moved =
                 self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
             if !self.reap() && !moved {
-                store.depot.leave(key, true);
+                store.central.leave(key, true);
                 return Err(Error::Timeout(since.elapsed()));
             }
         }

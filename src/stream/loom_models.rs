@@ -2,8 +2,8 @@
 //!
 //! The driver is a double that is as late as the contract allows: a copy reads its source when an event recorded after
 //! it is first seen complete, and no sooner. An event never recorded asks as complete, as the contract warns. Each
-//! segment has a cell: who has the segment writes to it, the late copy reads it; loom fails the model where these two are
-//! not ordered, which is what reusing a segment early looks like.
+//! segment has a cell: who has the segment writes to it, the late copy reads it; loom fails the model where these two
+//! are not ordered, which is what reusing a segment early looks like.
 
 #![allow(unsafe_code)]
 
@@ -18,7 +18,7 @@ use loom::thread::JoinHandle;
 use super::reaper::Listing;
 use super::timeline::{Lent, Ticket, Timeline};
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
-use crate::depot::{Depot, DepotConfig, Reach, Segment, Take, end_leases};
+use crate::central::{CentralConfig, CentralPool, Reach, Segment, Take, end_leases};
 use crate::device::context::Context;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
@@ -27,7 +27,7 @@ use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{Mutex, UnsafeCell, model, step, thread};
 
-/// A length whose class has no list in shards under loom: everything takes the depot's slow path.
+/// A length whose class has no list in shards under loom: everything takes the central pool's slow path.
 const LEN: usize = 2000;
 /// Segments of that class in two pages.
 const ALL: usize = 3;
@@ -184,13 +184,13 @@ impl Stepped for Late {
 
 // --- what models share -----------------------------------------------------------------------------------------------
 
-/// A stream with its depot. (The models of copy queues are made of it, too.)
+/// A stream with its central pool. (The models of copy queues are made of it, too.)
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) driver: Arc<Late>,
     listing: Listing,
     pub(crate) timeline: Arc<Timeline>,
-    depot: Arc<Depot>,
+    central: Arc<CentralPool>,
 }
 
 impl Setup {
@@ -205,7 +205,7 @@ impl Setup {
         let context = Context::new(driver.clone()).unwrap();
         let listing = Listing::default();
         let timeline = Timeline::new(context, StreamHandle(0), listing.clone());
-        let config = DepotConfig {
+        let config = CentralConfig {
             capacity: 2 * PAGE,
             thread_cache: 0,
             shared_cache: 0,
@@ -215,17 +215,17 @@ impl Setup {
             serves: Vec::new(),
             track: false,
         };
-        let depot = Depot::new(config, None);
+        let central = CentralPool::new(config, None);
         let base = NonNull::new(std::ptr::without_provenance_mut(PAGE)).unwrap();
         // SAFETY: the arena only does arithmetic on it.
-        unsafe { depot.add_extent(RegionId(0), base, 2 * PAGE, true) };
-        Self { driver, listing, timeline, depot }
+        unsafe { central.add_extent(RegionId(0), base, 2 * PAGE, true) };
+        Self { driver, listing, timeline, central }
     }
 
     /// A segment of ours, written to.
     pub(crate) fn take(&self) -> Option<Segment> {
-        let want = self.depot.place(LEN, 64).unwrap();
-        let Take::Got(fresh) = self.depot.try_take(want, Reach::All).unwrap() else { return None };
+        let want = self.central.place(LEN, 64).unwrap();
+        let Take::Got(fresh) = self.central.try_take(want, Reach::All).unwrap() else { return None };
         let segment = fresh.into_segment();
         self.driver.write(&segment);
         Some(segment)
@@ -268,12 +268,12 @@ impl Setup {
             self.timeline.pass(true);
         }
         self.reuse();
-        let snapshot = self.depot.snapshot();
+        let snapshot = self.central.snapshot();
         assert_eq!((snapshot.out, snapshot.quarantined), (0, 0), "everything is back");
-        assert_eq!(self.timeline.flight(self.depot.number()).0, super::timeline::Flight::default());
-        self.depot.check(|_, _| ()).unwrap();
-        self.depot.close();
-        assert_eq!(Arc::strong_count(&self.depot), 1);
+        assert_eq!(self.timeline.flight(self.central.number()).0, super::timeline::Flight::default());
+        self.central.check(|_, _| ()).unwrap();
+        self.central.close();
+        assert_eq!(Arc::strong_count(&self.central), 1);
         // Takes the timeline off the list, which holds it.
         self.listing.pass();
     }
@@ -329,7 +329,7 @@ fn loom_mark_after_loss() {
         assert!(flight.wait().is_err());
         assert!(setup.timeline.is_idle());
         setup.listing.pass();
-        setup.depot.close();
+        setup.central.close();
     });
 }
 
@@ -501,7 +501,7 @@ fn dropper(flight: InFlight<PinnedBuf>) -> JoinHandle<()> {
 fn claim(setup: &Setup) -> Option<(StreamBuf, Segment)> {
     step();
     let class = crate::segment::Class::of(LEN).unwrap();
-    let (key, segment) = setup.timeline.claim(&setup.depot, class)?;
+    let (key, segment) = setup.timeline.claim(&setup.central, class)?;
     let alias = segment.alias();
     Some((StreamBuf::claimed(setup.timeline.clone(), key, segment), alias))
 }
@@ -635,7 +635,7 @@ fn loom_joint_returns_once() {
             thread.join().unwrap();
         }
         other.pass(true);
-        assert_eq!(setup.depot.joint_bytes(), (0, true));
+        assert_eq!(setup.central.joint_bytes(), (0, true));
         setup.finish();
     });
 }

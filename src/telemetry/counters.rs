@@ -11,9 +11,9 @@
 //! # Buckets
 //!
 //! All histograms have the same fixed buckets, so that any two can be added and a difference of two is one again: upper
-//! bounds of 1 us, 2 us, 4 us, and so on up to 2^30 us (some 18 minutes), a bound belonging to its bucket, and one bucket
-//! for what is longer. Doubling is coarse for a benchmark and right for an operator: an interval of twenty powers of two
-//! is of interest, and a factor of two is what one acts upon.
+//! bounds of 1 us, 2 us, 4 us, and so on up to 2^30 us (some 18 minutes), a bound belonging to its bucket, and one
+//! bucket for what is longer. Doubling is coarse for a benchmark and right for an operator: an interval of twenty
+//! powers of two is of interest, and a factor of two is what one acts upon.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -33,8 +33,8 @@ pub(crate) fn note_thread_miss() {
 }
 
 /// Checkouts and returns of the calling thread, in all pools, that its own cache did not serve, since the thread began
-/// (wrapping). Two readings tell whether what lies between was a hit: for benchmarks, and for whoever looks for the reason
-/// of a slow call. Reading it costs next to nothing, and a hit does not touch it.
+/// (wrapping). Two readings tell whether what lies between was a hit: for benchmarks, and for whoever looks for the
+/// reason of a slow call. Reading it costs next to nothing, and a hit does not touch it.
 #[must_use]
 #[inline]
 pub fn thread_misses() -> u64 {
@@ -154,8 +154,8 @@ impl Histogram {
         Self { counts, sum_ns: self.sum_ns.saturating_sub(earlier.sum_ns) }
     }
 
-    /// An upper bound of the `q`-quantile (0.0 to 1.0): that of the bucket in which it lies, at most twice too long. `None`
-    /// for an empty histogram, and where it lies beyond the last bound.
+    /// An upper bound of the `q`-quantile (0.0 to 1.0): that of the bucket in which it lies, at most twice too long.
+    /// `None` for an empty histogram, and where it lies beyond the last bound.
     #[must_use]
     pub fn quantile(&self, q: f64) -> Option<Duration> {
         let count = self.count();
@@ -263,8 +263,8 @@ impl ErrorTally {
     }
 }
 
-/// Segments given out and returned on the slow path, by class; kept under the depot's lock. Those without a class (large
-/// or aligned ones, which have a run of their own) come and go by the slow path only.
+/// Segments given out and returned on the slow path, by class; kept under the central pool's lock. Those without a
+/// class (large or aligned ones, which have a run of their own) come and go by the slow path only.
 #[derive(Debug)]
 pub(crate) struct ClassTally {
     takes: [u64; CLASSES + 1],

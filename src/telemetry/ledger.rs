@@ -1,22 +1,23 @@
 //! The ledger: since when a segment is out, and who asked for it.
 //!
-//! A hit reads no clock, so of most buffers nobody knows when they were checked out. Three sources make up for it, all of
-//! them off the hit path. The first two are kept under the depot's lock, the third under one that only looks take:
+//! A hit reads no clock, so of most buffers nobody knows when they were checked out. Three sources make up for it, all
+//! of them off the hit path. The first two are kept under the central pool's lock, the third under one that only looks
+//! take:
 //!
 //! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) have no thread caches, so
 //!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
 //! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that nothing cached could serve.
 //! - *Looks*: whoever looks at all that is out notes since when he has seen it. It has been out for so long at least.
 //!
-//! The return of an entered segment leaves the fast path, by a comparison that each return makes in any case (whether its
-//! list has room: to the name that such a buffer has of its segment no list belongs), and closes the entry. So an entry
-//! always is of the checkout that it was made for, and is counted into the histogram of holding when that ends.
+//! The return of an entered segment leaves the fast path, by a comparison that each return makes in any case (whether
+//! its list has room: to the name that such a buffer has of its segment no list belongs), and closes the entry. So an
+//! entry always is of the checkout that it was made for, and is counted into the histogram of holding when that ends.
 //!
-//! What was only seen returns unnoticed, and may be out again at the next look. That is told apart by what cannot go back:
-//! the generation, which grows with each flight, and, for what is in somebody's hands, the number of segments of its class
-//! that ever came back. Only if that has not grown it is certainly the same checkout; else its time starts anew. So the age
-//! of a buffer that was only seen is never too long, and in a class with much coming and going it is always about nothing:
-//! who looks for a leak there has the pool track its checkouts.
+//! What was only seen returns unnoticed, and may be out again at the next look. That is told apart by what cannot go
+//! back: the generation, which grows with each flight, and, for what is in somebody's hands, the number of segments of
+//! its class that ever came back. Only if that has not grown it is certainly the same checkout; else its time starts
+//! anew. So the age of a buffer that was only seen is never too long, and in a class with much coming and going it is
+//! always about nothing: who looks for a leak there has the pool track its checkouts.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -57,8 +58,9 @@ pub(crate) struct Checkout {
     pub(crate) returns: Option<u64>,
 }
 
-/// Hashes addresses. They are ours, so nobody chooses them to collide, and a multiplication (by 2^64 over the golden ratio)
-/// spreads them: the product's upper half differs in the lowest bits, its lower half in the topmost, and tables go by both.
+/// Hashes addresses. They are ours, so nobody chooses them to collide, and a multiplication (by 2^64 over the golden
+/// ratio) spreads them: the product's upper half differs in the lowest bits, its lower half in the topmost, and tables
+/// go by both.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AddressHasher(u64);
 
@@ -115,8 +117,8 @@ impl Ledger {
     }
 }
 
-/// What the last look found that had no entry, in order of places, and when that was first seen. Not under the depot's
-/// lock: those who look are the only ones to need it.
+/// What the last look found that had no entry, in order of places, and when that was first seen. Not under the central
+/// pool's lock: those who look are the only ones to need it.
 #[derive(Debug, Default)]
 pub(crate) struct Sightings {
     seen: Vec<(Checkout, Instant)>,
@@ -140,7 +142,8 @@ impl Sightings {
 }
 
 impl Look<'_> {
-    /// A segment without an entry was seen out, not later than `now`. Places come in ascending order. What is known of it.
+    /// A segment without an entry was seen out, not later than `now`. Places come in ascending order. What is known of
+    /// it.
     pub(crate) fn see(&mut self, checkout: Checkout, now: Instant) -> Entry {
         let same = |before: &Checkout| {
             // Landed or waited for since, it is the same one still, as far as nothing came back.
@@ -220,7 +223,8 @@ mod tests {
 
     #[test]
     fn addresses_are_spread() {
-        // Slots lie 32 bytes apart: what a table goes by, the lowest bits and the seven topmost, must differ all the same.
+        // Slots lie 32 bytes apart: what a table goes by, the lowest bits and the seven topmost, must differ all the
+        // same.
         let hash =
             |n: usize| BuildHasherDefault::<AddressHasher>::default().hash_one(0x7F00_0000_1000 + n * 32);
         let mut buckets = vec![0; 1024];

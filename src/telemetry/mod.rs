@@ -30,13 +30,13 @@
 //!
 //! # Events to act on
 //!
-//! What a file, a driver or the system said is escaped in fields and errors, and has an end: nothing in them steers a terminal or
-//! begins a line. A pool is told from others by its name, which no other pool of the process has at the same time (see
-//! [`PoolBuilder::name`](crate::PoolBuilder::name)), a device by its name (a context that was adopted has a number in it), and a
-//! stream by its number, which none other has in the process.
+//! What a file, a driver or the system said is escaped in fields and errors, and has an end: nothing in them steers a
+//! terminal or begins a line. A pool is told from others by its name, which no other pool of the process has at the
+//! same time (see [`PoolBuilder::name`](crate::PoolBuilder::name)), a device by its name (a context that was adopted
+//! has a number in it), and a stream by its number, which none other has in the process.
 //!
-//! The target says which event it is; texts may change, targets, levels and fields are kept. A filter for `pinpool::pool` has
-//! those below it, too.
+//! The target says which event it is; texts may change, targets, levels and fields are kept. A filter for
+//! `pinpool::pool` has those below it, too.
 //!
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
@@ -54,19 +54,20 @@
 //! | `pinpool::device::leak`, `pinpool::region::leak`, `pinpool::stream::leak` | WARN, ERROR for memory | device, error, and bytes of memory | something could not be given back to the driver, which kept it |
 //! | `pinpool::foreign` | ERROR | | code of the program's that the crate calls (a waker, a recorder, a source, the drop of a value) panicked, or a thread of the crate's did and goes on: the text says what follows, standard error has the panic |
 //!
-//! What else is logged, under `pinpool::device`, `pinpool::region`, `pinpool::pool` and `pinpool::stream`, explains and needs
-//! no action.
+//! What else is logged, under `pinpool::device`, `pinpool::region`, `pinpool::pool` and `pinpool::stream`, explains and
+//! needs no action.
 //!
 //! # Metrics
 //!
-//! A [`Sampler`] sends each as an event of the target `pinpool::metrics`, level INFO, with one field that has the value, named
-//! in the way of `MetricsLayer` of the crate tracing-opentelemetry (`monotonic_counter.`, `gauge.` or `histogram.`, and the name), and
-//! with its labels as the other fields. (That crate has gauges by its feature `metrics_gauge_unstable`. The layer needs to
-//! see the level INFO of this target.) With the feature `metrics` the facade's recorder gets the same under the same names.
-//! In Prometheus's text the points become underscores: `pinpool_checkouts_total`. Counters are sent as what came since the
-//! poll before. Of a histogram as many values are sent as durations came, each standing for its [bucket](Histogram): as
-//! events 64 at most, and in right proportion, and to the recorder all. Recorders that are given
-//! [`Histogram::bounds_seconds`] for buckets count them exactly; sums are good to a quarter or so.
+//! A [`Sampler`] sends each as an event of the target `pinpool::metrics`, level INFO, with one field that has the
+//! value, named in the way of `MetricsLayer` of the crate tracing-opentelemetry (`monotonic_counter.`, `gauge.` or
+//! `histogram.`, and the name), and with its labels as the other fields. (That crate has gauges by its feature
+//! `metrics_gauge_unstable`. The layer needs to see the level INFO of this target.) With the feature `metrics` the
+//! facade's recorder gets the same under the same names. In Prometheus's text the points become underscores:
+//! `pinpool_checkouts_total`. Counters are sent as what came since the poll before. Of a histogram as many values are
+//! sent as durations came, each standing for its [bucket](Histogram): as events 64 at most, and in right proportion,
+//! and to the recorder all. Recorders that are given [`Histogram::bounds_seconds`] for buckets count them exactly; sums
+//! are good to a quarter or so.
 //!
 //! | name | kind | labels | what |
 //! | --- | --- | --- | --- |
@@ -131,21 +132,21 @@ pub use stuck::{Awaited, BufferState, Mark, StuckBuffer};
 use crate::pool::Pool;
 
 impl Pool {
-    /// Every buffer that has been out for at least `threshold`, oldest first: its size, age and state, the stream and the mark
-    /// that it waits for, and who asked for it.
+    /// Every buffer that has been out for at least `threshold`, oldest first: its size, age and state, the stream and
+    /// the mark that it waits for, and who asked for it.
     ///
     /// Ages cost a hit nothing, so they are known exactly only of checkouts that were entered: all of them with
-    /// [`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts), and otherwise a sample. Of the others it is
-    /// known how long they have been *seen* out: call this (or run a [`Sampler`]) from time to time, and what one call sees
-    /// counts from there in the next. Such an age is never too long, and starts anew whenever the buffer might have been
-    /// returned and checked out again in between: it is good for what is in flight, and for classes in which nothing comes
-    /// back, and says little of a class with much coming and going. With a threshold of zero everything that is out is
-    /// listed.
+    /// [`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts), and otherwise a sample. Of the others it
+    /// is known how long they have been *seen* out: call this (or run a [`Sampler`]) from time to time, and what one
+    /// call sees counts from there in the next. Such an age is never too long, and starts anew whenever the buffer
+    /// might have been returned and checked out again in between: it is good for what is in flight, and for classes in
+    /// which nothing comes back, and says little of a class with much coming and going. With a threshold of zero
+    /// everything that is out is listed.
     ///
-    /// The look takes some 15 us for each thousand buffers that are out, and 50 to 200 us more for each thousand that it
-    /// lists. It goes piece by piece: who checks out or returns meanwhile is kept out of his cache while it is learned what
-    /// caches hold, and waits for a piece of some 4,000 segments at most, tens of microseconds. It also happens by itself
-    /// when a wait for memory times out, at most once a minute, if anyone listens: see the events of
+    /// The look takes some 15 us for each thousand buffers that are out, and 50 to 200 us more for each thousand that
+    /// it lists. It goes piece by piece: who checks out or returns meanwhile is kept out of his cache while it is
+    /// learned what caches hold, and waits for a piece of some 4,000 segments at most, tens of microseconds. It also
+    /// happens by itself when a wait for memory times out, at most once a minute, if anyone listens: see the events of
     /// [`telemetry`](crate::telemetry).
     ///
     /// ```
@@ -164,6 +165,6 @@ impl Pool {
     /// ```
     #[must_use]
     pub fn stuck(&self, threshold: Duration) -> Vec<StuckBuffer> {
-        stuck::find(threshold, self.depots(), self.devices())
+        stuck::find(threshold, self.centrals(), self.devices())
     }
 }

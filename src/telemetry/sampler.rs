@@ -1,10 +1,11 @@
 //! The sampler: looks at pools from time to time, and sends what it sees.
 //!
-//! It takes a [snapshot](Pool::snapshot) of each pool, works out what came since the one before, and sends that as events
-//! and, with the feature `metrics`, to the `metrics` facade. Besides, it looks for what an operator has to act on: buffers
-//! that have been out for too long, and streams on which nothing gets done. All the work is the sampler's own, on its own
-//! thread or on that of whoever polls it; those who check out notice the looks for stuck buffers (they are kept out of
-//! their caches for some microseconds, piece by piece), and nothing else. A poll takes tens of microseconds.
+//! It takes a [snapshot](Pool::snapshot) of each pool, works out what came since the one before, and sends that as
+//! events and, with the feature `metrics`, to the `metrics` facade. Besides, it looks for what an operator has to act
+//! on: buffers that have been out for too long, and streams on which nothing gets done. All the work is the sampler's
+//! own, on its own thread or on that of whoever polls it; those who check out notice the looks for stuck buffers (they
+//! are kept out of their caches for some microseconds, piece by piece), and nothing else. A poll takes tens of
+//! microseconds.
 //!
 //! It holds no pool: a pool that is dropped is closed all the same, and is not looked at any more.
 
@@ -140,12 +141,12 @@ impl Sampler {
         self
     }
 
-    /// How long a buffer may be out, and how long a stream may get nothing done while work is in flight on it, before that
-    /// is logged, once each. `Duration::MAX`: never. Default: a minute.
+    /// How long a buffer may be out, and how long a stream may get nothing done while work is in flight on it, before
+    /// that is logged, once each. `Duration::MAX`: never. Default: a minute.
     ///
-    /// Buffers are looked for four times in so long, at polls, so ages that are not known exactly are short by as much. One
-    /// look logs eight of a pool's at most, those that have been out for longest first; the next ones log the rest. What a look
-    /// costs, [`Pool::stuck`] says.
+    /// Buffers are looked for four times in so long, at polls, so ages that are not known exactly are short by as much.
+    /// One look logs eight of a pool's at most, those that have been out for longest first; the next ones log the rest.
+    /// What a look costs, [`Pool::stuck`] says.
     pub fn stuck_after(mut self, threshold: Duration) -> Self {
         self.stuck_after = (threshold < Duration::MAX).then_some(threshold);
         self
@@ -190,8 +191,8 @@ impl Sampler {
         !self.pools.is_empty()
     }
 
-    /// Polls on a thread of its own, at once and then in this interval (of at least 10 ms), until the pools are gone or the
-    /// handle is dropped.
+    /// Polls on a thread of its own, at once and then in this interval (of at least 10 ms), until the pools are gone or
+    /// the handle is dropped.
     ///
     /// # Errors
     /// [`Error::Unavailable`] where no thread can be started; [`Error::Forked`].
@@ -359,11 +360,11 @@ impl Watched {
     }
 
     fn send_stuck(&mut self, pool: &Pool, to: &mut Sender, labels: &Labels, threshold: Duration) {
-        let found = stuck::find(threshold, pool.depots(), pool.devices());
+        let found = stuck::find(threshold, pool.centrals(), pool.devices());
         to.level(Id::StuckBuffers, found.len(), labels);
         to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
-        // Those that are not stuck any more are logged again if they are one day; those that are too many for this look, by
-        // one of the next.
+        // Those that are not stuck any more are logged again if they are one day; those that are too many for this
+        // look, by one of the next.
         let mut logged = HashSet::with_capacity(found.len().min(self.logged.len() + LISTED));
         let mut left = LISTED;
         for buffer in &found {

@@ -6,11 +6,11 @@
 //!
 //! # How exact it is
 //!
-//! When nobody moves, everything is exact. Under way, the sums hold all the same, since the parts are worked out from one
-//! reading of each counter: `free + checked_out + in_flight + quarantined + cut = pinned + unpinned`, and the classes'
-//! bytes out sum to those of the pool. Each single part may be off by what the calls moved that were made while the
-//! snapshot was taken, some microseconds: a segment each, or, where a call refilled or emptied a thread's list, as many as
-//! fit into it (at most 64).
+//! When nobody moves, everything is exact. Under way, the sums hold all the same, since the parts are worked out from
+//! one reading of each counter: `free + checked_out + in_flight + quarantined + cut = pinned + unpinned`, and the
+//! classes' bytes out sum to those of the pool. Each single part may be off by what the calls moved that were made
+//! while the snapshot was taken, some microseconds: a segment each, or, where a call refilled or emptied a thread's
+//! list, as many as fit into it (at most 64).
 
 use std::time::Duration;
 
@@ -28,8 +28,8 @@ use crate::stream::timeline::Timeline;
 pub struct Snapshot {
     /// Bytes by state, and counts.
     pub pool: PoolStats,
-    /// The parts by size class, smallest first, and last what has no class. Classes that were never used are left out. Where
-    /// the pool has several stores (reserves, NUMA nodes), a class is the sum over them.
+    /// The parts by size class, smallest first, and last what has no class. Classes that were never used are left out.
+    /// Where the pool has several stores (reserves, NUMA nodes), a class is the sum over them.
     pub classes: Vec<ClassStats>,
     /// The devices that the pool serves, with all their streams, whichever pool's buffers are on these.
     pub devices: Vec<DeviceStats>,
@@ -37,12 +37,13 @@ pub struct Snapshot {
     pub pinning: Pinning,
     /// How long requests waited in the queue, from joining it to a grant, an error or giving up.
     pub waiting: Histogram,
-    /// How long buffers were out, from the checkout until the segment was back, flights included. Of a sample: one in eight
-    /// of the checkouts that nothing which threads have cached could serve, or all with
+    /// How long buffers were out, from the checkout until the segment was back, flights included. Of a sample: one in
+    /// eight of the checkouts that nothing which threads have cached could serve, or all with
     /// [`track_checkouts`](crate::PoolBuilder::track_checkouts). What is served from caches is never timed, so threads
     /// that hit all the time are seen by their first checkouts only.
     pub holding: Histogram,
-    /// How long flights took on the pool's devices, from submitting to being seen complete: see [`DeviceStats::flight`].
+    /// How long flights took on the pool's devices, from submitting to being seen complete: see
+    /// [`DeviceStats::flight`].
     pub flight: Histogram,
 }
 
@@ -82,13 +83,14 @@ pub struct DeviceStats {
     pub submitted: u64,
     /// Those of them that are known to be complete.
     pub completed: u64,
-    /// Bytes of uploads that the driver accepted, blocking ones included. What a graph copies is not known here, nor what
-    /// stays within the device or the host.
+    /// Bytes of uploads that the driver accepted, blocking ones included. What a graph copies is not known here, nor
+    /// what stays within the device or the host.
     pub uploaded_bytes: u64,
     /// The same of downloads.
     pub downloaded_bytes: u64,
-    /// How long they took, from submitting to being seen complete by whoever asked first: the reaper's pause, an eighth of the
-    /// flight and at most 1 ms, is within it. Of a sample: the first of every sixteen submissions to each stream.
+    /// How long they took, from submitting to being seen complete by whoever asked first: the reaper's pause, an eighth
+    /// of the flight and at most 1 ms, is within it. Of a sample: the first of every sixteen submissions to each
+    /// stream.
     pub flight: Histogram,
     /// Its streams: those that somebody has a handle to, or that anything is in flight on.
     pub streams: Vec<StreamStats>,
@@ -135,8 +137,8 @@ impl Snapshot {
 }
 
 impl Pool {
-    /// Everything that was counted: bytes by state and by size class, the devices and their streams, histograms of waiting,
-    /// holding and flights. The module page of [`telemetry`](crate::telemetry) says how exact it is.
+    /// Everything that was counted: bytes by state and by size class, the devices and their streams, histograms of
+    /// waiting, holding and flights. The module page of [`telemetry`](crate::telemetry) says how exact it is.
     ///
     /// In the child of a fork it has what is counted without a lock, as [`stats`](Self::stats) has.
     ///
@@ -146,8 +148,8 @@ impl Pool {
     pub fn snapshot(&self) -> Snapshot {
         let (mut waiting, mut holding) = (Histogram::default(), Histogram::default());
         let mut classes: Vec<ClassStats> = Vec::new();
-        let pool = self.stats_of(|depot| {
-            let (snapshot, counts) = depot.snapshot_by_class();
+        let pool = self.stats_of(|central| {
+            let (snapshot, counts) = central.snapshot_by_class();
             for count in counts {
                 let stride = count.class.map(|class| class.stride());
                 let part = ClassStats {
@@ -164,7 +166,7 @@ impl Pool {
                     None => classes.push(part),
                 }
             }
-            let (waited, held) = depot.histograms();
+            let (waited, held) = central.histograms();
             waiting.merge(&waited);
             holding.merge(&held);
             snapshot
@@ -189,8 +191,8 @@ impl ClassStats {
 }
 
 impl Device {
-    /// What is in flight on the device, and what has been since it was opened. Costs a few microseconds for each stream. (In the
-    /// child of a fork there are none.)
+    /// What is in flight on the device, and what has been since it was opened. Costs a few microseconds for each
+    /// stream. (In the child of a fork there are none.)
     #[must_use]
     pub fn stats(&self) -> DeviceStats {
         let context = self.context();

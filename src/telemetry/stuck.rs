@@ -1,9 +1,9 @@
 //! The report on buffers that have been out for long: which, since when, and what they wait for.
 //!
-//! A pool that runs dry is either too small or somebody keeps what he has. The report tells which: for each buffer that is
-//! out it puts together what three places know, one after the other and without holding two of their locks at once:
+//! A pool that runs dry is either too small or somebody keeps what he has. The report tells which: for each buffer that
+//! is out it puts together what three places know, one after the other and without holding two of their locks at once:
 //!
-//! - the depot: that the segment is out, in which state, and since when ([`super::ledger`]);
+//! - the central pool: that the segment is out, in which state, and since when ([`super::ledger`]);
 //! - the streams: on which of them it is in flight, under which tick, and whether that tick's mark is recorded;
 //! - whoever asked for it: tag and call site, where the checkout was entered.
 //!
@@ -14,7 +14,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::depot::{Depot, OutSegment};
+use crate::central::{CentralPool, OutSegment};
 use crate::freelist::state;
 use crate::runtime::Device;
 pub use crate::stream::timeline::Mark;
@@ -28,8 +28,8 @@ const LISTED: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BufferState {
-    /// In somebody's hands: a `PinnedBuf`, a token, a stream-ready buffer that was free. One that is shared by `Arc` and
-    /// lent to a device says so by [`awaited`](StuckBuffer::awaited).
+    /// In somebody's hands: a `PinnedBuf`, a token, a stream-ready buffer that was free. One that is shared by `Arc`
+    /// and lent to a device says so by [`awaited`](StuckBuffer::awaited).
     CheckedOut,
     /// A device may still use it, and somebody has its handle.
     InFlight,
@@ -101,9 +101,9 @@ pub struct StuckBuffer {
     pub exact: bool,
     /// What has become of it.
     pub state: BufferState,
-    /// What it waits for, on each stream where it is in flight: none for what is in somebody's hands, several for a hold
-    /// over several streams. A copy that was pushed to a [`CopyQueue`](crate::CopyQueue) and is not submitted yet has none, since
-    /// it is on no stream; then its queue's [`outstanding`](crate::QueueStats::outstanding) says more.
+    /// What it waits for, on each stream where it is in flight: none for what is in somebody's hands, several for a
+    /// hold over several streams. A copy that was pushed to a [`CopyQueue`](crate::CopyQueue) and is not submitted yet
+    /// has none, since it is on no stream; then its queue's [`outstanding`](crate::QueueStats::outstanding) says more.
     pub awaited: Vec<Awaited>,
     /// The tag that it was asked for with ([`Request::tag`](crate::Request::tag)), if its checkout was entered.
     pub tag: Option<&'static str>,
@@ -114,10 +114,10 @@ pub struct StuckBuffer {
 /// All buffers that have been out for at least so long, oldest first.
 pub(crate) fn find<'a>(
     threshold: Duration,
-    depots: impl Iterator<Item = &'a Arc<Depot>>,
+    centrals: impl Iterator<Item = &'a Arc<CentralPool>>,
     devices: &[Device],
 ) -> Vec<StuckBuffer> {
-    let mut out: Vec<OutSegment> = depots.flat_map(|depot| depot.out_for(threshold)).collect();
+    let mut out: Vec<OutSegment> = centrals.flat_map(|central| central.out_for(threshold)).collect();
     if out.is_empty() {
         return Vec::new();
     }
@@ -164,14 +164,14 @@ pub(crate) fn find<'a>(
 pub(crate) fn report<'a>(
     pool: &str,
     waited: Duration,
-    depots: impl Iterator<Item = &'a Arc<Depot>>,
+    centrals: impl Iterator<Item = &'a Arc<CentralPool>>,
     devices: &[Device],
 ) {
     // The look is not for nobody.
     if !crate::foreign::listens(tracing::Level::WARN) {
         return;
     }
-    let all = find(Duration::ZERO, depots, devices);
+    let all = find(Duration::ZERO, centrals, devices);
     let bytes: usize = all.iter().map(|buffer| buffer.granted).sum();
     crate::foreign::warn!(
         target: "pinpool::pool::stuck", pool, waited_seconds = waited.as_secs_f64(), buffers = all.len(), bytes,

@@ -10,28 +10,28 @@
 //!
 //! # Who submits
 //!
-//! Under load the queue's thread, so that pushing costs no driver call. It stays awake for a while after the last copy, and
-//! then sleeps. A copy that is pushed while it sleeps, with next to nothing in flight, is submitted by the thread that
-//! pushes it: waking another would take ten times as long. Where nothing else is to be submitted it goes to the driver as it
-//! is, past lists and queues. From the [`DIRECT`]th batch in flight on the thread is woken all the same, since then there is
-//! load.
+//! Under load the queue's thread, so that pushing costs no driver call. It stays awake for a while after the last copy,
+//! and then sleeps. A copy that is pushed while it sleeps, with next to nothing in flight, is submitted by the thread
+//! that pushes it: waking another would take ten times as long. Where nothing else is to be submitted it goes to the
+//! driver as it is, past lists and queues. From the [`DIRECT`]th batch in flight on the thread is woken all the same,
+//! since then there is load.
 //!
 //! # Batches
 //!
 //! What has come in is submitted, and nothing is waited for: under load batches grow by themselves, since more comes in
-//! while one is submitted. Within a batch there is no order, so it ends before the first copy that writes where another of
-//! the batch writes. (In the other direction nothing can overlap: device memory is only read, and what is written to is
-//! each copy's own.) And it ends after so many bytes: to the device the driver is fastest with batches of 64 pieces of
-//! 16 KiB, and a mark is to come soon behind large ones.
+//! while one is submitted. Within a batch there is no order, so it ends before the first copy that writes where another
+//! of the batch writes. (In the other direction nothing can overlap: device memory is only read, and what is written to
+//! is each copy's own.) And it ends after so many bytes: to the device the driver is fastest with batches of 64 pieces
+//! of 16 KiB, and a mark is to come soon behind large ones.
 //!
-//! A stream gets its batches from one flow alone. (One thread that calls the driver for two streams by turns gets a tenth of
-//! the rate to the device, whatever the batches: measured on an H200, driver 580.)
+//! A stream gets its batches from one flow alone. (One thread that calls the driver for two streams by turns gets a
+//! tenth of the rate to the device, whatever the batches: measured on an H200, driver 580.)
 //!
 //! # Errors
 //!
 //! A copy that the driver refuses fails alone, and its memory is in flight like the others' until the batch's mark is
-//! complete. Where the timeline takes nothing any more (the device is dead, the stream lost) each lane is lost with that
-//! error: what was not submitted is let go at once, what is in flight is quarantined with the timeline.
+//! complete. Where the timeline takes nothing any more (the device is dead, the stream lost) each lane is lost with
+//! that error: what was not submitted is let go at once, what is in flight is quarantined with the timeline.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
@@ -43,7 +43,7 @@ use super::bell::{Bell, Held, Role};
 use super::lane::{Booked, Changes, Filled, Lane, Next, Piece, Rest};
 use super::may_wait;
 use super::overlap::Overlap;
-use crate::depot::Wake;
+use crate::central::Wake;
 use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
@@ -119,11 +119,11 @@ pub(super) struct Flow {
 }
 
 impl Upstream for Flow {
-    fn queued(&self, depot: u64) -> (usize, Option<u64>) {
+    fn queued(&self, central: u64) -> (usize, Option<u64>) {
         let over = self.changes.over();
         let (mut bytes, mut pushed) = (0, 0);
         for lane in self.lanes() {
-            let lane = lane.queued(depot);
+            let lane = lane.queued(central);
             (bytes, pushed) = (bytes + lane.0, pushed + lane.1);
         }
         // Last: a change that has begun while the lanes were looked at counts as under way.
@@ -204,8 +204,8 @@ impl Flow {
         self.filled.lanes() != 0 || self.left.load(Ordering::Relaxed)
     }
 
-    /// Whether all is submitted, where nothing is pushed any more. Not while somebody is in the midst of submitting: what was
-    /// taken out of the lanes may be left over.
+    /// Whether all is submitted, where nothing is pushed any more. Not while somebody is in the midst of submitting:
+    /// what was taken out of the lanes may be left over.
     pub(super) fn is_over(&self) -> bool {
         if cfg!(pinpool_planted = "end_in_the_midst") {
             return !self.is_filled();
@@ -239,8 +239,8 @@ impl Flow {
         }
     }
 
-    /// A lane was filled, and more comes, for other flows too: the thread is to submit it. (One thread that calls the driver for
-    /// several streams by turns gets a tenth of the rate to the device.)
+    /// A lane was filled, and more comes, for other flows too: the thread is to submit it. (One thread that calls the
+    /// driver for several streams by turns gets a tenth of the rate to the device.)
     pub(super) fn urge(self: &Arc<Self>) {
         if self.is_stepped() {
             self.rouse();
@@ -296,8 +296,8 @@ impl Flow {
         self.hand_over(transfers, runs, Load::Many(pieces, booked));
     }
 
-    /// The right to submit a copy that is in no lane's queue, if nobody else submits, nothing else is to be submitted, and
-    /// hardly anything is in flight. After this, what is filled must be looked at again.
+    /// The right to submit a copy that is in no lane's queue, if nobody else submits, nothing else is to be submitted,
+    /// and hardly anything is in flight. After this, what is filled must be looked at again.
     pub(super) fn direct(&self) -> Option<Held<'_>> {
         // Whether the thread sleeps is a hint here: the role decides.
         if !self.bell.seems_asleep() || self.flying.load(Ordering::Relaxed) >= DIRECT {
@@ -382,7 +382,8 @@ impl Flow {
         crate::sync::landing(|| {
             load.for_each(|mut piece| {
                 if lives {
-                    // It may be what keeps the memory of one that was submitted before, and may be queued still: see `lose`.
+                    // It may be what keeps the memory of one that was submitted before, and may be queued still: see
+                    // `lose`.
                     let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
                     std::mem::forget((piece.memory.take(), memories));
                 }
@@ -481,8 +482,8 @@ impl Flow {
         }
     }
 
-    /// Asks what is done, unless somebody did just now. Each question is a call to the driver, which keeps the one up that
-    /// submits; while several batches are in flight none will be done in the next microsecond.
+    /// Asks what is done, unless somebody did just now. Each question is a call to the driver, which keeps the one up
+    /// that submits; while several batches are in flight none will be done in the next microsecond.
     fn ask(&self) {
         if self.flying.load(Ordering::Relaxed) > 1 {
             let now = self.since.elapsed().as_nanos() as u64;
@@ -584,8 +585,8 @@ fn are_rows(first: Option<&Piece>, second: &Piece, next: &Piece) -> bool {
     distance.is_some() && distance == second.transfer.distance(next.first())
 }
 
-/// Has the processor fetch a segment's word, which was written by another one: exchanging it would wait for that, and of a
-/// group one after the other.
+/// Has the processor fetch a segment's word, which was written by another one: exchanging it would wait for that, and
+/// of a group one after the other.
 fn announce(loan: &Loan) {
     #[cfg(target_arch = "x86_64")]
     if let Some((segment, _)) = loan.booked() {
@@ -759,7 +760,7 @@ impl Drop for Unmade<'_> {
 /// Books the bytes of one loan as in flight, or no longer.
 fn book(loan: &Loan, sign: isize) {
     if let Some((segment, bytes)) = loan.booked() {
-        segment.depot().joint_in_flight(sign * bytes as isize);
+        segment.central().joint_in_flight(sign * bytes as isize);
     }
 }
 

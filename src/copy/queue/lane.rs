@@ -1,13 +1,13 @@
 //! Lanes: where pushing threads leave their copies, and where they find out that these are done.
 //!
 //! A lane is the pushing threads' alone, nearly always one thread's: it has a lock that nobody else takes but the
-//! submitter, once a batch, to exchange the whole queue for an empty one, and whoever lands a batch, once a batch too. So a
-//! push shares no cache line with other pushing threads, and costs what an uncontended lock costs.
+//! submitter, once a batch, to exchange the whole queue for an empty one, and whoever lands a batch, once a batch too.
+//! So a push shares no cache line with other pushing threads, and costs what an uncontended lock costs.
 //!
-//! Copies of a lane have numbers, are submitted in the order of these, and land in it, since all of a direction go through
-//! one stream. So one number says what is done: `landed`. A handle waits for a number; it needs neither a cell of its own
-//! nor a system call, unless it sleeps. (That says nothing about the order of the copies' effects: within a batch there is
-//! none.)
+//! Copies of a lane have numbers, are submitted in the order of these, and land in it, since all of a direction go
+//! through one stream. So one number says what is done: `landed`. A handle waits for a number; it needs neither a cell
+//! of its own nor a system call, unless it sleeps. (That says nothing about the order of the copies' effects: within a
+//! batch there is none.)
 //!
 //! ```text
 //!   queue (pushed, with the submitter next)  [ 41 42 43 ... ]   <- push: number 44
@@ -18,7 +18,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use crate::depot::{Segment, Wake};
+use crate::central::{Segment, Wake};
 use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
@@ -89,15 +89,15 @@ impl Piece {
     }
 }
 
-/// Bytes of segments by pool, each with a name of one of the pool's segments: that one is there, and with it the pool, for as
-/// long as the copies are not settled that the bytes are of.
+/// Bytes of segments by pool, each with a name of one of the pool's segments: that one is there, and with it the pool,
+/// for as long as the copies are not settled that the bytes are of.
 #[derive(Debug, Default)]
 pub(super) struct Booked(Vec<(Segment, usize)>);
 
 impl Booked {
     pub(super) fn add(&mut self, loan: &Loan) {
         let Some((segment, bytes)) = loan.booked() else { return };
-        match self.0.iter_mut().find(|(other, _)| other.shares_depot(segment)) {
+        match self.0.iter_mut().find(|(other, _)| other.shares_central(segment)) {
             Some((_, sum)) => *sum += bytes,
             None => self.0.push((segment.alias(), bytes)),
         }
@@ -106,13 +106,16 @@ impl Booked {
     /// Has the pools count them as in flight, or no longer.
     pub(super) fn book(&self, sign: isize) {
         for (segment, bytes) in &self.0 {
-            segment.depot().joint_in_flight(sign * *bytes as isize);
+            segment.central().joint_in_flight(sign * *bytes as isize);
         }
     }
 
     /// Bytes of the pool with this number.
-    fn of(&self, depot: u64) -> usize {
-        self.0.iter().find(|(segment, _)| segment.depot().number() == depot).map_or(0, |(_, bytes)| *bytes)
+    fn of(&self, central: u64) -> usize {
+        self.0
+            .iter()
+            .find(|(segment, _)| segment.central().number() == central)
+            .map_or(0, |(_, bytes)| *bytes)
     }
 }
 
@@ -163,8 +166,8 @@ struct State {
     /// The number of the last copy that was pushed.
     pushed: u64,
     queue: VecDeque<Piece>,
-    /// Of what is in the queue. Segments are in flight by their words from the push on, and a push touches nothing that other
-    /// threads write: so the lane counts them, until they are taken out and the pool does.
+    /// Of what is in the queue. Segments are in flight by their words from the push on, and a push touches nothing that
+    /// other threads write: so the lane counts them, until they are taken out and the pool does.
     booked: Booked,
     /// Who waits, by the number waited for. The second number tells those apart who wait for the same.
     waiting: BTreeMap<(u64, u64), Wake>,
@@ -235,9 +238,9 @@ impl Lane {
     }
 
     /// Bytes of a pool in the queue, and the number of the last copy that was pushed.
-    pub(super) fn queued(&self, depot: u64) -> (usize, u64) {
+    pub(super) fn queued(&self, central: u64) -> (usize, u64) {
         let state = self.state.lock();
-        (state.booked.of(depot), state.pushed)
+        (state.booked.of(central), state.pushed)
     }
 
     /// Copies that are pushed and have not landed.
@@ -293,7 +296,8 @@ impl Lane {
         {
             let mut state = self.state.lock();
             debug_assert!(number > self.landed.load(Ordering::Relaxed), "a lane lands in order");
-            // Release: pairs with the acquire in `has_landed`. Under the lock, so that nobody lies down to sleep in between.
+            // Release: pairs with the acquire in `has_landed`. Under the lock, so that nobody lies down to sleep in
+            // between.
             #[cfg(not(pinpool_planted = "land_after_looking"))]
             self.landed.store(number, Ordering::Release);
             if !state.waiting.is_empty() {
@@ -357,7 +361,8 @@ impl Lane {
 
     /// Nobody will ask about these any more. `quiet`: nor does anybody say so again when they have landed.
     pub(super) fn leave(&self, range: &Range, quiet: bool) {
-        // What is submitted has failed by now, or never will. (Acquire, in both: pairs with the releases in `sent` and `fail`.)
+        // What is submitted has failed by now, or never will. (Acquire, in both: pairs with the releases in `sent` and
+        // `fail`.)
         let early = quiet && !self.is_sent(range.last) && !self.is_lost.load(Ordering::Relaxed);
         if range.is_whole() || !(early || self.failed.load(Ordering::Acquire)) {
             return;
@@ -398,8 +403,9 @@ impl Lane {
     }
 }
 
-/// Which lanes have anything in their queues, a bit for each: one look, wherever copies were pushed. A bit is changed under
-/// its lane's lock, and only when the queue stops or begins to be empty, so that pushing threads hardly ever meet here.
+/// Which lanes have anything in their queues, a bit for each: one look, wherever copies were pushed. A bit is changed
+/// under its lane's lock, and only when the queue stops or begins to be empty, so that pushing threads hardly ever meet
+/// here.
 #[derive(Debug, Default)]
 pub(super) struct Filled(AtomicU64);
 

@@ -1,8 +1,8 @@
-//! Lines: a lane as its handles have it. How a copy gets there, how its handle waits, asks, and leaves, and how a stream is made
-//! to come after it.
+//! Lines: a lane as its handles have it. How a copy gets there, how its handle waits, asks, and leaves, and how a
+//! stream is made to come after it.
 //!
-//! What is pushed is submitted by whoever has the role, at the latest by the queue's thread, so a handle need do nothing for
-//! that; but an order after a copy needs its tick, which it has when it is submitted, and so helps.
+//! What is pushed is submitted by whoever has the role, at the latest by the queue's thread, so a handle need do
+//! nothing for that; but an order after a copy needs its tick, which it has when it is submitted, and so helps.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::flow::Flow;
 use super::lane::{Entry, Lane};
-use crate::depot::Wake;
+use crate::central::Wake;
 use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
@@ -101,11 +101,11 @@ impl Awaited for Line {
             if lane.verdict(range)? {
                 return Ok(());
             }
-            // It never will be where nothing is submitted any more. Whoever has the role says so to each lane; that may be this
-            // very thread, in a waker.
+            // It never will be where nothing is submitted any more. Whoever has the role says so to each lane; that may
+            // be this very thread, in a waker.
             self.flow.timeline().usable()?;
-            // Under way: somebody submits just now, or is about to. In a waker on the queue's own thread that is nobody else;
-            // unless it is in the midst of submitting.
+            // Under way: somebody submits just now, or is about to. In a waker on the queue's own thread that is nobody
+            // else; unless it is in the midst of submitting.
             if submits && !self.flow.submit() && since.elapsed() > GIVE_UP {
                 return Err(Error::Unsupported(
                     "an order after a copy that is not submitted yet, from a waker on the thread that submits; wake a task or \

@@ -1,5 +1,5 @@
-//! Loom models of copy queues: no copy is left behind with nobody to submit it, nobody sleeps through what it waits for,
-//! and buffers that go through a queue meet their handles as on a stream.
+//! Loom models of copy queues: no copy is left behind with nobody to submit it, nobody sleeps through what it waits
+//! for, and buffers that go through a queue meet their handles as on a stream.
 
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use super::flow::Flow;
 use super::lane::Lane;
 use super::line::Line;
 use crate::buffer::{InFlight, PinnedBuf};
-use crate::depot::{Segment, Wake};
+use crate::central::{Segment, Wake};
 use crate::device::memory::DeviceBuffer;
 use crate::device::{DevicePtr, Transfer};
 use crate::stream::awaited::{Place, Range};
@@ -219,8 +219,8 @@ impl Part {
     }
 }
 
-/// Whoever has borrowed work done by a crew, and its helper: nobody is at it when the borrow ends, and the helper finds the
-/// next work.
+/// Whoever has borrowed work done by a crew, and its helper: nobody is at it when the borrow ends, and the helper finds
+/// the next work.
 #[test]
 fn loom_crew_lets_go() {
     model("queue: a caller and a helper of its crew", 3, || {
@@ -255,8 +255,8 @@ fn loom_crew_lets_go() {
     });
 }
 
-/// A queue's thread that ends, while another one is in the midst of submitting what was pushed: two copies that are in each
-/// other's way, so that one of them is left over.
+/// A queue's thread that ends, while another one is in the midst of submitting what was pushed: two copies that are in
+/// each other's way, so that one of them is left over.
 #[test]
 fn loom_end_leaves_nothing() {
     model("queue: a thread that ends, and another that submits", 3, || {

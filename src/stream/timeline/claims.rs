@@ -1,5 +1,5 @@
-//! Stream-ready reuse: segments that are claimed while they are in flight, for later work on the same stream. Not while a
-//! request waits for memory: the pool asks its depot before it claims.
+//! Stream-ready reuse: segments that are claimed while they are in flight, for later work on the same stream. Not while
+//! a request waits for memory: the pool asks its central pool before it claims.
 
 #![allow(unsafe_code)]
 
@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use super::Timeline;
 use super::held::{Entry, Held, InUse};
-use crate::depot::{Depot, Segment};
+use crate::central::{CentralPool, Segment};
 use crate::device::memory::Allocation;
 use crate::freelist::{Word, state};
 use crate::segment::Class;
@@ -33,9 +33,9 @@ impl InUse<Option<Arc<Allocation>>> {
 }
 
 impl Timeline {
-    /// Claims a segment of this class and depot that is in flight here alone and whose handle was dropped: the youngest,
-    /// since the oldest is the next to be free anyway.
-    pub(crate) fn claim(&self, depot: &Depot, class: Class) -> Option<(usize, Segment)> {
+    /// Claims a segment of this class and central pool that is in flight here alone and whose handle was dropped: the
+    /// youngest, since the oldest is the next to be free anyway.
+    pub(crate) fn claim(&self, central: &CentralPool, class: Class) -> Option<(usize, Segment)> {
         // While the stream is being captured, nothing that is submitted comes after what is in flight.
         if crate::os::forked() || !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
             return None;
@@ -47,7 +47,7 @@ impl Timeline {
                 let from = word.with(state::DETACHED);
                 #[cfg(pinpool_planted = "claim_on_sight")]
                 let from = segment.slot().word();
-                segment.depot().number() == depot.number()
+                segment.central().number() == central.number()
                     && segment.class() == Some(class)
                     && segment.slot().exchange(from, state::CLAIMED).is_ok()
             }
@@ -58,7 +58,7 @@ impl Timeline {
         let Entry { held: Held::Segment { segment, word }, memory, bytes, since } = entry else {
             return None;
         };
-        state.flight_of(depot.number()).claimed += bytes;
+        state.flight_of(central.number()).claimed += bytes;
         let alias = segment.alias();
         let claim = Claim { tick, segment, word, memory, bytes, since, landed: false };
         Some((state.claims.insert(claim), alias))
@@ -84,7 +84,7 @@ impl Timeline {
         (claim.segment.slot().word().state() == state::HOST).then_some(claim.segment)
     }
 
-    /// A claimed segment was not used: back under its old tick, or to its depot if that is complete.
+    /// A claimed segment was not used: back under its old tick, or to its central pool if that is complete.
     pub(crate) fn unclaim(&self, key: usize) {
         if crate::os::forked() {
             return;
@@ -92,7 +92,7 @@ impl Timeline {
         let mut state = self.state.lock();
         let Claim { tick, segment, word, memory, bytes, since, landed } = state.claims.remove(key);
         if !landed && segment.slot().exchange(word.with(state::CLAIMED), state::DETACHED).is_ok() {
-            state.flight_of(segment.depot().number()).claimed -= bytes;
+            state.flight_of(segment.central().number()).claimed -= bytes;
             state.insert(tick, Entry { held: Held::Segment { segment, word }, memory, bytes, since });
             return;
         }

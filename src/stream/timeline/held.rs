@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::depot::{Segment, Wake};
+use crate::central::{Segment, Wake};
 use crate::device::memory::Allocation;
 use crate::foreign;
 use crate::freelist::{Word, state};
@@ -100,7 +100,8 @@ impl std::iter::Sum for Gone {
 
 /// Something that a hold owns.
 pub(crate) trait Keep: Send + std::fmt::Debug {
-    /// Nobody can prove that the device is done with it: leak what the device may touch. Which segments that took out of use.
+    /// Nobody can prove that the device is done with it: leak what the device may touch. Which segments that took out
+    /// of use.
     fn quarantine(self: Box<Self>) -> Gone;
 
     /// The address of the slot that it keeps, for reports.
@@ -141,8 +142,8 @@ impl Joint {
     /// For `timelines` of them; the segment is in flight from here on.
     pub(crate) fn new(segment: Segment, timelines: u32) -> Arc<Self> {
         let bytes = segment.granted() as isize;
-        let word = segment.depot().in_one(|depot| {
-            depot.joint_in_flight(bytes);
+        let word = segment.central().in_one(|central| {
+            central.joint_in_flight(bytes);
             segment.slot().depart()
         });
         Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
@@ -159,7 +160,7 @@ impl Joint {
         if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;
         }
-        self.segment.depot().joint_in_flight(-(self.segment.granted() as isize));
+        self.segment.central().joint_in_flight(-(self.segment.granted() as isize));
         settle(&self.segment, self.word)
     }
 
@@ -171,7 +172,7 @@ impl Joint {
     pub(super) fn quarantine(&self) -> Option<Segment> {
         let lost = condemn(&self.segment, self.word);
         if lost.is_some() {
-            self.segment.depot().joint_in_flight(-(self.segment.granted() as isize));
+            self.segment.central().joint_in_flight(-(self.segment.granted() as isize));
         }
         lost
     }

@@ -41,7 +41,7 @@ pub(crate) struct Look {
     pub(crate) landed: u64,
     /// Entries in flight, their driver calls under way among them. Claims that have not landed are not.
     pub(crate) entries: usize,
-    /// Bytes in flight, over all depots.
+    /// Bytes in flight, over all central pools.
     pub(crate) flight: Flight,
     /// The open tick, and the highest that is known to be complete.
     pub(crate) open: u64,
@@ -53,9 +53,9 @@ pub(crate) struct Look {
 
 /// Two threads that drive one stepped device: when one of them may say that nothing will come any more.
 ///
-/// There may be nothing to step because the other one has stepped it, and is in the midst of finding out what is done, or has
-/// not submitted yet. So nobody may be in the midst of anything, before a look and after it, and that several times in a row:
-/// what was submitted between two looks is stepped, or seen to be done, by the next.
+/// There may be nothing to step because the other one has stepped it, and is in the midst of finding out what is done,
+/// or has not submitted yet. So nobody may be in the midst of anything, before a look and after it, and that several
+/// times in a row: what was submitted between two looks is stepped, or seen to be done, by the next.
 #[derive(Debug, Default)]
 pub(crate) struct Stillness(u32);
 

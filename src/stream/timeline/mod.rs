@@ -9,14 +9,15 @@
 //!   completed     5
 //! ```
 //!
-//! Whoever submits calls the driver first and reads the open tick afterwards. Whoever closes a tick first makes the next
-//! one open and records its event afterwards. So an entry that read tick *t* was submitted before *t* was closed, hence
-//! before the event of *t* was recorded, hence the event covers it. Read in the other order, an entry could get a tick
-//! whose event was recorded before its copy was submitted, and would be freed while the copy still reads: that is the
-//! mistake `tick_before_copy` that the loom model must catch.
+//! Whoever submits calls the driver first and reads the open tick afterwards. Whoever closes a tick first makes the
+//! next one open and records its event afterwards. So an entry that read tick *t* was submitted before *t* was closed,
+//! hence before the event of *t* was recorded, hence the event covers it. Read in the other order, an entry could get a
+//! tick whose event was recorded before its copy was submitted, and would be freed while the copy still reads: that is
+//! the mistake `tick_before_copy` that the loom model must catch.
 //!
-//! A mark is published only when the recording succeeded, since an event that was never recorded asks as complete. If it
-//! failed, its entries wait for a later mark, which covers them as well; if no mark can be made, they are quarantined.
+//! A mark is published only when the recording succeeded, since an event that was never recorded asks as complete. If
+//! it failed, its entries wait for a later mark, which covers them as well; if no mark can be made, they are
+//! quarantined.
 //!
 //! # Who asks
 //!
@@ -28,23 +29,24 @@
 //! When a mark was seen complete, the entries that it covers are taken out *before* `completed` is raised: whoever
 //! sees `completed` therefore finds its segment's word settled and the books balanced. For each segment the handle and
 //! the timeline meet in the state word ([`crate::freelist::slot`]): if the handle is still there the segment waits for
-//! it as LANDED, if it was dropped (DETACHED) the timeline returns the segment to its depot.
+//! it as LANDED, if it was dropped (DETACHED) the timeline returns the segment to its central pool.
 //!
 //! # Streams that others can reach
 //!
-//! On a stream that was adopted, or whose handle was given out, others submit work that nobody tells us of. So there each
-//! submit closes its tick, on the thread that submits: its mark covers all that was queued when the call was made, and a
-//! hold covers the server's own kernels. And such a stream can be captured into a graph. Then nothing is submitted and
-//! nothing recorded: it would not run, and would run again with each launch. Each submit asks first; so does whoever
-//! makes up for a mark that failed. (That one may be a thread of ours, and ask just before a capture begins. Its event is
-//! then a captured one, which says so when it is asked about, and a new mark is made after the capture.)
+//! On a stream that was adopted, or whose handle was given out, others submit work that nobody tells us of. So there
+//! each submit closes its tick, on the thread that submits: its mark covers all that was queued when the call was made,
+//! and a hold covers the server's own kernels. And such a stream can be captured into a graph. Then nothing is
+//! submitted and nothing recorded: it would not run, and would run again with each launch. Each submit asks first; so
+//! does whoever makes up for a mark that failed. (That one may be a thread of ours, and ask just before a capture
+//! begins. Its event is then a captured one, which says so when it is asked about, and a new mark is made after the
+//! capture.)
 //!
 //! Streams of ours whose handle nobody has are never asked about.
 //!
 //! # Files
 //!
-//! Here are ticks and entries: what is submitted. [`marks`]: what closes, asks and lands. [`held`]: what an entry keeps.
-//! [`waits`]: who waits. [`claims`]: stream-ready reuse. [`look`]: what statistics and reports see.
+//! Here are ticks and entries: what is submitted. [`marks`]: what closes, asks and lands. [`held`]: what an entry
+//! keeps. [`waits`]: who waits. [`claims`]: stream-ready reuse. [`look`]: what statistics and reports see.
 
 mod claims;
 mod held;
@@ -69,7 +71,7 @@ pub(crate) use self::look::Stillness;
 use self::waits::Waiting;
 pub(crate) use self::waits::{SPIN, WaitKey};
 use super::reaper::Listing;
-use crate::depot::Depot;
+use crate::central::CentralPool;
 use crate::device::context::Context;
 use crate::device::memory::Allocation;
 use crate::device::{EventHandle, StreamHandle};
@@ -84,10 +86,11 @@ const TICK_BYTES: usize = 4 << 20;
 /// How often in a row recording or asking may fail before what waits for a mark is given up. (Under loom at once, since
 /// each try is a part of the model.)
 const TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
-/// One in so many submissions to a stream is timed, the first among them: reading the clock would be felt beside a record.
+/// One in so many submissions to a stream is timed, the first among them: reading the clock would be felt beside a
+/// record.
 pub(crate) const TIMED: u64 = 16;
 
-/// Bytes of one depot on this timeline.
+/// Bytes of one central pool on this timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Flight {
     pub(crate) bytes: usize,
@@ -141,9 +144,9 @@ pub(crate) struct Timeline {
     stream: StreamHandle,
     /// Whether ticks may stay open for a while, where nobody else submits.
     lingers: bool,
-    /// Whether others can reach the stream. Changed under the state's lock, once; who submits looks under that lock whether
-    /// its tick may stay open. Without the lock it is only a hint: whoever gives a handle to others, who then capture, does
-    /// so before they do. (Not loom's: no model has such streams.)
+    /// Whether others can reach the stream. Changed under the state's lock, once; who submits looks under that lock
+    /// whether its tick may stay open. Without the lock it is only a hint: whoever gives a handle to others, who then
+    /// capture, does so before they do. (Not loom's: no model has such streams.)
     shared: std::sync::atomic::AtomicBool,
     /// Whether it is this very stream, whatever its handle, so that order on it can be relied on without waiting.
     claims: bool,
@@ -153,13 +156,13 @@ pub(crate) struct Timeline {
     keeper: OnceLock<Keeper>,
     reaper: Listing,
     completed: CachePadded<AtomicU64>,
-    /// Whether `lost` is set in the state, for those who only look. Set under the lock, with release, before anyone is woken;
-    /// pairs with the acquire in `is_complete`, which then reads the error under the lock.
+    /// Whether `lost` is set in the state, for those who only look. Set under the lock, with release, before anyone is
+    /// woken; pairs with the acquire in `is_complete`, which then reads the error under the lock.
     given_up: AtomicBool,
     /// Whether somebody asks just now.
     asking: AtomicBool,
-    /// Who is about to book what was quarantined: raised under the state's lock, with the segments' words, and lowered when
-    /// their depots know. (Not loom's: only checks look.)
+    /// Who is about to book what was quarantined: raised under the state's lock, with the segments' words, and lowered
+    /// when their central pools know. (Not loom's: only checks look.)
     booking: std::sync::atomic::AtomicU32,
     /// What leads here, if anything does.
     upstream: OnceLock<Weak<dyn Upstream>>,
@@ -168,9 +171,9 @@ pub(crate) struct Timeline {
 
 /// A queue that leads to a timeline: what it holds is on its way, and in flight by its segments' words already.
 pub(crate) trait Upstream: std::fmt::Debug + Send + Sync {
-    /// Bytes of a pool that wait there and that nothing else counts; and a number that changes with them, if no change is
-    /// half-way.
-    fn queued(&self, depot: u64) -> (usize, Option<u64>);
+    /// Bytes of a pool that wait there and that nothing else counts; and a number that changes with them, if no change
+    /// is half-way.
+    fn queued(&self, central: u64) -> (usize, Option<u64>);
 }
 
 impl Timeline {
@@ -346,17 +349,17 @@ impl Timeline {
             Lent::Segment(segment) => {
                 let bytes = segment.granted();
                 let word = segment.slot().depart();
-                state.flight(segment.depot()).bytes += bytes;
+                state.flight(segment.central()).bytes += bytes;
                 (Held::Segment { segment, word }, bytes)
             }
             Lent::Claimed(key) => {
                 let claim = state.claims.remove(key);
-                let depot = claim.segment.depot().number();
+                let central = claim.segment.central().number();
                 let word = claim.segment.slot().depart();
                 if claim.landed {
-                    state.flight_of(depot).bytes += claim.bytes;
+                    state.flight_of(central).bytes += claim.bytes;
                 } else {
-                    state.flight_of(depot).claimed -= claim.bytes;
+                    state.flight_of(central).claimed -= claim.bytes;
                     if claim.memory.is_some() {
                         // The copy that the claim stands behind still uses its device memory.
                         state.insert(
@@ -429,13 +432,13 @@ impl Timeline {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// Bytes of a depot that are in flight here or wait upstream, and how many of these are claimed; and a count of all
-    /// changes so far, if none is half-way.
-    pub(crate) fn flight(&self, depot: u64) -> (Flight, Option<u64>) {
+    /// Bytes of a central pool that are in flight here or wait upstream, and how many of these are claimed; and a count
+    /// of all changes so far, if none is half-way.
+    pub(crate) fn flight(&self, central: u64) -> (Flight, Option<u64>) {
         let upstream = self.upstream.get().and_then(Weak::upgrade);
-        let (queued, arrivals) = upstream.map_or((0, Some(0)), |upstream| upstream.queued(depot));
+        let (queued, arrivals) = upstream.map_or((0, Some(0)), |upstream| upstream.queued(central));
         let state = self.state.lock();
-        let mut flight = state.flights.iter().find(|f| f.0 == depot).map_or_else(Flight::default, |f| f.1);
+        let mut flight = state.flights.iter().find(|f| f.0 == central).map_or_else(Flight::default, |f| f.1);
         flight.bytes += queued;
         // Acquire: pairs with the releases behind `booking`.
         let booked = self.booking.load(std::sync::atomic::Ordering::Acquire) == 0;
@@ -458,7 +461,8 @@ impl Drop for Timeline {
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
             return std::mem::forget((keeper, waiting));
         }
-        // A timeline with anything in flight is on the reaper's list, and so is not dropped, unless a panic has taken it off.
+        // A timeline with anything in flight is on the reaper's list, and so is not dropped, unless a panic has taken
+        // it off.
         if !self.state.get_mut().is_idle() {
             self.lose(&Error::Internal("a stream was dropped with work in flight"));
             self.context.holds().leaked(1);
@@ -467,7 +471,8 @@ impl Drop for Timeline {
             return std::mem::forget(keeper);
         }
         if let Some(keeper) = keeper {
-            // It may destroy the stream, and be anything. A context of others is kept until then, which the stream is in.
+            // It may destroy the stream, and be anything. A context of others is kept until then, which the stream is
+            // in.
             let driver = self.context.driver().clone();
             self.context.worker().send(move || {
                 drop(keeper);
@@ -507,15 +512,15 @@ impl State {
             && self.claims.iter().all(|(_, c)| c.landed)
     }
 
-    fn flight(&mut self, depot: &Depot) -> &mut Flight {
-        self.flight_of(depot.number())
+    fn flight(&mut self, central: &CentralPool) -> &mut Flight {
+        self.flight_of(central.number())
     }
 
-    fn flight_of(&mut self, depot: u64) -> &mut Flight {
+    fn flight_of(&mut self, central: u64) -> &mut Flight {
         self.moves += 1;
-        let at = self.flights.iter().position(|f| f.0 == depot).unwrap_or_else(|| {
+        let at = self.flights.iter().position(|f| f.0 == central).unwrap_or_else(|| {
             self.flights.retain(|f| f.1 != Flight::default());
-            self.flights.push((depot, Flight::default()));
+            self.flights.push((central, Flight::default()));
             self.flights.len() - 1
         });
         &mut self.flights[at].1
@@ -534,7 +539,7 @@ impl State {
             after.flown.extend(since);
             match held {
                 Held::Segment { segment, word } => {
-                    self.flight(segment.depot()).bytes -= bytes;
+                    self.flight(segment.central()).bytes -= bytes;
                     after.returned.extend(settle(&segment, word));
                     after.dropped.push((None, memory.release()));
                 }
@@ -551,11 +556,11 @@ impl State {
             claim.landed = true;
             // Whoever holds the claim looks at `landed` under this lock, so the word can only be CLAIMED.
             let _ = claim.segment.slot().exchange(claim.word.with(state::CLAIMED), state::HOST);
-            landed.push((claim.segment.depot().number(), claim.bytes));
+            landed.push((claim.segment.central().number(), claim.bytes));
             after.dropped.push((None, claim.memory.take().release()));
         }
-        for (depot, bytes) in landed {
-            let flight = self.flight_of(depot);
+        for (central, bytes) in landed {
+            let flight = self.flight_of(central);
             flight.bytes -= bytes;
             flight.claimed -= bytes;
         }
@@ -578,7 +583,7 @@ impl State {
         for (_, Entry { held, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
             match held {
                 Held::Segment { segment, word } => {
-                    self.flight(segment.depot()).bytes -= bytes;
+                    self.flight(segment.central()).bytes -= bytes;
                     quarantined.extend(condemn(&segment, word));
                 }
                 Held::Joint(joint) => quarantined.extend(joint.quarantine()),
@@ -591,11 +596,11 @@ impl State {
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| !c.landed) {
             claim.landed = true;
             quarantined.extend(condemn(&claim.segment, claim.word));
-            lost.push((claim.segment.depot().number(), claim.bytes));
+            lost.push((claim.segment.central().number(), claim.bytes));
             let_go(claim.memory.take());
         }
-        for (depot, bytes) in lost {
-            let flight = self.flight_of(depot);
+        for (central, bytes) in lost {
+            let flight = self.flight_of(central);
             flight.bytes -= bytes;
             flight.claimed -= bytes;
         }
@@ -603,8 +608,8 @@ impl State {
     }
 }
 
-/// A submission under way. Dropped uncommitted, by a panic for instance, it counts as handed to the driver all the same:
-/// in flight until a later mark, not free.
+/// A submission under way. Dropped uncommitted, by a panic for instance, it counts as handed to the driver all the
+/// same: in flight until a later mark, not free.
 #[derive(Debug)]
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
@@ -622,8 +627,8 @@ impl Submission<'_> {
         }
     }
 
-    /// What else is to be kept until the tick is complete, where [`Timeline::begin`] was given nothing: known only when that
-    /// has succeeded, since it is not given back. Before the driver is called.
+    /// What else is to be kept until the tick is complete, where [`Timeline::begin`] was given nothing: known only when
+    /// that has succeeded, since it is not given back. Before the driver is called.
     pub(crate) fn carry(&self, object: Box<dyn Keep>) {
         if let Some(key) = self.key {
             self.timeline.state.lock().pending[key].held = Held::Object(InUse::new(object));

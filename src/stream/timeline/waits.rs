@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::held::After;
 use super::look::Stillness;
 use super::{State, Timeline};
-use crate::depot::Wake;
+use crate::central::Wake;
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Task;
 use crate::sync::{Ordering, thread};
@@ -15,8 +15,8 @@ use crate::sync::{Ordering, thread};
 /// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
 
-/// How long it asks now and then after that, where the machine has cores to spare: a copy behind a bulk chunk or two takes
-/// so long, and to find out by way of the reaper takes as long again (its pause, and waking the thread).
+/// How long it asks now and then after that, where the machine has cores to spare: a copy behind a bulk chunk or two
+/// takes so long, and to find out by way of the reaper takes as long again (its pause, and waking the thread).
 const LISTEN: Duration = Duration::from_micros(250);
 /// Between two questions then: who asks all the time is in the way of those who submit.
 const APART: Duration = Duration::from_micros(5);

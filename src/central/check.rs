@@ -1,17 +1,17 @@
 //! The check of every invariant: what [`Pool::check`](crate::Pool::check) and the tests walk.
 //!
-//! All owners are kept out of their shards meanwhile, and under the lock nothing else moves. So what shards and racks cache
-//! is put down first, each slot once; the arena's own check then finds each of them outside of its run, and nothing else
-//! but what is out; and what is out is as many as were taken and are not back.
+//! All owners are kept out of their shards meanwhile, and under the lock nothing else moves. So what shards and racks
+//! cache is put down first, each slot once; the arena's own check then finds each of them outside of its run, and
+//! nothing else but what is out; and what is out is as many as were taken and are not back.
 
 use std::collections::HashSet;
 
-use super::{Core, Depot, mode};
+use super::{CentralPool, Core, mode};
 use crate::freelist::{Slot, listed};
 use crate::segment::Class;
 use crate::sync::{MutexGuard, Ordering};
 
-impl Depot {
+impl CentralPool {
     /// Walks every invariant while everyone is kept out; `visit` sees each segment's state (`None`: free) and bytes.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ impl Depot {
         }
         if self.gate.mode() & mode::WAITING != 0 && (core.queue.is_empty() || !outside.is_empty()) {
             return Err(format!(
-                "the depot is in waiting mode with {} waiting and {} segments cached",
+                "the central pool is in waiting mode with {} waiting and {} segments cached",
                 core.queue.len(),
                 outside.len()
             ));

@@ -1,22 +1,22 @@
-//! Waiting for memory, seen from the depot: joining and leaving the queue, serving it, and ending waits that nothing can
-//! serve any more. Who is next is decided by [`super::queue`].
+//! Waiting for memory, seen from the central pool: joining and leaving the queue, serving it, and ending waits that
+//! nothing can serve any more. Who is next is decided by [`super::queue`].
 //!
-//! While anybody waits, the mode word keeps all threads out of their shards, and what these cached is back in its runs: each
-//! segment that comes back meets the queue under the lock. Not so while memory for the only waiters is on its way from
-//! the system: then nobody else needs to hurry.
+//! While anybody waits, the mode word keeps all threads out of their shards, and what these cached is back in its runs:
+//! each segment that comes back meets the queue under the lock. Not so while memory for the only waiters is on its way
+//! from the system: then nobody else needs to hurry.
 
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::Instant;
 
 use super::growth::least;
-use super::{Core, Depot, Fresh, Grant, Outcome, Wake, Want, mode, state, sum};
+use super::{CentralPool, Core, Fresh, Grant, Outcome, Wake, Want, mode, state, sum};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::freelist::Slot;
 use crate::sync;
 
-impl Depot {
+impl CentralPool {
     /// Joins the queue, served at once if that is possible. With `covered`, memory for it is on its way from the
     /// system, so nobody else needs to hurry: other threads keep their shards.
     pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
@@ -52,8 +52,8 @@ impl Depot {
         self.sweep(core);
     }
 
-    /// Whether a request waits here that what comes back is to go to. `false` while the memory for all that wait is on its
-    /// way from the system.
+    /// Whether a request waits here that what comes back is to go to. `false` while the memory for all that wait is on
+    /// its way from the system.
     pub(crate) fn awaited(&self) -> bool {
         self.gate.mode() & mode::WAITING != 0
     }
@@ -81,7 +81,7 @@ impl Depot {
         }
     }
 
-    /// Whether a waiter still waits. To be followed by [`Depot::look`] or [`Depot::leave`].
+    /// Whether a waiter still waits. To be followed by [`CentralPool::look`] or [`CentralPool::leave`].
     pub(crate) fn waits(&self, key: usize) -> bool {
         self.core.lock().queue.waits(key)
     }

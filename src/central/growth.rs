@@ -1,5 +1,5 @@
-//! Where a depot's memory comes from and goes to: regions are pinned for who asks while the capacity has room, and those
-//! that are idle go where the capacity is used up and a request fits none that there is.
+//! Where a central pool's memory comes from and goes to: regions are pinned for who asks while the capacity has room,
+//! and those that are idle go where the capacity is used up and a request fits none that there is.
 //!
 //! What is planned is decided under the lock and counts at once: a new region's bytes as *growing*, those of regions
 //! that go as *leaving*, so that what is pinned never exceeds the capacity, whoever plans meanwhile. It is carried out
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use stable_deref_trait::StableDeref;
 
 use super::waiting::stunted;
-use super::{Core, Depot, Wake, Want, state, sum};
+use super::{CentralPool, Core, Wake, Want, state, sum};
 use crate::error::{Error, RegisterError, Result};
 use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
@@ -36,21 +36,21 @@ pub(super) fn least(wants: &[Want]) -> usize {
     bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
-impl Depot {
+impl CentralPool {
     /// Counts bytes that are about to be pinned, whatever the capacity.
     pub(crate) fn plan_bytes(&self, bytes: usize) {
         self.core.lock().growing += bytes;
     }
 
-    /// Whether there is room for another region for these wants, and nothing known against one. Then what is cached where
-    /// it is in use stays there: see [`super::caches`].
+    /// Whether there is room for another region for these wants, and nothing known against one. Then what is cached
+    /// where it is in use stays there: see [`super::caches`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         let core = self.core.lock();
         core.step > 0 && core.stunted.is_none() && core.room() >= least(wants)
     }
 
-    /// Has another region pinned for these wants, in place of idle ones where the capacity is used up. Whether one is on
-    /// its way (or, without threads, there).
+    /// Has another region pinned for these wants, in place of idle ones where the capacity is used up. Whether one is
+    /// on its way (or, without threads, there).
     pub(crate) fn grow(self: &Arc<Self>, wants: &[Want]) -> bool {
         let growth = {
             let mut core = self.core.lock();
@@ -76,17 +76,18 @@ impl Depot {
     /// Has the worker pin bytes that were planned; each extent is used as soon as it is there.
     pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
         let Some(regions) = &self.regions else { return };
-        let (depot, also) = (self.clone(), self.clone());
+        let (central, also) = (self.clone(), self.clone());
         let serve = move |id, base, len, pinned| {
-            // SAFETY: an extent of our own regions, which stay until the depot is gone; it is handed over once.
-            unsafe { depot.add_extent(id, base, len, pinned) };
+            // SAFETY: an extent of our own regions, which stay until the central pool is gone; it is handed over once.
+            unsafe { central.add_extent(id, base, len, pinned) };
             // Nobody needs the rest of a pool that was closed meanwhile.
-            !depot.closed()
+            !central.closed()
         };
         regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
     }
 
-    /// Pins memory that the caller has, as far as the capacity has room for it, and serves from it. Waits for the worker.
+    /// Pins memory that the caller has, as far as the capacity has room for it, and serves from it. Waits for the
+    /// worker.
     pub(crate) fn adopt<T>(&self, memory: T) -> Result<RegionInfo, RegisterError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -112,7 +113,7 @@ impl Depot {
         let adopted = regions.adopt(adoptee).inspect_err(|_| self.grown(len, None))?;
         let info = adopted.info;
         for (base, len, pinned) in adopted.pieces() {
-            // SAFETY: an extent of a region, which stays until the depot is gone; it is handed over once.
+            // SAFETY: an extent of a region, which stays until the central pool is gone; it is handed over once.
             unsafe { self.add_extent(info.id, base, len, pinned) };
         }
         regions.served(info.id);
@@ -123,7 +124,8 @@ impl Depot {
     /// Adds memory and serves those who wait for it.
     ///
     /// # Safety
-    /// As for [`Arena::add_extent`]; the memory stays until the depot is gone or [`Depot::retire`] gave it back.
+    /// As for [`Arena::add_extent`]; the memory stays until the central pool is gone or [`CentralPool::retire`] gave it
+    /// back.
     pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
@@ -195,9 +197,9 @@ impl Depot {
 }
 
 impl Core {
-    /// Where there is room for a region for the head, since others have taken what was pinned for it, or where there would
-    /// be in place of regions that are idle by now: has it made, after the lock. Not after growing has just failed; and
-    /// regions move once for a waiter, since it may be for nothing.
+    /// Where there is room for a region for the head, since others have taken what was pinned for it, or where there
+    /// would be in place of regions that are idle by now: has it made, after the lock. Not after growing has just
+    /// failed; and regions move once for a waiter, since it may be for nothing.
     pub(super) fn grow_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
         let Some((wants, moved)) = self.queue.head() else { return false };
         // Tells most cases apart at once.
@@ -232,9 +234,9 @@ impl Core {
         self.capacity.saturating_sub(kept + self.growing) / page() * page()
     }
 
-    /// Plans a region for these wants: its bytes count as growing until [`Depot::grown`]. Where the capacity has no room
-    /// for it, regions of which nothing is used are taken out, the last to come first, if `may_move` and if that helps;
-    /// but not while another is being made, nor for what a region has room for, if not now.
+    /// Plans a region for these wants: its bytes count as growing until [`CentralPool::grown`]. Where the capacity has
+    /// no room for it, regions of which nothing is used are taken out, the last to come first, if `may_move` and if
+    /// that helps; but not while another is being made, nor for what a region has room for, if not now.
     fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<Growth> {
         let least = least(wants);
         let mut going = Vec::new();

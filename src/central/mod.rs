@@ -1,4 +1,4 @@
-//! The depot: what buffers drop into.
+//! The central pool: what buffers drop into.
 //!
 //! It joins the free lists, the arena and the queue of those who wait into one store of segments, and decides how a
 //! request is served, cheapest first:
@@ -6,21 +6,21 @@
 //! 1. *hit*: this thread's shard has a segment ([`crate::freelist::shard`]: plain loads and stores);
 //! 2. *exchange*: the shard takes over a batch that another thread left on a rack (two atomic operations; `exchange`);
 //! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the shard;
-//! 4. *gather*: what is cached where nobody misses it is taken back to its runs, idle runs are dissolved, and the request
-//!    is tried again (`caches`);
+//! 4. *gather*: what is cached where nobody misses it is taken back to its runs, idle runs are dissolved, and the
+//!    request is tried again (`caches`);
 //! 5. what is left is the pool's decision: to grow (`growth`), to take back what is cached where it is in use, too, to
 //!    wait (`waiting`, `queue`), or to do without.
 //!
 //! Returns go the same way down: the shard, a rack, the runs. While anybody waits the mode word sends all returns to
 //! the lock, so that each segment that comes back meets the queue.
 //!
-//! # How long a depot lives
+//! # How long a central pool lives
 //!
-//! Buffers hold a bare pointer to their depot, since a reference count would cost more than everything else on a hit
-//! together. All buffers together hold one strong count, *the crowd's*. When the pool closes, the mode word makes every
-//! return slow from then on, so those still out can be counted exactly, and the last one to come back gives up the
-//! crowd's count. A buffer that never comes back (leaked, or quarantined) keeps the depot and its memory for good,
-//! which is what it must do.
+//! Buffers hold a bare pointer to their central pool, since a reference count would cost more than everything else on a
+//! hit together. All buffers together hold one strong count, *the crowd's*. When the pool closes, the mode word makes
+//! every return slow from then on, so those still out can be counted exactly, and the last one to come back gives up
+//! the crowd's count. A buffer that never comes back (leaked, or quarantined) keeps the central pool and its memory for
+//! good, which is what it must do.
 //!
 //! # Counting
 //!
@@ -70,10 +70,10 @@ pub(crate) use raw::{Fresh, Segment};
 use token::Deposit;
 pub use token::Token;
 
-/// How a depot is set up.
+/// How a central pool is set up.
 #[derive(Clone, Debug)]
-pub(crate) struct DepotConfig {
-    /// Bytes that the depot may hold at most; for messages and for [`Error::Impossible`].
+pub(crate) struct CentralConfig {
+    /// Bytes that the central pool may hold at most; for messages and for [`Error::Impossible`].
     pub(crate) capacity: usize,
     /// Bytes that one thread's shard may cache at most.
     pub(crate) thread_cache: usize,
@@ -94,12 +94,12 @@ pub(crate) struct DepotConfig {
 /// See the module's page.
 #[derive(Debug)]
 #[repr(C)]
-pub(crate) struct Depot {
-    /// First, so that its address, which a hit compares, is the depot's own.
+pub(crate) struct CentralPool {
+    /// First, so that its address, which a hit compares, is the central pool's own.
     gate: Gate,
     // Read often, written hardly ever: together, and away from what is written.
     number: u64,
-    config: DepotConfig,
+    config: CentralConfig,
     racks: Vec<Rack>,
     racked: crossbeam::utils::CachePadded<Bookings>,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
@@ -134,7 +134,7 @@ struct Core {
     capacity: usize,
     extent: usize,
     step: usize,
-    me: Weak<Depot>,
+    me: Weak<CentralPool>,
     /// After closing: segments that are not back yet.
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
@@ -148,7 +148,7 @@ struct Core {
     tokens: Slab<Deposit>,
 }
 
-/// What happened on the slow path since the depot was made.
+/// What happened on the slow path since the central pool was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stats {
     pub(crate) collects: u64,
@@ -159,9 +159,9 @@ pub(crate) struct Stats {
     pub(crate) growth_failures: u64,
 }
 
-/// A depot's bytes and counts at one moment.
+/// A central pool's bytes and counts at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct DepotSnapshot {
+pub(crate) struct CentralSnapshot {
     pub(crate) total: usize,
     pub(crate) unpinned: usize,
     pub(crate) free: usize,
@@ -181,7 +181,7 @@ pub(crate) struct DepotSnapshot {
     pub(crate) stats: Stats,
 }
 
-/// What [`Depot::try_take`] found.
+/// What [`CentralPool::try_take`] found.
 #[derive(Debug)]
 pub(crate) enum Take {
     Got(Fresh),
@@ -189,12 +189,12 @@ pub(crate) enum Take {
     Empty,
 }
 
-impl Depot {
-    pub(crate) fn new(config: DepotConfig, regions: Option<Arc<Regions>>) -> Arc<Self> {
+impl CentralPool {
+    pub(crate) fn new(config: CentralConfig, regions: Option<Arc<Regions>>) -> Arc<Self> {
         static NUMBERS: StdAtomicU64 = StdAtomicU64::new(1);
         // Relaxed: only to be different.
         let number = NUMBERS.fetch_add(1, StdOrdering::Relaxed);
-        let depot = Arc::new_cyclic(|me| Self {
+        let central = Arc::new_cyclic(|me| Self {
             gate: Gate::new(sync::asymmetric()),
             number,
             regions,
@@ -230,9 +230,9 @@ impl Depot {
             config,
         });
         crate::os::empty_in_child(lease::forget_all);
-        // The crowd's count: see "How long a depot lives".
-        std::mem::forget(depot.clone());
-        depot
+        // The crowd's count: see "How long a central pool lives".
+        std::mem::forget(central.clone());
+        central
     }
 
     pub(crate) fn number(&self) -> u64 {
@@ -248,13 +248,13 @@ impl Depot {
         self.gate.mode() & mode::CLOSED != 0
     }
 
-    pub(crate) fn config(&self) -> &DepotConfig {
+    pub(crate) fn config(&self) -> &CentralConfig {
         &self.config
     }
 
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// A hit: this thread's shard has a segment. Everything else is [`Depot::try_take`]'s.
+    /// A hit: this thread's shard has a segment. Everything else is [`CentralPool::try_take`]'s.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<Fresh> {
         // The ways join with a slot, which fits a register, and not with what is made of it: see the note in `Pool`.
@@ -262,7 +262,7 @@ impl Depot {
             Some(mut inside) => inside.take(class, len)?,
             None => self.hit_other(class, len)?,
         };
-        // SAFETY: taken from this depot just now, and of the class.
+        // SAFETY: taken from this central pool just now, and of the class.
         Some(unsafe { Fresh::of_list(self, Grant { slot, len }, list_of(class)) })
     }
 
@@ -276,7 +276,7 @@ impl Depot {
     /// Hands out what was taken just now.
     #[inline(always)]
     fn fresh(&self, grant: Grant) -> Fresh {
-        // SAFETY: only called with grants of this depot, once each, by who has just taken them from a list.
+        // SAFETY: only called with grants of this central pool, once each, by who has just taken them from a list.
         unsafe { Fresh::new(self, grant) }
     }
 
@@ -367,16 +367,16 @@ impl Depot {
 
     // --- returning ---------------------------------------------------------------------------------------------------
 
-    /// Returns a segment. This may be the last anyone does with the depot: it can be gone when this returns.
+    /// Returns a segment. This may be the last anyone does with the central pool: it can be gone when this returns.
     ///
     /// # Safety
-    /// `this` is the slot's depot; the slot is out and the caller's to give, `len` what it was taken for, `list` its list;
-    /// the caller touches neither afterwards.
+    /// `this` is the slot's central pool; the slot is out and the caller's to give, `len` what it was taken for, `list`
+    /// its list; the caller touches neither afterwards.
     #[inline(always)]
     pub(crate) unsafe fn put(this: NonNull<Self>, slot: NonNull<Slot>, len: usize, list: usize) {
-        // SAFETY: a slot that is out keeps its depot alive (the crowd's count) until it is counted as returned.
-        let depot = unsafe { this.as_ref() };
-        if let Some(mut inside) = lease::current().and_then(|shard| depot.gate.pass_in(shard)) {
+        // SAFETY: a slot that is out keeps its central pool alive (the crowd's count) until it is counted as returned.
+        let central = unsafe { this.as_ref() };
+        if let Some(mut inside) = lease::current().and_then(|shard| central.gate.pass_in(shard)) {
             // SAFETY: alive, in no list, and the caller's.
             if let Put::Kept = unsafe { inside.put(slot, len, list) } {
                 return;
@@ -389,7 +389,7 @@ impl Depot {
     #[cold]
     unsafe fn put_slow(this: NonNull<Self>, slot: NonNull<Slot>, len: usize, list: usize) {
         // SAFETY: as in `put`.
-        let depot = unsafe { this.as_ref() };
+        let central = unsafe { this.as_ref() };
         if crate::os::forked() {
             return;
         }
@@ -399,22 +399,22 @@ impl Depot {
             if list == LISTS {
                 // Not for want of a list, but because somebody wants to know when it comes back.
                 #[cfg(not(pinpool_planted = "ledger_left_open"))]
-                depot.core.lock().ledger.close(slot.addr().get());
+                central.core.lock().ledger.close(slot.addr().get());
             }
             // SAFETY: as above.
-            if unsafe { depot.keep(class, slot, len) } {
+            if unsafe { central.keep(class, slot, len) } {
                 return;
             }
         }
         note_thread_miss();
         // SAFETY: as above.
-        if class.is_some_and(|class| unsafe { depot.make_room(class, slot, len) }) {
+        if class.is_some_and(|class| unsafe { central.make_room(class, slot, len) }) {
             return;
         }
         #[cfg(pinpool_planted = "wake_before_grant")]
-        depot.core.lock().queue.head_wake().into_iter().for_each(Wake::wake);
+        central.core.lock().queue.head_wake().into_iter().for_each(Wake::wake);
         let mut wakes = Vec::new();
-        let mut core = depot.core.lock();
+        let mut core = central.core.lock();
         // SAFETY: the slot is alive until it is given.
         let (granted, class) = unsafe { (core.arena.granted(slot), slot.as_ref().class()) };
         core.granted = core.granted.wrapping_sub(granted as u64);
@@ -428,19 +428,19 @@ impl Depot {
             core.arena.give(slot);
         }
         core.serve(&mut wakes);
-        depot.stop_waiting(&core);
+        central.stop_waiting(&core);
         let last = core.came_back(1);
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards. (Not by way of
-            // `this`, which may come from a reference, and then reaches the depot and not its counts.)
-            unsafe { Arc::decrement_strong_count(depot.me.as_ptr()) };
+            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards. (Not by way
+            // of `this`, which may come from a reference, and then reaches the central pool and not its counts.)
+            unsafe { Arc::decrement_strong_count(central.me.as_ptr()) };
         }
     }
 
-    /// Returns into this thread's shard: it may have used another pool since, or has to fence for itself. `false`: nothing
-    /// was done.
+    /// Returns into this thread's shard: it may have used another pool since, or has to fence for itself. `false`:
+    /// nothing was done.
     ///
     /// # Safety
     /// The slot is alive, out, of this class, in no list, and the caller's.
@@ -453,21 +453,21 @@ impl Depot {
     /// Marks a segment as never to be reused. It stays taken for good.
     ///
     /// # Safety
-    /// `this` is the slot's depot, and the slot is in a state that only the caller leaves.
+    /// `this` is the slot's central pool, and the slot is in a state that only the caller leaves.
     pub(crate) unsafe fn quarantine(this: NonNull<Self>, slot: NonNull<Slot>) {
-        // SAFETY: a slot that is not back keeps its depot alive.
-        let depot = unsafe { this.as_ref() };
+        // SAFETY: a slot that is not back keeps its central pool alive.
+        let central = unsafe { this.as_ref() };
         if crate::os::forked() {
             return;
         }
         let mut wakes = Vec::new();
         {
-            let mut core = depot.core.lock();
+            let mut core = central.core.lock();
             // SAFETY: alive, as above.
             core.quarantined += unsafe { core.arena.granted(slot) };
             core.quarantined_segments += 1;
-            depot.fail_hopeless(&mut core, &mut wakes);
-            depot.stop_waiting(&core);
+            central.fail_hopeless(&mut core, &mut wakes);
+            central.stop_waiting(&core);
         }
         wakes.into_iter().for_each(Wake::wake);
     }
@@ -506,7 +506,7 @@ impl Depot {
 
     // --- the end -----------------------------------------------------------------------------------------------------
 
-    /// Closes the depot: no checkout succeeds any more, waits end, and the last return frees it.
+    /// Closes the central pool: no checkout succeeds any more, waits end, and the last return frees it.
     pub(crate) fn close(self: &Arc<Self>) {
         if crate::os::forked() {
             return;
@@ -553,14 +553,14 @@ impl Depot {
     /// Bytes that a segment was given.
     ///
     /// # Safety
-    /// `this` is the slot's depot, and the slot is not back yet.
+    /// `this` is the slot's central pool, and the slot is not back yet.
     pub(crate) unsafe fn granted(this: NonNull<Self>, slot: NonNull<Slot>) -> usize {
         // SAFETY: by the caller's word both are alive.
-        let (depot, class) = unsafe { (this.as_ref(), slot.as_ref().class()) };
+        let (central, class) = unsafe { (this.as_ref(), slot.as_ref().class()) };
         match class {
             Some(class) => class.stride(),
             // SAFETY: as above.
-            None => unsafe { depot.core.lock().arena.granted(slot) },
+            None => unsafe { central.core.lock().arena.granted(slot) },
         }
     }
 
@@ -572,7 +572,7 @@ impl Depot {
     /// Whether a segment's memory is really locked.
     ///
     /// # Safety
-    /// As for [`Depot::granted`].
+    /// As for [`CentralPool::granted`].
     pub(crate) unsafe fn pinned(this: NonNull<Self>, slot: NonNull<Slot>) -> bool {
         // SAFETY: by the caller's word both are alive.
         !crate::os::forked() && unsafe { this.as_ref().core.lock().arena.pinned(slot) }

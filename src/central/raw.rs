@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use super::{Depot, Grant};
+use super::{CentralPool, Grant};
 use crate::freelist::{LISTS, Slot};
 use crate::segment::Class;
 
@@ -15,19 +15,20 @@ fn unwatched(slot: NonNull<Slot>) -> NonNull<Slot> {
 /// segment, never more.
 ///
 /// # Invariant
-/// The slot is of this depot and not back, so both are alive.
+/// The slot is of this central pool and not back, so both are alive.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a forgotten segment is lost to the pool"]
 pub(crate) struct Segment {
-    depot: NonNull<Depot>,
+    central: NonNull<CentralPool>,
     slot: NonNull<Slot>,
-    /// Bytes that were asked for, and below them which list of a shard it belongs to: a return that had to load that from
-    /// the slot would find its list, and with it whatever it reads and writes, only after the checkout has found the slot.
+    /// Bytes that were asked for, and below them which list of a shard it belongs to: a return that had to load that
+    /// from the slot would find its list, and with it whatever it reads and writes, only after the checkout has found
+    /// the slot.
     tag: u64,
 }
 
-/// Bits of a tag that the list has: a byte, which processors can take off a word by itself. The longest extent has 43 bits,
-/// so a length has room above.
+/// Bits of a tag that the list has: a byte, which processors can take off a word by itself. The longest extent has 43
+/// bits, so a length has room above.
 const LIST: u32 = 8;
 const _: () = assert!(LISTS < 1 << LIST);
 
@@ -40,45 +41,49 @@ fn tag(len: usize, list: usize) -> u64 {
 const WATCHED: usize = 1;
 const _: () = assert!(align_of::<Slot>() > WATCHED);
 
-// SAFETY: the depot and the slot are Sync, and a segment is owned by one place at a time.
+// SAFETY: the central pool and the slot are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
 // SAFETY: a shared segment only gives out addresses and atomics.
 unsafe impl Sync for Segment {}
 
-/// A segment that was checked out just now: host-ready, nothing written, and no other name for it. What a buffer is made
-/// of.
+/// A segment that was checked out just now: host-ready, nothing written, and no other name for it. What a buffer is
+/// made of.
 #[derive(Debug)]
 #[must_use = "a forgotten segment is lost to the pool"]
 pub(crate) struct Fresh(Segment);
 
 impl Fresh {
     /// # Safety
-    /// The grant is this depot's, made just now, and nobody else uses it.
+    /// The grant is this central pool's, made just now, and nobody else uses it.
     #[inline(always)]
-    pub(super) unsafe fn new(depot: &Depot, grant: Grant) -> Self {
+    pub(super) unsafe fn new(central: &CentralPool, grant: Grant) -> Self {
         // SAFETY: granted, so alive.
         let list = unsafe { grant.slot.as_ref() }.list();
         // SAFETY: the caller's word.
-        unsafe { Self::of_list(depot, grant, list) }
+        unsafe { Self::of_list(central, grant, list) }
     }
 
     /// # Safety
     /// As for [`Fresh::new`], and `list` is the slot's.
     #[inline(always)]
-    pub(super) unsafe fn of_list(depot: &Depot, grant: Grant, list: usize) -> Self {
-        Self(Segment { depot: NonNull::from(depot), slot: grant.slot, tag: tag(grant.len, list) })
+    pub(super) unsafe fn of_list(central: &CentralPool, grant: Grant, list: usize) -> Self {
+        Self(Segment { central: NonNull::from(central), slot: grant.slot, tag: tag(grant.len, list) })
     }
 
     /// # Safety
-    /// From [`Segment::into_parts`], once: of a segment with this length, of which nothing has been written that counts.
+    /// From [`Segment::into_parts`], once: of a segment with this length, of which nothing has been written that
+    /// counts.
     // Never inlined: what the slow path then leaves in registers costs the hit two of its own.
     #[cold]
     #[inline(never)]
-    pub(crate) unsafe fn from_parts((depot, slot): (NonNull<Depot>, NonNull<Slot>), len: usize) -> Self {
+    pub(crate) unsafe fn from_parts(
+        (central, slot): (NonNull<CentralPool>, NonNull<Slot>),
+        len: usize,
+    ) -> Self {
         let watched = slot.addr().get() & WATCHED != 0;
         let slot = if watched { unwatched(slot) } else { slot };
-        // SAFETY: a segment that is out keeps its depot alive, and the caller's word.
-        let mut fresh = unsafe { Self::new(depot.as_ref(), Grant { slot, len }) };
+        // SAFETY: a segment that is out keeps its central pool alive, and the caller's word.
+        let mut fresh = unsafe { Self::new(central.as_ref(), Grant { slot, len }) };
         if watched {
             fresh.watch();
         }
@@ -112,11 +117,11 @@ impl Segment {
         (self.tag & ((1 << LIST) - 1)) as usize
     }
 
-    /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is watched
-    /// is in a bit that a slot's address does not use.
-    pub(crate) fn into_parts(self) -> (NonNull<Depot>, NonNull<Slot>) {
+    /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is
+    /// watched is in a bit that a slot's address does not use.
+    pub(crate) fn into_parts(self) -> (NonNull<CentralPool>, NonNull<Slot>) {
         let watched = if self.list() == LISTS { WATCHED } else { 0 };
-        (self.depot, self.slot.map_addr(|at| at | watched))
+        (self.central, self.slot.map_addr(|at| at | watched))
     }
 
     /// First byte.
@@ -131,14 +136,14 @@ impl Segment {
         unsafe { self.slot.as_ref() }
     }
 
-    pub(crate) fn depot(&self) -> &Depot {
+    pub(crate) fn central(&self) -> &CentralPool {
         // SAFETY: the invariant.
-        unsafe { self.depot.as_ref() }
+        unsafe { self.central.as_ref() }
     }
 
-    /// Whether both are of one depot.
-    pub(crate) fn shares_depot(&self, other: &Self) -> bool {
-        self.depot == other.depot
+    /// Whether both are of one central pool.
+    pub(crate) fn shares_central(&self, other: &Self) -> bool {
+        self.central == other.central
     }
 
     pub(crate) fn class(&self) -> Option<Class> {
@@ -148,13 +153,13 @@ impl Segment {
     /// Bytes that the segment was given.
     pub(crate) fn granted(&self) -> usize {
         // SAFETY: the invariant.
-        unsafe { Depot::granted(self.depot, self.slot) }
+        unsafe { CentralPool::granted(self.central, self.slot) }
     }
 
     /// Whether its memory is really locked.
     pub(crate) fn pinned(&self) -> bool {
         // SAFETY: the invariant.
-        unsafe { Depot::pinned(self.depot, self.slot) }
+        unsafe { CentralPool::pinned(self.central, self.slot) }
     }
 
     /// A second name for the same segment, for the two parties that meet in its state word.
@@ -169,7 +174,7 @@ impl Segment {
 
     /// Changes what it counts as asked for, for a claimer that asks for another length.
     pub(crate) fn rebook(&mut self, len: usize) {
-        self.depot().rebook(self.len(), len);
+        self.central().rebook(self.len(), len);
         self.relabel(len);
     }
 
@@ -180,12 +185,12 @@ impl Segment {
     #[inline(always)]
     pub(crate) unsafe fn release(self) {
         // SAFETY: the invariant, and the caller's word.
-        unsafe { Depot::put(self.depot, self.slot, self.len(), self.list()) }
+        unsafe { CentralPool::put(self.central, self.slot, self.len(), self.list()) }
     }
 
     /// Takes it out of use for good. Its word already says so.
     pub(crate) fn quarantine(self) {
         // SAFETY: the invariant; a quarantined segment is never returned.
-        unsafe { Depot::quarantine(self.depot, self.slot) }
+        unsafe { CentralPool::quarantine(self.central, self.slot) }
     }
 }

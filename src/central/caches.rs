@@ -1,24 +1,24 @@
 //! What threads cache: how much of it, where a batch comes from, and when it is taken back.
 //!
 //! A cached segment is of use to its thread alone, or between threads to its class alone. Any other request that finds
-//! nothing else has to have it taken back to its run, and that has a price for those who cached it: an owner who is kept
-//! out of its shard meanwhile takes the slow path for once, and one whose list is empty then misses once more. So
-//! [`Depot::gather`] takes first what nobody misses, and stops as soon as the request is served:
+//! nothing else has to have it taken back to its run, and that has a price for those who cached it: an owner who is
+//! kept out of its shard meanwhile takes the slow path for once, and one whose list is empty then misses once more. So
+//! [`CentralPool::gather`] takes first what nobody misses, and stops as soon as the request is served:
 //!
 //! 1. what hangs in racks, and what the asking thread itself has;
 //! 2. the shards of threads that are idle: that come by less than once in a millisecond;
 //! 3. for a segment of a class, half of what the thread has of it that has most;
 //! 4. everything, and for a class or for pages that can then not be had for certain, nothing.
 //!
-//! The last is for who cannot have it otherwise ([`Reach::All`]). As long as the pool may grow it grows instead, so that
-//! a growing pool leaves its threads alone; where it can grow no more, all that is cached is within anybody's reach. (Parts
-//! of it would not do in 4: what a large request needs is neighbours, and these may be anywhere.)
+//! The last is for who cannot have it otherwise ([`Reach::All`]). As long as the pool may grow it grows instead, so
+//! that a growing pool leaves its threads alone; where it can grow no more, all that is cached is within anybody's
+//! reach. (Parts of it would not do in 4: what a large request needs is neighbours, and these may be anywhere.)
 
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Core, Depot, lease, queue};
+use super::{CentralPool, Core, lease, queue};
 use crate::freelist::{Roster, Shard, Slot, mode};
 use crate::segment::{Class, Placement};
 use crate::sync::Ordering;
@@ -32,7 +32,7 @@ pub(crate) enum Reach {
     All,
 }
 
-impl Depot {
+impl CentralPool {
     pub(super) fn shard(&self) -> Option<&Shard> {
         lease::hot(self).or_else(|| lease::obtain(self))
     }
@@ -111,8 +111,8 @@ impl Depot {
         self.racked.bytes.load(Ordering::Acquire) > 0 || core.roster.shards().any(|shard| shard.caches())
     }
 
-    /// Whether a request might be served by what racks have and these shards. `false` is as good as certain: owners at work
-    /// may have a segment more by now.
+    /// Whether a request might be served by what racks have and these shards. `false` is as good as certain: owners at
+    /// work may have a segment more by now.
     fn could_help<'a>(
         &self,
         core: &Core,

@@ -2,18 +2,18 @@
 
 use std::fmt;
 
-use super::{Depot, Segment};
+use super::{CentralPool, Segment};
 
-/// A buffer as three numbers, for passing it through code that knows only numbers. It is good once: whatever copy of its
-/// numbers comes later is refused.
+/// A buffer as three numbers, for passing it through code that knows only numbers. It is good once: whatever copy of
+/// its numbers comes later is refused.
 ///
-/// The first number says where the buffer is kept. The other two are a secret of 128 random bits, drawn from the system for
-/// this token alone, in which nothing of the buffer, the pool or other tokens shows. So numbers that were made up or altered
-/// are refused, and so is a token of another pool. But a token is the right to its buffer: code that learns the numbers (from
-/// a log, a message, a shared table) can redeem it first. `Debug` leaves the secret out.
+/// The first number says where the buffer is kept. The other two are a secret of 128 random bits, drawn from the system
+/// for this token alone, in which nothing of the buffer, the pool or other tokens shows. So numbers that were made up
+/// or altered are refused, and so is a token of another pool. But a token is the right to its buffer: code that learns
+/// the numbers (from a log, a message, a shared table) can redeem it first. `Debug` leaves the secret out.
 ///
-/// A refusal compares all of the secret, so the time that it takes does not tell how much of it was right. In the child of
-/// a fork all tokens of the parent's pools are refused there, and what parent and child draw afterwards differs.
+/// A refusal compares all of the secret, so the time that it takes does not tell how much of it was right. In the child
+/// of a fork all tokens of the parent's pools are refused there, and what parent and child draw afterwards differs.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Token {
     key: u64,
@@ -64,7 +64,7 @@ impl fmt::Debug for Deposit {
     }
 }
 
-impl Depot {
+impl CentralPool {
     /// Keeps a segment with so many bytes written for the token that comes back.
     pub(crate) fn deposit(&self, segment: Segment, written: usize) -> Token {
         // Drawn before the lock: that is a system call.

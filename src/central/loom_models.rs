@@ -1,8 +1,8 @@
-//! Loom models of the depot: leases and their end, closing, and the queue of those who wait.
+//! Loom models of the central pool: leases and their end, closing, and the queue of those who wait.
 //!
-//! All on a depot as pools have it, over addresses that nobody touches; instead, each segment has a cell that whoever has
-//! the segment out writes to. A thread's shard is leased, used and given up through loom's thread-locals as it is through
-//! the system's; `sync::Mutex` fails a model that locks a depot which is gone.
+//! All on a central pool as pools have it, over addresses that nobody touches; instead, each segment has a cell that
+//! whoever has the segment out writes to. A thread's shard is leased, used and given up through loom's thread-locals as
+//! it is through the system's; `sync::Mutex` fails a model that locks a central pool which is gone.
 
 use std::sync::Arc;
 use std::task::{Wake as TaskWake, Waker};
@@ -24,9 +24,9 @@ const ALL: usize = 3;
 /// Room for two segments of a class in a shard, which come one at a time.
 const TWO: usize = 8 * 2 * 1344;
 
-/// A pool's face: a depot of one page, and the memory of its segments.
+/// A pool's face: a central pool of one page, and the memory of its segments.
 struct Store {
-    depot: Arc<Depot>,
+    central: Arc<CentralPool>,
     memory: Arc<Memory>,
 }
 
@@ -45,7 +45,7 @@ struct Out {
 
 impl Clone for Store {
     fn clone(&self) -> Self {
-        Self { depot: self.depot.clone(), memory: self.memory.clone() }
+        Self { central: self.central.clone(), memory: self.memory.clone() }
     }
 }
 
@@ -56,7 +56,7 @@ impl Store {
 
     /// Without a clock everyone counts as idle; with one, nobody does.
     fn with(thread_cache: usize, shared_cache: usize, timeless: bool) -> Self {
-        let config = DepotConfig {
+        let config = CentralConfig {
             capacity: PAGE,
             thread_cache,
             shared_cache,
@@ -66,15 +66,15 @@ impl Store {
             serves: Vec::new(),
             track: false,
         };
-        let depot = Depot::new(config, None);
+        let central = CentralPool::new(config, None);
         let base = NonNull::new(std::ptr::without_provenance_mut(PAGE)).unwrap();
         // SAFETY: the arena only does arithmetic on it.
-        unsafe { depot.add_extent(RegionId(0), base, PAGE, true) };
-        Self { depot, memory: Arc::new(Memory(std::array::from_fn(|_| UnsafeCell::new(0)))) }
+        unsafe { central.add_extent(RegionId(0), base, PAGE, true) };
+        Self { central, memory: Arc::new(Memory(std::array::from_fn(|_| UnsafeCell::new(0)))) }
     }
 
     fn want(&self) -> Want {
-        self.depot.place(LEN, 64).unwrap()
+        self.central.place(LEN, 64).unwrap()
     }
 
     fn out(&self, fresh: Fresh) -> Out {
@@ -86,24 +86,25 @@ impl Store {
         step();
         let want = self.want();
         let Placement::Class(class) = want.placement else { unreachable!() };
-        if let Some(fresh) = self.depot.hit(class, LEN) {
+        if let Some(fresh) = self.central.hit(class, LEN) {
             return Some(self.out(fresh));
         }
-        match self.depot.try_take(want, Reach::All) {
+        match self.central.try_take(want, Reach::All) {
             Ok(Take::Got(fresh)) => Some(self.out(fresh)),
             Ok(Take::Empty) | Err(Error::Closed) => None,
             Err(error) => panic!("{error}"),
         }
     }
 
-    /// Everything back and the depot closed, whoever did what: is all accounted for, and did the crowd leave once?
+    /// Everything back and the central pool closed, whoever did what: is all accounted for, and did the crowd leave
+    /// once?
     fn finish(self) {
         lease::end();
-        self.depot.close();
-        assert_eq!(self.depot.outstanding(), 0);
-        self.depot.check(|_, _| ()).unwrap();
-        assert_eq!(self.depot.snapshot().out, 0);
-        assert_eq!(Arc::strong_count(&self.depot), 1, "the crowd's count was given up once");
+        self.central.close();
+        assert_eq!(self.central.outstanding(), 0);
+        self.central.check(|_, _| ()).unwrap();
+        assert_eq!(self.central.snapshot().out, 0);
+        assert_eq!(Arc::strong_count(&self.central), 1, "the crowd's count was given up once");
     }
 }
 
@@ -155,7 +156,7 @@ fn exit_against_take_back() {
         }
     });
     step();
-    store.depot.region_use();
+    store.central.region_use();
     other.join().unwrap();
     store.finish();
 }
@@ -182,7 +183,7 @@ fn loom_exit_hands_the_shard_on() {
             })
         });
         step();
-        store.depot.region_use();
+        store.central.region_use();
         for user in users {
             user.join().unwrap();
         }
@@ -198,18 +199,18 @@ fn loom_exit_against_close() {
             let store = store.clone();
             move || {
                 let out = store.take();
-                // The pool's last handle may go here, and its depot with the last segment.
-                let Store { depot, .. } = store;
-                drop(depot);
+                // The pool's last handle may go here, and its central pool with the last segment.
+                let Store { central, .. } = store;
+                drop(central);
                 out.into_iter().for_each(Out::put);
             }
         });
-        let gone = Arc::downgrade(&store.depot);
+        let gone = Arc::downgrade(&store.central);
         step();
-        store.depot.close();
+        store.central.close();
         drop(store);
         other.join().unwrap();
-        assert_eq!(gone.strong_count(), 0, "nobody is left to free the depot");
+        assert_eq!(gone.strong_count(), 0, "nobody is left to free the central pool");
     });
 }
 
@@ -257,8 +258,8 @@ fn loom_fenced_gather() {
 fn hang_up(store: &Store) -> bool {
     step();
     let Placement::Class(class) = store.want().placement else { unreachable!() };
-    let mut held = store.depot.gate.enter(store.depot.shard().unwrap()).unwrap();
-    store.depot.hang_up(class, &mut held, 1)
+    let mut held = store.central.gate.enter(store.central.shard().unwrap()).unwrap();
+    store.central.hang_up(class, &mut held, 1)
 }
 
 /// One who has a segment in its shard and wants to leave it for others.
@@ -300,7 +301,7 @@ fn loom_booking_passes_on() {
         let got = store.take().unwrap();
         let left = leaver.join().unwrap();
         SEEN[usize::from(left)].store(1, StdOrdering::Relaxed);
-        store.depot.check(|_, _| ()).unwrap();
+        store.central.check(|_, _| ()).unwrap();
         // The room of what was taken down is there for the next, whoever it is.
         got.put();
         assert!(left || hang_up(&store), "all that is booked is in use");
@@ -323,7 +324,7 @@ fn close_counts() {
     };
     let users = [user(), user()];
     step();
-    store.depot.close();
+    store.central.close();
     held.into_iter().for_each(Out::put);
     for user in users {
         user.join().unwrap();
@@ -346,17 +347,17 @@ fn loom_close_frees_under_returns() {
     model("close: the overflow of a shard while the pool is dropped", 4, || {
         // No racks: what a shard cannot hold goes to the runs.
         let store = Store::new(TWO, 0);
-        let gone = Arc::downgrade(&store.depot);
+        let gone = Arc::downgrade(&store.central);
         let other = worker({
             let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
             assert_eq!(outs.len(), ALL);
             move || outs.into_iter().for_each(Out::put)
         });
         step();
-        store.depot.close();
+        store.central.close();
         drop(store);
         other.join().unwrap();
-        assert_eq!(gone.strong_count(), 0, "nobody is left to free the depot");
+        assert_eq!(gone.strong_count(), 0, "nobody is left to free the central pool");
     });
 }
 
@@ -368,7 +369,7 @@ fn loom_check_finds_everything() {
         let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
         let other = worker(move || outs.into_iter().for_each(Out::put));
         step();
-        store.depot.check(|_, _| ()).unwrap();
+        store.central.check(|_, _| ()).unwrap();
         other.join().unwrap();
         store.finish();
     });
@@ -422,7 +423,7 @@ fn loom_sums_hold() {
         });
         step();
         let before = progress.read();
-        let (s, classes) = store.depot.snapshot_by_class();
+        let (s, classes) = store.central.snapshot_by_class();
         let after = progress.read();
         assert_eq!(s.free + s.out + s.quarantined + s.cut, s.total, "the parts are the whole: {s:?}");
         let out: u64 = classes.iter().map(|class| class.out).sum();
@@ -439,7 +440,7 @@ fn loom_sums_hold() {
         for user in users {
             user.join().unwrap();
         }
-        let (s, classes) = store.depot.snapshot_by_class();
+        let (s, classes) = store.central.snapshot_by_class();
         assert_eq!((s.takes, s.puts, s.out, s.requested), (4, 4, 0, 0), "exact at rest: {classes:?}");
         store.finish();
     });
@@ -452,20 +453,21 @@ fn loom_ledger_closes() {
         3,
         || {
             let store = Store::new(TWO, PAGE);
-            let Ok(Take::Got(mut fresh)) = store.depot.try_take(store.want(), Reach::All) else {
+            let Ok(Take::Got(mut fresh)) = store.central.try_take(store.want(), Reach::All) else {
                 unreachable!()
             };
-            Depot::enter(&mut fresh, Origin::default());
+            CentralPool::enter(&mut fresh, Origin::default());
             let out = store.out(fresh);
             let slot = std::ptr::from_ref(out.segment.slot()).addr();
             let other = worker(move || out.put());
             step();
-            let found = store.depot.out_for(Duration::ZERO);
-            // As long as it is out its entry is there, but for the moment in which it is closed and the segment not back yet.
+            let found = store.central.out_for(Duration::ZERO);
+            // As long as it is out its entry is there, but for the moment in which it is closed and the segment not
+            // back yet.
             assert!(found.iter().all(|one| one.slot == slot), "{found:?}");
             other.join().unwrap();
-            assert_eq!(store.depot.histograms().1.count(), 1, "its time was counted, once");
-            assert!(store.depot.out_for(Duration::ZERO).is_empty());
+            assert_eq!(store.central.histograms().1.count(), 1, "its time was counted, once");
+            assert!(store.central.out_for(Duration::ZERO).is_empty());
             store.finish();
         },
     );
@@ -478,7 +480,7 @@ fn wait_as_task(store: &Store, key: usize) -> Result<Vec<Out>> {
     let waker = task(thread::current());
     loop {
         step();
-        match store.depot.look(key, Some(&waker)) {
+        match store.central.look(key, Some(&waker)) {
             Outcome::Granted(grants) => return Ok(grants.into_iter().map(|g| store.out(g)).collect()),
             Outcome::Failed(error) => return Err(error),
             Outcome::Waiting => thread::park_until(None),
@@ -488,7 +490,7 @@ fn wait_as_task(store: &Store, key: usize) -> Result<Vec<Out>> {
 
 fn join(store: &Store, wants: usize) -> Result<usize> {
     step();
-    store.depot.join(vec![store.want(); wants], Wake::Thread(thread::current()), false)
+    store.central.join(vec![store.want(); wants], Wake::Thread(thread::current()), false)
 }
 
 #[test]
@@ -504,7 +506,7 @@ fn loom_wait_is_woken() {
             }
         });
         let key = join(&store, 1).unwrap();
-        let grants = store.depot.wait(key, None, Instant::now()).unwrap();
+        let grants = store.central.wait(key, None, Instant::now()).unwrap();
         grants.into_iter().for_each(|grant| store.out(grant).put());
         other.join().unwrap();
         held.into_iter().flatten().for_each(Out::put);
@@ -541,7 +543,7 @@ fn loom_wait_cancelled() {
             let store = store.clone();
             move || {
                 step();
-                store.depot.leave(first, true);
+                store.central.leave(first, true);
             }
         });
         let giver = worker(move || one.put());
@@ -569,17 +571,17 @@ fn loom_wait_in_order() {
             })
         });
         step();
-        if let Outcome::Granted(_) = store.depot.look(second, None) {
+        if let Outcome::Granted(_) = store.central.look(second, None) {
             panic!("the second was served, and there is not enough for both");
         }
         for giver in givers {
             giver.join().unwrap();
         }
-        let Outcome::Granted(grants) = store.depot.look(first, None) else {
+        let Outcome::Granted(grants) = store.central.look(first, None) else {
             panic!("the first was forgotten")
         };
         three.put();
-        let Outcome::Granted(last) = store.depot.look(second, None) else {
+        let Outcome::Granted(last) = store.central.look(second, None) else {
             panic!("the second was forgotten")
         };
         grants.into_iter().chain(last).for_each(|grant| store.out(grant).put());
@@ -601,7 +603,7 @@ fn loom_wait_ends_with_the_pool() {
         });
         let giver = worker(move || one.put());
         step();
-        store.depot.close();
+        store.central.close();
         waiter.join().unwrap();
         giver.join().unwrap();
         two.put();

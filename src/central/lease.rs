@@ -1,19 +1,19 @@
 //! Which shard of which pool this thread has.
 //!
-//! Three thread-locals. `CURRENT` is the shard of the pool that this thread used last, and all that a hit reads: whether it
-//! is one of the right pool, the gate finds out by the comparison that it makes anyway. `HOT` is a bare table of the last
-//! few pools used, for threads that use several by turns. `LEASES` owns the leases and ends them when the thread does: it
-//! has a destructor, which costs a check on each access. A buffer may be dropped inside another thread-local's destructor,
-//! after `LEASES` is gone: then the other two are empty, `LEASES` cannot be reached, and the return takes the shared path
-//! under the depot's lock.
+//! Three thread-locals. `CURRENT` is the shard of the pool that this thread used last, and all that a hit reads:
+//! whether it is one of the right pool, the gate finds out by the comparison that it makes anyway. `HOT` is a bare
+//! table of the last few pools used, for threads that use several by turns. `LEASES` owns the leases and ends them when
+//! the thread does: it has a destructor, which costs a check on each access. A buffer may be dropped inside another
+//! thread-local's destructor, after `LEASES` is gone: then the other two are empty, `LEASES` cannot be reached, and the
+//! return takes the shared path under the central pool's lock.
 //!
-//! Entries are found by the depot's address. It cannot be another depot's by now: an entry in `HOT` has a lease in
-//! `LEASES`, whose weak count keeps the address taken, and goes no later than that.
+//! Entries are found by the central pool's address. It cannot be another central pool's by now: an entry in `HOT` has a
+//! lease in `LEASES`, whose weak count keeps the address taken, and goes no later than that.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};
 
-use super::Depot;
+use super::CentralPool;
 use crate::freelist::Shard;
 #[cfg(not(loom))]
 use crate::freelist::shard::NOBODYS;
@@ -22,7 +22,7 @@ use crate::sync::thread_local;
 /// Pools that one thread can use by turns for some instructions more.
 const WAYS: u64 = 4;
 
-type Entry = Cell<(*const Depot, *const Shard)>;
+type Entry = Cell<(*const CentralPool, *const Shard)>;
 
 #[cfg(not(loom))]
 const NOBODY: *const Shard = &raw const NOBODYS;
@@ -37,15 +37,15 @@ thread_local! {
     static LEASES: Leases = const { Leases(RefCell::new(Vec::new())) };
 }
 
-/// Where in `HOT` a depot's entry is. Pools made one after the other have different ways.
+/// Where in `HOT` a central pool's entry is. Pools made one after the other have different ways.
 fn way<R>(number: u64, f: impl FnOnce(&Entry) -> R) -> Option<R> {
     // Without a destructor there is always an entry (but under loom, once a thread's locals are gone).
     HOT.try_with(|hot| f(&hot[(number % WAYS) as usize])).ok()
 }
 
 struct Lease {
-    depot: u64,
-    owner: Weak<Depot>,
+    central: u64,
+    owner: Weak<CentralPool>,
     shard: Arc<Shard>,
 }
 
@@ -55,8 +55,8 @@ impl Drop for Leases {
     fn drop(&mut self) {
         forget_all();
         for lease in self.0.take() {
-            if let Some(depot) = lease.owner.upgrade() {
-                depot.end_lease(&lease.shard);
+            if let Some(central) = lease.owner.upgrade() {
+                central.end_lease(&lease.shard);
             }
         }
     }
@@ -80,18 +80,18 @@ pub(super) fn current<'a>() -> Option<&'a Shard> {
     let shard = CURRENT.get();
     #[cfg(loom)]
     let shard = CURRENT.try_with(Cell::get).ok().filter(|shard| !shard.is_null())?;
-    // SAFETY: nobody's, which is static, or backed by a lease in LEASES, which keeps it alive on this thread until its end
-    // has reset CURRENT; the caller uses it only within a call on this thread. Neither is null.
+    // SAFETY: nobody's, which is static, or backed by a lease in LEASES, which keeps it alive on this thread until its
+    // end has reset CURRENT; the caller uses it only within a call on this thread. Neither is null.
     Some(unsafe {
         std::hint::assert_unchecked(!shard.is_null());
         &*shard
     })
 }
 
-/// This thread's shard of the depot, if it was used lately. It is the current one from here on.
-pub(super) fn hot<'a>(depot: &Depot) -> Option<&'a Shard> {
-    let (owner, shard) = way(depot.number(), Cell::get)?;
-    if !std::ptr::eq(owner, depot) {
+/// This thread's shard of the central pool, if it was used lately. It is the current one from here on.
+pub(super) fn hot<'a>(central: &CentralPool) -> Option<&'a Shard> {
+    let (owner, shard) = way(central.number(), Cell::get)?;
+    if !std::ptr::eq(owner, central) {
         return None;
     }
     let _ = CURRENT.try_with(|current| current.set(shard));
@@ -99,11 +99,11 @@ pub(super) fn hot<'a>(depot: &Depot) -> Option<&'a Shard> {
     unsafe { shard.as_ref() }
 }
 
-/// The same, leasing one if there is none yet. `None` while this thread's locals are being destroyed, and in the child of a
-/// fork.
+/// The same, leasing one if there is none yet. `None` while this thread's locals are being destroyed, and in the child
+/// of a fork.
 ///
-/// The caller must not hold the depot's lock.
-pub(super) fn obtain<'a>(depot: &Depot) -> Option<&'a Shard> {
+/// The caller must not hold the central pool's lock.
+pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a Shard> {
     // With the other two emptied at the fork, a child that never has one from here hits nothing.
     if crate::os::forked() {
         return None;
@@ -111,7 +111,7 @@ pub(super) fn obtain<'a>(depot: &Depot) -> Option<&'a Shard> {
     LEASES
         .try_with(|leases| {
             let mut leases = leases.0.try_borrow_mut().ok()?;
-            let known = leases.iter().find(|l| l.depot == depot.number()).map(|l| Arc::as_ptr(&l.shard));
+            let known = leases.iter().find(|l| l.central == central.number()).map(|l| Arc::as_ptr(&l.shard));
             let shard = match known {
                 Some(shard) => shard,
                 None => {
@@ -120,20 +120,20 @@ pub(super) fn obtain<'a>(depot: &Depot) -> Option<&'a Shard> {
                         if !alive {
                             // Its entry goes before its address does.
                             let gone = lease.owner.as_ptr();
-                            way(lease.depot, |e| (e.get().0 == gone).then(|| forget(e)));
+                            way(lease.central, |e| (e.get().0 == gone).then(|| forget(e)));
                             let _ = CURRENT.try_with(|current| {
                                 (current.get() == Arc::as_ptr(&lease.shard)).then(|| current.set(NOBODY))
                             });
                         }
                         alive
                     });
-                    let shard = depot.begin_lease()?;
+                    let shard = central.begin_lease()?;
                     let pointer = Arc::as_ptr(&shard);
-                    leases.push(Lease { depot: depot.number(), owner: depot.weak(), shard });
+                    leases.push(Lease { central: central.number(), owner: central.weak(), shard });
                     pointer
                 }
             };
-            way(depot.number(), |entry| entry.set((std::ptr::from_ref(depot), shard)));
+            way(central.number(), |entry| entry.set((std::ptr::from_ref(central), shard)));
             let _ = CURRENT.try_with(|current| current.set(shard));
             // SAFETY: as in `hot`.
             unsafe { shard.as_ref() }

@@ -1,20 +1,20 @@
 //! What threads leave for each other: how a shard is filled from a rack, and how it is relieved.
 //!
-//! A thread that takes more than it returns finds its shard empty and takes over a batch that another left on the class's
-//! rack; one that returns more than it takes finds it full and hangs up half of the list ([`crate::freelist::rack`]).
-//! Neither needs the lock, and neither decides who comes first: while anybody waits no shard can be entered. What finds no
-//! hook goes to its runs, under the lock.
+//! A thread that takes more than it returns finds its shard empty and takes over a batch that another left on the
+//! class's rack; one that returns more than it takes finds it full and hangs up half of the list
+//! ([`crate::freelist::rack`]). Neither needs the lock, and neither decides who comes first: while anybody waits no
+//! shard can be entered. What finds no hook goes to its runs, under the lock.
 //!
-//! What all racks hold together is bounded ([`DepotConfig::shared_cache`](super::DepotConfig)), so each batch is booked
-//! before it is hung up. Hooks keep their bookings when they are emptied, since the next batch is coming; so what is booked
-//! may be for classes that nobody uses any more, and who is refused takes those bookings away and asks once more. Where
-//! there are none, all that is booked hangs, and the next few who are refused do not look.
+//! What all racks hold together is bounded ([`CentralConfig::shared_cache`](super::DepotConfig)), so each batch is
+//! booked before it is hung up. Hooks keep their bookings when they are emptied, since the next batch is coming; so
+//! what is booked may be for classes that nobody uses any more, and who is refused takes those bookings away and asks
+//! once more. Where there are none, all that is booked hangs, and the next few who are refused do not look.
 
 use std::cell::Cell;
 use std::ptr::NonNull;
 
 use super::queue::Grant;
-use super::{Core, Depot, Fresh, Wake};
+use super::{CentralPool, Core, Fresh, Wake};
 use crate::freelist::shard::{Held, Put};
 use crate::freelist::{Slot, list_of, listed};
 use crate::segment::Class;
@@ -23,14 +23,15 @@ use crate::sync::{AtomicU32, AtomicU64, Ordering};
 /// So many who are refused take it that all bookings are in use, after one who has looked and found it so.
 const REST: u32 = if cfg!(loom) { 1 } else { 15 };
 
-/// What the racks of a depot have booked together.
+/// What the racks of a central pool have booked together.
 #[derive(Debug)]
 pub(super) struct Bookings {
-    /// Bytes: no fewer than hang there. Who brings it down, having emptied what was booked, does so by a release, which pairs
-    /// with the acquire in [`Depot::caches`]: who finds nothing booked sees where it went. All else is a sum, and relaxed.
+    /// Bytes: no fewer than hang there. Who brings it down, having emptied what was booked, does so by a release, which
+    /// pairs with the acquire in [`CentralPool::caches`]: who finds nothing booked sees where it went. All else is a
+    /// sum, and relaxed.
     pub(super) bytes: AtomicU64,
-    /// How many are still to take it that all of them are in use. A hint: whoever loses an update of it looks a little earlier
-    /// or later, so it is relaxed, and pairs with nothing.
+    /// How many are still to take it that all of them are in use. A hint: whoever loses an update of it looks a little
+    /// earlier or later, so it is relaxed, and pairs with nothing.
     rest: AtomicU32,
 }
 
@@ -40,7 +41,7 @@ impl Bookings {
     }
 }
 
-impl Depot {
+impl CentralPool {
     // --- taking ------------------------------------------------------------------------------------------------------
 
     /// A segment from this thread's shard after filling that from a rack. No lock, and no decision who comes first:
@@ -101,7 +102,7 @@ impl Depot {
             if self.limit(&mut core, shard, class) == 0 {
                 return false;
             }
-            // The lock is released last, and who frees the depot has to take it first.
+            // The lock is released last, and who frees the central pool has to take it first.
             let Some(mut held) = self.gate.enter(shard) else { return false };
             // SAFETY: the caller's word.
             return matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept);
@@ -119,7 +120,8 @@ impl Depot {
             return kept;
         }
         drop(held);
-        // While our segment is still out the depot is certain to live; once it is counted as returned, it may be gone.
+        // While our segment is still out the central pool is certain to live; once it is counted as returned, it may be
+        // gone.
         if overflows {
             let mut core = self.core.lock();
             // Kept out only if it was all taken back meanwhile.
@@ -142,7 +144,8 @@ impl Depot {
     pub(super) fn hang_up(&self, class: Class, held: &mut Held<'_>, count: u32) -> bool {
         let (rack, stride) = (&self.racks[list_of(class)], class.stride() as u64);
         let refused = Cell::new(false);
-        // Booked beforehand, so that all together stay within the bound. (Looked at first and booked then, two would pass.)
+        // Booked beforehand, so that all together stay within the bound. (Looked at first and booked then, two would
+        // pass.)
         let book = |more: u32| {
             let bytes = u64::from(more) * stride;
             #[cfg(not(pinpool_planted = "book_looks_first"))]
@@ -169,8 +172,9 @@ impl Depot {
 
     // --- bookings ----------------------------------------------------------------------------------------------------
 
-    /// Takes away what empty hooks have booked, for who is refused. `false` if that was nothing, or was nothing a moment ago: where
-    /// the bound is used up by what hangs, a look at all hooks would cost each return more than all else.
+    /// Takes away what empty hooks have booked, for who is refused. `false` if that was nothing, or was nothing a
+    /// moment ago: where the bound is used up by what hangs, a look at all hooks would cost each return more than all
+    /// else.
     fn unbook(&self) -> bool {
         let Bookings { bytes, rest } = &*self.racked;
         // Tells at once where nothing is booked, or may be.
@@ -197,8 +201,8 @@ impl Depot {
         any
     }
 
-    /// Takes down what hangs in racks, with what it booked. Where owners are at it meanwhile, what they have in their hands just
-    /// then is left. `false` if there was nothing.
+    /// Takes down what hangs in racks, with what it booked. Where owners are at it meanwhile, what they have in their
+    /// hands just then is left. `false` if there was nothing.
     pub(super) fn take_down(&self, core: &mut Core) -> bool {
         let mut any = false;
         for (class, rack) in listed().zip(&self.racks) {
@@ -221,15 +225,15 @@ mod tests {
     use std::sync::Arc;
 
     use super::{Ordering, REST, list_of};
-    use crate::depot::{Depot, DepotConfig, Fresh, Reach, Take};
+    use crate::central::{CentralConfig, CentralPool, Fresh, Reach, Take};
     use crate::region::RegionId;
     use crate::segment::Class;
 
     const BYTES: usize = 1 << 20;
 
-    fn depot(shared_cache: usize) -> Arc<Depot> {
-        let depot = Depot::new(
-            DepotConfig {
+    fn central(shared_cache: usize) -> Arc<CentralPool> {
+        let central = CentralPool::new(
+            CentralConfig {
                 capacity: BYTES,
                 thread_cache: 64 << 10,
                 shared_cache,
@@ -243,53 +247,53 @@ mod tests {
         );
         let base = NonNull::new(std::ptr::without_provenance_mut(BYTES)).unwrap();
         // SAFETY: the arena only does arithmetic on it.
-        unsafe { depot.add_extent(RegionId(0), base, BYTES, true) };
-        depot
+        unsafe { central.add_extent(RegionId(0), base, BYTES, true) };
+        central
     }
 
-    fn take(depot: &Depot, len: usize) -> Fresh {
-        let want = depot.place(len, 64).unwrap();
-        if let Some(fresh) = Class::of(len).and_then(|class| depot.hit(class, len)) {
+    fn take(central: &CentralPool, len: usize) -> Fresh {
+        let want = central.place(len, 64).unwrap();
+        if let Some(fresh) = Class::of(len).and_then(|class| central.hit(class, len)) {
             return fresh;
         }
-        match depot.try_take(want, Reach::Idle).unwrap() {
+        match central.try_take(want, Reach::Idle).unwrap() {
             Take::Got(fresh) => fresh,
             Take::Empty => panic!("there is enough"),
         }
     }
 
     /// Takes so many, and returns them all: more than a shard keeps goes to the rack.
-    fn burst(depot: &Depot, len: usize, count: usize) {
-        let out: Vec<Fresh> = (0..count).map(|_| take(depot, len)).collect();
+    fn burst(central: &CentralPool, len: usize, count: usize) {
+        let out: Vec<Fresh> = (0..count).map(|_| take(central, len)).collect();
         // SAFETY: ours, and nothing uses them.
         out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
-        depot.check(|_, _| ()).unwrap();
+        central.check(|_, _| ()).unwrap();
     }
 
-    fn hanging(depot: &Depot, len: usize) -> usize {
+    fn hanging(central: &CentralPool, len: usize) -> usize {
         let mut count = 0;
-        depot.racks[list_of(Class::of(len).unwrap())].for_each(|_| count += 1);
+        central.racks[list_of(Class::of(len).unwrap())].for_each(|_| count += 1);
         count
     }
 
-    fn end(depot: &Arc<Depot>) {
-        depot.close();
-        assert_eq!(depot.outstanding(), 0);
+    fn end(central: &Arc<CentralPool>) {
+        central.close();
+        assert_eq!(central.outstanding(), 0);
     }
 
     #[test]
     fn what_hangs_between_threads_stays_within_its_bound() {
         const LEN: usize = 4096;
         for shared in [0, 10_000, 40_000, 1 << 20] {
-            let depot = depot(shared);
-            burst(&depot, LEN, 100);
-            let hangs = hanging(&depot, LEN) * (LEN + 64);
+            let central = central(shared);
+            burst(&central, LEN, 100);
+            let hangs = hanging(&central, LEN) * (LEN + 64);
             assert!(hangs <= shared, "{hangs} bytes of at most {shared}");
             assert_eq!(hangs > 0, shared > 0, "a list has few segments here, so that a batch of them fits");
             // Some hooks are emptied, and filled again.
-            burst(&depot, LEN, 100);
-            assert!(hanging(&depot, LEN) * (LEN + 64) <= shared);
-            end(&depot);
+            burst(&central, LEN, 100);
+            assert!(hanging(&central, LEN) * (LEN + 64) <= shared);
+            end(&central);
         }
     }
 
@@ -297,38 +301,38 @@ mod tests {
     fn bookings_that_nobody_uses_are_for_others() {
         const LEN: usize = 4096;
         const OTHER: usize = 8192;
-        let depot = depot(40_000);
-        burst(&depot, LEN, 100);
-        let hung = hanging(&depot, LEN);
+        let central = central(40_000);
+        burst(&central, LEN, 100);
+        let hung = hanging(&central, LEN);
         // All of it out: the hooks are empty, and what they have booked leaves no room for others.
         assert!(hung * (LEN + 64) + OTHER + 64 > 40_000);
-        let out: Vec<Fresh> = (0..100).map(|_| take(&depot, LEN)).collect();
-        assert_eq!(hanging(&depot, LEN), 0);
-        burst(&depot, OTHER, 40);
-        assert!(hanging(&depot, OTHER) > 0, "the others' bookings were in the way");
+        let out: Vec<Fresh> = (0..100).map(|_| take(&central, LEN)).collect();
+        assert_eq!(hanging(&central, LEN), 0);
+        burst(&central, OTHER, 40);
+        assert!(hanging(&central, OTHER) > 0, "the others' bookings were in the way");
         // SAFETY: ours, and nothing uses them.
         out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
-        depot.check(|_, _| ()).unwrap();
-        end(&depot);
+        central.check(|_, _| ()).unwrap();
+        end(&central);
     }
 
     #[test]
     fn who_is_refused_looks_for_idle_bookings_now_and_then() {
         const LEN: usize = 4096;
-        let depot = depot(20_000);
-        burst(&depot, LEN, 100);
-        let hung = hanging(&depot, LEN);
-        assert!(hung > 0 && depot.racked.bytes.load(Ordering::Relaxed) + LEN as u64 + 64 > 20_000);
+        let central = central(20_000);
+        burst(&central, LEN, 100);
+        let hung = hanging(&central, LEN);
+        assert!(hung > 0 && central.racked.bytes.load(Ordering::Relaxed) + LEN as u64 + 64 > 20_000);
         // Up to here there may have been looks in vain, and after this one there was one certainly.
-        (0..=REST).for_each(|_| assert!(!depot.unbook(), "all of it hangs"));
-        let out: Vec<Fresh> = (0..100).map(|_| take(&depot, LEN)).collect();
-        assert_eq!(hanging(&depot, LEN), 0);
-        let looks = (1..).find(|_| depot.unbook()).unwrap();
+        (0..=REST).for_each(|_| assert!(!central.unbook(), "all of it hangs"));
+        let out: Vec<Fresh> = (0..100).map(|_| take(&central, LEN)).collect();
+        assert_eq!(hanging(&central, LEN), 0);
+        let looks = (1..).find(|_| central.unbook()).unwrap();
         assert!((1..=REST + 1).contains(&looks), "{looks}");
-        assert_eq!(depot.racked.bytes.load(Ordering::Relaxed), 0);
+        assert_eq!(central.racked.bytes.load(Ordering::Relaxed), 0);
         // SAFETY: ours, and nothing uses them.
         out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
-        depot.check(|_, _| ()).unwrap();
-        end(&depot);
+        central.check(|_, _| ()).unwrap();
+        end(&central);
     }
 }

@@ -1,18 +1,18 @@
-//! Looking at a depot: its bytes and counts, by size class too, and everything that is out.
+//! Looking at a central pool: its bytes and counts, by size class too, and everything that is out.
 //!
-//! What threads count in their shards is added up without stopping them. Under the depot's lock nothing moves on the slow
-//! path meanwhile; calls on the fast path do, so each part is exact when nobody moves, and otherwise off by no more than
-//! the calls that are made while it is looked: one segment each, or, where a call fills or empties a thread's list, as many
-//! as that list may hold. Each shard's numbers are read once, and everything is worked out from that one reading. So the
-//! parts sum to the whole at any time.
+//! What threads count in their shards is added up without stopping them. Under the central pool's lock nothing moves on
+//! the slow path meanwhile; calls on the fast path do, so each part is exact when nobody moves, and otherwise off by no
+//! more than the calls that are made while it is looked: one segment each, or, where a call fills or empties a thread's
+//! list, as many as that list may hold. Each shard's numbers are read once, and everything is worked out from that one
+//! reading. So the parts sum to the whole at any time.
 //!
-//! Looking at all that is out takes longer, and goes piece by piece: under the lock, and for a moment with everyone kept out of
-//! the shards to learn what these cache, a piece is put down in numbers; what follows from them is worked out with the
-//! lock released. So nobody waits longer than for a piece, whatever the pool's size.
+//! Looking at all that is out takes longer, and goes piece by piece: under the lock, and for a moment with everyone
+//! kept out of the shards to learn what these cache, a piece is put down in numbers; what follows from them is worked
+//! out with the lock released. So nobody waits longer than for a piece, whatever the pool's size.
 
 use std::time::{Duration, Instant};
 
-use super::{Core, Depot, DepotSnapshot, Fresh, Segment, StdOrdering, mode};
+use super::{CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering, mode};
 use crate::freelist::{Slot, Word, state};
 use crate::segment::{CLASSES, Class};
 use crate::telemetry::counters::Histogram;
@@ -76,20 +76,20 @@ fn name(slot: &Slot) -> usize {
     std::ptr::from_ref(slot).addr()
 }
 
-impl Depot {
+impl CentralPool {
     /// Bytes and counts. Exact when nobody moves; otherwise the parts still sum to the whole.
-    pub(crate) fn snapshot(&self) -> DepotSnapshot {
+    pub(crate) fn snapshot(&self) -> CentralSnapshot {
         self.count(&self.core.lock(), None)
     }
 
     /// The same, with the parts by size class, of which those that were ever used are listed.
-    pub(crate) fn snapshot_by_class(&self) -> (DepotSnapshot, Vec<ClassCount>) {
+    pub(crate) fn snapshot_by_class(&self) -> (CentralSnapshot, Vec<ClassCount>) {
         let mut classes = Vec::new();
         let snapshot = self.count(&self.core.lock(), Some(&mut classes));
         (snapshot, classes)
     }
 
-    fn count(&self, core: &Core, classes: Option<&mut Vec<ClassCount>>) -> DepotSnapshot {
+    fn count(&self, core: &Core, classes: Option<&mut Vec<ClassCount>>) -> CentralSnapshot {
         let bytes = core.arena.bytes();
         let (mut takes, mut puts, mut out, mut requested) =
             (core.takes, core.puts, core.granted, core.requested);
@@ -120,7 +120,7 @@ impl Depot {
         let taken = (out as i64).max(0) as usize;
         let taken = taken.min(bytes.total - bytes.cut).max(core.quarantined);
         let free = bytes.total - bytes.cut - taken;
-        DepotSnapshot {
+        CentralSnapshot {
             total: bytes.total,
             unpinned: bytes.unpinned,
             free,
@@ -154,7 +154,7 @@ impl Depot {
     pub(crate) fn enter(fresh: &mut Fresh, origin: Origin) {
         fresh.watch();
         let segment = fresh.segment();
-        segment.depot().core.lock().ledger.enter(name(segment.slot()), segment.len(), origin);
+        segment.central().core.lock().ledger.enter(name(segment.slot()), segment.len(), origin);
     }
 
     /// The same for a segment that may be in it already: then its entry starts anew, else none is made.
@@ -165,8 +165,8 @@ impl Depot {
         }
     }
 
-    /// Everything that has been out for at least `threshold`, as far as that is known, in no certain order. Walks all segments
-    /// that were cut; the module's page says how. What comes and goes meanwhile may be there or not.
+    /// Everything that has been out for at least `threshold`, as far as that is known, in no certain order. Walks all
+    /// segments that were cut; the module's page says how. What comes and goes meanwhile may be there or not.
     pub(crate) fn out_for(&self, threshold: Duration) -> Vec<OutSegment> {
         let mut out = Vec::new();
         if crate::os::forked() {
@@ -197,7 +197,8 @@ impl Depot {
         out
     }
 
-    /// Puts down what is out of the runs from this number on, as many as make a piece. Where to go on, if there are more.
+    /// Puts down what is out of the runs from this number on, as many as make a piece. Where to go on, if there are
+    /// more.
     fn put_down(&self, from: usize, piece: &mut Piece) -> Option<usize> {
         let Piece { cached, found, entered, returns } = piece;
         cached.clear();

@@ -5,8 +5,8 @@
 //! but keeps that run in use, so nothing overtakes a head that was passed [`PASSES`] times or has waited [`PATIENCE`].
 //! Several buffers of one request are granted together or not at all, and only at the head.
 //!
-//! The queue only decides. It is a part of the depot's core, under its lock, and hands out whom to wake; the waking is
-//! done after the lock is released.
+//! The queue only decides. It is a part of the central pool's core, under its lock, and hands out whom to wake; the
+//! waking is done after the lock is released.
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use slab::Slab;
 
-use super::Depot;
+use super::CentralPool;
 use super::growth::Growth;
 use crate::arena::Arena;
 use crate::error::Error;
@@ -53,7 +53,7 @@ pub(crate) enum Wake {
     Thread(Thread),
     Task(Task),
     /// Has a region made for who waits.
-    Grow(Weak<Depot>, Growth),
+    Grow(Weak<CentralPool>, Growth),
 }
 
 impl Wake {
@@ -61,9 +61,9 @@ impl Wake {
         match self {
             Self::Thread(thread) => thread.unpark(),
             Self::Task(task) => task.wake(),
-            Self::Grow(depot, growth) => {
-                if let Some(depot) = depot.upgrade() {
-                    depot.carry_out(growth);
+            Self::Grow(central, growth) => {
+                if let Some(central) = central.upgrade() {
+                    central.carry_out(growth);
                 }
             }
         }
@@ -135,8 +135,8 @@ impl Queue {
         key
     }
 
-    /// Replaces how a waiter is woken; if it waits no more, takes its outcome and removes it. The other half is what the
-    /// caller is to drop after releasing the lock.
+    /// Replaces how a waiter is woken; if it waits no more, takes its outcome and removes it. The other half is what
+    /// the caller is to drop after releasing the lock.
     pub(crate) fn look(&mut self, key: usize, wake: Option<Wake>) -> (Outcome, Option<Wake>) {
         let waiter = &mut self.waiters[key];
         if matches!(waiter.outcome, Outcome::Waiting) {
