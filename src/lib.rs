@@ -113,7 +113,7 @@
 //! | `arena` | extents, runs and segments, and a check of every invariant | yes |
 //! | `device` | the contract: what a device must do; below it, the devices | yes |
 //! | `region` | where pinned ranges come from, written against the contract | yes |
-//! | `central` | what buffers drop into: shards, waiters, returns | yes |
+//! | `central` | what buffers drop into: thread caches, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
 //! | `runtime` | an opened device: its context, its reaper, its end | yes |
 //! | `cuda` | what only CUDA has: contexts and streams that others made | yes |

@@ -3,10 +3,10 @@
 //! # The asymmetric fence
 //!
 //! A checkout and a return must not pay for a full fence (20 cycles and more), yet they need one against the rare
-//! thread that takes a shard back: the owner stores *busy* and then loads *mode*, the other side stores *mode* and then
-//! loads *busy*, and at least one of them must see the other (Dekker's pattern, which needs store-load order on both
-//! sides). So the price is moved: [`light`] on the frequent side is a compiler fence, and [`heavy`] on the rare side is
-//! `membarrier(PRIVATE_EXPEDITED)`, which runs a full fence on every core that runs a thread of this process.
+//! thread that takes a thread cache back: the owner stores *busy* and then loads *mode*, the other side stores *mode*
+//! and then loads *busy*, and at least one of them must see the other (Dekker's pattern, which needs store-load order
+//! on both sides). So the price is moved: [`light`] on the frequent side is a compiler fence, and [`heavy`] on the rare
+//! side is `membarrier(PRIVATE_EXPEDITED)`, which runs a full fence on every core that runs a thread of this process.
 //!
 //! There are three modes, because not every environment has, or understands, that call:
 //!
@@ -14,7 +14,7 @@
 //! | --- | --- | --- | --- |
 //! | membarrier | the kernel registered it | compiler fence | the call |
 //! | fences | loom (which models only fences as sequentially consistent), and kernels without the call | `fence(SeqCst)` | `fence(SeqCst)` |
-//! | read-modify-write | `--cfg pinpool_rmw`: sanitizers, which do not model fences | see `freelist::shard` | see there |
+//! | read-modify-write | `--cfg pinpool_rmw`: sanitizers, which do not model fences | see `freelist::cache` | see there |
 //!
 //! What only the first mode exercises is the pairing of `light` with the system call; `tests/threads.rs` runs it on
 //! threads. Models go the first mode's way, with fences in place of the call, and some of them the second's
@@ -22,21 +22,23 @@
 //!
 //! # When the call is refused later
 //!
-//! A sandbox that is put up after the first pool was built (seccomp) can refuse a call that was granted before. Pools that are
-//! built from then on find that out at once, and are of the second mode. A pool that was built before finds out when it
-//! works on thread caches for the first time ([`heavy`] says `false`), and goes over to the second mode for good, where that is
-//! sound. Owners of that pool's caches have paid for no fence so far, so each of them must be known to have seen that its
-//! permit is gone, and what it wrote must be visible. That is known of
+//! A sandbox that is put up after the first pool was built (seccomp) can refuse a call that was granted before. Pools
+//! that are built from then on find that out at once, and are of the second mode. A pool that was built before finds
+//! out when it works on thread caches for the first time ([`heavy`] says `false`), and goes over to the second mode for
+//! good, where that is sound. Owners of that pool's caches have paid for no fence so far, so each of them must be known
+//! to have seen that its permit is gone, and what it wrote must be visible. That is known of
 //!
 //! - a cache that no thread leases: leases begin and end under the pool's lock, which is held;
 //! - the cache of the very thread that asks;
-//! - an owner that has come to its cache since, found its permit gone, and has fenced (`freelist::shard`, `Gate::enter`);
+//! - an owner that has come to its cache since, found its permit gone, and has fenced (`freelist::cache`,
+//!   `Gate::enter`);
 //! - an owner that is blocked in the kernel, by the kernel's own word ([`is_blocked`](crate::os::barrier::is_blocked)).
 //!
-//! All others are waited for, and come under one of the last two sooner or later, unless they compute without a system call.
-//! After [`PATIENCE`], or where `/proc` does not tell, nothing is left that is sound: the process is aborted, with the reason on
-//! stderr. (No other call will do in its place: a change of protection interrupts other processors no more on all of them, and
-//! a sandbox that refuses this call may refuse any.) What other pools find out makes no difference: each goes over by itself.
+//! All others are waited for, and come under one of the last two sooner or later, unless they compute without a system
+//! call. After [`PATIENCE`], or where `/proc` does not tell, nothing is left that is sound: the process is aborted,
+//! with the reason on stderr. (No other call will do in its place: a change of protection interrupts other processors
+//! no more on all of them, and a sandbox that refuses this call may refuse any.) What other pools find out makes no
+//! difference: each goes over by itself.
 //!
 //! # Under loom
 //!
@@ -56,8 +58,8 @@ pub(crate) use loom::cell::UnsafeCell;
 #[cfg(not(loom))]
 pub(crate) use crate::locks::{Mutex, MutexGuard};
 
-/// Loom's mutex with parking_lot's interface. Locking it after it was dropped fails, as far as the memory is still there
-/// (a model keeps a `Weak` to that end).
+/// Loom's mutex with parking_lot's interface. Locking it after it was dropped fails, as far as the memory is still
+/// there (a model keeps a `Weak` to that end).
 #[cfg(loom)]
 #[derive(Debug, Default)]
 pub(crate) struct Mutex<T> {
@@ -165,8 +167,8 @@ pub(crate) fn yield_now() {
     std::thread::yield_now();
 }
 
-/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. Asked when a pool is built; a
-/// pool that was told `false` keeps `FENCED` set for good.
+/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. Asked when a pool is
+/// built; a pool that was told `false` keeps `FENCED` set for good.
 pub(crate) fn asymmetric() -> bool {
     // Models have fences on both sides in place of the call, and go the way that has it.
     #[cfg(all(test, loom))]
@@ -198,8 +200,8 @@ pub(crate) fn light() {
     }
 }
 
-/// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a full fence. `false`: the
-/// call is refused, and nothing is known of threads that have only [`light`].
+/// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a full fence. `false`:
+/// the call is refused, and nothing is known of threads that have only [`light`].
 #[must_use = "owners may not have fenced"]
 pub(crate) fn heavy(both: bool) -> bool {
     fence(Ordering::SeqCst);
@@ -226,8 +228,8 @@ pub(crate) fn thread_number() -> u32 {
     if cfg!(loom) { 0 } else { crate::os::barrier::thread_number() }
 }
 
-/// Whether what a thread with this number has written is visible here, and what was written here to it: it is this one, or
-/// blocked in the kernel. (In models, where there is no kernel, of none.)
+/// Whether what a thread with this number has written is visible here, and what was written here to it: it is this one,
+/// or blocked in the kernel. (In models, where there is no kernel, of none.)
 pub(crate) fn is_known(thread: u32) -> bool {
     !cfg!(loom) && (thread == thread_number() || crate::os::barrier::is_blocked(thread))
 }
@@ -241,8 +243,8 @@ pub(crate) fn pause() {
     std::thread::sleep(std::time::Duration::from_micros(100));
 }
 
-/// Which of the crate's own threads this is. Code of the caller's runs there too (wakers, owners that are dropped), and must
-/// not wait for what only that very thread does.
+/// Which of the crate's own threads this is. Code of the caller's runs there too (wakers, owners that are dropped), and
+/// must not wait for what only that very thread does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Own {
     /// Pins, allocates, drops what others own.
@@ -277,8 +279,8 @@ thread_local! {
     static LANDING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Does what follows from having found out what is done, or that it never will be: others' code runs meanwhile, on whatever
-/// thread that is, which may be about to wake more of them, and may have what whoever waits would wait for.
+/// Does what follows from having found out what is done, or that it never will be: others' code runs meanwhile, on
+/// whatever thread that is, which may be about to wake more of them, and may have what whoever waits would wait for.
 pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
     struct Before(bool);
     impl Drop for Before {

@@ -123,7 +123,7 @@ fn every_byte_arrives_whatever_the_threads_do() {
                 done.fetch_add(1, Ordering::SeqCst);
             });
         }
-        // Somebody looks all the time, which keeps everybody out of their shards again and again.
+        // Somebody looks all the time, which keeps everybody out of their thread caches again and again.
         while done.load(Ordering::SeqCst) < THREADS {
             pool.check().unwrap();
             let s = pool.stats();
@@ -138,7 +138,7 @@ fn every_byte_arrives_whatever_the_threads_do() {
 
 #[test]
 fn buffers_travel_between_threads() {
-    // Some only take and others only return, so that racks and the runs are on the way.
+    // Some only take and others only return, so that transfer caches and the runs are on the way.
     let device = late();
     let pool = builder(&device).capacity(2 << 20).thread_cache(16 << 10).build().unwrap();
     let stop = AtomicBool::new(false);
@@ -228,8 +228,8 @@ fn one_thread_uses_more_pools_by_turns_than_it_has_at_hand() {
     assert_eq!(pools[3].stats().misses, first, "a hit, though another pool was used in between");
 }
 
-/// One thread checks out, another returns, so many together; lengths follow each other, so that what is kept of the last
-/// is in the way of the next.
+/// One thread checks out, another returns, so many together; lengths follow each other, so that what is kept of the
+/// last is in the way of the next.
 fn flow_one_way(together: usize, lens: &[usize]) {
     const CACHE: usize = 1 << 20;
     let device = late();
@@ -310,7 +310,7 @@ fn idle_threads_give_up_what_they_cache() {
                 scope.spawn(move || {
                     drop(pool.checkout(100 * (thread + 1)).unwrap());
                     cached.wait();
-                    // Idle, with a batch of a class of its own in the shard, while the whole pool is wanted.
+                    // Idle, with a batch of a class of its own in the thread cache, while the whole pool is wanted.
                     go.wait();
                     drop(pool.checkout(100 * (thread + 1)).unwrap());
                 });
@@ -356,7 +356,8 @@ fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
     beside(pair, |pair| {
         let misses = pair();
         assert!(misses > 0 && pool.stats().cached_bytes > 0);
-        // What it caches stands in the way of this, the last three of 64 pages. There is room for another region, though.
+        // What it caches stands in the way of this, the last three of 64 pages. There is room for another region,
+        // though.
         let large = pool.try_checkout(nearly_all);
         let large = large.or_else(|_| {
             pool.wait_pinned(None).unwrap();

@@ -1,9 +1,9 @@
 //! The floor: a bare copy of what a hit does, with its parts taken away one at a time.
 //!
-//! It shows what each part costs, and what is left when all that makes the pool safe to share is gone. Parts overlap in the
-//! processor, so a part costs less where others are still there. The copy is one of the stores that the patterns run on,
-//! so the same is known of a pair at a time (`floor`) and of 64 live buffers (`live_parts`). [`super::relay`] has one thread
-//! take and another give (`cross_thread_return`).
+//! It shows what each part costs, and what is left when all that makes the pool safe to share is gone. Parts overlap in
+//! the processor, so a part costs less where others are still there. The copy is one of the stores that the patterns
+//! run on, so the same is known of a pair at a time (`floor`) and of 64 live buffers (`live_parts`). [`super::relay`]
+//! has one thread take and another give (`cross_thread_return`).
 
 use std::cell::Cell;
 use std::ptr::null;
@@ -16,8 +16,8 @@ use super::Contender;
 use super::pair::{Work, entry};
 use super::stores::{PLAIN, PinpoolPlain, Store, TwoFetchAdds, pool, touch};
 
-/// The parts: the class of a length; the busy word; the pass; requested bytes; the thread's shard from a thread-local; where
-/// a segment is, from what is known of it, and not from the list.
+/// The parts: the class of a length; the busy word; the pass; requested bytes; the thread's thread cache from a
+/// thread-local; where a segment is, from what is known of it, and not from the list.
 pub const CLASS: u32 = 1;
 pub const BUSY: u32 = 2;
 pub const PASS: u32 = 4;
@@ -29,7 +29,7 @@ pub const ALL: u32 = 63;
 /// More than are out at a time.
 const EACH: usize = 100;
 
-/// Stands for the pool in shards.
+/// Stands for the pool in thread caches.
 static POOL: u8 = 0;
 
 #[repr(align(32))]
@@ -81,7 +81,7 @@ pub struct Out {
 // SAFETY: two addresses and two numbers, of no thread's own.
 unsafe impl Send for Out {}
 
-/// A thread's shard, full, with all that hangs on it.
+/// A thread's thread cache, full, with all that hangs on it.
 pub struct Owned {
     shard: Box<Shard>,
     _stacks: Vec<Box<[AtomicPtr<u8>]>>,
@@ -169,13 +169,13 @@ impl<const PARTS: u32> Copied<PARTS> {
         Self { sizes, lists: sizes.iter().filter_map(|len| Class::of(*len)).map(Class::index).collect() }
     }
 
-    /// Into the shard and out of it around `f`.
+    /// Into the thread cache and out of it around `f`.
     #[inline(always)]
     fn inside<R>(local: &Owned, pool: *const u8, f: impl FnOnce(&Shard) -> Option<R>) -> Option<R> {
         let shard = if PARTS & LOCAL == 0 {
             &*local.shard
         } else {
-            // SAFETY: set by `local`, on this thread, to the shard that `local` keeps.
+            // SAFETY: set by `local`, on this thread, to the thread cache that `local` keeps.
             unsafe { &*CURRENT.get() }
         };
         if PARTS & BUSY != 0 {

@@ -92,7 +92,7 @@ const EMPTY: u32 = 0;
 const MOVING: u32 = 1;
 const FULL: u32 = 2;
 
-/// Like a rack's.
+/// Like a transfer cache's.
 #[repr(align(128))]
 struct Hook {
     state: AtomicU32,
@@ -117,7 +117,7 @@ unsafe impl Send for At {}
 pub struct Hooked<const PARTS: u32> {
     copy: Copied<PARTS>,
     hooks: [Hook; 8],
-    /// What has not gone out yet, or found no hook.
+    /// What has not gone out yet, or found no slot.
     stock: Mutex<Vec<At>>,
     _slots: Vec<Slot>,
     _memory: Vec<PinnedBuf>,

@@ -3,14 +3,15 @@
 use super::*;
 
 impl Arena {
-    /// Walks every invariant. `outside` are the free slots in shards and racks, by address; `visit` sees every slot.
+    /// Walks every invariant. `outside` are the free descriptors in thread caches and transfer caches, by address;
+    /// `visit` sees every descriptor.
     ///
     /// # Errors
     /// The first violation, in words.
     pub(crate) fn check(
         &self,
         outside: &std::collections::HashSet<usize>,
-        mut visit: impl FnMut(&Slot, usize, bool),
+        mut visit: impl FnMut(&Descriptor, usize, bool),
     ) -> Result<(), String> {
         let (mut total, mut cut, mut free_slots, mut free_pages, mut idle, mut runs) = (0, 0, 0, 0, 0, 0);
         let mut found_outside = 0;
@@ -57,15 +58,18 @@ impl Arena {
                 }
                 let mut seen = 0;
                 for n in 0..run.count {
-                    // SAFETY: the run's own slot.
-                    let slot = unsafe { self.slot(run, n).as_ref() };
-                    let base = slot.base().as_ptr().addr();
-                    let bytes = slot.class().map_or(run.alone, Class::stride);
-                    let here = std::ptr::from_ref(slot).addr();
-                    if slot.run() != entry {
-                        return Err(format!("a slot of run {entry} says it is of run {}", slot.run()));
+                    // SAFETY: the run's own descriptor.
+                    let descriptor = unsafe { self.descriptor(run, n).as_ref() };
+                    let base = descriptor.base().as_ptr().addr();
+                    let bytes = descriptor.class().map_or(run.alone, Class::stride);
+                    let here = std::ptr::from_ref(descriptor).addr();
+                    if descriptor.run() != entry {
+                        return Err(format!(
+                            "a descriptor of run {entry} says it is of run {}",
+                            descriptor.run()
+                        ));
                     }
-                    if slot.class().is_none() && run.alone == 0 {
+                    if descriptor.class().is_none() && run.alone == 0 {
                         continue; // A single segment that is back, its tail out.
                     }
                     if base % SEGMENT_ALIGN != 0 || base < below || base + bytes > end {
@@ -78,7 +82,7 @@ impl Arena {
                     let places = usize::from(listed.contains(&here)) + usize::from(outside.contains(&here));
                     seen += usize::from(listed.contains(&here));
                     found_outside += usize::from(outside.contains(&here));
-                    let state = slot.word().state();
+                    let state = descriptor.word().state();
                     // A segment is free exactly if it stands in a list.
                     if places > 1 || places == 1 && state != state::HOST {
                         let state = state::name(state);
@@ -86,10 +90,10 @@ impl Arena {
                             "run {entry}: segment {n} is {state} and stands in {places} lists"
                         ));
                     }
-                    visit(slot, bytes, places == 1);
+                    visit(descriptor, bytes, places == 1);
                 }
                 if seen != listed.len() {
-                    return Err(format!("run {entry}: its list holds slots that are not its own"));
+                    return Err(format!("run {entry}: its list holds descriptors that are not its own"));
                 }
                 if covered + run.cut != end - start {
                     return Err(format!(
@@ -118,7 +122,7 @@ impl Arena {
         let kept = (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle, self.runs.len());
         if sums != kept {
             return Err(format!(
-                "(total, cut, free slots, free pages, idle, runs) are {sums:?}, kept as {kept:?}"
+                "(total, cut, free descriptors, free pages, idle, runs) are {sums:?}, kept as {kept:?}"
             ));
         }
         if self.free.iter().map(|f| f.0 as usize).sum::<usize>() != free_pages {

@@ -23,8 +23,8 @@
 //! A small aligned segment leaves much of its last page over; that tail becomes a segment of the largest class that
 //! fits, and goes its own way.
 //!
-//! The tables: 4 bytes a page, 32 bytes a segment ([`Slot`]), some 80 bytes a run, together below 1% of the memory for
-//! segments of 4 KiB and more. Nothing is ever written into the pinned memory itself.
+//! The tables: 4 bytes a page, 32 bytes a segment ([`Descriptor`]), some 80 bytes a run, together below 1% of the
+//! memory for segments of 4 KiB and more. Nothing is ever written into the pinned memory itself.
 //!
 //! Everything here happens under the central pool's lock. [`Arena::check`] walks every invariant.
 
@@ -42,7 +42,7 @@ use std::ptr::NonNull;
 
 use slab::Slab;
 
-use crate::freelist::{Chain, Slot, state};
+use crate::freelist::{Chain, Descriptor, state};
 use crate::region::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement, SEGMENT_ALIGN};
 
@@ -71,21 +71,21 @@ struct Run {
     extent: u32,
     first: u32,
     pages: u32,
-    /// The class of the slots in `list`: the run's, or that of a single segment's tail.
+    /// The class of the descriptors in `list`: the run's, or that of a single segment's tail.
     class: Option<Class>,
     /// Bytes of the single segment that has this run, while it is out; 0 for a class's run.
     alone: usize,
-    slots: NonNull<Slot>,
-    /// Slots in use as such, and slots in the table: a run that was shortened leaves some over.
+    descriptors: NonNull<Descriptor>,
+    /// Descriptors in use as such, and descriptors in the table: a run that was shortened leaves some over.
     count: u32,
     table: u32,
-    /// The free slots that are not cached elsewhere.
+    /// The free descriptors that are not cached elsewhere.
     list: Chain,
     /// Bytes that no segment covers.
     cut: usize,
 }
 
-/// The bytes of the arena, by what they are to it. Segments in shards and racks count as given out.
+/// The bytes of the arena, by what they are to it. Segments in thread caches and transfer caches count as given out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ArenaBytes {
     pub(crate) total: usize,
@@ -103,7 +103,7 @@ pub(crate) struct Arena {
     runs: Slab<Run>,
     /// Free runs: pages, extent, first page.
     free: BTreeSet<(u32, u32, u32)>,
-    /// Runs with free slots, by class: extent, first page, run.
+    /// Runs with free descriptors, by class: extent, first page, run.
     partial: Vec<BTreeSet<(u32, u32, u32)>>,
     /// Runs that are kept though all their segments are back.
     idle: usize,
@@ -112,12 +112,12 @@ pub(crate) struct Arena {
     cut: usize,
     free_pages: usize,
     free_slot_bytes: usize,
-    /// Where new slots start, so that a token of a dissolved run fits no later one.
+    /// Where new descriptors start, so that a token of a dissolved run fits no later one.
     generation: u64,
 }
 
-// SAFETY: the raw pointers are to slot tables that the arena owns (Slot is Sync), and to memory that it only does
-// arithmetic on.
+// SAFETY: the raw pointers are to descriptor tables that the arena owns (Descriptor is Sync), and to memory that it
+// only does arithmetic on.
 unsafe impl Send for Arena {}
 
 impl Arena {
@@ -149,13 +149,13 @@ impl Arena {
 
     // --- runs --------------------------------------------------------------------------------------------------------
 
-    /// Makes a run of `pages` at `first`, with slots at the given offsets. They start out of every list.
+    /// Makes a run of `pages` at `first`, with descriptors at the given offsets. They start out of every list.
     fn make_run(
         &mut self,
         extent: u32,
         first: u32,
         pages: u32,
-        slots: &mut dyn ExactSizeIterator<Item = (usize, Option<Class>)>,
+        descriptors: &mut dyn ExactSizeIterator<Item = (usize, Option<Class>)>,
     ) -> u32 {
         let base = self.extents[extent as usize].base;
         // SAFETY: `first` is a page of the extent, whose mapping is as long as its map.
@@ -163,20 +163,20 @@ impl Arena {
         let entry = self.runs.vacant_entry();
         let number = entry.key() as u32;
         let generation = self.generation;
-        let table: Box<[Slot]> = slots
+        let table: Box<[Descriptor]> = descriptors
             // SAFETY: offsets are within the run's pages.
-            .map(|(offset, class)| Slot::new(unsafe { start.add(offset) }, class, number, generation))
+            .map(|(offset, class)| Descriptor::new(unsafe { start.add(offset) }, class, number, generation))
             .collect();
         let count = table.len() as u32;
         // The table is reached by raw pointers from now on, until `drop_table` makes it a box again.
-        let slots = NonNull::from(Box::leak(table)).cast();
+        let descriptors = NonNull::from(Box::leak(table)).cast();
         entry.insert(Run {
             extent,
             first,
             pages,
             class: None,
             alone: 0,
-            slots,
+            descriptors,
             count,
             table: count,
             list: Chain::new(),
@@ -188,10 +188,10 @@ impl Arena {
         number
     }
 
-    fn slot(&self, run: &Run, index: u32) -> NonNull<Slot> {
+    fn descriptor(&self, run: &Run, index: u32) -> NonNull<Descriptor> {
         debug_assert!(index < run.count);
-        // SAFETY: the table has `count` slots.
-        unsafe { run.slots.add(index as usize) }
+        // SAFETY: the table has `count` descriptors.
+        unsafe { run.descriptors.add(index as usize) }
     }
 
     /// Cuts a fresh run for a class and puts its segments on the run's list, lowest address first. Where no run of the
@@ -205,13 +205,13 @@ impl Arena {
             return None;
         }
         let (extent, first) = self.take_pages(pages as usize, 1)?;
-        let mut slots = (0..segments).map(|i| (i * stride, Some(class)));
-        let number = self.make_run(extent, first, pages, &mut slots);
+        let mut descriptors = (0..segments).map(|i| (i * stride, Some(class)));
+        let number = self.make_run(extent, first, pages, &mut descriptors);
         let run = &self.runs[number as usize];
         let mut list = Chain::new();
         for i in (0..segments as u32).rev() {
-            // SAFETY: new slots, in no list.
-            unsafe { list.push(self.slot(run, i)) };
+            // SAFETY: new descriptors, in no list.
+            unsafe { list.push(self.descriptor(run, i)) };
         }
         let used = segments * stride;
         let run = &mut self.runs[number as usize];
@@ -225,7 +225,7 @@ impl Arena {
         Some(number)
     }
 
-    /// Gives a run's pages back. All its slots are on its list, or it is a single segment's and that is back too.
+    /// Gives a run's pages back. All its descriptors are on its list, or it is a single segment's and that is back too.
     fn dissolve(&mut self, number: u32) {
         let run = self.runs.remove(number as usize);
         if let Some(class) = run.class {
@@ -241,13 +241,13 @@ impl Arena {
         let _ = std::mem::ManuallyDrop::new(run.list);
     }
 
-    /// Frees a run's slots.
+    /// Frees a run's descriptors.
     fn drop_table(&mut self, run: &Run) {
-        let table = std::ptr::slice_from_raw_parts_mut(run.slots.as_ptr(), run.table as usize);
-        // SAFETY: the box leaked in `make_run`, made a box again once; no slot of it is in any list.
+        let table = std::ptr::slice_from_raw_parts_mut(run.descriptors.as_ptr(), run.table as usize);
+        // SAFETY: the box leaked in `make_run`, made a box again once; no descriptor of it is in any list.
         let table = unsafe { Box::from_raw(table) };
         // Generations of a later run at this number start above all of these.
-        let highest = table.iter().map(|slot| slot.word().generation()).max();
+        let highest = table.iter().map(|descriptor| descriptor.word().generation()).max();
         self.generation = self.generation.max(highest.map_or(0, |g| g + 1));
     }
 
@@ -284,7 +284,7 @@ impl Arena {
     }
 
     /// One segment for a placement.
-    pub(crate) fn take(&mut self, placement: Placement) -> Option<NonNull<Slot>> {
+    pub(crate) fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
         match placement {
             Placement::Class(class) => self.take_batch(class, 1).pop(),
             Placement::Pages { span, align } => self.take_alone(span, align),
@@ -292,14 +292,14 @@ impl Arena {
     }
 
     /// One segment of a class from a run that is in use anyway, so that taking it costs nobody a run.
-    pub(crate) fn take_from_partly_used(&mut self, class: Class) -> Option<NonNull<Slot>> {
+    pub(crate) fn take_from_partly_used(&mut self, class: Class) -> Option<NonNull<Descriptor>> {
         let mut runs = self.partial[class.index()].iter();
         let &(_, _, number) = runs.find(|r| !Self::is_idle(&self.runs[r.2 as usize]))?;
         self.take_from(number, class, 1).pop()
     }
 
     /// A run with one segment, whose last page is shared with a tail where that is worth it.
-    fn take_alone(&mut self, span: usize, align: usize) -> Option<NonNull<Slot>> {
+    fn take_alone(&mut self, span: usize, align: usize) -> Option<NonNull<Descriptor>> {
         let pages = span.div_ceil(PAGE);
         let own = span.next_multiple_of(SEGMENT_ALIGN);
         let (extent, first) = self.take_pages(pages, align)?;
@@ -308,57 +308,57 @@ impl Arena {
             let number = self.make_run(extent, first, pages as u32, &mut std::iter::once((0, None)));
             let run = &mut self.runs[number as usize];
             run.alone = pages * PAGE;
-            return Some(run.slots);
+            return Some(run.descriptors);
         };
         let number =
             self.make_run(extent, first, pages as u32, &mut [(0, None), (own, Some(class))].into_iter());
-        let tail = self.slot(&self.runs[number as usize], 1);
+        let tail = self.descriptor(&self.runs[number as usize], 1);
         let run = &mut self.runs[number as usize];
         run.alone = own;
         run.class = Some(class);
         run.cut = pages * PAGE - own - class.stride();
         self.cut += run.cut;
-        // SAFETY: a new slot, in no list.
+        // SAFETY: a new descriptor, in no list.
         unsafe { run.list.push(tail) };
         self.free_slot_bytes += class.stride();
         self.partial[class.index()].insert((extent, first, number));
-        Some(self.runs[number as usize].slots)
+        Some(self.runs[number as usize].descriptors)
     }
 
     /// Bytes that a segment was given.
     ///
     /// # Safety
-    /// The slot is of this arena and alive.
-    pub(crate) unsafe fn granted(&self, slot: NonNull<Slot>) -> usize {
+    /// The descriptor is of this arena and alive.
+    pub(crate) unsafe fn granted(&self, descriptor: NonNull<Descriptor>) -> usize {
         // SAFETY: alive by the caller's word.
-        let slot = unsafe { slot.as_ref() };
-        match slot.class() {
+        let descriptor = unsafe { descriptor.as_ref() };
+        match descriptor.class() {
             Some(class) => class.stride(),
-            None => self.runs[slot.run() as usize].alone,
+            None => self.runs[descriptor.run() as usize].alone,
         }
     }
 
     /// Whether the segment's memory is really locked.
     ///
     /// # Safety
-    /// The slot is of this arena and alive.
-    pub(crate) unsafe fn pinned(&self, slot: NonNull<Slot>) -> bool {
+    /// The descriptor is of this arena and alive.
+    pub(crate) unsafe fn pinned(&self, descriptor: NonNull<Descriptor>) -> bool {
         // SAFETY: alive by the caller's word.
-        let run = &self.runs[unsafe { slot.as_ref() }.run() as usize];
+        let run = &self.runs[unsafe { descriptor.as_ref() }.run() as usize];
         self.extents[run.extent as usize].pinned
     }
 
     /// A segment back to its run. Its word already says free.
     ///
     /// # Safety
-    /// The slot is of this arena, alive, free, in no list; it may be gone when this returns.
-    pub(crate) unsafe fn give(&mut self, slot: NonNull<Slot>) {
+    /// The descriptor is of this arena, alive, free, in no list; it may be gone when this returns.
+    pub(crate) unsafe fn give(&mut self, descriptor: NonNull<Descriptor>) {
         // SAFETY: alive by the caller's word.
-        let (number, class) = unsafe { (slot.as_ref().run(), slot.as_ref().class()) };
+        let (number, class) = unsafe { (descriptor.as_ref().run(), descriptor.as_ref().class()) };
         let Some(class) = class else { return self.give_alone(number) };
         let run = &mut self.runs[number as usize];
         // SAFETY: free and in no list by the caller's word.
-        unsafe { run.list.push(slot) };
+        unsafe { run.list.push(descriptor) };
         self.free_slot_bytes += class.stride();
         let (key, first, single) =
             ((run.extent, run.first, number), run.list.len() == 1, Self::is_single(run));
@@ -380,10 +380,10 @@ impl Arena {
         }
     }
 
-    /// Whether the run is a single segment's with a tail (its first slot has no class).
+    /// Whether the run is a single segment's with a tail (its first descriptor has no class).
     fn is_single(run: &Run) -> bool {
-        // SAFETY: a run's table has at least one slot and lives as long as the run.
-        unsafe { run.slots.as_ref() }.class().is_none()
+        // SAFETY: a run's table has at least one descriptor and lives as long as the run.
+        unsafe { run.descriptors.as_ref() }.class().is_none()
     }
 
     /// The single segment of a run is back.
@@ -414,11 +414,11 @@ impl Arena {
     /// A chain back to its runs.
     ///
     /// # Safety
-    /// As for [`Arena::give`], for each slot.
+    /// As for [`Arena::give`], for each descriptor.
     pub(crate) unsafe fn give_chain(&mut self, mut chain: Chain) {
-        while let Some(slot) = chain.pop() {
+        while let Some(descriptor) = chain.pop() {
             // SAFETY: by the caller's word.
-            unsafe { self.give(slot) };
+            unsafe { self.give(descriptor) };
         }
     }
 
@@ -455,9 +455,9 @@ impl Arena {
             return false;
         }
         let start = self.extents[run.extent as usize].base.as_ptr().addr() + run.first as usize * PAGE;
-        let index = |slot: &Slot| (slot.base().as_ptr().addr() - start) / stride;
+        let index = |descriptor: &Descriptor| (descriptor.base().as_ptr().addr() - start) / stride;
         let mut free = vec![false; run.count as usize];
-        run.list.iter().for_each(|slot| free[index(slot)] = true);
+        run.list.iter().for_each(|descriptor| free[index(descriptor)] = true);
         let used = free.iter().rposition(|free| !free).map_or(0, |last| last + 1);
         let pages = (used * stride).div_ceil(PAGE) as u32;
         if pages >= run.pages {
@@ -468,7 +468,7 @@ impl Arena {
         while run.list.pop().is_some() {}
         for at in (0..keep).rev().filter(|&at| free[at]) {
             // SAFETY: within the table; free, and in no list now. The others stay free and are never seen again.
-            unsafe { run.list.push(run.slots.add(at)) };
+            unsafe { run.list.push(run.descriptors.add(at)) };
         }
         self.free_slot_bytes -= (before - run.list.len() as usize) * stride;
         self.cut -= run.cut;
@@ -488,8 +488,9 @@ impl Arena {
     #[cfg(all(test, not(loom)))]
     pub(crate) fn table_bytes(&self) -> usize {
         let maps: usize = self.extents.iter().map(|(_, e)| e.map.len() * size_of::<u32>()).sum();
-        let slots: usize = self.runs.iter().map(|(_, r)| r.table as usize * size_of::<Slot>()).sum();
-        maps + slots + self.runs.len() * size_of::<Run>()
+        let descriptors: usize =
+            self.runs.iter().map(|(_, r)| r.table as usize * size_of::<Descriptor>()).sum();
+        maps + descriptors + self.runs.len() * size_of::<Run>()
     }
 }
 

@@ -1,8 +1,8 @@
 //! The outlook: what could be served if segments came back, which they may or may not do.
 //!
-//! Who asks decides by it whether to wait, or to take back what others have cached. So `false` is certain here, and `true`
-//! is not: a wait that can never end has to end with an error, and a request that would be in vain costs others nothing;
-//! one that may succeed is tried.
+//! Who asks decides by it whether to wait, or to take back what others have cached. So `false` is certain here, and
+//! `true` is not: a wait that can never end has to end with an error, and a request that would be in vain costs others
+//! nothing; one that may succeed is tried.
 
 use super::*;
 
@@ -14,11 +14,13 @@ impl Arena {
         &self,
         placement: Placement,
         count: usize,
-        stuck: Option<&dyn Fn(&Slot) -> bool>,
+        stuck: Option<&dyn Fn(&Descriptor) -> bool>,
     ) -> bool {
-        let slots = |run: &Run| (0..run.count).map(|i| self.slot(run, i)).collect::<Vec<_>>();
-        // SAFETY: slots of a run are alive as long as it is.
-        let is_stuck = |slot: &NonNull<Slot>| stuck.is_some_and(|stuck| stuck(unsafe { slot.as_ref() }));
+        let descriptors = |run: &Run| (0..run.count).map(|i| self.descriptor(run, i)).collect::<Vec<_>>();
+        // SAFETY: descriptors of a run are alive as long as it is.
+        let is_stuck = |descriptor: &NonNull<Descriptor>| {
+            stuck.is_some_and(|stuck| stuck(unsafe { descriptor.as_ref() }))
+        };
         let (need, align) = placement.fresh_pages();
         let fitting = |page: usize, first: usize, end: usize| match placement {
             Placement::Class(class) => (end - first) * PAGE / class.stride(),
@@ -38,14 +40,14 @@ impl Arena {
                     continue;
                 }
                 let run = &self.runs[entry as usize];
-                let slots = slots(run);
-                if slots.iter().any(is_stuck) {
+                let descriptors = descriptors(run);
+                if descriptors.iter().any(is_stuck) {
                     found += fitting(page, free_from, at);
                     free_from = at + run.pages as usize;
                     if let Placement::Class(class) = placement {
                         // SAFETY: as above.
-                        let fits = |s: &&NonNull<Slot>| unsafe { s.as_ref() }.class() == Some(class);
-                        found += slots.iter().filter(fits).filter(|s| !is_stuck(s)).count();
+                        let fits = |s: &&NonNull<Descriptor>| unsafe { s.as_ref() }.class() == Some(class);
+                        found += descriptors.iter().filter(fits).filter(|s| !is_stuck(s)).count();
                     }
                 }
                 at += run.pages as usize;
@@ -55,8 +57,8 @@ impl Arena {
         found >= count
     }
 
-    /// Whether a placement could be served if so many segments of each class came back from where they are cached. `false`
-    /// is certain; `true` is not, since nobody knows of which runs they are.
+    /// Whether a placement could be served if so many segments of each class came back from where they are cached.
+    /// `false` is certain; `true` is not, since nobody knows of which runs they are.
     pub(crate) fn could_gather(&self, placement: Placement, cached: impl Fn(Class) -> usize) -> bool {
         let (need, align) = placement.fresh_pages();
         if let Placement::Class(class) = placement {

@@ -20,14 +20,14 @@ fn arena(extents: &[usize]) -> Arena {
     arena
 }
 
-fn take(arena: &mut Arena, len: usize, align: usize) -> Option<NonNull<Slot>> {
-    let slot = arena.take(Placement::of(len, align).unwrap())?;
-    Some(slot)
+fn take(arena: &mut Arena, len: usize, align: usize) -> Option<NonNull<Descriptor>> {
+    let descriptor = arena.take(Placement::of(len, align).unwrap())?;
+    Some(descriptor)
 }
 
-fn give(arena: &mut Arena, slot: NonNull<Slot>) {
-    // SAFETY: the tests give each slot back once.
-    unsafe { arena.give(slot) };
+fn give(arena: &mut Arena, descriptor: NonNull<Descriptor>) {
+    // SAFETY: the tests give each descriptor back once.
+    unsafe { arena.give(descriptor) };
 }
 
 #[test]
@@ -36,14 +36,14 @@ fn memory_can_serve_any_class() {
     let all = arena.bytes().free;
     for len in [100, 5000, 70_000, 1 << 20, 3 << 20] {
         let mut held = Vec::new();
-        while let Some(slot) = take(&mut arena, len, 64) {
-            held.push(slot);
+        while let Some(descriptor) = take(&mut arena, len, 64) {
+            held.push(descriptor);
         }
         let used = held.len() * Class::of(len).unwrap().stride();
         assert!(used > all * 3 / 4, "{len}: {used} of {all}");
         arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
-        for slot in held {
-            give(&mut arena, slot);
+        for descriptor in held {
+            give(&mut arena, descriptor);
         }
         arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
         arena.release_idle();
@@ -83,8 +83,8 @@ fn a_run_gives_up_what_lies_behind_its_last_segment() {
     assert!(!arena.shorten_runs(), "nothing more to give");
     // What was free before the last is still there, and the run ends like any other.
     assert_eq!(take(&mut arena, 5000, 64), Some(held[1]));
-    for slot in held {
-        give(&mut arena, slot);
+    for descriptor in held {
+        give(&mut arena, descriptor);
     }
     arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
     arena.release_idle();
@@ -114,10 +114,10 @@ fn no_run_crosses_an_extents_edge() {
 #[test]
 fn a_region_goes_only_when_nothing_of_it_is_used() {
     let mut arena = arena(&[16, 16]);
-    let slot = take(&mut arena, 10 * PAGE, 4096).unwrap();
+    let descriptor = take(&mut arena, 10 * PAGE, 4096).unwrap();
     assert!(arena.retire(RegionId(0)).is_none());
     assert_eq!(arena.retire(RegionId(1)).unwrap().len(), 1);
-    give(&mut arena, slot);
+    give(&mut arena, descriptor);
     assert_eq!(arena.retire(RegionId(0)).unwrap(), vec![(base(1 << 20), 16 * PAGE, true)]);
     assert!(arena.retire(RegionId(0)).is_none(), "it is gone");
     assert_eq!(arena.bytes(), ArenaBytes::default());
@@ -136,14 +136,14 @@ fn what_could_be_gathered_is_known() {
     assert!(arena.could_gather(pages(32), cached(2)), "the last may be the first of the run");
     assert!(!arena.could_gather(pages(33), cached(2)), "and two pages are its own");
     assert!(arena.could_gather(Placement::Class(class), cached(1)));
-    small.into_iter().chain([large]).for_each(|slot| give(&mut arena, slot));
+    small.into_iter().chain([large]).for_each(|descriptor| give(&mut arena, descriptor));
 }
 
 #[test]
 fn what_can_be_served_is_known() {
     let mut arena = arena(&[64]);
     let stuck = take(&mut arena, 4 * PAGE, 4096).unwrap();
-    let quarantined = |s: &Slot| s.word().state() == state::QUARANTINED;
+    let quarantined = |s: &Descriptor| s.word().state() == state::QUARANTINED;
     let whole = Placement::of(64 * PAGE - 32, 4096).unwrap();
     assert!(arena.could_serve(whole, 1, Some(&quarantined)));
     // SAFETY: out, and ours.
@@ -176,18 +176,18 @@ proptest! {
         }
         let placement = Placement::of((want >> (want % 16)).max(1), 64).unwrap();
         let take_any = |arena: &mut Arena| {
-            let slot = arena.take(placement);
-            let slot = slot.or_else(|| { arena.release_idle(); arena.take(placement) });
-            slot.or_else(|| { arena.shorten_runs(); arena.take(placement) })
+            let descriptor = arena.take(placement);
+            let descriptor = descriptor.or_else(|| { arena.release_idle(); arena.take(placement) });
+            descriptor.or_else(|| { arena.shorten_runs(); arena.take(placement) })
         };
         // SAFETY: held.
-        let class = |slot: &NonNull<Slot>| unsafe { slot.as_ref() }.class();
+        let class = |descriptor: &NonNull<Descriptor>| unsafe { descriptor.as_ref() }.class();
         if take_any(&mut arena).is_none() {
-            let back = |i: usize, slot| cached >> (i % 64) & 1 == 1 && class(slot).is_some();
+            let back = |i: usize, descriptor| cached >> (i % 64) & 1 == 1 && class(descriptor).is_some();
             let back: Vec<_> = held.iter().enumerate().filter(|(i, s)| back(*i, s)).map(|(_, s)| *s).collect();
             let count = |c: Class| back.iter().filter(|s| class(s) == Some(c)).count();
             let possible = arena.could_gather(placement, count);
-            back.iter().for_each(|slot| give(&mut arena, *slot));
+            back.iter().for_each(|descriptor| give(&mut arena, *descriptor));
             prop_assert!(possible || take_any(&mut arena).is_none());
         }
     }
@@ -198,30 +198,30 @@ proptest! {
         steps in prop::collection::vec((0u8..11, 1usize..3_000_000, 0u32..22, any::<prop::sample::Index>()), 1..120),
     ) {
         let mut arena = arena(&extents);
-        let mut held: Vec<(NonNull<Slot>, usize)> = Vec::new();
+        let mut held: Vec<(NonNull<Descriptor>, usize)> = Vec::new();
         for (what, len, shift, pick) in steps {
             // Lengths over all magnitudes, alignments mostly small.
             let len = (len >> (len % 16)).max(1);
             let align = if what < 5 { 64 } else { 1 << shift };
             match what {
                 0..=6 => {
-                    if let Some(slot) = take(&mut arena, len, align) {
+                    if let Some(descriptor) = take(&mut arena, len, align) {
                         // SAFETY: just taken.
-                        let (start, bytes) = unsafe { (slot.as_ref().base().as_ptr().addr(), arena.granted(slot)) };
+                        let (start, bytes) = unsafe { (descriptor.as_ref().base().as_ptr().addr(), arena.granted(descriptor)) };
                         prop_assert!(start % align == 0 && bytes >= len.next_multiple_of(32) + 32);
                         for &(other, n) in &held {
                             // SAFETY: held.
                             let o = unsafe { other.as_ref() }.base().as_ptr().addr();
                             prop_assert!(start + bytes <= o || o + n <= start);
                         }
-                        held.push((slot, bytes));
+                        held.push((descriptor, bytes));
                     }
                 }
                 7 => { arena.release_idle(); }
                 8 => { arena.shorten_runs(); }
                 _ if !held.is_empty() => {
-                    let (slot, _) = held.swap_remove(pick.index(held.len()));
-                    give(&mut arena, slot);
+                    let (descriptor, _) = held.swap_remove(pick.index(held.len()));
+                    give(&mut arena, descriptor);
                 }
                 _ => {}
             }
@@ -232,8 +232,8 @@ proptest! {
                 return Err(TestCaseError::fail(e));
             }
         }
-        for (slot, _) in held.drain(..) {
-            give(&mut arena, slot);
+        for (descriptor, _) in held.drain(..) {
+            give(&mut arena, descriptor);
         }
         arena.release_idle();
         prop_assert_eq!(arena.bytes().free, arena.bytes().total);

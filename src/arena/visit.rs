@@ -6,52 +6,55 @@ impl Arena {
     /// Visits segments that are not in their runs, so that they are out or cached, with their places and the bytes that
     /// they were given. A place is a number that no other segment has at the same time; they are visited in its order.
     ///
-    /// Begins with the run of number `from` and ends with a run after which `enough` slots or more were looked at. The number to
-    /// go on from, if there may be more. `elsewhere` are those to leave out, by their runs and addresses.
+    /// Begins with the run of number `from` and ends with a run after which `enough` descriptors or more were looked
+    /// at. The number to go on from, if there may be more. `elsewhere` are those to leave out, by their runs and
+    /// addresses.
     pub(crate) fn for_each_given(
         &self,
         from: usize,
         enough: usize,
         elsewhere: &[(u32, usize)],
-        mut visit: impl FnMut(u64, &Slot, usize),
+        mut visit: impl FnMut(u64, &Descriptor, usize),
     ) -> Option<usize> {
         // Which runs, and where in the table of those to leave out each of them begins.
-        let (mut runs, mut slots, mut next) = (Vec::new(), 0, None);
+        let (mut runs, mut descriptors, mut next) = (Vec::new(), 0, None);
         for number in from..self.runs.capacity() {
             let run = self.runs.get(number);
-            if slots >= enough && run.is_some() {
+            if descriptors >= enough && run.is_some() {
                 next = Some(number);
                 break;
             }
-            runs.push(run.map(|run| (run, slots)));
-            slots += run.map_or(0, |run| run.count as usize);
+            runs.push(run.map(|run| (run, descriptors)));
+            descriptors += run.map_or(0, |run| run.count as usize);
         }
-        let mut absent = vec![false; slots];
-        let mut leave_out = |run: &Run, start: usize, slot: usize| {
-            let index = (slot - run.slots.as_ptr().addr()) / size_of::<Slot>();
+        let mut absent = vec![false; descriptors];
+        let mut leave_out = |run: &Run, start: usize, descriptor: usize| {
+            let index = (descriptor - run.descriptors.as_ptr().addr()) / size_of::<Descriptor>();
             // One that a shortened run has lost is not there at all.
             if index < run.count as usize {
                 absent[start + index] = true;
             }
         };
         for (run, start) in runs.iter().flatten() {
-            run.list.iter().for_each(|slot| leave_out(run, *start, std::ptr::from_ref(slot).addr()));
+            run.list
+                .iter()
+                .for_each(|descriptor| leave_out(run, *start, std::ptr::from_ref(descriptor).addr()));
         }
-        for (number, slot) in elsewhere {
+        for (number, descriptor) in elsewhere {
             let index = (*number as usize).checked_sub(from);
             if let Some(Some((run, start))) = index.and_then(|index| runs.get(index)) {
-                leave_out(run, *start, *slot);
+                leave_out(run, *start, *descriptor);
             }
         }
         for (number, run) in (from as u64..).zip(runs) {
             let Some((run, start)) = run else { continue };
             for n in (0..run.count).filter(|n| !absent[start + *n as usize]) {
-                // SAFETY: the run's own slot, alive as long as the run.
-                let slot = unsafe { self.slot(run, n).as_ref() };
-                let granted = slot.class().map_or(run.alone, Class::stride);
+                // SAFETY: the run's own descriptor, alive as long as the run.
+                let descriptor = unsafe { self.descriptor(run, n).as_ref() };
+                let granted = descriptor.class().map_or(run.alone, Class::stride);
                 // A single segment that is back, its tail out, is none any more.
                 if granted > 0 {
-                    visit(number << 32 | u64::from(n), slot, granted);
+                    visit(number << 32 | u64::from(n), descriptor, granted);
                 }
             }
         }
@@ -68,13 +71,14 @@ impl Arena {
         }
     }
 
-    /// Bytes of the regions that have a slot for which `pred` holds.
-    pub(crate) fn regions_with(&self, pred: &dyn Fn(&Slot) -> bool) -> usize {
+    /// Bytes of the regions that have a descriptor for which `pred` holds.
+    pub(crate) fn regions_with(&self, pred: &dyn Fn(&Descriptor) -> bool) -> usize {
         let mut found: Vec<RegionId> = Vec::new();
         for (_, run) in &self.runs {
             let region = self.extents[run.extent as usize].region;
-            // SAFETY: slots of a run are alive as long as it is.
-            if !found.contains(&region) && (0..run.count).any(|i| pred(unsafe { self.slot(run, i).as_ref() }))
+            // SAFETY: descriptors of a run are alive as long as it is.
+            if !found.contains(&region)
+                && (0..run.count).any(|i| pred(unsafe { self.descriptor(run, i).as_ref() }))
             {
                 found.push(region);
             }

@@ -64,9 +64,9 @@ impl sealed::Lend for PinnedBuf {
     }
 
     fn finish(mut self, written: Option<usize>, _: Key) -> Result<Self> {
-        let slot = self.segment.slot();
-        if slot.word().state() == state::LANDED {
-            slot.set(state::HOST);
+        let descriptor = self.segment.descriptor();
+        if descriptor.word().state() == state::LANDED {
+            descriptor.set(state::HOST);
             self.len = written.unwrap_or(self.len);
             return Ok(self);
         }
@@ -79,16 +79,16 @@ impl sealed::Lend for PinnedBuf {
 
     fn abandon(self, _: Key) {
         let (segment, _) = self.into_parts();
-        let slot = segment.slot();
-        let word = slot.word();
+        let descriptor = segment.descriptor();
+        let word = descriptor.word();
         let detached = match word.state() {
-            state::FLIGHT if cfg!(pinpool_planted = "detach_by_store") => Ok(slot.set(state::DETACHED)),
-            state::FLIGHT => slot.exchange(word, state::DETACHED),
+            state::FLIGHT if cfg!(pinpool_planted = "detach_by_store") => Ok(descriptor.set(state::DETACHED)),
+            state::FLIGHT => descriptor.compare_exchange(word, state::DETACHED),
             _ => Err(word),
         };
         // The timeline was faster: the device is done, and the segment waited for us.
         if detached.is_err_and(|found| found.state() == state::LANDED) {
-            slot.set(state::HOST);
+            descriptor.set(state::HOST);
             // SAFETY: landed, so every mark that covers it was seen complete; the handle owned it and is gone.
             unsafe { segment.release() };
         }
@@ -143,17 +143,18 @@ impl sealed::Lend for () {
 struct SharedBuf(Arc<PinnedBuf>);
 
 impl Keep for SharedBuf {
-    fn slot(&self) -> Option<usize> {
-        Some(std::ptr::from_ref(self.0.segment.slot()).addr())
+    fn descriptor(&self) -> Option<usize> {
+        Some(std::ptr::from_ref(self.0.segment.descriptor()).addr())
     }
 
     fn quarantine(self: Box<Self>) -> Gone {
         let segment = self.0.segment.alias();
-        let word = segment.slot().word();
+        let word = segment.descriptor().word();
         // Leaked, so the segment is never returned; whoever still has the Arc may go on reading. The first to lose it
         // books it.
         std::mem::forget(self);
-        let first = word.state() == state::HOST && segment.slot().exchange(word, state::QUARANTINED).is_ok();
+        let first = word.state() == state::HOST
+            && segment.descriptor().compare_exchange(word, state::QUARANTINED).is_ok();
         if first { Gone::one(segment) } else { Gone::default() }
     }
 }

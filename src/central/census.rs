@@ -1,24 +1,24 @@
 //! Looking at a central pool: its bytes and counts, by size class too, and everything that is out.
 //!
-//! What threads count in their shards is added up without stopping them. Under the central pool's lock nothing moves on
-//! the slow path meanwhile; calls on the fast path do, so each part is exact when nobody moves, and otherwise off by no
-//! more than the calls that are made while it is looked: one segment each, or, where a call fills or empties a thread's
-//! list, as many as that list may hold. Each shard's numbers are read once, and everything is worked out from that one
-//! reading. So the parts sum to the whole at any time.
+//! What threads count in their thread caches is added up without stopping them. Under the central pool's lock nothing
+//! moves on the slow path meanwhile; calls on the fast path do, so each part is exact when nobody moves, and otherwise
+//! off by no more than the calls that are made while it is looked: one segment each, or, where a call fills or empties
+//! a thread's list, as many as that list may hold. Each thread cache's numbers are read once, and everything is worked
+//! out from that one reading. So the parts sum to the whole at any time.
 //!
 //! Looking at all that is out takes longer, and goes piece by piece: under the lock, and for a moment with everyone
-//! kept out of the shards to learn what these cache, a piece is put down in numbers; what follows from them is worked
-//! out with the lock released. So nobody waits longer than for a piece, whatever the pool's size.
+//! kept out of the thread caches to learn what these cache, a piece is put down in numbers; what follows from them is
+//! worked out with the lock released. So nobody waits longer than for a piece, whatever the pool's size.
 
 use std::time::{Duration, Instant};
 
 use super::{CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering, mode};
-use crate::freelist::{Slot, Word, state};
+use crate::freelist::{Descriptor, Word, state};
 use crate::segment::{CLASSES, Class};
 use crate::telemetry::counters::Histogram;
 use crate::telemetry::ledger::{Checkout, Entry, Origin};
 
-/// Slots that are looked at in one go, under the lock, at least.
+/// Descriptors that are looked at in one go, under the lock, at least.
 const PIECE: usize = if cfg!(loom) { 1 } else { 4096 };
 
 /// Segments of one size class. `None` for those without: large or aligned ones, which have a run of their own.
@@ -27,7 +27,7 @@ pub(crate) struct ClassCount {
     pub(crate) class: Option<Class>,
     /// Segments that were cut and can be checked out.
     pub(crate) free: u64,
-    /// Of these, those in shards and racks.
+    /// Of these, those in thread caches and transfer caches.
     pub(crate) cached: u64,
     /// Checked out, in flight or quarantined.
     pub(crate) out: u64,
@@ -40,8 +40,8 @@ pub(crate) struct ClassCount {
 /// A segment that is out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutSegment {
-    /// Stands for its slot. Only to be compared.
-    pub(crate) slot: usize,
+    /// Stands for its descriptor. Only to be compared.
+    pub(crate) descriptor: usize,
     pub(crate) state: u16,
     pub(crate) granted: usize,
     /// How long it had been out when it was seen.
@@ -54,7 +54,7 @@ pub(crate) struct OutSegment {
 #[derive(Debug)]
 struct Found {
     place: u64,
-    slot: usize,
+    descriptor: usize,
     word: Word,
     granted: usize,
 }
@@ -71,9 +71,9 @@ struct Piece {
     returns: Vec<u64>,
 }
 
-/// What stands for a slot.
-fn name(slot: &Slot) -> usize {
-    std::ptr::from_ref(slot).addr()
+/// What stands for a descriptor.
+fn name(descriptor: &Descriptor) -> usize {
+    std::ptr::from_ref(descriptor).addr()
 }
 
 impl CentralPool {
@@ -94,17 +94,17 @@ impl CentralPool {
         let (mut takes, mut puts, mut out, mut requested) =
             (core.takes, core.puts, core.granted, core.requested);
         let mut by_class = classes.as_ref().map(|_| core.by_class());
-        for shard in core.roster.shards() {
-            requested = requested.wrapping_add(shard.requested());
+        for cache in core.table.caches() {
+            requested = requested.wrapping_add(cache.requested());
             for class in Class::all() {
-                let count = shard.count(class);
+                let count = cache.count(class);
                 takes = takes.wrapping_add(count.takes);
                 puts = puts.wrapping_add(count.puts);
                 let net = count.takes.wrapping_sub(count.puts);
                 out = out.wrapping_add(net.wrapping_mul(class.stride() as u64));
                 if let Some(by_class) = &mut by_class {
                     #[cfg(pinpool_planted = "classes_counted_apart")]
-                    let count = shard.count(class);
+                    let count = cache.count(class);
                     let all = &mut by_class[class.index()];
                     all.takes = all.takes.wrapping_add(count.takes);
                     all.puts = all.puts.wrapping_add(count.puts);
@@ -154,14 +154,14 @@ impl CentralPool {
     pub(crate) fn enter(fresh: &mut Fresh, origin: Origin) {
         fresh.watch();
         let segment = fresh.segment();
-        segment.central().core.lock().ledger.enter(name(segment.slot()), segment.len(), origin);
+        segment.central().core.lock().ledger.enter(name(segment.descriptor()), segment.len(), origin);
     }
 
     /// The same for a segment that may be in it already: then its entry starts anew, else none is made.
     pub(crate) fn enter_again(&self, segment: &Segment, origin: Origin) {
         let mut core = self.core.lock();
-        if core.ledger.has(name(segment.slot())) {
-            core.ledger.enter(name(segment.slot()), segment.len(), origin);
+        if core.ledger.has(name(segment.descriptor())) {
+            core.ledger.enter(name(segment.descriptor()), segment.len(), origin);
         }
     }
 
@@ -188,8 +188,8 @@ impl CentralPool {
                 };
                 let age = now.saturating_duration_since(entry.since);
                 if age >= threshold {
-                    let Found { slot, word, granted, .. } = *found;
-                    out.push(OutSegment { slot, state: word.state(), granted, age, entry });
+                    let Found { descriptor, word, granted, .. } = *found;
+                    out.push(OutSegment { descriptor, state: word.state(), granted, age, entry });
                 }
             }
         }
@@ -206,23 +206,23 @@ impl CentralPool {
         entered.clear();
         returns.clear();
         let core = self.core.lock();
-        let mut note = |slot: &Slot| cached.push((slot.run(), name(slot)));
-        self.gate.quiesce(mode::INSPECT, &core.roster);
-        for held in core.roster.quiet() {
+        let mut note = |descriptor: &Descriptor| cached.push((descriptor.run(), name(descriptor)));
+        self.gate.quiesce(mode::INSPECT, &core.table);
+        for held in core.table.quiet() {
             Class::all().for_each(|class| held.for_each(class, &mut note));
         }
-        self.racks.iter().for_each(|rack| rack.for_each(&mut note));
+        self.transfers.iter().for_each(|transfer| transfer.for_each(&mut note));
         // With what is cached: what comes back from here on has been out, and shows in the next look's numbers.
         returns.extend(Class::all().map(Some).chain([None]).map(|class| core.returns(class)));
-        self.gate.open(mode::INSPECT, &core.roster);
+        self.gate.readmit(mode::INSPECT, &core.table);
         // From here on hits go on: what is cached now may go out, and the other way round, but nothing enters or leaves
         // a run as long as we have the lock.
         // As many as are cached at least, since each piece looks at all of these.
-        core.arena.for_each_given(from, PIECE.max(cached.len()), cached, |place, slot, granted| {
-            if let Some(entry) = core.ledger.get(name(slot)) {
+        core.arena.for_each_given(from, PIECE.max(cached.len()), cached, |place, descriptor, granted| {
+            if let Some(entry) = core.ledger.get(name(descriptor)) {
                 entered.push((found.len(), entry));
             }
-            found.push(Found { place, slot: name(slot), word: slot.word(), granted });
+            found.push(Found { place, descriptor: name(descriptor), word: descriptor.word(), granted });
         })
     }
 
@@ -241,7 +241,7 @@ impl CentralPool {
         made
     }
 
-    /// What is booked there, and whether no change is half-way.
+    /// What is reserved there, and whether no change is half-way.
     pub(crate) fn joint_bytes(&self) -> (usize, bool) {
         // Acquire: pairs with `in_one`.
         let settled = self.halfway.load(StdOrdering::Acquire) == 0;
@@ -265,8 +265,8 @@ impl Core {
     /// Segments of a class that came back so far. Exact while everyone is kept out.
     fn returns(&self, class: Option<Class>) -> u64 {
         let here = self.classes.of(class).1;
-        let shards = self.roster.shards().filter_map(|shard| class.map(|class| shard.count(class).puts));
-        shards.fold(here, u64::wrapping_add)
+        let caches = self.table.caches().filter_map(|cache| class.map(|class| cache.count(class).puts));
+        caches.fold(here, u64::wrapping_add)
     }
 
     /// What is counted under the lock, for each class by its index, and then for what has none.

@@ -1,13 +1,14 @@
 //! The check of every invariant: what [`Pool::check`](crate::Pool::check) and the tests walk.
 //!
-//! All owners are kept out of their shards meanwhile, and under the lock nothing else moves. So what shards and racks
-//! cache is put down first, each slot once; the arena's own check then finds each of them outside of its run, and
-//! nothing else but what is out; and what is out is as many as were taken and are not back.
+//! All owners are kept out of their thread caches meanwhile, and under the lock nothing else moves. So what thread
+//! caches and transfer caches cache is put down first, each descriptor once; the arena's own check then finds each of
+//! them outside of its run, and nothing else but what is out; and what is out is as many as were taken and are not
+//! back.
 
 use std::collections::HashSet;
 
 use super::{CentralPool, Core, mode};
-use crate::freelist::{Slot, listed};
+use crate::freelist::{Descriptor, listed};
 use crate::segment::Class;
 use crate::sync::{MutexGuard, Ordering};
 
@@ -18,9 +19,9 @@ impl CentralPool {
     /// The first violation, in words.
     pub(crate) fn check(&self, mut visit: impl FnMut(Option<u16>, usize)) -> std::result::Result<(), String> {
         let core = self.core.lock();
-        self.gate.quiesce(mode::INSPECT, &core.roster);
+        self.gate.quiesce(mode::INSPECT, &core.table);
         let result = self.check_quiet(&core, &mut visit);
-        self.gate.open(mode::INSPECT, &core.roster);
+        self.gate.readmit(mode::INSPECT, &core.table);
         drop(core);
         result
     }
@@ -32,43 +33,50 @@ impl CentralPool {
     ) -> std::result::Result<(), String> {
         let mut outside = HashSet::new();
         let mut twice = None;
-        let mut note = |class: Class, slot: &Slot| {
-            if slot.class() != Some(class) || !outside.insert(std::ptr::from_ref(slot).addr()) {
+        let mut note = |class: Class, descriptor: &Descriptor| {
+            if descriptor.class() != Some(class) || !outside.insert(std::ptr::from_ref(descriptor).addr()) {
                 twice = Some(format!("a segment of {class:?} is cached twice or under a wrong class"));
             }
         };
-        for held in core.roster.quiet() {
+        for held in core.table.quiet() {
             let mut bytes = 0;
             for class in Class::all() {
-                held.for_each(class, |slot| {
-                    note(class, slot);
+                held.for_each(class, |descriptor| {
+                    note(class, descriptor);
                     bytes += class.stride();
                 });
             }
             if bytes > self.config.thread_cache {
-                return Err(format!("a shard caches {bytes} bytes of at most {}", self.config.thread_cache));
+                return Err(format!(
+                    "a thread cache caches {bytes} bytes of at most {}",
+                    self.config.thread_cache
+                ));
             }
         }
-        let mut booked = 0;
-        for (class, rack) in listed().zip(&self.racks) {
-            rack.for_each(|slot| note(class, slot));
-            let Some(segments) = rack.booked() else {
-                return Err(format!("a rack of {class:?} has more on a hook than that has booked"));
+        let mut reserved = 0;
+        for (class, transfer) in listed().zip(&self.transfers) {
+            transfer.for_each(|descriptor| note(class, descriptor));
+            let Some(segments) = transfer.reserved() else {
+                return Err(format!(
+                    "a transfer cache of {class:?} has more on a slot than that has reserved"
+                ));
             };
-            booked += segments * class.stride() as u64;
+            reserved += segments * class.stride() as u64;
         }
-        let racked = self.racked.bytes.load(Ordering::Relaxed);
-        if racked != booked || racked > self.config.shared_cache as u64 {
+        let reservations = self.reservations.bytes.load(Ordering::Relaxed);
+        if reservations != reserved || reservations > self.config.shared_cache as u64 {
             let bound = self.config.shared_cache;
-            return Err(format!("racks have booked {booked} bytes, counted as {racked} of at most {bound}"));
+            return Err(format!(
+                "transfer caches have reserved {reserved} bytes, counted as {reservations} of at most {bound}"
+            ));
         }
         if let Some(error) = twice {
             return Err(error);
         }
         let mut out = 0u64;
-        core.arena.check(&outside, |slot, bytes, free| {
+        core.arena.check(&outside, |descriptor, bytes, free| {
             out += u64::from(!free);
-            visit((!free).then(|| slot.word().state()), bytes);
+            visit((!free).then(|| descriptor.word().state()), bytes);
         })?;
         let (takes, puts) = core.counted();
         if takes.wrapping_sub(puts) != out {

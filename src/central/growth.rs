@@ -43,7 +43,7 @@ impl CentralPool {
     }
 
     /// Whether there is room for another region for these wants, and nothing known against one. Then what is cached
-    /// where it is in use stays there: see [`super::caches`].
+    /// where it is in use stays there: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         let core = self.core.lock();
         core.step > 0 && core.stunted.is_none() && core.room() >= least(wants)
@@ -227,7 +227,7 @@ impl Core {
             return 0;
         }
         let kept = if self.quarantined > 0 {
-            self.arena.regions_with(&|slot| slot.word().state() == state::QUARANTINED)
+            self.arena.regions_with(&|descriptor| descriptor.word().state() == state::QUARANTINED)
         } else {
             0
         };

@@ -1,6 +1,6 @@
-//! Which shard of which pool this thread has.
+//! Which thread cache of which pool this thread has.
 //!
-//! Three thread-locals. `CURRENT` is the shard of the pool that this thread used last, and all that a hit reads:
+//! Three thread-locals. `CURRENT` is the thread cache of the pool that this thread used last, and all that a hit reads:
 //! whether it is one of the right pool, the gate finds out by the comparison that it makes anyway. `HOT` is a bare
 //! table of the last few pools used, for threads that use several by turns. `LEASES` owns the leases and ends them when
 //! the thread does: it has a destructor, which costs a check on each access. A buffer may be dropped inside another
@@ -14,24 +14,24 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};
 
 use super::CentralPool;
-use crate::freelist::Shard;
+use crate::freelist::ThreadCache;
 #[cfg(not(loom))]
-use crate::freelist::shard::NOBODYS;
+use crate::freelist::cache::NO_CACHE;
 use crate::sync::thread_local;
 
 /// Pools that one thread can use by turns for some instructions more.
 const WAYS: u64 = 4;
 
-type Entry = Cell<(*const CentralPool, *const Shard)>;
+type Entry = Cell<(*const CentralPool, *const ThreadCache)>;
 
 #[cfg(not(loom))]
-const NOBODY: *const Shard = &raw const NOBODYS;
-/// There are no constant shards in models.
+const NO_CACHE_PTR: *const ThreadCache = &raw const NO_CACHE;
+/// There are no constant thread caches in models.
 #[cfg(loom)]
-const NOBODY: *const Shard = std::ptr::null();
+const NO_CACHE_PTR: *const ThreadCache = std::ptr::null();
 
 thread_local! {
-    static CURRENT: Cell<*const Shard> = const { Cell::new(NOBODY) };
+    static CURRENT: Cell<*const ThreadCache> = const { Cell::new(NO_CACHE_PTR) };
     static HOT: [Entry; WAYS as usize] =
         const { [const { Cell::new((std::ptr::null(), std::ptr::null())) }; WAYS as usize] };
     static LEASES: Leases = const { Leases(RefCell::new(Vec::new())) };
@@ -46,7 +46,7 @@ fn way<R>(number: u64, f: impl FnOnce(&Entry) -> R) -> Option<R> {
 struct Lease {
     central: u64,
     owner: Weak<CentralPool>,
-    shard: Arc<Shard>,
+    cache: Arc<ThreadCache>,
 }
 
 struct Leases(RefCell<Vec<Lease>>);
@@ -56,7 +56,7 @@ impl Drop for Leases {
         forget_all();
         for lease in self.0.take() {
             if let Some(central) = lease.owner.upgrade() {
-                central.end_lease(&lease.shard);
+                central.end_lease(&lease.cache);
             }
         }
     }
@@ -66,44 +66,44 @@ fn forget(entry: &Entry) {
     entry.set((std::ptr::null(), std::ptr::null()));
 }
 
-/// This thread finds no shard any more without asking `LEASES`.
+/// This thread finds no thread cache any more without asking `LEASES`.
 pub(super) fn forget_all() {
     // They have no destructors, so this cannot fail (but under loom, where then nothing is left to be emptied).
-    let _ = CURRENT.try_with(|current| current.set(NOBODY));
+    let _ = CURRENT.try_with(|current| current.set(NO_CACHE_PTR));
     let _ = HOT.try_with(|hot| hot.iter().for_each(forget));
 }
 
-/// The shard that this thread used last, of whichever pool, or nobody's.
+/// The thread cache that this thread used last, of whichever pool, or nobody's.
 #[inline(always)]
-pub(super) fn current<'a>() -> Option<&'a Shard> {
+pub(super) fn current<'a>() -> Option<&'a ThreadCache> {
     #[cfg(not(loom))]
-    let shard = CURRENT.get();
+    let cache = CURRENT.get();
     #[cfg(loom)]
-    let shard = CURRENT.try_with(Cell::get).ok().filter(|shard| !shard.is_null())?;
+    let cache = CURRENT.try_with(Cell::get).ok().filter(|cache| !cache.is_null())?;
     // SAFETY: nobody's, which is static, or backed by a lease in LEASES, which keeps it alive on this thread until its
     // end has reset CURRENT; the caller uses it only within a call on this thread. Neither is null.
     Some(unsafe {
-        std::hint::assert_unchecked(!shard.is_null());
-        &*shard
+        std::hint::assert_unchecked(!cache.is_null());
+        &*cache
     })
 }
 
-/// This thread's shard of the central pool, if it was used lately. It is the current one from here on.
-pub(super) fn hot<'a>(central: &CentralPool) -> Option<&'a Shard> {
-    let (owner, shard) = way(central.number(), Cell::get)?;
+/// This thread's thread cache of the central pool, if it was used lately. It is the current one from here on.
+pub(super) fn hot<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
+    let (owner, cache) = way(central.number(), Cell::get)?;
     if !std::ptr::eq(owner, central) {
         return None;
     }
-    let _ = CURRENT.try_with(|current| current.set(shard));
+    let _ = CURRENT.try_with(|current| current.set(cache));
     // SAFETY: an entry in HOT is backed by a lease in LEASES, as in `current`.
-    unsafe { shard.as_ref() }
+    unsafe { cache.as_ref() }
 }
 
 /// The same, leasing one if there is none yet. `None` while this thread's locals are being destroyed, and in the child
 /// of a fork.
 ///
 /// The caller must not hold the central pool's lock.
-pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a Shard> {
+pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
     // With the other two emptied at the fork, a child that never has one from here hits nothing.
     if crate::os::forked() {
         return None;
@@ -111,9 +111,9 @@ pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a Shard> {
     LEASES
         .try_with(|leases| {
             let mut leases = leases.0.try_borrow_mut().ok()?;
-            let known = leases.iter().find(|l| l.central == central.number()).map(|l| Arc::as_ptr(&l.shard));
-            let shard = match known {
-                Some(shard) => shard,
+            let known = leases.iter().find(|l| l.central == central.number()).map(|l| Arc::as_ptr(&l.cache));
+            let cache = match known {
+                Some(cache) => cache,
                 None => {
                     leases.retain(|lease| {
                         let alive = lease.owner.strong_count() > 0;
@@ -122,21 +122,22 @@ pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a Shard> {
                             let gone = lease.owner.as_ptr();
                             way(lease.central, |e| (e.get().0 == gone).then(|| forget(e)));
                             let _ = CURRENT.try_with(|current| {
-                                (current.get() == Arc::as_ptr(&lease.shard)).then(|| current.set(NOBODY))
+                                (current.get() == Arc::as_ptr(&lease.cache))
+                                    .then(|| current.set(NO_CACHE_PTR))
                             });
                         }
                         alive
                     });
-                    let shard = central.begin_lease()?;
-                    let pointer = Arc::as_ptr(&shard);
-                    leases.push(Lease { central: central.number(), owner: central.weak(), shard });
+                    let cache = central.begin_lease()?;
+                    let pointer = Arc::as_ptr(&cache);
+                    leases.push(Lease { central: central.number(), owner: central.weak(), cache });
                     pointer
                 }
             };
-            way(central.number(), |entry| entry.set((std::ptr::from_ref(central), shard)));
-            let _ = CURRENT.try_with(|current| current.set(shard));
+            way(central.number(), |entry| entry.set((std::ptr::from_ref(central), cache)));
+            let _ = CURRENT.try_with(|current| current.set(cache));
             // SAFETY: as in `hot`.
-            unsafe { shard.as_ref() }
+            unsafe { cache.as_ref() }
         })
         .ok()
         .flatten()

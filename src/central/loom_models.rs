@@ -1,8 +1,8 @@
 //! Loom models of the central pool: leases and their end, closing, and the queue of those who wait.
 //!
 //! All on a central pool as pools have it, over addresses that nobody touches; instead, each segment has a cell that
-//! whoever has the segment out writes to. A thread's shard is leased, used and given up through loom's thread-locals as
-//! it is through the system's; `sync::Mutex` fails a model that locks a central pool which is gone.
+//! whoever has the segment out writes to. A thread's thread cache is leased, used and given up through loom's
+//! thread-locals as it is through the system's; `sync::Mutex` fails a model that locks a central pool which is gone.
 
 use std::sync::Arc;
 use std::task::{Wake as TaskWake, Waker};
@@ -17,11 +17,11 @@ use crate::segment::PAGE;
 use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, model_fenced, step, thread};
 use crate::telemetry::ledger::Origin;
 
-/// A length of the first class that shards have lists for.
+/// A length of the first class that thread caches have lists for.
 const LEN: usize = 1300;
 /// As many segments as a page has of that class.
 const ALL: usize = 3;
-/// Room for two segments of a class in a shard, which come one at a time.
+/// Room for two segments of a class in a thread cache, which come one at a time.
 const TWO: usize = 8 * 2 * 1344;
 
 /// A pool's face: a central pool of one page, and the memory of its segments.
@@ -163,7 +163,7 @@ fn exit_against_take_back() {
 
 #[test]
 fn loom_exit_against_take_back() {
-    model("exit: a thread ends while its shard is taken back", 4, exit_against_take_back);
+    model("exit: a thread ends while its thread cache is taken back", 4, exit_against_take_back);
 }
 
 #[test]
@@ -173,7 +173,7 @@ fn loom_fenced_exit_against_take_back() {
 
 #[test]
 fn loom_exit_hands_the_shard_on() {
-    model("exit: a shard is leased on while all memory is taken back", 3, || {
+    model("exit: a thread cache is leased on while all memory is taken back", 3, || {
         let store = Store::new(TWO, PAGE);
         let users = [0, 1].map(|_| {
             let store = store.clone();
@@ -216,7 +216,7 @@ fn loom_exit_against_close() {
 
 // --- taking back -----------------------------------------------------------------------------------------------------
 
-/// One who takes and returns, and has more in its shard then; another who needs one of these.
+/// One who takes and returns, and has more in its thread cache then; another who needs one of these.
 fn gathered(timeless: bool) {
     let store = Store::with(TWO, PAGE, timeless);
     let first = store.take().unwrap();
@@ -254,20 +254,20 @@ fn loom_fenced_gather() {
 
 // --- what hangs between threads --------------------------------------------------------------------------------------
 
-/// As one whose shard is full does: leaves a segment for others, if that may hang there.
-fn hang_up(store: &Store) -> bool {
+/// As one whose thread cache is full does: leaves a segment for others, if that may hang there.
+fn offload(store: &Store) -> bool {
     step();
     let Placement::Class(class) = store.want().placement else { unreachable!() };
-    let mut held = store.central.gate.enter(store.central.shard().unwrap()).unwrap();
-    store.central.hang_up(class, &mut held, 1)
+    let mut held = store.central.gate.enter(store.central.cache().unwrap()).unwrap();
+    store.central.offload(class, &mut held, 1)
 }
 
-/// One who has a segment in its shard and wants to leave it for others.
+/// One who has a segment in its thread cache and wants to leave it for others.
 fn leaver(store: &Store, out: Out) -> JoinHandle<bool> {
     let store = store.clone();
     worker(move || {
         out.put();
-        hang_up(&store)
+        offload(&store)
     })
 }
 
@@ -277,7 +277,7 @@ fn stride() -> usize {
 
 #[test]
 fn loom_booking_refused() {
-    model("racks: two leave a segment where there is room for one", 3, || {
+    model("transfer caches: two leave a segment where there is room for one", 3, || {
         let store = Store::new(TWO, stride());
         let [one, two] = [store.take().unwrap(), store.take().unwrap()];
         let leavers = [leaver(&store, one), leaver(&store, two)];
@@ -291,22 +291,26 @@ fn loom_booking_refused() {
 fn loom_booking_passes_on() {
     // Whether it was left, in some execution, and whether not. Not the model's own.
     static SEEN: [StdAtomicU64; 2] = [const { StdAtomicU64::new(0) }; 2];
-    model("racks: one leaves a segment while the one that takes all the room is taken down", 3, || {
-        let store = Store::new(TWO, stride());
-        let [one, two] = [store.take().unwrap(), store.take().unwrap()];
-        one.put();
-        assert!(hang_up(&store));
-        let leaver = leaver(&store, two);
-        // There is one that was never taken, too: but what hangs there comes first.
-        let got = store.take().unwrap();
-        let left = leaver.join().unwrap();
-        SEEN[usize::from(left)].store(1, StdOrdering::Relaxed);
-        store.central.check(|_, _| ()).unwrap();
-        // The room of what was taken down is there for the next, whoever it is.
-        got.put();
-        assert!(left || hang_up(&store), "all that is booked is in use");
-        store.finish();
-    });
+    model(
+        "transfer caches: one leaves a segment while the one that takes all the room is taken down",
+        3,
+        || {
+            let store = Store::new(TWO, stride());
+            let [one, two] = [store.take().unwrap(), store.take().unwrap()];
+            one.put();
+            assert!(offload(&store));
+            let leaver = leaver(&store, two);
+            // There is one that was never taken, too: but what hangs there comes first.
+            let got = store.take().unwrap();
+            let left = leaver.join().unwrap();
+            SEEN[usize::from(left)].store(1, StdOrdering::Relaxed);
+            store.central.check(|_, _| ()).unwrap();
+            // The room of what was taken down is there for the next, whoever it is.
+            got.put();
+            assert!(left || offload(&store), "all that is reserved is in use");
+            store.finish();
+        },
+    );
     assert!(SEEN.iter().all(|seen| seen.load(StdOrdering::Relaxed) > 0), "the model shows one order only");
 }
 
@@ -344,8 +348,8 @@ fn loom_fenced_close_counts() {
 
 #[test]
 fn loom_close_frees_under_returns() {
-    model("close: the overflow of a shard while the pool is dropped", 4, || {
-        // No racks: what a shard cannot hold goes to the runs.
+    model("close: the overflow of a thread cache while the pool is dropped", 4, || {
+        // No transfer caches: what a thread cache cannot hold goes to the runs.
         let store = Store::new(TWO, 0);
         let gone = Arc::downgrade(&store.central);
         let other = worker({
@@ -363,8 +367,8 @@ fn loom_close_frees_under_returns() {
 
 #[test]
 fn loom_check_finds_everything() {
-    model("check: the overflow of a shard while everything is counted", 3, || {
-        // No racks, as above.
+    model("check: the overflow of a thread cache while everything is counted", 3, || {
+        // No transfer caches, as above.
         let store = Store::new(TWO, 0);
         let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
         let other = worker(move || outs.into_iter().for_each(Out::put));
@@ -432,7 +436,8 @@ fn loom_sums_hold() {
         let sums = classes.iter().fold((0, 0), |(t, p), c| (t + c.takes, p + c.puts));
         assert_eq!(sums, (s.takes, s.puts), "and so are their counts");
         assert_eq!(s.takes - s.puts, out, "what was taken and is not back is out: {s:?}, {classes:?}");
-        // Off by no more than the calls under way, of which each may move one segment to or from a rack besides.
+        // Off by no more than the calls under way, of which each may move one segment to or from a transfer cache
+        // besides.
         let moving = after[TAKES] - before[TAKEN] + after[PUTS] - before[PUT];
         let within = |count: u64, least: u64, most: u64| least <= count && count <= most + moving;
         assert!(within(s.takes, before[TAKEN], after[TAKES]), "{} of {before:?} to {after:?}", s.takes);
@@ -458,13 +463,13 @@ fn loom_ledger_closes() {
             };
             CentralPool::enter(&mut fresh, Origin::default());
             let out = store.out(fresh);
-            let slot = std::ptr::from_ref(out.segment.slot()).addr();
+            let descriptor = std::ptr::from_ref(out.segment.descriptor()).addr();
             let other = worker(move || out.put());
             step();
             let found = store.central.out_for(Duration::ZERO);
             // As long as it is out its entry is there, but for the moment in which it is closed and the segment not
             // back yet.
-            assert!(found.iter().all(|one| one.slot == slot), "{found:?}");
+            assert!(found.iter().all(|one| one.descriptor == descriptor), "{found:?}");
             other.join().unwrap();
             assert_eq!(store.central.histograms().1.count(), 1, "its time was counted, once");
             assert!(store.central.out_for(Duration::ZERO).is_empty());

@@ -3,16 +3,17 @@
 //! It joins the free lists, the arena and the queue of those who wait into one store of segments, and decides how a
 //! request is served, cheapest first:
 //!
-//! 1. *hit*: this thread's shard has a segment ([`crate::freelist::shard`]: plain loads and stores);
-//! 2. *exchange*: the shard takes over a batch that another thread left on a rack (two atomic operations; `exchange`);
-//! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the shard;
+//! 1. *hit*: this thread's thread cache has a segment ([`crate::freelist::cache`]: plain loads and stores);
+//! 2. *exchange*: the thread cache takes over a batch that another thread left on a transfer cache (two atomic
+//!    operations; `transfer`);
+//! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the thread cache;
 //! 4. *gather*: what is cached where nobody misses it is taken back to its runs, idle runs are dissolved, and the
-//!    request is tried again (`caches`);
+//!    request is tried again (`reclaim`);
 //! 5. what is left is the pool's decision: to grow (`growth`), to take back what is cached where it is in use, too, to
 //!    wait (`waiting`, `queue`), or to do without.
 //!
-//! Returns go the same way down: the shard, a rack, the runs. While anybody waits the mode word sends all returns to
-//! the lock, so that each segment that comes back meets the queue.
+//! Returns go the same way down: the thread cache, a transfer cache, the runs. While anybody waits the mode word sends
+//! all returns to the lock, so that each segment that comes back meets the queue.
 //!
 //! # How long a central pool lives
 //!
@@ -24,22 +25,22 @@
 //!
 //! # Counting
 //!
-//! Takes and returns are counted where they happen, in shards and, for the slow path, under the lock. Bytes out are
-//! takes less returns times stride; free bytes are what is left. So the parts always sum to the whole.
+//! Takes and returns are counted where they happen, in thread caches and, for the slow path, under the lock. Bytes out
+//! are takes less returns times stride; free bytes are what is left. So the parts always sum to the whole.
 
 #![allow(unsafe_code)]
 
-mod caches;
 mod census;
 mod check;
-mod exchange;
 mod growth;
 mod lease;
 #[cfg(all(test, loom))]
 mod loom_models;
 mod queue;
 mod raw;
+mod reclaim;
 mod token;
+mod transfer;
 mod waiting;
 
 use std::ptr::NonNull;
@@ -50,34 +51,36 @@ use slab::Slab;
 
 use crate::arena::Arena;
 use crate::error::{Error, Result};
-use crate::freelist::shard::Put;
-use crate::freelist::{Gate, LISTS, Rack, Roster, Shard, Slot, list_of, listed, mode, state};
+use crate::freelist::cache::Put;
+use crate::freelist::{
+    CacheTable, Descriptor, Gate, LISTS, ThreadCache, TransferCache, list_of, listed, mode, state,
+};
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, Mutex};
 use crate::telemetry::counters::{ClassTally, note_thread_miss};
 use crate::telemetry::ledger::{Ledger, Sightings};
 
-pub(crate) use caches::Reach;
 pub(crate) use census::OutSegment;
-use exchange::Bookings;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
 use queue::Grant;
 use queue::Queue;
 pub(crate) use queue::{Outcome, Wake, Want};
 pub(crate) use raw::{Fresh, Segment};
+pub(crate) use reclaim::Reach;
 use token::Deposit;
 pub use token::Token;
+use transfer::Reservations;
 
 /// How a central pool is set up.
 #[derive(Clone, Debug)]
 pub(crate) struct CentralConfig {
     /// Bytes that the central pool may hold at most; for messages and for [`Error::Impossible`].
     pub(crate) capacity: usize,
-    /// Bytes that one thread's shard may cache at most.
+    /// Bytes that one thread's thread cache may cache at most.
     pub(crate) thread_cache: usize,
-    /// Bytes that may hang in racks, between threads, at most.
+    /// Bytes that may hang in transfer caches, between threads, at most.
     pub(crate) shared_cache: usize,
     /// The longest request that an extent could ever serve.
     pub(crate) largest: usize,
@@ -100,8 +103,8 @@ pub(crate) struct CentralPool {
     // Read often, written hardly ever: together, and away from what is written.
     number: u64,
     config: CentralConfig,
-    racks: Vec<Rack>,
-    racked: crossbeam::utils::CachePadded<Bookings>,
+    transfers: Vec<TransferCache>,
+    reservations: crossbeam::utils::CachePadded<Reservations>,
     /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
     joint: StdAtomicU64,
     /// Changes of that which are being made together with a segment's word. Only checks look.
@@ -117,7 +120,7 @@ pub(crate) struct CentralPool {
 #[derive(Debug)]
 struct Core {
     arena: Arena,
-    roster: Roster,
+    table: CacheTable,
     queue: Queue,
     /// Counted on the slow path, over all classes.
     takes: u64,
@@ -165,7 +168,7 @@ pub(crate) struct CentralSnapshot {
     pub(crate) total: usize,
     pub(crate) unpinned: usize,
     pub(crate) free: usize,
-    /// Of the free bytes, those in shards and racks.
+    /// Of the free bytes, those in thread caches and transfer caches.
     pub(crate) cached: usize,
     /// Checked out or in flight: all that was taken and is neither back nor quarantined.
     pub(crate) out: usize,
@@ -198,15 +201,15 @@ impl CentralPool {
             gate: Gate::new(sync::asymmetric()),
             number,
             regions,
-            racks: listed().map(|_| Rack::new()).collect(),
-            racked: crossbeam::utils::CachePadded::new(Bookings::new()),
+            transfers: listed().map(|_| TransferCache::new()).collect(),
+            reservations: crossbeam::utils::CachePadded::new(Reservations::new()),
             joint: StdAtomicU64::new(0),
             halfway: StdAtomicU64::new(0),
             me: me.clone(),
             sightings: Mutex::new(Sightings::default()),
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
                 arena: Arena::new(),
-                roster: Roster::default(),
+                table: CacheTable::default(),
                 queue: Queue::new(config.timeless),
                 tokens: Slab::new(),
                 takes: 0,
@@ -254,22 +257,23 @@ impl CentralPool {
 
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// A hit: this thread's shard has a segment. Everything else is [`CentralPool::try_take`]'s.
+    /// A hit: this thread's thread cache has a segment. Everything else is [`CentralPool::try_take`]'s.
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<Fresh> {
-        // The ways join with a slot, which fits a register, and not with what is made of it: see the note in `Pool`.
-        let slot = match self.gate.pass_in(lease::current()?) {
+        // The ways join with a descriptor, which fits a register, and not with what is made of it: see the note in
+        // `Pool`.
+        let descriptor = match self.gate.enter_by_permit(lease::current()?) {
             Some(mut inside) => inside.take(class, len)?,
             None => self.hit_other(class, len)?,
         };
         // SAFETY: taken from this central pool just now, and of the class.
-        Some(unsafe { Fresh::of_list(self, Grant { slot, len }, list_of(class)) })
+        Some(unsafe { Fresh::of_list(self, Grant { descriptor, len }, list_of(class)) })
     }
 
     /// The same where this thread has used another pool since, or has to fence for itself.
     #[cold]
     #[inline(never)]
-    fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Slot>> {
+    fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
         self.gate.enter(lease::hot(self)?)?.take(class, len)
     }
 
@@ -318,30 +322,30 @@ impl CentralPool {
     pub(crate) fn try_take(&self, want: Want, reach: Reach) -> Result<Take> {
         self.refuse_if_shut()?;
         if let Placement::Class(class) = want.placement {
-            if let Some(slot) = self.exchange(class, want.len) {
-                return Ok(Take::Got(self.fresh(Grant { slot, len: want.len })));
+            if let Some(descriptor) = self.take_via_transfer(class, want.len) {
+                return Ok(Take::Got(self.fresh(Grant { descriptor, len: want.len })));
             }
         }
         // Obtained before the lock is taken: leasing takes it too.
-        let shard = self.shard();
+        let cache = self.cache();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
         if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
             // First come, first served, but for what the head cannot use.
             let Core { arena, queue, .. } = &mut *core;
             let passed = queue.pass(arena, &[want]);
-            return Ok(passed.map_or(Take::Empty, |g| Take::Got(self.fresh(core.took(g.slot, g.len)))));
+            return Ok(passed.map_or(Take::Empty, |g| Take::Got(self.fresh(core.took(g.descriptor, g.len)))));
         }
-        if let (Placement::Class(class), Some(shard)) = (want.placement, shard) {
-            if let Some(slot) = self.batch(&mut core, shard, class) {
-                return Ok(Take::Got(self.fresh(core.took(slot, want.len))));
+        if let (Placement::Class(class), Some(cache)) = (want.placement, cache) {
+            if let Some(descriptor) = self.batch(&mut core, cache, class) {
+                return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
             }
         }
-        if let Some(slot) = queue::take_one(&mut core.arena, want.placement) {
-            return Ok(Take::Got(self.fresh(core.took(slot, want.len))));
+        if let Some(descriptor) = queue::take_one(&mut core.arena, want.placement) {
+            return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
         }
-        Ok(match self.gather(&mut core, want.placement, shard, reach) {
-            Some(slot) => Take::Got(self.fresh(core.took(slot, want.len))),
+        Ok(match self.gather(&mut core, want.placement, cache, reach) {
+            Some(descriptor) => Take::Got(self.fresh(core.took(descriptor, want.len))),
             None => Take::Empty,
         })
     }
@@ -349,20 +353,20 @@ impl CentralPool {
     /// All of several, or none.
     pub(crate) fn try_take_all(&self, wants: &[Want], reach: Reach) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
-        let shard = self.shard();
+        let cache = self.cache();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
         if !core.queue.is_empty() {
             return Ok(None);
         }
         let mut grants = queue::take_all(&mut core.arena, wants);
-        if grants.is_none() && self.collect_idle(&mut core, shard, None) {
+        if grants.is_none() && self.collect_idle(&mut core, cache, None) {
             grants = queue::take_all(&mut core.arena, wants);
         }
         if grants.is_none() && reach == Reach::All && self.collect(&mut core) {
             grants = queue::take_all(&mut core.arena, wants);
         }
-        Ok(grants.map(|grants| grants.iter().map(|g| self.fresh(core.took(g.slot, g.len))).collect()))
+        Ok(grants.map(|grants| grants.iter().map(|g| self.fresh(core.took(g.descriptor, g.len))).collect()))
     }
 
     // --- returning ---------------------------------------------------------------------------------------------------
@@ -370,62 +374,63 @@ impl CentralPool {
     /// Returns a segment. This may be the last anyone does with the central pool: it can be gone when this returns.
     ///
     /// # Safety
-    /// `this` is the slot's central pool; the slot is out and the caller's to give, `len` what it was taken for, `list`
-    /// its list; the caller touches neither afterwards.
+    /// `this` is the descriptor's central pool; the descriptor is out and the caller's to give, `len` what it was taken
+    /// for, `list` its list; the caller touches neither afterwards.
     #[inline(always)]
-    pub(crate) unsafe fn put(this: NonNull<Self>, slot: NonNull<Slot>, len: usize, list: usize) {
-        // SAFETY: a slot that is out keeps its central pool alive (the crowd's count) until it is counted as returned.
+    pub(crate) unsafe fn put(this: NonNull<Self>, descriptor: NonNull<Descriptor>, len: usize, list: usize) {
+        // SAFETY: a descriptor that is out keeps its central pool alive (the crowd's count) until it is counted as
+        // returned.
         let central = unsafe { this.as_ref() };
-        if let Some(mut inside) = lease::current().and_then(|shard| central.gate.pass_in(shard)) {
+        if let Some(mut inside) = lease::current().and_then(|cache| central.gate.enter_by_permit(cache)) {
             // SAFETY: alive, in no list, and the caller's.
-            if let Put::Kept = unsafe { inside.put(slot, len, list) } {
+            if let Put::Kept = unsafe { inside.put(descriptor, len, list) } {
                 return;
             }
         }
         // SAFETY: the caller's word, passed on.
-        unsafe { Self::put_slow(this, slot, len, list) }
+        unsafe { Self::put_slow(this, descriptor, len, list) }
     }
 
     #[cold]
-    unsafe fn put_slow(this: NonNull<Self>, slot: NonNull<Slot>, len: usize, list: usize) {
+    unsafe fn put_slow(this: NonNull<Self>, descriptor: NonNull<Descriptor>, len: usize, list: usize) {
         // SAFETY: as in `put`.
         let central = unsafe { this.as_ref() };
         if crate::os::forked() {
             return;
         }
         // SAFETY: alive, and the caller's.
-        let class = unsafe { slot.as_ref() }.class();
+        let class = unsafe { descriptor.as_ref() }.class();
         if let Some(class) = class {
             if list == LISTS {
                 // Not for want of a list, but because somebody wants to know when it comes back.
                 #[cfg(not(pinpool_planted = "ledger_left_open"))]
-                central.core.lock().ledger.close(slot.addr().get());
+                central.core.lock().ledger.close(descriptor.addr().get());
             }
             // SAFETY: as above.
-            if unsafe { central.keep(class, slot, len) } {
+            if unsafe { central.keep(class, descriptor, len) } {
                 return;
             }
         }
         note_thread_miss();
         // SAFETY: as above.
-        if class.is_some_and(|class| unsafe { central.make_room(class, slot, len) }) {
+        if class.is_some_and(|class| unsafe { central.make_room(class, descriptor, len) }) {
             return;
         }
         #[cfg(pinpool_planted = "wake_before_grant")]
         central.core.lock().queue.head_wake().into_iter().for_each(Wake::wake);
         let mut wakes = Vec::new();
         let mut core = central.core.lock();
-        // SAFETY: the slot is alive until it is given.
-        let (granted, class) = unsafe { (core.arena.granted(slot), slot.as_ref().class()) };
+        // SAFETY: the descriptor is alive until it is given.
+        let (granted, class) = unsafe { (core.arena.granted(descriptor), descriptor.as_ref().class()) };
         core.granted = core.granted.wrapping_sub(granted as u64);
         core.classes.gave(class, granted);
-        core.ledger.close(slot.addr().get());
+        core.ledger.close(descriptor.addr().get());
         core.requested = core.requested.wrapping_sub(len as u64);
         core.puts += 1;
         // SAFETY: alive, the caller's, in no list.
         unsafe {
-            slot.as_ref().returned();
-            core.arena.give(slot);
+            descriptor.as_ref().returned();
+            core.arena.give(descriptor);
         }
         core.serve(&mut wakes);
         central.stop_waiting(&core);
@@ -439,23 +444,23 @@ impl CentralPool {
         }
     }
 
-    /// Returns into this thread's shard: it may have used another pool since, or has to fence for itself. `false`:
-    /// nothing was done.
+    /// Returns into this thread's thread cache: it may have used another pool since, or has to fence for itself.
+    /// `false`: nothing was done.
     ///
     /// # Safety
-    /// The slot is alive, out, of this class, in no list, and the caller's.
-    unsafe fn keep(&self, class: Class, slot: NonNull<Slot>, len: usize) -> bool {
-        let held = self.shard().and_then(|shard| self.gate.enter(shard));
+    /// The descriptor is alive, out, of this class, in no list, and the caller's.
+    unsafe fn keep(&self, class: Class, descriptor: NonNull<Descriptor>, len: usize) -> bool {
+        let held = self.cache().and_then(|cache| self.gate.enter(cache));
         // SAFETY: the caller's word.
-        held.is_some_and(|mut held| matches!(unsafe { held.put(slot, len, list_of(class)) }, Put::Kept))
+        held.is_some_and(|mut held| matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept))
     }
 
     /// Marks a segment as never to be reused. It stays taken for good.
     ///
     /// # Safety
-    /// `this` is the slot's central pool, and the slot is in a state that only the caller leaves.
-    pub(crate) unsafe fn quarantine(this: NonNull<Self>, slot: NonNull<Slot>) {
-        // SAFETY: a slot that is not back keeps its central pool alive.
+    /// `this` is the descriptor's central pool, and the descriptor is in a state that only the caller leaves.
+    pub(crate) unsafe fn quarantine(this: NonNull<Self>, descriptor: NonNull<Descriptor>) {
+        // SAFETY: a descriptor that is not back keeps its central pool alive.
         let central = unsafe { this.as_ref() };
         if crate::os::forked() {
             return;
@@ -464,7 +469,7 @@ impl CentralPool {
         {
             let mut core = central.core.lock();
             // SAFETY: alive, as above.
-            core.quarantined += unsafe { core.arena.granted(slot) };
+            core.quarantined += unsafe { core.arena.granted(descriptor) };
             core.quarantined_segments += 1;
             central.fail_hopeless(&mut core, &mut wakes);
             central.stop_waiting(&core);
@@ -474,30 +479,30 @@ impl CentralPool {
 
     // --- threads -----------------------------------------------------------------------------------------------------
 
-    fn begin_lease(&self) -> Option<Arc<Shard>> {
+    fn begin_lease(&self) -> Option<Arc<ThreadCache>> {
         if self.closed() {
             return None;
         }
-        Some(self.core.lock().roster.lease(&self.gate))
+        Some(self.core.lock().table.lease(&self.gate))
     }
 
     /// A thread ends: what it cached goes back to the runs.
-    fn end_lease(&self, shard: &Arc<Shard>) {
+    fn end_lease(&self, cache: &Arc<ThreadCache>) {
         if crate::os::forked() {
             return;
         }
         let mut wakes = Vec::new();
         #[cfg(pinpool_planted = "exit_drains_unlocked")]
-        let early = Roster::drain_unlocked(shard);
+        let early = CacheTable::drain_unlocked(cache);
         let mut core = self.core.lock();
-        let Core { arena, roster, .. } = &mut *core;
+        let Core { arena, table, .. } = &mut *core;
         #[cfg(pinpool_planted = "exit_drains_unlocked")]
         for chain in early {
             // SAFETY: free and alive, if it were this thread's to drain.
             unsafe { arena.give_chain(chain) };
         }
-        // SAFETY: what a shard caches is free and alive.
-        roster.give_up(shard, |_, chain| unsafe { arena.give_chain(chain) });
+        // SAFETY: what a thread cache caches is free and alive.
+        table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) });
         core.serve(&mut wakes);
         self.stop_waiting(&core);
         drop(core);
@@ -517,7 +522,7 @@ impl CentralPool {
             return;
         }
         let early = cfg!(pinpool_planted = "close_counts_early").then(|| core.counted());
-        self.gate.quiesce(mode::CLOSED, &core.roster);
+        self.gate.quiesce(mode::CLOSED, &core.table);
         self.sweep(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
         self.stop_waiting(&core);
@@ -553,14 +558,14 @@ impl CentralPool {
     /// Bytes that a segment was given.
     ///
     /// # Safety
-    /// `this` is the slot's central pool, and the slot is not back yet.
-    pub(crate) unsafe fn granted(this: NonNull<Self>, slot: NonNull<Slot>) -> usize {
+    /// `this` is the descriptor's central pool, and the descriptor is not back yet.
+    pub(crate) unsafe fn granted(this: NonNull<Self>, descriptor: NonNull<Descriptor>) -> usize {
         // SAFETY: by the caller's word both are alive.
-        let (central, class) = unsafe { (this.as_ref(), slot.as_ref().class()) };
+        let (central, class) = unsafe { (this.as_ref(), descriptor.as_ref().class()) };
         match class {
             Some(class) => class.stride(),
             // SAFETY: as above.
-            None => unsafe { central.core.lock().arena.granted(slot) },
+            None => unsafe { central.core.lock().arena.granted(descriptor) },
         }
     }
 
@@ -573,9 +578,9 @@ impl CentralPool {
     ///
     /// # Safety
     /// As for [`CentralPool::granted`].
-    pub(crate) unsafe fn pinned(this: NonNull<Self>, slot: NonNull<Slot>) -> bool {
+    pub(crate) unsafe fn pinned(this: NonNull<Self>, descriptor: NonNull<Descriptor>) -> bool {
         // SAFETY: by the caller's word both are alive.
-        !crate::os::forked() && unsafe { this.as_ref().core.lock().arena.pinned(slot) }
+        !crate::os::forked() && unsafe { this.as_ref().core.lock().arena.pinned(descriptor) }
     }
 
     /// Books another requested length for a segment that stays out.
@@ -587,25 +592,25 @@ impl CentralPool {
 
 impl Core {
     /// Counts a segment that the slow path gives out.
-    fn took(&mut self, slot: NonNull<Slot>, len: usize) -> Grant {
+    fn took(&mut self, descriptor: NonNull<Descriptor>, len: usize) -> Grant {
         self.takes += 1;
         // SAFETY: just taken from its run: alive, and ours alone.
         let (granted, class) = unsafe {
-            slot.as_ref().taken();
-            (self.arena.granted(slot), slot.as_ref().class())
+            descriptor.as_ref().taken();
+            (self.arena.granted(descriptor), descriptor.as_ref().class())
         };
         self.granted = self.granted.wrapping_add(granted as u64);
         self.classes.took(class, granted);
         self.requested = self.requested.wrapping_add(len as u64);
-        Grant { slot, len }
+        Grant { descriptor, len }
     }
 
     /// Takes and returns over all threads.
     fn counted(&self) -> (u64, u64) {
         let mut sum = (self.takes, self.puts);
-        for shard in self.roster.shards() {
+        for cache in self.table.caches() {
             for class in Class::all() {
-                let count = shard.count(class);
+                let count = cache.count(class);
                 sum = (sum.0.wrapping_add(count.takes), sum.1.wrapping_add(count.puts));
             }
         }

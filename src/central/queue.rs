@@ -20,7 +20,7 @@ use super::growth::Growth;
 use crate::arena::Arena;
 use crate::error::Error;
 use crate::foreign::Task;
-use crate::freelist::Slot;
+use crate::freelist::Descriptor;
 use crate::segment::Placement;
 use crate::sync::thread::Thread;
 use crate::telemetry::counters::Histogram;
@@ -40,11 +40,11 @@ pub(crate) struct Want {
 /// A segment given.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grant {
-    pub(crate) slot: NonNull<Slot>,
+    pub(crate) descriptor: NonNull<Descriptor>,
     pub(crate) len: usize,
 }
 
-// SAFETY: a grant is the ownership of a segment, whose slot is Sync.
+// SAFETY: a grant is the ownership of a segment, whose descriptor is Sync.
 unsafe impl Send for Grant {}
 
 /// What to do once the lock is released: above all, how to wake a waiter.
@@ -240,9 +240,9 @@ impl Queue {
         if head.wants.iter().any(|w| w.placement == Placement::Class(class)) {
             return None;
         }
-        let slot = arena.take_from_partly_used(class)?;
+        let descriptor = arena.take_from_partly_used(class)?;
         head.passed += 1;
-        Some(Grant { slot, len })
+        Some(Grant { descriptor, len })
     }
 
     /// Ends every wait for which `verdict` has an error.
@@ -256,7 +256,7 @@ impl Queue {
 }
 
 /// A segment for a placement, giving up what runs do not use where that is what it takes.
-pub(crate) fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Slot>> {
+pub(crate) fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Descriptor>> {
     let again = |arena: &mut Arena, more: bool| if more { arena.take(placement) } else { None };
     let mut taken = arena.take(placement);
     if taken.is_none() {
@@ -275,11 +275,11 @@ pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> 
     let mut grants = Vec::with_capacity(wants.len());
     for want in wants {
         match take_one(arena, want.placement) {
-            Some(slot) => grants.push(Grant { slot, len: want.len }),
+            Some(descriptor) => grants.push(Grant { descriptor, len: want.len }),
             None => {
                 for grant in grants {
                     // SAFETY: just taken, never shown to anyone, still marked free.
-                    unsafe { arena.give(grant.slot) };
+                    unsafe { arena.give(grant.descriptor) };
                 }
                 return None;
             }

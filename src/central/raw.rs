@@ -3,27 +3,27 @@
 use std::ptr::NonNull;
 
 use super::{CentralPool, Grant};
-use crate::freelist::{LISTS, Slot};
+use crate::freelist::{Descriptor, LISTS};
 use crate::segment::Class;
 
-/// The address without [`WATCHED`]. A slot's is not zero without it.
-fn unwatched(slot: NonNull<Slot>) -> NonNull<Slot> {
-    NonNull::new(slot.as_ptr().map_addr(|at| at & !WATCHED)).unwrap_or(slot)
+/// The address without [`WATCHED`]. A descriptor's is not zero without it.
+fn unwatched(descriptor: NonNull<Descriptor>) -> NonNull<Descriptor> {
+    NonNull::new(descriptor.as_ptr().map_addr(|at| at & !WATCHED)).unwrap_or(descriptor)
 }
 
 /// The right to a segment that is out. Not `Drop`: who holds it decides what becomes of it, and forgetting it leaks the
 /// segment, never more.
 ///
 /// # Invariant
-/// The slot is of this central pool and not back, so both are alive.
+/// The descriptor is of this central pool and not back, so both are alive.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a forgotten segment is lost to the pool"]
 pub(crate) struct Segment {
     central: NonNull<CentralPool>,
-    slot: NonNull<Slot>,
-    /// Bytes that were asked for, and below them which list of a shard it belongs to: a return that had to load that
-    /// from the slot would find its list, and with it whatever it reads and writes, only after the checkout has found
-    /// the slot.
+    descriptor: NonNull<Descriptor>,
+    /// Bytes that were asked for, and below them which list of a thread cache it belongs to: a return that had to load
+    /// that from the descriptor would find its list, and with it whatever it reads and writes, only after the checkout
+    /// has found the descriptor.
     tag: u64,
 }
 
@@ -37,11 +37,11 @@ fn tag(len: usize, list: usize) -> u64 {
     (len as u64) << LIST | list as u64
 }
 
-/// In the address of a slot on its way: the return is watched.
+/// In the address of a descriptor on its way: the return is watched.
 const WATCHED: usize = 1;
-const _: () = assert!(align_of::<Slot>() > WATCHED);
+const _: () = assert!(align_of::<Descriptor>() > WATCHED);
 
-// SAFETY: the central pool and the slot are Sync, and a segment is owned by one place at a time.
+// SAFETY: the central pool and the descriptor are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
 // SAFETY: a shared segment only gives out addresses and atomics.
 unsafe impl Sync for Segment {}
@@ -58,16 +58,20 @@ impl Fresh {
     #[inline(always)]
     pub(super) unsafe fn new(central: &CentralPool, grant: Grant) -> Self {
         // SAFETY: granted, so alive.
-        let list = unsafe { grant.slot.as_ref() }.list();
+        let list = unsafe { grant.descriptor.as_ref() }.list();
         // SAFETY: the caller's word.
         unsafe { Self::of_list(central, grant, list) }
     }
 
     /// # Safety
-    /// As for [`Fresh::new`], and `list` is the slot's.
+    /// As for [`Fresh::new`], and `list` is the descriptor's.
     #[inline(always)]
     pub(super) unsafe fn of_list(central: &CentralPool, grant: Grant, list: usize) -> Self {
-        Self(Segment { central: NonNull::from(central), slot: grant.slot, tag: tag(grant.len, list) })
+        Self(Segment {
+            central: NonNull::from(central),
+            descriptor: grant.descriptor,
+            tag: tag(grant.len, list),
+        })
     }
 
     /// # Safety
@@ -77,13 +81,13 @@ impl Fresh {
     #[cold]
     #[inline(never)]
     pub(crate) unsafe fn from_parts(
-        (central, slot): (NonNull<CentralPool>, NonNull<Slot>),
+        (central, descriptor): (NonNull<CentralPool>, NonNull<Descriptor>),
         len: usize,
     ) -> Self {
-        let watched = slot.addr().get() & WATCHED != 0;
-        let slot = if watched { unwatched(slot) } else { slot };
+        let watched = descriptor.addr().get() & WATCHED != 0;
+        let descriptor = if watched { unwatched(descriptor) } else { descriptor };
         // SAFETY: a segment that is out keeps its central pool alive, and the caller's word.
-        let mut fresh = unsafe { Self::new(central.as_ref(), Grant { slot, len }) };
+        let mut fresh = unsafe { Self::new(central.as_ref(), Grant { descriptor, len }) };
         if watched {
             fresh.watch();
         }
@@ -118,22 +122,22 @@ impl Segment {
     }
 
     /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is
-    /// watched is in a bit that a slot's address does not use.
-    pub(crate) fn into_parts(self) -> (NonNull<CentralPool>, NonNull<Slot>) {
+    /// watched is in a bit that a descriptor's address does not use.
+    pub(crate) fn into_parts(self) -> (NonNull<CentralPool>, NonNull<Descriptor>) {
         let watched = if self.list() == LISTS { WATCHED } else { 0 };
-        (self.central, self.slot.map_addr(|at| at | watched))
+        (self.central, self.descriptor.map_addr(|at| at | watched))
     }
 
     /// First byte.
     #[inline(always)]
     pub(crate) fn base(&self) -> NonNull<u8> {
-        self.slot().base()
+        self.descriptor().base()
     }
 
     #[inline(always)]
-    pub(crate) fn slot(&self) -> &Slot {
+    pub(crate) fn descriptor(&self) -> &Descriptor {
         // SAFETY: the invariant.
-        unsafe { self.slot.as_ref() }
+        unsafe { self.descriptor.as_ref() }
     }
 
     pub(crate) fn central(&self) -> &CentralPool {
@@ -147,19 +151,19 @@ impl Segment {
     }
 
     pub(crate) fn class(&self) -> Option<Class> {
-        self.slot().class()
+        self.descriptor().class()
     }
 
     /// Bytes that the segment was given.
     pub(crate) fn granted(&self) -> usize {
         // SAFETY: the invariant.
-        unsafe { CentralPool::granted(self.central, self.slot) }
+        unsafe { CentralPool::granted(self.central, self.descriptor) }
     }
 
     /// Whether its memory is really locked.
     pub(crate) fn pinned(&self) -> bool {
         // SAFETY: the invariant.
-        unsafe { CentralPool::pinned(self.central, self.slot) }
+        unsafe { CentralPool::pinned(self.central, self.descriptor) }
     }
 
     /// A second name for the same segment, for the two parties that meet in its state word.
@@ -185,12 +189,12 @@ impl Segment {
     #[inline(always)]
     pub(crate) unsafe fn release(self) {
         // SAFETY: the invariant, and the caller's word.
-        unsafe { CentralPool::put(self.central, self.slot, self.len(), self.list()) }
+        unsafe { CentralPool::put(self.central, self.descriptor, self.len(), self.list()) }
     }
 
     /// Takes it out of use for good. Its word already says so.
     pub(crate) fn quarantine(self) {
         // SAFETY: the invariant; a quarantined segment is never returned.
-        unsafe { CentralPool::quarantine(self.central, self.slot) }
+        unsafe { CentralPool::quarantine(self.central, self.descriptor) }
     }
 }

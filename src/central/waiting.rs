@@ -1,9 +1,9 @@
 //! Waiting for memory, seen from the central pool: joining and leaving the queue, serving it, and ending waits that
 //! nothing can serve any more. Who is next is decided by [`super::queue`].
 //!
-//! While anybody waits, the mode word keeps all threads out of their shards, and what these cached is back in its runs:
-//! each segment that comes back meets the queue under the lock. Not so while memory for the only waiters is on its way
-//! from the system: then nobody else needs to hurry.
+//! While anybody waits, the mode word keeps all threads out of their thread caches, and what these cached is back in
+//! its runs: each segment that comes back meets the queue under the lock. Not so while memory for the only waiters is
+//! on its way from the system: then nobody else needs to hurry.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -13,12 +13,12 @@ use super::growth::least;
 use super::{CentralPool, Core, Fresh, Grant, Outcome, Wake, Want, mode, state, sum};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
-use crate::freelist::Slot;
+use crate::freelist::Descriptor;
 use crate::sync;
 
 impl CentralPool {
     /// Joins the queue, served at once if that is possible. With `covered`, memory for it is on its way from the
-    /// system, so nobody else needs to hurry: other threads keep their shards.
+    /// system, so nobody else needs to hurry: other threads keep their thread caches.
     pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
         self.refuse_if_shut()?;
         let mut wakes = Vec::new();
@@ -47,7 +47,7 @@ impl CentralPool {
         if cfg!(pinpool_planted = "wait_without_quiesce") {
             self.gate.force(mode::WAITING);
         } else {
-            self.gate.quiesce(mode::WAITING, &core.roster);
+            self.gate.quiesce(mode::WAITING, &core.table);
         }
         self.sweep(core);
     }
@@ -60,7 +60,7 @@ impl CentralPool {
 
     pub(super) fn stop_waiting(&self, core: &Core) {
         if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
-            self.gate.open(mode::WAITING, &core.roster);
+            self.gate.readmit(mode::WAITING, &core.table);
         }
     }
 
@@ -98,14 +98,14 @@ impl CentralPool {
         // Its waker goes after the lock, since a task may go with it, and buffers with the task.
         let (outcome, waker) = core.queue.leave(key);
         if let Outcome::Granted(grants) = outcome {
-            for Grant { slot, len } in grants {
+            for Grant { descriptor, len } in grants {
                 // SAFETY: granted, so out and alive, and the waiter never saw it.
                 unsafe {
-                    let granted = core.arena.granted(slot);
+                    let granted = core.arena.granted(descriptor);
                     core.granted = core.granted.wrapping_sub(granted as u64);
-                    core.classes.gave(slot.as_ref().class(), granted);
-                    slot.as_ref().returned();
-                    core.arena.give(slot);
+                    core.classes.gave(descriptor.as_ref().class(), granted);
+                    descriptor.as_ref().returned();
+                    core.arena.give(descriptor);
                 }
                 core.requested = core.requested.wrapping_sub(len as u64);
                 core.puts += 1;
@@ -188,8 +188,9 @@ impl Core {
     /// The first of these that cannot be had together with its like, whatever comes back: what is quarantined is in the
     /// way.
     pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
-        let stuck = |slot: &Slot| slot.word().state() == state::QUARANTINED;
-        let stuck: Option<&dyn Fn(&Slot) -> bool> = if self.quarantined > 0 { Some(&stuck) } else { None };
+        let stuck = |descriptor: &Descriptor| descriptor.word().state() == state::QUARANTINED;
+        let stuck: Option<&dyn Fn(&Descriptor) -> bool> =
+            if self.quarantined > 0 { Some(&stuck) } else { None };
         wants.iter().find(|want| {
             let alike = wants.iter().filter(|w| w.placement == want.placement).count();
             !self.arena.could_serve(want.placement, alike, stuck)
@@ -228,8 +229,8 @@ impl Core {
             *takes += 1;
             // SAFETY: just taken from its run: alive, and ours alone.
             let (bytes, class) = unsafe {
-                grant.slot.as_ref().taken();
-                (arena.granted(grant.slot), grant.slot.as_ref().class())
+                grant.descriptor.as_ref().taken();
+                (arena.granted(grant.descriptor), grant.descriptor.as_ref().class())
             };
             *granted = granted.wrapping_add(bytes as u64);
             classes.took(class, bytes);

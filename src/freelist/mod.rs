@@ -4,8 +4,8 @@
 //!
 //! | place | whose | how |
 //! | --- | --- | --- |
-//! | a [`shard`] | one thread's, leased from the pool | plain loads and stores, guarded by the asymmetric [`Gate`] |
-//! | a [`rack`] | nobody's: batches that shards gave away | two atomic operations for a batch |
+//! | a [`cache`] | one thread's, leased from the pool | plain loads and stores, guarded by the asymmetric [`Gate`] |
+//! | a [`transfer`] | nobody's: batches that thread caches gave away | two atomic operations for a batch |
 //! | its run, in the arena | the central pool's lock | ordinary code |
 //!
 //! Segments move between the first two without any lock, a batch at a time, so a thread that only frees feeds a thread
@@ -14,23 +14,23 @@
 
 #![allow(unsafe_code)]
 
-pub(crate) mod rack;
-mod roster;
-pub(crate) mod shard;
-pub(crate) mod slot;
+pub(crate) mod cache;
+pub(crate) mod descriptor;
+mod table;
+pub(crate) mod transfer;
 
-pub(crate) use rack::Rack;
-pub(crate) use roster::Roster;
-pub(crate) use shard::{Gate, Shard, mode};
-pub(crate) use slot::{Chain, Slot, Word, state};
+pub(crate) use cache::{Gate, ThreadCache, mode};
+pub(crate) use descriptor::{Chain, Descriptor, Word, state};
+pub(crate) use table::CacheTable;
+pub(crate) use transfer::TransferCache;
 
 use crate::segment::{CLASSES, Class};
 
-/// The classes that shards and racks have lists for, by their index: all. Under loom these two, whose runs have six
-/// segments and four in two pages, so that models stay small; other classes then take the slow path.
+/// The classes that thread caches and transfer caches have lists for, by their index: all. Under loom these two, whose
+/// runs have six segments and four in two pages, so that models stay small; other classes then take the slow path.
 const LISTED: std::ops::Range<usize> = if cfg!(loom) { 18..20 } else { 0..CLASSES };
 
-/// The classes that shards and racks have lists for.
+/// The classes that thread caches and transfer caches have lists for.
 pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIterator {
     Class::all().take(LISTED.end).skip(LISTED.start)
 }
@@ -38,8 +38,8 @@ pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIter
 /// How many these are.
 pub(crate) const LISTS: usize = LISTED.end - LISTED.start;
 
-/// Which list of a shard, or which rack, is this class's; [`LISTS`] if there is none. Outside of models it is the
-/// class's index.
+/// Which list of a thread cache, or which transfer cache, is this class's; [`LISTS`] if there is none. Outside of
+/// models it is the class's index.
 #[inline(always)]
 pub(crate) fn list_of(class: Class) -> usize {
     if cfg!(loom) { class.index().wrapping_sub(LISTED.start).min(LISTS) } else { class.index() }

@@ -37,7 +37,7 @@ use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
 use crate::central::{CentralPool, Fresh, Reach, Segment, Take, Want};
 use crate::config::PoolBuilder;
 use crate::error::{Error, Result};
-use crate::freelist::Slot;
+use crate::freelist::Descriptor;
 use crate::region::Regions;
 use crate::runtime::Device;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
@@ -316,7 +316,7 @@ impl Pool {
         self.stores().find_map(|s| PinnedBuf::redeem(&s.central, token)).ok_or(Error::StaleToken)
     }
 
-    /// By way of `hit` only: in this thread's shard, or in a rack.
+    /// By way of `hit` only: in this thread's thread cache, or in a transfer cache.
     #[inline(always)]
     fn hit_with(
         &self,
@@ -354,11 +354,11 @@ impl Pool {
         origin: Origin,
         patience: Patience,
         error: &mut Error,
-    ) -> Option<(NonNull<CentralPool>, NonNull<Slot>)> {
+    ) -> Option<(NonNull<CentralPool>, NonNull<Descriptor>)> {
         let Origin { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
         note_thread_miss();
-        // What another thread has left on a rack costs little, and less than all that follows.
+        // What another thread has left on a transfer cache costs little, and less than all that follows.
         if let Some(fresh) = self.hit_with(request, CentralPool::refill) {
             self.missed();
             return Some(fresh.into_segment().into_parts());

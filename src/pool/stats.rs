@@ -93,7 +93,7 @@ pub struct Shutdown {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Census {
-    /// Bytes of free segments in runs, shards and racks (free runs are not cut into segments).
+    /// Bytes of free segments in runs, thread caches and transfer caches (free runs are not cut into segments).
     pub free: usize,
     /// Bytes checked out, or landed and waiting for their handle.
     pub checked_out: usize,
@@ -176,8 +176,8 @@ impl Pool {
 
     /// Walks every invariant of the pool: segments inside their extents, aligned, spanning what the rule asks, none
     /// overlapping, each in one state and in as many lists as that state allows, and the accounting. For tests, fuzzing
-    /// and trouble: takes milliseconds, and keeps everyone out of their shards meanwhile. The sums are compared only if
-    /// nobody moves.
+    /// and trouble: takes milliseconds, and keeps everyone out of their thread caches meanwhile. The sums are compared
+    /// only if nobody moves.
     ///
     /// # Errors
     /// The first violation, in words.

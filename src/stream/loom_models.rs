@@ -27,7 +27,7 @@ use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{Mutex, UnsafeCell, model, step, thread};
 
-/// A length whose class has no list in shards under loom: everything takes the central pool's slow path.
+/// A length whose class has no list in thread caches under loom: everything takes the central pool's slow path.
 const LEN: usize = 2000;
 /// Segments of that class in two pages.
 const ALL: usize = 3;
@@ -297,7 +297,7 @@ pub(crate) fn until(done: impl Fn() -> bool) {
 /// Who has a segment in flight: waits for it if it has landed, else drops it.
 fn end(setup: &Setup, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u32) {
     step();
-    if segment.slot().word().state() == state::LANDED {
+    if segment.descriptor().word().state() == state::LANDED {
         assert_eq!(setup.driver.ran(segment), copies, "landed, and the copy has not run");
         let buf = flight.wait().unwrap();
         setup.driver.write(buf.segment());

@@ -79,7 +79,7 @@ impl Hasher for AddressHasher {
     }
 }
 
-/// Checkouts that were entered. Slots are named by their address, which is theirs for as long as they are out.
+/// Checkouts that were entered. Descriptors are named by their address, which is theirs for as long as they are out.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     out: HashMap<usize, Entry, BuildHasherDefault<AddressHasher>>,
@@ -88,25 +88,25 @@ pub(crate) struct Ledger {
 
 impl Ledger {
     /// A segment goes out.
-    pub(crate) fn enter(&mut self, slot: usize, len: usize, origin: Origin) {
-        self.out.insert(slot, Entry { since: Instant::now(), exact: true, len: Some(len), origin });
+    pub(crate) fn enter(&mut self, descriptor: usize, len: usize, origin: Origin) {
+        self.out.insert(descriptor, Entry { since: Instant::now(), exact: true, len: Some(len), origin });
     }
 
-    pub(crate) fn has(&self, slot: usize) -> bool {
-        self.out.contains_key(&slot)
+    pub(crate) fn has(&self, descriptor: usize) -> bool {
+        self.out.contains_key(&descriptor)
     }
 
-    pub(crate) fn get(&self, slot: usize) -> Option<Entry> {
-        self.out.get(&slot).copied()
+    pub(crate) fn get(&self, descriptor: usize) -> Option<Entry> {
+        self.out.get(&descriptor).copied()
     }
 
     /// A segment is back.
-    pub(crate) fn close(&mut self, slot: usize) {
+    pub(crate) fn close(&mut self, descriptor: usize) {
         // Most pools have few entries, and most returns that come here none.
         if self.out.is_empty() {
             return;
         }
-        if let Some(entry) = self.out.remove(&slot) {
+        if let Some(entry) = self.out.remove(&descriptor) {
             self.holding.record(entry.since.elapsed());
         }
     }
@@ -179,7 +179,7 @@ mod tests {
         ledger.enter(1, 10, Origin { tag: Some("a"), site: None });
         let entry = ledger.get(1).unwrap();
         assert_eq!((entry.exact, entry.len, entry.origin.tag), (true, Some(10), Some("a")));
-        [1, 1].into_iter().for_each(|slot| ledger.close(slot));
+        [1, 1].into_iter().for_each(|descriptor| ledger.close(descriptor));
         assert_eq!(ledger.holding().count(), 1);
         assert!(!ledger.has(1));
     }
@@ -223,8 +223,8 @@ mod tests {
 
     #[test]
     fn addresses_are_spread() {
-        // Slots lie 32 bytes apart: what a table goes by, the lowest bits and the seven topmost, must differ all the
-        // same.
+        // Descriptors lie 32 bytes apart: what a table goes by, the lowest bits and the seven topmost, must differ all
+        // the same.
         let hash =
             |n: usize| BuildHasherDefault::<AddressHasher>::default().hash_one(0x7F00_0000_1000 + n * 32);
         let mut buckets = vec![0; 1024];

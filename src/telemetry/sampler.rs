@@ -66,7 +66,7 @@ struct Watched {
     classes: Vec<ClassStats>,
     waiting: Histogram,
     holding: Histogram,
-    /// The stuck buffers that were logged, by their slots and since when they were out.
+    /// The stuck buffers that were logged, by their descriptors and since when they were out.
     logged: HashSet<(usize, Instant)>,
 }
 

@@ -89,7 +89,8 @@ pub struct Awaited {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
-    /// Its slot and since when it is out, so that one that was reported is known again, and apart from the slot's next.
+    /// Its descriptor and since when it is out, so that one that was reported is known again, and apart from the
+    /// descriptor's next.
     pub(super) known_by: (usize, Instant),
     /// Bytes that it takes of the pool.
     pub granted: usize,
@@ -128,25 +129,25 @@ pub(crate) fn find<'a>(
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
             let (stream, completed) = (timeline.number(), timeline.look().completed);
-            timeline.for_each_kept(|slot, tick, mark| {
-                awaited.push((slot, Awaited { device: name.clone(), stream, tick, completed, mark }));
+            timeline.for_each_kept(|descriptor, tick, mark| {
+                awaited.push((descriptor, Awaited { device: name.clone(), stream, tick, completed, mark }));
             });
         }
     }
     // Those of one buffer, of several streams, stay in the order of the streams.
-    awaited.sort_by_key(|(slot, _)| *slot);
+    awaited.sort_by_key(|(descriptor, _)| *descriptor);
     // A buffer of which a batch copies many parts is in it as often.
-    awaited.dedup_by(|(slot, next), (other, last)| {
-        slot == other
+    awaited.dedup_by(|(descriptor, next), (other, last)| {
+        descriptor == other
             && (next.stream, next.tick) == (last.stream, last.tick)
             && Arc::ptr_eq(&next.device, &last.device)
     });
     let buffer = |segment: OutSegment| {
-        let OutSegment { slot, state, granted, age, entry } = segment;
-        let from = awaited.partition_point(|(of, _)| *of < slot);
-        let mine = awaited[from..].iter().take_while(|(of, _)| *of == slot);
+        let OutSegment { descriptor, state, granted, age, entry } = segment;
+        let from = awaited.partition_point(|(of, _)| *of < descriptor);
+        let mine = awaited[from..].iter().take_while(|(of, _)| *of == descriptor);
         StuckBuffer {
-            known_by: (slot, entry.since),
+            known_by: (descriptor, entry.since),
             granted,
             requested: entry.len,
             age,

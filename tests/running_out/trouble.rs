@@ -107,7 +107,7 @@ fn a_panic_in_the_callers_code_loses_nothing() {
             panic!("on purpose");
         }));
         assert!(caught.is_err());
-        // A panic of a thread that holds a shard.
+        // A panic of a thread that holds a thread cache.
         let thread = std::thread::scope(|scope| {
             scope
                 .spawn(|| {

@@ -593,7 +593,7 @@ fn announce(loan: &Loan) {
         // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
         unsafe {
             std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
-                std::ptr::from_ref(segment.slot()).cast(),
+                std::ptr::from_ref(segment.descriptor()).cast(),
             );
         }
     }
@@ -788,12 +788,12 @@ impl Keep for Batch {
         self.load.take().map_or_else(Gone::default, |load| self.flow.lose(load))
     }
 
-    fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
+    fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
         let pieces = match &self.load {
             Some(Load::One(piece)) => std::slice::from_ref(piece),
             Some(Load::Many(pieces, _)) => &pieces[..],
             None => &[],
         };
-        pieces.iter().flat_map(Piece::loans).for_each(|loan| loan.for_each_slot(visit));
+        pieces.iter().flat_map(Piece::loans).for_each(|loan| loan.for_each_descriptor(visit));
     }
 }

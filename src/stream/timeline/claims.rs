@@ -46,10 +46,10 @@ impl Timeline {
                 // The handle may be dropped just now: only a word that says DETACHED, in this generation, is claimed.
                 let from = word.with(state::DETACHED);
                 #[cfg(pinpool_planted = "claim_on_sight")]
-                let from = segment.slot().word();
+                let from = segment.descriptor().word();
                 segment.central().number() == central.number()
                     && segment.class() == Some(class)
-                    && segment.slot().exchange(from, state::CLAIMED).is_ok()
+                    && segment.descriptor().compare_exchange(from, state::CLAIMED).is_ok()
             }
             _ => false,
         };
@@ -81,7 +81,7 @@ impl Timeline {
     pub(crate) fn resolve_claim(&self, key: usize) -> Option<Segment> {
         let claim = self.state.lock().claims.remove(key);
         debug_assert!(claim.landed, "resolved a claim that has not landed");
-        (claim.segment.slot().word().state() == state::HOST).then_some(claim.segment)
+        (claim.segment.descriptor().word().state() == state::HOST).then_some(claim.segment)
     }
 
     /// A claimed segment was not used: back under its old tick, or to its central pool if that is complete.
@@ -91,13 +91,15 @@ impl Timeline {
         }
         let mut state = self.state.lock();
         let Claim { tick, segment, word, memory, bytes, since, landed } = state.claims.remove(key);
-        if !landed && segment.slot().exchange(word.with(state::CLAIMED), state::DETACHED).is_ok() {
+        if !landed
+            && segment.descriptor().compare_exchange(word.with(state::CLAIMED), state::DETACHED).is_ok()
+        {
             state.flight_of(segment.central().number()).claimed -= bytes;
             state.insert(tick, Entry { held: Held::Segment { segment, word }, memory, bytes, since });
             return;
         }
         drop(state);
-        if segment.slot().word().state() == state::HOST {
+        if segment.descriptor().word().state() == state::HOST {
             // SAFETY: landed: every mark that covers it was seen complete, and the claimer gives it up here.
             unsafe { segment.release() };
         }

@@ -1,8 +1,8 @@
 //! What an entry holds, and what becomes of it when the device is done or never will be.
 //!
-//! For each segment the handle and the timeline meet in its state word ([`crate::freelist::slot`]); [`settle`] and
-//! [`condemn`] are the timeline's side of that. What follows from them for others (returning, dropping, waking) is put
-//! down in [`After`] and done when the lock is released.
+//! For each segment the handle and the timeline meet in its state word ([`crate::freelist::descriptor`]); [`settle`]
+//! and [`condemn`] are the timeline's side of that. What follows from them for others (returning, dropping, waking) is
+//! put down in [`After`] and done when the lock is released.
 
 #![allow(unsafe_code)]
 
@@ -104,14 +104,14 @@ pub(crate) trait Keep: Send + std::fmt::Debug {
     /// of use.
     fn quarantine(self: Box<Self>) -> Gone;
 
-    /// The address of the slot that it keeps, for reports.
-    fn slot(&self) -> Option<usize> {
+    /// The address of the descriptor that it keeps, for reports.
+    fn descriptor(&self) -> Option<usize> {
         None
     }
 
-    /// The same for each slot, where there may be several. Called under the timeline's lock.
-    fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
-        self.slot().into_iter().for_each(visit);
+    /// The same for each descriptor, where there may be several. Called under the timeline's lock.
+    fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
+        self.descriptor().into_iter().for_each(visit);
     }
 
     /// Whether there is anything to leak.
@@ -144,14 +144,14 @@ impl Joint {
         let bytes = segment.granted() as isize;
         let word = segment.central().in_one(|central| {
             central.joint_in_flight(bytes);
-            segment.slot().depart()
+            segment.descriptor().depart()
         });
         Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
     }
 
-    /// The address of its slot, for reports.
-    fn slot(&self) -> usize {
-        std::ptr::from_ref(self.segment.slot()).addr()
+    /// The address of its descriptor, for reports.
+    fn descriptor(&self) -> usize {
+        std::ptr::from_ref(self.segment.descriptor()).addr()
     }
 
     /// One of them is done. Whether it was the last, and the handle is gone: then the segment is the caller's.
@@ -192,7 +192,7 @@ impl Loan {
         match lent {
             Lent::Segment(segment) => {
                 let bytes = segment.granted();
-                let word = segment.slot().depart();
+                let word = segment.descriptor().depart();
                 Self { held: Held::Segment { segment, word }, bytes }
             }
             Lent::Object(object) => Self { held: Held::Object(InUse::new(object)), bytes: 0 },
@@ -210,9 +210,9 @@ impl Loan {
         }
     }
 
-    /// The address of each slot that it keeps, for reports.
-    pub(crate) fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
-        self.held.for_each_slot(visit);
+    /// The address of each descriptor that it keeps, for reports.
+    pub(crate) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
+        self.held.for_each_descriptor(visit);
     }
 
     /// The device is done with it, or never heard of it. `true`: the handle is gone, nobody will ask.
@@ -247,12 +247,12 @@ impl Loan {
 }
 
 impl Held {
-    /// The address of each slot that it keeps, for reports.
-    pub(super) fn for_each_slot(&self, visit: &mut dyn FnMut(usize)) {
+    /// The address of each descriptor that it keeps, for reports.
+    pub(super) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
         match self {
-            Self::Segment { segment, .. } => visit(std::ptr::from_ref(segment.slot()).addr()),
-            Self::Joint(joint) => visit(joint.slot()),
-            Self::Object(object) => object.for_each_slot(visit),
+            Self::Segment { segment, .. } => visit(std::ptr::from_ref(segment.descriptor()).addr()),
+            Self::Joint(joint) => visit(joint.descriptor()),
+            Self::Object(object) => object.for_each_descriptor(visit),
             Self::Nothing => {}
         }
     }
@@ -260,11 +260,11 @@ impl Held {
 
 /// The device is done with a segment: leave it to its handle, or take it if that is gone.
 pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
-    match segment.slot().exchange(word, state::LANDED) {
+    match segment.descriptor().compare_exchange(word, state::LANDED) {
         Ok(_) => None,
         Err(found) if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") => {
             // Nobody else leaves DETACHED but the claimer, and both are under the timeline's lock.
-            segment.slot().exchange(found, state::HOST).ok().map(|_| segment.alias())
+            segment.descriptor().compare_exchange(found, state::HOST).ok().map(|_| segment.alias())
         }
         Err(_) => None,
     }
@@ -272,10 +272,10 @@ pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
 
 /// The device will never be known to be done with it.
 pub(super) fn condemn(segment: &Segment, word: Word) -> Option<Segment> {
-    let slot = segment.slot();
+    let descriptor = segment.descriptor();
     [state::FLIGHT, state::DETACHED, state::CLAIMED]
         .into_iter()
-        .any(|from| slot.exchange(word.with(from), state::QUARANTINED).is_ok())
+        .any(|from| descriptor.compare_exchange(word.with(from), state::QUARANTINED).is_ok())
         .then(|| segment.alias())
 }
 

@@ -105,7 +105,7 @@ impl Timeline {
         }
     }
 
-    /// Everything on it that keeps a segment: the address of its slot, its tick, and the mark that it waits for.
+    /// Everything on it that keeps a segment: the address of its descriptor, its tick, and the mark that it waits for.
     pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(usize, u64, Mark)) {
         let state = self.state.lock();
         // Once, not for each of thousands: a mark covers all ticks up to its own.
@@ -117,14 +117,14 @@ impl Timeline {
             () => Mark::Due,
         };
         for (_, entry) in &state.pending {
-            entry.held.for_each_slot(&mut |slot| visit(slot, state.open, Mark::Submitting));
+            entry.held.for_each_descriptor(&mut |descriptor| visit(descriptor, state.open, Mark::Submitting));
         }
         for (tick, entry) in &state.entries {
             let mark = mark(*tick);
-            entry.held.for_each_slot(&mut |slot| visit(slot, *tick, mark));
+            entry.held.for_each_descriptor(&mut |descriptor| visit(descriptor, *tick, mark));
         }
         for (_, claim) in state.claims.iter().filter(|(_, claim)| !claim.landed) {
-            visit(std::ptr::from_ref(claim.segment.slot()).addr(), claim.tick, mark(claim.tick));
+            visit(std::ptr::from_ref(claim.segment.descriptor()).addr(), claim.tick, mark(claim.tick));
         }
     }
 }

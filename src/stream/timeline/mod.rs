@@ -26,10 +26,10 @@
 //!
 //! # Landing
 //!
-//! When a mark was seen complete, the entries that it covers are taken out *before* `completed` is raised: whoever
-//! sees `completed` therefore finds its segment's word settled and the books balanced. For each segment the handle and
-//! the timeline meet in the state word ([`crate::freelist::slot`]): if the handle is still there the segment waits for
-//! it as LANDED, if it was dropped (DETACHED) the timeline returns the segment to its central pool.
+//! When a mark was seen complete, the entries that it covers are taken out *before* `completed` is raised: whoever sees
+//! `completed` therefore finds its segment's word settled and the books balanced. For each segment the handle and the
+//! timeline meet in the state word ([`crate::freelist::descriptor`]): if the handle is still there the segment waits
+//! for it as LANDED, if it was dropped (DETACHED) the timeline returns the segment to its central pool.
 //!
 //! # Streams that others can reach
 //!
@@ -348,14 +348,14 @@ impl Timeline {
         let (held, bytes) = match held {
             Lent::Segment(segment) => {
                 let bytes = segment.granted();
-                let word = segment.slot().depart();
+                let word = segment.descriptor().depart();
                 state.flight(segment.central()).bytes += bytes;
                 (Held::Segment { segment, word }, bytes)
             }
             Lent::Claimed(key) => {
                 let claim = state.claims.remove(key);
                 let central = claim.segment.central().number();
-                let word = claim.segment.slot().depart();
+                let word = claim.segment.descriptor().depart();
                 if claim.landed {
                     state.flight_of(central).bytes += claim.bytes;
                 } else {
@@ -555,7 +555,7 @@ impl State {
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.tick <= tick && !c.landed) {
             claim.landed = true;
             // Whoever holds the claim looks at `landed` under this lock, so the word can only be CLAIMED.
-            let _ = claim.segment.slot().exchange(claim.word.with(state::CLAIMED), state::HOST);
+            let _ = claim.segment.descriptor().compare_exchange(claim.word.with(state::CLAIMED), state::HOST);
             landed.push((claim.segment.central().number(), claim.bytes));
             after.dropped.push((None, claim.memory.take().release()));
         }

@@ -1,9 +1,9 @@
 //! The pool under test beside a plain model of it.
 //!
-//! The model knows nothing of shards, runs and timelines. It knows which addresses are in whose hands, what was written
-//! where, and which copies were submitted; and since the device is stepped it can find out which copies have really
-//! run: a copy to the device has run when its bytes are there (looked at over a stream of its own, which moves nothing
-//! else), a copy to the host when the memory says so. From that follows all that is asserted:
+//! The model knows nothing of thread caches, runs and timelines. It knows which addresses are in whose hands, what was
+//! written where, and which copies were submitted; and since the device is stepped it can find out which copies have
+//! really run: a copy to the device has run when its bytes are there (looked at over a stream of its own, which moves
+//! nothing else), a copy to the host when the memory says so. From that follows all that is asserted:
 //!
 //! - a buffer that is handed out overlaps nothing that is in anybody's hands, and no copy that has not run, unless it
 //!   was claimed on that copy's own stream;

@@ -1,7 +1,7 @@
 //! What the pool knows of one segment: 32 bytes, beside the memory, never in it.
 //!
-//! A hit only reads a slot: where its memory is, and which list it belongs to. So slots that lie in one cache line may be
-//! in the hands of different threads, and none of them slows another down.
+//! A hit only reads a descriptor: where its memory is, and which list it belongs to. So descriptors that lie in one
+//! cache line may be in the hands of different threads, and none of them slows another down.
 //!
 //! # The state word
 //!
@@ -12,9 +12,10 @@
 //! +--------------------------------+---------+---------+
 //! ```
 //!
-//! The generation grows by one whenever the segment goes in flight, so a timeline's entry for an earlier flight names a word
-//! that no longer exists. (It wraps after 2^40 flights of one segment: twelve days of nothing else at one per
-//! microsecond.) The class is fixed for the slot's life; [`LARGE`] stands for a segment that has a run of its own.
+//! The generation grows by one whenever the segment goes in flight, so a timeline's entry for an earlier flight names a
+//! word that no longer exists. (It wraps after 2^40 flights of one segment: twelve days of nothing else at one per
+//! microsecond.) The class is fixed for the descriptor's life; [`LARGE`] stands for a segment that has a run of its
+//! own.
 //!
 //! # The states, and who may leave them
 //!
@@ -30,10 +31,11 @@
 //! ```
 //!
 //! HOST says that no device is at it, and not whether it is free or checked out: it is free exactly when it stands in a
-//! list (a shard's, a rack's, its run's), and a word that said so too would be written twice by each hit. (Builds with debug
-//! assertions write it all the same, and fail where a segment is taken or returned twice: [`Slot::taken`].) Either way it has
-//! one owner, the list or the handle, who changes the word by plain stores. Between FLIGHT and its successors two parties
-//! meet, the handle and whoever completes the tick, and both use compare-and-swap.
+//! list (a thread cache's, a transfer cache's, its run's), and a word that said so too would be written twice by each
+//! hit. (Builds with debug assertions write it all the same, and fail where a segment is taken or returned twice:
+//! [`Descriptor::taken`].) Either way it has one owner, the list or the handle, who changes the word by plain stores.
+//! Between FLIGHT and its successors two parties meet, the handle and whoever completes the tick, and both use
+//! compare-and-swap.
 
 use std::ptr::NonNull;
 
@@ -99,25 +101,25 @@ impl Word {
 
 /// What the pool knows of one segment.
 #[derive(Debug)]
-pub(crate) struct Slot {
+pub(crate) struct Descriptor {
     word: AtomicU64,
     /// First byte of the segment. Fixed.
     base: NonNull<u8>,
-    /// The next slot of whichever list this one is in. Belongs to that list.
-    link: AtomicPtr<Slot>,
+    /// The next descriptor of whichever list this one is in. Belongs to that list.
+    link: AtomicPtr<Descriptor>,
     /// The run in the arena's table. Fixed.
     run: u32,
-    /// Which list of a shard it belongs to; [`super::LISTS`] if to none. Fixed but for [`OUT`].
+    /// Which list of a thread cache it belongs to; [`super::LISTS`] if to none. Fixed but for [`OUT`].
     list: AtomicU32,
 }
 
 // SAFETY: `base` is only handed on as an address; the memory behind it belongs to whoever owns the segment by the state
 // word. All other fields are atomics or constant.
-unsafe impl Send for Slot {}
+unsafe impl Send for Descriptor {}
 // SAFETY: as above.
-unsafe impl Sync for Slot {}
+unsafe impl Sync for Descriptor {}
 
-impl Slot {
+impl Descriptor {
     pub(crate) fn new(base: NonNull<u8>, class: Option<Class>, run: u32, generation: u64) -> Self {
         let list = class.map_or(LISTS, list_of) as u32;
         let class = class.map_or(LARGE, |c| c.index() as u8);
@@ -139,7 +141,8 @@ impl Slot {
         self.run
     }
 
-    /// The word as it is. Acquire: pairs with the releasing exchanges below, so whoever sees a state sees what led to it.
+    /// The word as it is. Acquire: pairs with the releasing exchanges below, so whoever sees a state sees what led to
+    /// it.
     pub(crate) fn word(&self) -> Word {
         Word(self.word.load(Ordering::Acquire))
     }
@@ -150,16 +153,17 @@ impl Slot {
         Word(self.word.load(Ordering::Relaxed)).class()
     }
 
-    /// Which list of a shard it belongs to: at most [`super::LISTS`], which stands for none.
+    /// Which list of a thread cache it belongs to: at most [`super::LISTS`], which stands for none.
     pub(crate) fn list(&self) -> usize {
-        // Relaxed, here and below: what is fixed was there before anyone had the slot, and the bit is its owner's.
+        // Relaxed, here and below: what is fixed was there before anyone had the descriptor, and the bit is its
+        // owner's.
         (self.list.load(Ordering::Relaxed) & !OUT) as usize
     }
 
     /// From a list into the hands of whoever asked. With debug assertions it fails where the segment was out already.
     ///
-    /// By a load and a store, since a read-modify-write would order what surrounds it, and hide from tests where that needs
-    /// an order of its own.
+    /// By a load and a store, since a read-modify-write would order what surrounds it, and hide from tests where that
+    /// needs an order of its own.
     #[inline(always)]
     pub(crate) fn taken(&self) {
         if cfg!(debug_assertions) {
@@ -179,7 +183,7 @@ impl Slot {
         }
     }
 
-    /// To FLIGHT, in the next generation, by the one who owns the segment. Release: as for [`Slot::set`].
+    /// To FLIGHT, in the next generation, by the one who owns the segment. Release: as for [`Descriptor::set`].
     pub(crate) fn depart(&self) -> Word {
         let word = Word(self.word.load(Ordering::Relaxed)).departed();
         self.word.store(word.0, Ordering::Release);
@@ -198,7 +202,7 @@ impl Slot {
     ///
     /// Acquire and release: the two parties that meet in a state hand the segment, and all that was done to its memory,
     /// to each other through this word.
-    pub(crate) fn exchange(&self, from: Word, to: u16) -> Result<Word, Word> {
+    pub(crate) fn compare_exchange(&self, from: Word, to: u16) -> Result<Word, Word> {
         let to = from.with(to);
         self.word
             .compare_exchange(from.0, to.0, Ordering::AcqRel, Ordering::Acquire)
@@ -215,19 +219,20 @@ impl Slot {
     }
 }
 
-/// A list of free slots of one class that somebody owns. Links are plain (relaxed): who hands a chain to another thread
-/// does so through a lock or a releasing exchange.
+/// A list of free descriptors of one class that somebody owns. Links are plain (relaxed): who hands a chain to another
+/// thread does so through a lock or a releasing exchange.
 ///
 /// # Invariant
-/// Every slot in a chain is alive: its run is not dissolved while a slot of it is anywhere but in the run's own list.
+/// Every descriptor in a chain is alive: its run is not dissolved while a descriptor of it is anywhere but in the run's
+/// own list.
 #[derive(Debug)]
 #[must_use = "dropping a chain loses its segments"]
 pub(crate) struct Chain {
-    head: *mut Slot,
+    head: *mut Descriptor,
     count: u32,
 }
 
-// SAFETY: a chain owns its slots, and slots are Send.
+// SAFETY: a chain owns its descriptors, and descriptors are Send.
 unsafe impl Send for Chain {}
 
 impl Chain {
@@ -243,43 +248,43 @@ impl Chain {
         self.count == 0
     }
 
-    /// Adds a slot at the front.
+    /// Adds a descriptor at the front.
     ///
     /// # Safety
-    /// The slot is alive, free, and in no list.
-    pub(crate) unsafe fn push(&mut self, slot: NonNull<Slot>) {
+    /// The descriptor is alive, free, and in no list.
+    pub(crate) unsafe fn push(&mut self, descriptor: NonNull<Descriptor>) {
         // SAFETY: alive by the caller's word.
-        unsafe { slot.as_ref() }.set_next(self.head);
-        self.head = slot.as_ptr();
+        unsafe { descriptor.as_ref() }.set_next(self.head);
+        self.head = descriptor.as_ptr();
         self.count += 1;
     }
 
-    /// Takes the slot at the front.
-    pub(crate) fn pop(&mut self) -> Option<NonNull<Slot>> {
-        let slot = NonNull::new(self.head)?;
-        // SAFETY: slots in a chain are alive (the invariant).
-        self.head = unsafe { slot.as_ref() }.next();
+    /// Takes the descriptor at the front.
+    pub(crate) fn pop(&mut self) -> Option<NonNull<Descriptor>> {
+        let descriptor = NonNull::new(self.head)?;
+        // SAFETY: descriptors in a chain are alive (the invariant).
+        self.head = unsafe { descriptor.as_ref() }.next();
         self.count -= 1;
-        Some(slot)
+        Some(descriptor)
     }
 
-    /// Splits off the first `count` slots.
+    /// Splits off the first `count` descriptors.
     pub(crate) fn split(&mut self, count: u32) -> Self {
         let mut front = Self::new();
         while front.count < count {
-            let Some(slot) = self.pop() else { break };
+            let Some(descriptor) = self.pop() else { break };
             // SAFETY: just popped from a chain, so alive, free and in no list.
-            unsafe { front.push(slot) };
+            unsafe { front.push(descriptor) };
         }
         front
     }
 
-    /// Every slot, front to back, without taking any.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Slot> {
-        // SAFETY: slots in a chain are alive (the invariant).
+    /// Every descriptor, front to back, without taking any.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Descriptor> {
+        // SAFETY: descriptors in a chain are alive (the invariant).
         let first = unsafe { self.head.as_ref() };
         // SAFETY: as above.
-        std::iter::successors(first, |slot| unsafe { slot.next().as_ref() })
+        std::iter::successors(first, |descriptor| unsafe { descriptor.next().as_ref() })
     }
 }
 
@@ -287,35 +292,35 @@ impl Chain {
 mod tests {
     use super::*;
 
-    fn slot() -> Slot {
-        Slot::new(NonNull::dangling(), Class::new(3), 0, 0)
+    fn descriptor() -> Descriptor {
+        Descriptor::new(NonNull::dangling(), Class::new(3), 0, 0)
     }
 
     #[test]
     fn a_segment_comes_and_goes() {
-        let slot = slot();
+        let descriptor = descriptor();
         for _ in 0..2 {
-            slot.taken();
-            assert_eq!(slot.list(), 3, "whether it is out or not");
-            slot.returned();
-            assert_eq!(slot.list(), 3);
+            descriptor.taken();
+            assert_eq!(descriptor.list(), 3, "whether it is out or not");
+            descriptor.returned();
+            assert_eq!(descriptor.list(), 3);
         }
     }
 
     #[test]
     #[should_panic(expected = "given out that is out")]
     fn a_double_take_is_noticed() {
-        let slot = slot();
-        slot.taken();
-        slot.taken();
+        let descriptor = descriptor();
+        descriptor.taken();
+        descriptor.taken();
     }
 
     #[test]
     #[should_panic(expected = "returned that is not out")]
     fn a_double_return_is_noticed() {
-        let slot = slot();
-        slot.taken();
-        slot.returned();
-        slot.returned();
+        let descriptor = descriptor();
+        descriptor.taken();
+        descriptor.returned();
+        descriptor.returned();
     }
 }
