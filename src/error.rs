@@ -3,8 +3,8 @@
 //! Whoever handles an error asks one question first: *what may I still do?* [`Error::class`] answers it, and it is
 //! the one place in the crate where errors are told apart. Every message names the cause and what to do about it.
 //!
-//! What a file, a driver or the system said is in the fields as it was said. In the message it is escaped and has an end
-//! ([`crate::escape`]): each field of text goes through `shown`, which a test holds every variant to.
+//! What a file, a driver or the system said is in the fields as it was said. In the message it is escaped and has an
+//! end ([`crate::escape`]): each field of text goes through `shown`, which a test holds every variant to.
 
 use std::fmt;
 use std::sync::Arc;
@@ -24,12 +24,12 @@ pub enum ErrorClass {
     /// The stream is being captured into a graph and the call cannot be part of it. Only this call is affected.
     Capture,
     /// A matter of the moment: out of memory, not ready, timed out. The same call may succeed later.
-    Moment,
-    /// The device (or the stream, after [`Error::Internal`]) is gone for good. Everything in flight there is quarantined, and
-    /// later calls fail at once.
-    Sticky,
+    Transient,
+    /// The device (or the stream, after [`Error::Internal`]) is gone for good. Everything in flight there is
+    /// quarantined, and later calls fail at once.
+    DeviceLost,
     /// The driver is shutting down under us. Memory is leaked rather than touched.
-    DriverEnd,
+    Shutdown,
 }
 
 /// What a device's driver said.
@@ -54,9 +54,11 @@ impl fmt::Display for DeviceError {
         match class {
             ErrorClass::Argument => Ok(()),
             ErrorClass::Capture => write!(f, "; the stream is being captured, submit outside the capture"),
-            ErrorClass::Moment => write!(f, "; the call may succeed later"),
-            ErrorClass::Sticky => write!(f, "; the device is lost until the process ends, open another one"),
-            ErrorClass::DriverEnd => write!(f, "; the driver is shutting down"),
+            ErrorClass::Transient => write!(f, "; the call may succeed later"),
+            ErrorClass::DeviceLost => {
+                write!(f, "; the device is lost until the process ends, open another one")
+            }
+            ErrorClass::Shutdown => write!(f, "; the driver is shutting down"),
         }
     }
 }
@@ -214,8 +216,8 @@ pub enum Error {
         /// Bytes that the pool proper may hold.
         capacity: usize,
     },
-    /// So many copies of the calling thread's wait in the queue or are in flight that it takes no more now, and was not to
-    /// wait.
+    /// So many copies of the calling thread's wait in the queue or are in flight that it takes no more now, and was not
+    /// to wait.
     #[error(
         "the copy queue has {depth} copies of this thread's (or of one that shares its lane) outstanding already; wait for one of them, or configure a deeper queue"
     )]
@@ -251,16 +253,16 @@ pub enum Error {
     /// The pool was shut down.
     #[error("the pool is shut down")]
     Closed,
-    /// This is the child of a fork, and its parent had begun to open a device by then: nothing of this crate can be used here,
-    /// what the child would open itself included. Fork before the first device is opened, or start a program
+    /// This is the child of a fork, and its parent had begun to open a device by then: nothing of this crate can be
+    /// used here, what the child would open itself included. Fork before the first device is opened, or start a program
     /// ([`std::process::Command`]).
     #[error(
         "this process was forked from one that had opened a device, and can use none: fork before the first device is opened, \
          or start another program"
     )]
     Forked,
-    /// The buffer belongs to a pool that does not serve this device, or the device memory or stream is another device's.
-    /// (Copies between devices are not made, with or without peer access.)
+    /// The buffer belongs to a pool that does not serve this device, or the device memory or stream is another
+    /// device's. (Copies between devices are not made, with or without peer access.)
     #[error(
         "{} is another device: name it to Pool::builder where it is to use a pool's buffers, and use device memory and \
          streams with those of the same device only",
@@ -358,7 +360,8 @@ pub enum Error {
     /// The bytes cannot be viewed as that type.
     #[error("the bytes cannot be viewed as this type: {}", shown(.0))]
     View(String),
-    /// The source of a transfer could not be read. If it had begun, only what `Progress::landed_to` says is on the device.
+    /// The source of a transfer could not be read. If it had begun, only what `Progress::landed_to` says is on the
+    /// device.
     #[error("{} cannot be read at offset {offset}: {}", shown(what), shown(text))]
     Read {
         /// The file, or what else was read.
@@ -405,8 +408,8 @@ pub enum Error {
     Malformed {
         /// The file.
         what: String,
-        /// The tensor that the lie is about, where it is about one: its name as messages show it, escaped and with at most 200
-        /// characters.
+        /// The tensor that the lie is about, where it is about one: its name as messages show it, escaped and with at
+        /// most 200 characters.
         tensor: Option<Box<str>>,
         /// What is wrong, and what to do about it.
         why: String,
@@ -447,13 +450,13 @@ impl Error {
             Self::Device(e) => e.class,
             Self::Transfer { cause, .. } => cause.class(),
             Self::Capturing { .. } => ErrorClass::Capture,
-            Self::Internal(_) => ErrorClass::Sticky,
+            Self::Internal(_) => ErrorClass::DeviceLost,
             Self::Exhausted { .. }
             | Self::OverCapacity { .. }
             | Self::QueueFull { .. }
             | Self::Timeout(_)
             | Self::OutOfMemory { .. }
-            | Self::MemLock { .. } => ErrorClass::Moment,
+            | Self::MemLock { .. } => ErrorClass::Transient,
             _ => ErrorClass::Argument,
         }
     }
@@ -461,13 +464,13 @@ impl Error {
     /// Whether the same call may succeed later.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
-        self.class() == ErrorClass::Moment
+        self.class() == ErrorClass::Transient
     }
 
     /// Whether the device is gone for good.
     #[must_use]
-    pub fn is_sticky(&self) -> bool {
-        matches!(self.class(), ErrorClass::Sticky | ErrorClass::DriverEnd)
+    pub fn is_device_lost(&self) -> bool {
+        matches!(self.class(), ErrorClass::DeviceLost | ErrorClass::Shutdown)
     }
 }
 
@@ -537,8 +540,8 @@ impl<B> From<SubmitError<B>> for Error {
 pub struct RegisterError<T> {
     /// What went wrong.
     pub error: Error,
-    /// The memory. `None` only where a part of it was registered and the driver refused to undo that: then it is leaked,
-    /// since the device may still reach it, and the log says so.
+    /// The memory. `None` only where a part of it was registered and the driver refused to undo that: then it is
+    /// leaked, since the device may still reach it, and the log says so.
     pub memory: Option<T>,
 }
 
@@ -569,8 +572,8 @@ impl<T> From<RegisterError<T>> for Error {
     }
 }
 
-/// What to do about something that could not be written. It may be a file that was complete before and still is, so nobody is
-/// told to remove anything.
+/// What to do about something that could not be written. It may be a file that was complete before and still is, so
+/// nobody is told to remove anything.
 fn advice(kind: std::io::ErrorKind) -> &'static str {
     use std::io::ErrorKind;
     match kind {

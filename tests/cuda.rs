@@ -247,18 +247,20 @@ fn a_sticky_error_ends_this_gpu_and_no_other() {
             d.kill(0, 700);
             let error = waiter.join().unwrap();
             assert!(
-                error.class() == ErrorClass::Sticky && error.to_string().contains("ILLEGAL_ADDRESS"),
+                error.class() == ErrorClass::DeviceLost && error.to_string().contains("ILLEGAL_ADDRESS"),
                 "{error}"
             );
         });
         d.hang(false);
-        assert!(device.lost().is_some_and(|e| e.is_sticky()));
+        assert!(device.lost().is_some_and(|e| e.is_device_lost()));
         until("all is quarantined", || pool.stats().in_flight_bytes == 0);
         assert!(pool.stats().quarantined_bytes >= 20_000, "{:?}", pool.stats());
         // Refused at once, with the buffer.
         let refused = stream.upload(filled(&pool, &bytes(3, 100)), &memory).unwrap_err();
-        assert!(refused.error.is_sticky() && refused.buffer.is_some());
-        assert!(device.alloc(1).unwrap_err().is_sticky() && device.stream().unwrap_err().is_sticky());
+        assert!(refused.error.is_device_lost() && refused.buffer.is_some());
+        assert!(
+            device.alloc(1).unwrap_err().is_device_lost() && device.stream().unwrap_err().is_device_lost()
+        );
         // The other one serves on.
         let memory = healthy.alloc(10_000).unwrap();
         round_trip(&pool, &healthy.stream().unwrap(), &memory, 4);
@@ -277,7 +279,7 @@ fn the_driver_may_end_before_the_pool() {
         let flight = stream.upload(filled(&pool, &bytes(1, 10_000)), &memory).unwrap();
         d.fail("cuEventQuery", 1, 4, false);
         let error = flight.wait().unwrap_err();
-        assert_eq!(error.class(), ErrorClass::DriverEnd, "{error}");
+        assert_eq!(error.class(), ErrorClass::Shutdown, "{error}");
         assert!(device.lost().is_some());
         // What was in flight is leaked; nothing waits for it, and nothing calls a driver that is not there.
         drop((pool, stream, memory, device));
@@ -320,7 +322,7 @@ fn memory_that_cannot_be_pinned_is_refused_or_said_to_be_plain() {
         let device = Device::open("cuda:0").unwrap();
         d.fail("cuMemHostRegister_v2", 1, 2, false);
         let error = Pool::builder(&device).capacity(1 << 20).build().unwrap_err();
-        assert_eq!(error.class(), ErrorClass::Moment, "{error}");
+        assert_eq!(error.class(), ErrorClass::Transient, "{error}");
         d.fail("cuMemHostRegister_v2", 1, 2, false);
         let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
         let (stream, memory) = (device.stream().unwrap(), device.alloc(10_000).unwrap());
@@ -330,7 +332,8 @@ fn memory_that_cannot_be_pinned_is_refused_or_said_to_be_plain() {
     });
 }
 
-// --- every call fails once -----------------------------------------------------------------------------------------------
+// --- every call fails once
+// -----------------------------------------------------------------------------------------------
 
 const LEN: usize = 4000;
 const BIG: usize = 100 << 10;
@@ -353,8 +356,8 @@ impl Server {
                 None
             }
             Err(SubmitError { error, buffer: None }) => {
-                self.dead |= error.is_sticky();
-                if !error.is_sticky() {
+                self.dead |= error.is_device_lost();
+                if !error.is_device_lost() {
                     self.wrong(format!("a wait ended with {error}, and the device is not lost"));
                 }
                 None
@@ -371,7 +374,7 @@ impl Server {
                 Err(error) => self.wrong(format!("growing: {error}")),
             }
             let pinning = self.again("wait_pinned", || pool.wait_pinned(Some(HANG)))?;
-            if pinning.error.is_some_and(|e| e.is_sticky()) {
+            if pinning.error.is_some_and(|e| e.is_device_lost()) {
                 self.dead = true;
                 return None;
             }
@@ -392,7 +395,7 @@ impl Server {
             let buf = self.buffer(pool, seed, LEN)?;
             match stream.upload(buf, to) {
                 Ok(flight) => return Some(flight),
-                Err(e) if e.error.is_sticky() => {
+                Err(e) if e.error.is_device_lost() => {
                     self.dead = true;
                     return None;
                 }
@@ -423,7 +426,7 @@ impl Server {
                     }
                     return Some(());
                 }
-                Err(error) if error.is_sticky() => {
+                Err(error) if error.is_device_lost() => {
                     self.dead = true;
                     return None;
                 }
@@ -461,7 +464,7 @@ impl Server {
                     }
                     break;
                 }
-                Err(e) if e.error.is_sticky() => {
+                Err(e) if e.error.is_device_lost() => {
                     self.dead = true;
                     return None;
                 }
@@ -507,7 +510,7 @@ impl Server {
         let buf = self.buffer(&pool, 4, LEN)?;
         match Stream::hold_on_all(&[&one, &two], buf) {
             Ok(held) => drop(self.settle(held)),
-            Err(e) => self.dead |= e.error.is_sticky(),
+            Err(e) => self.dead |= e.error.is_device_lost(),
         }
         // The pool grows to its capacity and gives back.
         let mut all = Vec::new();

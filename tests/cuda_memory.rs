@@ -1,7 +1,8 @@
-//! Where pinned memory comes from, on GPUs through the stand-in driver: what only CUDA has, and every call failing once.
+//! Where pinned memory comes from, on GPUs through the stand-in driver: what only CUDA has, and every call failing
+//! once.
 //!
-//! What any device must do with such memory is in `contract/memory.rs`. Each test runs in a child of its own, which loads
-//! the stand-in; see `doubles/mod.rs`.
+//! What any device must do with such memory is in `contract/memory.rs`. Each test runs in a child of its own, which
+//! loads the stand-in; see `doubles/mod.rs`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
@@ -163,7 +164,7 @@ fn no_pinned_memory_is_an_error_or_plain_memory_that_says_so() {
         let builder = || small(&device).initial(2 * PAGE).backing(allocating(HostAllocFlags::default()));
         d.fail("cuMemHostAlloc", 1, 2, false);
         let error = builder().build().unwrap_err();
-        assert_eq!(error.class(), ErrorClass::Moment, "{error}");
+        assert_eq!(error.class(), ErrorClass::Transient, "{error}");
         d.fail("cuMemHostAlloc", 1, 2, false);
         let pool = builder().unpinned(Unpinned::Allow).build().unwrap();
         assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (0, 2 * PAGE));
@@ -173,7 +174,7 @@ fn no_pinned_memory_is_an_error_or_plain_memory_that_says_so() {
         // Managed memory was asked for by name: nothing takes its place.
         d.fail("cuMemAllocManaged", 1, 2, false);
         let managed = small(&device).backing(Backing::Managed).unpinned(Unpinned::Allow).build();
-        assert_eq!(managed.unwrap_err().class(), ErrorClass::Moment);
+        assert_eq!(managed.unwrap_err().class(), ErrorClass::Transient);
         drop(device);
         let report = d.final_report();
         assert_eq!((report.violations, report.leaks), (vec![], vec![]));
@@ -226,11 +227,11 @@ fn a_driver_that_has_ended_is_not_called_for_host_memory() {
         let ((one, one_gone), (two, two_gone)) = (Watched::new(bytes(2, 100)), Watched::new(bytes(3, 100)));
         let (one, two) = (device.register(one).unwrap(), device.register(two).unwrap());
         d.fail("cuMemAlloc_v2", 1, 4, false);
-        assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::DriverEnd);
+        assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::Shutdown);
         let before = d.report();
         drop((one, registered, allocated, managed));
         // The worker comes to this last.
-        assert!(two.into_inner().is_err_and(|e| e.class() == ErrorClass::DriverEnd));
+        assert!(two.into_inner().is_err_and(|e| e.class() == ErrorClass::Shutdown));
         let after = d.report();
         let of = |report: &Report| {
             ["cuMemHostUnregister", "cuMemFreeHost", "cuMemFree_v2"].map(|name| calls(report, name))
@@ -354,14 +355,14 @@ fn a_value_in_flight_on_a_lost_device_is_never_dropped() {
         let shared = Arc::new(shared);
         drop(stream.upload(shared.clone(), &memory).unwrap());
         d.kill(0, 700);
-        assert!(waited.wait().unwrap_err().is_sticky());
+        assert!(waited.wait().unwrap_err().is_device_lost());
         d.hang(false);
         // Reading it is the owner's right.
         assert!(**shared == *bytes(2, PAGE));
         let refused = stream.upload(idle, &memory).unwrap_err();
-        assert!(refused.error.is_sticky());
+        assert!(refused.error.is_device_lost());
         let idle = refused.buffer.unwrap();
-        assert!(device.register(bytes(4, 100)).unwrap_err().error.is_sticky());
+        assert!(device.register(bytes(4, 100)).unwrap_err().error.is_device_lost());
         // Nor can the lost device unregister anything.
         assert!(idle.into_inner().is_err());
         drop((shared, stream, memory));
@@ -435,7 +436,8 @@ fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
     });
 }
 
-// --- every call fails once -----------------------------------------------------------------------------------------------
+// --- every call fails once
+// -----------------------------------------------------------------------------------------------
 
 /// A careful user of all of it, who tries each thing twice.
 type User = Findings;
@@ -456,7 +458,7 @@ impl User {
             match call(memory.take()?) {
                 Ok(value) => return Some(value),
                 Err(refused) => {
-                    self.dead |= refused.error.is_sticky();
+                    self.dead |= refused.error.is_device_lost();
                     // After an error from rolling back it would be leaked; but here one call fails at a time.
                     let Some(back) = refused.memory else {
                         if !self.dead {
@@ -486,7 +488,7 @@ impl User {
                 Err(error) => self.wrong(format!("growing: {error}")),
             }
             let pinning = self.again("wait_pinned", || pool.wait_pinned(Some(HANG)))?;
-            if pinning.error.is_some_and(|e| e.is_sticky()) {
+            if pinning.error.is_some_and(|e| e.is_device_lost()) {
                 self.dead = true;
                 return None;
             }
@@ -539,7 +541,7 @@ impl User {
                 None
             }
             Err(error) => {
-                self.dead |= error.is_sticky();
+                self.dead |= error.is_device_lost();
                 (!self.dead).then_some(None)
             }
         }

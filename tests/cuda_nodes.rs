@@ -1,5 +1,5 @@
-//! One pool for GPUs on several NUMA nodes, on the stand-in driver: each node has regions of its own, and a request comes
-//! from the node of the device that it names.
+//! One pool for GPUs on several NUMA nodes, on the stand-in driver: each node has regions of its own, and a request
+//! comes from the node of the device that it names.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
@@ -157,7 +157,7 @@ fn a_pool_grows_for_the_living_when_the_first_device_is_dead() {
                 let before = pool.wait_pinned(Some(HANG)).unwrap().ready;
                 d.kill(0, 700);
                 // Otherwise it is growing that finds out.
-                assert!(!known || first.alloc(1).unwrap_err().is_sticky());
+                assert!(!known || first.alloc(1).unwrap_err().is_device_lost());
                 let held: Vec<_> = (0..8).map(|_| pool.checkout_timeout(400_000, HANG).unwrap()).collect();
                 let pinning = pool.wait_pinned(Some(HANG)).unwrap();
                 assert_eq!((pinning.error, pinning.wanted), (None, pinning.ready));
@@ -276,7 +276,7 @@ fn memory_is_adopted_by_the_living_when_adopting_finds_the_first_one_dead() {
         // Where all are dead, the caller is told, and has the memory back.
         d.kill(1, 700);
         let refused = pool.adopt(vec![0_u8; MIB]).unwrap_err();
-        assert!(refused.error.is_sticky() && refused.memory.is_some_and(|m| m.len() == MIB));
+        assert!(refused.error.is_device_lost() && refused.memory.is_some_and(|m| m.len() == MIB));
         assert_eq!(pool.pinning().wanted, 0);
     });
 }

@@ -1,5 +1,5 @@
-//! Device memory that others allocated, memory in stream order, copies between host memory, and the device-side heap, on
-//! the stand-in driver: what only CUDA has, and what only a double can be told to do.
+//! Device memory that others allocated, memory in stream order, copies between host memory, and the device-side heap,
+//! on the stand-in driver: what only CUDA has, and what only a double can be told to do.
 //!
 //! What any device must do with all of these is in `contract`, and each driver call fails once in `cuda.rs`. Each test
 //! runs in a child of its own, which loads the stand-in; see `doubles/mod.rs`.
@@ -180,8 +180,8 @@ fn what_the_driver_says_of_an_address_comes_with_the_owner() {
         let memory = device.alloc(64).unwrap();
         for (name, code, class) in [
             ("cuPointerGetAttributes", 999, ErrorClass::Argument),
-            ("cuCtxGetCurrent", 2, ErrorClass::Moment),
-            ("cuPointerGetAttributes", 700, ErrorClass::Sticky),
+            ("cuCtxGetCurrent", 2, ErrorClass::Transient),
+            ("cuPointerGetAttributes", 700, ErrorClass::DeviceLost),
         ] {
             d.0.fail(name, 1, code, false);
             // SAFETY: refused.
@@ -193,7 +193,7 @@ fn what_the_driver_says_of_an_address_comes_with_the_owner() {
         let asked = d.calls("cuPointerGetAttributes");
         // SAFETY: refused.
         let refusal = unsafe { device.raw_memory(memory.address(), 64, ()) }.unwrap_err();
-        assert!(refusal.error.is_sticky() && device.lost().is_some());
+        assert!(refusal.error.is_device_lost() && device.lost().is_some());
         assert_eq!(d.calls("cuPointerGetAttributes"), asked);
     });
 }
@@ -345,7 +345,7 @@ fn copies_between_host_memory_do_not_keep_the_caller() {
             stream.copy_host(filled(&pool, &bytes(4, 1000)), pool.checkout(1000).unwrap()).unwrap();
         drop(from);
         d.0.kill(0, 700);
-        assert!(to.wait().unwrap_err().is_sticky());
+        assert!(to.wait().unwrap_err().is_device_lost());
         d.0.hang(false);
         until("both are quarantined", || pool.stats().in_flight_bytes == 0);
         assert!(pool.stats().quarantined_bytes >= 2000, "{:?}", pool.stats());
@@ -443,9 +443,9 @@ fn memory_in_stream_order_has_its_errors() {
         let memory = home.alloc(1000).unwrap();
         let flight = other.upload(filled(&pool, &bytes(2, 1000)), &memory).unwrap();
         d.0.kill(0, 700);
-        assert!(flight.wait().unwrap_err().is_sticky());
-        assert!(home.alloc(10).unwrap_err().is_sticky());
-        assert!(other.upload(filled(&pool, &bytes(2, 10)), &memory).unwrap_err().error.is_sticky());
+        assert!(flight.wait().unwrap_err().is_device_lost());
+        assert!(home.alloc(10).unwrap_err().is_device_lost());
+        assert!(other.upload(filled(&pool, &bytes(2, 10)), &memory).unwrap_err().error.is_device_lost());
         d.0.hang(false);
         assert_eq!(d.0.report().violations, Vec::<String>::new());
         drop((memory, home, other, pool, device));
@@ -466,7 +466,7 @@ fn a_driver_that_has_ended_is_not_called_for_memory() {
         d.0.fail("cuPointerGetAttributes", 1, 4, false);
         // SAFETY: refused.
         let refusal = unsafe { device.raw_memory(plain.address(), 64, ()) }.unwrap_err();
-        assert_eq!(refusal.error.class(), ErrorClass::DriverEnd);
+        assert_eq!(refusal.error.class(), ErrorClass::Shutdown);
         drop((plain, ordered, raw));
         // The owner comes last, and by then the others have had their turn.
         until("the owner goes", || gone.lock().unwrap().is_some());
@@ -495,8 +495,8 @@ fn the_heaps_limit_is_set_before_it_is_used() {
         d.0.fail("cuCtxSetLimit", 1, 2, false);
         assert!(set_device_heap_limit(&other, 1 << 40).unwrap_err().is_retryable());
         d.0.fail("cuCtxGetLimit", 1, 700, false);
-        assert!(device_heap_limit(&other).unwrap_err().is_sticky());
-        assert!(set_device_heap_limit(&other, 1).unwrap_err().is_sticky() && other.lost().is_some());
+        assert!(device_heap_limit(&other).unwrap_err().is_device_lost());
+        assert!(set_device_heap_limit(&other, 1).unwrap_err().is_device_lost() && other.lost().is_some());
         assert_eq!(device.lost(), None);
         let host = Device::open("host").unwrap();
         for error in [device_heap_limit(&host).unwrap_err(), set_device_heap_limit(&host, 1).unwrap_err()] {

@@ -1,8 +1,8 @@
 //! The copy queue on a GPU: batches, drivers with and without them, and trouble.
 //!
-//! What every device does is in `contract/queue.rs`. Here is what only a GPU's driver has: the call for many copies in its
-//! two forms and its conditions, streams of the server's, and a driver that fails, hangs and dies, which only a double can
-//! be told to.
+//! What every device does is in `contract/queue.rs`. Here is what only a GPU's driver has: the call for many copies in
+//! its two forms and its conditions, streams of the server's, and a driver that fails, hangs and dies, which only a
+//! double can be told to.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]
@@ -168,8 +168,8 @@ fn streams_of_the_server_depend_on_copies() {
     });
 }
 
-/// Pieces at even distances on both sides go as rows of rectangles. What the driver refuses as such, since it reaches beyond one
-/// registered range or for any other reason, goes in a batch; and after that one by one.
+/// Pieces at even distances on both sides go as rows of rectangles. What the driver refuses as such, since it reaches
+/// beyond one registered range or for any other reason, goes in a batch; and after that one by one.
 #[test]
 fn rows_go_as_rectangles() {
     on_stand_in("rows_go_as_rectangles", |_, d| {
@@ -258,8 +258,8 @@ fn rows_of_one_call_go_as_rectangles() {
     });
 }
 
-/// Pieces of one call at random places, some of which overlap: what overlaps is in no batch together, and where batches, or some
-/// of their copies, are refused, the handle says so and every buffer returns.
+/// Pieces of one call at random places, some of which overlap: what overlaps is in no batch together, and where
+/// batches, or some of their copies, are refused, the handle says so and every buffer returns.
 #[test]
 fn pieces_of_one_call_go_in_batches() {
     on_gpu("pieces_of_one_call_go_in_batches", |gpu| {
@@ -328,7 +328,7 @@ fn a_refused_batch_goes_one_by_one() {
         let failed: Vec<Error> =
             push(&queue, &pool, &memory, 300).into_iter().filter_map(|flight| flight.wait().err()).collect();
         d.calm();
-        assert!(matches!(&*failed, [error] if error.class() == ErrorClass::Moment), "{failed:?}");
+        assert!(matches!(&*failed, [error] if error.class() == ErrorClass::Transient), "{failed:?}");
         // One that nobody asks about leaves nothing behind either.
         (1..=50).for_each(|nth| d.fail("cuMemcpyBatchAsync", nth, 2, false));
         d.fail("cuMemcpyHtoDAsync_v2", 50, 2, false);
@@ -346,8 +346,8 @@ fn a_refused_batch_goes_one_by_one() {
     });
 }
 
-/// Each call that a queue makes fails once, with each kind of error, done or not: nothing is lost, and nothing is reported
-/// as done that is not.
+/// Each call that a queue makes fails once, with each kind of error, done or not: nothing is lost, and nothing is
+/// reported as done that is not.
 #[test]
 fn every_call_of_a_queue_fails_once() {
     on_stand_in("every_call_of_a_queue_fails_once", |_, d| {
@@ -411,17 +411,17 @@ fn a_device_dies_under_a_queue() {
         std::thread::sleep(Duration::from_millis(20));
         d.kill(0, 700);
         let error = waiting.join().unwrap();
-        assert!(error.is_sticky(), "{error}");
+        assert!(error.is_device_lost(), "{error}");
         for flight in flights {
             // Some may have been done before; none says so that was not.
             if let Err(error) = flight.wait() {
-                assert!(error.is_sticky(), "{error}");
+                assert!(error.is_device_lost(), "{error}");
             }
         }
         until("nothing is in flight", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
         let refused = queue.upload(filled(&pool, b"more"), &memory).unwrap_err();
         assert!(
-            refused.error.is_sticky() && refused.buffer.is_some_and(|buf| *buf == *b"more"),
+            refused.error.is_device_lost() && refused.buffer.is_some_and(|buf| *buf == *b"more"),
             "{}",
             refused.error
         );
@@ -452,7 +452,7 @@ fn a_hung_device_fills_its_queue() {
             .collect();
         let refused = queue.try_upload(filled(&pool, b"more"), &memory).unwrap_err();
         assert_eq!(refused.error, Error::QueueFull { depth: 16 });
-        assert_eq!(refused.error.class(), ErrorClass::Moment);
+        assert_eq!(refused.error.class(), ErrorClass::Transient);
         let late = sent.pop().unwrap().wait_timeout(Duration::from_millis(5)).unwrap_err();
         assert!(matches!(late.error, Error::Timeout(_)));
         sent.push(late.buffer.unwrap());

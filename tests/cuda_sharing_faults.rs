@@ -1,7 +1,7 @@
 //! A server that shares its context, streams and captures with the pool, and every driver call failing once meanwhile.
 //!
-//! The scenario of `cuda.rs` has the calls that any user of a GPU makes; here are those that sharing adds. Each run is on a
-//! stand-in as just loaded; calls of the server's own may be the ones that fail, and are then made again.
+//! The scenario of `cuda.rs` has the calls that any user of a GPU makes; here are those that sharing adds. Each run is
+//! on a stand-in as just loaded; calls of the server's own may be the ones that fail, and are then made again.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]
@@ -62,7 +62,7 @@ impl Server {
             buf.extend_from_slice(&bytes(seed, LEN));
             match call(buf) {
                 Ok(value) => return Some(value),
-                Err(SubmitError { error, .. }) if error.is_sticky() => {
+                Err(SubmitError { error, .. }) if error.is_device_lost() => {
                     self.dead = true;
                     return None;
                 }
@@ -80,8 +80,8 @@ impl Server {
         match flight.wait_timeout(HANG) {
             Ok(buf) => Some(buf),
             Err(SubmitError { error, buffer }) => {
-                self.dead |= error.is_sticky();
-                if buffer.is_some() || !error.is_sticky() {
+                self.dead |= error.is_device_lost();
+                if buffer.is_some() || !error.is_device_lost() {
                     self.wrong(format!("a wait ended with {error}"));
                 }
                 None
@@ -136,7 +136,7 @@ impl Server {
         let handle = self.again("raw_stream", || cuda::raw_stream(stream))? as usize;
         self.raw(raw, "cuStreamBeginCapture_v2", &[handle, 1])?;
         let refused = stream.synchronize();
-        self.dead |= refused.as_ref().is_err_and(Error::is_sticky);
+        self.dead |= refused.as_ref().is_err_and(Error::is_device_lost);
         if refused.is_ok() {
             self.wrong("waited for a capturing stream");
         }

@@ -1,5 +1,5 @@
-//! Gather and scatter by several threads, on host devices: every byte is in its place whoever packed it, in pools that have
-//! room for all of the segments or for hardly any, and where copies fail or the device dies half-way.
+//! Gather and scatter by several threads, on host devices: every byte is in its place whoever packed it, in pools that
+//! have room for all of the segments or for hardly any, and where copies fail or the device dies half-way.
 
 #![allow(unsafe_code, reason = "a promise about a value of its own")]
 
@@ -138,8 +138,8 @@ fn every_byte_is_in_its_place() {
     pieces.come_back(&s);
 }
 
-/// Callers share the helpers, of which there are no more than was said, none before there is much to do, and none when the
-/// queue is gone.
+/// Callers share the helpers, of which there are no more than was said, none before there is much to do, and none when
+/// the queue is gone.
 #[test]
 fn callers_share_the_helpers() {
     let _alone = alone();
@@ -194,8 +194,9 @@ fn pinned_come_back(s: &Setup, from: &Pool, places: &[DeviceSlice]) {
     }
 }
 
-/// Short pinned pieces that are neighbours on the device are packed, both ways, where there are threads and segments for it;
-/// others are copied from where they are, each by itself. Either way the buffers come back in their order, with their bytes.
+/// Short pinned pieces that are neighbours on the device are packed, both ways, where there are threads and segments
+/// for it; others are copied from where they are, each by itself. Either way the buffers come back in their order, with
+/// their bytes.
 #[test]
 fn pinned_pieces_are_packed_or_stay_in_place() {
     const COUNT: usize = 2048;
@@ -204,8 +205,8 @@ fn pinned_pieces_are_packed_or_stay_in_place() {
     s.queue = s.device.copy_queue_with(QueueOptions::new().packers(8)).unwrap();
     let builder = Pool::builder(&s.device).capacity(48 << 20).unpinned(Unpinned::Allow);
     let from = builder.build().unwrap();
-    // In no order on the host, neighbours on the device; the same with gaps; neighbours without room to pack; and neighbours in
-    // the order of the call.
+    // In no order on the host, neighbours on the device; the same with gaps; neighbours without room to pack; and
+    // neighbours in the order of the call.
     let mixed = |i: usize| i * 7919 % COUNT;
     for (stride, packs, room, sorted) in [
         (LEN, true, true, false),
@@ -236,7 +237,8 @@ fn pinned_pieces_are_packed_or_stay_in_place() {
     assert_eq!(from.stats().checked_out_bytes + from.stats().in_flight_bytes, 0);
 }
 
-/// Longer ones that are neighbours in another order than the call's stay in place: to sort them takes longer than packing gains.
+/// Longer ones that are neighbours in another order than the call's stay in place: to sort them takes longer than
+/// packing gains.
 #[test]
 fn longer_pieces_are_not_sorted() {
     const COUNT: usize = 1024;
@@ -282,8 +284,8 @@ fn in_place(test: impl Fn(Setup)) {
     }
 }
 
-/// Pieces that are pushed in groups are counted as the copies that they are, lent as the buffers that they are, and come back by
-/// whatever way the handle ends.
+/// Pieces that are pushed in groups are counted as the copies that they are, lent as the buffers that they are, and
+/// come back by whatever way the handle ends.
 #[test]
 fn groups_count_as_their_copies() {
     const COUNT: usize = 1500;
@@ -334,7 +336,7 @@ fn a_copy_fails_in_a_group() {
                 s.device.stream().unwrap().upload_blocking(&clear, &s.memory).unwrap();
                 fault();
                 let error = s.queue.gather_pinned(&s.pool, apart(&s, COUNT)).unwrap().wait().unwrap_err();
-                assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Moment), "{error}");
+                assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Transient), "{error}");
                 assert_eq!(s.node.clear_faults(), 0);
                 all_back(&s);
                 let mut there = vec![0; s.memory.len()];
@@ -359,8 +361,8 @@ fn a_copy_fails_in_a_group() {
     });
 }
 
-/// The device dies with groups pushed and in flight, and a handle that is waited for or gone: nothing is in use for good, and
-/// nobody waits for ever.
+/// The device dies with groups pushed and in flight, and a handle that is waited for or gone: nothing is in use for
+/// good, and nobody waits for ever.
 #[test]
 fn a_device_dies_under_groups() {
     let _alone = alone();
@@ -389,14 +391,15 @@ fn a_device_dies_under_groups() {
                         Err(refused) => Some(refused.error),
                     }
                 });
-                assert!(error.as_ref().is_some_and(Error::is_sticky), "{error:?}");
+                assert!(error.as_ref().is_some_and(Error::is_device_lost), "{error:?}");
             });
             all_back(&s);
         }
     }
 }
 
-/// Pieces of one call that overlap on the device: one of them wins, whole where they are the same place, and nothing hangs.
+/// Pieces of one call that overlap on the device: one of them wins, whole where they are the same place, and nothing
+/// hangs.
 #[test]
 fn pieces_of_a_call_may_overlap() {
     let _alone = alone();
@@ -547,10 +550,10 @@ fn a_copy_fails_in_a_gather() {
     let s = setup(HostConfig::new(), 8 << 20);
     let pieces = Pieces::new(&s.memory, 0, short(1200));
     for nth in [0, 3, 9] {
-        for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
+        for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
             s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
             let error = s.queue.gather_blocking(&s.pool, &pieces.gather()).unwrap_err();
-            assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Moment), "{error}");
+            assert!(matches!(error.class(), ErrorClass::Argument | ErrorClass::Transient), "{error}");
             s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
             drop(s.queue.gather(&s.pool, &pieces.gather()).unwrap());
             s.queue.synchronize().unwrap();
@@ -591,13 +594,14 @@ fn a_device_dies_under_a_gather() {
                     .err()
             });
             let error = ended.unwrap();
-            assert!(error.is_sticky(), "{error}");
+            assert!(error.is_device_lost(), "{error}");
         });
         all_back(&s);
     }
 }
 
-/// A batch that somebody else's copies have begun has no room for a group of a batch's length: its turn comes all the same.
+/// A batch that somebody else's copies have begun has no room for a group of a batch's length: its turn comes all the
+/// same.
 #[test]
 fn a_long_group_has_its_turn_beside_single_copies() {
     let _alone = alone();

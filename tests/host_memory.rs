@@ -1,10 +1,10 @@
 //! Where host memory comes from, on the host device: every device call fails once, in every way, and nothing is lost.
 //!
 //! One scenario makes pools of memory that the device allocates, adopts memory and registers values. It is run once
-//! without faults, and the calls that it makes are recorded; then again for each of these calls and each kind of failure.
-//! After each run nothing panicked or hung, memory that was refused came back as it was, what was reported as done holds
-//! the right bytes, each value was dropped once or is leaked because the call that failed was to let go of it, and the
-//! device has everything back. `faults` does the same for what a pool does with its own memory.
+//! without faults, and the calls that it makes are recorded; then again for each of these calls and each kind of
+//! failure. After each run nothing panicked or hung, memory that was refused came back as it was, what was reported as
+//! done holds the right bytes, each value was dropped once or is leaked because the call that failed was to let go of
+//! it, and the device has everything back. `faults` does the same for what a pool does with its own memory.
 
 #![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
 
@@ -80,7 +80,7 @@ impl User {
         for _ in 0..2 {
             match call() {
                 Ok(value) => return Some(value),
-                Err(error) if error.is_sticky() => return None,
+                Err(error) if error.is_device_lost() => return None,
                 Err(error) => last = Some(error),
             }
             self.node.resume(0);
@@ -105,7 +105,7 @@ impl User {
                     if back.as_ptr() != at || *back != *content {
                         self.wrong(format!("{what}: the memory came back changed"));
                     }
-                    if error.is_sticky() {
+                    if error.is_device_lost() {
                         return None;
                     }
                     memory = Some(back);
@@ -124,7 +124,7 @@ impl User {
     fn settled<B: Lend, L>(&mut self, submitted: Result<InFlight<B>, SubmitError<L>>) -> Option<Option<B>> {
         let mut flight = match submitted {
             Ok(flight) => flight,
-            Err(refused) => return (!refused.error.is_sticky()).then_some(None),
+            Err(refused) => return (!refused.error.is_device_lost()).then_some(None),
         };
         // What stalls goes on when somebody has a look.
         for patience in [Duration::from_millis(50), Duration::from_millis(50), HANG] {
@@ -132,7 +132,7 @@ impl User {
                 Ok(value) => return Some(Some(value)),
                 Err(SubmitError { buffer: Some(same), .. }) => flight = same,
                 Err(SubmitError { error, buffer: None }) => {
-                    if !error.is_sticky() {
+                    if !error.is_device_lost() {
                         self.wrong(format!("a wait ended with {error}, and the device is not lost"));
                     }
                     return None;
@@ -254,7 +254,7 @@ fn run(node: &HostNode, failed: Option<(Call, Failure)>) -> Vec<String> {
     let Ok(lost) = done else { return vec!["a panic".into()] };
     let mut wrong = user.wrong;
     let failed = failed.filter(|_| struck);
-    if lost && failed.is_none_or(|f| f.1 != Failure::Sticky) {
+    if lost && failed.is_none_or(|f| f.1 != Failure::DeviceLost) {
         wrong.push("the device counts as lost without a reason".into());
     }
     let fails = |call: Call| failed.is_some_and(|f| f.0 == call && f.1 != Failure::Stall);
@@ -283,8 +283,8 @@ fn run(node: &HostNode, failed: Option<(Call, Failure)>) -> Vec<String> {
 
 const KINDS: [Failure; 6] = [
     Failure::Argument,
-    Failure::Moment,
-    Failure::Sticky,
+    Failure::Transient,
+    Failure::DeviceLost,
     Failure::RunsAnyway,
     Failure::Capture,
     Failure::Stall,
@@ -368,7 +368,7 @@ fn what_overlaps_is_refused_and_comes_back() {
 fn plain_memory_takes_its_place_only_where_that_is_allowed() {
     let node = node(true);
     let device = Device::on(&node, 0).unwrap();
-    let fault = |call| node.fail(Fault { device: 0, call, nth: 0, failure: Failure::Moment });
+    let fault = |call| node.fail(Fault { device: 0, call, nth: 0, failure: Failure::Transient });
     let builder = || {
         let pool = Pool::builder(&device).capacity(4 * PAGE).initial(2 * PAGE).extent(2 * PAGE);
         pool.backing(Backing::HostAlloc(HostAllocFlags::default()))

@@ -1,5 +1,5 @@
-//! The copy queue on host devices that are told to fail, to hang and to die: each copy's handle says what became of that
-//! copy, and nothing is lost.
+//! The copy queue on host devices that are told to fail, to hang and to die: each copy's handle says what became of
+//! that copy, and nothing is lost.
 
 mod rig;
 
@@ -70,7 +70,7 @@ impl Setup {
 #[test]
 fn a_copy_fails_alone() {
     everywhere(|s| {
-        for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
+        for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
             for nth in [0, 7, 40] {
                 s.node.fail(Fault { device: 0, call: Call::Copy, nth, failure });
                 let results: Vec<_> = s.push(60).into_iter().map(InFlight::wait).collect();
@@ -78,7 +78,7 @@ fn a_copy_fails_alone() {
                 let failed: Vec<_> = results.iter().filter_map(|r| r.as_ref().err()).collect();
                 assert_eq!(failed.len(), 1, "{failure:?} {nth}: {failed:?}");
                 let class =
-                    if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Moment };
+                    if failure == Failure::Argument { ErrorClass::Argument } else { ErrorClass::Transient };
                 assert_eq!(failed[0].class(), class);
                 for (i, result) in results.iter().enumerate().filter(|(_, r)| r.is_ok()) {
                     assert!(**result.as_ref().unwrap() == *bytes(i, LEN));
@@ -92,13 +92,13 @@ fn a_copy_fails_alone() {
             }
         }
         // Where nobody asks, nothing is kept; and a gather says what one of its copies failed with.
-        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 3, failure: Failure::Moment });
+        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 3, failure: Failure::Transient });
         drop(s.push(20));
         s.queue.synchronize().unwrap();
-        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 2, failure: Failure::Moment });
+        s.node.fail(Fault { device: 0, call: Call::Copy, nth: 2, failure: Failure::Transient });
         let sources: Vec<Vec<u8>> = (0..20).map(|i| bytes(i, LEN)).collect();
         let pieces: Vec<_> = sources.iter().enumerate().map(|(i, b)| (&b[..], s.range(i))).collect();
-        assert_eq!(s.queue.gather_blocking(&s.pool, &pieces).unwrap_err().class(), ErrorClass::Moment);
+        assert_eq!(s.queue.gather_blocking(&s.pool, &pieces).unwrap_err().class(), ErrorClass::Transient);
         s.queue.gather_blocking(&s.pool, &pieces).unwrap();
         s.all_back();
     });
@@ -110,7 +110,7 @@ fn marks_fail() {
     everywhere(|s| {
         for call in [Call::Record, Call::Query, Call::CreateEvent] {
             for nth in 0..3 {
-                s.node.fail(Fault { device: 0, call, nth, failure: Failure::Moment });
+                s.node.fail(Fault { device: 0, call, nth, failure: Failure::Transient });
             }
             for (i, flight) in s.push(100).into_iter().enumerate() {
                 assert!(*flight.wait().unwrap() == *bytes(i, LEN));
@@ -136,9 +136,9 @@ fn a_device_dies_under_a_queue() {
             }
             node.kill(0);
             let error = asked.wait().unwrap_err();
-            assert!(error.is_sticky(), "{error}");
+            assert!(error.is_device_lost(), "{error}");
             for flight in flights.drain(..100) {
-                assert!(flight.wait().is_err_and(|error| error.is_sticky()));
+                assert!(flight.wait().is_err_and(|error| error.is_device_lost()));
             }
             drop(flights);
             let since = Instant::now();
@@ -152,7 +152,7 @@ fn a_device_dies_under_a_queue() {
                 let mut buf = pool.checkout(4).unwrap();
                 buf.extend_from_slice(b"more");
                 let refused = queue.upload(buf, &memory).unwrap_err();
-                assert!(refused.error.is_sticky() && refused.buffer.is_some_and(|buf| *buf == *b"more"));
+                assert!(refused.error.is_device_lost() && refused.buffer.is_some_and(|buf| *buf == *b"more"));
                 assert!(queue.synchronize().is_err());
             }
         });
@@ -235,8 +235,8 @@ fn tries() -> usize {
     s.tried()
 }
 
-/// A staged gather goes in two batches, and marks fail for good between them: the last copy is refused while the first batch
-/// is in flight, on a device that is alive. The segment, which both copies read, is not taken again.
+/// A staged gather goes in two batches, and marks fail for good between them: the last copy is refused while the first
+/// batch is in flight, on a device that is alive. The segment, which both copies read, is not taken again.
 #[test]
 fn a_segment_outlives_the_batch_that_is_refused() {
     let tries = tries();
@@ -408,8 +408,8 @@ impl std::task::Wake for Waiter {
     }
 }
 
-/// A thread of the caller's that waits finds out by itself what is done, and wakes others as it does. A waker that waited there
-/// would wait for that very thread.
+/// A thread of the caller's that waits finds out by itself what is done, and wakes others as it does. A waker that
+/// waited there would wait for that very thread.
 #[test]
 fn a_waker_on_a_callers_thread_is_told_that_it_must_not_wait() {
     for waits in [Waits::ForRoom, Waits::ForCopy, Waits::ForAll, Waits::OnStream] {
@@ -459,8 +459,8 @@ fn a_waker_on_a_callers_thread_is_told_that_it_must_not_wait() {
     }
 }
 
-/// A stream is lost on a thread that submits, which wakes who waited. Nobody but that thread would submit what one of them wants
-/// to come first, and it never will.
+/// A stream is lost on a thread that submits, which wakes who waited. Nobody but that thread would submit what one of
+/// them wants to come first, and it never will.
 #[test]
 fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
     struct Follows {
@@ -571,8 +571,8 @@ fn a_group_gets_its_turn_in_a_lane_that_others_keep_full() {
     s.all_back();
 }
 
-/// Two threads drive one stepped device. While one of them is in the midst of finding out what is done, the other one has nothing
-/// to step; but its copy is about to be done.
+/// Two threads drive one stepped device. While one of them is in the midst of finding out what is done, the other one
+/// has nothing to step; but its copy is about to be done.
 #[test]
 fn two_threads_wait_on_a_stepped_device() {
     let s = setup(HostConfig::new().stepped(7), QueueOptions::new());

@@ -379,7 +379,8 @@ fn several_requests_grow_by_extents_that_hold_them() {
     }
 }
 
-/// Two threads that trimmed at once counted a region that went as gone twice: room that never came back, or an overflow.
+/// Two threads that trimmed at once counted a region that went as gone twice: room that never came back, or an
+/// overflow.
 #[test]
 fn a_region_goes_once_however_many_trim() {
     const REGION: usize = 64 << 10;
@@ -422,7 +423,7 @@ fn a_pool_grows_as_long_as_one_device_is_left() {
         let pool = built.region(256 << 10).extent(256 << 10).unpinned(Unpinned::Allow).build().unwrap();
         node.kill(dead);
         if known {
-            assert!(devices[dead as usize].alloc(1).unwrap_err().is_sticky());
+            assert!(devices[dead as usize].alloc(1).unwrap_err().is_device_lost());
         }
         let grown: Vec<_> =
             (0..8).map(|_| pool.checkout_timeout(PIECE, Duration::from_secs(20)).unwrap()).collect();
@@ -519,8 +520,8 @@ fn nobody_waits_for_the_thread_that_he_is_on() {
     assert!(pool.shutdown(Duration::from_secs(20)).drained);
 }
 
-/// Runs this test's `part` in a process of its own, on that one's first thread; `true` in that process. What it ended with and
-/// wrote goes to `verdict` here.
+/// Runs this test's `part` in a process of its own, on that one's first thread; `true` in that process. What it ended
+/// with and wrote goes to `verdict` here.
 #[cfg(target_os = "linux")]
 fn in_a_process(test: &str, part: &str, verdict: impl FnOnce(std::process::ExitStatus, &str)) -> bool {
     const PART: &str = "PINPOOL_TEST_PART";
@@ -553,7 +554,8 @@ fn refuse_membarrier() {
     }
 }
 
-/// A sandbox that was put up after the first pool refused the barrier, which was logged, and then a buffer had two owners.
+/// A sandbox that was put up after the first pool refused the barrier, which was logged, and then a buffer had two
+/// owners.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_sandbox_that_comes_late_makes_no_second_owner() {
@@ -725,8 +727,8 @@ fn signals_are_for_the_programs_threads() {
     drop((sampling, pipeline, queue, stream));
 }
 
-/// A stepped device has no thread for what lets go of others' memory: the owner goes after the submission that found the device
-/// dead, and may use the pool.
+/// A stepped device has no thread for what lets go of others' memory: the owner goes after the submission that found
+/// the device dead, and may use the pool.
 #[test]
 fn an_owner_of_device_memory_is_not_dropped_within_a_submission() {
     struct Asks(Pool, Arc<Mutex<Vec<bool>>>);
@@ -751,7 +753,7 @@ fn an_owner_of_device_memory_is_not_dropped_within_a_submission() {
     let mut large = pool.checkout(5 << 20).unwrap();
     large.try_resize(5 << 20, 1).unwrap();
     let _out = pool.checkout(8 << 20).unwrap();
-    fail(&node, Call::Record, Failure::Sticky);
+    fail(&node, Call::Record, Failure::DeviceLost);
     let _ = stream.upload(large, memory.slice(..).unwrap());
     assert_eq!(*asked.lock().unwrap(), [true], "dropped once, and its request waits");
 }

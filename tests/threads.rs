@@ -617,11 +617,11 @@ fn a_device_that_dies_takes_only_its_own() {
                         fill(&mut buf, stamp(thread, round));
                         let sent = match streams[at].upload(buf, &memory) {
                             Ok(sent) => sent,
-                            Err(e) => return assert!(at == 1 && e.error.is_sticky(), "{e}"),
+                            Err(e) => return assert!(at == 1 && e.error.is_device_lost(), "{e}"),
                         };
                         match sent.wait() {
                             Ok(buf) => assert!(is(&buf, stamp(thread, round))),
-                            Err(error) => return assert!(at == 1 && error.is_sticky(), "{error}"),
+                            Err(error) => return assert!(at == 1 && error.is_device_lost(), "{error}"),
                         }
                         healthy.fetch_add(1, Ordering::Relaxed);
                     }
@@ -634,7 +634,7 @@ fn a_device_that_dies_takes_only_its_own() {
         });
         assert!(healthy.load(Ordering::Relaxed) >= 200);
         // A reaper that finds its device dead has quarantined what was there; nothing is both.
-        assert!(devices[1].alloc(1).unwrap_err().is_sticky());
+        assert!(devices[1].alloc(1).unwrap_err().is_device_lost());
         devices.iter().for_each(|d| {
             d.reap();
         });

@@ -14,8 +14,9 @@
 //! Each buffer is filled with bytes of its own, and the model knows what each stream's piece of device memory holds, in
 //! stream order. So when a segment is reused too early, a late copy reads the next owner's bytes, or writes over them,
 //! and one of the comparisons fails: of a buffer before it is returned, of a download that landed, of the device's
-//! memory at the end. Code of others (`foreign`: a subscriber, wakers) panics meanwhile and asks the pool, where the input
-//! says so, and nothing of the above changes. At the end everything that is not quarantined or forgotten is free again.
+//! memory at the end. Code of others (`foreign`: a subscriber, wakers) panics meanwhile and asks the pool, where the
+//! input says so, and nothing of the above changes. At the end everything that is not quarantined or forgotten is free
+//! again.
 #![no_main]
 
 mod foreign;
@@ -379,12 +380,12 @@ impl World {
 
     fn failure(n: u8) -> Failure {
         [
-            Failure::Moment,
+            Failure::Transient,
             Failure::RunsAnyway,
             Failure::Argument,
             Failure::Capture,
             Failure::Stall,
-            Failure::Sticky,
+            Failure::DeviceLost,
         ][usize::from(n) % 6]
     }
 

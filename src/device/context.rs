@@ -32,8 +32,8 @@ pub(crate) struct Context {
     flights: SharedHistogram,
     /// What was submitted to, and landed on, streams that are no more.
     past: [AtomicU64; 2],
-    /// Bytes of the copies that the driver accepted, to the device and from it. On a line of their own: every copy counts
-    /// here, next to a driver call that costs many times as much.
+    /// Bytes of the copies that the driver accepted, to the device and from it. On a line of their own: every copy
+    /// counts here, next to a driver call that costs many times as much.
     copied: CachePadded<[AtomicU64; 2]>,
 }
 
@@ -140,7 +140,7 @@ impl Context {
     pub(crate) fn noting<R>(&self, result: Result<R>) -> Result<R> {
         if let Err(error) = &result {
             self.errors.note(error);
-            if error.is_sticky() && self.poison.set(error.clone()).is_ok() {
+            if error.is_device_lost() && self.poison.set(error.clone()).is_ok() {
                 self.holds.lose(error);
                 crate::foreign::error!(target: "pinpool::device::lost", device = self.name(), %error, "the device is lost");
             }
@@ -175,7 +175,7 @@ impl Drop for Context {
     fn drop(&mut self) {
         let events = std::mem::take(self.events.get_mut());
         // A lost device lets go of them, whatever it answers; a driver that has ended is not to be called.
-        let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::DriverEnd);
+        let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::Shutdown);
         if ended || events.is_empty() || crate::os::forked() {
             return;
         }

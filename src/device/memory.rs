@@ -86,7 +86,7 @@ impl Drop for Allocation {
         let (context, ptr) = (self.context.clone(), self.ptr);
         self.context.worker().send(move || {
             // A driver that has ended is not called any more.
-            let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::DriverEnd);
+            let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::Shutdown);
             let freed = match origin {
                 Origin::Foreign(owner) => return crate::foreign::discard(owner),
                 _ if ended => return,
@@ -169,7 +169,8 @@ impl DeviceBuffer {
 }
 
 impl DeviceSlice {
-    /// Memory of somebody else, once the driver has said that its copies can use it. After an error the owner comes back.
+    /// Memory of somebody else, once the driver has said that its copies can use it. After an error the owner comes
+    /// back.
     ///
     /// # Safety
     /// As for [`Device::raw_memory`](crate::Device::raw_memory).

@@ -23,11 +23,11 @@
 //!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind
 //!    the worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since
 //!    whoever drops memory last may be anywhere, a callback of the driver's included.
-//! 8. *Sticky.* After an error of class [`Sticky`](crate::ErrorClass::Sticky) every later call on that device fails
+//! 8. *Sticky.* After an error of class [`DeviceLost`](crate::ErrorClass::Sticky) every later call on that device fails
 //!    with that class, and no copy of that device touches host memory any more.
-//! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is to
-//!    be a part of the graph. An event that was recorded all the same is never complete: asked about, it is an error of class
-//!    [`Capture`](crate::ErrorClass::Capture).
+//! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
+//!    to be a part of the graph. An event that was recorded all the same is never complete: asked about, it is an error
+//!    of class [`Capture`](crate::ErrorClass::Capture).
 
 #![allow(unsafe_code)]
 
@@ -85,9 +85,9 @@ impl Transfer {
         *len
     }
 
-    /// How far behind this one's bytes those of another are, on the host and on the device, where both go the same way, are
-    /// equally long, and the other one's lie behind this one's on both sides. Copies at even distances are the rows of a
-    /// rectangle.
+    /// How far behind this one's bytes those of another are, on the host and on the device, where both go the same way,
+    /// are equally long, and the other one's lie behind this one's on both sides. Copies at even distances are the rows
+    /// of a rectangle.
     pub(crate) fn distance(&self, next: &Self) -> Option<(u64, u64)> {
         let (from, to, len) = match (*self, *next) {
             (Self::Upload { src, dst, len }, Self::Upload { src: host, dst: device, len: same })
@@ -131,9 +131,9 @@ pub struct HostAllocFlags {
     pub portable: bool,
     /// `CU_MEMHOSTALLOC_DEVICEMAP`: devices can address it.
     pub mapped: bool,
-    /// `CU_MEMHOSTALLOC_WRITECOMBINED`: not cached by the CPU. Writing it from front to back is fast, **reading it on the
-    /// CPU is very slow**, tens of times slower than other memory: a pool of such memory is for uploads only. Whether
-    /// copies gain anything depends on the machine; some have become slower.
+    /// `CU_MEMHOSTALLOC_WRITECOMBINED`: not cached by the CPU. Writing it from front to back is fast, **reading it on
+    /// the CPU is very slow**, tens of times slower than other memory: a pool of such memory is for uploads only.
+    /// Whether copies gain anything depends on the machine; some have become slower.
     pub write_combined: bool,
 }
 
@@ -157,10 +157,10 @@ pub(crate) enum Adopted {
 
 #[cfg(any(feature = "acl", feature = "cuda"))]
 impl Adopted {
-    /// The number by which the name of the context at this address differs from others', since metrics and logs know a device
-    /// by its name. The first address of a context that is adopted in this process has 1, and keeps it for whatever context is there
-    /// later: so a server that adopts its contexts in the same order finds the same names after a restart, and one that
-    /// makes them anew does not fill its metrics with names.
+    /// The number by which the name of the context at this address differs from others', since metrics and logs know a
+    /// device by its name. The first address of a context that is adopted in this process has 1, and keeps it for
+    /// whatever context is there later: so a server that adopts its contexts in the same order finds the same names
+    /// after a restart, and one that makes them anew does not fill its metrics with names.
     pub(crate) fn number(context: usize) -> usize {
         static SEEN: crate::locks::Mutex<Vec<usize>> = crate::locks::Mutex::new(Vec::new());
         let mut seen = SEEN.lock();
@@ -208,12 +208,12 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         true
     }
 
-    /// Keeps something until the last call for the device has returned, the one that lets go of it included, and drops it
-    /// then, on any thread. Called once, before any other call. In the child of a fork it is forgotten.
+    /// Keeps something until the last call for the device has returned, the one that lets go of it included, and drops
+    /// it then, on any thread. Called once, before any other call. In the child of a fork it is forgotten.
     fn leave(&self, last: holds::Last);
 
-    /// Keeps what keeps a context of others alive, and drops it after the last call in that. Only of contexts that others
-    /// made; the first that is left.
+    /// Keeps what keeps a context of others alive, and drops it after the last call in that. Only of contexts that
+    /// others made; the first that is left.
     #[cfg(any(feature = "acl", feature = "cuda"))]
     fn keep(&self, keeper: ending::Keeper) {
         drop(keeper);
@@ -232,8 +232,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         usize::MAX
     }
 
-    /// Whether pools are to take memory that the driver allocates, where nothing else is asked for: it is the better one
-    /// here, or not all devices of the kind can do with other memory.
+    /// Whether pools are to take memory that the driver allocates, where nothing else is asked for: it is the better
+    /// one here, or not all devices of the kind can do with other memory.
     fn allocates(&self) -> bool {
         false
     }
@@ -263,9 +263,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     unsafe fn unpin(&self, base: NonNull<u8>, len: usize) -> Result<()>;
 
     /// Makes exactly `len` bytes at `base` known to the device, wherever they start, and locks the pages they are on.
-    /// With `read_only` the device may only read them, and the mapping may be one that cannot be written to. On an error
-    /// nothing is left registered. A range that overlaps another one is refused; one on the same page only where the driver
-    /// knows whole pages alone (Ascend).
+    /// With `read_only` the device may only read them, and the mapping may be one that cannot be written to. On an
+    /// error nothing is left registered. A range that overlaps another one is refused; one on the same page only where
+    /// the driver knows whole pages alone (Ascend).
     ///
     /// # Safety
     /// The range is mapped, and stays so until [`Driver::unregister`] has succeeded.
@@ -274,7 +274,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Undoes one [`Driver::register`]. After an error the range must stay mapped for good.
     ///
     /// # Safety
-    /// `base` and `len` are those of one earlier successful `register`, undone at most once, and no copy uses the range.
+    /// `base` and `len` are those of one earlier successful `register`, undone at most once, and no copy uses the
+    /// range.
     unsafe fn unregister(&self, base: NonNull<u8>, len: usize) -> Result<()>;
 
     /// Whether the device can work with host memory of this kind.
@@ -283,18 +284,19 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// [`Error::Unsupported`](crate::Error::Unsupported) with the reason.
     fn can_use(&self, kind: HostKind) -> Result<()>;
 
-    /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers promise
-    /// no alignment that we could use.
+    /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers
+    /// promise no alignment that we could use.
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>>;
 
     /// Frees what [`Driver::allocate_host`] gave. After an error it is never freed.
     ///
     /// # Safety
-    /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and nobody uses the memory.
+    /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and nobody uses the
+    /// memory.
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
 
-    /// Writes zeros over `len` bytes of pinned, registered or allocated host memory, or of any other, and returns when they
-    /// are there. The CPU does it, unless the device has the memory for its own.
+    /// Writes zeros over `len` bytes of pinned, registered or allocated host memory, or of any other, and returns when
+    /// they are there. The CPU does it, unless the device has the memory for its own.
     ///
     /// # Safety
     /// The range can be written, and nobody else uses it.
@@ -304,15 +306,16 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         Ok(())
     }
 
-    /// Where the device sees the byte of pinned, registered or allocated host memory that the host sees at `at`. (Managed
-    /// memory has one address.) Never blocks.
+    /// Where the device sees the byte of pinned, registered or allocated host memory that the host sees at `at`.
+    /// (Managed memory has one address.) Never blocks.
     fn device_address(&self, at: NonNull<u8>) -> Result<u64>;
 
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
     fn allocate(&self, len: usize) -> Result<DevicePtr>;
 
-    /// Frees device memory, that of [`Driver::allocate_on`] too. It must not be in use, and an allocation in a stream's order
-    /// must have been seen complete: nothing is waited for then (CUDA programming guide on `cudaFree` and such memory).
+    /// Frees device memory, that of [`Driver::allocate_on`] too. It must not be in use, and an allocation in a stream's
+    /// order must have been seen complete: nothing is waited for then (CUDA programming guide on `cudaFree` and such
+    /// memory).
     fn free(&self, ptr: DevicePtr) -> Result<()>;
 
     /// Whether this device has memory in the order of its streams, by the two calls below.
@@ -353,8 +356,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()>;
 
     /// Submits several copies, which have no order among each other: nothing that one of them writes is read or written
-    /// by another. Each is submitted, or reported to `failed` with its place and an error that decides as much as one of
-    /// [`Driver::copy`]. In the order of the stream they come after what was submitted before, and an event recorded
+    /// by another. Each is submitted, or reported to `failed` with its place and an error that decides as much as one
+    /// of [`Driver::copy`]. In the order of the stream they come after what was submitted before, and an event recorded
     /// after the call covers them all.
     ///
     /// # Safety
@@ -406,9 +409,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         Ok(None)
     }
 
-    /// Makes the graph that `stream` is being captured into keep something: `gone` is called when that graph, everything
-    /// made from it, and every launch of these is gone. Gives the capture's number; `None`: the stream is in no capture.
-    /// After `None` and after an error `gone` is dropped or called, at any time.
+    /// Makes the graph that `stream` is being captured into keep something: `gone` is called when that graph,
+    /// everything made from it, and every launch of these is gone. Gives the capture's number; `None`: the stream is in
+    /// no capture. After `None` and after an error `gone` is dropped or called, at any time.
     fn keep_with_graph(&self, _stream: StreamHandle, gone: Gone) -> Result<Option<u64>> {
         drop(gone);
         Ok(None)

@@ -1,8 +1,9 @@
-//! Memory that the caller has and the pool may cut up: pinned where it is, kept as a region, and dropped when that goes.
+//! Memory that the caller has and the pool may cut up: pinned where it is, kept as a region, and dropped when that
+//! goes.
 //!
-//! The pool uses the whole pages inside of it. They are pinned extent by extent, each in a job of its own, as for regions
-//! of ours; but nothing is handed out before all of them are, so that whatever fails, the caller gets the memory back as
-//! it was. Nothing is written to it until a segment of it is handed out.
+//! The pool uses the whole pages inside of it. They are pinned extent by extent, each in a job of its own, as for
+//! regions of ours; but nothing is handed out before all of them are, so that whatever fails, the caller gets the
+//! memory back as it was. Nothing is written to it until a segment of it is handed out.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
@@ -70,8 +71,8 @@ struct Piece {
 unsafe impl Send for Piece {}
 
 impl Regions {
-    /// Pins memory and makes it a region, of which nothing is handed out yet: [`Regions::served`] is to follow. Waits for
-    /// the worker. On an error nothing of it is pinned.
+    /// Pins memory and makes it a region, of which nothing is handed out yet: [`Regions::served`] is to follow. Waits
+    /// for the worker. On an error nothing of it is pinned.
     pub(crate) fn adopt<T>(&self, adoptee: Adoptee<T>) -> Result<Adopted, RegisterError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -163,7 +164,7 @@ impl Regions {
         let (pinned, took) = called.unwrap_or_else(|error| (Err(error), Duration::ZERO));
         let pinned = match pinned {
             Ok(()) => Ok(true),
-            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
+            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Transient => {
                 crate::foreign::warn!(
                     target: "pinpool::region::unpinned", device = device.name(), bytes = piece.len, error = %e,
                     "adopted memory is not pinned: copies from it are slower and may block"

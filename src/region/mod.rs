@@ -1,11 +1,11 @@
 //! Where pinned ranges come from.
 //!
-//! A region is mapped as a whole, starting on a multiple of 2 MiB, preferably in the memory next to its device, and pinned
-//! extent by extent: several threads touch its pages, one after the other ([`touch`]: that is what takes the time, since the
-//! system zeroes them), and each extent is pinned by one call of the device's driver as soon as its pages are there. The
-//! pool serves from an extent as soon as it is pinned. An extent that fails is rolled back, together with what would have
-//! followed it, and never handed out as if it were pinned; whether it is handed out as what it is, is the configuration's
-//! choice ([`Unpinned`]).
+//! A region is mapped as a whole, starting on a multiple of 2 MiB, preferably in the memory next to its device, and
+//! pinned extent by extent: several threads touch its pages, one after the other ([`touch`]: that is what takes the
+//! time, since the system zeroes them), and each extent is pinned by one call of the device's driver as soon as its
+//! pages are there. The pool serves from an extent as soon as it is pinned. An extent that fails is rolled back,
+//! together with what would have followed it, and never handed out as if it were pinned; whether it is handed out as
+//! what it is, is the configuration's choice ([`Unpinned`]).
 //!
 //! # Room for others
 //!
@@ -15,9 +15,9 @@
 //!
 //! # Several devices
 //!
-//! What one device has pinned serves all of its family. So one of them, on the node that the memory is for, does it; when
-//! that is lost, the next one that is not takes over, those on other nodes last. What a lost device has pinned stays its
-//! own.
+//! What one device has pinned serves all of its family. So one of them, on the node that the memory is for, does it;
+//! when that is lost, the next one that is not takes over, those on other nodes last. What a lost device has pinned
+//! stays its own.
 //!
 //! # Ending
 //!
@@ -86,8 +86,8 @@ pub struct RegionInfo {
     pub len: usize,
     /// Of these, bytes that are locked.
     pub pinned: usize,
-    /// The NUMA node next to the device it was made for, which its pages come from as long as that has any; if the device
-    /// has such a node.
+    /// The NUMA node next to the device it was made for, which its pages come from as long as that has any; if the
+    /// device has such a node.
     pub node: Option<u32>,
 }
 
@@ -206,8 +206,8 @@ struct Progress {
 pub(crate) struct Regions {
     /// The device that makes regions.
     context: Arc<Context>,
-    /// Those that take its place when it is lost. The pool has them open for as long as it grows; memory that never comes
-    /// back does not keep them open for good.
+    /// Those that take its place when it is lost. The pool has them open for as long as it grows; memory that never
+    /// comes back does not keep them open for good.
     others: Vec<Weak<Context>>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,
@@ -259,7 +259,7 @@ impl Regions {
     /// Whether another device takes over where one has failed with this.
     fn goes_on_after(&self, error: Option<&Error>) -> bool {
         // A mistake of the crate's, which is of that class too, says nothing about the device, and would be made again.
-        let lost = |e: &&Error| e.class() == ErrorClass::Sticky && !matches!(e, Error::Internal(_));
+        let lost = |e: &&Error| e.class() == ErrorClass::DeviceLost && !matches!(e, Error::Internal(_));
         let Some((error, next)) = error.filter(lost).zip(self.living()) else {
             return false;
         };
@@ -379,7 +379,7 @@ impl Regions {
         making.last = Some((Instant::now(), longest));
         let pinned = match context.noting(pinned) {
             Ok(()) => true,
-            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment => {
+            Err(e) if self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Transient => {
                 crate::foreign::warn!(
                     target: "pinpool::region::unpinned", device = context.name(), bytes = extent, error = %e,
                     "memory is not pinned: copies from it are slower and may block"
@@ -529,8 +529,8 @@ impl Regions {
         self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
     }
 
-    /// The regions that the worker adds no extent to any more, with their bytes. The pool serves from all of one that has as
-    /// many bytes there; the last extent of another is being handed over.
+    /// The regions that the worker adds no extent to any more, with their bytes. The pool serves from all of one that
+    /// has as many bytes there; the last extent of another is being handed over.
     pub(crate) fn made(&self) -> Vec<(RegionId, usize)> {
         let progress = self.progress.lock();
         progress.regions.iter().filter(|r| r.whole).map(|r| (r.id, r.info().len)).collect()

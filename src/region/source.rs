@@ -1,9 +1,9 @@
 //! Where regions come from and how they go back: the pool's own mappings, and memory that the driver allocates.
 //!
-//! A mapping is made in one piece and pinned extent by extent, which the module above does, since it is by far the fastest
-//! way. Memory from the driver has no mapping in common: each extent is an allocation and becomes a region of its own.
-//! Drivers promise no alignment, and hand small allocations out of shared pages, so an allocation that does not start on
-//! a page is made again with a page more, of which the whole pages are used.
+//! A mapping is made in one piece and pinned extent by extent, which the module above does, since it is by far the
+//! fastest way. Memory from the driver has no mapping in common: each extent is an allocation and becomes a region of
+//! its own. Drivers promise no alignment, and hand small allocations out of shared pages, so an allocation that does
+//! not start on a page is made again with a page more, of which the whole pages are used.
 //!
 //! Freeing happens on the worker, like everything that can synchronise a device. What cannot be freed is leaked and
 //! logged: the device may still reach it.
@@ -25,22 +25,23 @@ use crate::segment::PAGE;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Backing {
-    /// Mappings of the pool's own, touched by several threads and registered with the device (CUDA: `cuMemHostRegister`).
-    /// Several times faster to get than what drivers allocate, and other users of the driver wait less meanwhile.
+    /// Mappings of the pool's own, touched by several threads and registered with the device (CUDA:
+    /// `cuMemHostRegister`). Several times faster to get than what drivers allocate, and other users of the driver wait
+    /// less meanwhile.
     ///
-    /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have; there it is to be asked for by name, and
-    /// where it is missing building the pool is an error that says so.
+    /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have; there it is to be asked for by
+    /// name, and where it is missing building the pool is an error that says so.
     #[default]
     Registered,
-    /// Page-locked memory that the driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`, which knows none of
-    /// the flags and gives what it gives), one call and one region for each [extent](crate::PoolBuilder::extent). Huge pages
-    /// and threads that touch pages have no part in it.
+    /// Page-locked memory that the driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`, which knows
+    /// none of the flags and gives what it gives), one call and one region for each
+    /// [extent](crate::PoolBuilder::extent). Huge pages and threads that touch pages have no part in it.
     HostAlloc(HostAllocFlags),
     /// Managed memory (CUDA: `cuMemAllocManaged` with `CU_MEM_ATTACH_GLOBAL`), one call and one region for each extent.
     ///
     /// Its pages move to who touches them, so they are **not page-locked**: it counts as unpinned bytes, and
-    /// [`PinnedBuf::is_pinned`](crate::PinnedBuf::is_pinned) is `false`. [`Unpinned::Refuse`], the default, does not forbid
-    /// it, since it was asked for by name. Only on devices that let the host use it while they work (CUDA:
+    /// [`PinnedBuf::is_pinned`](crate::PinnedBuf::is_pinned) is `false`. [`Unpinned::Refuse`], the default, does not
+    /// forbid it, since it was asked for by name. Only on devices that let the host use it while they work (CUDA:
     /// `CONCURRENT_MANAGED_ACCESS`; no Ascend device); elsewhere building the pool is an error that says so.
     Managed,
 }
@@ -162,8 +163,8 @@ impl Regions {
         Ok(go_on && supply.came < supply.len)
     }
 
-    /// A region was handed over as a whole. Ready is what can be checked out, so it is counted after it can; the region may
-    /// be gone again already.
+    /// A region was handed over as a whole. Ready is what can be checked out, so it is counted after it can; the region
+    /// may be gone again already.
     pub(super) fn settled(&self, id: RegionId) {
         let mut progress = self.progress.lock();
         let progress = &mut *progress;
@@ -189,7 +190,9 @@ impl Regions {
         let (allocated, whole) = match asked {
             Ok(allocated) => allocated,
             Err(e)
-                if locked && self.options.unpinned == Unpinned::Allow && e.class() == ErrorClass::Moment =>
+                if locked
+                    && self.options.unpinned == Unpinned::Allow
+                    && e.class() == ErrorClass::Transient =>
             {
                 crate::foreign::warn!(
                     target: "pinpool::region::unpinned", device = context.name(), bytes = len, error = %e,

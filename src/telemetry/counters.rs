@@ -211,11 +211,11 @@ pub struct ErrorCounts {
     /// Calls refused because of a capture.
     pub capture: u64,
     /// Matters of the moment: out of memory, timed out.
-    pub moment: u64,
+    pub transient: u64,
     /// Calls that found the device lost, or lost it.
-    pub sticky: u64,
+    pub device_lost: u64,
     /// Calls that came after the driver's end.
-    pub driver_end: u64,
+    pub shutdown: u64,
 }
 
 impl ErrorCounts {
@@ -228,13 +228,13 @@ impl ErrorCounts {
     /// Each with the name that metrics have for it.
     #[must_use]
     pub fn by_class(&self) -> [(&'static str, u64); 5] {
-        let Self { argument, capture, moment, sticky, driver_end } = *self;
+        let Self { argument, capture, transient, device_lost, shutdown } = *self;
         [
             ("argument", argument),
             ("capture", capture),
-            ("moment", moment),
-            ("sticky", sticky),
-            ("driver_end", driver_end),
+            ("transient", transient),
+            ("device_lost", device_lost),
+            ("shutdown", shutdown),
         ]
     }
 }
@@ -248,18 +248,18 @@ impl ErrorTally {
         let at = match error.class() {
             ErrorClass::Argument => 0,
             ErrorClass::Capture => 1,
-            ErrorClass::Moment => 2,
-            ErrorClass::Sticky => 3,
-            ErrorClass::DriverEnd => 4,
+            ErrorClass::Transient => 2,
+            ErrorClass::DeviceLost => 3,
+            ErrorClass::Shutdown => 4,
         };
         // Relaxed, here and below: a sum, not a signal.
         self.0[at].fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn read(&self) -> ErrorCounts {
-        let [argument, capture, moment, sticky, driver_end] =
+        let [argument, capture, transient, device_lost, shutdown] =
             std::array::from_fn(|i| self.0[i].load(Ordering::Relaxed));
-        ErrorCounts { argument, capture, moment, sticky, driver_end }
+        ErrorCounts { argument, capture, transient, device_lost, shutdown }
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! One table has all of them: name, kind, unit, labels, and what it is. From it follow the events that
 //! tracing-opentelemetry's `MetricsLayer` turns into metrics (it goes by the first part of a field's name:
-//! `monotonic_counter.`, `gauge.`, `histogram.`), what the `metrics` facade is told, and [`METRICS`], for whoever writes
-//! dashboards. A field's name has to be known when the crate is compiled; that is why the table is a macro.
+//! `monotonic_counter.`, `gauge.`, `histogram.`), what the `metrics` facade is told, and [`METRICS`], for whoever
+//! writes dashboards. A field's name has to be known when the crate is compiled; that is why the table is a macro.
 
 use super::counters::Histogram;
 
@@ -202,7 +202,7 @@ table! {
     Fallbacks: Counter, [pinpool.unpinned_fallbacks.total], Count, [pool], "Plain buffers given out in place of pinned ones.";
     FallbackBytes: Counter, [pinpool.unpinned_fallback.bytes.total], Bytes, [pool], "Their bytes.";
     Errors: Counter, [pinpool.errors.total], Count, [pool, class],
-        "Checkouts that ended with an error, by what it means: argument, capture, moment, sticky, driver_end.";
+        "Checkouts that ended with an error, by what it means: argument, capture, transient, device_lost, shutdown.";
     WaitSeconds: Histogram, [pinpool.wait.seconds], Seconds, [pool], "How long requests waited for memory.";
     HoldingSeconds: Histogram, [pinpool.holding.seconds], Seconds, [pool],
         "How long buffers were out; of a sample, one in eight that no cache could serve.";
@@ -248,7 +248,8 @@ fn stands_for(upper: Option<std::time::Duration>) -> f64 {
     upper.map_or(last, |upper| upper.as_nanos() as f64) * 0.75 / 1e9
 }
 
-/// The durations of a histogram, as a value for each bucket and how often: in right proportion, where there are too many.
+/// The durations of a histogram, as a value for each bucket and how often: in right proportion, where there are too
+/// many.
 fn thinned(durations: &Histogram) -> Vec<(f64, u64)> {
     let all = durations.count();
     let buckets = || durations.buckets().filter(|bucket| bucket.count > 0);

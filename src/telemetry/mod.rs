@@ -91,7 +91,7 @@
 //! | `pinpool.waiting.requests` | gauge | pool | Requests waiting now |
 //! | `pinpool.unpinned_fallbacks.total` | counter | pool | Plain buffers given out in place of pinned ones |
 //! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Their bytes |
-//! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by what it means: argument, capture, moment, sticky, driver_end |
+//! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by what it means: argument, capture, transient, device_lost, shutdown |
 //! | `pinpool.wait.seconds` | histogram | pool | How long requests waited for memory |
 //! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight that no cache could serve |
 //! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |

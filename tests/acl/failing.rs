@@ -121,7 +121,7 @@ fn every_call(test: &str, way: Way) {
                 continue;
             }
             for nth in [1, 2, count / 2, count - 1] {
-                for (code, class) in [(507_000, ErrorClass::Argument), (207_001, ErrorClass::Moment)] {
+                for (code, class) in [(507_000, ErrorClass::Argument), (207_001, ErrorClass::Transient)] {
                     stand_in.fail(&call, nth.max(1), code, false);
                     let (outcome, closed) = a_little_of_everything();
                     // At once: whoever was told that all was given back can rely on it.
@@ -214,7 +214,7 @@ fn an_error_says_what_the_library_says_of_it() {
             "{}",
             second.text
         );
-        assert_eq!(second.class, ErrorClass::Moment);
+        assert_eq!(second.class, ErrorClass::Transient);
         // Not known to the headers.
         stand_in.fail("aclrtMalloc", 1, 999_999, false);
         let third = device.alloc(1000).unwrap_err().to_string();

@@ -33,15 +33,15 @@ fn a_lost_device_is_not_called_any_more() {
         stand_in.hang(false);
         for flight in flights {
             let error = flight.wait().unwrap_err();
-            assert_eq!(error.class(), ErrorClass::Sticky, "{error}");
+            assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
             let text = error.to_string();
             assert!(text.contains("507010") && text.contains("LOST_HEARTBEAT"), "{text}");
         }
         until("all that was in flight is quarantined", || pools[0].stats().in_flight_bytes == 0);
         assert!(pools[0].stats().quarantined_bytes >= 6 * 10_000);
         assert!(devices[0].lost().is_some());
-        assert_eq!(devices[0].alloc(100).unwrap_err().class(), ErrorClass::Sticky);
-        assert_eq!(devices[0].stream().unwrap_err().class(), ErrorClass::Sticky);
+        assert_eq!(devices[0].alloc(100).unwrap_err().class(), ErrorClass::DeviceLost);
+        assert_eq!(devices[0].stream().unwrap_err().class(), ErrorClass::DeviceLost);
         pools[0].check().unwrap();
         // The other one lives.
         assert_eq!(devices[1].lost(), None);
@@ -75,9 +75,9 @@ fn a_library_that_others_end_is_left_alone() {
         crate::says!(server, 0, "aclFinalize");
         // It comes back as an error of the library's end, once, and everything after it fails at once.
         let refused = stream.upload(filled(&pool, &bytes(2, 10_000)), &memory).unwrap_err();
-        assert_eq!(refused.error.class(), ErrorClass::DriverEnd, "{}", refused.error);
+        assert_eq!(refused.error.class(), ErrorClass::Shutdown, "{}", refused.error);
         until("the device is known to be lost", || device.lost().is_some());
-        assert_eq!(device.alloc(10).unwrap_err().class(), ErrorClass::DriverEnd);
+        assert_eq!(device.alloc(10).unwrap_err().class(), ErrorClass::Shutdown);
         // A thread of ours may have been in the middle of one.
         let mut calls = stand_in.report().calls;
         until("calls under way have returned", || {

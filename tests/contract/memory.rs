@@ -60,8 +60,8 @@ fn until(on: &Subject, what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// Registers a value. `None`: the host's memlock limit is used up, by pools that are about to end or for good; or the device
-/// cannot have such memory registered.
+/// Registers a value. `None`: the host's memlock limit is used up, by pools that are about to end or for good; or the
+/// device cannot have such memory registered.
 fn register<T>(on: &Subject, mut value: T, read_only: bool) -> Option<Registered<T>>
 where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
@@ -220,7 +220,7 @@ pub fn adopting_refused(on: &Subject) {
     let at = large.as_ptr();
     let refused = pool.adopt(large).unwrap_err();
     let expected = Error::OverCapacity { len: 7 * PAGE, room: 6 * PAGE, capacity: 8 * PAGE };
-    assert_eq!((&refused.error, refused.error.class()), (&expected, ErrorClass::Moment));
+    assert_eq!((&refused.error, refused.error.class()), (&expected, ErrorClass::Transient));
     let large = refused.memory.unwrap();
     assert_eq!(large.as_ptr(), at);
     assert_eq!((pool.stats(), pool.pinning().wanted), before);

@@ -1,9 +1,9 @@
 //! Every call that a scenario makes of the stand-in, made to fail once.
 //!
-//! A run without a fault says which calls there are and how often each is made; then there is one run for each call, each
-//! turn of it that is asked for, and each code. Threads make the calls, so how many there are varies with the load of the
-//! machine, and a fault that is set for one of the last may find none: that is no failure of the crate's. But each call
-//! must have been met at least by the fault for its first turn, else the sweep shows nothing of it.
+//! A run without a fault says which calls there are and how often each is made; then there is one run for each call,
+//! each turn of it that is asked for, and each code. Threads make the calls, so how many there are varies with the load
+//! of the machine, and a fault that is set for one of the last may find none: that is no failure of the crate's. But
+//! each call must have been met at least by the fault for its first turn, else the sweep shows nothing of it.
 
 use std::collections::BTreeMap;
 
@@ -25,8 +25,8 @@ pub struct Sweep<'a> {
     pub turns: &'a dyn Fn(&str, u64) -> Vec<u64>,
     /// With which codes, and whether what was asked for is done all the same.
     pub codes: &'a dyn Fn(&str) -> Vec<(u32, bool)>,
-    /// Codes that end the device, or leave threads and memory behind, or leak a buffer and with it the device: each in a
-    /// process of its own.
+    /// Codes that end the device, or leave threads and memory behind, or leak a buffer and with it the device: each in
+    /// a process of its own.
     pub apart: &'a dyn Fn(&str, u64, u64) -> Vec<u32>,
     pub run: Run<'a>,
 }
@@ -49,7 +49,7 @@ impl Findings {
         for _ in 0..2 {
             match call() {
                 Ok(value) => return Some(value),
-                Err(error) if error.is_sticky() => {
+                Err(error) if error.is_device_lost() => {
                     self.dead = true;
                     return None;
                 }
@@ -60,8 +60,8 @@ impl Findings {
         None
     }
 
-    /// After a run: what is wrong, by what the scenario saw and by the stand-in's report. `may_leak` has the kinds of things
-    /// that the fault lets be left.
+    /// After a run: what is wrong, by what the scenario saw and by the stand-in's report. `may_leak` has the kinds of
+    /// things that the fault lets be left.
     pub fn judged(mut self, report: &Report, fault: Option<Fault<'_>>, may_leak: &str) -> Vec<String> {
         for violation in &report.violations {
             self.wrong(format!("broke {violation}"));
@@ -86,14 +86,14 @@ impl Findings {
     }
 }
 
-/// Whether it ends the device, or the driver. What a lost device had in flight is leaked, and with it the context: it is
-/// never closed.
+/// Whether it ends the device, or the driver. What a lost device had in flight is leaked, and with it the context: it
+/// is never closed.
 pub fn is_final(fault: Option<Fault<'_>>) -> bool {
     fault.is_some_and(|f| [4, 700].contains(&f.2))
 }
 
-/// On a stand-in as just loaded, with this fault to come: a scenario's run, on a thread of its own, so that nothing of the
-/// driver's state of this thread outlives it. `None`: it panicked.
+/// On a stand-in as just loaded, with this fault to come: a scenario's run, on a thread of its own, so that nothing of
+/// the driver's state of this thread outlives it. `None`: it panicked.
 pub fn on_a_thread<T: Send + 'static>(
     stand_in: &StandIn,
     fault: Option<Fault<'_>>,
@@ -115,7 +115,8 @@ fn named() -> Option<(String, u64, u32)> {
 }
 
 impl Sweep<'_> {
-    /// All of it. Each of `wanted` must be among the calls. In a process that was started for one fault: that one alone.
+    /// All of it. Each of `wanted` must be among the calls. In a process that was started for one fault: that one
+    /// alone.
     pub fn all(self, stand_in: &StandIn, wanted: &[&str]) {
         if let Some((name, nth, code)) = named() {
             let fault = (name.as_str(), nth, code, false);

@@ -62,8 +62,8 @@ fn pattern(seed: u64, len: usize) -> Vec<u8> {
 
 const KINDS: [Failure; 6] = [
     Failure::Argument,
-    Failure::Moment,
-    Failure::Sticky,
+    Failure::Transient,
+    Failure::DeviceLost,
     Failure::RunsAnyway,
     Failure::Capture,
     Failure::Stall,
@@ -114,11 +114,11 @@ fn run(node: &HostNode, threaded: bool, failed: Option<(Call, Failure)>) -> (Rep
     let mut wrong = std::mem::take(&mut report.wrong);
     let failed = failed.filter(|_| struck);
     wrong.extend(leftovers(node, threaded, failed, &report));
-    let sticky = failed.is_some_and(|f| f.1 == Failure::Sticky);
-    if report.quarantined > 0 && !sticky {
+    let device_lost = failed.is_some_and(|f| f.1 == Failure::DeviceLost);
+    if report.quarantined > 0 && !device_lost {
         wrong.push(format!("{} bytes are quarantined without a reason", report.quarantined));
     }
-    if report.lost && !sticky {
+    if report.lost && !device_lost {
         wrong.push("the device counts as lost without a reason".into());
     }
     (report, wrong)
@@ -233,13 +233,13 @@ fn a_lost_stream_does_not_take_the_device_along() {
     drop(lost.upload(buf, device.alloc(SLOT).unwrap()).unwrap());
     // No mark can ever be made: recording fails until the pool gives up.
     for _ in 0..1200 {
-        node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Moment });
+        node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Transient });
     }
     for _ in 0..1200 {
         device.reap();
     }
     let error = lost.synchronize().unwrap_err();
-    assert!(matches!(error, Error::Device(_)) && !error.is_sticky(), "{error}");
+    assert!(matches!(error, Error::Device(_)) && !error.is_device_lost(), "{error}");
     node.clear_faults();
     let stats = pool.stats();
     assert_eq!((stats.in_flight_bytes, stats.quarantined_bytes), (0, 2112), "{stats:?}");

@@ -25,7 +25,7 @@ pub fn scenario(node: &HostNode, threaded: bool) -> Report {
         built.inspect(|pool| drop(pool.wait_pinned(Some(HANG))))
     };
     let twice = |what: &str, report: &mut Report, error: Error| {
-        if !error.is_sticky() {
+        if !error.is_device_lost() {
             report.wrong.push(format!("{what} failed twice: {error}"));
         }
     };
@@ -164,7 +164,7 @@ fn holds(s: &mut Server<'_>) {
                     }
                     s.did("hold");
                 }
-                Err(e) if e.error.is_sticky() => {}
+                Err(e) if e.error.is_device_lost() => {}
                 Err(e) => s.wrong(format!("a hold was refused: {e}")),
             }
         }
@@ -180,7 +180,7 @@ fn holds(s: &mut Server<'_>) {
                     }
                     s.did("hold on all");
                 }
-                Err(e) if e.error.is_sticky() => {}
+                Err(e) if e.error.is_device_lost() => {}
                 Err(e) => s.wrong(format!("a hold on all was refused: {e}")),
             }
         }
@@ -245,7 +245,7 @@ fn shortage(s: &mut Server<'_>) {
     match s.pool.checkout_or_unpinned(BIG) {
         Ok(pinpool::HostBuf::Unpinned(_)) => s.did("plain memory"),
         Ok(pinpool::HostBuf::Pinned(_)) => {}
-        Err(e) if e.is_sticky() => {}
+        Err(e) if e.is_device_lost() => {}
         Err(e) => s.wrong(format!("plain memory was refused: {e}")),
     }
     if let Some(buf) = s.again("reserve", |s| s.pool.try_checkout(Request::new(SLOT).reserve("spare"))) {
@@ -272,7 +272,7 @@ fn shortage(s: &mut Server<'_>) {
                 0 => drop(buf),
                 1 => match s.streams[1].download(s.slot(0), buf) {
                     Err(SubmitError { error: Error::WrongStream, buffer: Some(buf) }) => drop(buf),
-                    Err(e) if e.error.is_sticky() => {}
+                    Err(e) if e.error.is_device_lost() => {}
                     other => s.wrong(format!("a stream-ready buffer on another stream: {other:?}")),
                 },
                 _ => match s.streams[0].download(s.slot(0), buf) {
@@ -283,7 +283,7 @@ fn shortage(s: &mut Server<'_>) {
                         }
                         s.did("download into a claimed buffer");
                     }
-                    Err(e) if e.error.is_sticky() => {}
+                    Err(e) if e.error.is_device_lost() => {}
                     Err(_) => {}
                 },
             }
@@ -300,7 +300,7 @@ fn shortage(s: &mut Server<'_>) {
         // Host-ready after waiting.
         match buf.wait() {
             Ok(buf) => drop(buf),
-            Err(e) if e.is_sticky() => {}
+            Err(e) if e.is_device_lost() => {}
             Err(Error::Timeout(_)) => s.node.resume(0),
             Err(e) => s.wrong(format!("waiting for a claimed buffer: {e}")),
         }

@@ -1,5 +1,5 @@
-//! A small server: each thing that one does with a pool, tried again where that is what the error asks for, with a look at
-//! every byte that comes back.
+//! A small server: each thing that one does with a pool, tried again where that is what the error asks for, with a look
+//! at every byte that comes back.
 
 use super::*;
 
@@ -53,7 +53,7 @@ impl Server<'_> {
                     self.did(what);
                     return Some(value);
                 }
-                Err(error) if error.is_sticky() => return None,
+                Err(error) if error.is_device_lost() => return None,
                 Err(error) => last = Some(error),
             }
             // Whatever is stalled goes on, as after an operator's visit.
@@ -92,7 +92,7 @@ impl Server<'_> {
                     flight = same;
                 }
                 Err(SubmitError { error, buffer: None }) => {
-                    if !error.is_sticky() {
+                    if !error.is_device_lost() {
                         self.wrong(format!("a wait ended with {error}, and the device is not lost"));
                     }
                     return None;
@@ -115,7 +115,7 @@ impl Server<'_> {
             match self.streams[stream].upload(buf, target) {
                 Ok(flight) => return Some((flight, seed)),
                 Err(SubmitError { error, buffer }) => {
-                    if error.is_sticky() {
+                    if error.is_device_lost() {
                         return None;
                     }
                     buf = match buffer {
@@ -192,7 +192,7 @@ impl Server<'_> {
                     self.did("download");
                     return Some(());
                 }
-                Err(e) if e.error.is_sticky() => return None,
+                Err(e) if e.error.is_device_lost() => return None,
                 Err(SubmitError { buffer: Some(buf), .. }) => landing = buf,
                 Err(SubmitError { buffer: None, .. }) => landing = self.checkout(SLOT)?,
             }
@@ -212,7 +212,7 @@ impl Server<'_> {
                     self.did("stream-ready download");
                     return Some(());
                 }
-                Err(e) if e.error.is_sticky() => return None,
+                Err(e) if e.error.is_device_lost() => return None,
                 Err(_) => {}
             }
         }

@@ -48,8 +48,9 @@ fn on_time<T: Send + 'static>(what: &str, run: impl FnOnce() -> T + Send + 'stat
     told.recv_timeout(HANG).unwrap_or_else(|_| panic!("{what} hangs, or panicked"))
 }
 
-/// An upload waits on a stream whose handle, like the buffer's, is dropped: only the timeline has it. Then the reaper meets
-/// `trouble` on another stream. The upload must still read its own bytes, whoever asks the pool for memory meanwhile.
+/// An upload waits on a stream whose handle, like the buffer's, is dropped: only the timeline has it. Then the reaper
+/// meets `trouble` on another stream. The upload must still read its own bytes, whoever asks the pool for memory
+/// meanwhile.
 fn an_upload_outlives(trouble: impl FnOnce(&HostNode, &Device, &Pool)) {
     let (node, device) = node();
     let pool = pool(&device, 1 << 20);
@@ -118,7 +119,7 @@ fn a_subscriber_panics_on_the_reaper() {
         let stream = device.stream().unwrap();
         let small = device.alloc(64).unwrap();
         // An event about an attempt that failed.
-        node.fail(Fault { device: 0, call: HostCall::Record, nth: 0, failure: Failure::Moment });
+        node.fail(Fault { device: 0, call: HostCall::Record, nth: 0, failure: Failure::Transient });
         drop(stream.upload(filled(pool, 64, 1), &small).unwrap());
         until("the subscriber has heard", || heard.load(Ordering::Relaxed) > 0);
     });
@@ -224,7 +225,7 @@ fn a_stream_is_lost(node: &HostNode, device: &Device, pool: &Pool) {
     std::thread::sleep(Duration::from_millis(20));
     node.kill(0);
     let lost = flight.wait_timeout(HANG).unwrap_err();
-    assert!(lost.error.is_sticky(), "{}", lost.error);
+    assert!(lost.error.is_device_lost(), "{}", lost.error);
 }
 
 fn pinning_fails(node: &HostNode, _: &Device, pool: &Pool) {

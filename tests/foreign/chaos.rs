@@ -1,9 +1,9 @@
-//! All of it at once: random work, under a subscriber, a recorder, wakers, values, sources and sinks that at a random call
-//! panic, block for a moment, or ask the pool for something.
+//! All of it at once: random work, under a subscriber, a recorder, wakers, values, sources and sinks that at a random
+//! call panic, block for a moment, or ask the pool for something.
 //!
-//! Each buffer is filled by its owner and looked at again before it is given up; what is uploaded is compared with what is
-//! downloaded. At the end everything is back, by the pool's count and by the device's. `PINPOOL_FOREIGN_SECONDS` says how
-//! long (2 by default), `PINPOOL_FOREIGN_SEED` with which seed.
+//! Each buffer is filled by its owner and looked at again before it is given up; what is uploaded is compared with what
+//! is downloaded. At the end everything is back, by the pool's count and by the device's. `PINPOOL_FOREIGN_SECONDS`
+//! says how long (2 by default), `PINPOOL_FOREIGN_SEED` with which seed.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -547,7 +547,7 @@ fn chaos(faults: bool) {
                 node.resume(0);
             } else if faults {
                 const FAILURES: [Failure; 4] =
-                    [Failure::Moment, Failure::RunsAnyway, Failure::Argument, Failure::Stall];
+                    [Failure::Transient, Failure::RunsAnyway, Failure::Argument, Failure::Stall];
                 const CALLS: [HostCall; 6] = [
                     HostCall::Copy,
                     HostCall::Record,

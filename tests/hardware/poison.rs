@@ -59,13 +59,13 @@ impl<'a> Fault<'a> {
 /// Everything that a lost device refuses.
 fn refuses(device: &Device, stream: &Stream, pool: &pinpool::Pool, memory: &pinpool::DeviceBuffer) {
     let refused = stream.upload(filled(pool, 100, 1), memory).expect_err("the device is lost");
-    assert!(refused.error.is_sticky() && refused.buffer.is_some(), "{refused:?}");
+    assert!(refused.error.is_device_lost() && refused.buffer.is_some(), "{refused:?}");
     for error in [
         device.alloc(1).expect_err("the device is lost"),
         device.stream().expect_err("the device is lost"),
         stream.synchronize().expect_err("the device is lost"),
     ] {
-        assert!(error.is_sticky(), "{error}");
+        assert!(error.is_device_lost(), "{error}");
     }
 }
 
@@ -95,10 +95,10 @@ pub fn illegal_address(gpu: &Gpu) {
         waiters.into_iter().map(|waiter| waiter.join().expect("a waiter")).collect::<Vec<_>>()
     });
     for error in &errors {
-        assert_eq!(error.class(), ErrorClass::Sticky, "{error}");
+        assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
     }
     println!("{TEST}: {} waiters woke with: {}", errors.len(), errors[0]);
-    assert!(device.lost().is_some_and(|error| error.is_sticky()), "{:?}", device.lost());
+    assert!(device.lost().is_some_and(|error| error.is_device_lost()), "{:?}", device.lost());
     until("all is quarantined", || pool.stats().in_flight_bytes == 0);
     let quarantined = pool.stats().quarantined_bytes;
     assert!(quarantined >= 8 * LEN, "{:?}", pool.stats());
@@ -119,7 +119,7 @@ pub fn wrong_argument(gpu: &Gpu) {
     let (stream, memory) = (stream.expect("a stream"), memory.expect("device memory"));
     let error = device.alloc(1 << 60).expect_err("no GPU has as much");
     println!("{TEST}: an allocation of 1 EiB: {error}");
-    assert!(!error.is_sticky(), "{error}");
+    assert!(!error.is_device_lost(), "{error}");
     let refused = if let Some(stand_in) = gpu.stand_in() {
         stand_in.fail("cuMemcpyHtoDAsync_v2", 1, 1, false);
         stream.upload(filled(&pool, 100, 1), &memory).expect_err("it was told to fail").error

@@ -1,7 +1,7 @@
 //! Users of the runtime API in the same primary context: their memory, their streams and their copies beside ours.
 //!
-//! libcudart is loaded as a program would that was built against it. It is no part of the driver, so where there is none
-//! (or only one that is newer than the driver) the test is skipped even while `PINPOOL_REQUIRE` names a GPU.
+//! libcudart is loaded as a program would that was built against it. It is no part of the driver, so where there is
+//! none (or only one that is newer than the driver) the test is skipped even while `PINPOOL_REQUIRE` names a GPU.
 //!
 //! The runtime keeps the last error of each thread until it is asked for, and many programs ask for it after each of
 //! their own calls. So none of ours, failed ones among them, may leave one there, nor take theirs away.
@@ -217,7 +217,7 @@ fn refused(gpu: &Gpu, runtime: &Runtime, device: &Device, pool: &Pool, stream: &
     for (what, call) in calls {
         let error = call();
         println!("{what}: {error}");
-        assert!(!error.is_sticky(), "{error}");
+        assert!(!error.is_device_lost(), "{error}");
         assert_eq!(runtime.0.call("cudaPeekAtLastError", &[]), 0, "{what} left an error behind");
         let memory = runtime.made("cudaMalloc", &[4096]);
         runtime.ok("cudaMemset", &[memory, 0, 4096]);

@@ -49,8 +49,8 @@ pub fn both(gpu: &Gpu) {
 }
 
 /// One GPU dies, by a kernel's illegal address. The pool leaves the other serving if the driver does: that one is asked
-/// beside the pool. A driver may end CUDA in the whole process instead, as cuda.h allows it to (seen: 580.159.04); then the
-/// other device says so, too, and nothing hangs.
+/// beside the pool. A driver may end CUDA in the whole process instead, as cuda.h allows it to (seen: 580.159.04); then
+/// the other device says so, too, and nothing hangs.
 pub fn one_dies(gpu: &Gpu) {
     const TEST: &str = "a_dead_gpu_leaves_the_other_serving";
     const LEN: usize = 100_000;
@@ -72,7 +72,7 @@ pub fn one_dies(gpu: &Gpu) {
         fault.strike();
         waiter.join().expect("the waiter")
     });
-    assert!(error.is_sticky(), "{error}");
+    assert!(error.is_device_lost(), "{error}");
     until("all of the dead one is quarantined", || pool.stats().in_flight_bytes == 0);
     assert!(first.lost().is_some());
     let stats = pool.stats();
@@ -86,7 +86,7 @@ pub fn one_dies(gpu: &Gpu) {
         );
         assert!(gpu.real, "the stand-in's GPUs have nothing to do with each other");
         let refused = other.upload(filled(&pool, LEN, 4), &theirs).expect_err("the driver has ended");
-        assert!(refused.error.is_sticky(), "{}", refused.error);
+        assert!(refused.error.is_device_lost(), "{}", refused.error);
         until("the other one is lost, too", || second.lost().is_some());
         pool.check().expect("the pool is whole");
         return;

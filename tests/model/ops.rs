@@ -244,8 +244,8 @@ fn op(calm: bool) -> BoxedStrategy<Op> {
     let call =
         prop::sample::select(vec![Call::Copy, Call::Record, Call::CreateEvent, Call::Query, Call::Pin]);
     let failure = prop_oneof![
-        4 => Just(Failure::Moment), 2 => Just(Failure::RunsAnyway), 2 => Just(Failure::Stall),
-        2 => Just(Failure::Capture), 1 => Just(Failure::Argument), 1 => Just(Failure::Sticky),
+        4 => Just(Failure::Transient), 2 => Just(Failure::RunsAnyway), 2 => Just(Failure::Stall),
+        2 => Just(Failure::Capture), 1 => Just(Failure::Argument), 1 => Just(Failure::DeviceLost),
     ];
     let under = plain().prop_filter("does not step the device", Op::stays_put);
     let strikes = (0..DEVICES, call, 0u64..2, failure.clone(), 0usize..6, keep(), size()).prop_map(

@@ -6,8 +6,8 @@ use crate::ops::{End, Keep, Misuse, Op, Patience, Setup, Size, Use, Who};
 
 const FAILURES: [Failure; 6] = [
     Failure::Argument,
-    Failure::Moment,
-    Failure::Sticky,
+    Failure::Transient,
+    Failure::DeviceLost,
     Failure::RunsAnyway,
     Failure::Capture,
     Failure::Stall,

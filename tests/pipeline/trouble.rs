@@ -226,7 +226,7 @@ fn a_file_that_cannot_be_read_is_an_error() {
 #[test]
 fn a_device_error_half_way_ends_the_transfer_and_no_other() {
     for call in [Call::Copy, Call::Record, Call::CreateEvent, Call::Query] {
-        for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
+        for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
             for nth in [0, 5, 14, 15] {
                 let rig = Rig::plain();
                 let pipeline = rig.pipeline();
@@ -263,7 +263,7 @@ fn a_lost_device_ends_everything_with_its_error() {
         let memory = rig.device.alloc(2 << 20).unwrap();
         let bytes = pattern(2 << 20, 6);
         let other = rig.device.alloc(2 << 20).unwrap();
-        rig.node.fail(Fault { device: 0, call, nth, failure: Failure::Sticky });
+        rig.node.fail(Fault { device: 0, call, nth, failure: Failure::DeviceLost });
         let owned = pipeline.upload(bytes.clone(), &other).unwrap();
         let mut back = vec![0; 2 << 20];
         let results = [
@@ -272,9 +272,9 @@ fn a_lost_device_ends_everything_with_its_error() {
             owned.wait().map(drop).unwrap_err().error,
         ];
         for error in results {
-            assert_eq!(error.class(), ErrorClass::Sticky, "{error}");
+            assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
         }
-        assert_eq!(pipeline.feed(&memory).map(drop).unwrap_err().class(), ErrorClass::Sticky);
+        assert_eq!(pipeline.feed(&memory).map(drop).unwrap_err().class(), ErrorClass::DeviceLost);
         rig.pool.check().unwrap();
     }
 }
@@ -323,7 +323,8 @@ fn cancelled_futures_and_dropped_handles_leave_nothing() {
 #[test]
 fn a_thousand_loads_aborted_at_random_points() {
     let rig = Rig::new(HostConfig::new().late(Duration::ZERO, 5), 8 << 20);
-    // Some of the workers stay awake, whatever the machine; and little is on the wire, so that there is something to stop.
+    // Some of the workers stay awake, whatever the machine; and little is on the wire, so that there is something to
+    // stop.
     let pipeline = rig.builder().depth(2).patience(Duration::from_micros(100)).build().unwrap();
     let len = 768 << 10;
     let bytes = pattern(len, 8);
@@ -474,7 +475,7 @@ fn many_threads(rig: &Rig, patience: Duration) {
 
 #[test]
 fn a_device_error_in_a_copy_without_staging_ends_its_transfer() {
-    for failure in [Failure::Argument, Failure::Moment, Failure::RunsAnyway] {
+    for failure in [Failure::Argument, Failure::Transient, Failure::RunsAnyway] {
         for nth in [0, 3] {
             let rig = Rig::plain().direct();
             let pipeline = rig.pipeline();
@@ -538,8 +539,8 @@ fn a_waker_that_panics_does_so_alone() {
     }
 }
 
-/// Parts of a chunk that were submitted before one was refused are on the wire: until they are through the transfer is not over,
-/// and nothing that uses the memory later begins.
+/// Parts of a chunk that were submitted before one was refused are on the wire: until they are through the transfer is
+/// not over, and nothing that uses the memory later begins.
 #[test]
 fn a_chunk_that_is_refused_half_way_is_over_when_its_copies_are() {
     for failure in [Failure::Argument, Failure::RunsAnyway] {

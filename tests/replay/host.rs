@@ -83,7 +83,7 @@ impl Machine for OnHost {
     }
 
     fn fail_query(&self, capture: bool) {
-        self.fail(Call::Query, if capture { Failure::Capture } else { Failure::Moment });
+        self.fail(Call::Query, if capture { Failure::Capture } else { Failure::Transient });
     }
 
     fn fail_record(&self) {

@@ -101,7 +101,7 @@ fn trimming_leaves_a_region_alone_that_is_being_pinned() {
 fn growing_that_fails_is_the_waiters_error() {
     let rig = Rig::stepped();
     let pool = rig.builder(256 << 10).initial(32 << 10).region(64 << 10).build().unwrap();
-    let fail = || rig.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Moment });
+    let fail = || rig.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
     let refused = |error: &Error| matches!(error, Error::Device(e) if e.call == "pin");
     fail();
     let error = pool.checkout(pages(12)).unwrap_err();
@@ -252,8 +252,8 @@ fn pinning_can_be_asked_about_and_awaited() {
     rig.all_is_given_back();
 }
 
-/// The worker wakes a thread that waits for a region's last extent before it has done its own bookkeeping. The region may be
-/// idle by then, and goes all the same.
+/// The worker wakes a thread that waits for a region's last extent before it has done its own bookkeeping. The region
+/// may be idle by then, and goes all the same.
 #[test]
 fn what_has_just_come_may_go_at_once() {
     const REGION: usize = 2 << 20;

@@ -38,7 +38,7 @@ fn waiting_ends_when_quarantine_has_made_it_impossible() {
         assert!(matches!(error, Error::Impossible { .. }), "{error}");
         drop(kept);
         drop(possible.ready().unwrap());
-        assert!(stream.synchronize().unwrap_err().is_sticky());
+        assert!(stream.synchronize().unwrap_err().is_device_lost());
         assert!(rig.device.lost().is_some() && rig.device.stream().is_err());
         let stats = checked(&pool);
         assert_eq!((stats.quarantined_bytes, stats.in_flight_bytes), (10 * PAGE, 0));

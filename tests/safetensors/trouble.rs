@@ -234,7 +234,7 @@ fn progress_never_goes_back() {
         if cancelled {
             loading.cancel();
         } else {
-            rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Moment });
+            rig.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Transient });
         }
         let mut last = before;
         let error = loop {
@@ -266,12 +266,12 @@ fn a_device_that_fails_half_way_is_an_error_and_the_rest_is_given_back() {
             let rig = Rig::late();
             let pipeline = rig.pipeline();
             let checkpoint = Checkpoint::open(&path).unwrap();
-            rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Moment });
+            rig.node.fail(Fault { device: 0, call: Call::Copy, nth, failure: Failure::Transient });
             let results: Vec<_> = checkpoint.loader(&pipeline).checksums(sums).start().unwrap().collect();
             let (last, got) = results.split_last().unwrap();
             let error = last.as_ref().unwrap_err();
             assert!(
-                matches!(error, Error::Transfer { .. }) && error.class() == ErrorClass::Moment,
+                matches!(error, Error::Transfer { .. }) && error.class() == ErrorClass::Transient,
                 "{error}"
             );
             let got: Vec<DeviceTensor> = got.iter().map(|next| next.clone().unwrap()).collect();
@@ -300,7 +300,7 @@ fn a_device_that_dies_ends_the_load_for_threads_and_tasks() {
                 Err(error) => break error,
             }
         };
-        assert_eq!(error.class(), ErrorClass::Sticky, "{error}");
+        assert_eq!(error.class(), ErrorClass::DeviceLost, "{error}");
         assert!(loading.next().is_none());
         assert!(checkpoint.loader(&pipeline).start().map(drop).is_err());
     }
@@ -315,7 +315,7 @@ fn a_device_without_room_is_an_error_before_anything_moves() {
     let pipeline = rig.pipeline();
     let _all = rig.device.alloc((1 << 30) - (1 << 19)).unwrap();
     let error = checkpoint.loader(&pipeline).start().map(drop).unwrap_err();
-    assert_eq!(error.class(), ErrorClass::Moment, "{error}");
+    assert_eq!(error.class(), ErrorClass::Transient, "{error}");
     rig.all_is_back();
 }
 

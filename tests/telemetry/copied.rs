@@ -40,7 +40,7 @@ fn only_what_crosses_the_link_is_counted() {
     stream.copy(memory.slice(..1000), memory.slice(4096..)).unwrap().wait().unwrap();
     stream.hold(full(100)).unwrap().wait().unwrap();
     assert!(stream.upload(full(8193), &memory).is_err(), "refused: it does not fit");
-    bench.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Moment });
+    bench.node.fail(Fault { device: 0, call: Call::Copy, nth: 0, failure: Failure::Transient });
     assert!(stream.upload(full(64), &memory).is_err(), "the driver refuses it");
     let stats = bench.device.stats();
     assert_eq!((stats.uploaded_bytes, stats.downloaded_bytes), (4096 + 500 + 30 + 200, 300 + 7));

@@ -167,7 +167,7 @@ fn memory_that_is_not_pinned() {
     let bench = Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10));
     let refused = |failure| bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure });
     clear();
-    refused(Failure::Moment);
+    refused(Failure::Transient);
     let first = bench.pool.checkout(400 << 10).unwrap();
     let second = bench.pool.checkout(400 << 10).unwrap();
     let unpinned = event("pinpool::region::unpinned", Level::WARN, &["bytes", "device", "error"]);
@@ -181,12 +181,12 @@ fn growing_that_ends_early() {
     let bench =
         Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10).unpinned(Unpinned::Refuse));
     let first = bench.pool.checkout(400 << 10).unwrap();
-    bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Moment });
+    bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
     assert!(bench.pool.try_checkout(400 << 10).is_err());
     let ended = event("pinpool::region::ended", Level::WARN, &["device", "error", "missing"]);
     assert_eq!(ended.field("missing"), "524288");
     let stats = bench.pool.stats();
-    assert_eq!((stats.growths, stats.growth_failures, stats.errors.moment), (1, 1, 1));
+    assert_eq!((stats.growths, stats.growth_failures, stats.errors.transient), (1, 1, 1));
     drop(first);
 }
 
@@ -194,7 +194,7 @@ fn growing_that_ends_early() {
 fn what_the_driver_does_not_take_back() {
     let _turn = alone();
     let bench = Bench::stepped(|builder| builder);
-    bench.node.fail(Fault { device: 0, call: Call::Unpin, nth: 0, failure: Failure::Moment });
+    bench.node.fail(Fault { device: 0, call: Call::Unpin, nth: 0, failure: Failure::Transient });
     assert_eq!(bench.pool.trim(0), 1 << 20);
     // What is given up may be so by a thread of the library's; and threads of the tests before may still be at theirs.
     let ours = |target: &str| -> Vec<_> {
@@ -204,12 +204,12 @@ fn what_the_driver_does_not_take_back() {
     told("pinpool::region::leak");
     let leak = event("pinpool::region::leak", Level::ERROR, &["bytes", "device", "error"]);
     assert_eq!(leak.field("bytes"), "1048576");
-    bench.node.fail(Fault { device: 0, call: Call::DestroyStream, nth: 0, failure: Failure::Moment });
+    bench.node.fail(Fault { device: 0, call: Call::DestroyStream, nth: 0, failure: Failure::Transient });
     drop(bench.device.stream().unwrap());
     told("pinpool::stream::leak");
     let stream = ours("pinpool::stream::leak");
     assert_eq!((stream.len(), stream[0].level, stream[0].names()), (1, Level::WARN, vec!["device", "error"]));
-    bench.node.fail(Fault { device: 0, call: Call::Free, nth: 0, failure: Failure::Moment });
+    bench.node.fail(Fault { device: 0, call: Call::Free, nth: 0, failure: Failure::Transient });
     drop(bench.device.alloc(64).unwrap());
     told("pinpool::device::leak");
     assert_eq!(ours("pinpool::device::leak").len(), 1);

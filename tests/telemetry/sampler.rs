@@ -94,7 +94,7 @@ fn values_are_those_of_the_snapshot() {
     let out = sum("pinpool.memory.bytes", &[("state", "checked_out")]) as usize;
     assert_eq!((out, stats.checked_out_bytes), (1088, 1088));
     assert_eq!(sum("pinpool.checkouts.total", &[]) as u64, stats.checkouts);
-    assert_eq!(sum("pinpool.errors.total", &[("class", "moment")]) as u64, stats.errors.moment);
+    assert_eq!(sum("pinpool.errors.total", &[("class", "transient")]) as u64, stats.errors.transient);
     assert_eq!(sum("pinpool.class.out.segments", &[("stride", "1088")]) as u64, 1);
     let waits = all(|record| record.fields.contains_key("histogram.pinpool.wait.seconds"));
     assert_eq!(waits.len() as u64, stats.waits, "one value for each wait");
@@ -228,7 +228,8 @@ fn the_next_buffer_of_a_segment_is_told_as_well() {
     }
 }
 
-/// Two pools of one name would be one to whoever reads: the second has a number. One that is built anew goes on as it was.
+/// Two pools of one name would be one to whoever reads: the second has a number. One that is built anew goes on as it
+/// was.
 #[test]
 fn pools_of_one_name_are_told_apart() {
     let _turn = alone();

@@ -92,11 +92,11 @@ fn registered_values_and_errors() {
         device: 0,
         call: pinpool::host::Call::Allocate,
         nth: 0,
-        failure: pinpool::host::Failure::Moment,
+        failure: pinpool::host::Failure::Transient,
     });
     assert!(bench.device.alloc(64).is_err());
     let stats = bench.device.stats();
-    assert_eq!((stats.errors.moment, stats.errors.total(), stats.registered_bytes), (1, 1, 0));
+    assert_eq!((stats.errors.transient, stats.errors.total(), stats.registered_bytes), (1, 1, 0));
     assert!(matches!(bench.pool.checkout(0), Err(Error::ZeroLength)));
     assert!(bench.pool.try_checkout(2 << 20).is_err());
     let errors = bench.pool.stats().errors;
@@ -104,7 +104,7 @@ fn registered_values_and_errors() {
     bench.node.kill(0);
     assert!(bench.device.alloc(64).is_err());
     let stats = bench.device.stats();
-    assert!(stats.lost.is_some() && stats.errors.sticky == 1, "{stats:?}");
+    assert!(stats.lost.is_some() && stats.errors.device_lost == 1, "{stats:?}");
 }
 
 #[test]

@@ -2,12 +2,12 @@
 //! speed is set beside what this machine should give.
 //!
 //! What copies should give is known by the PCIe link for a device on one; for the host device, whose copies are the
-//! processor's, by copying as much between ordinary buffers right after. What pinning should give is told by touching as
-//! much ordinary memory, which is most of the work.
+//! processor's, by copying as much between ordinary buffers right after. What pinning should give is told by touching
+//! as much ordinary memory, which is most of the work.
 //!
-//! Several copies are in flight at once and the best of a few rounds counts, since a busy machine makes single ones slow;
-//! speeds only ever warn. A device that does not answer is given up on after a while; its buffers are the pool's to keep
-//! then, and the findings are told all the same.
+//! Several copies are in flight at once and the best of a few rounds counts, since a busy machine makes single ones
+//! slow; speeds only ever warn. A device that does not answer is given up on after a while; its buffers are the pool's
+//! to keep then, and the findings are told all the same.
 
 use std::time::{Duration, Instant};
 
@@ -336,7 +336,8 @@ fn copy_of(bytes: &[u8]) -> Result<Vec<u8>, Error> {
     Ok(copy)
 }
 
-/// What the processor gives when one thread copies as much between ordinary buffers. `None`: there is no memory for them.
+/// What the processor gives when one thread copies as much between ordinary buffers. `None`: there is no memory for
+/// them.
 fn own(from: &[Vec<u8>]) -> Option<f64> {
     let mut to = from.iter().map(|bytes| copy_of(bytes).ok()).collect::<Option<Vec<_>>>()?;
     let best = (0..ROUNDS).map(|_| {
@@ -538,7 +539,7 @@ mod tests {
             let node = HostNode::new(HostConfig::new()).unwrap();
             let mut case = case(&system);
             case.device = Device::on(&node, 0);
-            node.fail(Planned { device: 0, call, nth: 0, failure: Failure::Sticky });
+            node.fail(Planned { device: 0, call, nth: 0, failure: Failure::DeviceLost });
             let mut checks = Vec::new();
             probe(&case, &mut checks);
             let failed: Vec<&str> =

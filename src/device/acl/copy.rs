@@ -3,8 +3,8 @@
 //! `aclrtMemcpyAsync` is for page-locked host memory and, by the documentation of CANN 6.0 to 9.0, for addresses on
 //! multiples of 64 bytes on both sides. What breaks the former is not refused by every version, and fails in ways that
 //! nobody can foresee. So everything else is copied *here*, in its place on the stream and before the call returns: the
-//! stream is drained, then `aclrtMemcpy` copies, which takes any memory. (What another thread submits to the stream at the
-//! very same time comes before or after it, as it may.) So are the copies of borrowed memory.
+//! stream is drained, then `aclrtMemcpy` copies, which takes any memory. (What another thread submits to the stream at
+//! the very same time comes before or after it, as it may.) So are the copies of borrowed memory.
 //!
 //! The library is told that the target has room for exactly what is copied (`destMax`): both ranges were checked by who
 //! knows how long they are, before the driver hears of the copy, and the host's is looked up as a whole in the list of
@@ -12,10 +12,10 @@
 //!
 //! # Between host memory
 //!
-//! The library refuses to copy from host to host on a stream (207000). Newer ones run a function of ours in the stream's
-//! order (`aclrtLaunchHostFunc`); it makes no call of the library's. On streams of others the older way of having functions
-//! run may be in use, and the two must not meet on one stream: there, and with older libraries, the stream is drained and
-//! the caller's thread copies.
+//! The library refuses to copy from host to host on a stream (207000). Newer ones run a function of ours in the
+//! stream's order (`aclrtLaunchHostFunc`); it makes no call of the library's. On streams of others the older way of
+//! having functions run may be in use, and the two must not meet on one stream: there, and with older libraries, the
+//! stream is drained and the caller's thread copies.
 
 use std::ffi::{c_int, c_void};
 
@@ -130,7 +130,7 @@ impl Acl {
     fn let_go(&self) {
         let mut attempt = 0_u64;
         while let Err(error) = self.drained() {
-            if error.is_sticky() {
+            if error.is_device_lost() {
                 return;
             }
             if attempt % 1024 == 0 {

@@ -48,19 +48,19 @@ impl Code {
             | 207_007..=207_012
             | 207_014
             | 207_018
-            | 207_020 => ErrorClass::Moment,
-            300_000 | 507_002 | 507_004 | 507_006 | 507_012 | 507_046 | 507_047 => ErrorClass::Moment,
+            | 207_020 => ErrorClass::Transient,
+            300_000 | 507_002 | 507_004 | 507_006 | 507_012 | 507_046 | 507_047 => ErrorClass::Transient,
             // Not initialised (any more), and a context that is gone: ours are current when a call needs one, so
             // somebody has finalised the library or reset the device by force.
-            100_001 | 107_002 => ErrorClass::DriverEnd,
+            100_001 | 107_002 => ErrorClass::Shutdown,
             107_024..=107_034 | 107_036 | 107_038 | 107_045 | 507_903 => ErrorClass::Capture,
             // Tasks of the device being aborted; the task scheduler, heartbeats, DMA; timeouts, exceptions and traps of
-            // every kind of core; set-up; copies and messages between host and device; memory and links of the hardware;
-            // the device's service gone.
+            // every kind of core; set-up; copies and messages between host and device; memory and links of the
+            // hardware; the device's service gone.
             107_022 | 107_035 | 507_001 | 507_010 | 507_011 | 507_013..=507_018 | 507_033..=507_036 => {
-                ErrorClass::Sticky
+                ErrorClass::DeviceLost
             }
-            507_042..=507_045 | 507_048..=507_057 | 507_901 | 507_914..=507_916 => ErrorClass::Sticky,
+            507_042..=507_045 | 507_048..=507_057 | 507_901 | 507_914..=507_916 => ErrorClass::DeviceLost,
             _ => ErrorClass::Argument,
         }
     }
@@ -99,16 +99,16 @@ mod tests {
             assert_eq!(class(code), ErrorClass::Argument, "{code}");
         }
         for code in [207_001, 207_007, 207_008, 207_018, 507_002, 507_006, 507_046, 507_047] {
-            assert_eq!(class(code), ErrorClass::Moment, "{code}");
+            assert_eq!(class(code), ErrorClass::Transient, "{code}");
         }
         for code in [507_001, 507_010, 507_013, 507_015, 507_035, 507_053, 507_054, 507_056, 507_901] {
-            assert_eq!(class(code), ErrorClass::Sticky, "{code}");
+            assert_eq!(class(code), ErrorClass::DeviceLost, "{code}");
         }
         for code in [107_024, 107_027, 107_028, 107_030, 507_903] {
             assert_eq!(class(code), ErrorClass::Capture, "{code}");
         }
         for code in [100_001, 107_002] {
-            assert_eq!(class(code), ErrorClass::DriverEnd, "{code}");
+            assert_eq!(class(code), ErrorClass::Shutdown, "{code}");
         }
     }
 

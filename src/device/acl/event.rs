@@ -6,16 +6,16 @@
 //!
 //! Of older kinds nobody says that they can be recorded twice, and each that is recorded takes one of the device's
 //! resources until it is destroyed: 1,023 on the smallest devices, for everybody together. So there a handle of ours
-//! stands for no event at all until it is recorded; then one is made, and it is destroyed as soon as it was seen complete
-//! (destroying never blocks, and does not need a context). An event of `aclrtCreateEventWithFlag` takes its resource when
-//! it is made, and when none is left that is an error (207007). One of `aclrtCreateEvent` takes it when it is recorded,
-//! and that may *block* until there is one; so it is recorded by whoever submits, never by the device's thread, and of
-//! both kinds this crate has no more at a time than seven eighths of what the device has.
+//! stands for no event at all until it is recorded; then one is made, and it is destroyed as soon as it was seen
+//! complete (destroying never blocks, and does not need a context). An event of `aclrtCreateEventWithFlag` takes its
+//! resource when it is made, and when none is left that is an error (207007). One of `aclrtCreateEvent` takes it when
+//! it is recorded, and that may *block* until there is one; so it is recorded by whoever submits, never by the device's
+//! thread, and of both kinds this crate has no more at a time than seven eighths of what the device has.
 //!
 //! # Asking
 //!
-//! Two calls tell whether an event is complete, and their answers have opposite polarity: of `aclrtQueryEventStatus` 1 is
-//! complete, of the older `aclrtQueryEvent` 0. What is neither of both is not complete, and an error is an error.
+//! Two calls tell whether an event is complete, and their answers have opposite polarity: of `aclrtQueryEventStatus` 1
+//! is complete, of the older `aclrtQueryEvent` 0. What is neither of both is not complete, and an error is an error.
 //!
 //! Recording and asking by two threads may be seen in the wrong order, the documentation says; an event is asked about
 //! only after the call that recorded it has returned, which is how marks are published.
@@ -264,7 +264,7 @@ impl Acl {
             call: self.events.call(),
             code: code.0.into(),
             text: text.into(),
-            class: ErrorClass::Moment,
+            class: ErrorClass::Transient,
         })
     }
 

@@ -2,30 +2,30 @@
 //!
 //! # Allocating
 //!
-//! `aclrtMallocHost` is how page-locked memory is had on every Ascend device and with every version, so it is where pools
-//! take theirs from by default. It promises a start on a multiple of 64 bytes, and in RC mode (the program runs on the
-//! device, whose memory is the host's) not even that. The pool wants whole pages. So where an allocation does not start on
-//! one, it is made again with a page more, and so are all that follow; in RC mode from the first. With segments that start
-//! on multiples of 64 and are 32 bytes and rounding longer than what is asked for, that is the vendor's rule for memory
-//! that is cut up (documentation of aclrtMallocHost).
+//! `aclrtMallocHost` is how page-locked memory is had on every Ascend device and with every version, so it is where
+//! pools take theirs from by default. It promises a start on a multiple of 64 bytes, and in RC mode (the program runs
+//! on the device, whose memory is the host's) not even that. The pool wants whole pages. So where an allocation does
+//! not start on one, it is made again with a page more, and so are all that follow; in RC mode from the first. With
+//! segments that start on multiples of 64 and are 32 bytes and rounding longer than what is asked for, that is the
+//! vendor's rule for memory that is cut up (documentation of aclrtMallocHost).
 //!
-//! Newer libraries have `aclrtMallocHostWithCfg`, by which host and device get one address for it (VA_FLAG). It is tried
-//! first; drivers that cannot do it say 207000.
+//! Newer libraries have `aclrtMallocHostWithCfg`, by which host and device get one address for it (VA_FLAG). It is
+//! tried first; drivers that cannot do it say 207000.
 //!
 //! # Registering
 //!
 //! `aclrtHostRegister` takes whole pages of 4 KiB only, and refuses a page that is registered. Values start and end
-//! anywhere, so the pages around their ends are registered with them; a value on a page of another one is refused. There is
-//! no registration for reading only, and memory that is mapped so is refused.
+//! anywhere, so the pages around their ends are registered with them; a value on a page of another one is refused.
+//! There is no registration for reading only, and memory that is mapped so is refused.
 //!
 //! Their neighbours on those pages may be borrowed for a blocking copy, page-locked in a part of them. The library asks
 //! where an address is and takes the rest to be there too; so such a copy is made in pieces ([`cuts`]).
 //!
 //! # What is page-locked
 //!
-//! An asynchronous copy of pageable memory does not fail loudly everywhere (CANN 7 and 8: "unpredictable errors" when it
-//! runs). So all that this crate has page-locked is written down here, for all devices of the process together, and a copy
-//! of anything else is never made that way. The list is read by every copy and changed with regions only.
+//! An asynchronous copy of pageable memory does not fail loudly everywhere (CANN 7 and 8: "unpredictable errors" when
+//! it runs). So all that this crate has page-locked is written down here, for all devices of the process together, and
+//! a copy of anything else is never made that way. The list is read by every copy and changed with regions only.
 //!
 //! # Freeing
 //!
@@ -50,7 +50,8 @@ use crate::os;
 
 /// What `aclrtHostRegister` takes: pages of that size, whatever the system's are.
 const REGISTER_PAGE: usize = 4096;
-/// How often a device that cannot be waited for just now is tried again before memory is freed: for half a second in all.
+/// How often a device that cannot be waited for just now is tried again before memory is freed: for half a second in
+/// all.
 const TRIES: u32 = 9;
 /// acl_rt.h: aclrtHostRegisterType's ACL_HOST_REGISTER_MAPPED; the others are reserved.
 const REGISTER_MAPPED: c_int = 0;
@@ -223,8 +224,8 @@ impl Acl {
         self.said("aclrtFreeHost", unsafe { (self.api.host_free)(at.as_ptr().cast()) })
     }
 
-    /// Waits until no device of this process has anything to do. A lost one is not waited for: what was in flight there is
-    /// quarantined, and so is never freed.
+    /// Waits until no device of this process has anything to do. A lost one is not waited for: what was in flight there
+    /// is quarantined, and so is never freed.
     fn drain_all(&self) -> Result<()> {
         self.drained_in_the_end()?;
         let open: Vec<Arc<Self>> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
@@ -232,7 +233,7 @@ impl Acl {
             open.iter().filter(|other| other.context != self.context && other.lost.get().is_none());
         others.try_for_each(|other| match other.drained_in_the_end() {
             // It was lost only now.
-            Err(error) if error.is_sticky() => Ok(()),
+            Err(error) if error.is_device_lost() => Ok(()),
             drained => drained,
         })
     }
@@ -243,7 +244,7 @@ impl Acl {
         loop {
             match self.drained() {
                 Err(error)
-                    if matches!(error.class(), ErrorClass::Moment | ErrorClass::Capture)
+                    if matches!(error.class(), ErrorClass::Transient | ErrorClass::Capture)
                         && attempt < TRIES =>
                 {
                     std::thread::sleep(Duration::from_millis(1 << attempt));

@@ -1,10 +1,10 @@
 //! The device's memory: allocating, and telling what an address is.
 //!
-//! `aclrtMalloc` promises starts on multiples of 64 bytes, the contract wants 256; so what starts elsewhere is allocated
-//! again with as much more, and freed by the library's own address.
+//! `aclrtMalloc` promises starts on multiples of 64 bytes, the contract wants 256; so what starts elsewhere is
+//! allocated again with as much more, and freed by the library's own address.
 //!
-//! What an address is, newer libraries tell (`aclrtPointerGetAttributes`), without saying how far the allocation goes, and
-//! with an error for memory that they do not know. What was allocated here is known here, with its length.
+//! What an address is, newer libraries tell (`aclrtPointerGetAttributes`), without saying how far the allocation goes,
+//! and with an error for memory that they do not know. What was allocated here is known here, with its length.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -37,7 +37,8 @@ struct Allocation {
     at: u64,
 }
 
-/// All of them, of every device, by their first byte. (Devices have one range of addresses together, each its own part.)
+/// All of them, of every device, by their first byte. (Devices have one range of addresses together, each its own
+/// part.)
 static ALLOCATIONS: RwLock<BTreeMap<(i32, u64), Allocation>> = RwLock::new(BTreeMap::new());
 
 impl Acl {
@@ -110,7 +111,8 @@ impl Acl {
             _ => AddressFault::Unknown,
         };
         let Some(ask) = self.api.pointer_attributes else {
-            // Nobody can tell: what is not the host's may be the device's, and where the program runs there, all may be.
+            // Nobody can tell: what is not the host's may be the device's, and where the program runs there, all may
+            // be.
             let is_host = os::is_host_memory(address) == Some(true) && !self.on_device;
             return Ok((is_host || address < os::page_size() as u64).then(plain));
         };
@@ -119,7 +121,7 @@ impl Acl {
         // SAFETY: writes the attributes.
         let code = unsafe { ask(std::ptr::without_provenance(address as usize), &raw mut found) };
         match self.said("aclrtPointerGetAttributes", code) {
-            Err(error) if error.is_sticky() => return Err(error),
+            Err(error) if error.is_device_lost() => return Err(error),
             // Memory that it does not know is an error in some versions.
             Err(_) => return Ok(Some(plain())),
             Ok(()) => {}

@@ -1,27 +1,29 @@
 //! Ascend NPUs, through AscendCL (the C interface `libascendcl.so` of Huawei's CANN).
 //!
-//! [`api`] finds the library at run time; here its calls are made to keep the contract's rules. What is relied on is what
-//! its documentation and headers say, from 2022 on; no hardware was at hand, and the crate's documentation says so.
+//! [`api`] finds the library at run time; here its calls are made to keep the contract's rules. What is relied on is
+//! what its documentation and headers say, from 2022 on; no hardware was at hand, and the crate's documentation says
+//! so.
 //!
 //! # Contexts
 //!
 //! A context is current on each thread by itself. The pool works in the device's *default* context, the one that
 //! `aclrtSetDevice` gives to every thread and that the frameworks use; it is counted once by `aclrtSetDevice` when the
-//! device is opened and let go by `aclrtResetDevice` when the last thing that needs it is gone. `aclrtSetDevice` changes
-//! what is current, and a thread cannot be made to have nothing current again. So that call is made on a thread that ends
-//! at once, and every other call looks what is current, sets ours where that is not it, and puts the caller's back. A
-//! thread that had none keeps ours: that is all that the library offers.
+//! device is opened and let go by `aclrtResetDevice` when the last thing that needs it is gone. `aclrtSetDevice`
+//! changes what is current, and a thread cannot be made to have nothing current again. So that call is made on a thread
+//! that ends at once, and every other call looks what is current, sets ours where that is not it, and puts the caller's
+//! back. A thread that had none keeps ours: that is all that the library offers.
 //!
 //! # A device that is lost
 //!
-//! After an error that ends the device, or the library, no further call is made for it, whatever it is: nothing is freed,
-//! unregistered or destroyed, since the documentation does not say that the hardware has let go. All of it stays for good.
+//! After an error that ends the device, or the library, no further call is made for it, whatever it is: nothing is
+//! freed, unregistered or destroyed, since the documentation does not say that the hardware has let go. All of it stays
+//! for good.
 //!
 //! # Files
 //!
 //! [`api`]: the library. [`error`], [`names`]: its codes. [`host`]: page-locked memory, and what is known to be such.
-//! [`memory`]: the device's. [`copy`]: copies, and which of them may run by themselves. [`event`]: events of three kinds,
-//! by what the library has. [`adopt`]: contexts and streams of others. [`gate`]: the process's end.
+//! [`memory`]: the device's. [`copy`]: copies, and which of them may run by themselves. [`event`]: events of three
+//! kinds, by what the library has. [`adopt`]: contexts and streams of others. [`gate`]: the process's end.
 
 mod adopt;
 mod api;
@@ -51,7 +53,8 @@ use crate::error::{DeviceError, Error, ErrorClass, Result};
 const RUN_ON_DEVICE: c_int = 0;
 /// acl_rt.h: aclrtStreamStatus's ACL_STREAM_STATUS_COMPLETE.
 const STREAM_COMPLETE: c_int = 0;
-/// How long a stream that is to be destroyed is waited for, in milliseconds. What others have queued there should be done.
+/// How long a stream that is to be destroyed is waited for, in milliseconds. What others have queued there should be
+/// done.
 const LAST_WAIT_MS: i32 = 10_000;
 /// More than one allocation can have: some 200 GB and more were refused on machines with as much to spare.
 const LONGEST: usize = 128 << 30;
@@ -85,8 +88,8 @@ unsafe impl Sync for Acl {}
 /// The driver of Ascend device `ordinal`.
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable library or without any device, [`Error::UnknownDevice`] for a bad ordinal, and
-/// what the library says where it cannot use the device.
+/// [`Error::Unavailable`] without a usable library or without any device, [`Error::UnknownDevice`] for a bad ordinal,
+/// and what the library says where it cannot use the device.
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("acl:{ordinal}").into();
     let api = Api::get(&name)?;
@@ -272,7 +275,7 @@ impl Acl {
             return Ok(());
         }
         let error = failed(self.api, &self.name, call, code);
-        if matches!(error.class, ErrorClass::Sticky | ErrorClass::DriverEnd) {
+        if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::Shutdown) {
             let _ = self.lost.set(error.clone());
         }
         Err(Error::Device(error))
@@ -289,7 +292,7 @@ impl Acl {
                 call: "a call",
                 code: Code::UNINITIALIZED.0.into(),
                 text: "not made, since the process ends".into(),
-                class: ErrorClass::DriverEnd,
+                class: ErrorClass::Shutdown,
             })
         })
     }
@@ -299,7 +302,7 @@ impl Acl {
         let pass = self.alive()?;
         Current::enter(self.api, &self.name, self.context, Some(pass)).inspect_err(|error| {
             if let Error::Device(error) = error {
-                if matches!(error.class, ErrorClass::Sticky | ErrorClass::DriverEnd) {
+                if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::Shutdown) {
                     let _ = self.lost.set(error.clone());
                 }
             }

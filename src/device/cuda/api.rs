@@ -3,8 +3,8 @@
 //! Not through cudarc's bindings, for these reasons: cudarc panics where libcuda, or one symbol of it, is missing; it
 //! takes results as a Rust enum straight from the driver, so a code newer than its bindings is undefined behaviour; its
 //! own lookup exists in only one of its link modes, which the server chooses, not we; and it needs a newer Rust than
-//! this crate does. Here a missing library or a missing required call is an error with its name, a missing optional call
-//! is `None`, and a result is a number. The handles are the same pointers there and here.
+//! this crate does. Here a missing library or a missing required call is an error with its name, a missing optional
+//! call is `None`, and a result is a number. The handles are the same pointers there and here.
 //!
 //! # Which library
 //!
@@ -85,13 +85,13 @@ impl Code {
         match self.0 {
             // Out of memory; device taken by another process; the node's services still starting; too many clients; not
             // ready; a launch that waited too long for a capture to go on.
-            2 | 46 | 600 | 802 | 807..=809 | 909 => ErrorClass::Moment,
+            2 | 46 | 600 | 802 | 807..=809 | 909 => ErrorClass::Transient,
             // Deinitialised, and not initialised: a process that ends, or the child of a fork.
-            3 | 4 => ErrorClass::DriverEnd,
+            3 | 4 => ErrorClass::Shutdown,
             900..=908 => ErrorClass::Capture,
             // Memory and link errors of the hardware, a destroyed context, everything that a kernel can die of, and the
             // service between us and the device gone.
-            214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 => ErrorClass::Sticky,
+            214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 => ErrorClass::DeviceLost,
             _ => ErrorClass::Argument,
         }
     }
@@ -110,7 +110,8 @@ macro_rules! table {
         impl Api {
             /// The calls of a library, or the name of the first that is missing.
             fn resolve(library: &Library) -> std::result::Result<Self, &'static str> {
-                // SAFETY: the symbols are the driver API's, whose signatures are those of cuda.h; the caller keeps the library.
+                // SAFETY: the symbols are the driver API's, whose signatures are those of cuda.h; the caller keeps the
+                // library.
                 unsafe {
                     Ok(Self {
                         $( $name: *library.get(concat!($symbol, "\0").as_bytes()).map_err(|_| $symbol)?, )*
@@ -172,8 +173,8 @@ table! {
     /// Memory in stream order, since CUDA 11.2.
     mem_alloc_async = "cuMemAllocAsync": fn(*mut CUdeviceptr, usize, CUstream);
     mem_free_async = "cuMemFreeAsync": fn(CUdeviceptr, CUstream);
-    /// 12.8: many copies by one call. Targets, sources, lengths, how many; attributes, the first copy of each, how many;
-    /// where it failed; the stream.
+    /// 12.8: many copies by one call. Targets, sources, lengths, how many; attributes, the first copy of each, how
+    /// many; where it failed; the stream.
     copy_batch = "cuMemcpyBatchAsync": fn(
         *mut CUdeviceptr, *mut CUdeviceptr, *mut usize, usize,
         *mut CUmemcpyAttributes, *mut usize, usize, *mut usize, CUstream,
@@ -232,8 +233,8 @@ impl Api {
             ),
         };
         let shown = file.to_string_lossy().into_owned();
-        // SAFETY: libcuda's initialisers have no preconditions; another library is vouched for by the environment, which is
-        // trusted (`crate::cuda` says so).
+        // SAFETY: libcuda's initialisers have no preconditions; another library is vouched for by the environment,
+        // which is trusted (`crate::cuda` says so).
         let library = unsafe { Library::new(&file) }
             .map_err(|error| format!("{shown} could not be loaded ({error}): {remedy}"))?;
         // For good: the driver has threads and exit handlers of its own, whatever it answers below.
@@ -327,15 +328,15 @@ mod tests {
             assert_eq!(class(code), ErrorClass::Argument, "{code}");
         }
         for code in [2, 600, 802, 909] {
-            assert_eq!(class(code), ErrorClass::Moment, "{code}");
+            assert_eq!(class(code), ErrorClass::Transient, "{code}");
         }
         for code in [214, 220, 700, 702, 710, 716, 719] {
-            assert_eq!(class(code), ErrorClass::Sticky, "{code}");
+            assert_eq!(class(code), ErrorClass::DeviceLost, "{code}");
         }
         for code in [900, 901, 905, 907, 908] {
             assert_eq!(class(code), ErrorClass::Capture, "{code}");
         }
-        assert_eq!(class(4), ErrorClass::DriverEnd);
+        assert_eq!(class(4), ErrorClass::Shutdown);
     }
 
     #[test]

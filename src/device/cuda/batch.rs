@@ -1,11 +1,11 @@
 //! Many copies by one call: `cuMemcpyBatchAsync`.
 //!
-//! A call of its own costs a small copy some 2.5 us, a place in a batch 0.3 us. The driver's conditions (driver API manual
-//! on the call) are kept above and here: a stream of ours, never the default one and never captured; no length of zero;
-//! nothing that depends on another copy of the batch. There are two forms of the call, of CUDA 12.8 and of 13.0, which
-//! differ in whether it says where it failed. That place is not used: after an error nobody knows which copies of the
-//! batch were submitted, so each is submitted again by itself. A copy that runs twice writes the same bytes twice, since
-//! its source is not written meanwhile; and then each error is its own copy's.
+//! A call of its own costs a small copy some 2.5 us, a place in a batch 0.3 us. The driver's conditions (driver API
+//! manual on the call) are kept above and here: a stream of ours, never the default one and never captured; no length
+//! of zero; nothing that depends on another copy of the batch. There are two forms of the call, of CUDA 12.8 and of
+//! 13.0, which differ in whether it says where it failed. That place is not used: after an error nobody knows which
+//! copies of the batch were submitted, so each is submitted again by itself. A copy that runs twice writes the same
+//! bytes twice, since its source is not written meanwhile; and then each error is its own copy's.
 //!
 //! Copies that are the rows of a rectangle are taken out first, and go by a call of their own (`rows.rs`).
 
@@ -61,7 +61,7 @@ impl Lists {
 fn settled(said: Result<()>, transfers: &[Transfer], failed: &mut dyn FnMut(usize, Error)) -> bool {
     match said {
         Ok(()) => true,
-        Err(error) if error.is_sticky() => {
+        Err(error) if error.is_device_lost() => {
             (0..transfers.len()).for_each(|place| failed(place, error.clone()));
             true
         }
@@ -113,7 +113,7 @@ impl Cuda {
             // SAFETY: the caller's word.
             && unsafe { self.try_batch(handle, transfers) }.is_some_and(|said| {
                 match &said {
-                    Err(error) if !error.is_sticky() => crate::foreign::debug!(
+                    Err(error) if !error.is_device_lost() => crate::foreign::debug!(
                         target: "pinpool::stream", device = &*self.name, %error, copies = transfers.len(),
                         "a batch was refused: its copies go one by one"
                     ),

@@ -15,8 +15,8 @@
 //!
 //! While somebody records a graph in global mode, many calls are forbidden to every thread and would spoil the
 //! recording, asking about an event among them. A thread can say that its calls have nothing to do with any recording:
-//! relaxed mode. Our threads are in it all the time, others for the length of a call that needs it. Drivers without that
-//! call know no capture modes.
+//! relaxed mode. Our threads are in it all the time, others for the length of a call that needs it. Drivers without
+//! that call know no capture modes.
 //!
 //! # Batches
 //!
@@ -90,8 +90,8 @@ unsafe impl Sync for Cuda {}
 /// The driver of GPU `ordinal`, counted as the driver counts those that the process may see.
 ///
 /// # Errors
-/// [`Error::Unavailable`] without a usable driver or without any GPU, [`Error::UnknownDevice`] for a bad ordinal, and what
-/// the driver says where it cannot make a context.
+/// [`Error::Unavailable`] without a usable driver or without any GPU, [`Error::UnknownDevice`] for a bad ordinal, and
+/// what the driver says where it cannot make a context.
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("cuda:{ordinal}").into();
     let api = Api::get(&name)?;
@@ -148,8 +148,8 @@ fn pci_address(api: &Api, device: CUdevice) -> Option<String> {
     Some(bus.to_str().ok()?.to_ascii_lowercase())
 }
 
-/// Bytes that one registration may have. The kernel module fails from 512 GiB on (its list of pages outgrows what it can
-/// allocate in one piece), and Linux 6.11 to 6.13 fails from 2 GiB on.
+/// Bytes that one registration may have. The kernel module fails from 512 GiB on (its list of pages outgrows what it
+/// can allocate in one piece), and Linux 6.11 to 6.13 fails from 2 GiB on.
 fn longest_pin(kernel: Option<(u32, u32)>) -> usize {
     match kernel {
         Some((6, 11..=13)) => 1 << 30,
@@ -177,7 +177,8 @@ struct Current<'a> {
 }
 
 impl<'a> Current<'a> {
-    /// For calls that a capture elsewhere could forbid, or be spoiled by. `pushed`: whether a context was pushed before.
+    /// For calls that a capture elsewhere could forbid, or be spoiled by. `pushed`: whether a context was pushed
+    /// before.
     fn relaxed(api: &'a Api, pushed: bool) -> Self {
         let mut current = Self { api, pushed, mode: None };
         current.relax();
@@ -252,7 +253,7 @@ impl Cuda {
                 self.said("cuStreamSynchronize", unsafe { (self.api.stream_synchronize)(stream(handle)) })
             });
             match waited {
-                Err(error) if !error.is_sticky() => {
+                Err(error) if !error.is_device_lost() => {
                     if attempt % 1024 == 0 {
                         crate::foreign::warn!(
                             target: "pinpool::device", device = &*self.name, %error, attempt,

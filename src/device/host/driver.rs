@@ -76,8 +76,8 @@ impl HostDriver {
             Failure::Stall => Ok(Twist::Stall),
             // Nobody would know the address of what was allocated all the same.
             Failure::RunsAnyway if call.queues() && call != Call::AllocateOn => Ok(Twist::FailAfter),
-            Failure::Moment | Failure::RunsAnyway => refuse(ErrorClass::Moment, libc::EAGAIN),
-            Failure::Sticky => {
+            Failure::Transient | Failure::RunsAnyway => refuse(ErrorClass::Transient, libc::EAGAIN),
+            Failure::DeviceLost => {
                 self.unit.kill("a fault was armed for a call, and killed the device");
                 Err(self.unit.lost(call))
             }
@@ -162,8 +162,8 @@ impl HostDriver {
         })
     }
 
-    /// Takes a pinned range out and unlocks the pages that no other range is on. (One that comes onto the same page at this
-    /// very moment may find it unlocked, which costs it speed at worst.)
+    /// Takes a pinned range out and unlocks the pages that no other range is on. (One that comes onto the same page at
+    /// this very moment may find it unlocked, which costs it speed at worst.)
     fn unlock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
         if self.node.uses(range) {
             let text = format!("{range:#x?} is used by a copy that is queued or running");
@@ -350,7 +350,7 @@ impl Driver for HostDriver {
 
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()> {
         if let Err(error) = self.enter(Call::DestroyStream) {
-            if error.is_sticky() {
+            if error.is_device_lost() {
                 let _ = self.unit.destroy_stream(stream.0);
             }
             return Err(error);
@@ -389,7 +389,7 @@ impl Driver for HostDriver {
 
     fn destroy_event(&self, event: EventHandle) -> Result<()> {
         if let Err(error) = self.enter(Call::DestroyEvent) {
-            if error.is_sticky() {
+            if error.is_device_lost() {
                 let _ = self.unit.events.destroy(event.0);
             }
             return Err(error);

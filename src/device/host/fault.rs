@@ -122,13 +122,13 @@ impl Call {
 pub enum Failure {
     /// Fails with class [`Argument`](crate::ErrorClass::Argument); nothing happens.
     Argument,
-    /// Fails with class [`Moment`](crate::ErrorClass::Moment); nothing happens.
-    Moment,
+    /// Fails with class [`Transient`](crate::ErrorClass::Transient); nothing happens.
+    Transient,
     /// Kills the device, as [`HostNode::kill`](super::HostNode::kill) does, and fails with class
-    /// [`Sticky`](crate::ErrorClass::Sticky).
-    Sticky,
-    /// Fails with class [`Moment`](crate::ErrorClass::Moment), but the operation is queued and runs all the same. For
-    /// a call that queues nothing, and for an allocation, the same as [`Failure::Moment`].
+    /// [`DeviceLost`](crate::ErrorClass::Sticky).
+    DeviceLost,
+    /// Fails with class [`Transient`](crate::ErrorClass::Transient), but the operation is queued and runs all the same.
+    /// For a call that queues nothing, and for an allocation, the same as [`Failure::Transient`].
     RunsAnyway,
     /// Fails with class [`Capture`](crate::ErrorClass::Capture); nothing happens.
     Capture,

@@ -25,26 +25,27 @@
 //!
 //! A copy that its caller waits for runs the operations before it on its stream, and those of other streams that it
 //! must wait for. If it cannot, because something is hung or stalled, it is taken out of the queue and fails with
-//! class [`Moment`](crate::ErrorClass::Moment). (With threads it waits until the device is resumed.)
+//! class [`Transient`](crate::ErrorClass::Transient). (With threads it waits until the device is resumed.)
 //!
 //! # Host memory
 //!
 //! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and write the range down: two that
-//! overlap are refused, two that share a page are not. What the device allocates itself is a mapping, locked unless it is
-//! managed memory. The device sees all of it at the host's own addresses.
+//! overlap are refused, two that share a page are not. What the device allocates itself is a mapping, locked unless it
+//! is managed memory. The device sees all of it at the host's own addresses.
 //!
 //! # Failing
 //!
-//! - [`HostNode::fail`] and [`HostNode::fail_any`] arm [`Fault`]s. With [`HostNode::start_trace`] a test learns how many
-//!   calls a scenario makes, and can repeat it with each of them failing once.
+//! - [`HostNode::fail`] and [`HostNode::fail_any`] arm [`Fault`]s. With [`HostNode::start_trace`] a test learns how
+//!   many calls a scenario makes, and can repeat it with each of them failing once.
 //! - [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued operations from running until resumed.
 //! - [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has
-//!   failed with class [`Sticky`](crate::ErrorClass::Sticky), none of its copies touches host memory any more. Every
-//!   later call fails so, with two exceptions: giving host pages and device memory back succeeds, and really gives
-//!   them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
+//!   failed with class [`DeviceLost`](crate::ErrorClass::Sticky), none of its copies touches host memory any more.
+//!   Every later call fails so, with two exceptions: giving host pages and device memory back succeeds, and really
+//!   gives them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
 //!   [`HostNode::live`] comes to zero.
-//! - A queued copy whose device memory was freed before the copy ran kills the device, as accelerators die of an illegal
-//!   address. So does one that runs on memory in a stream's order before that stream has come to the allocation.
+//! - A queued copy whose device memory was freed before the copy ran kills the device, as accelerators die of an
+//!   illegal address. So does one that runs on memory in a stream's order before that stream has come to the
+//!   allocation.
 //!
 //! What is asked about a device that the node does not have reads as zero, and orders to it do nothing.
 
@@ -181,10 +182,10 @@ impl Refusal {
     }
 
     fn moment(text: impl Into<String>) -> Self {
-        Self { class: ErrorClass::Moment, code: libc::EAGAIN, text: text.into() }
+        Self { class: ErrorClass::Transient, code: libc::EAGAIN, text: text.into() }
     }
 
     fn out_of_memory(text: impl Into<String>) -> Self {
-        Self { class: ErrorClass::Moment, code: libc::ENOMEM, text: text.into() }
+        Self { class: ErrorClass::Transient, code: libc::ENOMEM, text: text.into() }
     }
 }

@@ -105,7 +105,10 @@ impl Unit {
     pub(super) fn lost(&self, call: Call) -> Error {
         drop(self.dying.lock());
         let cause = self.cause.lock().clone();
-        self.error(call, Refusal { class: ErrorClass::Sticky, code: libc::ENODEV, text: cause.to_string() })
+        self.error(
+            call,
+            Refusal { class: ErrorClass::DeviceLost, code: libc::ENODEV, text: cause.to_string() },
+        )
     }
 
     /// Kills the device. When this returns, no copy of it touches memory any more, and none will.

@@ -11,8 +11,8 @@ use std::time::Instant;
 impl Timeline {
     // --- marking -----------------------------------------------------------------------------------------------------
 
-    /// Closes the open tick, if anything is in it, and records its mark. Failing is no error of the caller's: the entries
-    /// wait for a later mark.
+    /// Closes the open tick, if anything is in it, and records its mark. Failing is no error of the caller's: the
+    /// entries wait for a later mark.
     pub(crate) fn close(&self) {
         let _ = self.close_open();
     }
@@ -106,8 +106,8 @@ impl Timeline {
         if state.unmarked <= tick {
             state.unmarked = 0;
         }
-        // Recording another failed after this tick was closed: whether that event comes before this mark nobody knows, so a later
-        // one is due for it, even if there is nothing else to come.
+        // Recording another failed after this tick was closed: whether that event comes before this mark nobody knows,
+        // so a later one is due for it, even if there is nothing else to come.
         if state.doubtful.iter().any(|&(later, _)| later > tick) && !cfg!(pinpool_planted = "doubt_forgotten")
         {
             state.unmarked = state.unmarked.max(tick);
@@ -116,8 +116,8 @@ impl Timeline {
         used
     }
 
-    /// The event of a stream that is lost. A dead device lets go of its events. One of a device that is alive may still be
-    /// recorded, for all we know: nobody may use or destroy it.
+    /// The event of a stream that is lost. A dead device lets go of its events. One of a device that is alive may still
+    /// be recorded, for all we know: nobody may use or destroy it.
     fn keep_back(&self, event: EventHandle) {
         if self.is_dead() {
             self.context.recycle(event);
@@ -141,7 +141,7 @@ impl Timeline {
                 state.seen = state.open;
             }
             // Where a device has only so many events, those of the marks there are come back as the stream goes on.
-            let comes_back = error.class() == ErrorClass::Moment && !state.marks.is_empty();
+            let comes_back = error.class() == ErrorClass::Transient && !state.marks.is_empty();
             !comes_back && gives_up(&mut state.unrecorded, error)
         };
         crate::foreign::debug!(target: "pinpool::stream", device = self.context.name(), stream = self.number, %error, give_up, "a mark could not be recorded");
@@ -176,7 +176,7 @@ impl Timeline {
                 }
                 Ok(false) => break,
                 // Not ready to be asked: neither completion nor loss.
-                Err(error) if error.class() == ErrorClass::Moment => break,
+                Err(error) if error.class() == ErrorClass::Transient => break,
                 // Recorded into a capture, by all we know: it will never be complete. A new mark covers the same ticks.
                 Err(error) if error.class() == ErrorClass::Capture && self.is_shared() => {
                     self.forget_mark(tick, event);
@@ -264,8 +264,8 @@ impl Timeline {
         self.note_kept(&after);
         state.take_wakes(&mut after, |_| true);
         drop(state);
-        // A dead device lets go of its events. Those of one that is alive may still be recorded, for all we know: nobody
-        // may use or destroy them.
+        // A dead device lets go of its events. Those of one that is alive may still be recorded, for all we know:
+        // nobody may use or destroy them.
         if self.is_dead() {
             marks.for_each(|(_, event)| self.context.recycle(event));
         } else {
@@ -296,8 +296,8 @@ impl Timeline {
         self.ask()
     }
 
-    /// A look of someone who comes again, for the sake of one tick: closes it if it is open, and asks. Whoever is in the middle
-    /// of something here is not waited for.
+    /// A look of someone who comes again, for the sake of one tick: closes it if it is open, and asks. Whoever is in
+    /// the middle of something here is not waited for.
     pub(super) fn glance(&self, tick: u64) {
         if crate::os::forked() {
             return;
@@ -347,5 +347,5 @@ pub(super) fn gives_up(failures: &mut u32, error: &Error) -> bool {
         return false;
     }
     *failures += 1;
-    error.is_sticky() || *failures >= TRIES
+    error.is_device_lost() || *failures >= TRIES
 }

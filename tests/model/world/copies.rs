@@ -33,7 +33,7 @@ impl World<'_> {
             let blank = memory.as_ref().map(|m| probe.upload_blocking(&vec![BLANK; len], m));
             if let Some(Err(error)) = blank {
                 // Only a device that died by a fault a moment ago does that.
-                assert!(error.is_sticky() && world.tolerant(), "{error}");
+                assert!(error.is_device_lost() && world.tolerant(), "{error}");
                 return None;
             }
             memory
@@ -152,7 +152,7 @@ impl World<'_> {
         }
         match self.lanes[lane].stream.upload(buf, memory) {
             Err(SubmitError { error, buffer: Some(buf) }) => {
-                assert!(error.is_sticky(), "{error}");
+                assert!(error.is_device_lost(), "{error}");
                 self.tally.note("upload refused, buffer back");
                 buf
             }

@@ -49,7 +49,7 @@ impl World<'_> {
             self.trouble = true;
             let marks = matches!(call, Call::Record | Call::CreateEvent | Call::Query);
             self.may_lose |= failure == Failure::Argument && marks;
-            if failure == Failure::Sticky {
+            if failure == Failure::DeviceLost {
                 self.buried(device);
             }
         }

@@ -428,7 +428,7 @@ impl<'t> World<'t> {
     /// Takes out the copies that have run. Their bytes were verified by that.
     fn sweep(&mut self) {
         // A fault that kills may have struck in the middle of an operation.
-        if let Some(Fault { device, failure: Failure::Sticky, .. }) = self.armed {
+        if let Some(Fault { device, failure: Failure::DeviceLost, .. }) = self.armed {
             if self.devices[device as usize].lost().is_some() {
                 self.buried(device as usize);
             }
@@ -656,7 +656,7 @@ impl<'t> World<'t> {
                 self.tally.note("blocking copy");
             }
             // The stream is hung or stalled: the copy was taken back.
-            Err(Error::Device(e)) if e.class == pinpool::ErrorClass::Moment => {}
+            Err(Error::Device(e)) if e.class == pinpool::ErrorClass::Transient => {}
             Err(error) => assert!(self.tolerant(), "no fault, and yet: {error}"),
         }
     }

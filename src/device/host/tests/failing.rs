@@ -9,11 +9,11 @@ fn arm(rig: &Rig, call: Call, nth: u64, failure: Failure) {
 #[test]
 fn a_fault_strikes_the_call_it_was_armed_for() {
     let rig = Rig::stepped();
-    arm(&rig, Call::Allocate, 1, Failure::Moment);
+    arm(&rig, Call::Allocate, 1, Failure::Transient);
     rig.node.fail(Fault { device: 1, call: Call::Allocate, nth: 0, failure: Failure::Argument });
     let a = rig.memory(8);
     let stream = rig.stream();
-    assert_eq!(class(rig.driver.allocate(8)), ErrorClass::Moment);
+    assert_eq!(class(rig.driver.allocate(8)), ErrorClass::Transient);
     let b = rig.memory(8);
     assert_eq!(rig.node.clear_faults(), 1, "the other device's has not struck");
     rig.close(&[stream], &[], &[a, b]);
@@ -22,9 +22,9 @@ fn a_fault_strikes_the_call_it_was_armed_for() {
 #[test]
 fn faults_due_together_strike_one_after_the_other() {
     let rig = Rig::stepped();
-    arm(&rig, Call::CreateEvent, 0, Failure::Moment);
+    arm(&rig, Call::CreateEvent, 0, Failure::Transient);
     rig.node.fail_any(0, Failure::Argument);
-    assert_eq!(class(rig.driver.create_event()), ErrorClass::Moment);
+    assert_eq!(class(rig.driver.create_event()), ErrorClass::Transient);
     assert_eq!(class(rig.driver.create_event()), ErrorClass::Argument);
     let event = rig.event();
     rig.close(&[], &[event], &[]);
@@ -35,9 +35,9 @@ fn every_call_fails_as_told_and_does_nothing() {
     for call in Call::ALL {
         for (failure, expected) in [
             (Failure::Argument, ErrorClass::Argument),
-            (Failure::Moment, ErrorClass::Moment),
+            (Failure::Transient, ErrorClass::Transient),
             (Failure::Capture, ErrorClass::Capture),
-            (Failure::Sticky, ErrorClass::Sticky),
+            (Failure::DeviceLost, ErrorClass::DeviceLost),
         ] {
             let rig = Rig::stepped();
             let (stream, event, memory, host) = (rig.stream(), rig.event(), rig.memory(8), Host::new(8, 1));
@@ -76,7 +76,7 @@ fn every_call_fails_as_told_and_does_nothing() {
             };
             let Error::Device(error) = result.unwrap_err() else { panic!("not the device's error") };
             assert_eq!((error.class, error.call, &*error.device), (expected, call.name(), "host:0"));
-            let dead = failure == Failure::Sticky;
+            let dead = failure == Failure::DeviceLost;
             if !(dead && matches!(call, Call::DestroyStream | Call::DestroyEvent)) {
                 assert_eq!(rig.node.live(0), before, "{call:?} {failure:?}");
             }
@@ -111,15 +111,15 @@ fn what_was_refused_may_run_all_the_same() {
     arm(&rig, Call::WaitEvent, 0, Failure::RunsAnyway);
     arm(&rig, Call::CopyBlocking, 0, Failure::RunsAnyway);
     arm(&rig, Call::Allocate, 0, Failure::RunsAnyway);
-    assert_eq!(class(rig.try_upload(a, &source, memory)), ErrorClass::Moment);
-    assert_eq!(class(rig.driver.record(event, a)), ErrorClass::Moment);
-    assert_eq!(class(rig.driver.wait_event(b, event)), ErrorClass::Moment);
+    assert_eq!(class(rig.try_upload(a, &source, memory)), ErrorClass::Transient);
+    assert_eq!(class(rig.driver.record(event, a)), ErrorClass::Transient);
+    assert_eq!(class(rig.driver.wait_event(b, event)), ErrorClass::Transient);
     assert_eq!(rig.node.queued(0), 3);
     assert!(!rig.query(event));
-    assert_eq!(class(rig.download_blocking(b, memory, &target)), ErrorClass::Moment);
+    assert_eq!(class(rig.download_blocking(b, memory, &target)), ErrorClass::Transient);
     assert!(target.all(6), "it came back with an error, and only when the copy was over");
     assert!(rig.query(event));
-    assert_eq!(class(rig.driver.allocate(8)), ErrorClass::Moment);
+    assert_eq!(class(rig.driver.allocate(8)), ErrorClass::Transient);
     rig.close(&[a, b], &[event], &[memory]);
 }
 
@@ -141,7 +141,7 @@ fn a_stalled_operation_holds_its_stream_only() {
     rig.drain();
     assert!(rig.query(first));
     arm(&rig, Call::CopyBlocking, 0, Failure::Stall);
-    assert_eq!(class(rig.upload_blocking(a, &host, memory)), ErrorClass::Moment);
+    assert_eq!(class(rig.upload_blocking(a, &host, memory)), ErrorClass::Transient);
     rig.upload_blocking(a, &host, memory).unwrap();
     rig.close(&[a, b], &[first, second], &[memory]);
 }
@@ -185,7 +185,7 @@ fn a_scenario_survives_each_call_failing_once() {
     let calls = rig.node.stop_trace();
     for (nth, call) in calls.iter().enumerate() {
         let rig = Rig::stepped();
-        rig.node.fail_any(nth as u64, Failure::Moment);
+        rig.node.fail_any(nth as u64, Failure::Transient);
         let Error::Device(error) = scenario(&rig).unwrap_err() else { panic!("not the device's error") };
         assert_eq!(error.call, call.name());
     }
@@ -202,13 +202,13 @@ fn a_dead_device_touches_nothing_and_says_so() {
     assert!(!rig.node.step());
     assert_eq!(rig.node.queued(0), 0);
     assert!(target.all(1));
-    assert_eq!(class(rig.driver.query(event)), ErrorClass::Sticky);
-    assert_eq!(class(rig.try_download(stream, memory, &target)), ErrorClass::Sticky);
-    assert_eq!(class(rig.download_blocking(stream, memory, &target)), ErrorClass::Sticky);
-    assert_eq!(class(rig.driver.create_stream()), ErrorClass::Sticky);
+    assert_eq!(class(rig.driver.query(event)), ErrorClass::DeviceLost);
+    assert_eq!(class(rig.try_download(stream, memory, &target)), ErrorClass::DeviceLost);
+    assert_eq!(class(rig.download_blocking(stream, memory, &target)), ErrorClass::DeviceLost);
+    assert_eq!(class(rig.driver.create_stream()), ErrorClass::DeviceLost);
     assert!(text(rig.driver.allocate(1)).contains("was killed"));
-    assert_eq!(class(rig.driver.destroy_stream(stream)), ErrorClass::Sticky);
-    assert_eq!(class(rig.driver.destroy_event(event)), ErrorClass::Sticky);
+    assert_eq!(class(rig.driver.destroy_stream(stream)), ErrorClass::DeviceLost);
+    assert_eq!(class(rig.driver.destroy_event(event)), ErrorClass::DeviceLost);
     rig.close(&[], &[], &[memory]);
 }
 
@@ -248,7 +248,7 @@ fn a_blocking_copy_behind_a_fatal_one_is_lost_with_it() {
     let (stream, host, memory, freed) = (rig.stream(), Host::new(4, 0), rig.memory(4), rig.memory(4));
     rig.upload(stream, &host, freed);
     rig.driver.free(freed).unwrap();
-    assert_eq!(class(rig.upload_blocking(stream, &host, memory)), ErrorClass::Sticky);
+    assert_eq!(class(rig.upload_blocking(stream, &host, memory)), ErrorClass::DeviceLost);
 }
 
 #[test]

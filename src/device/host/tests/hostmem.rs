@@ -130,8 +130,8 @@ fn a_dead_device_gives_host_memory_back() {
     let (rig, page) = (Rig::stepped(), page());
     let base = rig.driver.allocate_host(page, HostKind::Managed).unwrap();
     rig.node.kill(0);
-    assert!(rig.driver.allocate_host(page, HostKind::Managed).unwrap_err().is_sticky());
-    assert!(rig.driver.device_address(base).unwrap_err().is_sticky());
+    assert!(rig.driver.allocate_host(page, HostKind::Managed).unwrap_err().is_device_lost());
+    assert!(rig.driver.device_address(base).unwrap_err().is_device_lost());
     // SAFETY: allocated once, freed once.
     unsafe { rig.driver.free_host(base, page, HostKind::Managed).unwrap() };
     assert_eq!(rig.node.live(0), HostUsage::default());

@@ -265,8 +265,8 @@ fn ranges_are_checked_when_submitted() {
 fn memory_runs_out_and_comes_back() {
     let rig = Rig::new(HostConfig::new().memory(1000).stepped(1));
     assert_eq!(class(rig.driver.allocate(0)), ErrorClass::Argument);
-    assert_eq!(class(rig.driver.allocate(1001)), ErrorClass::Moment);
-    assert_eq!(class(rig.driver.allocate(usize::MAX)), ErrorClass::Moment);
+    assert_eq!(class(rig.driver.allocate(1001)), ErrorClass::Transient);
+    assert_eq!(class(rig.driver.allocate(usize::MAX)), ErrorClass::Transient);
     let a = rig.memory(600);
     let refused = text(rig.driver.allocate(401));
     assert!(refused.contains("401 bytes wanted, 400 of 1000 left"), "{refused}");
@@ -283,8 +283,8 @@ fn memory_runs_out_and_comes_back() {
 #[test]
 fn memory_that_the_system_does_not_have_is_refused() {
     let rig = Rig::new(HostConfig::new().memory(usize::MAX).stepped(1));
-    assert_eq!(class(rig.driver.allocate(usize::MAX / 4)), ErrorClass::Moment);
-    assert_eq!(class(rig.driver.allocate(usize::MAX)), ErrorClass::Moment);
+    assert_eq!(class(rig.driver.allocate(usize::MAX / 4)), ErrorClass::Transient);
+    assert_eq!(class(rig.driver.allocate(usize::MAX)), ErrorClass::Transient);
     rig.close(&[], &[], &[]);
 }
 

@@ -57,7 +57,7 @@ fn using_it_before_its_turn_kills_the_device() {
     rig.upload(other, &source, memory);
     assert!(rig.node.step_stream(0, 1));
     let error = rig.driver.create_event().unwrap_err();
-    assert!(error.is_sticky() && error.to_string().contains("not yet"), "{error}");
+    assert!(error.is_device_lost() && error.to_string().contains("not yet"), "{error}");
 }
 
 /// Called through the trait object.

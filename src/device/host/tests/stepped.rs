@@ -158,11 +158,11 @@ fn a_blocking_copy_that_cannot_run_lets_go() {
     rig.record(event, a);
     rig.driver.wait_event(b, event).unwrap();
     assert!(rig.node.hang_stream(0, 0));
-    assert_eq!(class(rig.download_blocking(b, memory, &target)), ErrorClass::Moment);
+    assert_eq!(class(rig.download_blocking(b, memory, &target)), ErrorClass::Transient);
     assert_eq!(rig.node.queued(0), 3, "all but the copy itself");
     assert!(rig.node.resume_stream(0, 0));
     rig.node.hang(0);
-    assert_eq!(class(rig.download_blocking(b, memory, &target)), ErrorClass::Moment);
+    assert_eq!(class(rig.download_blocking(b, memory, &target)), ErrorClass::Transient);
     assert!(!rig.node.step());
     rig.node.resume(0);
     rig.drain();

@@ -92,14 +92,14 @@ fn a_killed_device_releases_who_waits() {
             eventually(|| rig.node.queued(0) >= 4);
             assert!(!waits.is_finished());
             rig.node.kill(0);
-            assert_eq!(class(waits.join().unwrap()), ErrorClass::Sticky);
+            assert_eq!(class(waits.join().unwrap()), ErrorClass::DeviceLost);
         });
         assert!(target.all(1));
-        assert_eq!(class(rig.driver.query(event)), ErrorClass::Sticky);
+        assert_eq!(class(rig.driver.query(event)), ErrorClass::DeviceLost);
         for stream in [stream, other] {
-            assert_eq!(class(rig.driver.destroy_stream(stream)), ErrorClass::Sticky);
+            assert_eq!(class(rig.driver.destroy_stream(stream)), ErrorClass::DeviceLost);
         }
-        assert_eq!(class(rig.driver.destroy_event(event)), ErrorClass::Sticky);
+        assert_eq!(class(rig.driver.destroy_event(event)), ErrorClass::DeviceLost);
         rig.close(&[], &[], &[memory]);
     }
 }
@@ -117,9 +117,9 @@ fn nothing_is_written_once_a_device_is_known_to_be_dead() {
         thread::sleep(Duration::from_micros(100 * round));
         // Found out by a call on another thread than the one that kills it.
         thread::scope(|scope| {
-            scope.spawn(
-                || while rig.driver.query(EventHandle(0)).unwrap_err().class() != ErrorClass::Sticky {},
-            );
+            scope.spawn(|| {
+                while rig.driver.query(EventHandle(0)).unwrap_err().class() != ErrorClass::DeviceLost {}
+            });
             rig.node.kill(0);
         });
         // Writing now is no race (the thread sanitizer would tell), and stays.
@@ -181,7 +181,7 @@ fn a_copy_after_the_free_of_its_memory_kills_the_device() {
     rig.upload(stream, &host, freed);
     rig.driver.free(freed).unwrap();
     rig.node.resume(0);
-    eventually(|| rig.driver.create_event().is_err_and(|error| error.is_sticky()));
+    eventually(|| rig.driver.create_event().is_err_and(|error| error.is_device_lost()));
 }
 
 #[test]
@@ -304,7 +304,7 @@ fn dying_amid_calls_loses_nobody() {
                         result.and(rig.driver.destroy_stream(stream))
                     });
                 }
-                if class(last) == ErrorClass::Sticky {
+                if class(last) == ErrorClass::DeviceLost {
                     lost.fetch_add(1, Ordering::Relaxed);
                     target.set(5);
                     thread::yield_now();

@@ -71,7 +71,7 @@ fn locked(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
     if after {
         let _ = body(world);
     }
-    if is_sticky(code) {
+    if is_device_lost(code) {
         let device = world.device_of(CURRENT.get()).unwrap_or(0);
         world.kill(device, code);
     }

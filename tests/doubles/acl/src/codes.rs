@@ -27,8 +27,8 @@ pub const DRIVER_INTERNAL: u32 = 507_899;
 pub const ALREADY_REGISTERED: u32 = 507_910;
 pub const NOT_REGISTERED: u32 = 507_911;
 
-/// Codes after which a device is of no use any more: lost heartbeat; timeouts and exceptions of its cores; memory errors;
-/// its channel closed.
-pub fn is_sticky(code: u32) -> bool {
+/// Codes after which a device is of no use any more: lost heartbeat; timeouts and exceptions of its cores; memory
+/// errors; its channel closed.
+pub fn is_device_lost(code: u32) -> bool {
     matches!(code, 507_010 | 507_014..=507_018 | 507_034..=507_036 | 507_042..=507_045 | 507_053..=507_057 | 507_901)
 }

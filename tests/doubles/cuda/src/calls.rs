@@ -44,7 +44,7 @@ fn locked(name: &'static str, body: impl FnOnce(&mut World) -> Outcome) -> u32 {
     if after {
         let _ = body(world);
     }
-    if is_sticky(code) {
+    if is_device_lost(code) {
         let current = STACK.with_borrow(|stack| stack.last().copied());
         if let Some(context) = current.or_else(|| world.contexts.keys().next().copied()) {
             world.kill(context, code);
@@ -67,7 +67,8 @@ pub unsafe fn write<T>(world: &mut World, name: &str, to: *mut T, value: T) -> O
     Ok(())
 }
 
-// --- opening -----------------------------------------------------------------------------------------------------------
+// --- opening
+// -----------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
 extern "C" fn cuInit(flags: c_uint) -> u32 {
@@ -176,7 +177,8 @@ unsafe extern "C" fn cuGetErrorString(code: u32, text: *mut *const c_char) -> u3
     unsafe { cuGetErrorName(code, text) }
 }
 
-// --- contexts ----------------------------------------------------------------------------------------------------------
+// --- contexts
+// ----------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) -> u32 {
@@ -250,7 +252,8 @@ unsafe extern "C" fn cuCtxPopCurrent_v2(context: *mut *mut c_void) -> u32 {
     })
 }
 
-// --- memory ------------------------------------------------------------------------------------------------------------
+// --- memory
+// ------------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemHostRegister_v2(start: *mut c_void, len: usize, flags: c_uint) -> u32 {
@@ -332,7 +335,8 @@ extern "C" fn cuMemcpyDtoDAsync_v2(dst: u64, src: u64, len: usize, stream: *mut 
     copy("cuMemcpyDtoDAsync_v2", Place::Device(src), Place::Device(dst), len, stream)
 }
 
-// --- streams -----------------------------------------------------------------------------------------------------------
+// --- streams
+// -----------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuStreamCreate(stream: *mut *mut c_void, flags: c_uint) -> u32 {
@@ -435,7 +439,8 @@ unsafe extern "C" fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) -> u32
     })
 }
 
-// --- events ------------------------------------------------------------------------------------------------------------
+// --- events
+// ------------------------------------------------------------------------------------------------------------
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuEventCreate(event: *mut *mut c_void, _flags: c_uint) -> u32 {

@@ -28,7 +28,7 @@ pub const CAPTURED_EVENT: u32 = 907;
 pub const CAPTURE_WRONG_THREAD: u32 = 908;
 
 /// Codes after which a context is of no use any more.
-pub fn is_sticky(code: u32) -> bool {
+pub fn is_device_lost(code: u32) -> bool {
     matches!(code, 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810)
 }
 
