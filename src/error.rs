@@ -494,7 +494,7 @@ impl From<Error> for std::io::Error {
 /// timeout the handle.)
 ///
 /// With `buffer: None` the driver was called and its answer leaves open whether the device still uses the buffer:
-/// the segment goes back to the pool by itself once a later mark on that stream is seen complete.
+/// the segment goes back to the pool by itself once a later event on that stream is seen complete.
 pub struct SubmitError<B> {
     /// What went wrong.
     pub error: Error,

@@ -1,34 +1,35 @@
 //! Foreign code: what this crate calls and did not write.
 //!
-//! A pool is embedded, so its calls run code of others: `tracing` subscribers and `metrics` recorders, wakers, the drop of
-//! values that were lent or registered, sources and sinks, callbacks. Any of it may panic (with a payload whose drop panics,
-//! too), block, or call back into the pool. No invariant of the crate rests on it.
+//! A pool is embedded, so its calls run code of others: `tracing` subscribers and `metrics` recorders, wakers, the drop
+//! of values that were lent or registered, sources and sinks, callbacks. Any of it may panic (with a payload whose drop
+//! panics, too), block, or call back into the pool. No invariant of the crate rests on it.
 //!
 //! # The rule
 //!
-//! 1. Foreign code runs under no lock of the crate, nor between the driver's acceptance of work and the timeline's entry
-//!    for it, nor on a thread that has lent borrowed memory to a device.
+//! 1. Foreign code runs under no lock of the crate, nor between the driver's acceptance of work and the timeline's
+//!    entry for it, nor on a thread that has lent borrowed memory to a device.
 //! 2. Each call of it goes through this module, which catches a panic, disposes of the payload, says what follows, and
-//!    returns to its caller. So foreign code never unwinds through a frame of the crate, but for what a caller gives a call for
-//!    its own duration, on its own thread: a reader, a writer, a closure. Such a call puts its state in order by its drops.
+//!    returns to its caller. So foreign code never unwinds through a frame of the crate, but for what a caller gives a
+//!    call for its own duration, on its own thread: a reader, a writer, a closure. Such a call puts its state in order
+//!    by its drops.
 //! 3. The crate's own threads go on after a panic that reaches the top of their loop.
 //!
 //! # How the rule is kept
 //!
-//! - A [`Deferral`] marks a section in which foreign code must not run. Each guard of a lock (`locks`) has one, so has each
-//!   submission of a timeline, and so has each blocking copy of borrowed memory. A thread's deferrals nest.
-//! - Events, wakes and drops that come up in such a section are kept by the thread, and run when its last deferral ends: after
-//!   the unlock, the entry, the return of the borrow. Wakes come first, then the others in order.
-//! - What returns a value to the crate (a source's bytes, a recorder's handle) cannot be put off. [`call`] asserts in debug
-//!   builds that no deferral is active.
-//! - Wakes are made by a loop: a wake that comes up while this thread wakes waits for its turn. So a waker that polls its
-//!   task at once, which wakes another, takes no stack for each of them. Events take turns in the same way. But a wake waits
-//!   for no event and for no drop: a subscriber may run tasks of its own until they are done.
+//! - A [`Deferral`] marks a section in which foreign code must not run. Each guard of a lock (`locks`) has one, so has
+//!   each submission of a timeline, and so has each blocking copy of borrowed memory. A thread's deferrals nest.
+//! - Events, wakes and drops that come up in such a section are kept by the thread, and run when its last deferral
+//!   ends: after the unlock, the entry, the return of the borrow. Wakes come first, then the others in order.
+//! - What returns a value to the crate (a source's bytes, a recorder's handle) cannot be put off. [`call`] asserts in
+//!   debug builds that no deferral is active.
+//! - Wakes are made by a loop: a wake that comes up while this thread wakes waits for its turn. So a waker that polls
+//!   its task at once, which wakes another, takes no stack for each of them. Events take turns in the same way. But a
+//!   wake waits for no event and for no drop: a subscriber may run tasks of its own until they are done.
 //! - [`Owned`] holds a value of the caller's. Its drop goes through this module wherever the value is dropped.
 //! - The macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) are denied by clippy
-//!   (`clippy.toml`) in the library but here, and so are locks without a deferral, but in `locks`. Two macros that this module's
-//!   own expand to, `tracing::event!` and `tracing::span!`, are looked for by a test. The helpers of `copy::queue` catch a panic
-//!   of the crate's own work, and pass it on to the caller that shares the work.
+//!   (`clippy.toml`) in the library but here, and so are locks without a deferral, but in `locks`. Two macros that this
+//!   module's own expand to, `tracing::event!` and `tracing::span!`, are looked for by a test. The helpers of
+//!   `copy::queue` catch a panic of the crate's own work, and pass it on to the caller that shares the work.
 //!
 //! Unparking a thread is the standard library's code, and is not deferred.
 //!
@@ -104,8 +105,8 @@ struct State {
     waking: Cell<bool>,
     /// Whether it does anything else that can be put off there.
     running: Cell<bool>,
-    /// Each in order. Never dropped, so that the thread's last destructors can still reach them; empty whenever no deferral is
-    /// active and nothing runs.
+    /// Each in order. Never dropped, so that the thread's last destructors can still reach them; empty whenever no
+    /// deferral is active and nothing runs.
     wakes: Queue<Waking>,
     later: Queue<Work>,
 }
@@ -173,8 +174,8 @@ impl Drop for Deferral {
     }
 }
 
-/// Runs `inside` as if the innermost deferral had ended, and starts that again afterwards: for a lock that is given up for a
-/// moment. What was put off runs first, if no other deferral is active.
+/// Runs `inside` as if the innermost deferral had ended, and starts that again afterwards: for a lock that is given up
+/// for a moment. What was put off runs first, if no other deferral is active.
 pub(crate) fn lifted<R>(inside: impl FnOnce() -> R) -> R {
     struct Again;
     impl Drop for Again {
@@ -261,7 +262,8 @@ fn later(work: Work) {
     });
 }
 
-// --- calls ---------------------------------------------------------------------------------------------------------------
+// --- calls
+// ---------------------------------------------------------------------------------------------------------------
 
 /// Catches a panic of `run`. The payload is dropped here, where its own drop may panic.
 fn guard<R>(run: impl FnOnce() -> R) -> Option<R> {
@@ -286,8 +288,8 @@ pub(crate) fn call<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option
     result
 }
 
-/// Runs code of the crate's own at the top of one of its threads, or where it must not unwind. It may use deferrals as it
-/// likes, and none of its own are active when it has panicked.
+/// Runs code of the crate's own at the top of one of its threads, or where it must not unwind. It may use deferrals as
+/// it likes, and none of its own are active when it has panicked.
 pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
     let result = guard(run);
     if result.is_none() {
@@ -347,8 +349,8 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
     _ = call(DROP_PANICKED, || drop(value));
 }
 
-/// Runs a job of the crate's that may call foreign code and that nothing waits for: now, or where this thread puts such code off,
-/// later.
+/// Runs a job of the crate's that may call foreign code and that nothing waits for: now, or where this thread puts such
+/// code off, later.
 pub(crate) fn when_allowed(job: Box<dyn FnOnce() + Send>) {
     if may_call() { job() } else { later(Work::Job(job)) }
 }
@@ -357,7 +359,7 @@ pub(crate) fn when_allowed(job: Box<dyn FnOnce() + Send>) {
 pub(crate) struct Owned<T: Send + 'static>(ManuallyDrop<T>);
 
 /// What keeps alive what others made: a context, a stream.
-pub(crate) type Keeper = Owned<Box<dyn Any + Send + Sync>>;
+pub(crate) type KeepAlive = Owned<Box<dyn Any + Send + Sync>>;
 
 impl<T: Send + 'static> Owned<T> {
     pub(crate) fn new(value: T) -> Self {
@@ -403,7 +405,8 @@ impl<T: Send + 'static> fmt::Debug for Owned<T> {
     }
 }
 
-// --- events and spans ----------------------------------------------------------------------------------------------------
+// --- events and spans
+// ----------------------------------------------------------------------------------------------------
 
 /// Whether events of a level may have a listener. Asks no subscriber.
 #[inline]
@@ -461,8 +464,8 @@ impl<T: fmt::Display> Field for DisplayValue<T> {
     }
 }
 
-/// `event!(LEVEL, target: "…", field = value, field = %display, field = ?debug, %field, field, "message")`: as `tracing`'s
-/// own macro of that name. The fields' values are taken at once, the subscriber hears of them when it may.
+/// `event!(LEVEL, target: "…", field = value, field = %display, field = ?debug, %field, field, "message")`: as
+/// `tracing`'s own macro of that name. The fields' values are taken at once, the subscriber hears of them when it may.
 macro_rules! event {
     (@ $level:ident $target:literal [$($kept:tt)*] % $name:ident, $($rest:tt)+) => {
         $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display($name.to_string()))] $($rest)+)
@@ -498,8 +501,8 @@ macro_rules! warning { ($($event:tt)+) => { $crate::foreign::event!(WARN, $($eve
 macro_rules! info { ($($event:tt)+) => { $crate::foreign::event!(INFO, $($event)+) } }
 macro_rules! debug { ($($event:tt)+) => { $crate::foreign::event!(DEBUG, $($event)+) } }
 
-/// `span!(LEVEL, target: "…", "name", field = value)`, with `parent: &span,` behind the target if it is to have one: makes a
-/// [`Span`], at once.
+/// `span!(LEVEL, target: "…", "name", field = value)`, with `parent: &span,` behind the target if it is to have one:
+/// makes a [`Span`], at once.
 macro_rules! span {
     ($level:ident, target: $target:literal, parent: $parent:expr, $($rest:tt)+) => {
         $crate::foreign::Span::make(tracing::Level::$level, || {

@@ -16,7 +16,7 @@ use crate::device::holds::Tenant;
 use crate::device::host::HostNode;
 use crate::device::memory::{DeviceBuffer, DeviceSlice};
 #[cfg(any(feature = "acl", feature = "cuda"))]
-use crate::device::{Adopted, ending::Keeper};
+use crate::device::{Adopted, ending::KeepAlive};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
 use crate::stream::Stream;
@@ -26,23 +26,24 @@ pub use closing::{CloseError, HeldBy};
 
 /// A device: the thing on the other side of a copy.
 ///
-/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`; `cuda` is `cuda:0`), `acl:N` (an Ascend NPU, feature `acl`),
-/// `host` or `host:N` (a device without any accelerator, see [`crate::host`]), `auto` (the first GPU that can be opened, else
-/// the first NPU, else `host:0`; the log says what was skipped and why). A server that needs an accelerator names it, since
-/// `auto` goes on without one.
+/// Opened by name: `cuda:N` (an NVIDIA GPU, feature `cuda`; `cuda` is `cuda:0`), `acl:N` (an Ascend NPU, feature
+/// `acl`), `host` or `host:N` (a device without any accelerator, see [`crate::host`]), `auto` (the first GPU that can
+/// be opened, else the first NPU, else `host:0`; the log says what was skipped and why). A server that needs an
+/// accelerator names it, since `auto` goes on without one.
 ///
 /// CUDA's library is loaded when a GPU is opened for the first time: `libcuda.so.1`, or what the environment variable
-/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; with the
-/// feature `cuda` a server's own contexts and streams can be adopted (module `cuda`). The module `acl` says the same for
-/// Ascend.
+/// `PINPOOL_LIBCUDA` names. The pool works in the GPU's primary context, like the runtime API and the frameworks; with
+/// the feature `cuda` a server's own contexts and streams can be adopted (module `cuda`). The module `acl` says the
+/// same for Ascend.
 ///
-/// In the child of a fork nothing of this crate can be used if the fork came after the process had begun to open a device (any
-/// device, by whatever call, a [`HostNode`] included): every call that could block, take memory or reach a driver answers
-/// [`Error::Forked`] at once, opening a device among them, and dropping what was inherited does nothing. So a server that
-/// forks its workers opens devices in these, or starts them as programs by `std::process::Command`, which is not affected.
+/// In the child of a fork nothing of this crate can be used if the fork came after the process had begun to open a
+/// device (any device, by whatever call, a [`HostNode`] included): every call that could block, take memory or reach a
+/// driver answers [`Error::Forked`] at once, opening a device among them, and dropping what was inherited does nothing.
+/// So a server that forks its workers opens devices in these, or starts them as programs by `std::process::Command`,
+/// which is not affected.
 ///
-/// Cloning gives another handle to the same device, and so does opening it again while it is open. It is let go of when the
-/// last handle is gone, and all that came from it; [`Device::close`] waits for that.
+/// Cloning gives another handle to the same device, and so does opening it again while it is open. It is let go of when
+/// the last handle is gone, and all that came from it; [`Device::close`] waits for that.
 #[derive(Clone)]
 pub struct Device(Arc<Inner>);
 
@@ -65,8 +66,8 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] for a name that no device has, [`Error::Unavailable`] for one that cannot be used here;
-    /// [`Error::Forked`] in the child of a process that had opened one before the fork; what the driver says where it has no
-    /// context to give.
+    /// [`Error::Forked`] in the child of a process that had opened one before the fork; what the driver says where it
+    /// has no context to give.
     pub fn open(name: &str) -> Result<Self> {
         if !cfg!(target_os = "linux") {
             return Err(Error::Unsupported("pinpool needs Linux".into()));
@@ -97,20 +98,21 @@ impl Device {
 
     /// The device of a context that others made.
     #[cfg(any(feature = "acl", feature = "cuda"))]
-    pub(crate) fn adopted(context: Adopted, keeper: Option<Keeper>) -> Result<Self> {
+    pub(crate) fn adopted(context: Adopted, keep_alive: Option<KeepAlive>) -> Result<Self> {
         match context {
             Adopted::Default(name) => Self::open(&name),
             Adopted::Other { key, driver } => {
                 let device = Self::known(key, driver)?;
-                if let Some(keeper) = keeper {
-                    device.context().driver().keep(keeper);
+                if let Some(keep_alive) = keep_alive {
+                    device.context().driver().keep(keep_alive);
                 }
                 Ok(device)
             }
         }
     }
 
-    /// A device of a host node made by hand, for tests. (Those of two nodes have the same names, and so the same metrics.)
+    /// A device of a host node made by hand, for tests. (Those of two nodes have the same names, and so the same
+    /// metrics.)
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] for an ordinal that the node does not have; [`Error::Forked`].
@@ -156,16 +158,16 @@ impl Device {
         self.0.context.name()
     }
 
-    /// The host's NUMA node that the device hangs on, as its driver or the system knows it; pools take their memory from
-    /// there. `None`: nobody says, or the device is the host.
+    /// The host's NUMA node that the device hangs on, as its driver or the system knows it; pools take their memory
+    /// from there. `None`: nobody says, or the device is the host.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
         self.context().driver().numa_node()
     }
 
-    /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`: domain, bus, device, function), which is its
-    /// name under `/sys/bus/pci/devices`. On CUDA from `cuDeviceGetPCIBusId`. `None`: it has none, or nobody says, as
-    /// in the child of a fork.
+    /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`: domain, bus, device, function), which is
+    /// its name under `/sys/bus/pci/devices`. On CUDA from `cuDeviceGetPCIBusId`. `None`: it has none, or nobody says,
+    /// as in the child of a fork.
     #[must_use]
     pub fn pci_address(&self) -> Option<String> {
         crate::os::check_fork().ok()?;
@@ -236,7 +238,7 @@ impl Device {
     /// anything landed.
     pub fn reap(&self) -> bool {
         // In the child of a fork the locks may be anyone's.
-        !crate::os::forked() && self.listing().pass()
+        !crate::os::forked() && self.listing().advance()
     }
 
     /// The error that the device was lost with, if it was.

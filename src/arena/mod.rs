@@ -31,7 +31,7 @@
 #![allow(unsafe_code)]
 
 mod check;
-mod outlook;
+mod feasibility;
 mod pages;
 #[cfg(all(test, not(loom)))]
 mod tests;

@@ -131,11 +131,11 @@ fn what_could_be_gathered_is_known() {
     let class = Class::of(5000).unwrap();
     let cached = |n: usize| move |c: Class| if c == class { n } else { 0 };
     let pages = |n: usize| Placement::of(n * PAGE - 32, 4096).unwrap();
-    assert!(arena.could_gather(pages(34), cached(3)), "behind the large one");
-    assert!(!arena.could_gather(pages(35), cached(3)), "it is in the way");
-    assert!(arena.could_gather(pages(32), cached(2)), "the last may be the first of the run");
-    assert!(!arena.could_gather(pages(33), cached(2)), "and two pages are its own");
-    assert!(arena.could_gather(Placement::Class(class), cached(1)));
+    assert!(arena.could_reclaim(pages(34), cached(3)), "behind the large one");
+    assert!(!arena.could_reclaim(pages(35), cached(3)), "it is in the way");
+    assert!(arena.could_reclaim(pages(32), cached(2)), "the last may be the first of the run");
+    assert!(!arena.could_reclaim(pages(33), cached(2)), "and two pages are its own");
+    assert!(arena.could_reclaim(Placement::Class(class), cached(1)));
     small.into_iter().chain([large]).for_each(|descriptor| give(&mut arena, descriptor));
 }
 
@@ -186,7 +186,7 @@ proptest! {
             let back = |i: usize, descriptor| cached >> (i % 64) & 1 == 1 && class(descriptor).is_some();
             let back: Vec<_> = held.iter().enumerate().filter(|(i, s)| back(*i, s)).map(|(_, s)| *s).collect();
             let count = |c: Class| back.iter().filter(|s| class(s) == Some(c)).count();
-            let possible = arena.could_gather(placement, count);
+            let possible = arena.could_reclaim(placement, count);
             back.iter().for_each(|descriptor| give(&mut arena, *descriptor));
             prop_assert!(possible || take_any(&mut arena).is_none());
         }

@@ -61,17 +61,17 @@ impl<B: Lend> InFlight<B> {
             return place.line.precede(&place.range, stream);
         }
         self.tickets.all().iter().try_for_each(|ticket| {
-            if ticket.timeline.is_complete(ticket.tick)? {
+            if ticket.timeline.is_complete(ticket.seq)? {
                 return Ok(());
             }
             stream.follow(&ticket.timeline)
         })
     }
 
-    /// The driver call has returned, and this is the tick.
-    pub(crate) fn submitted(&mut self, tick: u64) {
+    /// The driver call has returned, and this is the sequence number.
+    pub(crate) fn submitted(&mut self, seq: u64) {
         if let Tickets::One(ticket) = &mut self.tickets {
-            ticket.tick = tick;
+            ticket.seq = seq;
         }
     }
 
@@ -96,7 +96,7 @@ impl<B: Lend> InFlight<B> {
             return place.poll_done();
         }
         for ticket in self.tickets.all() {
-            if !ticket.timeline.poll_complete(ticket.tick)? {
+            if !ticket.timeline.poll_complete(ticket.seq)? {
                 return Ok(false);
             }
         }
@@ -119,14 +119,15 @@ impl<B: Lend> InFlight<B> {
         if let Tickets::Queued(place) = &self.tickets {
             return place.wait(deadline);
         }
-        self.tickets.all().iter().try_for_each(|t| t.timeline.wait(t.tick, deadline))
+        self.tickets.all().iter().try_for_each(|t| t.timeline.wait(t.seq, deadline))
     }
 
     /// Waits until the device is done and gives the buffer back, host-ready.
     ///
     /// # Errors
-    /// What the stream was lost with. [`Error::Capturing`] where that cannot be known before a capture of the stream ends;
-    /// the buffer then returns by itself. (On a stepped device also [`Error::Timeout`], where nothing can move any more.)
+    /// What the stream was lost with. [`Error::Capturing`] where that cannot be known before a capture of the stream
+    /// ends; the buffer then returns by itself. (On a stepped device also [`Error::Timeout`], where nothing can move
+    /// any more.)
     pub fn wait(mut self) -> Result<B> {
         self.wait_all(None)?;
         self.finish()
@@ -168,7 +169,7 @@ impl<B: Lend> Future for InFlight<B> {
         }
         // One at a time: the waker is left with the first that is not done, and the others wait their turn.
         while let Some(ticket) = this.tickets.all().get(this.waker.0) {
-            match ticket.timeline.wake_later(ticket.tick, &mut this.waker.1, cx.waker()) {
+            match ticket.timeline.wake_later(ticket.seq, &mut this.waker.1, cx.waker()) {
                 Ok(true) => this.waker.0 += 1,
                 Ok(false) => return Poll::Pending,
                 Err(error) => {
@@ -200,7 +201,7 @@ impl<B: Lend> Drop for InFlight<B> {
 
 impl<B: Lend> std::fmt::Debug for InFlight<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let ticks: Vec<u64> = self.tickets.all().iter().map(|t| t.tick).collect();
-        f.debug_struct("InFlight").field("ticks", &ticks).finish_non_exhaustive()
+        let seqs: Vec<u64> = self.tickets.all().iter().map(|t| t.seq).collect();
+        f.debug_struct("InFlight").field("sequence numbers", &seqs).finish_non_exhaustive()
     }
 }

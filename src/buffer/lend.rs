@@ -7,7 +7,7 @@ use crate::device::context::Context as DeviceContext;
 use crate::error::{Error, Result};
 use crate::freelist::state;
 use crate::sealed::Key;
-use crate::stream::timeline::{Gone, Joint, Keep, Lent};
+use crate::stream::timeline::{Joint, Quarantined, Resource, Retain};
 
 /// What can be lent to a device and comes back when it is done: [`PinnedBuf`] and [`Registered`](crate::Registered), an
 /// `Arc` of either for one buffer that feeds several copies, and `()` where no buffer of ours is involved, as in a copy
@@ -24,13 +24,13 @@ impl Lend for Arc<PinnedBuf> {}
 impl Lend for () {}
 
 pub(crate) mod sealed {
-    use super::{DeviceContext, Error, Key, Lent, Result};
+    use super::{DeviceContext, Error, Key, Resource, Result};
 
     pub trait Lend: Sized + Send + Sync + Unpin {
         /// What goes on the timeline.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn lend(&self, _: Key) -> Lent;
+        fn lend(&self, _: Key) -> Resource;
         /// The device is done: back to the owner. `written`: bytes that it wrote. Of what the timeline has a share of
         /// its own nothing is to be done, here and below.
         #[doc(hidden)]
@@ -59,13 +59,13 @@ pub(crate) mod sealed {
 impl sealed::Lend for PinnedBuf {
     #[inline]
     #[allow(private_interfaces)]
-    fn lend(&self, _: Key) -> Lent {
-        Lent::Segment(self.segment.alias())
+    fn lend(&self, _: Key) -> Resource {
+        Resource::Segment(self.segment.alias())
     }
 
     fn finish(mut self, written: Option<usize>, _: Key) -> Result<Self> {
         let descriptor = self.segment.descriptor();
-        if descriptor.word().state() == state::LANDED {
+        if descriptor.word().state() == state::COMPLETED {
             descriptor.set(state::HOST);
             self.len = written.unwrap_or(self.len);
             return Ok(self);
@@ -87,9 +87,9 @@ impl sealed::Lend for PinnedBuf {
             _ => Err(word),
         };
         // The timeline was faster: the device is done, and the segment waited for us.
-        if detached.is_err_and(|found| found.state() == state::LANDED) {
+        if detached.is_err_and(|found| found.state() == state::COMPLETED) {
             descriptor.set(state::HOST);
-            // SAFETY: landed, so every mark that covers it was seen complete; the handle owned it and is gone.
+            // SAFETY: completed, so every event that covers it was seen complete; the handle owned it and is gone.
             unsafe { segment.release() };
         }
     }
@@ -113,8 +113,8 @@ impl sealed::Lend for PinnedBuf {
 
 impl sealed::Lend for Arc<PinnedBuf> {
     #[allow(private_interfaces)]
-    fn lend(&self, _: Key) -> Lent {
-        Lent::Object(Box::new(SharedBuf(self.clone())))
+    fn lend(&self, _: Key) -> Resource {
+        Resource::Object(Box::new(SharedBuf(self.clone())))
     }
     fn bytes(&self, _: Key) -> &[u8] {
         self
@@ -127,8 +127,8 @@ impl sealed::Lend for Arc<PinnedBuf> {
 
 impl sealed::Lend for () {
     #[allow(private_interfaces)]
-    fn lend(&self, _: Key) -> Lent {
-        Lent::Object(Box::new(()))
+    fn lend(&self, _: Key) -> Resource {
+        Resource::Object(Box::new(()))
     }
     fn bytes(&self, _: Key) -> &[u8] {
         &[]
@@ -142,12 +142,12 @@ impl sealed::Lend for () {
 #[derive(Debug)]
 struct SharedBuf(Arc<PinnedBuf>);
 
-impl Keep for SharedBuf {
+impl Retain for SharedBuf {
     fn descriptor(&self) -> Option<usize> {
         Some(std::ptr::from_ref(self.0.segment.descriptor()).addr())
     }
 
-    fn quarantine(self: Box<Self>) -> Gone {
+    fn quarantine(self: Box<Self>) -> Quarantined {
         let segment = self.0.segment.alias();
         let word = segment.descriptor().word();
         // Leaked, so the segment is never returned; whoever still has the Arc may go on reading. The first to lose it
@@ -155,7 +155,7 @@ impl Keep for SharedBuf {
         std::mem::forget(self);
         let first = word.state() == state::HOST
             && segment.descriptor().compare_exchange(word, state::QUARANTINED).is_ok();
-        if first { Gone::one(segment) } else { Gone::default() }
+        if first { Quarantined::one(segment) } else { Quarantined::default() }
     }
 }
 

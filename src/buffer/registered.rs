@@ -1,15 +1,15 @@
 //! Values of the caller's whose bytes are copied from where they are: registered with a device, lent like a buffer, and
 //! unregistered when nobody uses them any more.
 //!
-//! The value and its registration are one object, counted: the [`Registered`] has it, and so does each entry on a timeline
-//! that a copy made. The last to let go of it has the worker unregister the bytes and drop the value, in this order; so no
-//! value goes while a device may read it, and nobody waits for a driver by dropping something. What cannot be
-//! unregistered is leaked.
+//! The value and its registration are one object, counted: the [`Registered`] has it, and so does each entry on a
+//! timeline that a copy made. The last to let go of it has the worker unregister the bytes and drop the value, in this
+//! order; so no value goes while a device may read it, and nobody waits for a driver by dropping something. What cannot
+//! be unregistered is leaked.
 //!
-//! Who has the [`Registered`] itself has nothing in flight: a copy takes it by value and gives it back when it is done. An
-//! `Arc` of one is lent as an `Arc`, which the timeline shares, so that it is not the owner's alone before the copy is done.
-//! Therefore the value may be read through a shared reference and written through an exclusive one, although the timeline
-//! may still have its share for a moment after that; it only ever drops it.
+//! Who has the [`Registered`] itself has nothing in flight: a copy takes it by value and gives it back when it is done.
+//! An `Arc` of one is lent as an `Arc`, which the timeline shares, so that it is not the owner's alone before the copy
+//! is done. Therefore the value may be read through a shared reference and written through an exclusive one, although
+//! the timeline may still have its share for a moment after that; it only ever drops it.
 
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -25,18 +25,18 @@ use crate::error::{Error, RegisterError, Result};
 use crate::foreign;
 use crate::runtime::Device;
 use crate::sealed::Key;
-use crate::stream::timeline::{Gone, Keep, Lent};
+use crate::stream::timeline::{Quarantined, Resource, Retain};
 
 /// A value whose bytes are page-locked where they are: a mapped file, shared memory, a vector. Made by
 /// [`Device::register`].
 ///
 /// It derefs to its bytes. Copies read them without staging, like those of a [`PinnedBuf`](crate::PinnedBuf):
-/// [`upload`](crate::Stream::upload) and [`hold`](crate::Stream::hold) take it by value, or an `Arc` of it for several at
-/// once; [`download`](crate::Stream::download) writes into one whose value can be written to. Any device of the family may
-/// use it, not only the one that registered it.
+/// [`upload`](crate::Stream::upload) and [`hold`](crate::Stream::hold) take it by value, or an `Arc` of it for several
+/// at once; [`download`](crate::Stream::download) writes into one whose value can be written to. Any device of the
+/// family may use it, not only the one that registered it.
 ///
-/// Dropped, it is unregistered and the value is dropped when the last copy that uses it has landed, on the device's worker
-/// thread; nobody waits. (The value's drop must not wait for a buffer of a pool: the pool grows on that very
+/// Dropped, it is unregistered and the value is dropped when the last copy that uses it is complete, on the device's
+/// worker thread; nobody waits. (The value's drop must not wait for a buffer of a pool: the pool grows on that very
 /// thread.) [`into_inner`](Self::into_inner) gives the value back.
 ///
 /// It is outside of every pool: it counts against no capacity, and is in
@@ -115,22 +115,22 @@ fn unregister(context: &DeviceContext, range: Range) -> Result<()> {
 }
 
 impl Device {
-    /// Page-locks a value's bytes where they are, so that copies from them (and to them, where it can be written to) need
-    /// no staging. Waits for the device's worker thread, as long as the system takes to lock them; one call for all of
-    /// them, since a copy may not cross from one registration into another. CUDA refuses a call for 512 GiB or more, and
-    /// Linux 6.11 to 6.13 for 2 GiB: register parts then.
+    /// Page-locks a value's bytes where they are, so that copies from them (and to them, where it can be written to)
+    /// need no staging. Waits for the device's worker thread, as long as the system takes to lock them; one call for
+    /// all of them, since a copy may not cross from one registration into another. CUDA refuses a call for 512 GiB or
+    /// more, and Linux 6.11 to 6.13 for 2 GiB: register parts then.
     ///
     /// The bytes may start anywhere. Their address and their contents stay as they are. What can be registered: a
-    /// `Vec<u8>`, a `Box<[u8]>`, an `Arc<[u8]>`, `memmap2`'s mappings (with that crate's feature `stable_deref_trait`), and
-    /// all else that derefs to bytes that stay where they are.
+    /// `Vec<u8>`, a `Box<[u8]>`, an `Arc<[u8]>`, `memmap2`'s mappings (with that crate's feature `stable_deref_trait`),
+    /// and all else that derefs to bytes that stay where they are.
     ///
     /// # Errors
     /// With the value as it was: [`Error::Empty`]; what the driver says, with the remedy. CUDA refuses bytes that are
-    /// registered already (712), memory of its own, and memory that cannot be written to or whose pages cannot be pinned
-    /// for writing: mappings opened for reading, and shared mappings of files on most disk file systems. These are for
-    /// [`register_read_only`](Self::register_read_only). Ascend registers whole pages of 4 KiB, once each: a value on a page
-    /// of another one is refused, and so is what cannot be written to, by either call; devices and drivers that register
-    /// nothing say so ([`Error::Unsupported`]).
+    /// registered already (712), memory of its own, and memory that cannot be written to or whose pages cannot be
+    /// pinned for writing: mappings opened for reading, and shared mappings of files on most disk file systems. These
+    /// are for [`register_read_only`](Self::register_read_only). Ascend registers whole pages of 4 KiB, once each: a
+    /// value on a page of another one is refused, and so is what cannot be written to, by either call; devices and
+    /// drivers that register nothing say so ([`Error::Unsupported`]).
     pub fn register<T>(&self, value: T) -> Result<Registered<T>, RegisterError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
@@ -139,8 +139,8 @@ impl Device {
     }
 
     /// The same for bytes that devices only read, and that may be mapped for reading only (CUDA:
-    /// `CU_MEMHOSTREGISTER_READ_ONLY`, where the device supports it; elsewhere the driver may refuse such mappings). Copies
-    /// from it are like any other; a download into it is refused.
+    /// `CU_MEMHOSTREGISTER_READ_ONLY`, where the device supports it; elsewhere the driver may refuse such mappings).
+    /// Copies from it are like any other; a download into it is refused.
     ///
     /// It is a call of its own, and not tried where `register` fails, so that what may be done with the result does not
     /// depend on the file system, the driver and the device.
@@ -179,8 +179,8 @@ impl Device {
         let maker = context.clone();
         let registered = context.worker().call(move || {
             let Range { base, len } = { range };
-            // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is dropped only when they
-            // were unregistered.
+            // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is dropped only when
+            // they were unregistered.
             maker.noting(unsafe { maker.driver().register(base, len, read_only) })
         });
         match registered {
@@ -223,8 +223,8 @@ impl<T: Send + Sync + 'static> Registered<T> {
     /// Where `device` sees the first byte. Raw, as for [`PinnedBuf::device_address`](crate::PinnedBuf::device_address).
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for a device of another family, [`Error::Unsupported`] for one that cannot map host memory,
-    /// [`Error::Forked`]; what the driver says.
+    /// [`Error::WrongDevice`] for a device of another family, [`Error::Unsupported`] for one that cannot map host
+    /// memory, [`Error::Forked`]; what the driver says.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let context = device.context();
         crate::os::check_fork()?;
@@ -291,7 +291,8 @@ where
     T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: by the invariant: we are borrowed exclusively, so nothing is in flight, and it is taken out with us only.
+        // SAFETY: by the invariant: we are borrowed exclusively, so nothing is in flight, and it is taken out with us
+        // only.
         let value: &mut Box<T> = unsafe { &mut (*self.0.value.get()).there };
         value
     }
@@ -318,11 +319,12 @@ impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
 /// A timeline's share of a value, or of an `Arc` of one.
 struct Share<S>(S);
 
-impl<S: Send> Keep for Share<S> {
-    fn quarantine(self: Box<Self>) -> Gone {
-        // Nobody can prove that the device is done with it: never unregistered, never dropped. No pool's, it counts for none.
+impl<S: Send> Retain for Share<S> {
+    fn quarantine(self: Box<Self>) -> Quarantined {
+        // Nobody can prove that the device is done with it: never unregistered, never dropped. No pool's, it counts for
+        // none.
         std::mem::forget(self);
-        Gone::default()
+        Quarantined::default()
     }
 }
 
@@ -340,8 +342,8 @@ where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
     #[allow(private_interfaces)]
-    fn lend(&self, _: Key) -> Lent {
-        Lent::Object(Box::new(Share(self.0.clone())))
+    fn lend(&self, _: Key) -> Resource {
+        Resource::Object(Box::new(Share(self.0.clone())))
     }
     fn bytes(&self, _: Key) -> &[u8] {
         self
@@ -357,8 +359,8 @@ where
     T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
     #[allow(private_interfaces)]
-    fn lend(&self, _: Key) -> Lent {
-        Lent::Object(Box::new(Share(self.clone())))
+    fn lend(&self, _: Key) -> Resource {
+        Resource::Object(Box::new(Share(self.clone())))
     }
     fn bytes(&self, _: Key) -> &[u8] {
         self

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::PinnedBuf;
 use crate::central::Segment;
 use crate::error::{Error, Result};
-use crate::stream::timeline::{Lent, Timeline};
+use crate::stream::timeline::{Resource, Timeline};
 
 /// A stream-ready buffer: a device may still use it, but only earlier on this very stream, so that later work on this
 /// stream may use it too. The CPU may not touch it.
@@ -57,16 +57,16 @@ impl StreamBuf {
     }
 
     /// What goes on the timeline, which must be this buffer's own. The buffer is not dropped any more.
-    pub(crate) fn into_lent(self) -> (Lent, Segment) {
+    pub(crate) fn into_resource(self) -> (Resource, Segment) {
         let this = ManuallyDrop::new(self);
         // SAFETY: read once; `this` is never dropped.
         let timeline = unsafe { std::ptr::read(&this.timeline) };
         drop(timeline);
-        let lent = match this.kind {
-            Ready::Fresh => Lent::Segment(this.segment.alias()),
-            Ready::Claimed(key) => Lent::Claimed(key),
+        let resource = match this.kind {
+            Ready::Fresh => Resource::Segment(this.segment.alias()),
+            Ready::Claimed(key) => Resource::Claimed(key),
         };
-        (lent, this.segment.alias())
+        (resource, this.segment.alias())
     }
 
     /// Waits until the earlier work is done and gives the buffer, host-ready and empty.
@@ -76,8 +76,8 @@ impl StreamBuf {
     pub fn wait(self) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
         if let Ready::Claimed(key) = self.kind {
-            if let Some(tick) = self.timeline.claimed_until(key) {
-                self.timeline.wait(tick, None)?;
+            if let Some(seq) = self.timeline.claimed_until(key) {
+                self.timeline.wait(seq, None)?;
             }
         }
         let this = ManuallyDrop::new(self);
@@ -88,7 +88,7 @@ impl StreamBuf {
             Ready::Claimed(key) => timeline.resolve_claim(key),
         };
         match segment {
-            // SAFETY: host-ready: fresh, or every mark that covers it was seen complete. Ours, and nothing is written.
+            // SAFETY: host-ready: fresh, or every event that covers it was seen complete. Ours, and nothing is written.
             Some(segment) => Ok(unsafe { PinnedBuf::new(segment, 0) }),
             None => Err(timeline.context().alive().err().unwrap_or(Error::Closed)),
         }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use stable_deref_trait::StableDeref;
 
-use super::waiting::stunted;
+use super::waiting::growth_failure;
 use super::{CentralPool, Core, Wake, Want, state, sum};
 use crate::error::{Error, RegisterError, Result};
 use crate::region::{Adoptee, RegionId, RegionInfo};
@@ -46,7 +46,7 @@ impl CentralPool {
     /// where it is in use stays there: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         let core = self.core.lock();
-        core.step > 0 && core.stunted.is_none() && core.room() >= least(wants)
+        core.step > 0 && core.growth_failure.is_none() && core.room() >= least(wants)
     }
 
     /// Has another region pinned for these wants, in place of idle ones where the capacity is used up. Whether one is
@@ -146,12 +146,14 @@ impl CentralPool {
         core.growing = core.growing.saturating_sub(missing);
         if let Some(error) = error {
             // Kept for those who have asked for this growth and have not joined the queue yet.
-            core.stunted = Some(error.clone());
+            core.growth_failure = Some(error.clone());
             core.stats.growth_failures += 1;
         }
         if core.growing == 0 {
             let mut queue = std::mem::take(&mut core.queue);
-            queue.fail(&mut wakes, |wants| stunted(&core, wants).or_else(|| self.hopeless(&core, wants)));
+            queue.fail(&mut wakes, |wants| {
+                growth_failure(&core, wants).or_else(|| self.hopeless(&core, wants))
+            });
             core.queue = queue;
             self.start_waiting(&mut core);
         }
@@ -190,7 +192,7 @@ impl CentralPool {
     /// Regions, their bytes and how many of these are free. Collects what is cached first.
     pub(crate) fn region_use(&self) -> Vec<(RegionId, usize, usize)> {
         let mut core = self.core.lock();
-        self.collect(&mut core);
+        self.reclaim_all(&mut core);
         core.arena.release_idle();
         core.arena.regions()
     }
@@ -203,7 +205,10 @@ impl Core {
     pub(super) fn grow_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
         let Some((wants, moved)) = self.queue.head() else { return false };
         // Tells most cases apart at once.
-        if self.step == 0 || self.stunted.is_some() || self.room() + self.arena.bytes().free < least(wants) {
+        if self.step == 0
+            || self.growth_failure.is_some()
+            || self.room() + self.arena.bytes().free < least(wants)
+        {
             return false;
         }
         let wants = wants.to_vec();
@@ -279,7 +284,7 @@ impl Core {
         let bytes = self.step.max(need).min(left);
         self.growing += bytes;
         self.stats.growths += 1;
-        self.stunted = None;
+        self.growth_failure = None;
         Some(Growth { going, bytes })
     }
 }

@@ -89,22 +89,22 @@ impl Store {
         if let Some(fresh) = self.central.hit(class, LEN) {
             return Some(self.out(fresh));
         }
-        match self.central.try_take(want, Reach::All) {
+        match self.central.try_take(want, ReclaimLevel::All) {
             Ok(Take::Got(fresh)) => Some(self.out(fresh)),
             Ok(Take::Empty) | Err(Error::Closed) => None,
             Err(error) => panic!("{error}"),
         }
     }
 
-    /// Everything back and the central pool closed, whoever did what: is all accounted for, and did the crowd leave
-    /// once?
+    /// Everything back and the central pool closed, whoever did what: is all accounted for, and did the outstanding
+    /// reference leave once?
     fn finish(self) {
         lease::end();
         self.central.close();
         assert_eq!(self.central.outstanding(), 0);
         self.central.check(|_, _| ()).unwrap();
         assert_eq!(self.central.snapshot().out, 0);
-        assert_eq!(Arc::strong_count(&self.central), 1, "the crowd's count was given up once");
+        assert_eq!(Arc::strong_count(&self.central), 1, "the outstanding reference was given up once");
     }
 }
 
@@ -458,7 +458,7 @@ fn loom_ledger_closes() {
         3,
         || {
             let store = Store::new(TWO, PAGE);
-            let Ok(Take::Got(mut fresh)) = store.central.try_take(store.want(), Reach::All) else {
+            let Ok(Take::Got(mut fresh)) = store.central.try_take(store.want(), ReclaimLevel::All) else {
                 unreachable!()
             };
             CentralPool::enter(&mut fresh, Origin::default());

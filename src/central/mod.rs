@@ -18,10 +18,10 @@
 //! # How long a central pool lives
 //!
 //! Buffers hold a bare pointer to their central pool, since a reference count would cost more than everything else on a
-//! hit together. All buffers together hold one strong count, *the crowd's*. When the pool closes, the mode word makes
-//! every return slow from then on, so those still out can be counted exactly, and the last one to come back gives up
-//! the crowd's count. A buffer that never comes back (leaked, or quarantined) keeps the central pool and its memory for
-//! good, which is what it must do.
+//! hit together. All buffers together hold one strong count, *the outstanding reference*. When the pool closes, the
+//! mode word makes every return slow from then on, so those still out can be counted exactly, and the last one to come
+//! back gives up the outstanding reference. A buffer that never comes back (leaked, or quarantined) keeps the central
+//! pool and its memory for good, which is what it must do.
 //!
 //! # Counting
 //!
@@ -68,7 +68,7 @@ use queue::Grant;
 use queue::Queue;
 pub(crate) use queue::{Outcome, Wake, Want};
 pub(crate) use raw::{Fresh, Segment};
-pub(crate) use reclaim::Reach;
+pub(crate) use reclaim::ReclaimLevel;
 use token::Deposit;
 pub use token::Token;
 use transfer::Reservations;
@@ -145,7 +145,7 @@ struct Core {
     /// Bytes that were taken out, and that the worker has not been told to unpin yet.
     leaving: usize,
     /// Why growing failed last, until it is tried again.
-    stunted: Option<Error>,
+    growth_failure: Option<Error>,
     stats: Stats,
     /// Segments that went out as tokens.
     tokens: Slab<Deposit>,
@@ -154,7 +154,7 @@ struct Core {
 /// What happened on the slow path since the central pool was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Stats {
-    pub(crate) collects: u64,
+    pub(crate) reclaims: u64,
     pub(crate) waits: u64,
     pub(crate) timeouts: u64,
     /// Regions that were asked of the system for a request, and those that came in part or not at all.
@@ -227,13 +227,13 @@ impl CentralPool {
                 outstanding: None,
                 growing: 0,
                 leaving: 0,
-                stunted: None,
+                growth_failure: None,
                 stats: Stats::default(),
             })),
             config,
         });
         crate::os::empty_in_child(lease::forget_all);
-        // The crowd's count: see "How long a central pool lives".
+        // the outstanding reference count: see "How long a central pool lives".
         std::mem::forget(central.clone());
         central
     }
@@ -319,7 +319,7 @@ impl CentralPool {
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`].
     #[cold]
-    pub(crate) fn try_take(&self, want: Want, reach: Reach) -> Result<Take> {
+    pub(crate) fn try_take(&self, want: Want, level: ReclaimLevel) -> Result<Take> {
         self.refuse_if_shut()?;
         if let Placement::Class(class) = want.placement {
             if let Some(descriptor) = self.take_via_transfer(class, want.len) {
@@ -333,7 +333,7 @@ impl CentralPool {
         if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
             // First come, first served, but for what the head cannot use.
             let Core { arena, queue, .. } = &mut *core;
-            let passed = queue.pass(arena, &[want]);
+            let passed = queue.overtake(arena, &[want]);
             return Ok(passed.map_or(Take::Empty, |g| Take::Got(self.fresh(core.took(g.descriptor, g.len)))));
         }
         if let (Placement::Class(class), Some(cache)) = (want.placement, cache) {
@@ -344,14 +344,14 @@ impl CentralPool {
         if let Some(descriptor) = queue::take_one(&mut core.arena, want.placement) {
             return Ok(Take::Got(self.fresh(core.took(descriptor, want.len))));
         }
-        Ok(match self.gather(&mut core, want.placement, cache, reach) {
+        Ok(match self.reclaim(&mut core, want.placement, cache, level) {
             Some(descriptor) => Take::Got(self.fresh(core.took(descriptor, want.len))),
             None => Take::Empty,
         })
     }
 
     /// All of several, or none.
-    pub(crate) fn try_take_all(&self, wants: &[Want], reach: Reach) -> Result<Option<Vec<Fresh>>> {
+    pub(crate) fn try_take_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
         let cache = self.cache();
         let mut core = self.core.lock();
@@ -360,10 +360,10 @@ impl CentralPool {
             return Ok(None);
         }
         let mut grants = queue::take_all(&mut core.arena, wants);
-        if grants.is_none() && self.collect_idle(&mut core, cache, None) {
+        if grants.is_none() && self.reclaim_idle(&mut core, cache, None) {
             grants = queue::take_all(&mut core.arena, wants);
         }
-        if grants.is_none() && reach == Reach::All && self.collect(&mut core) {
+        if grants.is_none() && level == ReclaimLevel::All && self.reclaim_all(&mut core) {
             grants = queue::take_all(&mut core.arena, wants);
         }
         Ok(grants.map(|grants| grants.iter().map(|g| self.fresh(core.took(g.descriptor, g.len))).collect()))
@@ -378,8 +378,8 @@ impl CentralPool {
     /// for, `list` its list; the caller touches neither afterwards.
     #[inline(always)]
     pub(crate) unsafe fn put(this: NonNull<Self>, descriptor: NonNull<Descriptor>, len: usize, list: usize) {
-        // SAFETY: a descriptor that is out keeps its central pool alive (the crowd's count) until it is counted as
-        // returned.
+        // SAFETY: a descriptor that is out keeps its central pool alive (the outstanding reference) until it is counted
+        // as returned.
         let central = unsafe { this.as_ref() };
         if let Some(mut inside) = lease::current().and_then(|cache| central.gate.enter_by_permit(cache)) {
             // SAFETY: alive, in no list, and the caller's.
@@ -438,8 +438,9 @@ impl CentralPool {
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the crowd's count, given up by the last of the crowd; nothing is touched afterwards. (Not by way
-            // of `this`, which may come from a reference, and then reaches the central pool and not its counts.)
+            // SAFETY: the outstanding reference, given up by the last of the outstanding reference; nothing is touched
+            // afterwards. (Not by way of `this`, which may come from a reference, and then reaches the central pool and
+            // not its counts.)
             unsafe { Arc::decrement_strong_count(central.me.as_ptr()) };
         }
     }
@@ -455,7 +456,7 @@ impl CentralPool {
         held.is_some_and(|mut held| matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept))
     }
 
-    /// Marks a segment as never to be reused. It stays taken for good.
+    /// Events a segment as never to be reused. It stays taken for good.
     ///
     /// # Safety
     /// `this` is the descriptor's central pool, and the descriptor is in a state that only the caller leaves.
@@ -523,7 +524,7 @@ impl CentralPool {
         }
         let early = cfg!(pinpool_planted = "close_counts_early").then(|| core.counted());
         self.gate.quiesce(mode::CLOSED, &core.table);
-        self.sweep(&mut core);
+        self.reclaim_quiet(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
         self.stop_waiting(&core);
         // Not before everyone is kept out: from here on returns are counted one by one.
@@ -533,7 +534,8 @@ impl CentralPool {
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the crowd's count; the crowd is empty, and the caller holds a count of its own.
+            // SAFETY: the outstanding reference; the outstanding reference is empty, and the caller holds a count of
+            // its own.
             unsafe { Arc::decrement_strong_count(Arc::as_ptr(self)) };
         }
     }

@@ -216,7 +216,7 @@ impl Queue {
         while at < self.order.len() {
             let key = self.order[at];
             let wants = std::mem::take(&mut self.waiters[key].wants);
-            let granted = self.pass(arena, &wants);
+            let granted = self.overtake(arena, &wants);
             self.waiters[key].wants = wants;
             match granted {
                 Some(grant) => {
@@ -230,7 +230,7 @@ impl Queue {
 
     /// What a request that is not at the head may have all the same: one segment of a run that is in use anyway, of a
     /// class that the head has not asked for.
-    pub(crate) fn pass(&mut self, arena: &mut Arena, wants: &[Want]) -> Option<Grant> {
+    pub(crate) fn overtake(&mut self, arena: &mut Arena, wants: &[Want]) -> Option<Grant> {
         let head = &mut self.waiters[*self.order.front()?];
         let tired = head.passed >= PASSES || (!self.timeless && head.since.elapsed() >= PATIENCE);
         if tired {

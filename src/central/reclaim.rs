@@ -3,15 +3,15 @@
 //! A cached segment is of use to its thread alone, or between threads to its class alone. Any other request that finds
 //! nothing else has to have it taken back to its run, and that has a price for those who cached it: an owner who is
 //! kept out of its thread cache meanwhile takes the slow path for once, and one whose list is empty then misses once
-//! more. So [`CentralPool::gather`] takes first what nobody misses, and stops as soon as the request is served:
+//! more. So [`CentralPool::reclaim`] takes first what nobody misses, and stops as soon as the request is served:
 //!
 //! 1. what hangs in transfer caches, and what the asking thread itself has;
 //! 2. the thread caches of threads that are idle: that come by less than once in a millisecond;
 //! 3. for a segment of a class, half of what the thread has of it that has most;
 //! 4. everything, and for a class or for pages that can then not be had for certain, nothing.
 //!
-//! The last is for who cannot have it otherwise ([`Reach::All`]). As long as the pool may grow it grows instead, so
-//! that a growing pool leaves its threads alone; where it can grow no more, all that is cached is within anybody's
+//! The last is for who cannot have it otherwise ([`ReclaimLevel::All`]). As long as the pool may grow it grows instead,
+//! so that a growing pool leaves its threads alone; where it can grow no more, all that is cached is within anybody's
 //! reach. (Parts of it would not do in 4: what a large request needs is neighbours, and these may be anywhere.)
 
 use std::ptr::NonNull;
@@ -25,7 +25,7 @@ use crate::sync::Ordering;
 
 /// How far a request may reach for what others have cached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reach {
+pub(crate) enum ReclaimLevel {
     /// What they will not miss, and a part of their segments of the very class.
     Idle,
     /// All of it.
@@ -86,25 +86,25 @@ impl CentralPool {
     // --- taking back -------------------------------------------------------------------------------------------------
 
     /// A segment made of what is cached: see the module's page.
-    pub(super) fn gather(
+    pub(super) fn reclaim(
         &self,
         core: &mut Core,
         placement: Placement,
         mine: Option<&ThreadCache>,
-        reach: Reach,
+        level: ReclaimLevel,
     ) -> Option<NonNull<Descriptor>> {
-        if self.collect_idle(core, mine, Some(placement)) {
+        if self.reclaim_idle(core, mine, Some(placement)) {
             if let Some(descriptor) = queue::take_one(&mut core.arena, placement) {
                 return Some(descriptor);
             }
         }
         if let Placement::Class(class) = placement {
-            if let Some(descriptor) = self.collect_half(core, class) {
+            if let Some(descriptor) = self.reclaim_half(core, class) {
                 return Some(descriptor);
             }
         }
-        let any = reach == Reach::All && self.any_cached(core);
-        if any && self.could_help(core, placement, core.table.caches()) && self.collect(core) {
+        let any = level == ReclaimLevel::All && self.any_cached(core);
+        if any && self.could_help(core, placement, core.table.caches()) && self.reclaim_all(core) {
             return queue::take_one(&mut core.arena, placement);
         }
         None
@@ -125,7 +125,7 @@ impl CentralPool {
         placement: Placement,
         caches: impl Iterator<Item = &'a Arc<ThreadCache>> + Clone,
     ) -> bool {
-        core.arena.could_gather(placement, |class| {
+        core.arena.could_reclaim(placement, |class| {
             let listed = caches.clone().map(|cache| cache.cached(class) as usize).sum::<usize>();
             // Batches that were on their way to a slot, or from one, a moment ago.
             listed + self.reservations.bytes.load(Ordering::Relaxed) as usize / class.stride()
@@ -134,7 +134,7 @@ impl CentralPool {
 
     /// Takes back what nobody misses: what is between threads, what this one has, and what idle ones have (not, if that
     /// cannot help the request). `false` if that was nothing.
-    pub(super) fn collect_idle(
+    pub(super) fn reclaim_idle(
         &self,
         core: &mut Core,
         mine: Option<&ThreadCache>,
@@ -159,12 +159,12 @@ impl CentralPool {
                 });
             });
         }
-        core.stats.collects += u64::from(any);
+        core.stats.reclaims += u64::from(any);
         any
     }
 
     /// A segment of a class from the thread that has most of them, half of which go to their runs.
-    fn collect_half(&self, core: &mut Core, class: Class) -> Option<NonNull<Descriptor>> {
+    fn reclaim_half(&self, core: &mut Core, class: Class) -> Option<NonNull<Descriptor>> {
         let Core { arena, table, stats, .. } = core;
         let most = table.caches().max_by_key(|cache| cache.cached(class))?;
         if most.cached(class) == 0 {
@@ -176,24 +176,24 @@ impl CentralPool {
             // SAFETY: what a thread cache caches is free and alive.
             unsafe { arena.give_chain(held.drain(class, half)) };
         });
-        stats.collects += 1;
+        stats.reclaims += 1;
         arena.take(Placement::Class(class))
     }
 
     /// Takes back everything that thread caches and transfer caches cache. `false` if that was nothing.
-    pub(super) fn collect(&self, core: &mut Core) -> bool {
+    pub(super) fn reclaim_all(&self, core: &mut Core) -> bool {
         if !self.any_cached(core) {
             return false;
         }
         self.gate.quiesce(mode::INSPECT, &core.table);
-        let any = self.sweep(core);
+        let any = self.reclaim_quiet(core);
         self.gate.readmit(mode::INSPECT, &core.table);
-        core.stats.collects += u64::from(any);
+        core.stats.reclaims += u64::from(any);
         any
     }
 
     /// The same, where the owners are kept out already.
-    pub(super) fn sweep(&self, core: &mut Core) -> bool {
+    pub(super) fn reclaim_quiet(&self, core: &mut Core) -> bool {
         let mut any = false;
         let Core { arena, table, .. } = &mut *core;
         for mut held in table.quiet() {

@@ -229,7 +229,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::{Ordering, REST, list_of};
-    use crate::central::{CentralConfig, CentralPool, Fresh, Reach, Take};
+    use crate::central::{CentralConfig, CentralPool, Fresh, ReclaimLevel, Take};
     use crate::region::RegionId;
     use crate::segment::Class;
 
@@ -260,7 +260,7 @@ mod tests {
         if let Some(fresh) = Class::of(len).and_then(|class| central.hit(class, len)) {
             return fresh;
         }
-        match central.try_take(want, Reach::Idle).unwrap() {
+        match central.try_take(want, ReclaimLevel::Idle).unwrap() {
             Take::Got(fresh) => fresh,
             Take::Empty => panic!("there is enough"),
         }

@@ -24,7 +24,7 @@ impl CentralPool {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
-        if let Some(error) = self.hopeless(&core, &wants).or_else(|| stunted(&core, &wants)) {
+        if let Some(error) = self.hopeless(&core, &wants).or_else(|| growth_failure(&core, &wants)) {
             return Err(error);
         }
         core.stats.waits += 1;
@@ -49,7 +49,7 @@ impl CentralPool {
         } else {
             self.gate.quiesce(mode::WAITING, &core.table);
         }
-        self.sweep(core);
+        self.reclaim_quiet(core);
     }
 
     /// Whether a request waits here that what comes back is to go to. `false` while the memory for all that wait is on
@@ -121,7 +121,8 @@ impl CentralPool {
         drop(waker);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the crowd's count, given up by the last of the crowd. The caller holds a count of its own.
+            // SAFETY: the outstanding reference, given up by the last of the outstanding reference. The caller holds a
+            // count of its own.
             unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
         }
     }
@@ -147,7 +148,7 @@ impl CentralPool {
 
     /// The error for who does not wait.
     pub(crate) fn exhausted(&self, len: usize) -> Error {
-        let growth = self.core.lock().stunted.clone().map(Box::new);
+        let growth = self.core.lock().growth_failure.clone().map(Box::new);
         Error::Exhausted { len, capacity: self.config.capacity, growth }
     }
 
@@ -179,8 +180,8 @@ impl CentralPool {
 
 /// What growing failed with, for wants that nothing there is can ever serve. Whoever could be served by what will come
 /// back waits for that.
-pub(super) fn stunted(core: &Core, wants: &[Want]) -> Option<Error> {
-    let error = core.stunted.as_ref().filter(|_| core.growing == 0)?;
+pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
+    let error = core.growth_failure.as_ref().filter(|_| core.growing == 0)?;
     core.never(wants).map(|_| error.clone())
 }
 
@@ -209,10 +210,11 @@ impl Core {
             if self.leaving > 0 || self.anything_out() {
                 break;
             }
-            let (quarantined, capacity, stunted) = (self.quarantined, self.capacity, self.stunted.clone());
+            let (quarantined, capacity, growth_failure) =
+                (self.quarantined, self.capacity, self.growth_failure.clone());
             self.queue.fail_head(wakes, |wants| {
                 let len = sum(wants.iter().map(|w| w.len));
-                stunted.unwrap_or(Error::Impossible { len, quarantined, capacity })
+                growth_failure.unwrap_or(Error::Impossible { len, quarantined, capacity })
             });
         }
     }

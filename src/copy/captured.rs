@@ -1,19 +1,19 @@
 //! Copies that become a part of a graph, and buffers that are kept for as long as it.
 //!
-//! While a stream is captured nothing runs. A copy that is submitted then becomes a node of the graph, which reads or writes
-//! its buffer whenever the graph is launched, at any later time; no event of ours says when the last time was. So the buffer
-//! is tied to the graph itself: the driver counts what a graph keeps, hands it on to what is made from the graph, and calls
-//! when all of that is gone ([`keep_with_graph`](crate::device::Driver::keep_with_graph)).
+//! While a stream is captured nothing runs. A copy that is submitted then becomes a node of the graph, which reads or
+//! writes its buffer whenever the graph is launched, at any later time; no event of ours says when the last time was.
+//! So the buffer is tied to the graph itself: the driver counts what a graph keeps, hands it on to what is made from
+//! the graph, and calls when all of that is gone ([`keep_with_graph`](crate::device::Driver::keep_with_graph)).
 //!
 //! # How a buffer is owned
 //!
-//! By two: the graph (through the driver's count) and the [`GraphBuf`] that the caller got. Whoever lets go last drops the
-//! buffer, which returns to its pool as any other; the graph's share is dropped by the device's worker, since the driver's
-//! callback must do nothing of the kind.
+//! By two: the graph (through the driver's count) and the [`GraphBuf`] that the caller got. Whoever lets go last drops
+//! the buffer, which returns to its pool as any other; the graph's share is dropped by the device's worker, since the
+//! driver's callback must do nothing of the kind.
 //!
-//! The graph is made to keep the buffer *before* the copy is submitted, and afterwards it is asked whether the capture is
-//! still that one. Where it is not, the copy went to the stream, or into another graph, or nowhere: then the stream's
-//! timeline becomes a third owner.
+//! The graph is made to keep the buffer *before* the copy is submitted, and afterwards it is asked whether the capture
+//! is still that one. Where it is not, the copy went to the stream, or into another graph, or nowhere: then the
+//! stream's timeline becomes a third owner.
 
 #![allow(unsafe_code)]
 
@@ -28,7 +28,7 @@ use crate::device::memory::Allocation;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::timeline::{Gone, Keep, Lent};
+use crate::stream::timeline::{Quarantined, Resource, Retain};
 
 const CAPTURING: &str = "making a copy a part of the graph";
 const SPOILED: &str = "the capture is spoiled: end it, and begin another";
@@ -49,11 +49,11 @@ unsafe impl<B: Send + Sync> Sync for Kept<B> {}
 
 /// A buffer that a captured graph reads or writes: [`Stream::upload_captured`] and its like give it.
 ///
-/// The buffer and the device memory of its copy are kept until the graph, everything made from it (executable graphs, those
-/// updated by `cuGraphExecUpdate` among them, clones, graphs that have it as a child) and all launches of these are gone,
-/// whether this handle is kept or not. When both are gone, the buffer returns to its pool by itself. Until then it counts as
-/// checked out
-/// ([`PoolStats::checked_out_bytes`](crate::PoolStats::checked_out_bytes)), and if the driver ends first, it never returns.
+/// The buffer and the device memory of its copy are kept until the graph, everything made from it (executable graphs,
+/// those updated by `cuGraphExecUpdate` among them, clones, graphs that have it as a child) and all launches of these
+/// are gone, whether this handle is kept or not. When both are gone, the buffer returns to its pool by itself. Until
+/// then it counts as checked out ([`PoolStats::checked_out_bytes`](crate::PoolStats::checked_out_bytes)), and if the
+/// driver ends first, it never returns.
 ///
 /// Between launches the buffer can be refilled or read, which nobody but the caller can know to be safe.
 ///
@@ -94,12 +94,14 @@ impl<B> GraphBuf<B> {
     /// While it is borrowed, no launch of a graph that *writes* to it is under way or begins.
     #[must_use]
     pub unsafe fn get(&self) -> &B {
-        // SAFETY: taken out only where no `GraphBuf` is made; ours alone to look at, and the caller's word for the bytes.
+        // SAFETY: taken out only where no `GraphBuf` is made; ours alone to look at, and the caller's word for the
+        // bytes.
         unsafe { (*self.kept.buf.get()).as_ref().unwrap_unchecked() }
     }
 
     /// The buffer, to be changed: refilled for the next launch, or told what a launch has written
-    /// ([`PinnedBuf::assume_written`]). The graph's copies keep the address and the length that they were captured with.
+    /// ([`PinnedBuf::assume_written`]). The graph's copies keep the address and the length that they were captured
+    /// with.
     ///
     /// # Safety
     /// - While it is borrowed, no launch of a graph that reads or writes it is under way or begins.
@@ -110,8 +112,8 @@ impl<B> GraphBuf<B> {
         unsafe { (*self.kept.buf.get()).as_mut().unwrap_unchecked() }
     }
 
-    /// Whether anything but this handle still keeps the buffer. `false` is final, and comes a moment after the last graph
-    /// is gone.
+    /// Whether anything but this handle still keeps the buffer. `false` is final, and comes a moment after the last
+    /// graph is gone.
     #[must_use]
     pub fn is_kept(&self) -> bool {
         Arc::strong_count(&self.kept) > 1
@@ -164,23 +166,24 @@ impl<B> fmt::Debug for Share<B> {
     }
 }
 
-impl<B: Send + Sync> Keep for Share<B> {
-    fn quarantine(self: Box<Self>) -> Gone {
+impl<B: Send + Sync> Retain for Share<B> {
+    fn quarantine(self: Box<Self>) -> Quarantined {
         // Never let go: then the buffer stays checked out for good.
         std::mem::forget(self);
-        Gone::default()
+        Quarantined::default()
     }
 }
 
 impl Stream {
-    /// Makes an upload a part of the graph that this stream is being captured into: whenever the graph is launched, what is
-    /// in `src` *then* is copied into `dst`. As many bytes as are written to `src` now; `dst` must be at least as long.
+    /// Makes an upload a part of the graph that this stream is being captured into: whenever the graph is launched,
+    /// what is in `src` *then* is copied into `dst`. As many bytes as are written to `src` now; `dst` must be at least
+    /// as long.
     ///
     /// # Errors
     /// With the buffer: as for [`upload`](Self::upload), [`Error::NotCapturing`] on a stream that is in no capture,
     /// [`Error::Capturing`] for memory of [`Stream::alloc`] whose stream is not known to have come to it,
-    /// [`Error::Unsupported`] on drivers before CUDA 11.3. With `buffer: None` what the driver said: the graph keeps the
-    /// buffer then.
+    /// [`Error::Unsupported`] on drivers before CUDA 11.3. With `buffer: None` what the driver said: the graph keeps
+    /// the buffer then.
     pub fn upload_captured<B: Lend + Sync + 'static>(
         &self,
         src: B,
@@ -207,9 +210,9 @@ impl Stream {
         unsafe { self.capture(transfer, kept, capture) }
     }
 
-    /// Makes a download a part of the graph that this stream is being captured into: whenever the graph is launched, `src` is
-    /// copied to the front of `landing`, which must be at least as long. What has landed counts as written when the caller
-    /// says so ([`GraphBuf::get_mut`], [`PinnedBuf::assume_written`]).
+    /// Makes a download a part of the graph that this stream is being captured into: whenever the graph is launched,
+    /// `src` is copied to the front of `landing`, which must be at least as long. What has landed counts as written
+    /// when the caller says so ([`GraphBuf::get_mut`], [`PinnedBuf::assume_written`]).
     ///
     /// # Errors
     /// As for [`upload_captured`](Self::upload_captured).
@@ -237,8 +240,8 @@ impl Stream {
         unsafe { self.capture(transfer, kept, capture) }
     }
 
-    /// Keeps `buf` for as long as the graph that this stream is being captured into, and everything made from it: for servers
-    /// whose own captured kernels and copies use the buffer.
+    /// Keeps `buf` for as long as the graph that this stream is being captured into, and everything made from it: for
+    /// servers whose own captured kernels and copies use the buffer.
     ///
     /// # Errors
     /// With the buffer: as for [`upload_captured`](Self::upload_captured).
@@ -269,8 +272,8 @@ impl Stream {
         let context = timeline.context();
         let kept = Arc::new(Kept { buf: UnsafeCell::new(Some(buf)), _memory: memory });
         let (theirs, home, worker) = (kept.clone(), context.clone(), context.worker().clone());
-        // Called from the driver's callback, where neither a driver call nor waiting is allowed: it only sends. Nor is the
-        // last of a context let go there, whose owner may destroy it then; the last of a worker may be.
+        // Called from the driver's callback, where neither a driver call nor waiting is allowed: it only sends. Nor is
+        // the last of a context let go there, whose owner may destroy it then; the last of a worker may be.
         let gone = Box::new(move || worker.send(move || drop((theirs, home))));
         let error = match context.noting(context.driver().keep_with_graph(timeline.stream(), gone)) {
             Ok(Some(capture)) => return Ok((kept, capture)),
@@ -296,8 +299,8 @@ impl Stream {
     ) -> Result<GraphBuf<B>, SubmitError<B>> {
         let timeline = self.timeline();
         let context = timeline.context();
-        // Not counted as copied: nothing is until the graph runs.
-        // SAFETY: while the capture goes on, the graph keeps what the copy uses. Where it does not, the timeline does, below.
+        // Not counted as copied: nothing is until the graph runs. SAFETY: while the capture goes on, the graph keeps
+        // what the copy uses. Where it does not, the timeline does, below.
         let submitted = context.noting(unsafe { context.driver().copy(timeline.stream(), transfer) });
         let placed = match context.noting(context.driver().capture_id(timeline.stream())) {
             // An error says nothing about the capture: then the promise of whoever captures has to do, that it goes on.
@@ -309,7 +312,7 @@ impl Stream {
             }
             // Perhaps on the stream: what is recorded there from now on comes after it.
             Ok(None) => {
-                let share = Lent::Object(Box::new(Share { _kept: kept.clone() }));
+                let share = Resource::Object(Box::new(Share { _kept: kept.clone() }));
                 timeline.begin(share, None).map(|submission| submission.commit()).is_ok()
             }
             // Perhaps in that other graph, which does not keep it.

@@ -1,7 +1,7 @@
 //! Copies between two buffers of pools, in a stream's order.
 //!
-//! For data that the CPU is to move after one copy of the device's and before another, without anybody waiting: out of a
-//! landing buffer into the buffer that feeds the next copy, say.
+//! For data that the CPU is to move after one copy of the device's and before another, without anybody waiting: out of
+//! a landing buffer into the buffer that feeds the next copy, say.
 
 use std::ops::RangeBounds;
 
@@ -12,7 +12,7 @@ use crate::device::memory::bounds;
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::KEY;
 use crate::stream::Stream;
-use crate::stream::timeline::Lent;
+use crate::stream::timeline::Resource;
 
 impl Stream {
     /// Copies all that was written to `src` into `landing`, which must be at least as long, in this stream's order:
@@ -26,8 +26,8 @@ impl Stream {
     ///
     /// # Errors
     /// With both buffers: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], [`Error::Capturing`], a lost
-    /// device; [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as for
-    /// [`upload`](Self::upload).
+    /// device; [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf) of another stream. With `buffer: None` as
+    /// for [`upload`](Self::upload).
     #[allow(clippy::type_complexity, reason = "two handles, or both buffers back")]
     pub fn copy_host<B: Lend, L: Landing>(
         &self,
@@ -74,12 +74,12 @@ impl Stream {
             Err((error, _)) => return Err(SubmitError::refused(error, (src, landing))),
         };
         let mut sent = InFlight::new(self.ticket(NOT_YET), src, None);
-        let (lent, pending) = landing.lend(KEY);
-        let submission = match self.timeline().begin(lent, None) {
+        let (resource, pending) = landing.lend(KEY);
+        let submission = match self.timeline().begin(resource, None) {
             Ok(submission) => submission,
             // As in `download`; the source, entered before the stream was lost, is quarantined with it.
-            Err((error, lent)) => {
-                if let Lent::Claimed(key) = lent {
+            Err((error, resource)) => {
+                if let Resource::Claimed(key) = resource {
                     std::mem::forget(pending);
                     self.timeline().unclaim(key);
                 }

@@ -24,7 +24,7 @@ use crate::device::memory::{DeviceBuffer, DeviceSlice, bounds};
 use crate::error::{Error, Result, SubmitError};
 use crate::sealed::{KEY, Key};
 use crate::stream::Stream;
-use crate::stream::timeline::{Lent, Ticket};
+use crate::stream::timeline::{Resource, Ticket};
 
 /// What to do where a capture is in the way.
 const OUTSIDE: &str = "submit it outside the capture";
@@ -34,7 +34,7 @@ const DOWNLOAD_REMEDY: &str =
     "submit it outside the capture, or make it a part of the graph, buffer included: download_captured";
 const HOLD_REMEDY: &str = "keep the buffer for as long as the graph instead: hold_captured";
 
-/// The tick of a submission whose driver call has not returned.
+/// The sequence number of a submission whose driver call has not returned.
 const NOT_YET: u64 = u64::MAX;
 
 /// What names device memory in a copy: a [`DeviceSlice`], a [`DeviceBuffer`], a reference to one, or the result of
@@ -77,8 +77,8 @@ mod range {
 
 impl<T: range::Sealed> DeviceRange for T {}
 
-/// What a download can land in: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can be
-/// written to. Sealed.
+/// What a download can land in: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can
+/// be written to. Sealed.
 #[diagnostic::on_unimplemented(
     message = "a download cannot land in `{Self}`",
     label = "not a buffer that the device alone may write to",
@@ -106,7 +106,7 @@ where
 
 mod landing {
     use super::{
-        DerefMut, Error, KEY, Key, Lent, PinnedBuf, Registered, Result, StableDeref, Stream, StreamBuf,
+        DerefMut, Error, KEY, Key, PinnedBuf, Registered, Resource, Result, StableDeref, Stream, StreamBuf,
     };
     use crate::buffer::sealed::Lend as _;
     use std::sync::Arc;
@@ -126,9 +126,9 @@ mod landing {
         /// What goes on the timeline, and the half that stays with the caller.
         #[doc(hidden)]
         #[allow(private_interfaces)]
-        fn lend(self, _: Key) -> (Lent, Self::Half);
-        /// The half that stays with the caller, for what the CPU has written, which no timeline hears of. `None`: it is not the
-        /// CPU's to write to.
+        fn lend(self, _: Key) -> (Resource, Self::Half);
+        /// The half that stays with the caller, for what the CPU has written, which no timeline hears of. `None`: it is
+        /// not the CPU's to write to.
         ///
         /// # Safety
         /// The first `written` bytes from the start that [`target`](Self::target) gave are written, and fit.
@@ -154,7 +154,7 @@ mod landing {
             Ok(self.capacity())
         }
         #[allow(private_interfaces)]
-        fn lend(self, _: Key) -> (Lent, Self) {
+        fn lend(self, _: Key) -> (Resource, Self) {
             (<Self as crate::buffer::sealed::Lend>::lend(&self, KEY), self)
         }
         unsafe fn filled(mut self, written: usize, _: Key) -> Option<Self> {
@@ -173,11 +173,11 @@ mod landing {
             Ok((self.segment().base().as_ptr(), self.segment().len()))
         }
         #[allow(private_interfaces)]
-        fn lend(self, _: Key) -> (Lent, PinnedBuf) {
-            let (lent, segment) = self.into_lent();
+        fn lend(self, _: Key) -> (Resource, PinnedBuf) {
+            let (resource, segment) = self.into_resource();
             // SAFETY: the segment is on its way to the timeline; as the handle's half it is touched only when it has
             // landed, and nothing of it counts as written until then.
-            (lent, unsafe { PinnedBuf::new(segment, 0) })
+            (resource, unsafe { PinnedBuf::new(segment, 0) })
         }
         unsafe fn filled(self, _: usize, _: Key) -> Option<PinnedBuf> {
             None
@@ -194,7 +194,7 @@ mod landing {
             self.landing()
         }
         #[allow(private_interfaces)]
-        fn lend(self, _: Key) -> (Lent, Self) {
+        fn lend(self, _: Key) -> (Resource, Self) {
             (<Self as crate::buffer::sealed::Lend>::lend(&self, KEY), self)
         }
         unsafe fn filled(self, _: usize, _: Key) -> Option<Self> {
@@ -209,9 +209,9 @@ impl Stream {
     /// Returns when the copy was submitted: work submitted to this stream afterwards comes after it.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, [`Error::Capturing`] (use
-    /// [`upload_captured`](Self::upload_captured)), a lost device. With
-    /// `buffer: None` what the driver said; the buffer then returns to its pool when the device is known to be done.
+    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range,
+    /// [`Error::Capturing`] (use [`upload_captured`](Self::upload_captured)), a lost device. With `buffer: None` what
+    /// the driver said; the buffer then returns to its pool when the device is known to be done.
     pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
         self.upload_part(src, .., dst)
     }
@@ -285,13 +285,13 @@ impl Stream {
             Err(error) => return Err(SubmitError::refused(error, landing)),
         };
         let transfer = Transfer::Download { src: src.ptr(), dst: target, len: src.len() };
-        let (lent, pending) = landing.lend(KEY);
-        let submission = match self.timeline().begin(lent, Some(src.allocation())) {
+        let (resource, pending) = landing.lend(KEY);
+        let submission = match self.timeline().begin(resource, Some(src.allocation())) {
             Ok(submission) => submission,
             // Lost since we looked: nothing was submitted, so a fresh segment goes back, and a claimed one is with the
             // timeline, which has quarantined it.
-            Err((error, lent)) => {
-                if let Lent::Claimed(key) = lent {
+            Err((error, resource)) => {
+                if let Resource::Claimed(key) = resource {
                     std::mem::forget(pending);
                     self.timeline().unclaim(key);
                 }
@@ -319,11 +319,11 @@ impl Stream {
         src.admit(self.timeline().stream())?;
         dst.admit(self.timeline().stream())?;
         let transfer = Transfer::OnDevice { src: src.ptr(), dst: dst.ptr(), len: src.len() };
-        // Two entries under one tick or two: both are covered by a mark after the copy.
+        // Two entries under one sequence number or two: both are covered by a mark after the copy.
         let source =
-            self.timeline().begin(Lent::Object(Box::new(())), Some(src.allocation())).map_err(|e| e.0)?;
+            self.timeline().begin(Resource::Object(Box::new(())), Some(src.allocation())).map_err(|e| e.0)?;
         let target =
-            self.timeline().begin(Lent::Object(Box::new(())), Some(dst.allocation())).map_err(|e| e.0)?;
+            self.timeline().begin(Resource::Object(Box::new(())), Some(dst.allocation())).map_err(|e| e.0)?;
         // SAFETY: no host memory; the entries keep the device memory.
         let result = unsafe { self.driver_copy(transfer) };
         source.commit();
@@ -339,8 +339,8 @@ impl Stream {
     /// it: keep it until they are known to be done.
     ///
     /// # Errors
-    /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a lost
-    /// device.
+    /// With the buffer: [`Error::WrongDevice`], [`Error::Capturing`] (use [`hold_captured`](Self::hold_captured)), a
+    /// lost device.
     pub fn hold<B: Lend>(&self, buf: B) -> Result<InFlight<B>, SubmitError<B>> {
         if !buf.serves(self.timeline().context(), KEY) {
             let error = Error::WrongDevice { device: self.device().name().into() };
@@ -362,8 +362,8 @@ impl Stream {
     /// Keeps `buf` until everything submitted so far to each of several streams is done.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], [`Error::Capturing`], a lost device. If a device is lost in
-    /// the middle of the call, the buffer is quarantined.
+    /// With the buffer: [`Error::Empty`] without streams, [`Error::WrongDevice`], [`Error::Capturing`], a lost device.
+    /// If a device is lost in the middle of the call, the buffer is quarantined.
     pub fn hold_on_all(
         streams: &[&Self],
         buf: PinnedBuf,
@@ -386,7 +386,7 @@ impl Stream {
         let joint = joint(&buf, streams.len());
         let mut flight = InFlight::joint(buf, streams.len());
         for stream in streams {
-            match stream.timeline().begin(Lent::Joint(joint.clone()), None) {
+            match stream.timeline().begin(Resource::Joint(joint.clone()), None) {
                 Ok(submission) => flight.add(stream.ticket(submission.commit())),
                 Err((error, _)) => {
                     joint.give_up();
@@ -435,8 +435,8 @@ impl Stream {
     }
 
     /// What is submitted to this stream from now on starts only after `copy` is done, on whatever stream of the device,
-    /// or through whatever [queue](crate::CopyQueue), it was submitted. The caller does not wait for the copy; one that a
-    /// queue has taken and not submitted yet is waited for until it is, some microseconds.
+    /// or through whatever [queue](crate::CopyQueue), it was submitted. The caller does not wait for the copy; one that
+    /// a queue has taken and not submitted yet is waited for until it is, some microseconds.
     ///
     /// What became of a copy that failed is told by its own handle only.
     ///
@@ -446,8 +446,8 @@ impl Stream {
         copy.precede(self)
     }
 
-    fn ticket(&self, tick: u64) -> Ticket {
-        Ticket { timeline: self.timeline().clone(), tick }
+    fn ticket(&self, seq: u64) -> Ticket {
+        Ticket { timeline: self.timeline().clone(), seq }
     }
 
     /// Device memory of this stream's device.

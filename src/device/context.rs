@@ -30,7 +30,7 @@ pub(crate) struct Context {
     errors: ErrorTally,
     /// Times from submitting to being seen complete, of a sample.
     flights: SharedHistogram,
-    /// What was submitted to, and landed on, streams that are no more.
+    /// What was submitted to, and completed on, streams that are no more.
     past: [AtomicU64; 2],
     /// Bytes of the copies that the driver accepted, to the device and from it. On a line of their own: every copy
     /// counts here, next to a driver call that costs many times as much.
@@ -88,19 +88,19 @@ impl Context {
         &self.flights
     }
 
-    /// What was submitted to, and landed on, streams that are no more.
+    /// What was submitted to, and completed on, streams that are no more.
     pub(crate) fn past(&self) -> [u64; 2] {
-        // Acquire: pairs with the release below, so that what landed was submitted in this reading, too.
-        let landed = self.past[1].load(Ordering::Acquire);
-        [self.past[0].load(Ordering::Relaxed), landed]
+        // Acquire: pairs with the release below, so that what completed was submitted in this reading, too.
+        let completed = self.past[1].load(Ordering::Acquire);
+        [self.past[0].load(Ordering::Relaxed), completed]
     }
 
     /// A stream ends.
-    pub(crate) fn count_past(&self, submitted: u64, landed: u64) {
+    pub(crate) fn count_past(&self, submitted: u64, completed: u64) {
         // Relaxed: ordered by the next.
         self.past[0].fetch_add(submitted, Ordering::Relaxed);
         // Release: pairs with the acquire above.
-        self.past[1].fetch_add(landed, Ordering::Release);
+        self.past[1].fetch_add(completed, Ordering::Release);
     }
 
     /// Bytes of the copies that the driver accepted, to the device and from it.

@@ -1,12 +1,12 @@
 //! What keeps a device open, for whoever closes it: counts of what there is, and the news that the last call was made.
 //!
 //! A driver is let go by whoever needs it last: a region that is unpinned, a stream that is destroyed, an event. All of
-//! these keep their driver until their own call has returned. So when the driver itself is gone, everything was given back,
-//! and nothing else needs to be kept in step for that: [`Last`] goes with the driver, after the call that lets go of the
-//! device, and says so here.
+//! these keep their driver until their own call has returned. So when the driver itself is gone, everything was given
+//! back, and nothing else needs to be kept in step for that: [`Last`] goes with the driver, after the call that lets go
+//! of the device, and says so here.
 //!
-//! The counts only tell what is still to come. They are changed where things begin and end, next to a driver call each, and
-//! none of them decides anything but what is told.
+//! The counts only tell what is still to come. They are changed where things begin and end, next to a driver call each,
+//! and none of them decides anything but what is told.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -54,7 +54,7 @@ pub(crate) struct Holds {
     /// What could not be given back.
     leaks: AtomicU64,
     /// Whether there is something that never comes back and is no pool's.
-    condemned: AtomicBool,
+    has_quarantined: AtomicBool,
     lost: OnceLock<Error>,
     tenants: Mutex<Vec<Arc<dyn Tenant>>>,
     /// Drivers that have not made their last call: the one that is in use, and those of other openings that found it.
@@ -121,13 +121,13 @@ impl Holds {
         self.leaks.fetch_add(things as u64, Ordering::Relaxed);
     }
 
-    pub(crate) fn condemned(&self) -> bool {
-        self.condemned.load(Ordering::Relaxed)
+    pub(crate) fn has_quarantined(&self) -> bool {
+        self.has_quarantined.load(Ordering::Relaxed)
     }
 
     /// Something never comes back and keeps the device open for good.
-    pub(crate) fn condemn(&self) {
-        self.condemned.store(true, Ordering::Relaxed);
+    pub(crate) fn note_quarantined(&self) {
+        self.has_quarantined.store(true, Ordering::Relaxed);
     }
 
     pub(crate) fn lost(&self) -> Option<&Error> {

@@ -30,20 +30,20 @@ pub(crate) trait Home: fmt::Debug + Send + Sync {
     fn handle(&self) -> Option<StreamHandle>;
 
     /// Sees to it that later work on the stream `user`, of the same device, comes after everything that was submitted
-    /// here up to `tick`.
-    fn admit(self: Arc<Self>, tick: u64, user: StreamHandle) -> Result<()>;
+    /// here up to `seq`.
+    fn admit(self: Arc<Self>, seq: u64, user: StreamHandle) -> Result<()>;
 
-    /// An error, unless everything that was submitted here up to `tick` is known to be complete.
-    fn is_there(self: Arc<Self>, tick: u64) -> Result<()>;
+    /// An error, unless everything that was submitted here up to `seq` is known to be complete.
+    fn is_there(self: Arc<Self>, seq: u64) -> Result<()>;
 }
 
 /// Where memory comes from, and so where it goes.
 enum Origin {
     Plain,
-    /// There from `tick` on, which is told at the end of making it.
+    /// There from `seq` on, which is told at the end of making it.
     Ordered {
         home: Arc<dyn Home>,
-        tick: OnceLock<u64>,
+        seq: OnceLock<u64>,
     },
     /// The owner, if it is told. (The lock is never taken: it makes any owner `Sync`.)
     Foreign(Option<Mutex<Box<dyn Send>>>),
@@ -128,9 +128,9 @@ impl DeviceBuffer {
         Ok(Self(DeviceSlice { allocation: Allocation::plain(context, len)?, offset: 0, len }))
     }
 
-    /// What was allocated in a stream's order, by a call that is to get a tick there.
+    /// What was allocated in a stream's order, by a call that is to get a sequence number there.
     pub(crate) fn ordered(context: &Arc<Context>, ptr: DevicePtr, len: usize, home: Arc<dyn Home>) -> Self {
-        let origin = Origin::Ordered { home, tick: OnceLock::new() };
+        let origin = Origin::Ordered { home, seq: OnceLock::new() };
         let allocation = Allocation::new(context, ptr, len, origin);
         Self(DeviceSlice { allocation, offset: 0, len })
     }
@@ -139,10 +139,10 @@ impl DeviceBuffer {
         self.0.allocation()
     }
 
-    /// The call got its tick. Before the buffer is anybody's.
+    /// The call got its sequence number. Before the buffer is anybody's.
     pub(crate) fn there_from(&self, now: u64) {
-        if let Origin::Ordered { tick, .. } = &self.0.allocation.origin {
-            let _ = tick.set(now);
+        if let Origin::Ordered { seq, .. } = &self.0.allocation.origin {
+            let _ = seq.set(now);
         }
     }
 
@@ -212,7 +212,7 @@ impl DeviceSlice {
     /// most streams, there is nothing to do.
     pub(crate) fn admit(&self, user: StreamHandle) -> Result<()> {
         match &self.allocation.origin {
-            Origin::Ordered { home, tick } => home.clone().admit(told(tick), user),
+            Origin::Ordered { home, seq } => home.clone().admit(told(seq), user),
             Origin::Plain | Origin::Foreign(_) => Ok(()),
         }
     }
@@ -220,7 +220,7 @@ impl DeviceSlice {
     /// The same for a graph, which may be launched on any stream: so it has to be there already.
     pub(crate) fn is_there(&self) -> Result<()> {
         match &self.allocation.origin {
-            Origin::Ordered { home, tick } => home.clone().is_there(told(tick)),
+            Origin::Ordered { home, seq } => home.clone().is_there(told(seq)),
             Origin::Plain | Origin::Foreign(_) => Ok(()),
         }
     }
@@ -277,8 +277,8 @@ impl DeviceSlice {
     }
 }
 
-fn told(tick: &OnceLock<u64>) -> u64 {
-    tick.get().copied().unwrap_or(u64::MAX)
+fn told(seq: &OnceLock<u64>) -> u64 {
+    seq.get().copied().unwrap_or(u64::MAX)
 }
 
 /// A range of `len` bytes as start and end.

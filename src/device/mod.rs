@@ -113,7 +113,7 @@ unsafe impl Send for Transfer {}
 unsafe impl Sync for Transfer {}
 
 /// What a driver calls when a graph is gone: from a callback, so it neither blocks nor calls the driver.
-pub(crate) type Gone = Box<dyn FnOnce() + Send>;
+pub(crate) type GraphEnd = Box<dyn FnOnce() + Send>;
 /// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any combination. (That call
 /// is the driver API's form of `cudaHostAlloc`, and without any flag of `cudaMallocHost`.)
 ///
@@ -215,8 +215,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Keeps what keeps a context of others alive, and drops it after the last call in that. Only of contexts that
     /// others made; the first that is left.
     #[cfg(any(feature = "acl", feature = "cuda"))]
-    fn keep(&self, keeper: ending::Keeper) {
-        drop(keeper);
+    fn keep(&self, keep_alive: ending::KeepAlive) {
+        drop(keep_alive);
     }
 
     /// Called once, and first, on each thread of ours that makes calls: the driver may set the thread up for good.
@@ -412,7 +412,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Makes the graph that `stream` is being captured into keep something: `gone` is called when that graph,
     /// everything made from it, and every launch of these is gone. Gives the capture's number; `None`: the stream is in
     /// no capture. After `None` and after an error `gone` is dropped or called, at any time.
-    fn keep_with_graph(&self, _stream: StreamHandle, gone: Gone) -> Result<Option<u64>> {
+    fn keep_with_graph(&self, _stream: StreamHandle, gone: GraphEnd) -> Result<Option<u64>> {
         drop(gone);
         Ok(None)
     }

@@ -23,19 +23,19 @@
 //!                 submit               drop the handle
 //!   HOST -------------------> FLIGHT ----------------> DETACHED --.
 //!    ^ ^                       |                         |         | claim
-//!    | '-------- LANDED <------' mark seen complete      |         v
+//!    | '------- COMPLETED <-----' event seen complete      |         v
 //!    |  wait(), or                                       |    CLAIMED --> HOST, FLIGHT, DETACHED
 //!    |  drop the handle                                  |
-//!    '---------------------------------------------------'  mark seen complete
-//!   FLIGHT, DETACHED, CLAIMED --> QUARANTINED: the device is lost, or no mark can be made. Nothing leaves it.
+//!    '---------------------------------------------------'  event seen complete
+//!   FLIGHT, DETACHED, CLAIMED --> QUARANTINED: the device is lost, or no event can be made. Nothing leaves it.
 //! ```
 //!
 //! HOST says that no device is at it, and not whether it is free or checked out: it is free exactly when it stands in a
 //! list (a thread cache's, a transfer cache's, its run's), and a word that said so too would be written twice by each
 //! hit. (Builds with debug assertions write it all the same, and fail where a segment is taken or returned twice:
 //! [`Descriptor::taken`].) Either way it has one owner, the list or the handle, who changes the word by plain stores.
-//! Between FLIGHT and its successors two parties meet, the handle and whoever completes the tick, and both use
-//! compare-and-swap.
+//! Between FLIGHT and its successors two parties meet, the handle and whoever completes the sequence number, and both
+//! use compare-and-swap.
 
 use std::ptr::NonNull;
 
@@ -49,7 +49,7 @@ pub(crate) mod state {
     pub(crate) const HOST: u16 = 0;
     pub(crate) const FLIGHT: u16 = 2;
     pub(crate) const DETACHED: u16 = 3;
-    pub(crate) const LANDED: u16 = 4;
+    pub(crate) const COMPLETED: u16 = 4;
     pub(crate) const CLAIMED: u16 = 5;
     pub(crate) const QUARANTINED: u16 = 6;
 
@@ -58,7 +58,7 @@ pub(crate) mod state {
             HOST => "free or checked out",
             FLIGHT => "in flight",
             DETACHED => "in flight, handle dropped",
-            LANDED => "landed",
+            COMPLETED => "completed",
             CLAIMED => "claimed",
             QUARANTINED => "quarantined",
             _ => "unknown",

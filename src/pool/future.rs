@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use super::{Errand, Found, KeptErrand, Pool};
+use super::{Found, OwnedPlan, Pool, RequestPlan};
 use crate::buffer::PinnedBuf;
 use crate::central::{CentralPool, Fresh, Outcome, Wake, Want};
 use crate::error::{Error, Result};
@@ -32,7 +32,7 @@ impl Future for Checkout {
 #[must_use = "nothing happens until it is awaited"]
 pub struct CheckoutMany {
     pub(super) pool: Pool,
-    pub(super) errand: Option<Result<KeptErrand>>,
+    pub(super) plan: Option<Result<OwnedPlan>>,
     pub(super) waiting: Option<(Arc<CentralPool>, usize)>,
     /// Wants for the pool proper, while memory for it is on its way.
     pub(super) first: Option<Vec<Want>>,
@@ -42,8 +42,8 @@ pub struct CheckoutMany {
 
 impl CheckoutMany {
     fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<Fresh>>> {
-        let Some(errand) = self.errand.take() else { return Ok(None) };
-        let (first, number, wants) = errand?;
+        let Some(plan) = self.plan.take() else { return Ok(None) };
+        let (first, number, wants) = plan?;
         if wants.is_empty() {
             return Ok(Some(Vec::new()));
         }
@@ -51,15 +51,15 @@ impl CheckoutMany {
         let Some(store) = pool.stores().find(|s| s.central.number() == number) else {
             return Err(Error::Closed);
         };
-        let errand = Errand { first, store, wants };
-        let growing = match pool.try_hard(&errand)? {
+        let plan = RequestPlan { first, store, wants };
+        let growing = match pool.try_hard(&plan)? {
             Found::Granted(granted) => return Ok(Some(granted)),
             Found::Nothing { growing } => growing,
         };
         let central = store.central.clone();
-        let key = central.join(errand.wants, Wake::Task(Task::of(cx.waker())), growing)?;
+        let key = central.join(plan.wants, Wake::Task(Task::of(cx.waker())), growing)?;
         self.waiting = Some((central, key));
-        self.first = errand.first;
+        self.first = plan.first;
         Ok(None)
     }
 }

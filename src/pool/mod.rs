@@ -34,7 +34,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use crate::buffer::{HostBuf, PinnedBuf, StreamBuf, Token, UnpinnedBuf};
-use crate::central::{CentralPool, Fresh, Reach, Segment, Take, Want};
+use crate::central::{CentralPool, Fresh, ReclaimLevel, Segment, Take, Want};
 use crate::config::PoolBuilder;
 use crate::error::{Error, Result};
 use crate::freelist::Descriptor;
@@ -188,10 +188,10 @@ impl Pool {
     pub fn checkout_many_async<'a>(&self, requests: impl AsRef<[Request<'a>]>) -> CheckoutMany {
         let requests = requests.as_ref();
         // What borrows the caller's string is looked up now; the future owns the rest.
-        let errand = self.errand(requests).map(|e| (e.first, e.store.central.number(), e.wants));
+        let plan = self.plan(requests).map(|e| (e.first, e.store.central.number(), e.wants));
         let tags = requests.iter().map(|r| r.tag).collect();
         let site = Location::caller();
-        CheckoutMany { pool: self.clone(), errand: Some(errand), waiting: None, first: None, tags, site }
+        CheckoutMany { pool: self.clone(), plan: Some(plan), waiting: None, first: None, tags, site }
     }
 
     /// A host-ready buffer whose bytes are there already, all of them zero, and its length with them. Waits like
@@ -243,7 +243,7 @@ impl Pool {
     /// request waits for memory: what is in flight is on its way to that one, and this request waits behind it.
     ///
     /// It blocks the thread. A task asks [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
-    /// [`checkout_async`](Self::checkout_async): a download lands in a [`PinnedBuf`] as well.
+    /// [`checkout_async`](Self::checkout_async): a download completes in a [`PinnedBuf`] as well.
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::WrongDevice`] for a stream of a device that the pool does not
@@ -280,14 +280,14 @@ impl Pool {
         if let Some(fresh) = self.hit_with(request, CentralPool::hit) {
             return Ok(ready(fresh.into()));
         }
-        let errand = self.errand(&[request])?;
-        if let Some(mut granted) = self.try_errand(&errand, Reach::Idle)? {
+        let plan = self.plan(&[request])?;
+        if let Some(mut granted) = self.try_plan(&plan, ReclaimLevel::Idle)? {
             self.missed();
             let mut bufs = self.entered(std::mem::take(&mut granted), [request.tag], site);
             return bufs.pop().map(ready).ok_or(Error::ZeroLength);
         }
-        if let Placement::Class(class) = errand.wants[0].placement {
-            let stores = std::iter::once(errand.store).chain(errand.first.is_some().then_some(&self.0.main));
+        if let Placement::Class(class) = plan.wants[0].placement {
+            let stores = std::iter::once(plan.store).chain(plan.first.is_some().then_some(&self.0.main));
             // A claim takes what is about to come back, and a waiter waits for just that: while there is one, this
             // request joins the queue behind it.
             for central in stores.map(|store| &store.central).filter(|central| !central.awaited()) {
@@ -373,7 +373,7 @@ impl Pool {
     }
 
     /// Checks requests, and finds where they may be served from.
-    fn errand(&self, requests: &[Request<'_>]) -> Result<Errand<'_>> {
+    fn plan(&self, requests: &[Request<'_>]) -> Result<RequestPlan<'_>> {
         let reserve = requests.first().and_then(|r| r.reserve);
         if requests.iter().any(|r| r.reserve != reserve) {
             return Err(Error::Config(
@@ -395,23 +395,23 @@ impl Pool {
                 self.near(near).ok_or_else(|| Error::WrongDevice { device: name.into() })?
             }
         };
-        let Some(name) = reserve else { return Ok(Errand { first: None, store, wants: place(store)? }) };
+        let Some(name) = reserve else { return Ok(RequestPlan { first: None, store, wants: place(store)? }) };
         let known = self.0.reserves.iter().find(|r| r.0 == name);
         let (_, store) = known.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
         match (place(main), place(store)) {
-            (first, Ok(wants)) => Ok(Errand { first: first.ok(), store, wants }),
+            (first, Ok(wants)) => Ok(RequestPlan { first: first.ok(), store, wants }),
             // Larger than the reserve: then it is like any other request.
-            (Ok(wants), Err(_)) => Ok(Errand { first: None, store: main, wants }),
+            (Ok(wants), Err(_)) => Ok(RequestPlan { first: None, store: main, wants }),
             (Err(error), Err(_)) => Err(error),
         }
     }
 
     /// Everything that can be had without waiting for anybody: from the pool proper, all that is cached included, and
     /// then from the reserve.
-    fn try_errand(&self, errand: &Errand<'_>, reach: Reach) -> Result<Option<Vec<Fresh>>> {
-        let first = errand.first.iter().map(|wants| (&self.0.main, wants, Reach::All));
-        for (store, wants, reach) in first.chain([(errand.store, &errand.wants, reach)]) {
-            let granted = self.try_all(store, wants, reach)?;
+    fn try_plan(&self, plan: &RequestPlan<'_>, level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
+        let first = plan.first.iter().map(|wants| (&self.0.main, wants, ReclaimLevel::All));
+        for (store, wants, level) in first.chain([(plan.store, &plan.wants, level)]) {
+            let granted = self.try_all(store, wants, level)?;
             if granted.is_some() {
                 return Ok(granted);
             }
@@ -420,30 +420,30 @@ impl Pool {
     }
 
     /// The same, and if there is nothing: asks the streams what is done, and has the memory grow.
-    fn try_hard(&self, errand: &Errand<'_>) -> Result<Found> {
+    fn try_hard(&self, plan: &RequestPlan<'_>) -> Result<Found> {
         self.missed();
-        if let Some(got) = self.try_errand(errand, Reach::Idle)? {
+        if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
             return Ok(Found::Granted(got));
         }
         // Memory is short: whatever is done must come back now.
         if self.reap() {
-            if let Some(got) = self.try_errand(errand, Reach::Idle)? {
+            if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
                 return Ok(Found::Granted(got));
             }
         }
         // Where no more can be had of the system, what other threads cache and use, too.
-        if !errand.store.central.may_grow(&errand.wants) {
-            if let Some(got) = self.try_errand(errand, Reach::All)? {
+        if !plan.store.central.may_grow(&plan.wants) {
+            if let Some(got) = self.try_plan(plan, ReclaimLevel::All)? {
                 return Ok(Found::Granted(got));
             }
         }
-        if let Some(wants) = &errand.first {
+        if let Some(wants) = &plan.first {
             self.0.main.central.grow(wants);
         }
-        let growing = errand.store.central.grow(&errand.wants);
+        let growing = plan.store.central.grow(&plan.wants);
         // On a stepped device growing is over already.
         if self.stepped() {
-            if let Some(got) = self.try_errand(errand, Reach::Idle)? {
+            if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
                 return Ok(Found::Granted(got));
             }
         }
@@ -459,13 +459,13 @@ impl Pool {
         self.0.devices[0].context().driver().stepped().is_some()
     }
 
-    fn try_all(&self, store: &Store, wants: &[Want], reach: Reach) -> Result<Option<Vec<Fresh>>> {
+    fn try_all(&self, store: &Store, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         match wants {
-            [want] => Ok(match store.central.try_take(*want, reach)? {
+            [want] => Ok(match store.central.try_take(*want, level)? {
                 Take::Got(fresh) => Some(vec![fresh]),
                 Take::Empty => None,
             }),
-            _ => store.central.try_take_all(wants, reach),
+            _ => store.central.try_take_all(wants, level),
         }
     }
 
@@ -581,11 +581,12 @@ enum Found {
     },
 }
 
-/// An errand that a future keeps: wants for the pool proper, the number of the central pool to wait at, wants for that.
-type KeptErrand = (Option<Vec<Want>>, u64, Vec<Want>);
+/// An request plan that a future keeps: wants for the pool proper, the number of the central pool to wait at, wants for
+/// that.
+type OwnedPlan = (Option<Vec<Want>>, u64, Vec<Want>);
 
 /// What is asked for, and of whom.
-struct Errand<'a> {
+struct RequestPlan<'a> {
     /// For a request that names a reserve: the pool proper is asked first, since the reserve is for when it has
     /// nothing.
     first: Option<Vec<Want>>,

@@ -55,7 +55,7 @@ pub struct PoolStats {
     /// Requests that the caller's own cache could not serve, successful or not.
     pub misses: u64,
     /// Times that what threads keep was taken back.
-    pub collects: u64,
+    pub reclaims: u64,
     /// Regions asked of the system because a request found nothing, those that came only in part or not at all among
     /// them.
     pub growths: u64,
@@ -95,7 +95,7 @@ pub struct Shutdown {
 pub struct Census {
     /// Bytes of free segments in runs, thread caches and transfer caches (free runs are not cut into segments).
     pub free: usize,
-    /// Bytes checked out, or landed and waiting for their handle.
+    /// Bytes checked out, or completed and waiting for their handle.
     pub checked_out: usize,
     /// Bytes in flight.
     pub in_flight: usize,
@@ -140,7 +140,7 @@ impl Pool {
             stats.capacity_bytes += store.central.config().capacity;
             stats.checkouts += s.takes;
             stats.returns += s.puts;
-            stats.collects += s.stats.collects;
+            stats.reclaims += s.stats.reclaims;
             stats.growths += s.stats.growths;
             stats.growth_failures += s.stats.growth_failures;
             stats.waits += s.stats.waits;
@@ -152,8 +152,8 @@ impl Pool {
         stats
     }
 
-    /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or lands.
-    /// No number: something is half-way.
+    /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or
+    /// completes. No number: something is half-way.
     fn flight(&self, store: &Store) -> (usize, usize, Option<u64>) {
         let (mut joint, mut settled) = store.central.joint_bytes();
         let mut left = READS;
@@ -190,7 +190,7 @@ impl Pool {
             let mut census = Census::default();
             store.central.check(|state, bytes| match state {
                 None => census.free += bytes,
-                Some(state::HOST | state::LANDED) => census.checked_out += bytes,
+                Some(state::HOST | state::COMPLETED) => census.checked_out += bytes,
                 Some(state::FLIGHT | state::DETACHED) => census.in_flight += bytes,
                 Some(state::CLAIMED) => {
                     census.in_flight += bytes;

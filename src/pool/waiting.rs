@@ -5,7 +5,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::{Found, Pool, Request, Store};
-use crate::central::{self, CentralPool, Fresh, Outcome, Reach, Wake, Want};
+use crate::central::{self, CentralPool, Fresh, Outcome, ReclaimLevel, Wake, Want};
 use crate::error::{Error, Result};
 
 impl Pool {
@@ -18,13 +18,13 @@ impl Pool {
         if requests.is_empty() {
             return Ok(Vec::new());
         }
-        let errand = self.errand(requests)?;
-        let growing = match self.try_hard(&errand)? {
+        let plan = self.plan(requests)?;
+        let growing = match self.try_hard(&plan)? {
             Found::Granted(granted) => return Ok(granted),
             Found::Nothing { growing } => growing,
         };
-        let central = &errand.store.central;
-        let len = central::sum(errand.wants.iter().map(|w| w.len));
+        let central = &plan.store.central;
+        let len = central::sum(plan.wants.iter().map(|w| w.len));
         // A thread of ours would wait for itself: it pins, or finds out what is done.
         let patience = if crate::sync::own().is_some() { Patience::None } else { patience };
         let deadline = match patience {
@@ -35,13 +35,12 @@ impl Pool {
         let span =
             crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
         let _entered = span.enter();
-        let key = central.join(errand.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
+        let key = central.join(plan.wants, Wake::Thread(crate::sync::thread::current()), growing)?;
         if self.stepped() {
-            return self.wait_stepped(errand.store, key, since);
+            return self.wait_stepped(plan.store, key, since);
         }
         self.reap();
-        if let Some(granted) = errand.first.and_then(|first| self.wait_grown(central, key, &first, deadline))
-        {
+        if let Some(granted) = plan.first.and_then(|first| self.wait_grown(central, key, &first, deadline)) {
             return Ok(granted);
         }
         central.wait(key, deadline, since)
@@ -76,7 +75,7 @@ impl Pool {
         let main = &self.0.main;
         // Asked first: what comes between the two is not overlooked.
         let over = main.regions.poll(waker).is_some();
-        let granted = self.try_all(main, first, Reach::Idle).ok().flatten();
+        let granted = self.try_all(main, first, ReclaimLevel::Idle).ok().flatten();
         (granted, over)
     }
 

@@ -146,7 +146,7 @@ impl Regions {
 
     /// All of an adopted region was handed over.
     pub(crate) fn served(&self, id: RegionId) {
-        self.settled(id);
+        self.is_whole(id);
         self.progress.lock().busy -= 1;
         self.wake();
     }

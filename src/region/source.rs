@@ -152,7 +152,7 @@ impl Regions {
         });
         supply.came += len;
         let go_on = (supply.serve)(id, base, len, pinned);
-        self.settled(id);
+        self.is_whole(id);
         {
             let mut progress = self.progress.lock();
             progress.pinning.busy += took;
@@ -165,7 +165,7 @@ impl Regions {
 
     /// A region was handed over as a whole. Ready is what can be checked out, so it is counted after it can; the region
     /// may be gone again already.
-    pub(super) fn settled(&self, id: RegionId) {
+    pub(super) fn is_whole(&self, id: RegionId) {
         let mut progress = self.progress.lock();
         let progress = &mut *progress;
         if let Some(region) = progress.regions.iter_mut().find(|r| r.id == id) {

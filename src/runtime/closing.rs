@@ -1,9 +1,10 @@
 //! Closing a device: waiting until all that it has in its driver was given back, and saying what is in the way.
 //!
-//! Nothing is closed by force. A device is open for as long as anything needs it, and each thing gives back its own when it
-//! is dropped, on the device's worker thread. So closing is to drop one handle and to wait: for the other handles, for
-//! what came from the device, for the worker, and for the last call. What is waited for is the end of the driver itself
-//! ([`crate::device::holds`]); the rest is looked at only to say what is in the way, and whether it can go at all.
+//! Nothing is closed by force. A device is open for as long as anything needs it, and each thing gives back its own
+//! when it is dropped, on the device's worker thread. So closing is to drop one handle and to wait: for the other
+//! handles, for what came from the device, for the worker, and for the last call. What is waited for is the end of the
+//! driver itself ([`crate::device::holds`]); the rest is looked at only to say what is in the way, and whether it can
+//! go at all.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -38,12 +39,14 @@ pub struct HeldBy {
     /// Bytes of values that are registered ([`Device::register`](crate::Device::register)), or that could not be
     /// unregistered.
     pub registered_bytes: usize,
-    /// Jobs of the device's worker thread that are still to be done: it frees, unpins and destroys, one after the other.
+    /// Jobs of the device's worker thread that are still to be done: it frees, unpins and destroys, one after the
+    /// other.
     pub jobs: usize,
-    /// Things that the driver did not take back, or that may not be given back since the device may still use them. Each
-    /// of them was logged.
+    /// Things that the driver did not take back, or that may not be given back since the device may still use them.
+    /// Each of them was logged.
     pub leaked: u64,
-    /// What the device was lost with, if it was. What it had is leaked where its driver does not say that it has let go.
+    /// What the device was lost with, if it was. What it had is leaked where its driver does not say that it has let
+    /// go.
     pub lost: Option<Error>,
     /// Whether this is the child of a fork, where nothing of the device is.
     pub forked: bool,
@@ -59,14 +62,14 @@ impl HeldBy {
     }
 
     /// Whether all that is left is what never comes back.
-    fn is_hopeless(&self, condemned: bool) -> bool {
+    fn is_hopeless(&self, has_quarantined: bool) -> bool {
         let never: u64 = self.pools.iter().map(|pool| pool.quarantined).sum();
         let moves = self.handles > 0
             || self.busy_streams > 0
             || self.jobs > 0
             || self.pools.iter().any(|pool| pool.open || pool.buffers > pool.quarantined)
-            || (self.memory_bytes + self.registered_bytes > 0 && !condemned);
-        !moves && (never > 0 || condemned)
+            || (self.memory_bytes + self.registered_bytes > 0 && !has_quarantined);
+        !moves && (never > 0 || has_quarantined)
     }
 }
 
@@ -134,7 +137,8 @@ impl CloseError {
         &self.0.held
     }
 
-    /// Whether the device was let go of all the same: nothing keeps it open and no call follows, but something was leaked.
+    /// Whether the device was let go of all the same: nothing keeps it open and no call follows, but something was
+    /// leaked.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.0.ended
@@ -234,7 +238,7 @@ impl Watch {
                 deadline = if held.is_calls_alone() { end } else { now };
             }
             let late = Instant::now() >= deadline;
-            if late || held.is_hopeless(self.holds.condemned()) {
+            if late || held.is_hopeless(self.holds.has_quarantined()) {
                 // It may have ended while it was looked at.
                 if self.holds.wait(now) {
                     continue;
@@ -246,35 +250,36 @@ impl Watch {
 }
 
 impl Device {
-    /// Drops this handle and waits, for at most so long, until everything that the device had in its driver was given back
-    /// and the device let go of: memory freed and unpinned, values unregistered, streams and events destroyed, and the
-    /// context given up (`cuDevicePrimaryCtxRelease`, `aclrtResetDevice`). It is how a server ends that wants its driver to
-    /// be left in order, before `main` returns and the driver's own exit handlers run.
+    /// Drops this handle and waits, for at most so long, until everything that the device had in its driver was given
+    /// back and the device let go of: memory freed and unpinned, values unregistered, streams and events destroyed, and
+    /// the context given up (`cuDevicePrimaryCtxRelease`, `aclrtResetDevice`). It is how a server ends that wants its
+    /// driver to be left in order, before `main` returns and the driver's own exit handlers run.
     ///
-    /// **Nothing is closed by force.** A device is open for as long as anything needs it: other handles, pools, buffers,
-    /// device memory, copies in flight. So stop what submits, [shut the pools down](crate::Pool::shutdown), drop all that
-    /// came from the device, and call this last; whatever other threads drop meanwhile is waited for. What is left when
-    /// the time is over is told by the error, which can be [waited on](CloseError::wait) further and keeps nothing open.
+    /// **Nothing is closed by force.** A device is open for as long as anything needs it: other handles, pools,
+    /// buffers, device memory, copies in flight. So stop what submits, [shut the pools down](crate::Pool::shutdown),
+    /// drop all that came from the device, and call this last; whatever other threads drop meanwhile is waited for.
+    /// What is left when the time is over is told by the error, which can be [waited on](CloseError::wait) further and
+    /// keeps nothing open.
     ///
-    /// What never comes back is not waited for: when only quarantined buffers are left, and memory that a stream was lost
-    /// with, the call returns at once.
+    /// What never comes back is not waited for: when only quarantined buffers are left, and memory that a stream was
+    /// lost with, the call returns at once.
     ///
-    /// Several threads may close one device, each by a handle of its own: each waits for the others' to be dropped, which they
-    /// are at the beginning of their call. [`Device::open`] opens the device again, at any time: where it is still open it
-    /// gives another handle to it, which then is one more to wait for. The call blocks the thread; on threads of this
-    /// crate's, and in a waker or where an owner is dropped that was left with it, it does not wait, and on a
-    /// [stepped](crate::host) device, which is moved before, only for calls that somebody is making.
+    /// Several threads may close one device, each by a handle of its own: each waits for the others' to be dropped,
+    /// which they are at the beginning of their call. [`Device::open`] opens the device again, at any time: where it is
+    /// still open it gives another handle to it, which then is one more to wait for. The call blocks the thread; on
+    /// threads of this crate's, and in a waker or where an owner is dropped that was left with it, it does not wait,
+    /// and on a [stepped](crate::host) device, which is moved before, only for calls that somebody is making.
     ///
     /// # Ordering
-    /// After `Ok` this crate makes no call for this opening of the device, and every call that it made has returned. All
-    /// that our threads did for it *happens before* this returns: owners and values that were left with buffers, streams
-    /// and memory have been dropped. (The threads themselves may be about to end.)
+    /// After `Ok` this crate makes no call for this opening of the device, and every call that it made has returned.
+    /// All that our threads did for it *happens before* this returns: owners and values that were left with buffers,
+    /// streams and memory have been dropped. (The threads themselves may be about to end.)
     ///
     /// # Errors
     /// [`CloseError`] says what is in the way:
     /// - after the time is over, or where nothing is left but what never comes back, what keeps the device open;
-    /// - where the device was let go of ([`CloseError::is_closed`]), what could not be given back, or that the device was lost.
-    ///   Waiting longer changes nothing;
+    /// - where the device was let go of ([`CloseError::is_closed`]), what could not be given back, or that the device
+    ///   was lost. Waiting longer changes nothing;
     /// - in the child of a fork, that it is one, at once: what is there is the parent's.
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
         let context = self.context();

@@ -1,8 +1,8 @@
-//! What is waited for by number, and is no tick of a timeline.
+//! What is waited for by number, and is no sequence number of a timeline.
 //!
-//! A copy that goes through a queue has no tick before the queue has submitted it. What it has from the start is its
-//! number in a line, and lines are finished from the front. Handles ([`crate::buffer::InFlight`]) know lines only by this
-//! trait, since what makes them is far below.
+//! A copy that goes through a queue has no sequence number before the queue has submitted it. What it has from the
+//! start is its number in a line, and lines are finished from the front. Handles ([`crate::buffer::InFlight`]) know
+//! lines only by this trait, since what makes them is far below.
 
 use std::fmt;
 use std::sync::Arc;

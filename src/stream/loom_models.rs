@@ -1,4 +1,4 @@
-//! Loom models of timelines: ticks and marks, and the parties that meet in a segment's state word.
+//! Loom models of timelines: sequence numbers and events, and the parties that meet in a segment's state word.
 //!
 //! The driver is a double that is as late as the contract allows: a copy reads its source when an event recorded after
 //! it is first seen complete, and no sooner. An event never recorded asks as complete, as the contract warns. Each
@@ -16,9 +16,9 @@ use std::task::{Poll, Wake as TaskWake, Waker};
 use loom::thread::JoinHandle;
 
 use super::reaper::Listing;
-use super::timeline::{Lent, Ticket, Timeline};
+use super::timeline::{Resource, Ticket, Timeline};
 use crate::buffer::{InFlight, PinnedBuf, StreamBuf};
-use crate::central::{CentralConfig, CentralPool, Reach, Segment, Take, end_leases};
+use crate::central::{CentralConfig, CentralPool, ReclaimLevel, Segment, Take, end_leases};
 use crate::device::context::Context;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
@@ -225,19 +225,19 @@ impl Setup {
     /// A segment of ours, written to.
     pub(crate) fn take(&self) -> Option<Segment> {
         let want = self.central.place(LEN, 64).unwrap();
-        let Take::Got(fresh) = self.central.try_take(want, Reach::All).unwrap() else { return None };
+        let Take::Got(fresh) = self.central.try_take(want, ReclaimLevel::All).unwrap() else { return None };
         let segment = fresh.into_segment();
         self.driver.write(&segment);
         Some(segment)
     }
 
     /// What `Stream::upload` does, step by step.
-    fn submit(&self, lent: Lent, segment: Segment) -> InFlight<PinnedBuf> {
+    fn submit(&self, resource: Resource, segment: Segment) -> InFlight<PinnedBuf> {
         step();
-        let ticket = Ticket { timeline: self.timeline.clone(), tick: u64::MAX };
+        let ticket = Ticket { timeline: self.timeline.clone(), seq: u64::MAX };
         let src = segment.base().as_ptr().cast_const();
-        let submission = self.timeline.begin(lent, None).unwrap();
-        // SAFETY: on the timeline now, and touched when it has landed only.
+        let submission = self.timeline.begin(resource, None).unwrap();
+        // SAFETY: on the timeline now, and touched when it is complete only.
         let mut flight = InFlight::new(ticket, unsafe { PinnedBuf::new(segment, 0) }, None);
         step();
         let transfer = Transfer::Upload { src, dst: DevicePtr(0), len: LEN };
@@ -249,7 +249,7 @@ impl Setup {
     }
 
     fn upload(&self, segment: Segment) -> InFlight<PinnedBuf> {
-        self.submit(Lent::Segment(segment.alias()), segment)
+        self.submit(Resource::Segment(segment.alias()), segment)
     }
 
     /// Takes whatever is free and writes to it, as the next owner would.
@@ -262,10 +262,10 @@ impl Setup {
         }
     }
 
-    /// Lets everything land, and looks whether it is all back.
+    /// Lets everything complete, and looks whether it is all back.
     pub(crate) fn finish(self) {
         while !self.timeline.is_idle() {
-            self.timeline.pass(true);
+            self.timeline.advance(true);
         }
         self.reuse();
         let snapshot = self.central.snapshot();
@@ -275,7 +275,7 @@ impl Setup {
         self.central.close();
         assert_eq!(Arc::strong_count(&self.central), 1);
         // Takes the timeline off the list, which holds it.
-        self.listing.pass();
+        self.listing.advance();
     }
 }
 
@@ -294,21 +294,22 @@ pub(crate) fn until(done: impl Fn() -> bool) {
     }
 }
 
-/// Who has a segment in flight: waits for it if it has landed, else drops it.
+/// Who has a segment in flight: waits for it if it is complete, else drops it.
 fn end(setup: &Setup, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u32) {
     step();
-    if segment.descriptor().word().state() == state::LANDED {
-        assert_eq!(setup.driver.ran(segment), copies, "landed, and the copy has not run");
+    if segment.descriptor().word().state() == state::COMPLETED {
+        assert_eq!(setup.driver.ran(segment), copies, "completed, and the copy has not run");
         let buf = flight.wait().unwrap();
         setup.driver.write(buf.segment());
     }
 }
 
-// --- ticks and marks -------------------------------------------------------------------------------------------------
+// --- sequence numbers and events
+// -------------------------------------------------------------------------------------------------
 
 #[test]
 fn loom_mark_after_loss() {
-    model("marks: one is recorded while the stream is given up", 3, || {
+    model("events: one is recorded while the stream is given up", 3, || {
         let setup = Setup::new();
         let flight = setup.upload(setup.take().unwrap());
         setup.driver.refuses.store(true, Ordering::Relaxed);
@@ -328,14 +329,14 @@ fn loom_mark_after_loss() {
         assert!(setup.timeline.usable().is_err());
         assert!(flight.wait().is_err());
         assert!(setup.timeline.is_idle());
-        setup.listing.pass();
+        setup.listing.advance();
         setup.central.close();
     });
 }
 
 #[test]
 fn loom_doubtful_event() {
-    model("marks: one fails while another is recorded", 3, || {
+    model("events: one fails while another is recorded", 3, || {
         let setup = Setup::new();
         setup.driver.captures.store(true, Ordering::Relaxed);
         let closers = [0, 1].map(|_| {
@@ -351,7 +352,7 @@ fn loom_doubtful_event() {
             closer.join().unwrap();
         }
         while !setup.timeline.is_idle() {
-            setup.timeline.pass(true);
+            setup.timeline.advance(true);
         }
         assert_eq!(setup.timeline.doubts(), 0, "an event is forgotten that nobody gives back");
         setup.finish();
@@ -360,7 +361,7 @@ fn loom_doubtful_event() {
 
 #[test]
 fn loom_ticks_and_marks() {
-    model("marks: two submit, one closes, one asks", 3, || {
+    model("events: two submit, one closes, one asks", 3, || {
         let setup = Setup::new();
         let submitters = [0, 1].map(|_| {
             let setup = setup.clone();
@@ -390,7 +391,7 @@ fn loom_ticks_and_marks() {
 
 #[test]
 fn loom_tick_in_two_closings() {
-    model("marks: one submits twice between two who close and ask", 3, || {
+    model("events: one submits twice between two who close and ask", 3, || {
         let setup = Setup::new();
         let submitter = spawn({
             let setup = setup.clone();
@@ -406,11 +407,11 @@ fn loom_tick_in_two_closings() {
             let setup = setup.clone();
             move || {
                 step();
-                setup.timeline.pass(true);
+                setup.timeline.advance(true);
             }
         });
         step();
-        setup.timeline.pass(true);
+        setup.timeline.advance(true);
         setup.reuse();
         submitter.join().unwrap();
         closer.join().unwrap();
@@ -420,7 +421,7 @@ fn loom_tick_in_two_closings() {
 
 #[test]
 fn loom_share_closes() {
-    model("marks: one submits while the stream's handle is given out", 3, || {
+    model("events: one submits while the stream's handle is given out", 3, || {
         let setup = Setup::new();
         let segment = setup.take().unwrap();
         let submitter = spawn({
@@ -430,9 +431,9 @@ fn loom_share_closes() {
         step();
         setup.timeline.share();
         submitter.join().unwrap();
-        // From here on others may submit: no mark may be recorded later for what was submitted before.
+        // From here on others may submit: no event may be recorded later for what was submitted before.
         setup.timeline.ask();
-        assert!(setup.timeline.is_idle(), "a tick stayed open");
+        assert!(setup.timeline.is_idle(), "a sequence number stayed open");
         setup.finish();
     });
 }
@@ -445,7 +446,7 @@ fn loom_landing_wakes() {
             self.0.unpark();
         }
     }
-    model("landing: a task sleeps until the reaper has seen its mark", 3, || {
+    model("landing: a task sleeps until the reaper has seen its event", 3, || {
         let setup = Setup::new();
         let segment = setup.take().unwrap();
         let alias = segment.alias();
@@ -456,7 +457,7 @@ fn loom_landing_wakes() {
             move || {
                 while !setup.timeline.is_idle() {
                     step();
-                    setup.timeline.pass(false);
+                    setup.timeline.advance(false);
                     crate::sync::yield_now();
                 }
             }
@@ -484,7 +485,7 @@ fn reaper(setup: &Setup) -> JoinHandle<()> {
     let setup = setup.clone();
     spawn(move || {
         step();
-        setup.timeline.pass(true);
+        setup.timeline.advance(true);
         setup.reuse();
     })
 }
@@ -568,8 +569,8 @@ fn loom_claim_used() {
         let threads = [reaper(&setup), dropper(flight)];
         if let Some((claimed, segment)) = claim(&setup) {
             step();
-            let (lent, own) = claimed.into_lent();
-            let flight = setup.submit(lent, own);
+            let (resource, own) = claimed.into_resource();
+            let flight = setup.submit(resource, own);
             end(&setup, flight, &segment, 2);
         }
         for thread in threads {
@@ -585,7 +586,7 @@ fn loom_claim_leaves_handles_alone() {
         let setup = Setup::new();
         let segment = setup.take().unwrap();
         let flight = setup.upload(segment);
-        let keeper = spawn({
+        let keep_alive = spawn({
             let setup = setup.clone();
             move || {
                 step();
@@ -596,7 +597,7 @@ fn loom_claim_leaves_handles_alone() {
         });
         let reaper = reaper(&setup);
         assert!(claim(&setup).is_none(), "claimed under its handle");
-        keeper.join().unwrap();
+        keep_alive.join().unwrap();
         reaper.join().unwrap();
         setup.finish();
     });
@@ -606,7 +607,7 @@ fn loom_claim_leaves_handles_alone() {
 fn loom_joint_returns_once() {
     model("landing: a segment that two streams hold, and its handle", 3, || {
         let setup = Setup::new();
-        // Its own list of ticks and marks; the double has one queue for all streams.
+        // Its own list of sequence numbers and events; the double has one queue for all streams.
         let other = Timeline::new(setup.timeline.context().clone(), StreamHandle(1), setup.listing.clone());
         let buf = {
             // SAFETY: ours.
@@ -615,8 +616,8 @@ fn loom_joint_returns_once() {
         let joint = crate::buffer::joint(&buf, 2);
         let mut flight = InFlight::joint(buf, 2);
         for timeline in [&setup.timeline, &other] {
-            let tick = timeline.begin(Lent::Joint(joint.clone()), None).unwrap().commit();
-            flight.add(Ticket { timeline: timeline.clone(), tick });
+            let seq = timeline.begin(Resource::Joint(joint.clone()), None).unwrap().commit();
+            flight.add(Ticket { timeline: timeline.clone(), seq });
         }
         let threads = [
             dropper(flight),
@@ -624,17 +625,17 @@ fn loom_joint_returns_once() {
                 let other = other.clone();
                 move || {
                     step();
-                    other.pass(true);
+                    other.advance(true);
                 }
             }),
         ];
         step();
-        setup.timeline.pass(true);
+        setup.timeline.advance(true);
         setup.reuse();
         for thread in threads {
             thread.join().unwrap();
         }
-        other.pass(true);
+        other.advance(true);
         assert_eq!(setup.central.joint_bytes(), (0, true));
         setup.finish();
     });

@@ -1,7 +1,7 @@
 //! Streams: ordered queues of a device, and what is in flight on them.
 //!
-//! [`timeline`] says how it is known that a copy is done, [`reaper`] who finds out. [`awaited`] is what handles wait for
-//! where that is no tick of a timeline.
+//! [`timeline`] says how it is known that a copy is done, [`reaper`] who finds out. [`awaited`] is what handles wait
+//! for where that is no sequence number of a timeline.
 
 pub(crate) mod awaited;
 #[cfg(all(test, loom))]
@@ -14,7 +14,7 @@ use std::fmt;
 use std::sync::Arc;
 
 #[cfg(any(feature = "acl", feature = "cuda"))]
-use crate::device::{StreamHandle, ending::Keeper};
+use crate::device::{StreamHandle, ending::KeepAlive};
 use crate::error::{Error, Result};
 use crate::runtime::Device;
 use timeline::Timeline;
@@ -41,14 +41,14 @@ impl Stream {
     }
 
     /// A stream that others made, and are alive by their word for as long as anything is in flight on it. `id` is the
-    /// driver's number for it: the same number gives the same timeline. Without one each call gives another. `keeper`: what
-    /// keeps it alive.
+    /// driver's number for it: the same number gives the same timeline. Without one each call gives another.
+    /// `keep_alive`: what keeps it alive.
     #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn adopted(
         device: &Device,
         handle: StreamHandle,
         id: Option<u64>,
-        keeper: Option<Keeper>,
+        keep_alive: Option<KeepAlive>,
     ) -> Self {
         let make = || {
             let context = device.context().clone();
@@ -58,8 +58,8 @@ impl Stream {
             Some(id) => device.known_stream(id, make),
             None => make(),
         };
-        if let Some(keeper) = keeper {
-            timeline.keep(keeper);
+        if let Some(keep_alive) = keep_alive {
+            timeline.keep(keep_alive);
         }
         Self { timeline, device: device.clone() }
     }
@@ -84,8 +84,8 @@ impl Stream {
     /// caller does not wait. Both must be streams of one device.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`]; [`Error::Capturing`] where either is being captured into a graph; what the driver says; what
-    /// either stream was lost with.
+    /// [`Error::WrongDevice`]; [`Error::Capturing`] where either is being captured into a graph; what the driver says;
+    /// what either stream was lost with.
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         self.follow(&other.timeline)
     }
@@ -112,8 +112,8 @@ impl Stream {
     /// [`Error::Capturing`]; what the stream was lost with.
     pub fn synchronize(&self) -> Result<()> {
         self.timeline.not_capturing("waiting for the stream", "end the capture first")?;
-        let tick = self.timeline.checkpoint()?;
-        self.timeline.wait(tick, None)
+        let seq = self.timeline.checkpoint()?;
+        self.timeline.wait(seq, None)
     }
 }
 

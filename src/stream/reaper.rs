@@ -1,4 +1,4 @@
-//! The reaper: one thread of a device that closes idle ticks, asks, completes, and wakes.
+//! The reaper: one thread of a device that closes idle sequence numbers, asks, completes, and wakes.
 //!
 //! It makes no call that can block. While nothing is in flight it sleeps; a timeline that becomes busy puts itself on
 //! the list and, only if the reaper sleeps, wakes it. While something is in flight it looks at every listed timeline,
@@ -7,10 +7,10 @@
 //! A timeline stays listed for a moment after its last work, so that one which is busy by fits and starts does not wake
 //! the thread each time.
 //!
-//! The thread does not die. A panic in one timeline's look, which only a mistake of the crate's can cause (foreign code is
-//! guarded), quarantines what is in flight on that timeline; the thread goes on with the others.
+//! The thread does not die. A panic in one timeline's look, which only a mistake of the crate's can cause (foreign code
+//! is guarded), quarantines what is in flight on that timeline; the thread goes on with the others.
 //!
-//! A stepped device has no reaper thread; there [`Listing::pass`] is called by whoever drives the device.
+//! A stepped device has no reaper thread; there [`Listing::advance`] is called by whoever drives the device.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -33,8 +33,8 @@ struct Inbox {
     /// Every timeline of the device, for statistics and for whoever drives a stepped device.
     known: Vec<Weak<Timeline>>,
     asleep: bool,
-    /// Somebody parked who waits for a tick.
-    hurry: bool,
+    /// Somebody parked who waits for a sequence number.
+    expedite: bool,
     closing: bool,
 }
 
@@ -77,21 +77,21 @@ impl Listing {
         }
     }
 
-    /// Somebody parks until a tick is complete: look again soon.
-    pub(crate) fn hurry(&self, _timeline: &Arc<Timeline>) {
+    /// Somebody parks until a sequence number is complete: look again soon.
+    pub(crate) fn expedite(&self, _timeline: &Arc<Timeline>) {
         let mut inbox = self.0.inbox.lock();
-        if !inbox.hurry {
-            inbox.hurry = true;
+        if !inbox.expedite {
+            inbox.expedite = true;
             self.0.bell.notify_one();
         }
     }
 
     /// One look at every timeline, on this thread. For stepped devices, and for pools that run short. Whether anything
-    /// landed.
-    pub(crate) fn pass(&self) -> bool {
+    /// completed.
+    pub(crate) fn advance(&self) -> bool {
         let mut progress = false;
         for timeline in self.known() {
-            progress |= timeline.pass(true);
+            progress |= timeline.advance(true);
         }
         // Without a thread nobody else empties the list. What leaves it is dropped after the lock is released.
         let mut inbox = self.0.inbox.lock();
@@ -139,7 +139,7 @@ impl Drop for Reaper {
         }
         if self.context.driver().stepped().is_some() {
             // The last look: what is still in flight after it stays, with its memory, for good.
-            self.listing.pass();
+            self.listing.advance();
         }
         self.listing.0.inbox.lock().closing = true;
         self.listing.0.bell.notify_one();
@@ -157,11 +157,11 @@ fn run(shared: &Shared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
                     return;
                 }
                 inbox.asleep = true;
-                inbox.hurry = false;
+                inbox.expedite = false;
                 shared.bell.wait(&mut inbox);
                 inbox.asleep = false;
             }
-            if !inbox.arrived.is_empty() || std::mem::take(&mut inbox.hurry) {
+            if !inbox.arrived.is_empty() || std::mem::take(&mut inbox.expedite) {
                 progressed = Instant::now();
             }
             busy.extend(inbox.arrived.drain(..).map(|t| (t, 0)));
@@ -177,19 +177,19 @@ fn run(shared: &Shared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
         }
         let pause = (progressed.elapsed() / 8).clamp(SHORTEST, LONGEST);
         let mut inbox = shared.inbox.lock();
-        if !inbox.hurry && inbox.arrived.is_empty() {
+        if !inbox.expedite && inbox.arrived.is_empty() {
             shared.bell.wait_for(&mut inbox, pause);
         }
     }
 }
 
-/// The reaper's look at one timeline. Whether anything landed.
+/// The reaper's look at one timeline. Whether anything completed.
 fn look(timeline: &Arc<Timeline>) -> bool {
-    let landed =
+    let completed =
         foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
-            timeline.pass(false)
+            timeline.advance(false)
         });
-    landed.unwrap_or_else(|| {
+    completed.unwrap_or_else(|| {
         // What the panic has left half done is not looked at again.
         timeline.lose(&Error::Internal("a look at a stream panicked"));
         true

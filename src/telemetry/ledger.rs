@@ -200,7 +200,7 @@ mod tests {
         assert!(see(7, Some(4)), "it may have, and be out again");
         assert!(see(8, None), "in flight since");
         assert!(!see(8, None), "in the same flight");
-        assert!(see(8, Some(9)), "landed: it may have come back since it was seen in flight");
+        assert!(see(8, Some(9)), "completed: it may have come back since it was seen in flight");
         assert!(see(9, None), "another flight");
     }
 

@@ -193,7 +193,7 @@ table! {
     Checkouts: Counter, [pinpool.checkouts.total], Count, [pool], "Segments given out.";
     Returns: Counter, [pinpool.returns.total], Count, [pool], "Segments that came back.";
     Misses: Counter, [pinpool.misses.total], Count, [pool], "Requests that the thread's own cache could not serve.";
-    Collects: Counter, [pinpool.collects.total], Count, [pool], "Times that what threads keep was taken back.";
+    Reclaims: Counter, [pinpool.reclaims.total], Count, [pool], "Times that what threads keep was taken back.";
     Growths: Counter, [pinpool.growths.total], Count, [pool], "Regions asked of the system for a request.";
     GrowthFailures: Counter, [pinpool.growth_failures.total], Count, [pool], "Times that pinning ended early.";
     Waits: Counter, [pinpool.waits.total], Count, [pool], "Requests that had to wait.";

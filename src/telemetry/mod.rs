@@ -41,10 +41,10 @@
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
 //! | `pinpool::pool::fallback` | WARN, later ones DEBUG | pool, bytes, error | plain memory was given out: raise the capacity, or find who keeps buffers |
-//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, tick, completed, mark, tag, site, those that are known | a wait timed out (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
+//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, sequence number, completed, event, tag, site, those that are known | a wait timed out (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
 //! | `pinpool::pool::membarrier` | WARN | | a sandbox that came after the pool refuses `membarrier`: checkouts are slower from here on; put it up before the first pool is built |
-//! | `pinpool::stream::stuck` | WARN | device, stream, tick, completed, marks, entries, bytes, seconds | a sampler saw nothing get done there: a kernel or copy hangs |
+//! | `pinpool::stream::stuck` | WARN | device, stream, sequence number, completed, events, entries, bytes, seconds | a sampler saw nothing get done there: a kernel or copy hangs |
 //! | `pinpool::stream::lost` | ERROR | device, stream, error, entries | nobody will know what is complete there; the device is lost, or its driver refuses to be asked |
 //! | `pinpool::stream::quarantine` | ERROR | buffers, bytes | that memory is gone until the process ends |
 //! | `pinpool::device::lost` | ERROR | device, error | the device is gone until the process ends |
@@ -83,7 +83,7 @@
 //! | `pinpool.checkouts.total` | counter | pool | Segments given out |
 //! | `pinpool.returns.total` | counter | pool | Segments that came back |
 //! | `pinpool.misses.total` | counter | pool | Requests that the thread's own cache could not serve |
-//! | `pinpool.collects.total` | counter | pool | Times that what threads keep was taken back |
+//! | `pinpool.reclaims.total` | counter | pool | Times that what threads keep was taken back |
 //! | `pinpool.growths.total` | counter | pool | Regions asked of the system for a request |
 //! | `pinpool.growth_failures.total` | counter | pool | Times that pinning ended early |
 //! | `pinpool.waits.total` | counter | pool | Requests that had to wait |
@@ -127,13 +127,13 @@ pub use counters::{Bucket, ErrorCounts, Histogram, thread_misses};
 pub use metrics::{Kind, METRICS, Metric, Unit};
 pub use sampler::{Sampler, Sampling};
 pub use snapshot::{ClassStats, DeviceStats, Snapshot, StreamStats};
-pub use stuck::{Awaited, BufferState, Mark, StuckBuffer};
+pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
 
 use crate::pool::Pool;
 
 impl Pool {
     /// Every buffer that has been out for at least `threshold`, oldest first: its size, age and state, the stream and
-    /// the mark that it waits for, and who asked for it.
+    /// the event that it waits for, and who asked for it.
     ///
     /// Ages cost a hit nothing, so they are known exactly only of checkouts that were entered: all of them with
     /// [`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts), and otherwise a sample. Of the others it

@@ -84,7 +84,7 @@ struct WatchedDevice {
 #[derive(Debug)]
 struct WatchedStream {
     completed: u64,
-    tick: u64,
+    seq: u64,
     /// When anything got done, as far as we have seen.
     since: Instant,
     logged: bool,
@@ -347,7 +347,7 @@ impl Watched {
             (Id::Checkouts, now.checkouts, was.checkouts),
             (Id::Returns, now.returns, was.returns),
             (Id::Misses, now.misses, was.misses),
-            (Id::Collects, now.collects, was.collects),
+            (Id::Reclaims, now.reclaims, was.reclaims),
             (Id::Growths, now.growths, was.growths),
             (Id::GrowthFailures, now.growth_failures, was.growth_failures),
             (Id::Waits, now.waits, was.waits),
@@ -431,10 +431,10 @@ impl WatchedDevice {
         now: Instant,
         after: Option<Duration>,
     ) -> bool {
-        let (completed, tick) = (stream.completed, stream.completed_tick);
-        let fresh = || WatchedStream { completed, tick, since: now, logged: false };
+        let (completed, seq) = (stream.completed, stream.completed_seq);
+        let fresh = || WatchedStream { completed, seq, since: now, logged: false };
         let watched = self.streams.entry(stream.stream).or_insert_with(fresh);
-        if stream.in_flight == 0 || stream.lost || (watched.completed, watched.tick) != (completed, tick) {
+        if stream.in_flight == 0 || stream.lost || (watched.completed, watched.seq) != (completed, seq) {
             *watched = fresh();
             return false;
         }
@@ -445,9 +445,9 @@ impl WatchedDevice {
                 target: "pinpool::stream::stuck",
                 device,
                 stream = stream.stream,
-                tick = stream.tick,
-                completed = stream.completed_tick,
-                marks = stream.marks,
+                seq = stream.seq,
+                completed = stream.completed_seq,
+                events = stream.events,
                 entries = stream.in_flight,
                 bytes = stream.in_flight_bytes,
                 seconds = idle.as_secs_f64(),

@@ -112,12 +112,12 @@ pub struct StreamStats {
     pub in_flight_bytes: usize,
     /// Of these, bytes claimed for stream-ready reuse.
     pub claimed_bytes: usize,
-    /// The open tick: it counts up as work is submitted and marked.
-    pub tick: u64,
-    /// The last tick that is known to be complete.
-    pub completed_tick: u64,
-    /// Marks that were recorded and not seen complete yet.
-    pub marks: usize,
+    /// The open sequence number: it counts up as work is submitted and marked.
+    pub seq: u64,
+    /// The last sequence number that is known to be complete.
+    pub completed_seq: u64,
+    /// Events that were recorded and not seen complete yet.
+    pub events: usize,
     /// Whether the stream is lost.
     pub lost: bool,
 }
@@ -233,13 +233,13 @@ fn of(timeline: &Timeline) -> StreamStats {
     StreamStats {
         stream: timeline.number(),
         submitted: look.submitted,
-        completed: look.landed,
+        completed: look.completed,
         in_flight: look.entries,
         in_flight_bytes: look.flight.bytes,
         claimed_bytes: look.flight.claimed,
-        tick: look.open,
-        completed_tick: look.completed,
-        marks: look.marks,
+        seq: look.open,
+        completed_seq: look.completed_seq,
+        events: look.events,
         lost: look.lost,
     }
 }

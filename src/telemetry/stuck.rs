@@ -4,10 +4,11 @@
 //! is out it puts together what three places know, one after the other and without holding two of their locks at once:
 //!
 //! - the central pool: that the segment is out, in which state, and since when ([`super::ledger`]);
-//! - the streams: on which of them it is in flight, under which tick, and whether that tick's mark is recorded;
+//! - the streams: on which of them it is in flight, under which sequence number, and whether that sequence number's
+//!   event is recorded;
 //! - whoever asked for it: tag and call site, where the checkout was entered.
 //!
-//! What is returned or lands between the looks may still be listed, or be listed without its stream.
+//! What is returned or completes between the looks may still be listed, or be listed without its stream.
 
 use std::cmp::Reverse;
 use std::panic::Location;
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 use crate::central::{CentralPool, OutSegment};
 use crate::freelist::state;
 use crate::runtime::Device;
-pub use crate::stream::timeline::Mark;
+pub use crate::stream::timeline::EventState;
 
 /// Reports that nobody asked for come at most so often.
 pub(crate) const PAUSE: Duration = Duration::from_secs(60);
@@ -36,7 +37,7 @@ pub enum BufferState {
     /// A device may still use it. Its handle was dropped: it returns by itself when the device is done.
     Returning,
     /// The device is done; the handle has not been waited for, nor dropped.
-    Landed,
+    Completed,
     /// Claimed for later work on the same stream before the device was done.
     Claimed,
     /// Never to be reused.
@@ -51,7 +52,7 @@ impl BufferState {
             Self::CheckedOut => "checked_out",
             Self::InFlight => "in_flight",
             Self::Returning => "returning",
-            Self::Landed => "landed",
+            Self::Completed => "completed",
             Self::Claimed => "claimed",
             Self::Quarantined => "quarantined",
         }
@@ -61,7 +62,7 @@ impl BufferState {
         match word {
             state::FLIGHT => Self::InFlight,
             state::DETACHED => Self::Returning,
-            state::LANDED => Self::Landed,
+            state::COMPLETED => Self::Completed,
             state::CLAIMED => Self::Claimed,
             state::QUARANTINED => Self::Quarantined,
             _ => Self::CheckedOut,
@@ -77,12 +78,12 @@ pub struct Awaited {
     pub device: Arc<str>,
     /// The stream, by [`Stream::number`](crate::Stream::number).
     pub stream: u64,
-    /// The tick under which the buffer is in flight there.
-    pub tick: u64,
-    /// The last tick of the stream that is known to be complete.
+    /// The sequence number under which the buffer is in flight there.
+    pub seq: u64,
+    /// The last sequence number of the stream that is known to be complete.
     pub completed: u64,
-    /// What has become of the mark that covers the tick.
-    pub mark: Mark,
+    /// What has become of the event that covers the sequence number.
+    pub event: EventState,
 }
 
 /// A buffer that has been out for long.
@@ -128,9 +129,9 @@ pub(crate) fn find<'a>(
     for device in devices {
         let name: Arc<str> = device.name().into();
         for timeline in device.listing().known() {
-            let (stream, completed) = (timeline.number(), timeline.look().completed);
-            timeline.for_each_kept(|descriptor, tick, mark| {
-                awaited.push((descriptor, Awaited { device: name.clone(), stream, tick, completed, mark }));
+            let (stream, completed) = (timeline.number(), timeline.look().completed_seq);
+            timeline.for_each_kept(|descriptor, seq, event| {
+                awaited.push((descriptor, Awaited { device: name.clone(), stream, seq, completed, event }));
             });
         }
     }
@@ -139,7 +140,7 @@ pub(crate) fn find<'a>(
     // A buffer of which a batch copies many parts is in it as often.
     awaited.dedup_by(|(descriptor, next), (other, last)| {
         descriptor == other
-            && (next.stream, next.tick) == (last.stream, last.tick)
+            && (next.stream, next.seq) == (last.stream, last.seq)
             && Arc::ptr_eq(&next.device, &last.device)
     });
     let buffer = |segment: OutSegment| {
@@ -196,9 +197,9 @@ pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
         exact = buffer.exact,
         device = at.map(|at| &*at.device),
         stream = at.map(|at| at.stream),
-        tick = at.map(|at| at.tick),
+        seq = at.map(|at| at.seq),
         completed = at.map(|at| at.completed),
-        mark = at.map(|at| at.mark.name()),
+        event = at.map(|at| at.event.name()),
         tag = buffer.tag,
         site = buffer.site.map(tracing::field::display),
         "a buffer is out"

@@ -165,7 +165,7 @@ fn a_stream_that_hangs_is_told_once() {
     std::thread::sleep(threshold);
     sampler.poll();
     sampler.poll();
-    let fields = ["bytes", "completed", "device", "entries", "marks", "seconds", "stream", "tick"];
+    let fields = ["bytes", "completed", "device", "entries", "events", "seconds", "seq", "stream"];
     let stuck = event("pinpool::stream::stuck", Level::WARN, &fields);
     assert_eq!((stuck.field("entries"), stuck.field("bytes")), ("1", "4160"));
     assert_eq!(stuck.field("stream"), stream.number().to_string());
@@ -174,7 +174,7 @@ fn a_stream_that_hangs_is_told_once() {
     assert_eq!(buffers.len(), 1, "and the buffer on it, once: {buffers:#?}");
     assert_eq!((buffers[0].field("state"), buffers[0].field("device")), ("in_flight", "host:0"));
     let fields = buffers[0].names();
-    assert!(["stream", "tick", "completed", "mark"].iter().all(|name| fields.contains(name)), "{fields:?}");
+    assert!(["stream", "seq", "completed", "event"].iter().all(|name| fields.contains(name)), "{fields:?}");
     // Running again, it is stuck no more; hanging again, it is told again.
     bench.node.resume(0);
     let mut buf = sent.wait().unwrap();

@@ -69,7 +69,7 @@ fn devices_and_streams() {
     assert_eq!(s.pool.in_flight_bytes, 0);
     let device = &s.devices[0];
     assert_eq!((device.submitted, device.completed), (3, 3));
-    assert_eq!(one.stats().tick, one.stats().completed_tick + 1, "all ticks but the open one");
+    assert_eq!(one.stats().seq, one.stats().completed_seq + 1, "all ticks but the open one");
     // The first of each stream was timed.
     assert_eq!((device.flight.count(), s.flight.count()), (2, 2));
     drop((one, two));

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use pinpool::host::HostConfig;
-use pinpool::telemetry::{BufferState, Mark, Sampler, StuckBuffer};
+use pinpool::telemetry::{BufferState, EventState, Sampler, StuckBuffer};
 use pinpool::{PoolBuilder, Request, Stream};
 
 use crate::Bench;
@@ -40,7 +40,7 @@ fn each_state() {
         buf
     };
     let out = filled("out");
-    let landed = stream.upload(filled("landed"), &memory).unwrap();
+    let landed = stream.upload(filled("completed"), &memory).unwrap();
     bench.settle();
     let flying = stream.upload(filled("flying"), &memory).unwrap();
     drop(stream.upload(filled("returning"), &memory).unwrap());
@@ -51,18 +51,18 @@ fn each_state() {
     assert_eq!((found.state, found.granted, found.requested), (BufferState::CheckedOut, 4160, Some(4096)));
     assert!(found.exact && found.awaited.is_empty());
     assert_eq!(found.site.unwrap().file(), file!());
-    assert_eq!(tagged(&bench, "landed").state, BufferState::Landed);
+    assert_eq!(tagged(&bench, "completed").state, BufferState::Completed);
     let found = tagged(&bench, "flying");
     assert_eq!(found.state, BufferState::InFlight);
     let [at] = &found.awaited[..] else { panic!("{found:#?}") };
-    assert_eq!((&*at.device, at.stream, at.mark), ("host:0", stream.number(), Mark::Due));
-    assert!(at.tick > at.completed, "{at:?}");
+    assert_eq!((&*at.device, at.stream, at.event), ("host:0", stream.number(), EventState::Due));
+    assert!(at.seq > at.completed, "{at:?}");
     assert_eq!(tagged(&bench, "returning").state, BufferState::Returning);
     let found = tagged(&bench, "shared");
     assert_eq!((found.state, found.awaited.len()), (BufferState::CheckedOut, 1), "kept by somebody and lent");
     // Somebody waits: the mark is recorded.
     assert!(!flying.is_done().unwrap());
-    assert_eq!(tagged(&bench, "flying").awaited[0].mark, Mark::Recorded);
+    assert_eq!(tagged(&bench, "flying").awaited[0].event, EventState::Recorded);
 
     bench.settle();
     drop((out, landed, flying, shared));
@@ -148,8 +148,8 @@ fn what_went_through_a_queue_waits_for_its_stream() {
         let found = tagged(&bench, tag);
         assert_eq!(found.state, state, "{tag}");
         let [at] = &found.awaited[..] else { panic!("{found:#?}") };
-        assert_eq!((&*at.device, at.mark), ("host:0", Mark::Recorded), "{tag}");
-        assert!(at.tick > at.completed, "{at:?}");
+        assert_eq!((&*at.device, at.event), ("host:0", EventState::Recorded), "{tag}");
+        assert!(at.seq > at.completed, "{at:?}");
         streams.push(at.stream);
     }
     streams.dedup();

@@ -1,7 +1,7 @@
 //! Pinned pieces by one call: from where they are, or packed, whichever is faster for what they are.
 //!
-//! One look at all pieces (`survey.rs`) checks them and says how long they are, and whether they follow each other on the
-//! device; by that the way is chosen, before anything is copied. Both directions choose by the same rule.
+//! One look at all pieces (`survey.rs`) checks them and says how long they are, and whether they follow each other on
+//! the device; by that the way is chosen, before anything is copied. Both directions choose by the same rule.
 
 use std::marker::PhantomData;
 
@@ -21,38 +21,39 @@ use crate::pool::Pool;
 use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::awaited::Place;
-use crate::stream::timeline::Lent;
+use crate::stream::timeline::Resource;
 
-/// Pinned neighbours on the device that are shorter are all packed where so many threads can do it: eight bring pieces of
-/// 16 KiB at 0.75 to 0.88 of the link's rate, and batches of them from where they are come at 0.5 to 0.8, by whatever number of
-/// threads (those of 64 KiB at 0.95 and more).
+/// Pinned neighbours on the device that are shorter are all packed where so many threads can do it: eight bring pieces
+/// of 16 KiB at 0.75 to 0.88 of the link's rate, and batches of them from where they are come at 0.5 to 0.8, by
+/// whatever number of threads (those of 64 KiB at 0.95 and more).
 const PACK_BELOW: usize = 32 << 10;
 const PACK_WITH: usize = 6;
-/// Those that are neighbours in another order than the call's are packed if they are shorter: to sort them takes a thread some
-/// 50 ns for each, which is a tenth of what the wire takes for longer ones, and more than packing gains.
+/// Those that are neighbours in another order than the call's are packed if they are shorter: to sort them takes a
+/// thread some 50 ns for each, which is a tenth of what the wire takes for longer ones, and more than packing gains.
 const SORT_BELOW: usize = 12 << 10;
 
 impl CopyQueue {
-    /// Copies many buffers to device memory, by the way that is fastest for what they are. The buffers are lent until the handle
-    /// gives them back.
+    /// Copies many buffers to device memory, by the way that is fastest for what they are. The buffers are lent until
+    /// the handle gives them back.
     ///
-    /// - Where any is shorter than 2 KiB: those of them that are neighbours on the device, packed into segments of `pool` if it
-    ///   has one to spare, and all others from where they are. Else:
-    /// - Those whose places follow at even distances on both sides, in the order of the call, as blocks of a cache: from where
-    ///   they are, as rows of rectangles.
-    /// - Shorter ones than 32 KiB, nearly all of them neighbours on the device in the order of the call (shorter ones than 12 KiB
-    ///   in any order), 12 MiB together at least: packed by several threads as in [`gather`](Self::gather), where the queue has
-    ///   six packers or more and the pool has a segment to spare. Then this returns when all bytes have been read.
-    /// - All others from where they are, in groups of some 64 that are submitted and come back together, of thousands by
-    ///   all of the queue's threads.
+    /// - Where any is shorter than 2 KiB: those of them that are neighbours on the device, packed into segments of
+    ///   `pool` if it has one to spare, and all others from where they are. Else:
+    /// - Those whose places follow at even distances on both sides, in the order of the call, as blocks of a cache:
+    ///   from where they are, as rows of rectangles.
+    /// - Shorter ones than 32 KiB, nearly all of them neighbours on the device in the order of the call (shorter ones
+    ///   than 12 KiB in any order), 12 MiB together at least: packed by several threads as in [`gather`](Self::gather),
+    ///   where the queue has six packers or more and the pool has a segment to spare. Then this returns when all bytes
+    ///   have been read.
+    /// - All others from where they are, in groups of some 64 that are submitted and come back together, of thousands
+    ///   by all of the queue's threads.
     ///
-    /// To have pinned pieces stay where they are in any case, [push](Self::upload) them; to have them packed in any case, pass
-    /// their bytes to [`gather`](Self::gather).
+    /// To have pinned pieces stay where they are in any case, [push](Self::upload) them; to have them packed in any
+    /// case, pass their bytes to [`gather`](Self::gather).
     ///
     /// # Errors
     /// Before anything is copied, with all buffers: [`Error::Empty`] for a buffer without bytes; as for
-    /// [`gather`](Self::gather). Later with the buffers that have not been pushed, in their order; those that were pushed return
-    /// by themselves.
+    /// [`gather`](Self::gather). Later with the buffers that have not been pushed, in their order; those that were
+    /// pushed return by themselves.
     #[allow(clippy::type_complexity, reason = "the pieces come back")]
     pub fn gather_pinned<B: Lend>(
         &self,
@@ -70,17 +71,18 @@ impl CopyQueue {
         })
     }
 
-    /// Copies many ranges of device memory into buffers, by the way that is fastest for what they are. When all have landed the
-    /// handle gives the buffers back, each as long as its range.
+    /// Copies many ranges of device memory into buffers, by the way that is fastest for what they are. When all have
+    /// landed the handle gives the buffers back, each as long as its range.
     ///
-    /// The ways are those of [`gather_pinned`](Self::gather_pinned), chosen by the same rule. Where ranges come by way of
-    /// segments of `pool` this returns when those have landed and their bytes are in the buffers; a waker, which must not
-    /// wait, has all of them come to where they belong.
+    /// The ways are those of [`gather_pinned`](Self::gather_pinned), chosen by the same rule. Where ranges come by way
+    /// of segments of `pool` this returns when those have landed and their bytes are in the buffers; a waker, which
+    /// must not wait, has all of them come to where they belong.
     ///
     /// # Errors
-    /// Before anything is copied, with all buffers: as for [`download`](Self::download); [`Error::WrongDevice`] for the pool.
-    /// Later with the pieces that have not been pushed, in their order, or with all of them after a failure of what came by way
-    /// of segments: what was written to these buffers before is undefined then. Those that were pushed return by themselves.
+    /// Before anything is copied, with all buffers: as for [`download`](Self::download); [`Error::WrongDevice`] for the
+    /// pool. Later with the pieces that have not been pushed, in their order, or with all of them after a failure of
+    /// what came by way of segments: what was written to these buffers before is undefined then. Those that were pushed
+    /// return by themselves.
     #[allow(clippy::type_complexity, reason = "the pieces come back")]
     pub fn scatter_pinned<L: Landing>(
         &self,
@@ -130,8 +132,8 @@ impl CopyQueue {
         pieces: &mut [(DeviceSlice, L)],
     ) -> Result<(Vec<Place>, Stay)> {
         let all = Landings { first: pieces.as_mut_ptr(), count: pieces.len(), borrowed: PhantomData };
-        // SAFETY: each piece's target is asked for by one thread at a time: by this one, and while several are at it, by who has
-        // the group that the piece is in, which is in no other.
+        // SAFETY: each piece's target is asked for by one thread at a time: by this one, and while several are at it,
+        // by who has the group that the piece is in, which is in no other.
         let target = |i: usize| unsafe { all.target(i, self.stream()) };
         let survey = self.survey(pool, &all, |i| {
             // SAFETY: nobody else asks.
@@ -150,15 +152,15 @@ impl CopyQueue {
                 (0..all.count()).map(target).collect::<Result<_>>()?
             };
             let place = |i: usize| asked.get(i).map_or_else(|| target(i), |target| Ok(*target));
-            // SAFETY: the call has the buffers, each of which says that it may be written to there, and nobody else touches
-            // them before this returns.
+            // SAFETY: the call has the buffers, each of which says that it may be written to there, and nobody else
+            // touches them before this returns.
             let targets = unsafe { Targets::new(&place) };
             Staging::new(self, pool, &all, parts).unpack(hands, &targets).map(|()| Vec::new())
         })
     }
 
-    /// Chooses the way by a survey, and has `run` stage what is not to stay in place, with so many helpers. `host`: where a piece
-    /// is there.
+    /// Chooses the way by a survey, and has `run` stage what is not to stay in place, with so many helpers. `host`:
+    /// where a piece is there.
     fn stage_some(
         &self,
         pool: &Pool,
@@ -186,7 +188,8 @@ impl CopyQueue {
             }
         }
         let (hands, limits) = self.share_of(pool, survey.bytes);
-        // Threads enough to pack faster than the driver takes so many copies; few copies that remain, or what sorting will tell.
+        // Threads enough to pack faster than the driver takes so many copies; few copies that remain, or what sorting
+        // will tell.
         let may_pack = hands + 1 >= PACK_WITH
             && survey.longest < PACK_BELOW
             && survey.longest + SLACK <= limits.segment
@@ -282,8 +285,8 @@ struct Landings<'a, L> {
     borrowed: PhantomData<&'a mut [(DeviceSlice, L)]>,
 }
 
-// SAFETY: what is shared of a piece is its device memory, which is `Sync`; its landing is one thread's at a time, by the word
-// of who asks for it, and may be another thread's, being `Send`.
+// SAFETY: what is shared of a piece is its device memory, which is `Sync`; its landing is one thread's at a time, by
+// the word of who asks for it, and may be another thread's, being `Send`.
 unsafe impl<L: Landing> Sync for Landings<'_, L> {}
 
 impl<L: Landing> Landings<'_, L> {
@@ -349,7 +352,7 @@ impl<B: Lend> Piece for Up<B> {
         &self.memory
     }
 
-    fn lend(self) -> (Lent, B, Option<usize>, DeviceSlice) {
+    fn lend(self) -> (Resource, B, Option<usize>, DeviceSlice) {
         (self.buf.lend(KEY), self.buf, None, self.memory)
     }
 }
@@ -375,9 +378,9 @@ impl<L: Landing> Piece for Down<L> {
         &self.memory
     }
 
-    fn lend(self) -> (Lent, L::Landed, Option<usize>, DeviceSlice) {
+    fn lend(self) -> (Resource, L::Landed, Option<usize>, DeviceSlice) {
         let len = self.memory.len();
-        let (lent, half) = self.landing.lend(KEY);
-        (lent, L::Landed::from(half), Some(len), self.memory)
+        let (resource, half) = self.landing.lend(KEY);
+        (resource, L::Landed::from(half), Some(len), self.memory)
     }
 }

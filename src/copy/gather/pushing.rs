@@ -1,11 +1,12 @@
 //! Pushing: pieces that stay where they are go to the queue in groups, by the calling thread.
 //!
-//! A group's copies are described, put down as in flight and handed to a lane together, which takes some 0.1 us a piece: less
-//! than all of the queue's threads need to submit them. (More pushing threads bring no more to the device and less from it: they
-//! wait for room in their lanes, and ask the driver what is done, which keeps those up that submit. Measured with 16 KiB by 1,
-//! 2 and 4 threads on an H200.) Of thousands each of the queue's threads gets a group by turns; where places are at even distances, some hundred
-//! neighbours, to go as rows of one rectangle. They alone submit then: a thread that pushed, and called the driver for the streams
-//! of all of them by turns, would get a tenth of the rate.
+//! A group's copies are described, put down as in flight and handed to a lane together, which takes some 0.1 us a
+//! piece: less than all of the queue's threads need to submit them. (More pushing threads bring no more to the device
+//! and less from it: they wait for room in their lanes, and ask the driver what is done, which keeps those up that
+//! submit. Measured with 16 KiB by 1, 2 and 4 threads on an H200.) Of thousands each of the queue's threads gets a
+//! group by turns; where places are at even distances, some hundred neighbours, to go as rows of one rectangle. They
+//! alone submit then: a thread that pushed, and called the driver for the streams of all of them by turns, would get a
+//! tenth of the rate.
 
 use super::handle::{Flights, Lending};
 use crate::buffer::Lend;
@@ -13,7 +14,7 @@ use crate::copy::queue::CopyQueue;
 use crate::device::Transfer;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
-use crate::stream::timeline::Lent;
+use crate::stream::timeline::Resource;
 
 /// Neighbours that are looked at together; rows go to one of the queue's threads before the next has its turn.
 const PART: usize = 256;
@@ -31,11 +32,11 @@ pub(super) trait Piece {
     fn memory(&self) -> &DeviceSlice;
 
     /// What goes to the queue, and what comes back; with the bytes that the device writes to it, if it does.
-    fn lend(self) -> (Lent, Self::Value, Option<usize>, DeviceSlice);
+    fn lend(self) -> (Resource, Self::Value, Option<usize>, DeviceSlice);
 }
 
-/// Pushes all pieces, and gives what is under way, in the order of the pieces; or with an error the pieces that were not pushed,
-/// in their order. What was pushed then returns by itself.
+/// Pushes all pieces, and gives what is under way, in the order of the pieces; or with an error the pieces that were
+/// not pushed, in their order. What was pushed then returns by itself.
 #[allow(clippy::type_complexity, reason = "the pieces come back")]
 pub(super) fn push_all<P: Piece>(
     queue: &CopyQueue,
@@ -59,8 +60,8 @@ pub(super) fn push_all<P: Piece>(
 /// What was pushed.
 struct Done<V: Lend> {
     flights: Vec<Flights<V>>,
-    /// Names of device memory that nobody needs any more. They are let go of when everything is pushed: then the copies are on
-    /// the wire, which need not wait for it.
+    /// Names of device memory that nobody needs any more. They are let go of when everything is pushed: then the copies
+    /// are on the wire, which need not wait for it.
     names: Vec<DeviceSlice>,
     /// Of the queue's threads.
     turn: usize,
@@ -98,10 +99,10 @@ impl<V: Lend> Done<V> {
                 // It is kept for long, and there may be little room at a time.
                 lending = Lending::with_capacity(count);
                 let lend = |piece: P| {
-                    let (lent, value, written, name) = piece.lend();
+                    let (resource, value, written, name) = piece.lend();
                     lending.push(value, written);
                     self.names.push(name);
-                    lent
+                    resource
                 };
                 left.by_ref().take(count).map(lend).collect()
             });

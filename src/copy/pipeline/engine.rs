@@ -1,21 +1,21 @@
 //! The engine of a pipeline: its state, its threads, and the order of its transfers.
 //!
-//! All state is under one lock, which is held for a few list operations at a time: chunks are large, so a few thousand of
-//! them a second are the most that there is. Nothing else is done under it: no driver call, no reading, no copying, no code
-//! of the caller's, and nothing goes back to the pool, which may wake somebody.
+//! All state is under one lock, which is held for a few list operations at a time: chunks are large, so a few thousand
+//! of them a second are the most that there is. Nothing else is done under it: no driver call, no reading, no copying,
+//! no code of the caller's, and nothing goes back to the pool, which may wake somebody.
 //!
-//! *Threads.* The workers ([`super::workers`]) do what takes the CPU, for the foreground first: they drain what has landed,
-//! which frees segments, and fill chunks; and one that has nothing of that to do looks after a chunk on the wire, and goes
-//! on with it ([`super::arrival`]). A watcher for each direction does what no worker has time for. All of them start with the
-//! first transfer and sleep while there is nothing to do; they hold the engine, and end when the last handle to the
-//! pipeline and its transfers is gone and nothing is under way.
+//! *Threads.* The workers ([`super::workers`]) do what takes the CPU, for the foreground first: they drain what has
+//! landed, which frees segments, and fill chunks; and one that has nothing of that to do looks after a chunk on the
+//! wire, and goes on with it ([`super::arrival`]). A watcher for each direction does what no worker has time for. All
+//! of them start with the first transfer and sleep while there is nothing to do; they hold the engine, and end when the
+//! last handle to the pipeline and its transfers is gone and nothing is under way.
 //!
 //! Who wakes whom: [`super::waking`].
 //!
 //! *Segments*: [`super::segments`].
 //!
-//! *Order.* Transfers that use the same device memory, one of them writing it, take effect in the order in which they were
-//! started: the later one begins when the earlier one is over.
+//! *Order.* Transfers that use the same device memory, one of them writing it, take effect in the order in which they
+//! were started: the later one begins when the earlier one is over.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -53,8 +53,8 @@ thread_local! {
     static MINE: Cell<[usize; 2]> = const { Cell::new([0; 2]) };
 }
 
-/// An error on a thread of a pipeline or of the library's, where a waker, a source or a sink is about to wait for what that
-/// very thread does.
+/// An error on a thread of a pipeline or of the library's, where a waker, a source or a sink is about to wait for what
+/// that very thread does.
 pub(crate) fn may_wait() -> Result<()> {
     let whose = match crate::sync::own() {
         Some(_) => "on the thread that finds out what is done, in a waker",
@@ -81,8 +81,8 @@ pub(super) struct Engine {
     pub(super) state: Mutex<State>,
     /// Workers sleep here.
     pub(super) work: Condvar,
-    /// Calls for workers that are awake. Added to under the lock; who takes one has been called, and looks for work under the
-    /// lock. Relaxed throughout: everything else is seen through the lock.
+    /// Calls for workers that are awake. Added to under the lock; who takes one has been called, and looks for work
+    /// under the lock. Relaxed throughout: everything else is seen through the lock.
     pub(super) calls: AtomicUsize,
     /// The watcher of each direction sleeps here.
     pub(super) bells: [Condvar; 2],
@@ -270,9 +270,9 @@ impl Engine {
         Ok(None)
     }
 
-    /// The lock for somebody in a hurry. Who parks for it stands behind all workers that were woken for a transfer, each of
-    /// which takes its time to come (on an H200's host 0.3 to 1 ms in all, seen where a load followed another); and between any
-    /// two of them it is free.
+    /// The lock for somebody in a hurry. Who parks for it stands behind all workers that were woken for a transfer,
+    /// each of which takes its time to come (on an H200's host 0.3 to 1 ms in all, seen where a load followed another);
+    /// and between any two of them it is free.
     fn hasty_lock(&self) -> MutexGuard<'_, State> {
         let since = Instant::now();
         while since.elapsed() < HASTE {
@@ -284,7 +284,8 @@ impl Engine {
         self.state.lock()
     }
 
-    /// Whether a transfer under way has to be over before this memory is read or written. Asked on behalf of the foreground.
+    /// Whether a transfer under way has to be over before this memory is read or written. Asked on behalf of the
+    /// foreground.
     pub(super) fn is_in_use(&self, memory: &DeviceSlice, direction: Direction) -> bool {
         let (start, end) = (memory.address(), memory.address() + memory.len() as u64);
         let mut state = self.hasty_lock();
@@ -297,8 +298,8 @@ impl Engine {
         })
     }
 
-    /// Somebody waits for a copy of his own: until it is over, bulk chunks go one by one. What is on the wire already he
-    /// waits for, and for nothing that comes after it: a device with several streams takes them by turns.
+    /// Somebody waits for a copy of his own: until it is over, bulk chunks go one by one. What is on the wire already
+    /// he waits for, and for nothing that comes after it: a device with several streams takes them by turns.
     pub(super) fn hurry(&self, direction: Direction) -> Urgent<'_> {
         let urgent = &self.urgent[direction as usize];
         urgent.fetch_add(1, Ordering::Relaxed);
@@ -362,7 +363,8 @@ impl Engine {
         }
     }
 
-    /// Takes filled chunks of a stopped transfer from the wire's queue, and what has landed from its caller and the workers.
+    /// Takes filled chunks of a stopped transfer from the wire's queue, and what has landed from its caller and the
+    /// workers.
     fn sweep(&self, state: &mut MutexGuard<'_, State>, job: &Arc<Job>) {
         let mut gone = Vec::new();
         for queue in &mut state.wires[Direction::Up as usize].ready {
@@ -385,8 +387,8 @@ impl Engine {
         }
     }
 
-    /// Does without the lock what calls the driver or code that is not ours. Should it unwind, that is an error: the thread has
-    /// in hand what must be given back.
+    /// Does without the lock what calls the driver or code that is not ours. Should it unwind, that is an error: the
+    /// thread has in hand what must be given back.
     pub(super) fn outside<T>(
         &self,
         state: &mut MutexGuard<'_, State>,
@@ -452,7 +454,8 @@ impl Engine {
             _ = foreign::survive(UNWOUND, || job.finish());
             wakers.into_iter().for_each(|(_, task)| task.wake());
         });
-        // With nothing left to do nobody is woken, and who is awake still hears of the next transfer if that comes soon.
+        // With nothing left to do nobody is woken, and who is awake still hears of the next transfer if that comes
+        // soon.
         if !state.jobs.is_empty() || state.closing {
             self.call_all(state);
             self.bells.iter().for_each(|bell| _ = bell.notify_one());
@@ -504,8 +507,8 @@ impl State {
         (self.share.out[0] + self.share.out[1] + self.share.stash.len()) * segment + self.windows.bytes
     }
 
-    /// A segment that is not in use: one that this thread has filled before, whose lines its processor may still have, or
-    /// else the one that came back last.
+    /// A segment that is not in use: one that this thread has filled before, whose lines its processor may still have,
+    /// or else the one that came back last.
     pub(super) fn take_near(&mut self) -> Option<PinnedBuf> {
         let mine = MINE.get();
         let ours = self.share.stash.iter().rposition(|buf| mine.contains(&buf.as_ptr().addr()));

@@ -34,48 +34,48 @@
 //! | any [`Sink`], [`FileSink`] | [`download`](Pipeline::download) | a [`Transfer`] |
 //! | async streams, sockets | [`feed`](Pipeline::feed) | a [`Feed`], pushed to |
 //!
-//! *Pieces* say where on the device each range of a source goes: a file of a thousand tensors is one transfer, read in the
-//! file's order. Pieces that lie one behind the other on both sides are copied as one, so give tensors neighbouring slices
-//! of one allocation where that is possible: copies of 16 KiB reach a tenth of the link's speed, of 4 MiB all of it.
-//! [`Transfer::wait_landed`] tells when the first of them can be used.
+//! *Pieces* say where on the device each range of a source goes: a file of a thousand tensors is one transfer, read in
+//! the file's order. Pieces that lie one behind the other on both sides are copied as one, so give tensors neighbouring
+//! slices of one allocation where that is possible: copies of 16 KiB reach a tenth of the link's speed, of 4 MiB all of
+//! it. [`Transfer::wait_landed`] tells when the first of them can be used.
 //!
 //! # How it works
 //!
-//! A transfer is cut into chunks. Workers take chunks in order, each fills a segment of the pool; what is filled goes on
-//! the wire as soon as fewer than [`depth`](PipelineBuilder::depth) chunks are on it; and the segment comes back for the
-//! next chunk when its copy is complete. Downloads run the other way round. So CPU and wire are busy at once, in a bounded
-//! number of segments ([`share`](PipelineBuilder::share)): when they are all in use, everybody waits. No more of them are in
-//! rotation than keep threads and wire busy, and the one used last is used next, so that the device finds in the
-//! processor's caches what a thread has just put there. A thread that has nothing to fill or drain looks after a chunk on the
-//! wire, and goes on with it when it has arrived. While a transfer is under way and the machine has cores to spare, threads
-//! look around for a moment before they sleep ([`patience`](PipelineBuilder::patience)).
+//! A transfer is cut into chunks. Workers take chunks in order, each fills a segment of the pool; what is filled goes
+//! on the wire as soon as fewer than [`depth`](PipelineBuilder::depth) chunks are on it; and the segment comes back for
+//! the next chunk when its copy is complete. Downloads run the other way round. So CPU and wire are busy at once, in a
+//! bounded number of segments ([`share`](PipelineBuilder::share)): when they are all in use, everybody waits. No more
+//! of them are in rotation than keep threads and wire busy, and the one used last is used next, so that the device
+//! finds in the processor's caches what a thread has just put there. A thread that has nothing to fill or drain looks
+//! after a chunk on the wire, and goes on with it when it has arrived. While a transfer is under way and the machine
+//! has cores to spare, threads look around for a moment before they sleep ([`patience`](PipelineBuilder::patience)).
 //!
-//! Cached files are read, or copied from where the page cache has them, whichever is faster here; it is the latter where
-//! one or two threads are all there are ([`Reading`]).
+//! Cached files are read, or copied from where the page cache has them, whichever is faster here; it is the latter
+//! where one or two threads are all there are ([`Reading`]).
 //!
 //! # Ordering
 //!
-//! Within a transfer the chunks arrive in any order; it is over when all have. Transfers of one pipeline that use the same
-//! device memory take effect in the order of the calls. Nothing orders a transfer with other streams but
-//! [`Pipeline::wait_for`] before it, and the end of the transfer after it: what was submitted to any stream after the end
-//! was seen finds the bytes there.
+//! Within a transfer the chunks arrive in any order; it is over when all have. Transfers of one pipeline that use the
+//! same device memory take effect in the order of the calls. Nothing orders a transfer with other streams but
+//! [`Pipeline::wait_for`] before it, and the end of the transfer after it: what was submitted to any stream after the
+//! end was seen finds the bytes there.
 //!
 //! # Manners
 //!
-//! Bulk transfers leave room: at most `depth` of their chunks are on the wire in each direction (and a window of a file,
-//! if one is under way), an eighth of the segments is
-//! not theirs, and they do not stand in the pool's queue while they have a segment of their own. A handle
-//! [with foreground priority](Pipeline::with_priority) goes before them, and while one of its copies is on the wire, theirs go
-//! one by one. Copies by [`Stream`] calls need nothing of this, and wait for about as many chunks as are on the wire, unless
-//! the pipeline is told to [give way](Pipeline::give_way). While the foreground is heard of, no file's pages are registered, which
-//! would hold up everybody. (Where the share, or what others have left in the pool, is a single segment, a foreground upload
-//! may wait for a bulk download that is under way.) A pipeline that has nothing to do uses no processor time, and holds no
-//! segment.
+//! Bulk transfers leave room: at most `depth` of their chunks are on the wire in each direction (and a window of a
+//! file, if one is under way), an eighth of the segments is not theirs, and they do not stand in the pool's queue while
+//! they have a segment of their own. A handle [with foreground priority](Pipeline::with_priority) goes before them, and
+//! while one of its copies is on the wire, theirs go one by one. Copies by [`Stream`] calls need nothing of this, and
+//! wait for about as many chunks as are on the wire, unless the pipeline is told to [give way](Pipeline::give_way).
+//! While the foreground is heard of, no file's pages are registered, which would hold up everybody. (Where the share,
+//! or what others have left in the pool, is a single segment, a foreground upload may wait for a bulk download that is
+//! under way.) A pipeline that has nothing to do uses no processor time, and holds no segment.
 
-// Here are the calls. `config.rs`: the settings. `transfer.rs`: the handles. `plan.rs`: the cutting. `engine.rs`: threads and
-// order; `segments.rs`: who gets which; `share.rs`: how many are out, and who hears of it; `waking.rs`: who wakes whom; `workers.rs`: what the threads do; `wire.rs`: submitting;
-// `arrival.rs`: arriving; `job.rs`: a transfer's state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`, `collect.rs`: what is
-// read and written. `stores.rs`, `direct.rs`: memory copies. `stats.rs`: the counts. `trace.rs`: the span.
+// Here are the calls. `config.rs`: the settings. `transfer.rs`: the handles. `plan.rs`: the cutting. `engine.rs`:
+// threads and order; `segments.rs`: who gets which; `share.rs`: how many are out, and who hears of it; `waking.rs`: who
+// wakes whom; `workers.rs`: what the threads do; `wire.rs`: submitting; `arrival.rs`: arriving; `job.rs`: a transfer's
+// state. `source.rs`, `file.rs`, `window.rs`, `feed.rs`, `collect.rs`: what is read and written. `stores.rs`,
+// `direct.rs`: memory copies. `stats.rs`: the counts. `trace.rs`: the span.
 
 #![allow(unsafe_code)]
 
@@ -147,8 +147,8 @@ const LEAST: usize = 512 << 10;
 /// Foreground calls up to this length are made on the caller's thread, where nothing is in the way.
 const SMALL: usize = 256 << 10;
 
-/// Moves much data between memory or files and one device. Cloning gives another handle to the same pipeline; all its calls
-/// may come from many threads at once.
+/// Moves much data between memory or files and one device. Cloning gives another handle to the same pipeline; all its
+/// calls may come from many threads at once.
 ///
 /// When the last handle is dropped, that of a [`Transfer`] included, its threads end.
 #[derive(Clone)]
@@ -202,11 +202,11 @@ impl Pipeline {
         Self { handle: self.handle.clone(), priority }
     }
 
-    /// For copies of your own on streams of your own, which the pipeline does not know of: while the guard is held, bulk
-    /// chunks of this pipeline go one by one in each direction, and no pages of files are registered. Your copy waits for
-    /// what is on the wire already, at most [`depth`](PipelineBuilder::depth) chunks (and a window of a file, if one
-    /// is under way), and for nothing that comes later. The
-    /// pipeline stays open as long as the guard lives. (Transfers with [`Priority::Foreground`] do this by themselves.)
+    /// For copies of your own on streams of your own, which the pipeline does not know of: while the guard is held,
+    /// bulk chunks of this pipeline go one by one in each direction, and no pages of files are registered. Your copy
+    /// waits for what is on the wire already, at most [`depth`](PipelineBuilder::depth) chunks (and a window of a file,
+    /// if one is under way), and for nothing that comes later. The pipeline stays open as long as the guard lives.
+    /// (Transfers with [`Priority::Foreground`] do this by themselves.)
     ///
     /// ```
     /// # use pinpool::{pipeline::Pipeline, Device, Pool, Unpinned};
@@ -290,14 +290,15 @@ impl Pipeline {
 
     // --- to the device -----------------------------------------------------------------------------------------------
 
-    /// Copies borrowed bytes to the front of `dst`, and returns when the device has let go of them, on an error too. The CPU reads
-    /// them: for a file that is mapped, and might become shorter meanwhile, call [`upload_file`](Self::upload_file), or
-    /// [register](Device::register) the mapping and call [`upload_pinned`](Self::upload_pinned).
+    /// Copies borrowed bytes to the front of `dst`, and returns when the device has let go of them, on an error too.
+    /// The CPU reads them: for a file that is mapped, and might become shorter meanwhile, call
+    /// [`upload_file`](Self::upload_file), or [register](Device::register) the mapping and call
+    /// [`upload_pinned`](Self::upload_pinned).
     ///
     /// # Errors
-    /// [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range; [`Error::Transfer`] with what the pool or
-    /// the device said; [`Error::Unsupported`] on a thread of the library's (in a waker, a source or a sink), which must not
-    /// wait.
+    /// [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range; [`Error::Transfer`] with what the
+    /// pool or the device said; [`Error::Unsupported`] on a thread of the library's (in a waker, a source or a sink),
+    /// which must not wait.
     pub fn upload_slice(&self, src: &[u8], dst: impl DeviceRange) -> Result<()> {
         let dst = self.target(dst, src.len() as u64)?;
         engine::may_wait()?;
@@ -341,9 +342,9 @@ impl Pipeline {
         self.transfer(Direction::Up, source, plan, &name, |shared| Body::Source(shared))
     }
 
-    /// Copies a file, or the range of it that the source names, to the front of `dst`. A file that has become shorter is an
-    /// error; one that is written to meanwhile is not, and arrives partly old and partly new: see [`FileSource`] for how to
-    /// find out.
+    /// Copies a file, or the range of it that the source names, to the front of `dst`. A file that has become shorter
+    /// is an error; one that is written to meanwhile is not, and arrives partly old and partly new: see [`FileSource`]
+    /// for how to find out.
     ///
     /// # Errors
     /// With the source, as for [`upload`](Self::upload).
@@ -382,8 +383,8 @@ impl Pipeline {
     /// [`Registered`](crate::Registered)) from where it is, in chunks that leave room for others.
     ///
     /// # Errors
-    /// With the value, as for [`upload`](Self::upload); [`Error::WrongDevice`] for a buffer of a pool that does not serve
-    /// the device.
+    /// With the value, as for [`upload`](Self::upload); [`Error::WrongDevice`] for a buffer of a pool that does not
+    /// serve the device.
     pub fn upload_pinned<B>(&self, value: B, dst: impl DeviceRange) -> Result<Transfer<B>, SubmitError<B>>
     where
         B: Lend + Sync + 'static,
@@ -400,8 +401,8 @@ impl Pipeline {
         self.transfer(Direction::Up, value, plan, "page-locked memory", body)
     }
 
-    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns when everything has arrived, on an error
-    /// too: then nothing is on its way any more. How many bytes.
+    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns when everything has arrived,
+    /// on an error too: then nothing is on its way any more. How many bytes.
     ///
     /// # Errors
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
@@ -428,8 +429,8 @@ impl Pipeline {
 
     // --- from the device ---------------------------------------------------------------------------------------------
 
-    /// Copies device memory to the front of borrowed memory, and returns when it has landed. After an error its contents are
-    /// undefined.
+    /// Copies device memory to the front of borrowed memory, and returns when it has landed. After an error its
+    /// contents are undefined.
     ///
     /// # Errors
     /// As for [`upload_slice`](Self::upload_slice).
@@ -453,8 +454,8 @@ impl Pipeline {
         job.outcome().unwrap_or(Ok(()))
     }
 
-    /// Copies device memory into a new vector, on huge pages where the system has them: touching memory for the first time
-    /// is what takes longest.
+    /// Copies device memory into a new vector, on huge pages where the system has them: touching memory for the first
+    /// time is what takes longest.
     ///
     /// # Errors
     /// As for [`download_slice`](Self::download_slice); [`Error::OutOfMemory`].
@@ -502,8 +503,8 @@ impl Pipeline {
 
     /// Writes device memory to a writer, on the caller's thread, in order. How many bytes, which are all.
     ///
-    /// The writer may wait for other transfers of this pipeline, a [`Feed`]'s say, if the [share](Self::share) has five segments
-    /// or more, and for another such download if it has seven.
+    /// The writer may wait for other transfers of this pipeline, a [`Feed`]'s say, if the [share](Self::share) has five
+    /// segments or more, and for another such download if it has seven.
     ///
     /// # Errors
     /// [`Error::Write`] with what the writer said; else as for [`download_slice`](Self::download_slice).
@@ -512,8 +513,8 @@ impl Pipeline {
         self.download_write_pieces(vec![Piece { at: 0, device }], writer)
     }
 
-    /// Writes several ranges of device memory to a writer, on the caller's thread, in the order of their offsets: what lies
-    /// between them is left out. How many bytes.
+    /// Writes several ranges of device memory to a writer, on the caller's thread, in the order of their offsets: what
+    /// lies between them is left out. How many bytes.
     ///
     /// # Errors
     /// As for [`download_write`](Self::download_write).

@@ -1,25 +1,27 @@
 //! Copying a file from where the page cache has it: windows of it are mapped, registered, and copied without staging.
 //!
-//! No thread moves the bytes, so with one thread or two that is faster than reading: on the H200 machine up to 0.53 of the
-//! link, against 0.15 for each thread that reads; with four threads or more reading wins. Which of the two it is, depends
-//! on the machine, so it is measured ([`Tuner`]): a stretch is read, the next is copied from windows, and what was faster
-//! goes on, until it is time to look again.
+//! No thread moves the bytes, so with one thread or two that is faster than reading: on the H200 machine up to 0.53 of
+//! the link, against 0.15 for each thread that reads; with four threads or more reading wins. Which of the two it is,
+//! depends on the machine, so it is measured ([`Tuner`]): a stretch is read, the next is copied from windows, and what
+//! was faster goes on, until it is time to look again.
 //!
-//! *In batches.* While one thread registers, the submissions of all others wait in the driver, for 1.5 ms on average; and
-//! unregistering waits for every copy that is under way in the context (18 ms beside one of 1 GiB; seen on driver 580).
-//! Reading beside it is therefore slower than either alone. So windows are registered one after the other, the copies of
-//! one beside the registering of the next, up to the pipeline's share; when all of them have arrived and there is room for
-//! no more, they are unregistered together, beside an empty wire. And since all of that holds up other people's copies,
-//! there are no windows while foreground transfers are about, or other bulk transfers than those of files.
+//! *In batches.* While one thread registers, the submissions of all others wait in the driver, for 1.5 ms on average;
+//! and unregistering waits for every copy that is under way in the context (18 ms beside one of 1 GiB; seen on driver
+//! 580). Reading beside it is therefore slower than either alone. So windows are registered one after the other, the
+//! copies of one beside the registering of the next, up to the pipeline's share; when all of them have arrived and
+//! there is room for no more, they are unregistered together, beside an empty wire. And since all of that holds up
+//! other people's copies, there are no windows while foreground transfers are about, or other bulk transfers than those
+//! of files.
 //!
-//! *A file that becomes shorter.* The CPU never touches the mapping, so there is nothing to die of. (Where the CPU makes the
-//! device's copies, there are no windows. And the short rest of a file is read: drivers may have the CPU copy little.) Registering takes hold
-//! of the pages that there are; a page past the end of the file is an error of that call, and the chunks are read instead,
-//! which finds the end. Pages that are held stay when the file is cut off: the device then copies bytes that were the
-//! file's a moment ago, and so after each chunk the file is asked for its length, before the chunk counts as arrived.
+//! *A file that becomes shorter.* The CPU never touches the mapping, so there is nothing to die of. (Where the CPU
+//! makes the device's copies, there are no windows. And the short rest of a file is read: drivers may have the CPU copy
+//! little.) Registering takes hold of the pages that there are; a page past the end of the file is an error of that
+//! call, and the chunks are read instead, which finds the end. Pages that are held stay when the file is cut off: the
+//! device then copies bytes that were the file's a moment ago, and so after each chunk the file is asked for its
+//! length, before the chunk counts as arrived.
 //!
-//! *What is not in the page cache* would be fetched page by page by registering it. So a few places of a window are looked
-//! at first, and if one of them is missing the window is read, past the cache.
+//! *What is not in the page cache* would be fetched page by page by registering it. So a few places of a window are
+//! looked at first, and if one of them is missing the window is read, past the cache.
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -66,8 +68,8 @@ impl Deref for Mapped {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: mapped for as long as it lives. Nobody reads through it here: it is taken for its address and length, and
-        // the bytes are the device's business.
+        // SAFETY: mapped for as long as it lives. Nobody reads through it here: it is taken for its address and length,
+        // and the bytes are the device's business.
         unsafe { std::slice::from_raw_parts(self.0.base().as_ptr(), self.0.len()) }
     }
 }
@@ -94,9 +96,9 @@ pub(super) struct Windows {
 }
 
 impl Windows {
-    /// The whole batch, if all of it has arrived and none is coming: dropping it, which is not to be done under a lock, has
-    /// the device's worker thread unregister it before that registers anything else.
-    /// With its bytes, which count until it was dropped ([`released`](Self::released)).
+    /// The whole batch, if all of it has arrived and none is coming: dropping it, which is not to be done under a lock,
+    /// has the device's worker thread unregister it before that registers anything else. With its bytes, which count
+    /// until it was dropped ([`released`](Self::released)).
     pub(super) fn batch(&mut self) -> Option<(impl Sized + use<>, usize)> {
         if self.open > 0 || self.arrived.is_empty() {
             return None;
@@ -206,26 +208,28 @@ const STRETCH: u64 = 256 << 20;
 const LEAST: u64 = 64 << 20;
 /// Bytes after which the slower way is tried again: one stretch in as many costs less than a hundredth.
 const AGAIN: u64 = 64 << 30;
-/// The same where windows were found to be faster: reading may have been slow for a moment, when threads and segments were
-/// new. Four times as many each time that it is confirmed.
+/// The same where windows were found to be faster: reading may have been slow for a moment, when threads and segments
+/// were new. Four times as many each time that it is confirmed.
 const SOON: u64 = 2 << 30;
 /// Bytes that are enough to try a way again.
 const TRIAL: u64 = STRETCH / 4;
-/// Of the arrivals of a stretch, one in so many may leave the wire with nothing to do, and reading is as good as it gets.
+/// Of the arrivals of a stretch, one in so many may leave the wire with nothing to do, and reading is as good as it
+/// gets.
 const IDLE: u32 = 4;
 /// By so much windows may still become faster after the first, which nothing else was registered beside.
 const HOPE: f64 = 2.0;
-/// By so much windows have to be faster: they are in everybody's way, and unregistering the last batch of a stretch is not
-/// a part of it.
+/// By so much windows have to be faster: they are in everybody's way, and unregistering the last batch of a stretch is
+/// not a part of it.
 const MARGIN: f64 = 1.25;
 
 /// Finds out whether cached files are read or copied from windows.
 ///
-/// The time from when somebody began with the first bytes of a stretch (for windows: before the first was registered) until
-/// the last of them arrived tells how fast that way is here and now. Where somebody paused (nothing begins or arrives for a
-/// while) a stretch ends early, and is measured again if it was too short to tell. Windows are not even tried where reading
-/// keeps the wire busy, for a trial costs as much as reading some hundred megabytes: what is registered holds up everybody.
-/// And their first stretch ends with the first window if that was so slow that the next ones will not make up for it.
+/// The time from when somebody began with the first bytes of a stretch (for windows: before the first was registered)
+/// until the last of them arrived tells how fast that way is here and now. Where somebody paused (nothing begins or
+/// arrives for a while) a stretch ends early, and is measured again if it was too short to tell. Windows are not even
+/// tried where reading keeps the wire busy, for a trial costs as much as reading some hundred megabytes: what is
+/// registered holds up everybody. And their first stretch ends with the first window if that was so slow that the next
+/// ones will not make up for it.
 #[derive(Debug, Default)]
 pub(super) struct Tuner {
     /// What is done now, and what was found to be faster.

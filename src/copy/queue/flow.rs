@@ -49,7 +49,9 @@ use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::stream::awaited::Range;
-use crate::stream::timeline::{Gone, Keep, Lent, Loan, SPIN, Stillness, Timeline, Upstream};
+use crate::stream::timeline::{
+    Quarantined, Resource, Retain, RetainedResource, SPIN, Stillness, Timeline, Upstream,
+};
 use crate::sync::{AtomicBool, AtomicU32, Mutex, Ordering, thread, yield_now};
 
 /// Copies of a batch at most. (With more than 256 the driver becomes slower again.)
@@ -312,12 +314,12 @@ impl Flow {
         role: Held<'_>,
         next: Next,
         transfer: Transfer,
-        lent: Lent,
+        resource: Resource,
         memory: Arc<Allocation>,
     ) -> u64 {
         let piece = {
             let _change = self.changes.begin();
-            let piece = next.piece(transfer, lent, memory);
+            let piece = next.piece(transfer, resource, memory);
             book(&piece.loan, 1);
             piece
         };
@@ -333,7 +335,7 @@ impl Flow {
 
     /// Hands a batch to the driver.
     fn hand_over(self: &Arc<Self>, transfers: &[Transfer], runs: &[Run], load: Load) {
-        let submission = match self.timeline.begin(Lent::Object(Box::new(())), None) {
+        let submission = match self.timeline.begin(Resource::Object(Box::new(())), None) {
             Ok(submission) => submission,
             Err((error, _)) => return self.refuse(load, runs, &error),
         };
@@ -391,7 +393,7 @@ impl Flow {
                 piece.into_loans().for_each(|loan| {
                     _ = foreign::survive(
                         "letting go of a refused copy's buffer panicked: it may be leaked",
-                        || loan.land(),
+                        || loan.complete(),
                     )
                 });
             });
@@ -434,12 +436,12 @@ impl Flow {
         let Piece { loan, memory, number, lane, rest, .. } = piece;
         let lane = &self.lanes[lane as usize];
         // (A group's handle leaves by itself.)
-        if loan.land() && rest.is_none() {
+        if loan.complete() && rest.is_none() {
             lane.leave(&Range { first: number, last: number }, false);
         }
         if let Some(Rest { loans, memories, .. }) = rest.map(|rest| *rest) {
             loans.iter().for_each(announce);
-            loans.into_iter().for_each(|loan| _ = loan.land());
+            loans.into_iter().for_each(|loan| _ = loan.complete());
             drop(memories);
         }
         drop(memory);
@@ -450,7 +452,7 @@ impl Flow {
     }
 
     /// Nobody will ever know whether a batch is. What that takes out of use.
-    fn lose(&self, load: Load) -> Gone {
+    fn lose(&self, load: Load) -> Quarantined {
         let _change = self.changes.begin();
         load.unbook();
         let context = self.timeline.context();
@@ -464,7 +466,7 @@ impl Flow {
                 // The copy may still be queued, and the device may die of finding the memory freed.
                 std::mem::forget(memories);
             }
-            lost.extend(piece.into_loans().map(Loan::condemn));
+            lost.extend(piece.into_loans().map(RetainedResource::quarantine));
         });
         let gone = lost.into_iter().sum();
         runs.iter().for_each(|run| self.lanes[run.lane as usize].lose(&error));
@@ -476,7 +478,7 @@ impl Flow {
     pub(super) fn look(self: &Arc<Self>) {
         if self.is_stepped() {
             self.rouse();
-            self.timeline.pass(true);
+            self.timeline.advance(true);
         } else {
             self.ask();
         }
@@ -564,7 +566,7 @@ impl Flow {
         }
         loop {
             if let Some(key) = lane.lie_down(range.last, Wake::Thread(thread::current())) {
-                self.timeline.hurry();
+                self.timeline.expedite();
                 thread::park_until(deadline);
                 lane.get_up(key);
             }
@@ -587,7 +589,7 @@ fn are_rows(first: Option<&Piece>, second: &Piece, next: &Piece) -> bool {
 
 /// Has the processor fetch a segment's word, which was written by another one: exchanging it would wait for that, and
 /// of a group one after the other.
-fn announce(loan: &Loan) {
+fn announce(loan: &RetainedResource) {
     #[cfg(target_arch = "x86_64")]
     if let Some((segment, _)) = loan.booked() {
         // SAFETY: SSE is a part of x86_64; a prefetch reads nothing, wherever it points.
@@ -758,7 +760,7 @@ impl Drop for Unmade<'_> {
 }
 
 /// Books the bytes of one loan as in flight, or no longer.
-fn book(loan: &Loan, sign: isize) {
+fn book(loan: &RetainedResource, sign: isize) {
     if let Some((segment, bytes)) = loan.booked() {
         segment.central().joint_in_flight(sign * bytes as isize);
     }
@@ -783,9 +785,9 @@ impl Drop for Batch {
     }
 }
 
-impl Keep for Batch {
-    fn quarantine(mut self: Box<Self>) -> Gone {
-        self.load.take().map_or_else(Gone::default, |load| self.flow.lose(load))
+impl Retain for Batch {
+    fn quarantine(mut self: Box<Self>) -> Quarantined {
+        self.load.take().map_or_else(Quarantined::default, |load| self.flow.lose(load))
     }
 
     fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {

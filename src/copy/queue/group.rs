@@ -1,18 +1,18 @@
 //! Groups: copies of one call that are pushed, submitted and done together.
 //!
-//! A copy by itself takes its caller and the queue a lock, a number, a handle, a count on its device memory, a look whether it
-//! is done: together as long as the driver takes for it. Of thousands that one call brings nobody asks for one alone. So they
-//! go in groups that are as long as a batch is: one entry in a lane, with as many numbers as it has copies (what is
-//! outstanding, and which copy failed, is counted as ever), and one place for all of them.
+//! A copy by itself takes its caller and the queue a lock, a number, a handle, a count on its device memory, a look
+//! whether it is done: together as long as the driver takes for it. Of thousands that one call brings nobody asks for
+//! one alone. So they go in groups that are as long as a batch is: one entry in a lane, with as many numbers as it has
+//! copies (what is outstanding, and which copy failed, is counted as ever), and one place for all of them.
 //!
 //! ```text
 //!   queue of a lane   [ 41 ][ 42 ][ 43 ... 106 ][ 107 ... 170 ]
 //!   batches           [ 41 .. 42 ][  43 .. 106  ][  107 .. 170  ]
 //! ```
 //!
-//! A group is in one batch, so its copies must not be in each other's way: [`CopyQueue::group`] cuts a list accordingly.
-//! What each copy was lent is lent by itself, goes in flight by its own word, and is settled or quarantined by it, as for
-//! any other copy.
+//! A group is in one batch, so its copies must not be in each other's way: [`CopyQueue::group`] cuts a list
+//! accordingly. What each copy was lent is lent by itself, goes in flight by its own word, and is settled or
+//! quarantined by it, as for any other copy.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use crate::device::Transfer;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::stream::awaited::{Place, Range};
-use crate::stream::timeline::Lent;
+use crate::stream::timeline::Resource;
 
 impl CopyQueue {
     fn way(&self, transfer: &Transfer) -> &Way {
@@ -47,22 +47,22 @@ impl CopyQueue {
         overlap::first_in_the_way(&transfers[..count], &mut Vec::new()).max(1)
     }
 
-    /// The queue's threads are to be awake, since many copies are about to be pushed. Waking one takes as long as a look at
-    /// thousands of pieces.
+    /// The queue's threads are to be awake, since many copies are about to be pushed. Waking one takes as long as a
+    /// look at thousands of pieces.
     pub(in crate::copy) fn wake(&self) {
         self.0.up.0.iter().for_each(|side| side.flow.wake());
     }
 
-    /// Pushes what [`group`](Self::group) says is one, or so many from its front as there is room for, where others keep the
-    /// lane full: the rest is for the next call. `memories` are the allocations that it is in, at the queue's device. `turn`: which
-    /// of the queue's threads submits it, and it alone; or none, and it goes as a copy by itself would. `lend` is called, with how
-    /// many copies are pushed, when nothing can be refused any more.
+    /// Pushes what [`group`](Self::group) says is one, or so many from its front as there is room for, where others
+    /// keep the lane full: the rest is for the next call. `memories` are the allocations that it is in, at the queue's
+    /// device. `turn`: which of the queue's threads submits it, and it alone; or none, and it goes as a copy by itself
+    /// would. `lend` is called, with how many copies are pushed, when nothing can be refused any more.
     pub(in crate::copy) fn push_group(
         &self,
         transfers: &[Transfer],
         memories: Vec<DeviceSlice>,
         turn: Option<usize>,
-        lend: impl FnOnce(usize) -> Vec<Lent>,
+        lend: impl FnOnce(usize) -> Vec<Resource>,
     ) -> Result<(Place, usize)> {
         let Some(first) = transfers.first() else { return Err(Error::Empty) };
         let (way, longest) = (self.way(first), transfers.iter().map(Transfer::len).max().unwrap_or(0));
@@ -87,7 +87,7 @@ impl Side {
         transfers: &[Transfer],
         memories: Vec<DeviceSlice>,
         more: bool,
-        lend: impl FnOnce(usize) -> Vec<Lent>,
+        lend: impl FnOnce(usize) -> Vec<Resource>,
     ) -> Result<(Place, usize)> {
         let line = self.line();
         let (lane, flow): (_, &Arc<Flow>) = (line.lane(), &line.flow);
@@ -110,7 +110,7 @@ impl Side {
         };
         let count = rest.len().min(usize::try_from(entry.room()).unwrap_or(usize::MAX));
         rest.truncate(count);
-        let group = Group { transfers: rest, lent: lend(count), memories };
+        let group = Group { transfers: rest, resource: lend(count), memories };
         let range = entry.push_group(flow.filled(), line.lane, group).ok_or(Error::Empty)?;
         drop(entry);
         if more {

@@ -23,7 +23,7 @@ use crate::device::Transfer;
 use crate::device::memory::Allocation;
 use crate::error::{Error, Result};
 use crate::stream::awaited::Range;
-use crate::stream::timeline::{Lent, Loan, WaitKey};
+use crate::stream::timeline::{Resource, RetainedResource, WaitKey};
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering};
 
 /// One copy, or a group of copies that go in one batch and land as one.
@@ -31,7 +31,7 @@ use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, Ordering};
 pub(super) struct Piece {
     /// The last copy of a group.
     pub(super) transfer: Transfer,
-    pub(super) loan: Loan,
+    pub(super) loan: RetainedResource,
     /// What keeps the device memory. Of neighbours in a lane with the same memory only the last has it, since it lands
     /// last.
     pub(super) memory: Option<Arc<Allocation>>,
@@ -46,7 +46,7 @@ pub(super) struct Piece {
 #[derive(Debug)]
 pub(super) struct Rest {
     pub(super) transfers: Vec<Transfer>,
-    pub(super) loans: Vec<Loan>,
+    pub(super) loans: Vec<RetainedResource>,
     pub(super) memories: Vec<Arc<Allocation>>,
     /// Of all of the group.
     bytes: usize,
@@ -80,11 +80,11 @@ impl Piece {
         self.number + 1 - self.count() as u64
     }
 
-    pub(super) fn loans(&self) -> impl Iterator<Item = &Loan> {
+    pub(super) fn loans(&self) -> impl Iterator<Item = &RetainedResource> {
         std::iter::once(&self.loan).chain(self.rest.iter().flat_map(|rest| &rest.loans))
     }
 
-    pub(super) fn into_loans(self) -> impl Iterator<Item = Loan> {
+    pub(super) fn into_loans(self) -> impl Iterator<Item = RetainedResource> {
         std::iter::once(self.loan).chain(self.rest.into_iter().flat_map(|rest| rest.loans))
     }
 }
@@ -95,7 +95,7 @@ impl Piece {
 pub(super) struct Booked(Vec<(Segment, usize)>);
 
 impl Booked {
-    pub(super) fn add(&mut self, loan: &Loan) {
+    pub(super) fn add(&mut self, loan: &RetainedResource) {
         let Some((segment, bytes)) = loan.booked() else { return };
         match self.0.iter_mut().find(|(other, _)| other.shares_central(segment)) {
             Some((_, sum)) => *sum += bytes,
@@ -157,7 +157,7 @@ pub(super) struct Group {
     /// None of them writes where another one does, and there is one at least.
     pub(super) transfers: Vec<Transfer>,
     /// For all of them together.
-    pub(super) lent: Vec<Lent>,
+    pub(super) resource: Vec<Resource>,
     pub(super) memories: Vec<Arc<Allocation>>,
 }
 
@@ -267,9 +267,9 @@ impl Lane {
         filled.0.fetch_and(!(1 << lane), Ordering::Relaxed);
     }
 
-    /// All up to this one were handed to the driver, and have a tick.
+    /// All up to this one were handed to the driver, and have a sequence number.
     pub(super) fn sent(&self, number: u64) {
-        // Release: pairs with the acquire in `is_sent`: who sees it finds the tick on the timeline.
+        // Release: pairs with the acquire in `is_sent`: who sees it finds the sequence number on the timeline.
         self.sent.store(number, Ordering::Release);
     }
 
@@ -445,7 +445,7 @@ impl Entry<'_> {
         filled: &Filled,
         lane: u32,
         transfer: Transfer,
-        lent: Lent,
+        resource: Resource,
         memory: Arc<Allocation>,
     ) -> u64 {
         debug_assert!(self.room > 0, "pushed where there is no room");
@@ -461,7 +461,7 @@ impl Entry<'_> {
         if state.queue.is_empty() {
             filled.0.fetch_or(1 << lane, Ordering::Relaxed);
         }
-        let loan = Loan::of(lent);
+        let loan = RetainedResource::of(resource);
         state.booked.add(&loan);
         state.queue.push_back(Piece { transfer, loan, memory, lane, number, rest: None });
         number
@@ -469,11 +469,11 @@ impl Entry<'_> {
 
     /// Pushes a group, for which there must be room, and gives its numbers. `None`: it was empty.
     pub(super) fn push_group(&mut self, filled: &Filled, lane: u32, group: Group) -> Option<Range> {
-        let Group { mut transfers, lent, mut memories } = group;
+        let Group { mut transfers, resource, mut memories } = group;
         let bytes = transfers.iter().map(Transfer::len).sum();
         let transfer = transfers.pop()?;
-        let mut loans: Vec<Loan> = lent.into_iter().map(Loan::of).collect();
-        let loan = loans.pop().unwrap_or_else(|| Loan::of(Lent::Object(Box::new(()))));
+        let mut loans: Vec<RetainedResource> = resource.into_iter().map(RetainedResource::of).collect();
+        let loan = loans.pop().unwrap_or_else(|| RetainedResource::of(Resource::Object(Box::new(()))));
         let count = transfers.len() as u64 + 1;
         debug_assert!(self.room >= count, "pushed where there is no room");
         self.room = self.room.saturating_sub(count);
@@ -499,9 +499,16 @@ pub(super) struct Next {
 }
 
 impl Next {
-    pub(super) fn piece(self, transfer: Transfer, lent: Lent, memory: Arc<Allocation>) -> Piece {
+    pub(super) fn piece(self, transfer: Transfer, resource: Resource, memory: Arc<Allocation>) -> Piece {
         let Self { lane, number } = self;
-        Piece { transfer, loan: Loan::of(lent), memory: Some(memory), lane, number, rest: None }
+        Piece {
+            transfer,
+            loan: RetainedResource::of(resource),
+            memory: Some(memory),
+            lane,
+            number,
+            rest: None,
+        }
     }
 }
 

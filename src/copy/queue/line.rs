@@ -2,7 +2,8 @@
 //! stream is made to come after it.
 //!
 //! What is pushed is submitted by whoever has the role, at the latest by the queue's thread, so a handle need do
-//! nothing for that; but an order after a copy needs its tick, which it has when it is submitted, and so helps.
+//! nothing for that; but an order after a copy needs its sequence number, which it has when it is submitted, and so
+//! helps.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -17,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::stream::Stream;
 use crate::stream::awaited::{Awaited, Range};
-use crate::stream::timeline::{Lent, WaitKey};
+use crate::stream::timeline::{Resource, WaitKey};
 use crate::sync::{Own, yield_now};
 
 /// How long a waker on the queue's thread tries to submit what it asked to be preceded by.
@@ -40,7 +41,7 @@ impl Line {
         &self,
         mut entry: Entry<'_>,
         transfer: Transfer,
-        lent: Lent,
+        resource: Resource,
         memory: Arc<Allocation>,
     ) -> u64 {
         let flow = &self.flow;
@@ -48,10 +49,10 @@ impl Line {
             if let Some(next) = entry.next(self.lane) {
                 // Whoever shares the lane is not kept out while the driver is called.
                 drop(entry);
-                return flow.submit_lone(role, next, transfer, lent, memory);
+                return flow.submit_lone(role, next, transfer, resource, memory);
             }
         }
-        let number = entry.push(flow.filled(), self.lane, transfer, lent, memory);
+        let number = entry.push(flow.filled(), self.lane, transfer, resource, memory);
         drop(entry);
         flow.rouse();
         number
@@ -80,7 +81,7 @@ impl Awaited for Line {
         // Cloned before the lock: that is the caller's code.
         *key = self.lane().lie_down(range.last, Wake::Task(Task::of(waker)));
         if key.is_some() {
-            self.flow.timeline().hurry();
+            self.flow.timeline().expedite();
             return Ok(false);
         }
         self.lane().verdict(range)

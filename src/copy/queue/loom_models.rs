@@ -16,7 +16,7 @@ use crate::device::memory::DeviceBuffer;
 use crate::device::{DevicePtr, Transfer};
 use crate::stream::awaited::{Place, Range};
 use crate::stream::loom_models::{Setup, spawn, until};
-use crate::stream::timeline::Lent;
+use crate::stream::timeline::Resource;
 use crate::sync::{AtomicBool, Ordering, UnsafeCell, model, step, thread};
 
 /// Whoever pushes, and the thread that lies down to sleep.
@@ -128,7 +128,7 @@ fn push(flow: &Arc<Flow>, lane: u32, segment: Segment, memory: &DeviceBuffer) ->
     step();
     let line = Arc::new(Line { flow: flow.clone(), lane });
     let entry = line.lane().enter(4).unwrap();
-    let number = line.submit(entry, transfer, Lent::Segment(segment.alias()), memory.allocation());
+    let number = line.submit(entry, transfer, Resource::Segment(segment.alias()), memory.allocation());
     // SAFETY: in flight, and touched when it has landed only.
     let buf = unsafe { PinnedBuf::new(segment, 0) };
     InFlight::queued(Place { line, range: Range { first: number, last: number }, quiet: false }, buf, None)
@@ -151,7 +151,7 @@ fn loom_queue_lands() {
                 let flight = push(&flow, 0, segment.alias(), &memory);
                 let landed = || flow.lanes().next().is_some_and(|lane| lane.has_landed(1));
                 until(|| {
-                    setup.timeline.pass(true);
+                    setup.timeline.advance(true);
                     landed()
                 });
                 assert_eq!(setup.driver.ran(&segment), before + 1, "landed, and the copy has not run");
@@ -161,11 +161,11 @@ fn loom_queue_lands() {
         };
         let segment = setup.take().unwrap();
         drop(push(&flow, 1, segment, &memory));
-        setup.timeline.pass(true);
+        setup.timeline.advance(true);
         setup.reuse();
         pusher.join().unwrap();
         until(|| {
-            setup.timeline.pass(true);
+            setup.timeline.advance(true);
             !flow.is_flying()
         });
         drop((flow, memory));
@@ -188,7 +188,7 @@ fn loom_lane_keeps_order() {
             spawn(move || {
                 let flight = push(&flow, 0, between.alias(), &memory);
                 until(|| {
-                    setup.timeline.pass(true);
+                    setup.timeline.advance(true);
                     flight.is_done().unwrap()
                 });
                 assert_eq!(setup.driver.ran(&between), 1, "landed, and the copy has not run");
@@ -200,7 +200,7 @@ fn loom_lane_keeps_order() {
         drop(push(&flow, 0, last, &memory));
         pusher.join().unwrap();
         until(|| {
-            setup.timeline.pass(true);
+            setup.timeline.advance(true);
             !flow.is_flying()
         });
         drop((flow, memory));
@@ -269,8 +269,8 @@ fn loom_end_leaves_nothing() {
             let transfer = Transfer::Upload { src, dst: DevicePtr(0), len: 64 };
             let line = Arc::new(Line { flow: flow.clone(), lane: 0 });
             let mut entry = line.lane().enter(4).unwrap();
-            let lent = Lent::Segment(segment.alias());
-            let number = entry.push(flow.filled(), 0, transfer, lent, memory.allocation());
+            let resource = Resource::Segment(segment.alias());
+            let number = entry.push(flow.filled(), 0, transfer, resource, memory.allocation());
             drop(entry);
             // SAFETY: in flight, and touched by nobody.
             let buf = unsafe { PinnedBuf::new(segment.alias(), 0) };
@@ -294,7 +294,7 @@ fn loom_end_leaves_nothing() {
         submitter.join().unwrap();
         assert!(!flow.is_filled(), "a copy is left behind");
         until(|| {
-            setup.timeline.pass(true);
+            setup.timeline.advance(true);
             !flow.is_flying()
         });
         assert_eq!([&first, &last].map(|segment| setup.driver.ran(segment)), [1, 1]);

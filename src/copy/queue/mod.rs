@@ -1,20 +1,20 @@
 //! The copy queue: many threads push small copies, a few submit them in batches.
 //!
 //! A small copy costs the caller of the driver microseconds, and sixteen callers at once wait for each other: together
-//! they get no more copies than one of them, 0.38 million a second, measured. Pushed to a queue a copy costs its caller the time to
-//! put it into a list, and the driver is called once for all that has come in from all threads
+//! they get no more copies than one of them, 0.38 million a second, measured. Pushed to a queue a copy costs its caller
+//! the time to put it into a list, and the driver is called once for all that has come in from all threads
 //! (`cuMemcpyBatchAsync` where there is one).
 //!
-//! One thread submits some 1.3 to 2 million copies a second in long batches, all of its time being the driver's. Where there
-//! are processors enough the queue has a second and a third thread with streams of their own, which are used, and awake, only while the
-//! first has more than it can submit.
+//! One thread submits some 1.3 to 2 million copies a second in long batches, all of its time being the driver's. Where
+//! there are processors enough the queue has a second and a third thread with streams of their own, which are used, and
+//! awake, only while the first has more than it can submit.
 //!
 //! # Files
 //!
-//! [`lane`]: where copies are pushed to, and where their handles find out; [`line`]: how these do. [`flow`]: the copies of one direction, how they
-//! are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]: what must not share a batch.
-//! [`group`]: copies that are pushed and land together. [`crew`]: who helps with packing. Here: what users see, and the queue's
-//! thread.
+//! [`lane`]: where copies are pushed to, and where their handles find out; [`line`]: how these do. [`flow`]: the copies
+//! of one direction, how they are submitted and how they land. [`bell`]: who submits, and who wakes whom. [`overlap`]:
+//! what must not share a batch. [`group`]: copies that are pushed and land together. [`crew`]: who helps with packing.
+//! Here: what users see, and the queue's thread.
 
 mod bell;
 mod crew;
@@ -45,20 +45,20 @@ use crate::runtime::Device;
 use crate::sealed::KEY;
 use crate::stream::Stream;
 use crate::stream::awaited::{Place, Range};
-use crate::stream::timeline::Lent;
+use crate::stream::timeline::Resource;
 use crate::sync::{Own, yield_now};
 
 /// Copies that may be outstanding in a lane, unless somebody asks for another depth.
 const DEPTH: usize = 1024;
 /// Lanes of a direction at most.
 const LANES: usize = 64;
-/// On machines with fewer processors one thread submits, or two. (The driver takes 1.3 to 2 million copies of 4 KiB a second
-/// from one thread in long batches, and a fifth to a third more from three; from four no more.)
+/// On machines with fewer processors one thread submits, or two. (The driver takes 1.3 to 2 million copies of 4 KiB a
+/// second from one thread in long batches, and a fifth to a third more from three; from four no more.)
 const FEW: usize = 8;
 const MANY: usize = 12;
-/// Copies of so many bytes bring the link to its speed from one stream, or two: the device takes turns between streams, which
-/// costs more than a second thread gains. (64 KiB in batches of 64 by 1, 2, 3 threads: up 0.92, 0.95, 0.94, down 0.96, 0.93,
-/// 0.94 of the link.)
+/// Copies of so many bytes bring the link to its speed from one stream, or two: the device takes turns between streams,
+/// which costs more than a second thread gains. (64 KiB in batches of 64 by 1, 2, 3 threads: up 0.92, 0.95, 0.94, down
+/// 0.96, 0.93, 0.94 of the link.)
 const LONG: usize = 32 << 10;
 const LONG_UP: usize = 2;
 const LONG_DOWN: usize = 1;
@@ -66,8 +66,8 @@ const LONG_DOWN: usize = 1;
 const THREADS: usize = 8;
 /// Copies that a thread pushes to one flow under load before it turns to another.
 const STAY: usize = 64;
-/// Threads that pack one gather at most, unless somebody asks for more, and then. (Eight bring 16 KiB pieces to the link at
-/// its full speed, sixteen no faster.)
+/// Threads that pack one gather at most, unless somebody asks for more, and then. (Eight bring 16 KiB pieces to the
+/// link at its full speed, sixteen no faster.)
 const PACKERS: usize = 8;
 const MOST_PACKERS: usize = 64;
 /// Between two looks of a queue's thread that is about to end, and may not yet.
@@ -97,28 +97,28 @@ fn number() -> usize {
 /// Many threads' small copies, submitted in batches by a few: [`Device::copy_queue`]. Cloning gives another handle to
 /// the same queue.
 ///
-/// [`upload`](Self::upload) and [`download`](Self::download) take what they touch, as those of a [`Stream`] do, push the
-/// copy, and return at once; the handle that they give can be waited for, awaited, asked, or dropped. A push costs a
-/// fraction of a microsecond, whatever other threads do. A copy that is pushed while the queue is idle is submitted at once,
-/// by the thread that pushes it.
+/// [`upload`](Self::upload) and [`download`](Self::download) take what they touch, as those of a [`Stream`] do, push
+/// the copy, and return at once; the handle that they give can be waited for, awaited, asked, or dropped. A push costs
+/// a fraction of a microsecond, whatever other threads do. A copy that is pushed while the queue is idle is submitted
+/// at once, by the thread that pushes it.
 ///
 /// # Ordering
 /// **There is none but through handles.** Two copies of one queue may happen in any order or at once, also those of one
-/// thread, and of two uploads to the same bytes either may win. To have something happen after a copy, wait for its handle,
-/// or make a stream wait: [`Stream::wait_for_copy`]. To have copies happen after the work of a stream, make the queue
-/// wait: [`wait_for`](Self::wait_for).
+/// thread, and of two uploads to the same bytes either may win. To have something happen after a copy, wait for its
+/// handle, or make a stream wait: [`Stream::wait_for_copy`]. To have copies happen after the work of a stream, make the
+/// queue wait: [`wait_for`](Self::wait_for).
 ///
 /// # How much can be outstanding
-/// Each pushing thread has a lane for each direction (and for each of the queue's submitting threads), which it may have to
-/// share with others once more threads than there are lanes (twice as many as processors, 4 to 64) have pushed to any queue
-/// of the process. In a lane as many copies as the queue is deep may be pushed and not done; who pushes one more waits, or with
-/// [`try_upload`](Self::try_upload) and [`try_download`](Self::try_download) is told [`Error::QueueFull`]. So a task that
-/// must not block uses these, and awaits an older handle when it is told so.
+/// Each pushing thread has a lane for each direction (and for each of the queue's submitting threads), which it may
+/// have to share with others once more threads than there are lanes (twice as many as processors, 4 to 64) have pushed
+/// to any queue of the process. In a lane as many copies as the queue is deep may be pushed and not done; who pushes
+/// one more waits, or with [`try_upload`](Self::try_upload) and [`try_download`](Self::try_download) is told
+/// [`Error::QueueFull`]. So a task that must not block uses these, and awaits an older handle when it is told so.
 ///
 /// # Errors
 /// What can be refused is refused by the push, which gives the buffer back. A copy that the driver refuses later fails
-/// alone, whatever batch it was in: its handle says so, and its buffer returns by itself when the device is known to be done
-/// with it. When the device is lost, so is all that is in flight, as on a stream.
+/// alone, whatever batch it was in: its handle says so, and its buffer returns by itself when the device is known to be
+/// done with it. When the device is lost, so is all that is in flight, as on a stream.
 ///
 /// # The end
 /// Dropping the last handle waits for nothing: what was pushed is submitted, and then the queue's thread ends.
@@ -183,10 +183,10 @@ impl QueueOptions {
         self
     }
 
-    /// How many threads pack one [gather](CopyQueue::gather), or empty one [scatter](CopyQueue::scatter_blocking), at most,
-    /// 1 to 64: the caller's, and helpers of the queue's, which all callers share. By default half as many as there are
-    /// processors, 8 at most. Helpers are started by the first call that is large enough (4 MiB) and sleep between calls;
-    /// where none is free the caller goes on alone. A stepped device has none.
+    /// How many threads pack one [gather](CopyQueue::gather), or empty one [scatter](CopyQueue::scatter_blocking), at
+    /// most, 1 to 64: the caller's, and helpers of the queue's, which all callers share. By default half as many as
+    /// there are processors, 8 at most. Helpers are started by the first call that is large enough (4 MiB) and sleep
+    /// between calls; where none is free the caller goes on alone. A stepped device has none.
     #[must_use]
     pub fn packers(mut self, packers: usize) -> Self {
         self.packers = Some(packers);
@@ -194,8 +194,8 @@ impl QueueOptions {
     }
 }
 
-/// What a [`CopyQueue`] has done: [`CopyQueue::stats`]. Each figure is right by itself; together they are of one moment only
-/// while nobody pushes.
+/// What a [`CopyQueue`] has done: [`CopyQueue::stats`]. Each figure is right by itself; together they are of one moment
+/// only while nobody pushes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct QueueStats {
@@ -353,7 +353,8 @@ enum Patience {
     None,
 }
 
-/// Whether this thread may wait for copies: those that find out what is done may not, be it for good or, in a waker, just now.
+/// Whether this thread may wait for copies: those that find out what is done may not, be it for good or, in a waker,
+/// just now.
 pub(super) fn may_wait() -> bool {
     !crate::sync::finds_out() && crate::sync::own() != Some(Own::Submitter)
 }
@@ -364,8 +365,8 @@ impl Way {
         if len < LONG { &self.0[..] } else { &self.0[..self.0.len().min(self.1)] }
     }
 
-    /// Where this thread pushes its next `count` copies, of so many bytes: the first flow, until more comes in there than goes
-    /// out.
+    /// Where this thread pushes its next `count` copies, of so many bytes: the first flow, until more comes in there
+    /// than goes out.
     fn side(&self, len: usize, count: usize) -> &Side {
         let sides = self.of(len);
         if sides.len() == 1 || !sides[0].flow.is_pressed() {
@@ -390,7 +391,7 @@ impl Side {
         patience: Patience,
         transfer: Transfer,
         memory: DeviceSlice,
-        give: impl FnOnce() -> (Lent, R),
+        give: impl FnOnce() -> (Resource, R),
     ) -> Result<(Place, R)> {
         let line = self.line();
         let (lane, flow) = (line.lane(), &line.flow);
@@ -406,15 +407,19 @@ impl Side {
                 Err(error) => return Err(error),
             }
         };
-        let (lent, left) = give();
-        let quiet = !matches!(lent, Lent::Segment(_));
-        let number = line.submit(entry, transfer, lent, memory.into_allocation());
+        let (resource, left) = give();
+        let quiet = !matches!(resource, Resource::Segment(_));
+        let number = line.submit(entry, transfer, resource, memory.into_allocation());
         Ok((Place { line: line.clone(), range: Range { first: number, last: number }, quiet }, left))
     }
 
     /// Pushes several copies, each of which has its own share of what all of them use: one that cannot be submitted any
     /// more lets go at once, while those before it may be in flight.
-    fn push_all(&self, copies: &[(Transfer, &DeviceSlice)], lend: impl Fn() -> Lent) -> Result<Vec<Place>> {
+    fn push_all(
+        &self,
+        copies: &[(Transfer, &DeviceSlice)],
+        lend: impl Fn() -> Resource,
+    ) -> Result<Vec<Place>> {
         let line = self.line();
         let (lane, flow) = (line.lane(), &line.flow);
         let (mut places, mut left) = (Vec::new(), copies);
@@ -467,8 +472,8 @@ impl CopyQueue {
     /// lane is full.
     ///
     /// # Errors
-    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range, [`Error::QueueClosed`],
-    /// a lost device. In a waker, which must not wait, also [`Error::QueueFull`].
+    /// With the buffer: [`Error::Empty`], [`Error::TooSmall`], [`Error::WrongDevice`], a bad range,
+    /// [`Error::QueueClosed`], a lost device. In a waker, which must not wait, also [`Error::QueueFull`].
     pub fn upload<B: Lend>(&self, src: B, dst: impl DeviceRange) -> Result<InFlight<B>, SubmitError<B>> {
         self.push_upload(Patience::Wait, src, .., dst)
     }
@@ -523,12 +528,13 @@ impl CopyQueue {
         }
     }
 
-    /// Pushes a copy of `src` into `landing`, which must be at least as long. When it has landed, the buffer's length is
-    /// the slice's. (A [`Registered`](crate::Registered) value is as long as ever.) Waits only while the lane is full.
+    /// Pushes a copy of `src` into `landing`, which must be at least as long. When it has landed, the buffer's length
+    /// is the slice's. (A [`Registered`](crate::Registered) value is as long as ever.) Waits only while the lane is
+    /// full.
     ///
     /// # Errors
-    /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf), which is ready on its
-    /// own stream only.
+    /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf), which is ready on
+    /// its own stream only.
     pub fn download<L: Landing>(
         &self,
         src: impl DeviceRange,
@@ -574,8 +580,8 @@ impl CopyQueue {
         let mut landing = Some(landing);
         let pushed =
             side.push(patience, transfer, src, || match landing.take().map(|landing| landing.lend(KEY)) {
-                Some((lent, half)) => (lent, Some(half)),
-                None => (Lent::Object(Box::new(())), None),
+                Some((resource, half)) => (resource, Some(half)),
+                None => (Resource::Object(Box::new(())), None),
             });
         match pushed {
             Ok((place, Some(half))) => Ok(InFlight::queued(place, L::Landed::from(half), Some(len))),
@@ -616,12 +622,12 @@ impl CopyQueue {
         Ok(self.0.crew.share(hands, work, start, own))
     }
 
-    /// Pushes several copies of one direction, for which `lend` gives what keeps the host's side of all of them. They are
-    /// within memory of the queue's device.
+    /// Pushes several copies of one direction, for which `lend` gives what keeps the host's side of all of them. They
+    /// are within memory of the queue's device.
     pub(super) fn push_all(
         &self,
         copies: &[(Transfer, &DeviceSlice)],
-        lend: impl Fn() -> Lent,
+        lend: impl Fn() -> Resource,
     ) -> Result<Vec<Place>> {
         let downloads = matches!(copies.first(), Some((Transfer::Download { .. }, _)));
         let longest = copies.iter().map(|(transfer, _)| transfer.len()).max().unwrap_or(0);
@@ -633,8 +639,8 @@ impl CopyQueue {
         side.push_all(copies, lend)
     }
 
-    /// What is pushed from now on happens only after everything submitted to `stream` so far. The caller does not wait; but
-    /// all copies of the queue do, those of other threads too. The stream must be of the queue's device.
+    /// What is pushed from now on happens only after everything submitted to `stream` so far. The caller does not wait;
+    /// but all copies of the queue do, those of other threads too. The stream must be of the queue's device.
     ///
     /// # Errors
     /// As for [`Stream::wait_for`].
@@ -642,8 +648,8 @@ impl CopyQueue {
         self.0.sides().try_for_each(|side| side.stream.wait_for(stream))
     }
 
-    /// Waits until everything that was pushed before this call, by whatever thread, is done. What became of it, the handles
-    /// tell.
+    /// Waits until everything that was pushed before this call, by whatever thread, is done. What became of it, the
+    /// handles tell.
     ///
     /// # Errors
     /// What the device was lost with.
@@ -665,7 +671,8 @@ impl CopyQueue {
         stats
     }
 
-    /// Takes no more copies, and waits until all that were pushed are done. Whatever becomes of that, they are submitted.
+    /// Takes no more copies, and waits until all that were pushed are done. Whatever becomes of that, they are
+    /// submitted.
     ///
     /// # Errors
     /// [`Error::Timeout`]: some are still under way. What the device was lost with.

@@ -44,7 +44,7 @@ use self::api::{AclContext, AclStream, Api};
 pub(crate) use self::api::{library_candidates, use_library};
 use self::error::Code;
 use self::event::Events;
-use super::ending::{Ending, Keeper};
+use super::ending::{Ending, KeepAlive};
 use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
@@ -369,8 +369,8 @@ impl Driver for Acl {
         self.ending.leave(last);
     }
 
-    fn keep(&self, keeper: Keeper) {
-        self.ending.keep(keeper);
+    fn keep(&self, keep_alive: KeepAlive) {
+        self.ending.keep(keep_alive);
     }
 
     fn enter_thread(&self) {

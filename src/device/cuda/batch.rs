@@ -58,7 +58,7 @@ impl Lists {
 }
 
 /// Whether a call for all of these settles them: it was taken, or nothing will be taken any more.
-fn settled(said: Result<()>, transfers: &[Transfer], failed: &mut dyn FnMut(usize, Error)) -> bool {
+fn concluded(said: Result<()>, transfers: &[Transfer], failed: &mut dyn FnMut(usize, Error)) -> bool {
     match said {
         Ok(()) => true,
         Err(error) if error.is_device_lost() => {
@@ -89,7 +89,7 @@ impl Cuda {
             // SAFETY: the caller's word.
             let done = is_rectangle
                 && unsafe { self.try_rows(handle, part) }
-                    .is_some_and(|said| settled(said, part, &mut failed));
+                    .is_some_and(|said| concluded(said, part, &mut failed));
             if !done {
                 // SAFETY: as above.
                 unsafe { self.copy_part(handle, part, &mut failed) };
@@ -119,7 +119,7 @@ impl Cuda {
                     ),
                     _ => (),
                 }
-                settled(said, transfers, failed)
+                concluded(said, transfers, failed)
             });
         if batched {
             return;

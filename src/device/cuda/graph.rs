@@ -2,9 +2,9 @@
 //!
 //! A copy that was captured reads its buffer whenever the graph is launched, so the buffer is needed for as long as the
 //! graph, its executable forms and their launches are there. The driver counts these itself for *user objects*
-//! (`cuUserObjectCreate`, CUDA 11.3): a reference that a graph has goes over to what is made from it, and when the last is
-//! gone a callback comes, from a thread of the driver's. Nothing may be called from there, so all it does is to run
-//! [`Gone`], which hands things to a thread of ours.
+//! (`cuUserObjectCreate`, CUDA 11.3): a reference that a graph has goes over to what is made from it, and when the last
+//! is gone a callback comes, from a thread of the driver's. Nothing may be called from there, so all it does is to run
+//! [`GraphEnd`], which hands things to a thread of ours.
 //!
 //! The graph is given a reference of its own (not ours, by `CU_GRAPH_USER_OBJECT_MOVE`), and ours is given back in any
 //! case: so nothing is released twice where the driver reports an error for what it has done.
@@ -13,7 +13,7 @@ use std::ffi::{c_uint, c_void};
 
 use super::api::{CUgraph, CUuserObject};
 use super::{Cuda, stream};
-use crate::device::{Gone, StreamHandle};
+use crate::device::{GraphEnd, StreamHandle};
 use crate::error::{Error, Result};
 use crate::foreign;
 
@@ -31,7 +31,7 @@ pub(super) struct Capture {
 /// The driver's callback: the last graph is gone.
 unsafe extern "C" fn gone(object: *mut c_void) {
     // SAFETY: made by `keep` out of such a box, and called once.
-    let gone = unsafe { Box::from_raw(object.cast::<Gone>()) };
+    let gone = unsafe { Box::from_raw(object.cast::<GraphEnd>()) };
     // Unwinding into the driver would be undefined. It only sends, so there is nothing to be said about a panic.
     _ = foreign::survive("telling that a graph is gone panicked: its buffers are leaked", gone);
 }
@@ -73,7 +73,7 @@ impl Cuda {
     }
 
     /// See [`crate::device::Driver::keep_with_graph`].
-    pub(super) fn keep(&self, on: StreamHandle, call: Gone) -> Result<Option<u64>> {
+    pub(super) fn keep(&self, on: StreamHandle, call: GraphEnd) -> Result<Option<u64>> {
         let (Some(create), Some(release), Some(retain)) =
             (self.api.user_object_create, self.api.user_object_release, self.api.graph_retain)
         else {

@@ -44,9 +44,9 @@ use std::time::Duration;
 
 pub(crate) use self::adopt::adopt;
 use self::api::{Api, CUcontext, CUdevice, CUevent, CUstream, Code};
-use super::ending::{Ending, Keeper};
+use super::ending::{Ending, KeepAlive};
 use super::holds::Last;
-use super::{DevicePtr, Driver, EventHandle, Gone, HostKind, StreamHandle, Transfer};
+use super::{DevicePtr, Driver, EventHandle, GraphEnd, HostKind, StreamHandle, Transfer};
 use crate::error::{DeviceError, Error, Result};
 use crate::os;
 
@@ -294,8 +294,8 @@ impl Driver for Cuda {
         self.ending.leave(last);
     }
 
-    fn keep(&self, keeper: Keeper) {
-        self.ending.keep(keeper);
+    fn keep(&self, keep_alive: KeepAlive) {
+        self.ending.keep(keep_alive);
     }
 
     fn enter_thread(&self) {
@@ -489,7 +489,7 @@ impl Driver for Cuda {
         Ok(self.capture(on)?.map(|capture| capture.id))
     }
 
-    fn keep_with_graph(&self, on: StreamHandle, gone: Gone) -> Result<Option<u64>> {
+    fn keep_with_graph(&self, on: StreamHandle, gone: GraphEnd) -> Result<Option<u64>> {
         self.keep(on, gone)
     }
 }

@@ -148,7 +148,7 @@ pub(super) enum Outcome {
 #[derive(Debug, Default)]
 pub(super) struct Ticket {
     outcome: Mutex<Option<Outcome>>,
-    landed: Condvar,
+    resolved: Condvar,
 }
 
 impl Ticket {
@@ -161,14 +161,14 @@ impl Ticket {
         loop {
             match *outcome {
                 Some(outcome) => return outcome,
-                None => self.landed.wait(&mut outcome),
+                None => self.resolved.wait(&mut outcome),
             }
         }
     }
 
-    fn settle(&self, how: Outcome) {
+    fn resolve(&self, how: Outcome) {
         self.outcome.lock().get_or_insert(how);
-        self.landed.notify_all();
+        self.resolved.notify_all();
     }
 }
 
@@ -178,7 +178,7 @@ pub(super) struct Promise(pub(super) Arc<Ticket>);
 
 impl Drop for Promise {
     fn drop(&mut self) {
-        self.0.settle(Outcome::Lost);
+        self.0.resolve(Outcome::Lost);
     }
 }
 
@@ -357,7 +357,7 @@ impl Stream {
     }
 
     /// Waits until the part of a copy that is under way is over. No other begins if the device has died before.
-    pub(super) fn settle(&self) {
+    pub(super) fn resolve(&self) {
         drop(self.running.lock());
     }
 
@@ -485,7 +485,7 @@ impl Stream {
                 // The device memory may go with the job; let it go before anybody is told.
                 drop(job);
                 if let Some(promise) = promise {
-                    promise.0.settle(Outcome::Done);
+                    promise.0.resolve(Outcome::Done);
                 }
             }
             for follower in woken.iter().filter_map(Weak::upgrade) {

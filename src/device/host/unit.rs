@@ -122,7 +122,7 @@ impl Unit {
         // A stream that is being created is in the table by now, or will see the state before it goes in.
         let streams = self.streams();
         for stream in &streams {
-            stream.settle();
+            stream.resolve();
         }
         let mut dropped = 0;
         for stream in &streams {

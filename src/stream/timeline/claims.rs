@@ -7,22 +7,22 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Timeline;
-use super::held::{Entry, Held, InUse};
+use super::retained::{Entry, InUse, Retained};
 use crate::central::{CentralPool, Segment};
 use crate::device::memory::Allocation;
 use crate::freelist::{Word, state};
 use crate::segment::Class;
 
-/// A segment that was claimed for stream-ready reuse before its tick was complete.
+/// A segment that was claimed for stream-ready reuse before its sequence number was complete.
 #[derive(Debug)]
 pub(super) struct Claim {
-    pub(super) tick: u64,
+    pub(super) seq: u64,
     pub(super) segment: Segment,
     pub(super) word: Word,
     pub(super) memory: InUse<Option<Arc<Allocation>>>,
     pub(super) bytes: usize,
     pub(super) since: Option<Instant>,
-    pub(super) landed: bool,
+    pub(super) completed: bool,
 }
 
 impl InUse<Option<Arc<Allocation>>> {
@@ -41,8 +41,8 @@ impl Timeline {
             return None;
         }
         let mut state = self.state.lock();
-        let fits = |entry: &Entry| match &entry.held {
-            Held::Segment { segment, word } => {
+        let fits = |entry: &Entry| match &entry.retained {
+            Retained::Segment { segment, word } => {
                 // The handle may be dropped just now: only a word that says DETACHED, in this generation, is claimed.
                 let from = word.with(state::DETACHED);
                 #[cfg(pinpool_planted = "claim_on_sight")]
@@ -54,13 +54,13 @@ impl Timeline {
             _ => false,
         };
         let at = state.entries.iter().rposition(|(_, entry)| fits(entry))?;
-        let (tick, entry) = state.entries.remove(at)?;
-        let Entry { held: Held::Segment { segment, word }, memory, bytes, since } = entry else {
+        let (seq, entry) = state.entries.remove(at)?;
+        let Entry { retained: Retained::Segment { segment, word }, memory, bytes, since } = entry else {
             return None;
         };
         state.flight_of(central.number()).claimed += bytes;
         let alias = segment.alias();
-        let claim = Claim { tick, segment, word, memory, bytes, since, landed: false };
+        let claim = Claim { seq, segment, word, memory, bytes, since, completed: false };
         Some((state.claims.insert(claim), alias))
     }
 
@@ -74,33 +74,33 @@ impl Timeline {
     pub(crate) fn claimed_until(&self, key: usize) -> Option<u64> {
         let state = self.state.lock();
         let claim = &state.claims[key];
-        (!claim.landed).then_some(claim.tick)
+        (!claim.completed).then_some(claim.seq)
     }
 
     /// A claimed segment that became host-ready leaves the timeline. `None`: it was quarantined.
     pub(crate) fn resolve_claim(&self, key: usize) -> Option<Segment> {
         let claim = self.state.lock().claims.remove(key);
-        debug_assert!(claim.landed, "resolved a claim that has not landed");
+        debug_assert!(claim.completed, "resolved a claim that has not completed");
         (claim.segment.descriptor().word().state() == state::HOST).then_some(claim.segment)
     }
 
-    /// A claimed segment was not used: back under its old tick, or to its central pool if that is complete.
+    /// A claimed segment was not used: back under its old sequence number, or to its central pool if that is complete.
     pub(crate) fn unclaim(&self, key: usize) {
         if crate::os::forked() {
             return;
         }
         let mut state = self.state.lock();
-        let Claim { tick, segment, word, memory, bytes, since, landed } = state.claims.remove(key);
-        if !landed
+        let Claim { seq, segment, word, memory, bytes, since, completed } = state.claims.remove(key);
+        if !completed
             && segment.descriptor().compare_exchange(word.with(state::CLAIMED), state::DETACHED).is_ok()
         {
             state.flight_of(segment.central().number()).claimed -= bytes;
-            state.insert(tick, Entry { held: Held::Segment { segment, word }, memory, bytes, since });
+            state.insert(seq, Entry { retained: Retained::Segment { segment, word }, memory, bytes, since });
             return;
         }
         drop(state);
         if segment.descriptor().word().state() == state::HOST {
-            // SAFETY: landed: every mark that covers it was seen complete, and the claimer gives it up here.
+            // SAFETY: completed: every event that covers it was seen complete, and the claimer gives it up here.
             unsafe { segment.release() };
         }
     }

@@ -1,4 +1,4 @@
-//! What statistics and reports see of a timeline: how far it is, and which mark each buffer on it waits for.
+//! What statistics and reports see of a timeline: how far it is, and which event each buffer on it waits for.
 
 use super::{Flight, Timeline};
 use crate::sync::Ordering;
@@ -6,10 +6,10 @@ use crate::sync::Ordering;
 /// What the completion of a buffer's work hangs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Mark {
+pub enum EventState {
     /// The driver is being called to submit it.
     Submitting,
-    /// Nothing is recorded behind it yet: its tick is still open.
+    /// Nothing is recorded behind it yet: its sequence number is still open.
     Due,
     /// The event is recorded and the device has not reached it.
     Recorded,
@@ -19,7 +19,7 @@ pub enum Mark {
     Lost,
 }
 
-impl Mark {
+impl EventState {
     /// The same in words of one word each, as events have it.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -36,18 +36,18 @@ impl Mark {
 /// A timeline at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Look {
-    /// Entries so far, and those of them that have landed.
+    /// Entries so far, and those of them that are complete.
     pub(crate) submitted: u64,
-    pub(crate) landed: u64,
-    /// Entries in flight, their driver calls under way among them. Claims that have not landed are not.
+    pub(crate) completed: u64,
+    /// Entries in flight, their driver calls under way among them. Claims that have not completed are not.
     pub(crate) entries: usize,
     /// Bytes in flight, over all central pools.
     pub(crate) flight: Flight,
-    /// The open tick, and the highest that is known to be complete.
+    /// The open sequence number, and the highest that is known to be complete.
     pub(crate) open: u64,
-    pub(crate) completed: u64,
-    /// Marks that were recorded and not seen complete.
-    pub(crate) marks: usize,
+    pub(crate) completed_seq: u64,
+    /// Events that were recorded and not seen complete.
+    pub(crate) events: usize,
     pub(crate) lost: bool,
 }
 
@@ -76,7 +76,7 @@ impl Stillness {
 }
 
 impl Timeline {
-    /// Whether another thread finds out just now what is done, or that all is lost, or records a mark.
+    /// Whether another thread finds out just now what is done, or that all is lost, or records an event.
     pub(crate) fn is_busy(&self) -> bool {
         // Acquire: pairs with the release of who has asked: what that one has found out is seen after this.
         let finds_out = self.asking.load(Ordering::Acquire) || self.state.lock().recording > 0;
@@ -94,37 +94,40 @@ impl Timeline {
         }
         Look {
             submitted: state.submitted,
-            landed: state.landed,
+            completed: state.completed,
             entries: state.entries.len() + state.pending.len(),
             flight,
             open: state.open,
             // Raised under the lock that we hold.
-            completed: self.completed.load(Ordering::Relaxed),
-            marks: state.marks.len(),
+            completed_seq: self.completed.load(Ordering::Relaxed),
+            events: state.events.len(),
             lost: state.lost.is_some(),
         }
     }
 
-    /// Everything on it that keeps a segment: the address of its descriptor, its tick, and the mark that it waits for.
-    pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(usize, u64, Mark)) {
+    /// Everything on it that keeps a segment: the address of its descriptor, its sequence number, and the event that it
+    /// waits for.
+    pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(usize, u64, EventState)) {
         let state = self.state.lock();
-        // Once, not for each of thousands: a mark covers all ticks up to its own.
-        let recorded = state.marks.iter().map(|(covers, _)| *covers).max();
-        let mark = |tick: u64| match () {
-            () if state.lost.is_some() => Mark::Lost,
-            () if recorded.is_some_and(|covers| covers >= tick) => Mark::Recorded,
-            () if tick <= state.unmarked => Mark::Failing,
-            () => Mark::Due,
+        // Once, not for each of thousands: an event covers all sequence numbers up to its own.
+        let recorded = state.events.iter().map(|(covers, _)| *covers).max();
+        let event = |seq: u64| match () {
+            () if state.lost.is_some() => EventState::Lost,
+            () if recorded.is_some_and(|covers| covers >= seq) => EventState::Recorded,
+            () if seq <= state.unpublished => EventState::Failing,
+            () => EventState::Due,
         };
         for (_, entry) in &state.pending {
-            entry.held.for_each_descriptor(&mut |descriptor| visit(descriptor, state.open, Mark::Submitting));
+            entry
+                .retained
+                .for_each_descriptor(&mut |descriptor| visit(descriptor, state.open, EventState::Submitting));
         }
-        for (tick, entry) in &state.entries {
-            let mark = mark(*tick);
-            entry.held.for_each_descriptor(&mut |descriptor| visit(descriptor, *tick, mark));
+        for (seq, entry) in &state.entries {
+            let event = event(*seq);
+            entry.retained.for_each_descriptor(&mut |descriptor| visit(descriptor, *seq, event));
         }
-        for (_, claim) in state.claims.iter().filter(|(_, claim)| !claim.landed) {
-            visit(std::ptr::from_ref(claim.segment.descriptor()).addr(), claim.tick, mark(claim.tick));
+        for (_, claim) in state.claims.iter().filter(|(_, claim)| !claim.completed) {
+            visit(std::ptr::from_ref(claim.segment.descriptor()).addr(), claim.seq, event(claim.seq));
         }
     }
 }

@@ -1,22 +1,22 @@
-//! A stream's timeline: what was submitted, what marks cover it, and what is known to be complete.
+//! A stream's timeline: what was submitted, what events cover it, and what is known to be complete.
 //!
-//! # Ticks and marks
+//! # Sequence numbers and events
 //!
 //! ```text
-//!   entries      a b c | d | e f g | h        each with the tick that was open when its driver call had returned
-//!   tick           5     6     7     8 (open)
-//!   marks                ^6        ^7         an event recorded after the tick was closed: covers all ticks up to it
+//!   entries      a b c | d | e f g | h        each with the sequence number that was open when its driver call had returned
+//!   sequence number           5     6     7     8 (open)
+//!   events                ^6        ^7         an event recorded after the sequence number was closed: covers all sequence numbers up to it
 //!   completed     5
 //! ```
 //!
-//! Whoever submits calls the driver first and reads the open tick afterwards. Whoever closes a tick first makes the
-//! next one open and records its event afterwards. So an entry that read tick *t* was submitted before *t* was closed,
-//! hence before the event of *t* was recorded, hence the event covers it. Read in the other order, an entry could get a
-//! tick whose event was recorded before its copy was submitted, and would be freed while the copy still reads: that is
-//! the mistake `tick_before_copy` that the loom model must catch.
+//! Whoever submits calls the driver first and reads the open sequence number afterwards. Whoever closes a sequence
+//! number first makes the next one open and records its event afterwards. So an entry that read sequence number *t* was
+//! submitted before *t* was closed, hence before the event of *t* was recorded, hence the event covers it. Read in the
+//! other order, an entry could get a sequence number whose event was recorded before its copy was submitted, and would
+//! be freed while the copy still reads: that is the mistake `tick_before_copy` that the loom model must catch.
 //!
-//! A mark is published only when the recording succeeded, since an event that was never recorded asks as complete. If
-//! it failed, its entries wait for a later mark, which covers them as well; if no mark can be made, they are
+//! An event is published only when the recording succeeded, since an event that was never recorded asks as complete. If
+//! it failed, its entries wait for a later event, which covers them as well; if no event can be made, they are
 //! quarantined.
 //!
 //! # Who asks
@@ -26,32 +26,33 @@
 //!
 //! # Landing
 //!
-//! When a mark was seen complete, the entries that it covers are taken out *before* `completed` is raised: whoever sees
-//! `completed` therefore finds its segment's word settled and the books balanced. For each segment the handle and the
-//! timeline meet in the state word ([`crate::freelist::descriptor`]): if the handle is still there the segment waits
-//! for it as LANDED, if it was dropped (DETACHED) the timeline returns the segment to its central pool.
+//! When an event was seen complete, the entries that it covers are taken out *before* `completed` is raised: whoever
+//! sees `completed` therefore finds its segment's word completed and the books balanced. For each segment the handle
+//! and the timeline meet in the state word ([`crate::freelist::descriptor`]): if the handle is still there the segment
+//! waits for it as COMPLETED, if it was dropped (DETACHED) the timeline returns the segment to its central pool.
 //!
 //! # Streams that others can reach
 //!
 //! On a stream that was adopted, or whose handle was given out, others submit work that nobody tells us of. So there
-//! each submit closes its tick, on the thread that submits: its mark covers all that was queued when the call was made,
-//! and a hold covers the server's own kernels. And such a stream can be captured into a graph. Then nothing is
-//! submitted and nothing recorded: it would not run, and would run again with each launch. Each submit asks first; so
-//! does whoever makes up for a mark that failed. (That one may be a thread of ours, and ask just before a capture
-//! begins. Its event is then a captured one, which says so when it is asked about, and a new mark is made after the
-//! capture.)
+//! each submit closes its sequence number, on the thread that submits: its event covers all that was queued when the
+//! call was made, and a hold covers the server's own kernels. And such a stream can be captured into a graph. Then
+//! nothing is submitted and nothing recorded: it would not run, and would run again with each launch. Each submit asks
+//! first; so does whoever makes up for an event that failed. (That one may be a thread of ours, and ask just before a
+//! capture begins. Its event is then a captured one, which says so when it is asked about, and a new event is made
+//! after the capture.)
 //!
 //! Streams of ours whose handle nobody has are never asked about.
 //!
 //! # Files
 //!
-//! Here are ticks and entries: what is submitted. [`marks`]: what closes, asks and lands. [`held`]: what an entry
-//! keeps. [`waits`]: who waits. [`claims`]: stream-ready reuse. [`look`]: what statistics and reports see.
+//! Here are sequence numbers and entries: what is submitted. [`events`]: what closes, asks and completes. [`retained`]:
+//! what an entry keeps. [`waits`]: who waits. [`claims`]: stream-ready reuse. [`look`]: what statistics and reports
+//! see.
 
 mod claims;
-mod held;
+mod events;
 mod look;
-mod marks;
+mod retained;
 #[cfg(all(test, not(loom)))]
 mod tests;
 mod waits;
@@ -64,10 +65,10 @@ use crossbeam::utils::CachePadded;
 use slab::Slab;
 
 use self::claims::Claim;
-use self::held::{After, Entry, Held, InUse, condemn, settle};
-pub(crate) use self::held::{Gone, Joint, Keep, Lent, Loan};
-pub use self::look::Mark;
+pub use self::look::EventState;
 pub(crate) use self::look::Stillness;
+use self::retained::{After, Entry, InUse, Retained, complete_segment, quarantine_segment};
+pub(crate) use self::retained::{Joint, Quarantined, Resource, Retain, RetainedResource};
 use self::waits::Waiting;
 pub(crate) use self::waits::{SPIN, WaitKey};
 use super::reaper::Listing;
@@ -76,15 +77,15 @@ use crate::device::context::Context;
 use crate::device::memory::Allocation;
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, Result};
-use crate::foreign::{self, Deferral, Keeper};
+use crate::foreign::{self, Deferral, KeepAlive};
 use crate::freelist::state;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard};
 
-/// On streams of ours a tick is closed after so many entries or bytes, whichever comes first.
-const TICK_ENTRIES: usize = 16;
-const TICK_BYTES: usize = 4 << 20;
-/// How often in a row recording or asking may fail before what waits for a mark is given up. (Under loom at once, since
-/// each try is a part of the model.)
+/// On streams of ours a sequence number is closed after so many entries or bytes, whichever comes first.
+const SEQ_ENTRIES: usize = 16;
+const SEQ_BYTES: usize = 4 << 20;
+/// How often in a row recording or asking may fail before what waits for an event is given up. (Under loom at once,
+/// since each try is a part of the model.)
 const TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// One in so many submissions to a stream is timed, the first among them: reading the clock would be felt beside a
 /// record.
@@ -99,39 +100,39 @@ pub(crate) struct Flight {
 
 #[derive(Debug)]
 struct State {
-    /// The open tick. Ticks start at 1, so that `completed` = 0 covers nothing.
+    /// The open sequence number. Sequence numbers start at 1, so that `completed` = 0 covers nothing.
     open: u64,
     open_entries: usize,
     open_bytes: usize,
-    /// The highest closed tick for which no mark was published, or 0.
-    unmarked: u64,
-    /// Marks that are being recorded: closed ticks whose event is not published yet.
+    /// The highest closed sequence number for which no event was published, or 0.
+    unpublished: u64,
+    /// Events that are being recorded: closed sequence numbers whose event is not published yet.
     recording: u32,
-    /// Attempts at recording, and at asking about the oldest mark, that failed in a row.
-    unrecorded: u32,
-    unasked: u32,
-    /// Events whose recording failed, so that nobody knows whether they were recorded, each with the tick whose mark
-    /// comes after that attempt for certain.
+    /// Attempts at recording, and at asking about the oldest event, that failed in a row.
+    record_failures: u32,
+    query_failures: u32,
+    /// Events whose recording failed, so that nobody knows whether they were recorded, each with the sequence number
+    /// whose event comes after that attempt for certain.
     doubtful: Vec<(u64, EventHandle)>,
     /// Entries whose driver call is under way.
     pending: Slab<Entry>,
-    /// By tick, oldest first.
+    /// By sequence number, oldest first.
     entries: VecDeque<(u64, Entry)>,
     claims: Slab<Claim>,
-    /// Published marks, in the order of their recording.
-    marks: VecDeque<(u64, EventHandle)>,
+    /// Published events, in the order of their recording.
+    events: VecDeque<(u64, EventHandle)>,
     waiting: Slab<Waiting>,
     next_wait: u64,
     flights: Vec<(u64, Flight)>,
     /// Counts changes of what is in flight, so that who looks twice knows whether anything happened in between.
     moves: u64,
-    /// Entries so far, and those of them that have landed.
+    /// Entries so far, and those of them that are complete.
     submitted: u64,
-    landed: u64,
+    completed: u64,
     lost: Option<Error>,
     /// Whether the reaper has this timeline on its list.
     listed: bool,
-    /// The open tick at the reaper's last look.
+    /// The open sequence number at the reaper's last look.
     seen: u64,
 }
 
@@ -142,18 +143,18 @@ pub(crate) struct Timeline {
     number: u64,
     context: Arc<Context>,
     stream: StreamHandle,
-    /// Whether ticks may stay open for a while, where nobody else submits.
+    /// Whether sequence numbers may stay open for a while, where nobody else submits.
     lingers: bool,
     /// Whether others can reach the stream. Changed under the state's lock, once; who submits looks under that lock
-    /// whether its tick may stay open. Without the lock it is only a hint: whoever gives a handle to others, who then
-    /// capture, does so before they do. (Not loom's: no model has such streams.)
+    /// whether its sequence number may stay open. Without the lock it is only a hint: whoever gives a handle to others,
+    /// who then capture, does so before they do. (Not loom's: no model has such streams.)
     shared: std::sync::atomic::AtomicBool,
     /// Whether it is this very stream, whatever its handle, so that order on it can be relied on without waiting.
     claims: bool,
     /// Made by us, so destroyed by us.
     destroy: bool,
     /// What keeps a stream of others alive, if its owner said so.
-    keeper: OnceLock<Keeper>,
+    keep_alive: OnceLock<KeepAlive>,
     reaper: Listing,
     completed: CachePadded<AtomicU64>,
     /// Whether `lost` is set in the state, for those who only look. Set under the lock, with release, before anyone is
@@ -213,7 +214,7 @@ impl Timeline {
             shared: std::sync::atomic::AtomicBool::new(!own),
             claims,
             destroy: own,
-            keeper: OnceLock::new(),
+            keep_alive: OnceLock::new(),
             reaper,
             completed: CachePadded::new(AtomicU64::new(0)),
             given_up: AtomicBool::new(false),
@@ -224,21 +225,21 @@ impl Timeline {
                 open: 1,
                 open_entries: 0,
                 open_bytes: 0,
-                unmarked: 0,
+                unpublished: 0,
                 recording: 0,
-                unrecorded: 0,
-                unasked: 0,
+                record_failures: 0,
+                query_failures: 0,
                 doubtful: Vec::new(),
                 pending: Slab::new(),
                 entries: VecDeque::new(),
                 claims: Slab::new(),
-                marks: VecDeque::new(),
+                events: VecDeque::new(),
                 waiting: Slab::new(),
                 next_wait: 0,
                 flights: Vec::new(),
                 moves: 0,
                 submitted: 0,
-                landed: 0,
+                completed: 0,
                 lost: None,
                 listed: false,
                 seen: 0,
@@ -271,8 +272,8 @@ impl Timeline {
     }
 
     /// Has the reaper look again soon: somebody parked.
-    pub(crate) fn hurry(self: &Arc<Self>) {
-        self.reaper.hurry(self);
+    pub(crate) fn expedite(self: &Arc<Self>) {
+        self.reaper.expedite(self);
     }
 
     /// Whether anything can be submitted.
@@ -303,13 +304,13 @@ impl Timeline {
         self.close();
     }
 
-    /// Leaves `keeper` with the timeline, unless it has one: then that keeps the same stream alive.
+    /// Leaves `keep_alive` with the timeline, unless it has one: then that keeps the same stream alive.
     #[cfg_attr(
         not(any(feature = "acl", feature = "cuda")),
         allow(dead_code, reason = "only others' streams are shared")
     )]
-    pub(crate) fn keep(&self, keeper: Keeper) {
-        let _ = self.keeper.set(keeper);
+    pub(crate) fn keep(&self, keep_alive: KeepAlive) {
+        let _ = self.keep_alive.set(keep_alive);
     }
 
     /// Whether the stream is being captured. Asks the driver only about streams that others can reach.
@@ -332,46 +333,51 @@ impl Timeline {
     /// Enters what is about to be handed to the driver. Nothing has been handed out yet when this fails.
     pub(crate) fn begin(
         self: &Arc<Self>,
-        held: Lent,
+        retained: Resource,
         memory: Option<Arc<Allocation>>,
-    ) -> std::result::Result<Submission<'_>, (Error, Lent)> {
+    ) -> std::result::Result<Submission<'_>, (Error, Resource)> {
         if crate::os::forked() {
-            return Err((Error::Forked, held));
+            return Err((Error::Forked, retained));
         }
         if let Err(error) = self.context.alive() {
-            return Err((error, held));
+            return Err((error, retained));
         }
         let mut state = self.state.lock();
         if let Some(error) = &state.lost {
-            return Err((error.clone(), held));
+            return Err((error.clone(), retained));
         }
-        let (held, bytes) = match held {
-            Lent::Segment(segment) => {
+        let (retained, bytes) = match retained {
+            Resource::Segment(segment) => {
                 let bytes = segment.granted();
                 let word = segment.descriptor().depart();
                 state.flight(segment.central()).bytes += bytes;
-                (Held::Segment { segment, word }, bytes)
+                (Retained::Segment { segment, word }, bytes)
             }
-            Lent::Claimed(key) => {
+            Resource::Claimed(key) => {
                 let claim = state.claims.remove(key);
                 let central = claim.segment.central().number();
                 let word = claim.segment.descriptor().depart();
-                if claim.landed {
+                if claim.completed {
                     state.flight_of(central).bytes += claim.bytes;
                 } else {
                     state.flight_of(central).claimed -= claim.bytes;
                     if claim.memory.is_some() {
                         // The copy that the claim stands behind still uses its device memory.
                         state.insert(
-                            claim.tick,
-                            Entry { held: Held::Nothing, memory: claim.memory, bytes: 0, since: claim.since },
+                            claim.seq,
+                            Entry {
+                                retained: Retained::Nothing,
+                                memory: claim.memory,
+                                bytes: 0,
+                                since: claim.since,
+                            },
                         );
                     }
                 }
-                (Held::Segment { segment: claim.segment, word }, claim.bytes)
+                (Retained::Segment { segment: claim.segment, word }, claim.bytes)
             }
-            Lent::Joint(joint) => (Held::Joint(joint), 0),
-            Lent::Object(object) => (Held::Object(InUse::new(object)), 0),
+            Resource::Joint(joint) => (Retained::Joint(joint), 0),
+            Resource::Object(object) => (Retained::Object(InUse::new(object)), 0),
         };
         state.moves += 1;
         // Under loom none: nothing depends on it.
@@ -379,26 +385,26 @@ impl Timeline {
         state.submitted += 1;
         let since = timed.then(Instant::now);
         let memory = InUse::new(memory);
-        let key = state.pending.insert(Entry { held, memory, bytes, since });
+        let key = state.pending.insert(Entry { retained, memory, bytes, since });
         // From here on until the entry has joined.
         let deferral = foreign::defer();
-        Ok(Submission { timeline: self, key: Some(key), tick: planted_tick(&state), _deferral: deferral })
+        Ok(Submission { timeline: self, key: Some(key), seq: planted_seq(&state), _deferral: deferral })
     }
 
-    /// The driver was called: the entry joins under the tick that is open now.
+    /// The driver was called: the entry joins under the sequence number that is open now.
     fn commit(self: &Arc<Self>, key: usize, early: Option<u64>) -> u64 {
         let mut after = After::default();
         #[cfg(pinpool_planted = "shared_seen_early")]
         let shared = self.is_shared();
         let mut state = self.state.lock();
-        // Under the lock: whoever shares the stream after this closes the tick.
+        // Under the lock: whoever shares the stream after this closes the sequence number.
         #[cfg(not(pinpool_planted = "shared_seen_early"))]
         let shared = self.is_shared();
         let entry = state.pending.remove(key);
-        let tick = early.unwrap_or(state.open);
+        let seq = early.unwrap_or(state.open);
         state.open_entries += 1;
         state.open_bytes += entry.bytes;
-        state.insert(tick, entry);
+        state.insert(seq, entry);
         let lost = state.lost.is_some();
         if lost {
             self.booking.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -406,7 +412,7 @@ impl Timeline {
             self.note_kept(&after);
         }
         let lingers = self.lingers && !shared;
-        let close = !lingers || state.open_entries >= TICK_ENTRIES || state.open_bytes >= TICK_BYTES;
+        let close = !lingers || state.open_entries >= SEQ_ENTRIES || state.open_bytes >= SEQ_BYTES;
         let list = !std::mem::replace(&mut state.listed, true);
         drop(state);
         if list {
@@ -420,13 +426,13 @@ impl Timeline {
         if close {
             self.close_submitted();
         }
-        tick
+        seq
     }
 
     /// What never comes back keeps the device open. (Segments do that by way of their pool.)
     fn note_kept(&self, after: &After) {
-        if after.kept || after.condemned.iter().any(|object| object.is_something()) {
-            self.context.holds().condemn();
+        if after.kept || after.quarantined_objects.iter().any(|object| object.is_something()) {
+            self.context.holds().note_quarantined();
         }
     }
 
@@ -445,9 +451,9 @@ impl Timeline {
         (flight, arrivals.filter(|_| booked).map(|arrivals| state.moves + arrivals))
     }
 
-    /// A mark for everything submitted so far, without an entry: for those who only need to know.
+    /// An event for everything submitted so far, without an entry: for those who only need to know.
     pub(crate) fn checkpoint(self: &Arc<Self>) -> Result<u64> {
-        let nothing = Lent::Object(Box::new(()));
+        let nothing = Resource::Object(Box::new(()));
         let submission = self.begin(nothing, None).map_err(|(error, _)| error)?;
         Ok(submission.commit())
     }
@@ -455,11 +461,11 @@ impl Timeline {
 
 impl Drop for Timeline {
     fn drop(&mut self) {
-        let keeper = self.keeper.take();
+        let keep_alive = self.keep_alive.take();
         if crate::os::forked() {
             // The parent's, tasks that wait among it.
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
-            return std::mem::forget((keeper, waiting));
+            return std::mem::forget((keep_alive, waiting));
         }
         // A timeline with anything in flight is on the reaper's list, and so is not dropped, unless a panic has taken
         // it off.
@@ -467,20 +473,20 @@ impl Drop for Timeline {
             self.lose(&Error::Internal("a stream was dropped with work in flight"));
             self.context.holds().leaked(1);
             let state = self.state.get_mut();
-            self.context.count_past(state.submitted, state.landed);
-            return std::mem::forget(keeper);
+            self.context.count_past(state.submitted, state.completed);
+            return std::mem::forget(keep_alive);
         }
-        if let Some(keeper) = keeper {
+        if let Some(keep_alive) = keep_alive {
             // It may destroy the stream, and be anything. A context of others is kept until then, which the stream is
             // in.
             let driver = self.context.driver().clone();
             self.context.worker().send(move || {
-                drop(keeper);
+                drop(keep_alive);
                 drop(driver);
             });
         }
         let state = self.state.get_mut();
-        self.context.count_past(state.submitted, state.landed);
+        self.context.count_past(state.submitted, state.completed);
         if !self.destroy {
             return;
         }
@@ -495,8 +501,8 @@ impl Drop for Timeline {
     }
 }
 
-/// With the mistake planted: the tick is read before the driver is called.
-fn planted_tick(state: &MutexGuard<'_, State>) -> Option<u64> {
+/// With the mistake planted: the sequence number is read before the driver is called.
+fn planted_seq(state: &MutexGuard<'_, State>) -> Option<u64> {
     if cfg!(pinpool_planted = "tick_before_copy") { Some(state.open) } else { None }
 }
 
@@ -504,12 +510,12 @@ impl State {
     fn is_idle(&self) -> bool {
         self.pending.is_empty()
             && self.entries.is_empty()
-            && self.marks.is_empty()
-            && self.unmarked == 0
-            // Whose mark another one may have overtaken.
+            && self.events.is_empty()
+            && self.unpublished == 0
+            // Whose event another one may have overtaken.
             && self.recording == 0
             && self.open_entries == 0
-            && self.claims.iter().all(|(_, c)| c.landed)
+            && self.claims.iter().all(|(_, c)| c.completed)
     }
 
     fn flight(&mut self, central: &CentralPool) -> &mut Flight {
@@ -526,40 +532,40 @@ impl State {
         &mut self.flights[at].1
     }
 
-    /// In order of ticks; nearly always at the end.
-    fn insert(&mut self, tick: u64, entry: Entry) {
-        let at = self.entries.iter().rposition(|(t, _)| *t <= tick).map_or(0, |i| i + 1);
-        self.entries.insert(at, (tick, entry));
+    /// In order of sequence numbers; nearly always at the end.
+    fn insert(&mut self, seq: u64, entry: Entry) {
+        let at = self.entries.iter().rposition(|(t, _)| *t <= seq).map_or(0, |i| i + 1);
+        self.entries.insert(at, (seq, entry));
     }
 
-    fn land(&mut self, tick: u64, after: &mut After) {
-        while self.entries.front().is_some_and(|(t, _)| *t <= tick) {
-            let Some((_, Entry { held, memory, bytes, since })) = self.entries.pop_front() else { break };
-            self.landed += 1;
+    fn complete(&mut self, seq: u64, after: &mut After) {
+        while self.entries.front().is_some_and(|(t, _)| *t <= seq) {
+            let Some((_, Entry { retained, memory, bytes, since })) = self.entries.pop_front() else { break };
+            self.completed += 1;
             after.flown.extend(since);
-            match held {
-                Held::Segment { segment, word } => {
+            match retained {
+                Retained::Segment { segment, word } => {
                     self.flight(segment.central()).bytes -= bytes;
-                    after.returned.extend(settle(&segment, word));
+                    after.returned.extend(complete_segment(&segment, word));
                     after.dropped.push((None, memory.release()));
                 }
-                Held::Joint(joint) => {
-                    after.returned.extend(joint.land());
+                Retained::Joint(joint) => {
+                    after.returned.extend(joint.complete());
                     after.dropped.push((None, memory.release()));
                 }
-                Held::Object(object) => after.dropped.push((Some(object.release()), memory.release())),
-                Held::Nothing => after.dropped.push((None, memory.release())),
+                Retained::Object(object) => after.dropped.push((Some(object.release()), memory.release())),
+                Retained::Nothing => after.dropped.push((None, memory.release())),
             }
         }
-        let mut landed = Vec::new();
-        for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.tick <= tick && !c.landed) {
-            claim.landed = true;
-            // Whoever holds the claim looks at `landed` under this lock, so the word can only be CLAIMED.
+        let mut completed = Vec::new();
+        for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.seq <= seq && !c.completed) {
+            claim.completed = true;
+            // Whoever holds the claim looks at `completed` under this lock, so the word can only be CLAIMED.
             let _ = claim.segment.descriptor().compare_exchange(claim.word.with(state::CLAIMED), state::HOST);
-            landed.push((claim.segment.central().number(), claim.bytes));
+            completed.push((claim.segment.central().number(), claim.bytes));
             after.dropped.push((None, claim.memory.take().release()));
         }
-        for (central, bytes) in landed {
+        for (central, bytes) in completed {
             let flight = self.flight_of(central);
             flight.bytes -= bytes;
             flight.claimed -= bytes;
@@ -571,7 +577,7 @@ impl State {
     /// With `dead`, the whole device is gone and uses nothing any more. Otherwise the copies may still be queued, and
     /// their device memory is leaked: a device that finds it freed may die of that.
     fn quarantine(&mut self, dead: bool, after: &mut After) {
-        let After { quarantined, dropped, condemned, kept, .. } = after;
+        let After { quarantined, dropped, quarantined_objects, kept, .. } = after;
         let mut let_go = |memory: InUse<Option<Arc<Allocation>>>| {
             if dead {
                 dropped.push((None, memory.release()));
@@ -580,22 +586,22 @@ impl State {
                 *kept |= memory.is_some();
             }
         };
-        for (_, Entry { held, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
-            match held {
-                Held::Segment { segment, word } => {
+        for (_, Entry { retained, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
+            match retained {
+                Retained::Segment { segment, word } => {
                     self.flight(segment.central()).bytes -= bytes;
-                    quarantined.extend(condemn(&segment, word));
+                    quarantined.extend(quarantine_segment(&segment, word));
                 }
-                Held::Joint(joint) => quarantined.extend(joint.quarantine()),
-                Held::Object(object) => condemned.push(object),
-                Held::Nothing => {}
+                Retained::Joint(joint) => quarantined.extend(joint.quarantine()),
+                Retained::Object(object) => quarantined_objects.push(object),
+                Retained::Nothing => {}
             }
             let_go(memory);
         }
         let mut lost = Vec::new();
-        for (_, claim) in self.claims.iter_mut().filter(|(_, c)| !c.landed) {
-            claim.landed = true;
-            quarantined.extend(condemn(&claim.segment, claim.word));
+        for (_, claim) in self.claims.iter_mut().filter(|(_, c)| !c.completed) {
+            claim.completed = true;
+            quarantined.extend(quarantine_segment(&claim.segment, claim.word));
             lost.push((claim.segment.central().number(), claim.bytes));
             let_go(claim.memory.take());
         }
@@ -604,17 +610,17 @@ impl State {
             flight.bytes -= bytes;
             flight.claimed -= bytes;
         }
-        (self.open_entries, self.open_bytes, self.unmarked) = (0, 0, 0);
+        (self.open_entries, self.open_bytes, self.unpublished) = (0, 0, 0);
     }
 }
 
 /// A submission under way. Dropped uncommitted, by a panic for instance, it counts as handed to the driver all the
-/// same: in flight until a later mark, not free.
+/// same: in flight until a later event, not free.
 #[derive(Debug)]
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
     key: Option<usize>,
-    tick: Option<u64>,
+    seq: Option<u64>,
     /// Ends when the entry has joined: fields are dropped after the drop below.
     _deferral: Deferral,
 }
@@ -627,24 +633,24 @@ impl Submission<'_> {
         }
     }
 
-    /// What else is to be kept until the tick is complete, where [`Timeline::begin`] was given nothing: known only when
-    /// that has succeeded, since it is not given back. Before the driver is called.
-    pub(crate) fn carry(&self, object: Box<dyn Keep>) {
+    /// What else is to be kept until the sequence number is complete, where [`Timeline::begin`] was given nothing:
+    /// known only when that has succeeded, since it is not given back. Before the driver is called.
+    pub(crate) fn carry(&self, object: Box<dyn Retain>) {
         if let Some(key) = self.key {
-            self.timeline.state.lock().pending[key].held = Held::Object(InUse::new(object));
+            self.timeline.state.lock().pending[key].retained = Retained::Object(InUse::new(object));
         }
     }
 
-    /// The driver was called, with whatever outcome. The tick under which the entry is in flight.
+    /// The driver was called, with whatever outcome. The sequence number under which the entry is in flight.
     pub(crate) fn commit(mut self) -> u64 {
-        self.key.take().map_or(0, |key| self.timeline.commit(key, self.tick))
+        self.key.take().map_or(0, |key| self.timeline.commit(key, self.seq))
     }
 }
 
 impl Drop for Submission<'_> {
     fn drop(&mut self) {
         if let Some(key) = self.key.take() {
-            self.timeline.commit(key, self.tick);
+            self.timeline.commit(key, self.seq);
         }
     }
 }
@@ -653,5 +659,5 @@ impl Drop for Submission<'_> {
 #[derive(Clone, Debug)]
 pub(crate) struct Ticket {
     pub(crate) timeline: Arc<Timeline>,
-    pub(crate) tick: u64,
+    pub(crate) seq: u64,
 }

@@ -19,7 +19,7 @@ use crate::runtime::Device;
 
 /// A stepped host device, the first recording of which says when it has begun and waits until it may go on.
 #[derive(Debug)]
-struct Held {
+struct Retained {
     inner: Arc<dyn Driver>,
     records: AtomicU32,
     begun: SyncSender<()>,
@@ -36,7 +36,8 @@ macro_rules! delegate {
     };
 }
 
-/// A host device's driver that panics at one question about an event, or in one batch of copies: a mistake of the crate's.
+/// A host device's driver that panics at one question about an event, or in one batch of copies: a mistake of the
+/// crate's.
 #[derive(Debug)]
 struct Panics {
     inner: Arc<dyn Driver>,
@@ -92,8 +93,8 @@ impl Driver for Panics {
     }
 }
 
-/// The reaper panics in its look at one stream. What is in flight there is quarantined and said to be lost; other streams,
-/// and what comes later, go on.
+/// The reaper panics in its look at one stream. What is in flight there is quarantined and said to be lost; other
+/// streams, and what comes later, go on.
 #[test]
 fn a_panic_of_the_reaper_costs_one_stream() {
     const LEN: usize = 4096;
@@ -175,7 +176,7 @@ fn a_panic_in_a_batch_fails_its_copies() {
     pool.check().unwrap();
 }
 
-impl Driver for Held {
+impl Driver for Retained {
     fn name(&self) -> &str {
         self.inner.name()
     }
@@ -237,14 +238,15 @@ fn a_mark_that_is_being_recorded_keeps_the_timeline_listed() {
     let ((begun, began), (go_on, may)) = (sync_channel(1), sync_channel(1));
     let events = Arc::new(AtomicI64::new(0));
     let inner = node.driver(0).unwrap();
-    let held = Held { inner, records: 0.into(), begun, go_on: Mutex::new(may), events: events.clone() };
-    let device = Device::known("held up".into(), Arc::new(held)).unwrap();
+    let retained =
+        Retained { inner, records: 0.into(), begun, go_on: Mutex::new(may), events: events.clone() };
+    let device = Device::known("held up".into(), Arc::new(retained)).unwrap();
     let stream = device.stream().unwrap();
     drop(stream.hold(()).unwrap());
     let timeline = stream.timeline().clone();
     let recording = std::thread::spawn(move || timeline.close());
     began.recv().unwrap();
-    // Meanwhile another mark, made because that one is due, covers the same, and lands.
+    // Meanwhile another event, made because that one is due, covers the same, and completes.
     for _ in 0..4 {
         device.reap();
         while node.step() {}

@@ -1,11 +1,11 @@
-//! Waiting for a tick, as a thread or as a task.
+//! Waiting for a sequence number, as a thread or as a task.
 
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::held::After;
 use super::look::Stillness;
+use super::retained::After;
 use super::{State, Timeline};
 use crate::central::Wake;
 use crate::error::{Error, ErrorClass, Result};
@@ -31,11 +31,11 @@ fn has_many_cores() -> bool {
     })
 }
 
-/// Someone who waits for a tick.
+/// Someone who waits for a sequence number.
 #[derive(Debug)]
 pub(super) struct Waiting {
     pub(super) id: u64,
-    pub(super) tick: u64,
+    pub(super) seq: u64,
     pub(super) wake: Wake,
 }
 
@@ -47,15 +47,15 @@ pub(crate) struct WaitKey {
 }
 
 impl Timeline {
-    /// Whether a tick is complete.
+    /// Whether a sequence number is complete.
     ///
     /// # Errors
     /// The stream is lost: it never will be. Or this is the child of a fork.
-    pub(crate) fn is_complete(&self, tick: u64) -> Result<bool> {
+    pub(crate) fn is_complete(&self, seq: u64) -> Result<bool> {
         // First: what the parent's device was done with is not there either.
         crate::os::check_fork()?;
-        // Acquire: pairs with the release in `land`.
-        if self.completed.load(Ordering::Acquire) >= tick {
+        // Acquire: pairs with the release in `complete`.
+        if self.completed.load(Ordering::Acquire) >= seq {
             return Ok(true);
         }
         // Acquire: pairs with the release in `lose`.
@@ -64,46 +64,46 @@ impl Timeline {
         }
         let state = self.state.lock();
         match &state.lost {
-            Some(_) if self.completed.load(Ordering::Acquire) >= tick => Ok(true),
+            Some(_) if self.completed.load(Ordering::Acquire) >= seq => Ok(true),
             Some(error) => Err(error.clone()),
             None => Ok(false),
         }
     }
 
     /// The same, after having had a look.
-    pub(crate) fn poll_complete(&self, tick: u64) -> Result<bool> {
-        if self.completed.load(Ordering::Acquire) < tick {
-            self.glance(tick);
+    pub(crate) fn poll_complete(&self, seq: u64) -> Result<bool> {
+        if self.completed.load(Ordering::Acquire) < seq {
+            self.glance(seq);
         }
-        self.is_complete(tick)
+        self.is_complete(seq)
     }
 
-    /// Closes the tick if it is still open, so that its completion can be seen.
+    /// Closes the sequence number if it is still open, so that its completion can be seen.
     ///
     /// # Errors
-    /// [`Error::Capturing`]: no mark can be recorded before the capture was ended.
-    fn flush(&self, tick: u64) -> Result<()> {
-        let (open, unmarked) = {
+    /// [`Error::Capturing`]: no event can be recorded before the capture was ended.
+    fn flush(&self, seq: u64) -> Result<()> {
+        let (open, unpublished) = {
             let state = self.state.lock();
-            (state.open, state.unmarked)
+            (state.open, state.unpublished)
         };
         // What failed is tried again by the reaper, but for a capture that this very thread may be about to end.
-        if tick >= open || (tick <= unmarked && self.is_shared()) {
+        if seq >= open || (seq <= unpublished && self.is_shared()) {
             // (Of this stream, or on the legacy default stream of another.)
             let closed = self.close_open();
             if self.is_shared() && closed.is_err_and(|error| error.class() == ErrorClass::Capture) {
-                return Err(Error::Capturing { what: "recording a mark", remedy: "end the capture first" });
+                return Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" });
             }
         }
         Ok(())
     }
 
-    /// Waits until a tick is complete.
+    /// Waits until a sequence number is complete.
     ///
     /// # Errors
     /// [`Error::Timeout`], or what the stream was lost with.
-    pub(crate) fn wait(self: &Arc<Self>, tick: u64, deadline: Option<Instant>) -> Result<()> {
-        if self.is_complete(tick)? {
+    pub(crate) fn wait(self: &Arc<Self>, seq: u64, deadline: Option<Instant>) -> Result<()> {
+        if self.is_complete(seq)? {
             return Ok(());
         }
         let since = Instant::now();
@@ -116,14 +116,14 @@ impl Timeline {
                     .into(),
             ));
         }
-        self.flush(tick)?;
+        self.flush(seq)?;
         if let Some(stepped) = self.context.driver().stepped() {
             let mut still = Stillness::default();
             loop {
                 let busy = self.is_busy();
-                self.pass(true);
+                self.advance(true);
                 let busy = busy | self.is_busy();
-                if self.is_complete(tick)? {
+                if self.is_complete(seq)? {
                     return Ok(());
                 }
                 if stepped.step() {
@@ -139,14 +139,14 @@ impl Timeline {
                 std::hint::spin_loop();
                 thread_yield();
             }
-            if self.is_complete(tick)? {
+            if self.is_complete(seq)? {
                 return Ok(());
             }
         }
         while has_many_cores() && since.elapsed() < LISTEN && !late(Instant::now()) {
             let asked = Instant::now();
             self.ask();
-            if self.is_complete(tick)? {
+            if self.is_complete(seq)? {
                 return Ok(());
             }
             while asked.elapsed() < APART {
@@ -157,18 +157,18 @@ impl Timeline {
         loop {
             let key = {
                 let mut state = self.state.lock();
-                if state.lost.is_some() || self.completed.load(Ordering::Relaxed) >= tick {
+                if state.lost.is_some() || self.completed.load(Ordering::Relaxed) >= seq {
                     None
                 } else {
-                    Some(state.wait(tick, Wake::Thread(thread::current())))
+                    Some(state.wait(seq, Wake::Thread(thread::current())))
                 }
             };
             if let Some(key) = key {
-                self.reaper.hurry(self);
+                self.reaper.expedite(self);
                 thread::park_until(deadline);
                 let _thread = self.state.lock().stop_waiting(key);
             }
-            if self.is_complete(tick)? {
+            if self.is_complete(seq)? {
                 return Ok(());
             }
             if late(Instant::now()) {
@@ -180,30 +180,30 @@ impl Timeline {
     /// Leaves a waker, in place of the one left before under `key`. `true`: complete already, nothing was left.
     pub(crate) fn wake_later(
         self: &Arc<Self>,
-        tick: u64,
+        seq: u64,
         key: &mut Option<WaitKey>,
         waker: &Waker,
     ) -> Result<bool> {
         crate::os::check_fork()?;
         self.forget_waker(key);
         // During a capture the reaper makes up for it later, and a task can wait for that.
-        let _ = self.flush(tick);
-        if self.poll_complete(tick)? {
+        let _ = self.flush(seq);
+        if self.poll_complete(seq)? {
             return Ok(true);
         }
         // Before the lock: to clone a waker is foreign code.
         let task = Task::of(waker);
         {
             let mut state = self.state.lock();
-            if state.lost.is_none() && self.completed.load(Ordering::Relaxed) < tick {
-                *key = Some(state.wait(tick, Wake::Task(task)));
+            if state.lost.is_none() && self.completed.load(Ordering::Relaxed) < seq {
+                *key = Some(state.wait(seq, Wake::Task(task)));
             }
         }
         if key.is_some() {
-            self.reaper.hurry(self);
+            self.reaper.expedite(self);
             return Ok(false);
         }
-        self.is_complete(tick)
+        self.is_complete(seq)
     }
 
     /// Takes the waker back.
@@ -222,14 +222,14 @@ impl State {
         if self.waiting.is_empty() {
             return;
         }
-        let places: Vec<usize> = self.waiting.iter().filter(|(_, w)| due(w.tick)).map(|(k, _)| k).collect();
+        let places: Vec<usize> = self.waiting.iter().filter(|(_, w)| due(w.seq)).map(|(k, _)| k).collect();
         after.wakes.extend(places.into_iter().map(|k| self.waiting.remove(k).wake));
     }
 
-    fn wait(&mut self, tick: u64, wake: Wake) -> WaitKey {
+    fn wait(&mut self, seq: u64, wake: Wake) -> WaitKey {
         self.next_wait += 1;
         let id = self.next_wait;
-        WaitKey { place: self.waiting.insert(Waiting { id, tick, wake }), id }
+        WaitKey { place: self.waiting.insert(Waiting { id, seq, wake }), id }
     }
 
     #[must_use = "to be dropped after the lock"]

@@ -76,7 +76,7 @@ impl World<'_> {
     pub(super) fn count(&mut self, s: pinpool::PoolStats) {
         let was = std::mem::replace(&mut self.seen, s);
         self.tally.add("miss", s.misses - was.misses);
-        self.tally.add("take-back", s.collects - was.collects);
+        self.tally.add("take-back", s.reclaims - was.reclaims);
         self.tally.add("wait", s.waits - was.waits);
         self.tally.add("timeout", s.timeouts - was.timeouts);
         let held = |s: &pinpool::PoolStats| s.pinned_bytes + s.unpinned_bytes;

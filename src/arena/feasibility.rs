@@ -59,7 +59,7 @@ impl Arena {
 
     /// Whether a placement could be served if so many segments of each class came back from where they are cached.
     /// `false` is certain; `true` is not, since nobody knows of which runs they are.
-    pub(crate) fn could_gather(&self, placement: Placement, cached: impl Fn(Class) -> usize) -> bool {
+    pub(crate) fn could_reclaim(&self, placement: Placement, cached: impl Fn(Class) -> usize) -> bool {
         let (need, align) = placement.fresh_pages();
         if let Placement::Class(class) = placement {
             if cached(class) > 0 {

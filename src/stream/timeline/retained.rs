@@ -1,8 +1,8 @@
 //! What an entry holds, and what becomes of it when the device is done or never will be.
 //!
-//! For each segment the handle and the timeline meet in its state word ([`crate::freelist::descriptor`]); [`settle`]
-//! and [`condemn`] are the timeline's side of that. What follows from them for others (returning, dropping, waking) is
-//! put down in [`After`] and done when the lock is released.
+//! For each segment the handle and the timeline meet in its state word ([`crate::freelist::descriptor`]);
+//! [`complete_segment`] and [`quarantine_segment`] are the timeline's side of that. What follows from them for others
+//! (returning, dropping, waking) is put down in [`After`] and done when the lock is released.
 
 #![allow(unsafe_code)]
 
@@ -40,39 +40,39 @@ impl<T> std::ops::Deref for InUse<T> {
     }
 }
 
-/// What keeps memory from being reused until its tick is complete.
+/// What keeps memory from being reused until its sequence number is complete.
 #[derive(Debug)]
-pub(crate) enum Held {
+pub(crate) enum Retained {
     /// A segment, with the word that it had when it went in flight.
     Segment { segment: Segment, word: Word },
     /// A segment held by several timelines at once.
     Joint(Arc<Joint>),
     /// Anything else: it is dropped when the device is done with it.
-    Object(InUse<Box<dyn Keep>>),
+    Object(InUse<Box<dyn Retain>>),
     /// Only the entry's device memory.
     Nothing,
 }
 
 /// What is lent to a timeline.
 #[derive(Debug)]
-pub(crate) enum Lent {
+pub(crate) enum Resource {
     /// A segment that is out.
     Segment(Segment),
     /// A segment claimed from this timeline, by its key.
     Claimed(usize),
     /// One timeline's part of a joint hold.
     Joint(Arc<Joint>),
-    Object(Box<dyn Keep>),
+    Object(Box<dyn Retain>),
 }
 
 /// Segments of pools that were taken out of use for good.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Gone {
+pub(crate) struct Quarantined {
     pub(crate) buffers: usize,
     pub(crate) bytes: usize,
 }
 
-impl Gone {
+impl Quarantined {
     /// Takes a segment out of use whose word says that it is.
     pub(crate) fn one(segment: Segment) -> Self {
         let bytes = segment.granted();
@@ -92,17 +92,17 @@ impl Gone {
     }
 }
 
-impl std::iter::Sum for Gone {
+impl std::iter::Sum for Quarantined {
     fn sum<I: Iterator<Item = Self>>(parts: I) -> Self {
         parts.fold(Self::default(), |a, b| Self { buffers: a.buffers + b.buffers, bytes: a.bytes + b.bytes })
     }
 }
 
 /// Something that a hold owns.
-pub(crate) trait Keep: Send + std::fmt::Debug {
+pub(crate) trait Retain: Send + std::fmt::Debug {
     /// Nobody can prove that the device is done with it: leak what the device may touch. Which segments that took out
     /// of use.
-    fn quarantine(self: Box<Self>) -> Gone;
+    fn quarantine(self: Box<Self>) -> Quarantined;
 
     /// The address of the descriptor that it keeps, for reports.
     fn descriptor(&self) -> Option<usize> {
@@ -120,9 +120,9 @@ pub(crate) trait Keep: Send + std::fmt::Debug {
     }
 }
 
-impl Keep for () {
-    fn quarantine(self: Box<Self>) -> Gone {
-        Gone::default()
+impl Retain for () {
+    fn quarantine(self: Box<Self>) -> Quarantined {
+        Quarantined::default()
     }
 
     fn is_something(&self) -> bool {
@@ -155,22 +155,22 @@ impl Joint {
     }
 
     /// One of them is done. Whether it was the last, and the handle is gone: then the segment is the caller's.
-    pub(super) fn land(&self) -> Option<Segment> {
+    pub(super) fn complete(&self) -> Option<Segment> {
         // AcqRel: the last one sees what all the others saw complete.
         if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;
         }
         self.segment.central().joint_in_flight(-(self.segment.granted() as isize));
-        settle(&self.segment, self.word)
+        complete_segment(&self.segment, self.word)
     }
 
     /// A part of the hold could not be placed: nobody will know when the segment is free.
     pub(crate) fn give_up(&self) {
-        self.quarantine().map(Gone::one).unwrap_or_default().log();
+        self.quarantine().map(Quarantined::one).unwrap_or_default().log();
     }
 
     pub(super) fn quarantine(&self) -> Option<Segment> {
-        let lost = condemn(&self.segment, self.word);
+        let lost = quarantine_segment(&self.segment, self.word);
         if lost.is_some() {
             self.segment.central().joint_in_flight(-(self.segment.granted() as isize));
         }
@@ -181,72 +181,72 @@ impl Joint {
 /// What a copy uses of the host's, lent by its handle to a copy that no entry of its own stands for: one of a batch.
 /// Whoever has the batch says what became of it. Forgotten, it leaks; it is never let go by dropping.
 #[derive(Debug)]
-pub(crate) struct Loan {
-    held: Held,
+pub(crate) struct RetainedResource {
+    retained: Retained,
     bytes: usize,
 }
 
-impl Loan {
+impl RetainedResource {
     /// A segment counts as in flight by its word from here on. (The bytes are booked by the queue.)
-    pub(crate) fn of(lent: Lent) -> Self {
-        match lent {
-            Lent::Segment(segment) => {
+    pub(crate) fn of(resource: Resource) -> Self {
+        match resource {
+            Resource::Segment(segment) => {
                 let bytes = segment.granted();
                 let word = segment.descriptor().depart();
-                Self { held: Held::Segment { segment, word }, bytes }
+                Self { retained: Retained::Segment { segment, word }, bytes }
             }
-            Lent::Object(object) => Self { held: Held::Object(InUse::new(object)), bytes: 0 },
-            Lent::Joint(joint) => Self { held: Held::Joint(joint), bytes: 0 },
+            Resource::Object(object) => Self { retained: Retained::Object(InUse::new(object)), bytes: 0 },
+            Resource::Joint(joint) => Self { retained: Retained::Joint(joint), bytes: 0 },
             // Claims are one timeline's own, and nobody lends them elsewhere.
-            Lent::Claimed(_) => Self { held: Held::Nothing, bytes: 0 },
+            Resource::Claimed(_) => Self { retained: Retained::Nothing, bytes: 0 },
         }
     }
 
     /// Bytes to be booked as in flight, and a segment of the pool to book them with.
     pub(crate) fn booked(&self) -> Option<(&Segment, usize)> {
-        match &self.held {
-            Held::Segment { segment, .. } => Some((segment, self.bytes)),
+        match &self.retained {
+            Retained::Segment { segment, .. } => Some((segment, self.bytes)),
             _ => None,
         }
     }
 
     /// The address of each descriptor that it keeps, for reports.
     pub(crate) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
-        self.held.for_each_descriptor(visit);
+        self.retained.for_each_descriptor(visit);
     }
 
     /// The device is done with it, or never heard of it. `true`: the handle is gone, nobody will ask.
-    pub(crate) fn land(self) -> bool {
-        let returned = match self.held {
-            Held::Segment { segment, word } => settle(&segment, word),
-            Held::Joint(joint) => joint.land(),
-            Held::Object(object) => {
+    pub(crate) fn complete(self) -> bool {
+        let returned = match self.retained {
+            Retained::Segment { segment, word } => complete_segment(&segment, word),
+            Retained::Joint(joint) => joint.complete(),
+            Retained::Object(object) => {
                 drop(object.release());
                 None
             }
-            Held::Nothing => None,
+            Retained::Nothing => None,
         };
         let gone = returned.is_some();
         if let Some(segment) = returned {
-            // SAFETY: settled: the handle is gone, and by the caller's word the device is done with it.
+            // SAFETY: completed: the handle is gone, and by the caller's word the device is done with it.
             unsafe { segment.release() };
         }
         gone
     }
 
     /// The device will never be known to be done with it. What that takes out of use.
-    pub(crate) fn condemn(self) -> Gone {
-        let lost = match self.held {
-            Held::Segment { segment, word } => condemn(&segment, word),
-            Held::Joint(joint) => joint.quarantine(),
-            Held::Object(object) => return object.release().quarantine(),
-            Held::Nothing => None,
+    pub(crate) fn quarantine(self) -> Quarantined {
+        let lost = match self.retained {
+            Retained::Segment { segment, word } => quarantine_segment(&segment, word),
+            Retained::Joint(joint) => joint.quarantine(),
+            Retained::Object(object) => return object.release().quarantine(),
+            Retained::Nothing => None,
         };
-        lost.map(Gone::one).unwrap_or_default()
+        lost.map(Quarantined::one).unwrap_or_default()
     }
 }
 
-impl Held {
+impl Retained {
     /// The address of each descriptor that it keeps, for reports.
     pub(super) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
         match self {
@@ -259,8 +259,8 @@ impl Held {
 }
 
 /// The device is done with a segment: leave it to its handle, or take it if that is gone.
-pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
-    match segment.descriptor().compare_exchange(word, state::LANDED) {
+pub(super) fn complete_segment(segment: &Segment, word: Word) -> Option<Segment> {
+    match segment.descriptor().compare_exchange(word, state::COMPLETED) {
         Ok(_) => None,
         Err(found) if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") => {
             // Nobody else leaves DETACHED but the claimer, and both are under the timeline's lock.
@@ -271,7 +271,7 @@ pub(super) fn settle(segment: &Segment, word: Word) -> Option<Segment> {
 }
 
 /// The device will never be known to be done with it.
-pub(super) fn condemn(segment: &Segment, word: Word) -> Option<Segment> {
+pub(super) fn quarantine_segment(segment: &Segment, word: Word) -> Option<Segment> {
     let descriptor = segment.descriptor();
     [state::FLIGHT, state::DETACHED, state::CLAIMED]
         .into_iter()
@@ -281,7 +281,7 @@ pub(super) fn condemn(segment: &Segment, word: Word) -> Option<Segment> {
 
 #[derive(Debug)]
 pub(super) struct Entry {
-    pub(super) held: Held,
+    pub(super) retained: Retained,
     pub(super) memory: InUse<Option<Arc<Allocation>>>,
     pub(super) bytes: usize,
     /// When it was submitted, if it is one of those that are timed.
@@ -289,7 +289,7 @@ pub(super) struct Entry {
 }
 
 /// What an entry held that a device is done with: an object, and device memory.
-type Released = (Option<Box<dyn Keep>>, Option<Arc<Allocation>>);
+type Released = (Option<Box<dyn Retain>>, Option<Arc<Allocation>>);
 
 /// What is done after the lock is released.
 #[derive(Debug, Default)]
@@ -297,12 +297,12 @@ pub(super) struct After {
     pub(super) returned: Vec<Segment>,
     pub(super) quarantined: Vec<Segment>,
     /// Objects that the device may use for good. They book what they leak, which can wake somebody.
-    pub(super) condemned: Vec<InUse<Box<dyn Keep>>>,
+    pub(super) quarantined_objects: Vec<InUse<Box<dyn Retain>>>,
     /// Whether device memory is kept for good.
     pub(super) kept: bool,
     pub(super) dropped: Vec<Released>,
     pub(super) wakes: Vec<Wake>,
-    /// When those were submitted that were timed and have landed.
+    /// When those were submitted that were timed and are complete.
     pub(super) flown: Vec<Instant>,
 }
 
@@ -314,12 +314,12 @@ impl After {
 
     fn run_all(self) {
         for segment in self.returned {
-            // SAFETY: settled: the handle is gone and every mark that covers it was seen complete.
+            // SAFETY: completed: the handle is gone and every event that covers it was seen complete.
             unsafe { segment.release() };
         }
-        let segments = self.quarantined.into_iter().map(Gone::one);
-        let objects = self.condemned.into_iter().map(|object| object.release().quarantine());
-        segments.chain(objects).sum::<Gone>().log();
+        let segments = self.quarantined.into_iter().map(Quarantined::one);
+        let objects = self.quarantined_objects.into_iter().map(|object| object.release().quarantine());
+        segments.chain(objects).sum::<Quarantined>().log();
         for released in self.dropped {
             _ = foreign::survive("letting go of what a copy used panicked: it may be leaked", || {
                 drop(released)
