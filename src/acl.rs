@@ -74,8 +74,8 @@ use std::path::{Path, PathBuf};
 
 use crate::device::acl::Acl;
 use crate::device::ending::KeepAlive;
+use crate::device::handle::Device;
 use crate::error::{Error, Result};
-use crate::runtime::Device;
 use crate::stream::Stream;
 
 /// Chooses the library to load in place of the one that would be found: a path, or a name for the system's loader.

@@ -2,9 +2,9 @@
 
 use crate::arena::MAX_EXTENT;
 use crate::device::HostAllocFlags;
+use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, RegionOptions, Unpinned};
-use crate::runtime::Device;
 use crate::segment::PAGE;
 
 /// Sets up a [`Pool`](crate::Pool). Sizes are bytes.
@@ -61,9 +61,9 @@ impl PoolBuilder {
 
     /// One more device that the pool serves. All must be of one family, and every buffer serves all of them.
     ///
-    /// Where the devices hang on several NUMA nodes, each node has an equal share of the capacity, in regions of its own, and
-    /// [`Request::near`](crate::Request::near) names the device whose node a buffer is to come from; without it buffers
-    /// come from the first device's.
+    /// Where the devices hang on several NUMA nodes, each node has an equal share of the capacity, in regions of its
+    /// own, and [`Request::near`](crate::Request::near) names the device whose node a buffer is to come from; without
+    /// it buffers come from the first device's.
     pub fn device(mut self, device: &Device) -> Self {
         // Once each: what is in flight is summed up over the devices.
         if self.devices.iter().all(|d| d.context().id() != device.context().id()) {
@@ -85,8 +85,8 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes to grow by. Default: an eighth of the capacity, at least 256 MiB and at most 1 GiB; all of the capacity where
-    /// that is less.
+    /// Bytes to grow by. Default: an eighth of the capacity, at least 256 MiB and at most 1 GiB; all of the capacity
+    /// where that is less.
     ///
     /// A buffer lies in one region and takes a little more than its length (see
     /// [`Request::segment_bytes`](crate::Request::segment_bytes)), so a region of 2 MiB holds one buffer of 1 MiB, not
@@ -97,23 +97,23 @@ impl PoolBuilder {
     }
 
     /// Bytes pinned by one call at most, and so the largest segment that there can be. Default: 256 MiB, for which the
-    /// call takes a few milliseconds; other users of the driver may have to wait for so long. What the system or the driver
-    /// cannot pin in one call is cut smaller: on CUDA 256 GiB are the most, and 1 GiB on Linux 6.11 to 6.13; on Ascend
-    /// 128 GiB.
+    /// call takes a few milliseconds; other users of the driver may have to wait for so long. What the system or the
+    /// driver cannot pin in one call is cut smaller: on CUDA 256 GiB are the most, and 1 GiB on Linux 6.11 to 6.13; on
+    /// Ascend 128 GiB.
     pub fn extent(mut self, bytes: usize) -> Self {
         self.extent = Some(bytes);
         self
     }
 
-    /// Bytes that one thread may keep for itself at most, so that its next checkouts cost nothing. Four times as much may
-    /// lie between threads, in batches that who returns leaves for who takes; so `n` threads and what is between them keep
-    /// `n + 4` times this at most, whichever way buffers flow. All of it is within reach of a request that finds nothing
-    /// else: first what lies between threads and what those keep who have been idle for a millisecond; of a thread at work
-    /// half of what it has of the very class; and everything, once the pool can grow no more or anybody waits. A thread that
-    /// ends leaves its part to the pool. A size class gets an eighth of it and 64 segments at most;
-    /// segments of up to a quarter are kept by twos at least, and larger ones not at all.
-    /// So much for each node where there are several, and for each reserve.
-    /// Default: a 32nd of the capacity, at least 256 KiB and at most 64 MiB.
+    /// Bytes that one thread may keep for itself at most, so that its next checkouts cost nothing. Four times as much
+    /// may lie between threads, in batches that who returns leaves for who takes; so `n` threads and what is between
+    /// them keep `n + 4` times this at most, whichever way buffers flow. All of it is within reach of a request that
+    /// finds nothing else: first what lies between threads and what those keep who have been idle for a millisecond; of
+    /// a thread at work half of what it has of the very class; and everything, once the pool can grow no more or
+    /// anybody waits. A thread that ends leaves its part to the pool. A size class gets an eighth of it and 64 segments
+    /// at most; segments of up to a quarter are kept by twos at least, and larger ones not at all. So much for each
+    /// node where there are several, and for each reserve. Default: a 32nd of the capacity, at least 256 KiB and at
+    /// most 64 MiB.
     pub fn thread_cache(mut self, bytes: usize) -> Self {
         self.thread_cache = Some(bytes);
         self
@@ -125,8 +125,8 @@ impl PoolBuilder {
         self
     }
 
-    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest; on Ascend [`Backing::HostAlloc`], which all
-    /// devices have there. What is [adopted](crate::Pool::adopt) comes on top of it.
+    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest; on Ascend [`Backing::HostAlloc`],
+    /// which all devices have there. What is [adopted](crate::Pool::adopt) comes on top of it.
     pub fn backing(mut self, backing: Backing) -> Self {
         self.backing = Some(backing);
         self
@@ -146,8 +146,8 @@ impl PoolBuilder {
         self
     }
 
-    /// Bytes, of the capacity, that only requests which name `name` may take; rounded up to whole pages. Pinned when the
-    /// pool is built. A reserve never grows: for a buffer of 1 MiB it needs 1 MiB and a page.
+    /// Bytes, of the capacity, that only requests which name `name` may take; rounded up to whole pages. Pinned when
+    /// the pool is built. A reserve never grows: for a buffer of 1 MiB it needs 1 MiB and a page.
     pub fn reserve(mut self, name: impl Into<String>, bytes: usize) -> Self {
         self.reserves.push((name.into(), bytes));
         self
@@ -160,24 +160,26 @@ impl PoolBuilder {
         self
     }
 
-    /// What the pool is called in events, statistics and reports. Default: `pool-N`, where N counts the process's pools.
+    /// What the pool is called in events, statistics and reports. Default: `pool-N`, where N counts the process's
+    /// pools.
     ///
-    /// There it is told from all others: while a pool of this name lives, the next one is called `name#2`, and so on, and
-    /// [`Pool::name`](crate::Pool::name) says so. A name is free again once the last handle to its pool is dropped, so a pool
-    /// that is built anew goes on with its metrics. Of a longer name the first 100 characters count, and what is no printable
-    /// character is written out (`\u{1b}`).
+    /// There it is told from all others: while a pool of this name lives, the next one is called `name#2`, and so on,
+    /// and [`Pool::name`](crate::Pool::name) says so. A name is free again once the last handle to its pool is dropped,
+    /// so a pool that is built anew goes on with its metrics. Of a longer name the first 100 characters count, and what
+    /// is no printable character is written out (`\u{1b}`).
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// Whether every checkout is entered in a ledger, with its time, its [tag](crate::Request::tag) and the place in the
-    /// program that asked for it, for [`Pool::stuck`](crate::Pool::stuck) and for the histogram of holding. Default: no.
+    /// Whether every checkout is entered in a ledger, with its time, its [tag](crate::Request::tag) and the place in
+    /// the program that asked for it, for [`Pool::stuck`](crate::Pool::stuck) and for the histogram of holding.
+    /// Default: no.
     ///
-    /// It is for finding leaks, and costs what the pool is otherwise built to avoid: threads keep nothing for themselves
-    /// ([`thread_cache`](Self::thread_cache) counts as 0, and every checkout as a miss), each checkout and each return takes
-    /// the pool's lock and reads the clock, so that the two together take up to a microsecond and not some nanoseconds, and
-    /// an entry takes about 100 bytes for as long as its buffer is out.
+    /// It is for finding leaks, and costs what the pool is otherwise built to avoid: threads keep nothing for
+    /// themselves ([`thread_cache`](Self::thread_cache) counts as 0, and every checkout as a miss), each checkout and
+    /// each return takes the pool's lock and reads the clock, so that the two together take up to a microsecond and not
+    /// some nanoseconds, and an entry takes about 100 bytes for as long as its buffer is out.
     pub fn track_checkouts(mut self, track: bool) -> Self {
         self.track = track;
         self
@@ -267,8 +269,8 @@ impl PoolBuilder {
         })
     }
 
-    /// The NUMA nodes that the devices hang on, and which devices (by number) hang on each; the first device's comes first.
-    /// A device that does not know its node counts to the first's.
+    /// The NUMA nodes that the devices hang on, and which devices (by number) hang on each; the first device's comes
+    /// first. A device that does not know its node counts to the first's.
     pub(crate) fn nodes(&self) -> Vec<(Option<u32>, Vec<usize>)> {
         let mut nodes: Vec<(Option<u32>, Vec<usize>)> = Vec::new();
         for (number, device) in self.devices.iter().enumerate() {

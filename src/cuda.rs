@@ -98,8 +98,8 @@ use std::ffi::c_void;
 
 use crate::device::cuda::Cuda;
 use crate::device::ending::KeepAlive;
+use crate::device::handle::Device;
 use crate::error::{Error, Result};
-use crate::runtime::Device;
 use crate::stream::Stream;
 
 /// A device that works in a context that the server made (`cuCtxCreate`), instead of the GPU's primary one.

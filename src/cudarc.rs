@@ -1,8 +1,8 @@
 //! cudarc beside the pool: one context, one stream, and copies between the pool's buffers and cudarc's slices.
 //!
-//! A server that already computes through [cudarc](https://docs.rs/cudarc) hands the pool its context and its streams and
-//! goes on as before. Its kernels and the pool's copies then follow each other in stream order, and what the pool uploads
-//! is in the server's own `CudaSlice`.
+//! A server that already computes through [cudarc](https://docs.rs/cudarc) hands the pool its context and its streams
+//! and goes on as before. Its kernels and the pool's copies then follow each other in stream order, and what the pool
+//! uploads is in the server's own `CudaSlice`.
 //!
 //! ```no_run
 //! # fn demo(
@@ -31,63 +31,65 @@
 //! # How cudarc's slices stay safe
 //!
 //! A `CudaSlice` belongs to a stream, on which it is freed, and cudarc keeps two events with it, so that work on other
-//! streams waits for what was done to it. It does that only while its context *manages synchronisation*: with event tracking
-//! on, and more than the default stream in use. A copy of ours is therefore made under cudarc's own guard, like a copy of
-//! cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. Where cudarc records nothing,
-//! only the slice's own stream orders what is done to it, and a copy on another stream is refused. So the slice is borrowed
-//! only while a copy is submitted: dropping it afterwards, or giving it to a kernel, is ordered after the copy.
+//! streams waits for what was done to it. It does that only while its context *manages synchronisation*: with event
+//! tracking on, and more than the default stream in use. A copy of ours is therefore made under cudarc's own guard,
+//! like a copy of cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. Where cudarc
+//! records nothing, only the slice's own stream orders what is done to it, and a copy on another stream is refused. So
+//! the slice is borrowed only while a copy is submitted: dropping it afterwards, or giving it to a kernel, is ordered
+//! after the copy.
 //!
 //! The events of a slice that was only just allocated are recorded nowhere, and nothing tells them from events that are
-//! complete; meanwhile older work on the slice's own stream may still use its memory. So a copy on another stream waits for
-//! all that the slice's own stream was told so far as well (by an event of the pool's; the caller does not wait). To overlap
-//! with other streams' work, let the stream that copies allocate the slices that it copies to, and have the others use them:
-//! on a slice's own stream nothing has to be waited for.
+//! complete; meanwhile older work on the slice's own stream may still use its memory. So a copy on another stream waits
+//! for all that the slice's own stream was told so far as well (by an event of the pool's; the caller does not wait).
+//! To overlap with other streams' work, let the stream that copies allocate the slices that it copies to, and have the
+//! others use them: on a slice's own stream nothing has to be waited for.
 //!
-//! Refused as [`Error::Unordered`] are slices of another stream where cudarc tracks nothing, those of the default stream of
-//! another `CudaContext` object (which stops tracking with its last stream), and those of the per-thread default stream, which
-//! is another stream on each thread.
+//! Refused as [`Error::Unordered`] are slices of another stream where cudarc tracks nothing, those of the default
+//! stream of another `CudaContext` object (which stops tracking with its last stream), and those of the per-thread
+//! default stream, which is another stream on each thread.
 //!
-//! cudarc keeps one event for the reads of a slice, that of the last. A download here waits for the read before it, so that
-//! its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream while a download of
-//! it is in flight, wait for the download before the slice is written or dropped.
+//! cudarc keeps one event for the reads of a slice, that of the last. A download here waits for the read before it, so
+//! that its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream while a
+//! download of it is in flight, wait for the download before the slice is written or dropped.
 //!
 //! # Waiting
 //!
-//! cudarc's own pinned slice waits for its event before it lets the CPU read, also where the event was never recorded, and
-//! such an event counts as complete: on the default stream, and with event tracking off, it shows bytes that have not landed
-//! (seen with 0.19.10). The pool does not rely on cudarc's events: [`InFlight`] waits for a mark of its own.
+//! cudarc's own pinned slice waits for its event before it lets the CPU read, also where the event was never recorded,
+//! and such an event counts as complete: on the default stream, and with event tracking off, it shows bytes that have
+//! not landed (seen with 0.19.10). The pool does not rely on cudarc's events: [`InFlight`] waits for a mark of its own.
 //!
 //! # Handing a buffer to cudarc
 //!
-//! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not pinned.
-//! Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be in other hands.
-//! **Never hand a slice of a pinned buffer to cudarc's own copies.** [`CudarcStream::upload_to`] and
+//! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not
+//! pinned. Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be in other
+//! hands. **Never hand a slice of a pinned buffer to cudarc's own copies.** [`CudarcStream::upload_to`] and
 //! [`CudarcStream::download_from`] take the buffer for as long as the copy needs it, and
-//! [`CudarcStream::upload_to_blocking`] and [`CudarcStream::download_from_blocking`] borrow it and return when the device
-//! has let go. ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's on purpose: cudarc skips the wait that such a
-//! slice asks for while its context has an error on record, and returns `Ok` with the copy under way, seen with 0.19.10.)
+//! [`CudarcStream::upload_to_blocking`] and [`CudarcStream::download_from_blocking`] borrow it and return when the
+//! device has let go. ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's on purpose: cudarc skips the wait
+//! that such a slice asks for while its context has an error on record, and returns `Ok` with the copy under way, seen
+//! with 0.19.10.)
 //!
 //! # Captures
 //!
-//! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream. But
-//! cudarc's `begin_capture` and `end_capture` are safe to call, on any thread, also between our look at the stream and our
-//! copy. The copy would then be a part of the graph, which reads the buffer again with each launch, long after it has gone
-//! back to the pool. A second look does not help: of a stream whose capture has ended the driver says only that there is none.
-//! So [`CudarcStream::new`] is `unsafe`, and rests on
-//! [what the one who captures promises](crate::cuda#what-the-one-who-captures-promises), as
-//! [`cuda::adopt_stream`](crate::cuda::adopt_stream) does. That costs no copy anything. (No call that submits is documented to be
-//! refused by a capture. Driver 580 refuses `cuMemcpyBatchAsync`, but that needs CUDA 12.8 and takes no default stream. A capture
-//! of our own around each copy, whose number would tell whether there were others, costs many times what the copy does.)
+//! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream.
+//! But cudarc's `begin_capture` and `end_capture` are safe to call, on any thread, also between our look at the stream
+//! and our copy. The copy would then be a part of the graph, which reads the buffer again with each launch, long after
+//! it has gone back to the pool. A second look does not help: of a stream whose capture has ended the driver says only
+//! that there is none. So [`CudarcStream::new`] is `unsafe`, and rests on [what the one who captures
+//! promises](crate::cuda#what-the-one-who-captures-promises), as [`cuda::adopt_stream`](crate::cuda::adopt_stream)
+//! does. That costs no copy anything. (No call that submits is documented to be refused by a capture. Driver 580
+//! refuses `cuMemcpyBatchAsync`, but that needs CUDA 12.8 and takes no default stream. A capture of our own around each
+//! copy, whose number would tell whether there were others, costs many times what the copy does.)
 //!
-//! Without a stream of cudarc's there is nothing to promise: `device(&context)?.stream()` makes a stream that no other code
-//! can reach, for copies to and from memory of [`Device::alloc`].
+//! Without a stream of cudarc's there is nothing to promise: `device(&context)?.stream()` makes a stream that no other
+//! code can reach, for copies to and from memory of [`Device::alloc`].
 //!
 //! # Features
 //!
-//! A program has one cudarc, built with all features that anybody in it asks for, and many of these exclude each other. This
-//! crate asks for those that go with any others: `fallback-dynamic-loading`, and the version of CUDA that the build system
-//! has, else the latest. The pool itself calls the driver through its own table (see the page of `device::cuda`), so that
-//! it works, and fails, in the same way with this feature and without.
+//! A program has one cudarc, built with all features that anybody in it asks for, and many of these exclude each other.
+//! This crate asks for those that go with any others: `fallback-dynamic-loading`, and the version of CUDA that the
+//! build system has, else the latest. The pool itself calls the driver through its own table (see the page of
+//! `device::cuda`), so that it works, and fails, in the same way with this feature and without.
 
 #![allow(unsafe_code)]
 
@@ -102,12 +104,12 @@ use ::cudarc::driver::{
 
 use crate::buffer::{InFlight, Lend};
 use crate::copy::Landing;
+use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result, SubmitError};
-use crate::runtime::Device;
 use crate::stream::Stream;
 
-/// The device that works in a context of cudarc's. If it is the GPU's primary context, as `CudaContext::new` makes it, this
-/// is the same device as [`Device::open`] gives. The device keeps the context alive.
+/// The device that works in a context of cudarc's. If it is the GPU's primary context, as `CudaContext::new` makes it,
+/// this is the same device as [`Device::open`] gives. The device keeps the context alive.
 ///
 /// # Errors
 /// As for [`cuda::adopt_context`](crate::cuda::adopt_context).
@@ -136,8 +138,8 @@ unsafe fn adopted(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
     unsafe { crate::cuda::adopt_stream_with(device, stream.cu_stream().cast(), stream.clone()) }
 }
 
-/// A stream of cudarc's as a stream of the pool's, kept alive until everything on it is done. Everything that can be done
-/// with a [`Stream`] can be done with it.
+/// A stream of cudarc's as a stream of the pool's, kept alive until everything on it is done. Everything that can be
+/// done with a [`Stream`] can be done with it.
 #[derive(Clone)]
 pub struct CudarcStream {
     ours: Stream,
@@ -170,15 +172,16 @@ impl CudarcStream {
     /// As for [`device`]; [`Error::Unsupported`] for the per-thread default stream; [`Error::Capturing`].
     ///
     /// # Safety
-    /// - [What the one who captures promises](crate::cuda#what-the-one-who-captures-promises) holds for this stream, and for
-    ///   the own streams of the slices that are copied on it: none of them enters or leaves a capture while a thread is in a
-    ///   call of this crate that submits to the stream. (cudarc's `begin_capture` and `end_capture` take a stream in and out; so
-    ///   do its `join` and `wait` for a stream or an event of a capture, and work that is given slices of a captured stream.)
-    ///   Otherwise a graph may keep reading and writing a buffer that has gone back to the pool. A lock that both sides take
-    ///   keeps the promise, and so does capturing on the thread that copies, or capturing only streams that no copy is made on.
-    /// - cudarc does not count streams of [`CudaContext::wrap_borrowed_stream`], and stops tracking slices when a context has
-    ///   no other. Where a slice of such a stream is copied on another stream, or another stream's slice on such a one, the
-    ///   slice's `CudaContext` keeps a stream of [`CudaContext::new_stream`] until the copy is done.
+    /// - [What the one who captures promises](crate::cuda#what-the-one-who-captures-promises) holds for this stream,
+    ///   and for the own streams of the slices that are copied on it: none of them enters or leaves a capture while a
+    ///   thread is in a call of this crate that submits to the stream. (cudarc's `begin_capture` and `end_capture` take
+    ///   a stream in and out; so do its `join` and `wait` for a stream or an event of a capture, and work that is given
+    ///   slices of a captured stream.) Otherwise a graph may keep reading and writing a buffer that has gone back to
+    ///   the pool. A lock that both sides take keeps the promise, and so does capturing on the thread that copies, or
+    ///   capturing only streams that no copy is made on.
+    /// - cudarc does not count streams of [`CudaContext::wrap_borrowed_stream`], and stops tracking slices when a
+    ///   context has no other. Where a slice of such a stream is copied on another stream, or another stream's slice on
+    ///   such a one, the slice's `CudaContext` keeps a stream of [`CudaContext::new_stream`] until the copy is done.
     pub unsafe fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let device = device(stream.context())?;
         // SAFETY: the stream is alive, and ours keeps it so. The rest is the caller's word.
@@ -192,14 +195,14 @@ impl CudarcStream {
         &self.theirs
     }
 
-    /// Copies all that was written to `src` to the front of a `CudaSlice` or `CudaViewMut`, which must be at least as long.
-    /// What is done to the slice afterwards, by cudarc or by the pool, comes after the copy.
+    /// Copies all that was written to `src` to the front of a `CudaSlice` or `CudaViewMut`, which must be at least as
+    /// long. What is done to the slice afterwards, by cudarc or by the pool, comes after the copy.
     ///
     /// # Errors
     /// As for [`Stream::upload`], [`Error::Capturing`] also where the slice's own stream is captured; with the buffer
-    /// [`Error::Unordered`] for a slice of another stream where nothing would keep the order, [`Error::WrongDevice`] for one of
-    /// another context, what the driver says where one stream cannot be made to wait for the other, and what cudarc's context
-    /// has noted ([`CudaContext::check_err`]), which would break the order.
+    /// [`Error::Unordered`] for a slice of another stream where nothing would keep the order, [`Error::WrongDevice`]
+    /// for one of another context, what the driver says where one stream cannot be made to wait for the other, and what
+    /// cudarc's context has noted ([`CudaContext::check_err`]), which would break the order.
     pub fn upload_to<B: Lend, T: bytemuck::AnyBitPattern>(
         &self,
         src: B,
@@ -215,8 +218,8 @@ impl CudarcStream {
         }
     }
 
-    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into `landing`, which must be at least as long. What is done to
-    /// the slice afterwards, by cudarc or by the pool, comes after the copy.
+    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into `landing`, which must be at least as long. What is done
+    /// to the slice afterwards, by cudarc or by the pool, comes after the copy.
     ///
     /// # Errors
     /// As for [`Stream::download`] and [`upload_to`](Self::upload_to).
@@ -235,8 +238,8 @@ impl CudarcStream {
         }
     }
 
-    /// Copies borrowed memory, pinned or not, to the front of a `CudaSlice` or `CudaViewMut` in stream order, and returns when
-    /// the device has let go of it, on an error too.
+    /// Copies borrowed memory, pinned or not, to the front of a `CudaSlice` or `CudaViewMut` in stream order, and
+    /// returns when the device has let go of it, on an error too.
     ///
     /// # Errors
     /// As for [`Stream::upload_blocking`] and [`upload_to`](Self::upload_to).
@@ -303,9 +306,9 @@ impl CudarcStream {
         owner.cu_stream() == self.theirs.cu_stream()
     }
 
-    /// Before the guard, which makes our stream wait: that spoils a capture of ours, and for events that the slice's own
-    /// stream has recorded into a capture it draws ours into that. Whether the slice's own stream is ours; another one is
-    /// waited for.
+    /// Before the guard, which makes our stream wait: that spoils a capture of ours, and for events that the slice's
+    /// own stream has recorded into a capture it draws ours into that. Whether the slice's own stream is ours; another
+    /// one is waited for.
     fn enter(&self, owner: &Arc<CudaStream>) -> Result<bool> {
         const WHAT: &str = "a copy of a slice of cudarc's";
         const OUTSIDE: &str = "submit it outside the capture";
@@ -324,11 +327,12 @@ impl CudarcStream {
         Ok(same)
     }
 
-    /// Whether cudarc has the slice's later uses, and its end, wait for the event of a copy on another stream than its own.
+    /// Whether cudarc has the slice's later uses, and its end, wait for the event of a copy on another stream than its
+    /// own.
     fn orders(&self, owner: &CudaStream) -> Result<()> {
         let (handle, ours) = (owner.cu_stream() as usize, self.theirs.context());
-        // The slice's own context is asked each time, and tracks for as long as it has a stream: this one, unless it is a
-        // default stream, or ours, if both are of one `CudaContext`.
+        // The slice's own context is asked each time, and tracks for as long as it has a stream: this one, unless it is
+        // a default stream, or ours, if both are of one `CudaContext`.
         let lasts = handle > PER_THREAD || Arc::ptr_eq(owner.context(), ours);
         let tracked = [owner.context(), ours].iter().all(|c| c.is_managing_stream_synchronization());
         match tracked && lasts && handle != PER_THREAD {
@@ -358,8 +362,8 @@ impl CudarcStream {
         }
     }
 
-    /// The copy was submitted: has the slice's event recorded, or else waits, so that the slice's next use comes after it
-    /// either way.
+    /// The copy was submitted: has the slice's event recorded, or else waits, so that the slice's next use comes after
+    /// it either way.
     fn release(&self, mut guard: SyncOnDrop<'_>, same: bool) {
         let SyncOnDrop::Record(target) = &mut guard else { return };
         let context = self.theirs.context();
@@ -367,8 +371,8 @@ impl CudarcStream {
         let wanted = !same || context.is_managing_stream_synchronization();
         let Some((event, stream)) = target.take().filter(|_| wanted) else { return };
         if let Err(error) = event.record(stream) {
-            // A waker must not wait for what its own thread finds out; the driver's wait needs nobody. Where that fails too the
-            // stream is lost, mostly with its device, which copies nothing any more.
+            // A waker must not wait for what its own thread finds out; the driver's wait needs nobody. Where that fails
+            // too the stream is lost, mostly with its device, which copies nothing any more.
             if self.ours.synchronize().is_err() {
                 let _ = self.theirs.synchronize();
             }
@@ -376,8 +380,8 @@ impl CudarcStream {
         }
     }
 
-    /// A slice as memory that a copy can use, if our stream waits for what was before, and what comes later is known to come
-    /// after the copy.
+    /// A slice as memory that a copy can use, if our stream waits for what was before, and what comes later is known to
+    /// come after the copy.
     fn take<'a>(
         &self,
         owner: &CudaStream,
@@ -393,15 +397,15 @@ impl CudarcStream {
             if !same && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_))) {
                 return Err(self.unordered());
             }
-            // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later happens
-            // on its own stream, which is this one or waits for the event that the guard records.
+            // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later
+            // happens on its own stream, which is this one or waits for the event that the guard records.
             unsafe { self.ours.device().raw_memory(address, bytes, ()) }.map_err(Error::from)
         });
         match usable {
             Ok(range) => Ok(Taken { range, guard, same }),
             Err(error) => {
-                // There is no copy. Recorded by the guard, the event would stand no more for the use that was before, which our
-                // stream may not wait for.
+                // There is no copy. Recorded by the guard, the event would stand no more for the use that was before,
+                // which our stream may not wait for.
                 std::mem::forget(guard);
                 Err(error)
             }

@@ -95,7 +95,7 @@
 //!
 //! Each module knows only those above it in this table, so nothing calls upward; [`Pool`] puts them in order.
 //! (Two types are named from below, not called: `arena` marks extents with `region`'s number, and a `Stream` keeps its
-//! `runtime::Device`.) Unsafe
+//! `device::handle::Device`.) Unsafe
 //! code is denied everywhere but in the modules that are marked, and there each block says why it is sound.
 //!
 //! | module | what it knows | unsafe |
@@ -115,7 +115,7 @@
 //! | `region` | where pinned ranges come from, written against the contract | yes |
 //! | `central` | what buffers drop into: thread caches, waiters, returns | yes |
 //! | `stream` | timelines and holds, and who finds out what is done | yes |
-//! | `runtime` | an opened device: its context, its reaper, its end | yes |
+//! | `device::handle` | an opened device: its context, its reaper, its end | yes |
 //! | `cuda` | what only CUDA has: contexts and streams that others made | yes |
 //! | `buffer` | the types of buffers and of what is in flight | yes |
 //! | `config` | how a pool is set up | |
@@ -180,7 +180,6 @@ mod locks;
 mod os;
 mod pool;
 mod region;
-mod runtime;
 #[cfg(feature = "safetensors")]
 pub mod safetensors;
 mod sealed;
@@ -195,13 +194,13 @@ pub use copy::gather::{self, Gathered};
 pub use copy::pipeline;
 pub use copy::{CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats};
 pub use device::HostAllocFlags;
+pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::holds::HeldPool;
 pub use device::host;
 pub use device::memory::{DeviceBuffer, DeviceSlice};
 pub use error::{AddressFault, DeviceError, Error, ErrorClass, RegisterError, Result, SubmitError};
 pub use pool::{Census, Checkout, CheckoutMany, Pool, PoolStats, Request, Shutdown};
 pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
-pub use runtime::{CloseError, Device, HeldBy};
 pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
 

@@ -32,8 +32,8 @@ use bytes::buf::UninitSlice;
 pub use crate::central::Token;
 use crate::central::{CentralPool, Fresh, Segment};
 use crate::device::context::Context as DeviceContext;
+use crate::device::handle::Device;
 use crate::error::{Error, Result};
-use crate::runtime::Device;
 
 pub use flight::InFlight;
 pub use lend::Lend;

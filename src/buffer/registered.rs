@@ -21,9 +21,9 @@ use std::sync::Arc;
 use stable_deref_trait::StableDeref;
 
 use super::{DeviceContext, Lend, sealed};
+use crate::device::handle::Device;
 use crate::error::{Error, RegisterError, Result};
 use crate::foreign;
-use crate::runtime::Device;
 use crate::sealed::Key;
 use crate::stream::timeline::{Quarantined, Resource, Retain};
 

@@ -40,6 +40,7 @@ pub(crate) mod context;
 pub(crate) mod cuda;
 #[cfg(any(feature = "acl", feature = "cuda"))]
 pub(crate) mod ending;
+pub(crate) mod handle;
 pub(crate) mod holds;
 pub mod host;
 pub(crate) mod memory;

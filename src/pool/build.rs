@@ -7,10 +7,10 @@ use super::name::Name;
 use super::{Inner, Pool, Store, WeakPool};
 use crate::central::{CentralConfig, CentralPool};
 use crate::config::{Plan, PoolBuilder};
+use crate::device::handle::Device;
 use crate::device::holds::{HeldPool, Tenant};
 use crate::error::Result;
 use crate::region::{RegionInfo, RegionOptions, Regions};
-use crate::runtime::Device;
 use crate::telemetry::counters::ErrorTally;
 
 impl Store {

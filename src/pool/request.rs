@@ -1,7 +1,7 @@
 //! What is asked for: a length, and what may be said about where it is to come from.
 
+use crate::device::handle::Device;
 use crate::error::Result;
-use crate::runtime::Device;
 use crate::segment::{Placement, SEGMENT_ALIGN};
 
 /// What is asked for. A plain length is a request too: `pool.checkout(4096)`.
@@ -22,8 +22,8 @@ impl<'a> Request<'a> {
         Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: None }
     }
 
-    /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.) Memory
-    /// that the driver allocates starts on a page only, so of each extent there as much may be lost in front.
+    /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.)
+    /// Memory that the driver allocates starts on a page only, so of each extent there as much may be lost in front.
     #[must_use]
     pub fn align(mut self, align: usize) -> Self {
         self.align = align;
@@ -47,9 +47,9 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// From memory on the NUMA node of this device, one of the pool's. It makes a difference where the pool's devices hang
-    /// on several nodes; see [`PoolBuilder::device`](crate::PoolBuilder::device). A device that the pool does not serve
-    /// is [`Error::WrongDevice`](crate::Error::WrongDevice). A request that names a reserve too comes from the
+    /// From memory on the NUMA node of this device, one of the pool's. It makes a difference where the pool's devices
+    /// hang on several nodes; see [`PoolBuilder::device`](crate::PoolBuilder::device). A device that the pool does not
+    /// serve is [`Error::WrongDevice`](crate::Error::WrongDevice). A request that names a reserve too comes from the
     /// reserve's node.
     #[must_use]
     pub fn near(mut self, device: &'a Device) -> Self {

@@ -13,10 +13,10 @@ pub(crate) mod timeline;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::device::handle::Device;
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use crate::device::{StreamHandle, ending::KeepAlive};
 use crate::error::{Error, Result};
-use crate::runtime::Device;
 use timeline::Timeline;
 
 /// An ordered queue of a device. What is submitted to one stream happens in that order; streams are independent of each

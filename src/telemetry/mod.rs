@@ -41,10 +41,10 @@
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
 //! | `pinpool::pool::fallback` | WARN, later ones DEBUG | pool, bytes, error | plain memory was given out: raise the capacity, or find who keeps buffers |
-//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, sequence number, completed, event, tag, site, those that are known | a wait timed out (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
+//! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, tag, site, those that are known | a wait timed out (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
 //! | `pinpool::pool::membarrier` | WARN | | a sandbox that came after the pool refuses `membarrier`: checkouts are slower from here on; put it up before the first pool is built |
-//! | `pinpool::stream::stuck` | WARN | device, stream, sequence number, completed, events, entries, bytes, seconds | a sampler saw nothing get done there: a kernel or copy hangs |
+//! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | a sampler saw nothing get done there: a kernel or copy hangs |
 //! | `pinpool::stream::lost` | ERROR | device, stream, error, entries | nobody will know what is complete there; the device is lost, or its driver refuses to be asked |
 //! | `pinpool::stream::quarantine` | ERROR | buffers, bytes | that memory is gone until the process ends |
 //! | `pinpool::device::lost` | ERROR | device, error | the device is gone until the process ends |

@@ -18,11 +18,11 @@ use super::counters::{ErrorCounts, Histogram};
 use super::metrics::{self, Id, Labels, Value};
 use super::snapshot::{ClassStats, DeviceStats, StreamStats};
 use super::stuck;
+use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::foreign;
 use crate::pool::{Pool, PoolStats, WeakPool};
 use crate::region::Pinning;
-use crate::runtime::Device;
 
 /// Stuck buffers of a pool that one poll logs at most.
 const LISTED: usize = 8;

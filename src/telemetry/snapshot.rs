@@ -15,10 +15,10 @@
 use std::time::Duration;
 
 use super::counters::{ErrorCounts, Histogram};
+use crate::device::handle::Device;
 use crate::error::Error;
 use crate::pool::{Pool, PoolStats};
 use crate::region::Pinning;
-use crate::runtime::Device;
 use crate::stream::Stream;
 use crate::stream::timeline::Timeline;
 

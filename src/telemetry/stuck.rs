@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::central::{CentralPool, OutSegment};
+use crate::device::handle::Device;
 use crate::freelist::state;
-use crate::runtime::Device;
 pub use crate::stream::timeline::EventState;
 
 /// Reports that nobody asked for come at most so often.

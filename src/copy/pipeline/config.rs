@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use super::Pipeline;
 use super::stores::Stores;
+use crate::device::handle::Device;
 use crate::error::{Error, Result};
 use crate::pool::{Pool, Request};
-use crate::runtime::Device;
 use crate::segment::PAGE;
 
 /// Bytes that go through one segment where nothing else is said.
@@ -24,8 +24,8 @@ const LEAST_CHUNK: usize = 64 << 10;
 const SHARE: usize = 256 << 20;
 /// How long workers look around before they sleep, where there are cores for it.
 const PATIENCE: Duration = Duration::from_millis(1);
-/// With so many threads memory that was touched is written through the caches: then there are threads enough for that, and
-/// the segments are read from the caches sooner.
+/// With so many threads memory that was touched is written through the caches: then there are threads enough for that,
+/// and the segments are read from the caches sooner.
 const MANY: usize = 12;
 /// Threads, streams and chunks on the wire at most.
 const MOST: usize = 1 << 16;
@@ -35,12 +35,12 @@ const THREADS: usize = 8;
 /// Who goes first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
-    /// Loads of much data: in the order in which they were started, at most [so many](PipelineBuilder::depth) chunks of them
-    /// in each direction on the wire at a time (windows of files apart: see there).
+    /// Loads of much data: in the order in which they were started, at most [so many](PipelineBuilder::depth) chunks of
+    /// them in each direction on the wire at a time (windows of files apart: see there).
     #[default]
     Bulk,
-    /// Requests that somebody waits for: before all of the above, on a stream of their own, with segments kept for them.
-    /// No rate limit holds for them.
+    /// Requests that somebody waits for: before all of the above, on a stream of their own, with segments kept for
+    /// them. No rate limit holds for them.
     Foreground,
 }
 
@@ -118,47 +118,49 @@ impl PipelineBuilder {
         }
     }
 
-    /// Threads that fill and drain segments, and look after the copies meanwhile. They start with the first transfer, and
-    /// sleep when there is nothing to do. (One more for each direction that is used looks after the copies when all of them
-    /// are busy; it sleeps most of the time.) Default: as many as there are cores, at most 8, which keep a link of 55 GB/s busy
-    /// where each core moves 7 GB/s or more; where they are slower, give more (on one machine 0.78 of the link with 8, 0.94 with 16).
+    /// Threads that fill and drain segments, and look after the copies meanwhile. They start with the first transfer,
+    /// and sleep when there is nothing to do. (One more for each direction that is used looks after the copies when all
+    /// of them are busy; it sleeps most of the time.) Default: as many as there are cores, at most 8, which keep a link
+    /// of 55 GB/s busy where each core moves 7 GB/s or more; where they are slower, give more (on one machine 0.78 of
+    /// the link with 8, 0.94 with 16).
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
         self
     }
 
-    /// Bytes that go through one segment, rounded up to whole pages of 4 KiB. Default: 4 MiB, less where the share or the
-    /// pool's extents are small. The segments in rotation (as many as there are threads, and [`depth`](Self::depth), and two)
-    /// should stay in the processor's caches, from which the device is served. A foreground request may have to wait for the
-    /// chunk that is on the wire. Transfers that would leave threads idle are cut smaller.
+    /// Bytes that go through one segment, rounded up to whole pages of 4 KiB. Default: 4 MiB, less where the share or
+    /// the pool's extents are small. The segments in rotation (as many as there are threads, and
+    /// [`depth`](Self::depth), and two) should stay in the processor's caches, from which the device is served. A
+    /// foreground request may have to wait for the chunk that is on the wire. Transfers that would leave threads idle
+    /// are cut smaller.
     pub fn chunk(mut self, bytes: usize) -> Self {
         self.chunk = Some(bytes);
         self
     }
 
-    /// Bytes of the pool that the pipeline uses at most, registered windows of files included. What the pool has beyond is
-    /// everybody else's at any time. Default: half of the pool's capacity, at most 256 MiB. It holds one segment in any
-    /// case, also if a [`chunk`](Self::chunk) was asked for that needs more; small blocking calls in the foreground (256 KiB
-    /// and less) take their memory besides.
+    /// Bytes of the pool that the pipeline uses at most, registered windows of files included. What the pool has beyond
+    /// is everybody else's at any time. Default: half of the pool's capacity, at most 256 MiB. It holds one segment in
+    /// any case, also if a [`chunk`](Self::chunk) was asked for that needs more; small blocking calls in the foreground
+    /// (256 KiB and less) take their memory besides.
     pub fn share(mut self, bytes: usize) -> Self {
         self.share = Some(bytes);
         self
     }
 
-    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn: while the foreground is not
-    /// about two uploads or eight downloads at a time, else one. Default: as many as there are chunks on the wire
-    /// ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks is done, and does that
-    /// first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
+    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn: while the foreground is
+    /// not about two uploads or eight downloads at a time, else one. Default: as many as there are chunks on the wire
+    /// ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks is done, and
+    /// does that first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
     pub fn streams(mut self, streams: usize) -> Self {
         self.streams = Some(streams);
         self
     }
 
-    /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most that a
-    /// foreground copy may have to wait. Default: 2 as long as there are foreground transfers now and then (of this
-    /// pipeline: the last at most 100 ms ago), and 6 where there are none, which keeps the wire busier. What is given here
-    /// holds at all times. Windows of the page cache ([`Reading`](super::Reading)) do not count: where nobody is in a hurry
-    /// such a window, 64 MiB at most, goes at once, and who comes then waits for it.
+    /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most
+    /// that a foreground copy may have to wait. Default: 2 as long as there are foreground transfers now and then (of
+    /// this pipeline: the last at most 100 ms ago), and 6 where there are none, which keeps the wire busier. What is
+    /// given here holds at all times. Windows of the page cache ([`Reading`](super::Reading)) do not count: where
+    /// nobody is in a hurry such a window, 64 MiB at most, goes at once, and who comes then waits for it.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = Some(chunks);
         self
@@ -185,10 +187,10 @@ impl PipelineBuilder {
         self
     }
 
-    /// For how long a thread of the pipeline that runs out of work during a transfer looks around, every 15 us, before it sleeps:
-    /// until there is work, of that transfer or of the next. Waking a thread takes as long as copying a chunk, so this is speed for
-    /// a little processor time.
-    /// Default: 1 ms where the machine has cores for it (at least three more than [`threads`](Self::threads)), elsewhere none.
+    /// For how long a thread of the pipeline that runs out of work during a transfer looks around, every 15 us, before
+    /// it sleeps: until there is work, of that transfer or of the next. Waking a thread takes as long as copying a
+    /// chunk, so this is speed for a little processor time. Default: 1 ms where the machine has cores for it (at least
+    /// three more than [`threads`](Self::threads)), elsewhere none.
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
         self
@@ -203,8 +205,8 @@ impl PipelineBuilder {
     /// Builds the pipeline: makes its streams, and starts no thread yet.
     ///
     /// # Errors
-    /// [`Error::Config`] for settings that make no sense; [`Error::WrongDevice`] for a device that the pool does not serve;
-    /// what the driver says.
+    /// [`Error::Config`] for settings that make no sense; [`Error::WrongDevice`] for a device that the pool does not
+    /// serve; what the driver says.
     pub fn build(self) -> Result<Pipeline> {
         let settings = self.settings()?;
         Pipeline::start(self.pool, self.device, settings, self.priority)

@@ -32,11 +32,11 @@ use super::stats::Counters;
 use super::window::{LULL, Windows};
 use super::wire::{Ready, Wire, place};
 use crate::buffer::PinnedBuf;
+use crate::device::handle::Device;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::foreign::{self, Task};
 use crate::pool::Pool;
-use crate::runtime::Device;
 use crate::stream::Stream;
 
 /// How long a thread that has no segment at all waits in the pool's queue before it looks whether its transfer was

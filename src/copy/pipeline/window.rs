@@ -36,10 +36,10 @@ use super::file::FileSource;
 use super::stats::Counters;
 use super::wire::{Arrives, InPlace};
 use crate::buffer::Registered;
+use crate::device::handle::Device;
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 use crate::os::file::{Cached, FileMap, map_file, read_cached};
-use crate::runtime::Device;
 use crate::segment::PAGE;
 use crate::stream::Stream;
 

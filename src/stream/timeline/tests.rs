@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use crate::locks::Mutex;
 
+use crate::device::handle::Device;
 use crate::device::host::{HostConfig, HostNode};
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
 use crate::region::Unpinned;
-use crate::runtime::Device;
 
 /// A stepped host device, the first recording of which says when it has begun and waits until it may go on.
 #[derive(Debug)]
