@@ -234,7 +234,8 @@ pub struct About {
 /// # Errors
 /// [`Error::Unsupported`] for a device that is not Ascend's.
 pub fn about(device: &Device) -> Result<About> {
-    let crate::device::acl::About { library, version, soc, on_device, events, later } = acl(device)?.about();
+    let crate::device::acl::ContextFacts { library, version, soc, on_device, events, later } =
+        acl(device)?.about();
     Ok(About { library, version, soc, on_device, events, later })
 }
 

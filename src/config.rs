@@ -28,7 +28,7 @@ pub struct PoolBuilder {
 
 /// Everything decided.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Plan {
+pub(crate) struct PoolPlan {
     /// For the pool proper, reserves taken off; for each of the nodes.
     pub(crate) capacity: usize,
     pub(crate) initial: usize,
@@ -185,7 +185,7 @@ impl PoolBuilder {
         self
     }
 
-    pub(crate) fn plan(&self) -> Result<Plan> {
+    pub(crate) fn plan(&self) -> Result<PoolPlan> {
         let page = crate::os::page_size().max(PAGE);
         let down = |bytes: usize| bytes / page * page;
         let up = |bytes: usize| bytes.checked_next_multiple_of(page).unwrap_or(usize::MAX);
@@ -251,7 +251,7 @@ impl PoolBuilder {
         }
         let thread_cache = if self.track { Some(0) } else { self.thread_cache };
         let thread_cache = thread_cache.unwrap_or((capacity / 32).clamp(256 << 10, 64 << 20));
-        Ok(Plan {
+        Ok(PoolPlan {
             capacity: share,
             initial,
             region,

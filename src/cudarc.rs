@@ -311,15 +311,15 @@ impl CudarcStream {
     /// one is waited for.
     fn enter(&self, owner: &Arc<CudaStream>) -> Result<bool> {
         const WHAT: &str = "a copy of a slice of cudarc's";
-        const OUTSIDE: &str = "submit it outside the capture";
-        self.ours.timeline().not_capturing(WHAT, OUTSIDE)?;
+        const OUTSIDE_CAPTURE: &str = "submit it outside the capture";
+        self.ours.timeline().not_capturing(WHAT, OUTSIDE_CAPTURE)?;
         let same = self.is_same(owner);
         if !same {
             self.orders(owner)?;
             // SAFETY: the stream is alive, since the slice has it, and is kept so. Captures are as `new` has it.
             let owner = unsafe { adopted(self.ours.device(), owner) };
             owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(|error| match error.class() {
-                ErrorClass::Capture => Error::Capturing { what: WHAT, remedy: OUTSIDE },
+                ErrorClass::Capture => Error::Capturing { what: WHAT, remedy: OUTSIDE_CAPTURE },
                 _ => error,
             })?;
         }
@@ -428,17 +428,17 @@ impl fmt::Debug for CudarcStream {
 
 /// What can be copied from: `CudaSlice`, `CudaView`, `CudaViewMut`. Sealed: cudarc's own trait can be implemented for
 /// anything, by safe code that makes an address up.
-pub trait Slice<T>: DevicePtr<T> + sealed::Sealed {}
+pub trait Slice<T>: DevicePtr<T> + sealed::SealedSlice {}
 
 /// What can be copied to: `CudaSlice`, `CudaViewMut`. Sealed.
-pub trait SliceMut<T>: DevicePtrMut<T> + sealed::Sealed {}
+pub trait SliceMut<T>: DevicePtrMut<T> + sealed::SealedSlice {}
 
 mod sealed {
     use super::{CudaSlice, CudaView, CudaViewMut};
-    pub trait Sealed {}
-    impl<T> Sealed for CudaSlice<T> {}
-    impl<T> Sealed for CudaView<'_, T> {}
-    impl<T> Sealed for CudaViewMut<'_, T> {}
+    pub trait SealedSlice {}
+    impl<T> SealedSlice for CudaSlice<T> {}
+    impl<T> SealedSlice for CudaView<'_, T> {}
+    impl<T> SealedSlice for CudaViewMut<'_, T> {}
 }
 
 impl<T> Slice<T> for CudaSlice<T> {}

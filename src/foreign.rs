@@ -54,14 +54,14 @@ use tracing::field::DisplayValue;
 use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
 
 /// Foreign code that was put off, but for wakes.
-enum Work {
+enum DeferredWork {
     Event(Box<dyn FnOnce() + Send>),
     Drop(Box<dyn FnOnce() + Send>),
     /// The crate's own, and calls foreign code.
     Job(Box<dyn FnOnce() + Send>),
 }
 
-impl Work {
+impl DeferredWork {
     fn run(self) {
         match self {
             // The panic hook has told of it, and a subscriber that panics is not to be told by another event.
@@ -98,7 +98,7 @@ impl Waking {
 const WAKER_PANICKED: &str = "a waker panicked: its task may not be polled again";
 const DROP_PANICKED: &str = "dropping a value of the caller's panicked: what it had not freed yet is leaked";
 
-struct State {
+struct ThreadState {
     /// Deferrals of this thread that have not ended.
     deferrals: Cell<usize>,
     /// Whether this thread wakes, in a frame further out.
@@ -107,22 +107,22 @@ struct State {
     running: Cell<bool>,
     /// Each in order. Never dropped, so that the thread's last destructors can still reach them; empty whenever no
     /// deferral is active and nothing runs.
-    wakes: Queue<Waking>,
-    later: Queue<Work>,
+    wakes: DeferredQueue<Waking>,
+    later: DeferredQueue<DeferredWork>,
 }
 
-type Queue<T> = RefCell<ManuallyDrop<VecDeque<T>>>;
+type DeferredQueue<T> = RefCell<ManuallyDrop<VecDeque<T>>>;
 
-const fn queue<T>() -> Queue<T> {
+const fn queue<T>() -> DeferredQueue<T> {
     RefCell::new(ManuallyDrop::new(VecDeque::new()))
 }
 
 /// Gives an empty queue's memory back: nothing else does at the thread's end.
-fn shrink<T>(queue: &Queue<T>) {
+fn shrink<T>(queue: &DeferredQueue<T>) {
     drop(ManuallyDrop::into_inner(queue.replace(ManuallyDrop::new(VecDeque::new()))));
 }
 
-impl State {
+impl ThreadState {
     /// Whether anything was put off.
     #[inline]
     fn has_any(&self) -> bool {
@@ -131,8 +131,8 @@ impl State {
 }
 
 std::thread_local! {
-    static STATE: State = const {
-        State {
+    static STATE: ThreadState = const {
+        ThreadState {
             deferrals: Cell::new(0),
             waking: Cell::new(false),
             running: Cell::new(false),
@@ -199,7 +199,7 @@ pub(crate) fn is_work_due() -> bool {
 
 /// Runs what was put off: all wakes, then one of the others, and so on. A wake waits for nothing but other wakes.
 #[cold]
-fn run_deferred(state: &State) {
+fn run_deferred(state: &ThreadState) {
     // Otherwise a frame further out does, once it has control again.
     while !state.waking.get() {
         state.waking.set(true);
@@ -245,7 +245,7 @@ fn wake_later(wake: Waking) {
 }
 
 /// Runs foreign code that nothing waits for: now, or where this thread puts it off or runs such code already, later.
-fn later(work: Work) {
+fn later(work: DeferredWork) {
     if cfg!(loom) {
         return work.run();
     }
@@ -301,12 +301,12 @@ pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Opt
 /// Runs a thread of the crate's: `run` again where it has panicked, until it returns by itself. Said once.
 pub(crate) fn live(panicked: &'static str, mut run: impl FnMut()) {
     /// Between two attempts: one that panics again at once is not to take a processor for itself.
-    const PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
+    const RETRY_PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
     if survive(panicked, &mut run).is_some() {
         return;
     }
     loop {
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(RETRY_PAUSE);
         if guard(&mut run).is_some() {
             return;
         }
@@ -343,7 +343,7 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
         return;
     }
     if cfg!(not(loom)) && STATE.with(|state| state.deferrals.get() > 0) {
-        return later(Work::Drop(Box::new(move || drop(value))));
+        return later(DeferredWork::Drop(Box::new(move || drop(value))));
     }
     // Not one by one after another, as wakes: the caller may rely on its being gone.
     _ = call(DROP_PANICKED, || drop(value));
@@ -352,7 +352,7 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
 /// Runs a job of the crate's that may call foreign code and that nothing waits for: now, or where this thread puts such
 /// code off, later.
 pub(crate) fn when_allowed(job: Box<dyn FnOnce() + Send>) {
-    if may_call() { job() } else { later(Work::Job(job)) }
+    if may_call() { job() } else { later(DeferredWork::Job(job)) }
 }
 
 /// A value of the caller's. Wherever it is dropped, that is foreign code, and goes the way of [`discard`].
@@ -416,7 +416,7 @@ pub(crate) fn listens(level: tracing::Level) -> bool {
 
 /// Tells the subscriber: now or later. The event's fields are its own.
 pub(crate) fn tell(event: impl FnOnce() + Send + 'static) {
-    later(Work::Event(Box::new(event)));
+    later(DeferredWork::Event(Box::new(event)));
 }
 
 /// Tells the subscriber now: for events whose fields are borrowed. Not to be called where foreign code must be put off.

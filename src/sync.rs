@@ -35,10 +35,10 @@
 //! - an owner that is blocked in the kernel, by the kernel's own word ([`is_blocked`](crate::os::barrier::is_blocked)).
 //!
 //! All others are waited for, and come under one of the last two sooner or later, unless they compute without a system
-//! call. After [`PATIENCE`], or where `/proc` does not tell, nothing is left that is sound: the process is aborted,
-//! with the reason on stderr. (No other call will do in its place: a change of protection interrupts other processors
-//! no more on all of them, and a sandbox that refuses this call may refuse any.) What other pools find out makes no
-//! difference: each goes over by itself.
+//! call. After [`PROOF_TIMEOUT`], or where `/proc` does not tell, nothing is left that is sound: the process is
+//! aborted, with the reason on stderr. (No other call will do in its place: a change of protection interrupts other
+//! processors no more on all of them, and a sandbox that refuses this call may refuse any.) What other pools find out
+//! makes no difference: each goes over by itself.
 //!
 //! # Under loom
 //!
@@ -168,12 +168,12 @@ pub(crate) fn yield_now() {
 }
 
 /// Whether this process fences with a system call, so that [`light`] may be a compiler fence. Asked when a pool is
-/// built; a pool that was told `false` keeps `FENCED` set for good.
+/// built; a pool that was told `false` keeps `THREAD_FENCED` set for good.
 pub(crate) fn asymmetric() -> bool {
     // Models have fences on both sides in place of the call, and go the way that has it.
     #[cfg(all(test, loom))]
     {
-        !FENCED.get()
+        !THREAD_FENCED.get()
     }
     #[cfg(all(any(loom, pinpool_rmw), not(all(test, loom))))]
     {
@@ -221,7 +221,7 @@ pub(crate) fn heavy(both: bool) -> bool {
 }
 
 /// For how long owners are waited for where the call is refused: see the page.
-pub(crate) const PATIENCE: std::time::Duration = std::time::Duration::from_secs(10);
+pub(crate) const PROOF_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
 
 /// The number of this thread, for [`is_known`]. (Loom's threads are all of one number.)
 pub(crate) fn thread_number() -> u32 {
@@ -309,7 +309,7 @@ pub(crate) fn step() {
 #[cfg(all(test, loom))]
 std::thread_local! {
     /// The model that runs is one of a machine without the call.
-    static FENCED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+    static THREAD_FENCED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
     /// The model that runs is one of a machine that refuses the call after it was granted.
     static REFUSED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
@@ -325,9 +325,9 @@ pub(crate) fn model_refused(name: &'static str, preemptions: usize, run: impl Fn
 /// The same as [`model`] for a machine without the asymmetric fence. (Loom's threads are all on this one.)
 #[cfg(all(test, loom))]
 pub(crate) fn model_fenced(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
-    FENCED.set(true);
+    THREAD_FENCED.set(true);
     model(name, preemptions, run);
-    FENCED.set(false);
+    THREAD_FENCED.set(false);
 }
 
 /// Runs a loom model: every interleaving with at most `preemptions` switches away from a thread that could have gone on

@@ -56,7 +56,7 @@ pub(crate) const MAX_EXTENT: usize = (FREE as usize - 1) * PAGE;
 const TAIL_PAGES: usize = 16;
 
 #[derive(Debug)]
-struct Extent {
+struct ArenaExtent {
     base: NonNull<u8>,
     pages: u32,
     region: RegionId,
@@ -99,7 +99,7 @@ pub(crate) struct ArenaBytes {
 /// See the module's page.
 #[derive(Debug)]
 pub(crate) struct Arena {
-    extents: Slab<Extent>,
+    extents: Slab<ArenaExtent>,
     runs: Slab<Run>,
     /// Free runs: pages, extent, first page.
     free: BTreeSet<(u32, u32, u32)>,

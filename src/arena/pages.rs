@@ -1,8 +1,8 @@
 //! Pages: extents come and go, and are divided into runs that are free and runs that are not.
 //!
-//! Each extent has a map with an entry for each page, of which the first and the last of a run count: so who frees pages
-//! sees in two looks whether their neighbours are free, and joins them, within the extent. Free runs are kept ordered by
-//! size and then address beside it, for who looks for the smallest that fits.
+//! Each extent has a map with an entry for each page, of which the first and the last of a run count: so who frees
+//! pages sees in two looks whether their neighbours are free, and joins them, within the extent. Free runs are kept
+//! ordered by size and then address beside it, for who looks for the smallest that fits.
 
 use super::*;
 
@@ -22,7 +22,8 @@ impl Arena {
         debug_assert!(base.as_ptr().addr() % PAGE == 0 && len % PAGE == 0 && len > 0 && len <= MAX_EXTENT);
         let pages = (len / PAGE) as u32;
         let extent =
-            self.extents.insert(Extent { base, pages, region, pinned, map: vec![0; pages as usize] }) as u32;
+            self.extents.insert(ArenaExtent { base, pages, region, pinned, map: vec![0; pages as usize] })
+                as u32;
         self.total += len;
         if !pinned {
             self.unpinned += len;
@@ -30,11 +31,11 @@ impl Arena {
         self.insert_free(extent, 0, pages);
     }
 
-    /// Takes a region's extents out, if nothing of them is in use: their memory is the caller's again. `None`, too, for a
-    /// region that is not here any more: of several who want one gone only the first has it to give away.
+    /// Takes a region's extents out, if nothing of them is in use: their memory is the caller's again. `None`, too, for
+    /// a region that is not here any more: of several who want one gone only the first has it to give away.
     pub(crate) fn retire(&mut self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
         self.release_idle();
-        let whole = |e: &Extent| e.map[0] == FREE | e.pages;
+        let whole = |e: &ArenaExtent| e.map[0] == FREE | e.pages;
         if self.extents.iter().any(|(_, e)| e.region == region && !whole(e)) {
             return None;
         }

@@ -43,19 +43,19 @@ use crate::stream::timeline::{Quarantined, Resource, Retain};
 /// [`Device::registered_bytes`](Device::registered_bytes) alone.
 ///
 /// In the child of a fork it is left alone: neither unregistered nor dropped.
-pub struct Registered<T: Send + Sync + 'static>(Arc<Locked<T>>);
+pub struct Registered<T: Send + Sync + 'static>(Arc<RegisteredInner<T>>);
 
 /// A registered value. Dropping it unregisters.
-struct Locked<T: Send + Sync + 'static> {
+struct RegisteredInner<T: Send + Sync + 'static> {
     /// # Invariant
     /// Reached through a [`Registered`] as that is borrowed, and by the last owner's drop.
-    value: UnsafeCell<Value<T>>,
-    range: Range,
+    value: UnsafeCell<RegisteredValue<T>>,
+    range: RegisteredRange,
     read_only: bool,
     context: Arc<DeviceContext>,
 }
 
-struct Value<T> {
+struct RegisteredValue<T> {
     /// In a box, so that the value does not move while its bytes are in use: a value that moves may count as all that
     /// reaches them.
     there: ManuallyDrop<Box<T>>,
@@ -63,7 +63,7 @@ struct Value<T> {
     taken: bool,
 }
 
-impl<T> Value<T> {
+impl<T> RegisteredValue<T> {
     fn take(&mut self) -> Option<Box<T>> {
         // SAFETY: taken once.
         (!std::mem::replace(&mut self.taken, true)).then(|| unsafe { ManuallyDrop::take(&mut self.there) })
@@ -72,20 +72,20 @@ impl<T> Value<T> {
 
 /// The bytes that are registered.
 #[derive(Clone, Copy, Debug)]
-struct Range {
+struct RegisteredRange {
     base: NonNull<u8>,
     len: usize,
 }
 
 // SAFETY: an address; what it points at is sent along or kept by who sends it.
-unsafe impl Send for Range {}
+unsafe impl Send for RegisteredRange {}
 
 // SAFETY: the value is Send, and so is all else but the address of its bytes.
-unsafe impl<T: Send + Sync + 'static> Send for Locked<T> {}
+unsafe impl<T: Send + Sync + 'static> Send for RegisteredInner<T> {}
 // SAFETY: by the invariant of `value` it is shared as a `&Registered<T>` is, which gives out `&T`, and `T` is Sync.
-unsafe impl<T: Send + Sync + 'static> Sync for Locked<T> {}
+unsafe impl<T: Send + Sync + 'static> Sync for RegisteredInner<T> {}
 
-impl<T: Send + Sync + 'static> Drop for Locked<T> {
+impl<T: Send + Sync + 'static> Drop for RegisteredInner<T> {
     fn drop(&mut self) {
         let Some(value) = self.value.get_mut().take() else { return };
         let (context, range) = (self.context.clone(), self.range);
@@ -98,7 +98,7 @@ impl<T: Send + Sync + 'static> Drop for Locked<T> {
 }
 
 /// On the worker. Nobody uses the bytes any more.
-fn unregister(context: &DeviceContext, range: Range) -> Result<()> {
+fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
     // SAFETY: registered once, unregistered once, and the last copy that used it was seen complete.
     let undone = unsafe { context.driver().unregister(range.base, range.len) };
     match &undone {
@@ -167,7 +167,7 @@ impl Device {
     {
         let value = Box::new(value);
         let bytes: &[u8] = &value;
-        let range = Range { base: NonNull::from(bytes).cast(), len: bytes.len() };
+        let range = RegisteredRange { base: NonNull::from(bytes).cast(), len: bytes.len() };
         let context = self.context().clone();
         let refused = |error, value: Box<T>| Err(RegisterError { error, memory: Some(*value) });
         if range.len == 0 {
@@ -178,7 +178,7 @@ impl Device {
         }
         let maker = context.clone();
         let registered = context.worker().call(move || {
-            let Range { base, len } = { range };
+            let RegisteredRange { base, len } = { range };
             // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is dropped only when
             // they were unregistered.
             maker.noting(unsafe { maker.driver().register(base, len, read_only) })
@@ -194,8 +194,8 @@ impl Device {
             Err(error) => return refused(error, value),
         }
         context.holds().count_registered(range.len);
-        let value = UnsafeCell::new(Value { there: ManuallyDrop::new(value), taken: false });
-        Ok(Registered(Arc::new(Locked { value, range, read_only, context })))
+        let value = UnsafeCell::new(RegisteredValue { there: ManuallyDrop::new(value), taken: false });
+        Ok(Registered(Arc::new(RegisteredInner { value, range, read_only, context })))
     }
 }
 
@@ -317,9 +317,9 @@ impl<T: Send + Sync + 'static> fmt::Debug for Registered<T> {
 }
 
 /// A timeline's share of a value, or of an `Arc` of one.
-struct Share<S>(S);
+struct RegisteredShare<S>(S);
 
-impl<S: Send> Retain for Share<S> {
+impl<S: Send> Retain for RegisteredShare<S> {
     fn quarantine(self: Box<Self>) -> Quarantined {
         // Nobody can prove that the device is done with it: never unregistered, never dropped. No pool's, it counts for
         // none.
@@ -328,7 +328,7 @@ impl<S: Send> Retain for Share<S> {
     }
 }
 
-impl<S> fmt::Debug for Share<S> {
+impl<S> fmt::Debug for RegisteredShare<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Registered")
     }
@@ -343,7 +343,7 @@ where
 {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
-        Resource::Object(Box::new(Share(self.0.clone())))
+        Resource::Object(Box::new(RegisteredShare(self.0.clone())))
     }
     fn bytes(&self, _: Key) -> &[u8] {
         self
@@ -360,7 +360,7 @@ where
 {
     #[allow(private_interfaces)]
     fn lend(&self, _: Key) -> Resource {
-        Resource::Object(Box::new(Share(self.clone())))
+        Resource::Object(Box::new(RegisteredShare(self.clone())))
     }
     fn bytes(&self, _: Key) -> &[u8] {
         self

@@ -14,12 +14,12 @@ use crate::stream::timeline::{Resource, Timeline};
 /// Used on another stream, the call is refused and returns the buffer. Dropped unused, it goes back where it was.
 pub struct StreamBuf {
     timeline: Arc<Timeline>,
-    kind: Ready,
+    kind: Readiness,
     segment: Segment,
 }
 
 #[derive(Debug)]
-enum Ready {
+enum Readiness {
     /// A fresh segment: host-ready in fact.
     Fresh,
     /// Claimed while in flight, under this key.
@@ -29,11 +29,11 @@ enum Ready {
 impl StreamBuf {
     /// Host-ready is ready for any stream.
     pub(crate) fn ready(timeline: Arc<Timeline>, buf: PinnedBuf) -> Self {
-        Self { timeline, kind: Ready::Fresh, segment: buf.into_parts().0 }
+        Self { timeline, kind: Readiness::Fresh, segment: buf.into_parts().0 }
     }
 
     pub(crate) fn claimed(timeline: Arc<Timeline>, key: usize, segment: Segment) -> Self {
-        Self { timeline, kind: Ready::Claimed(key), segment }
+        Self { timeline, kind: Readiness::Claimed(key), segment }
     }
 
     /// Bytes that fit.
@@ -45,7 +45,7 @@ impl StreamBuf {
     /// Whether the segment was claimed while it was in flight, rather than taken from the free ones.
     #[must_use]
     pub fn was_claimed(&self) -> bool {
-        matches!(self.kind, Ready::Claimed(_))
+        matches!(self.kind, Readiness::Claimed(_))
     }
 
     pub(crate) fn timeline(&self) -> &Arc<Timeline> {
@@ -63,8 +63,8 @@ impl StreamBuf {
         let timeline = unsafe { std::ptr::read(&this.timeline) };
         drop(timeline);
         let resource = match this.kind {
-            Ready::Fresh => Resource::Segment(this.segment.alias()),
-            Ready::Claimed(key) => Resource::Claimed(key),
+            Readiness::Fresh => Resource::Segment(this.segment.alias()),
+            Readiness::Claimed(key) => Resource::Claimed(key),
         };
         (resource, this.segment.alias())
     }
@@ -75,7 +75,7 @@ impl StreamBuf {
     /// What the stream was lost with.
     pub fn wait(self) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
-        if let Ready::Claimed(key) = self.kind {
+        if let Readiness::Claimed(key) = self.kind {
             if let Some(seq) = self.timeline.claimed_until(key) {
                 self.timeline.wait(seq, None)?;
             }
@@ -84,8 +84,8 @@ impl StreamBuf {
         // SAFETY: read once; `this` is never dropped.
         let timeline = unsafe { std::ptr::read(&this.timeline) };
         let segment = match this.kind {
-            Ready::Fresh => Some(this.segment.alias()),
-            Ready::Claimed(key) => timeline.resolve_claim(key),
+            Readiness::Fresh => Some(this.segment.alias()),
+            Readiness::Claimed(key) => timeline.resolve_claim(key),
         };
         match segment {
             // SAFETY: host-ready: fresh, or every event that covers it was seen complete. Ours, and nothing is written.
@@ -99,8 +99,8 @@ impl Drop for StreamBuf {
     fn drop(&mut self) {
         match self.kind {
             // SAFETY: fresh: host-ready, ours, and this is the end of it.
-            Ready::Fresh => unsafe { self.segment.alias().release() },
-            Ready::Claimed(key) => self.timeline.unclaim(key),
+            Readiness::Fresh => unsafe { self.segment.alias().release() },
+            Readiness::Claimed(key) => self.timeline.unclaim(key),
         }
     }
 }

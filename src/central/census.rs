@@ -16,10 +16,10 @@ use super::{CentralPool, CentralSnapshot, Core, Fresh, Segment, StdOrdering, mod
 use crate::freelist::{Descriptor, Word, state};
 use crate::segment::{CLASSES, Class};
 use crate::telemetry::counters::Histogram;
-use crate::telemetry::ledger::{Checkout, Entry, Origin};
+use crate::telemetry::ledger::{CheckoutSite, LedgerEntry, TrackedCheckout};
 
 /// Descriptors that are looked at in one go, under the lock, at least.
-const PIECE: usize = if cfg!(loom) { 1 } else { 4096 };
+const CENSUS_BATCH: usize = if cfg!(loom) { 1 } else { 4096 };
 
 /// Segments of one size class. `None` for those without: large or aligned ones, which have a run of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,12 +47,12 @@ pub(crate) struct OutSegment {
     /// How long it had been out when it was seen.
     pub(crate) age: Duration,
     /// What the ledger has on it.
-    pub(crate) entry: Entry,
+    pub(crate) entry: LedgerEntry,
 }
 
 /// A segment that is out, as it is put down under the lock.
 #[derive(Debug)]
-struct Found {
+struct FoundDescriptor {
     place: u64,
     descriptor: usize,
     word: Word,
@@ -61,12 +61,12 @@ struct Found {
 
 /// What a look puts down of one piece. Kept from one to the next for its memory's sake.
 #[derive(Debug, Default)]
-struct Piece {
+struct CensusBatch {
     /// The runs and addresses of all that is cached.
     cached: Vec<(u32, usize)>,
-    found: Vec<Found>,
+    found: Vec<FoundDescriptor>,
     /// Those of them that are entered in the ledger: their index, and the entry.
-    entered: Vec<(usize, Entry)>,
+    entered: Vec<(usize, LedgerEntry)>,
     /// Segments that came back so far, by class and, last, without one.
     returns: Vec<u64>,
 }
@@ -151,14 +151,14 @@ impl CentralPool {
     }
 
     /// Enters a checkout in the ledger, before anybody else has the buffer.
-    pub(crate) fn enter(fresh: &mut Fresh, origin: Origin) {
+    pub(crate) fn enter(fresh: &mut Fresh, origin: CheckoutSite) {
         fresh.watch();
         let segment = fresh.segment();
         segment.central().core.lock().ledger.enter(name(segment.descriptor()), segment.len(), origin);
     }
 
     /// The same for a segment that may be in it already: then its entry starts anew, else none is made.
-    pub(crate) fn enter_again(&self, segment: &Segment, origin: Origin) {
+    pub(crate) fn enter_again(&self, segment: &Segment, origin: CheckoutSite) {
         let mut core = self.core.lock();
         if core.ledger.has(name(segment.descriptor())) {
             core.ledger.enter(name(segment.descriptor()), segment.len(), origin);
@@ -175,7 +175,7 @@ impl CentralPool {
         // Who else looks waits for us. Nobody who holds a lock of ours comes here.
         let mut sightings = self.sightings.lock();
         let mut look = sightings.look();
-        let (mut piece, mut next) = (Piece::default(), Some(0));
+        let (mut piece, mut next) = (CensusBatch::default(), Some(0));
         while let Some(from) = next {
             next = self.put_down(from, &mut piece);
             // Later than all that was seen, so that nothing is taken to have been seen for longer than it was.
@@ -188,7 +188,7 @@ impl CentralPool {
                 };
                 let age = now.saturating_duration_since(entry.since);
                 if age >= threshold {
-                    let Found { descriptor, word, granted, .. } = *found;
+                    let FoundDescriptor { descriptor, word, granted, .. } = *found;
                     out.push(OutSegment { descriptor, state: word.state(), granted, age, entry });
                 }
             }
@@ -199,8 +199,8 @@ impl CentralPool {
 
     /// Puts down what is out of the runs from this number on, as many as make a piece. Where to go on, if there are
     /// more.
-    fn put_down(&self, from: usize, piece: &mut Piece) -> Option<usize> {
-        let Piece { cached, found, entered, returns } = piece;
+    fn put_down(&self, from: usize, piece: &mut CensusBatch) -> Option<usize> {
+        let CensusBatch { cached, found, entered, returns } = piece;
         cached.clear();
         found.clear();
         entered.clear();
@@ -218,12 +218,22 @@ impl CentralPool {
         // From here on hits go on: what is cached now may go out, and the other way round, but nothing enters or leaves
         // a run as long as we have the lock.
         // As many as are cached at least, since each piece looks at all of these.
-        core.arena.for_each_given(from, PIECE.max(cached.len()), cached, |place, descriptor, granted| {
-            if let Some(entry) = core.ledger.get(name(descriptor)) {
-                entered.push((found.len(), entry));
-            }
-            found.push(Found { place, descriptor: name(descriptor), word: descriptor.word(), granted });
-        })
+        core.arena.for_each_given(
+            from,
+            CENSUS_BATCH.max(cached.len()),
+            cached,
+            |place, descriptor, granted| {
+                if let Some(entry) = core.ledger.get(name(descriptor)) {
+                    entered.push((found.len(), entry));
+                }
+                found.push(FoundDescriptor {
+                    place,
+                    descriptor: name(descriptor),
+                    word: descriptor.word(),
+                    granted,
+                });
+            },
+        )
     }
 
     /// Books bytes that several timelines hold together, which none of them counts.
@@ -249,9 +259,9 @@ impl CentralPool {
     }
 }
 
-impl Found {
-    fn checkout(&self, returns: &[u64]) -> Checkout {
-        Checkout {
+impl FoundDescriptor {
+    fn checkout(&self, returns: &[u64]) -> TrackedCheckout {
+        TrackedCheckout {
             place: self.place,
             generation: self.word.generation(),
             // On its way it cannot have been returned and checked out again: that would be another generation.

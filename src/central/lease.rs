@@ -1,11 +1,11 @@
 //! Which thread cache of which pool this thread has.
 //!
-//! Three thread-locals. `CURRENT` is the thread cache of the pool that this thread used last, and all that a hit reads:
-//! whether it is one of the right pool, the gate finds out by the comparison that it makes anyway. `HOT` is a bare
-//! table of the last few pools used, for threads that use several by turns. `LEASES` owns the leases and ends them when
-//! the thread does: it has a destructor, which costs a check on each access. A buffer may be dropped inside another
-//! thread-local's destructor, after `LEASES` is gone: then the other two are empty, `LEASES` cannot be reached, and the
-//! return takes the shared path under the central pool's lock.
+//! Three thread-locals. `CURRENT_CACHE` is the thread cache of the pool that this thread used last, and all that a hit
+//! reads: whether it is one of the right pool, the gate finds out by the comparison that it makes anyway. `HOT` is a
+//! bare table of the last few pools used, for threads that use several by turns. `LEASES` owns the leases and ends them
+//! when the thread does: it has a destructor, which costs a check on each access. A buffer may be dropped inside
+//! another thread-local's destructor, after `LEASES` is gone: then the other two are empty, `LEASES` cannot be reached,
+//! and the return takes the shared path under the central pool's lock.
 //!
 //! Entries are found by the central pool's address. It cannot be another central pool's by now: an entry in `HOT` has a
 //! lease in `LEASES`, whose weak count keeps the address taken, and goes no later than that.
@@ -22,7 +22,7 @@ use crate::sync::thread_local;
 /// Pools that one thread can use by turns for some instructions more.
 const WAYS: u64 = 4;
 
-type Entry = Cell<(*const CentralPool, *const ThreadCache)>;
+type HotEntry = Cell<(*const CentralPool, *const ThreadCache)>;
 
 #[cfg(not(loom))]
 const NO_CACHE_PTR: *const ThreadCache = &raw const NO_CACHE;
@@ -31,14 +31,14 @@ const NO_CACHE_PTR: *const ThreadCache = &raw const NO_CACHE;
 const NO_CACHE_PTR: *const ThreadCache = std::ptr::null();
 
 thread_local! {
-    static CURRENT: Cell<*const ThreadCache> = const { Cell::new(NO_CACHE_PTR) };
-    static HOT: [Entry; WAYS as usize] =
+    static CURRENT_CACHE: Cell<*const ThreadCache> = const { Cell::new(NO_CACHE_PTR) };
+    static HOT: [HotEntry; WAYS as usize] =
         const { [const { Cell::new((std::ptr::null(), std::ptr::null())) }; WAYS as usize] };
     static LEASES: Leases = const { Leases(RefCell::new(Vec::new())) };
 }
 
 /// Where in `HOT` a central pool's entry is. Pools made one after the other have different ways.
-fn way<R>(number: u64, f: impl FnOnce(&Entry) -> R) -> Option<R> {
+fn way<R>(number: u64, f: impl FnOnce(&HotEntry) -> R) -> Option<R> {
     // Without a destructor there is always an entry (but under loom, once a thread's locals are gone).
     HOT.try_with(|hot| f(&hot[(number % WAYS) as usize])).ok()
 }
@@ -62,14 +62,14 @@ impl Drop for Leases {
     }
 }
 
-fn forget(entry: &Entry) {
+fn forget(entry: &HotEntry) {
     entry.set((std::ptr::null(), std::ptr::null()));
 }
 
 /// This thread finds no thread cache any more without asking `LEASES`.
 pub(super) fn forget_all() {
     // They have no destructors, so this cannot fail (but under loom, where then nothing is left to be emptied).
-    let _ = CURRENT.try_with(|current| current.set(NO_CACHE_PTR));
+    let _ = CURRENT_CACHE.try_with(|current| current.set(NO_CACHE_PTR));
     let _ = HOT.try_with(|hot| hot.iter().for_each(forget));
 }
 
@@ -77,9 +77,9 @@ pub(super) fn forget_all() {
 #[inline(always)]
 pub(super) fn current<'a>() -> Option<&'a ThreadCache> {
     #[cfg(not(loom))]
-    let cache = CURRENT.get();
+    let cache = CURRENT_CACHE.get();
     #[cfg(loom)]
-    let cache = CURRENT.try_with(Cell::get).ok().filter(|cache| !cache.is_null())?;
+    let cache = CURRENT_CACHE.try_with(Cell::get).ok().filter(|cache| !cache.is_null())?;
     // SAFETY: nobody's, which is static, or backed by a lease in LEASES, which keeps it alive on this thread until its
     // end has reset CURRENT; the caller uses it only within a call on this thread. Neither is null.
     Some(unsafe {
@@ -94,7 +94,7 @@ pub(super) fn hot<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
     if !std::ptr::eq(owner, central) {
         return None;
     }
-    let _ = CURRENT.try_with(|current| current.set(cache));
+    let _ = CURRENT_CACHE.try_with(|current| current.set(cache));
     // SAFETY: an entry in HOT is backed by a lease in LEASES, as in `current`.
     unsafe { cache.as_ref() }
 }
@@ -121,7 +121,7 @@ pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
                             // Its entry goes before its address does.
                             let gone = lease.owner.as_ptr();
                             way(lease.central, |e| (e.get().0 == gone).then(|| forget(e)));
-                            let _ = CURRENT.try_with(|current| {
+                            let _ = CURRENT_CACHE.try_with(|current| {
                                 (current.get() == Arc::as_ptr(&lease.cache))
                                     .then(|| current.set(NO_CACHE_PTR))
                             });
@@ -135,7 +135,7 @@ pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
                 }
             };
             way(central.number(), |entry| entry.set((std::ptr::from_ref(central), cache)));
-            let _ = CURRENT.try_with(|current| current.set(cache));
+            let _ = CURRENT_CACHE.try_with(|current| current.set(cache));
             // SAFETY: as in `hot`.
             unsafe { cache.as_ref() }
         })

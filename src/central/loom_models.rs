@@ -15,7 +15,7 @@ use super::*;
 use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{AtomicU64, Ordering, UnsafeCell, model, model_fenced, step, thread};
-use crate::telemetry::ledger::Origin;
+use crate::telemetry::ledger::CheckoutSite;
 
 /// A length of the first class that thread caches have lists for.
 const LEN: usize = 1300;
@@ -461,7 +461,7 @@ fn loom_ledger_closes() {
             let Ok(Take::Got(mut fresh)) = store.central.try_take(store.want(), ReclaimLevel::All) else {
                 unreachable!()
             };
-            CentralPool::enter(&mut fresh, Origin::default());
+            CentralPool::enter(&mut fresh, CheckoutSite::default());
             let out = store.out(fresh);
             let descriptor = std::ptr::from_ref(out.segment.descriptor()).addr();
             let other = worker(move || out.put());
@@ -486,9 +486,9 @@ fn wait_as_task(store: &Store, key: usize) -> Result<Vec<Out>> {
     loop {
         step();
         match store.central.look(key, Some(&waker)) {
-            Outcome::Granted(grants) => return Ok(grants.into_iter().map(|g| store.out(g)).collect()),
-            Outcome::Failed(error) => return Err(error),
-            Outcome::Waiting => thread::park_until(None),
+            WaitOutcome::Granted(grants) => return Ok(grants.into_iter().map(|g| store.out(g)).collect()),
+            WaitOutcome::Failed(error) => return Err(error),
+            WaitOutcome::Waiting => thread::park_until(None),
         }
     }
 }
@@ -576,17 +576,17 @@ fn loom_wait_in_order() {
             })
         });
         step();
-        if let Outcome::Granted(_) = store.central.look(second, None) {
+        if let WaitOutcome::Granted(_) = store.central.look(second, None) {
             panic!("the second was served, and there is not enough for both");
         }
         for giver in givers {
             giver.join().unwrap();
         }
-        let Outcome::Granted(grants) = store.central.look(first, None) else {
+        let WaitOutcome::Granted(grants) = store.central.look(first, None) else {
             panic!("the first was forgotten")
         };
         three.put();
-        let Outcome::Granted(last) = store.central.look(second, None) else {
+        let WaitOutcome::Granted(last) = store.central.look(second, None) else {
             panic!("the second was forgotten")
         };
         grants.into_iter().chain(last).for_each(|grant| store.out(grant).put());

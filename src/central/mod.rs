@@ -65,8 +65,8 @@ pub(crate) use census::OutSegment;
 #[cfg(all(test, loom))]
 pub(crate) use lease::end as end_leases;
 use queue::Grant;
-use queue::Queue;
-pub(crate) use queue::{Outcome, Wake, Want};
+use queue::WaitQueue;
+pub(crate) use queue::{WaitOutcome, Wake, Want};
 pub(crate) use raw::{Fresh, Segment};
 pub(crate) use reclaim::ReclaimLevel;
 use token::Deposit;
@@ -121,7 +121,7 @@ pub(crate) struct CentralPool {
 struct Core {
     arena: Arena,
     table: CacheTable,
-    queue: Queue,
+    queue: WaitQueue,
     /// Counted on the slow path, over all classes.
     takes: u64,
     puts: u64,
@@ -210,7 +210,7 @@ impl CentralPool {
             core: crossbeam::utils::CachePadded::new(Mutex::new(Core {
                 arena: Arena::new(),
                 table: CacheTable::default(),
-                queue: Queue::new(config.timeless),
+                queue: WaitQueue::new(config.timeless),
                 tokens: Slab::new(),
                 takes: 0,
                 puts: 0,

@@ -2,8 +2,8 @@
 //!
 //! First come, first served. The one exception: while the head waits for something large, a later request may take a
 //! segment of a run that is in use anyway and that the head could not use as it is; this costs the head nothing now,
-//! but keeps that run in use, so nothing overtakes a head that was passed [`PASSES`] times or has waited [`PATIENCE`].
-//! Several buffers of one request are granted together or not at all, and only at the head.
+//! but keeps that run in use, so nothing overtakes a head that was passed [`PASSES`] times or has waited
+//! [`OVERTAKING_TIME`]. Several buffers of one request are granted together or not at all, and only at the head.
 //!
 //! The queue only decides. It is a part of the central pool's core, under its lock, and hands out whom to wake; the
 //! waking is done after the lock is released.
@@ -28,7 +28,7 @@ use crate::telemetry::counters::Histogram;
 /// A head that was passed so often is passed no more.
 pub(crate) const PASSES: u32 = 64;
 /// Nor one that has waited so long.
-pub(crate) const PATIENCE: Duration = Duration::from_millis(10);
+pub(crate) const OVERTAKING_TIME: Duration = Duration::from_millis(10);
 
 /// One segment asked for.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +72,7 @@ impl Wake {
 
 /// What became of a waiter.
 #[derive(Debug)]
-pub(crate) enum Outcome<G = Grant> {
+pub(crate) enum WaitOutcome<G = Grant> {
     Waiting,
     Granted(Vec<G>),
     Failed(Error),
@@ -81,7 +81,7 @@ pub(crate) enum Outcome<G = Grant> {
 #[derive(Debug)]
 struct Waiter {
     wants: Vec<Want>,
-    outcome: Outcome,
+    outcome: WaitOutcome,
     wake: Option<Wake>,
     passed: u32,
     /// Regions were moved for it.
@@ -91,7 +91,7 @@ struct Waiter {
 
 /// See the module's page.
 #[derive(Debug, Default)]
-pub(crate) struct Queue {
+pub(crate) struct WaitQueue {
     waiters: Slab<Waiter>,
     /// Keys of those still waiting, in order of arrival.
     order: VecDeque<usize>,
@@ -101,7 +101,7 @@ pub(crate) struct Queue {
     waited: Histogram,
 }
 
-impl Queue {
+impl WaitQueue {
     pub(crate) fn new(timeless: bool) -> Self {
         Self { timeless, ..Self::default() }
     }
@@ -125,7 +125,7 @@ impl Queue {
         let since = Instant::now();
         let key = self.waiters.insert(Waiter {
             wants,
-            outcome: Outcome::Waiting,
+            outcome: WaitOutcome::Waiting,
             wake: Some(wake),
             passed: 0,
             moved: false,
@@ -137,11 +137,11 @@ impl Queue {
 
     /// Replaces how a waiter is woken; if it waits no more, takes its outcome and removes it. The other half is what
     /// the caller is to drop after releasing the lock.
-    pub(crate) fn look(&mut self, key: usize, wake: Option<Wake>) -> (Outcome, Option<Wake>) {
+    pub(crate) fn look(&mut self, key: usize, wake: Option<Wake>) -> (WaitOutcome, Option<Wake>) {
         let waiter = &mut self.waiters[key];
-        if matches!(waiter.outcome, Outcome::Waiting) {
+        if matches!(waiter.outcome, WaitOutcome::Waiting) {
             let replaced = if wake.is_some() { std::mem::replace(&mut waiter.wake, wake) } else { None };
-            return (Outcome::Waiting, replaced);
+            return (WaitOutcome::Waiting, replaced);
         }
         let Waiter { outcome, wake: left, .. } = self.waiters.remove(key);
         (outcome, left.or(wake))
@@ -149,15 +149,15 @@ impl Queue {
 
     /// Whether a waiter still waits.
     pub(crate) fn waits(&self, key: usize) -> bool {
-        matches!(self.waiters[key].outcome, Outcome::Waiting)
+        matches!(self.waiters[key].outcome, WaitOutcome::Waiting)
     }
 
-    /// Leaves the queue. What was granted meanwhile comes out with it, and as in [`Queue::look`] what is to be dropped
-    /// after the lock.
-    pub(crate) fn leave(&mut self, key: usize) -> (Outcome, Option<Wake>) {
+    /// Leaves the queue. What was granted meanwhile comes out with it, and as in [`WaitQueue::look`] what is to be
+    /// dropped after the lock.
+    pub(crate) fn leave(&mut self, key: usize) -> (WaitOutcome, Option<Wake>) {
         self.order.retain(|&k| k != key);
         let Waiter { outcome, wake, since, .. } = self.waiters.remove(key);
-        if matches!(outcome, Outcome::Waiting) {
+        if matches!(outcome, WaitOutcome::Waiting) {
             self.waited.record(since.elapsed());
         }
         (outcome, wake)
@@ -185,11 +185,11 @@ impl Queue {
     pub(crate) fn fail_head(&mut self, wakes: &mut Vec<Wake>, error: impl FnOnce(&[Want]) -> Error) {
         if let Some(&head) = self.order.front() {
             let error = error(&self.waiters[head].wants);
-            self.finish(head, Outcome::Failed(error), wakes);
+            self.finish(head, WaitOutcome::Failed(error), wakes);
         }
     }
 
-    fn finish(&mut self, key: usize, outcome: Outcome, wakes: &mut Vec<Wake>) {
+    fn finish(&mut self, key: usize, outcome: WaitOutcome, wakes: &mut Vec<Wake>) {
         self.order.retain(|&k| k != key);
         let waiter = &mut self.waiters[key];
         waiter.outcome = outcome;
@@ -209,7 +209,7 @@ impl Queue {
             for grant in &grants {
                 taken(arena, *grant);
             }
-            self.finish(head, Outcome::Granted(grants), wakes);
+            self.finish(head, WaitOutcome::Granted(grants), wakes);
         }
         // The head cannot be served as things are. Who may pass it?
         let mut at = 1;
@@ -221,7 +221,7 @@ impl Queue {
             match granted {
                 Some(grant) => {
                     taken(arena, grant);
-                    self.finish(key, Outcome::Granted(vec![grant]), wakes);
+                    self.finish(key, WaitOutcome::Granted(vec![grant]), wakes);
                 }
                 None => at += 1,
             }
@@ -232,7 +232,7 @@ impl Queue {
     /// class that the head has not asked for.
     pub(crate) fn overtake(&mut self, arena: &mut Arena, wants: &[Want]) -> Option<Grant> {
         let head = &mut self.waiters[*self.order.front()?];
-        let tired = head.passed >= PASSES || (!self.timeless && head.since.elapsed() >= PATIENCE);
+        let tired = head.passed >= PASSES || (!self.timeless && head.since.elapsed() >= OVERTAKING_TIME);
         if tired {
             return None;
         }
@@ -249,7 +249,7 @@ impl Queue {
     pub(crate) fn fail(&mut self, wakes: &mut Vec<Wake>, verdict: impl Fn(&[Want]) -> Option<Error>) {
         for key in self.order.clone() {
             if let Some(error) = verdict(&self.waiters[key].wants) {
-                self.finish(key, Outcome::Failed(error), wakes);
+                self.finish(key, WaitOutcome::Failed(error), wakes);
             }
         }
     }

@@ -6,9 +6,9 @@ use super::{CentralPool, Grant};
 use crate::freelist::{Descriptor, LISTS};
 use crate::segment::Class;
 
-/// The address without [`WATCHED`]. A descriptor's is not zero without it.
+/// The address without [`WATCHED_BIT`]. A descriptor's is not zero without it.
 fn unwatched(descriptor: NonNull<Descriptor>) -> NonNull<Descriptor> {
-    NonNull::new(descriptor.as_ptr().map_addr(|at| at & !WATCHED)).unwrap_or(descriptor)
+    NonNull::new(descriptor.as_ptr().map_addr(|at| at & !WATCHED_BIT)).unwrap_or(descriptor)
 }
 
 /// The right to a segment that is out. Not `Drop`: who holds it decides what becomes of it, and forgetting it leaks the
@@ -38,8 +38,8 @@ fn tag(len: usize, list: usize) -> u64 {
 }
 
 /// In the address of a descriptor on its way: the return is watched.
-const WATCHED: usize = 1;
-const _: () = assert!(align_of::<Descriptor>() > WATCHED);
+const WATCHED_BIT: usize = 1;
+const _: () = assert!(align_of::<Descriptor>() > WATCHED_BIT);
 
 // SAFETY: the central pool and the descriptor are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
@@ -84,7 +84,7 @@ impl Fresh {
         (central, descriptor): (NonNull<CentralPool>, NonNull<Descriptor>),
         len: usize,
     ) -> Self {
-        let watched = descriptor.addr().get() & WATCHED != 0;
+        let watched = descriptor.addr().get() & WATCHED_BIT != 0;
         let descriptor = if watched { unwatched(descriptor) } else { descriptor };
         // SAFETY: a segment that is out keeps its central pool alive, and the caller's word.
         let mut fresh = unsafe { Self::new(central.as_ref(), Grant { descriptor, len }) };
@@ -124,7 +124,7 @@ impl Segment {
     /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is
     /// watched is in a bit that a descriptor's address does not use.
     pub(crate) fn into_parts(self) -> (NonNull<CentralPool>, NonNull<Descriptor>) {
-        let watched = if self.list() == LISTS { WATCHED } else { 0 };
+        let watched = if self.list() == LISTS { WATCHED_BIT } else { 0 };
         (self.central, self.descriptor.map_addr(|at| at | watched))
     }
 

@@ -22,7 +22,7 @@ use crate::segment::Class;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 /// So many who are refused take it that all reservations are in use, after one who has looked and found it so.
-const REST: u32 = if cfg!(loom) { 1 } else { 15 };
+const LOOKS_SKIPPED: u32 = if cfg!(loom) { 1 } else { 15 };
 
 /// What the transfer caches of a central pool have reserved together.
 #[derive(Debug)]
@@ -198,7 +198,7 @@ impl CentralPool {
             }
         }
         if !any {
-            rest.store(REST, Ordering::Relaxed);
+            rest.store(LOOKS_SKIPPED, Ordering::Relaxed);
         }
         any
     }
@@ -228,7 +228,7 @@ mod tests {
     use std::ptr::NonNull;
     use std::sync::Arc;
 
-    use super::{Ordering, REST, list_of};
+    use super::{LOOKS_SKIPPED, Ordering, list_of};
     use crate::central::{CentralConfig, CentralPool, Fresh, ReclaimLevel, Take};
     use crate::region::RegionId;
     use crate::segment::Class;
@@ -328,11 +328,11 @@ mod tests {
         let hung = hanging(&central, LEN);
         assert!(hung > 0 && central.reservations.bytes.load(Ordering::Relaxed) + LEN as u64 + 64 > 20_000);
         // Up to here there may have been looks in vain, and after this one there was one certainly.
-        (0..=REST).for_each(|_| assert!(!central.unreserve(), "all of it hangs"));
+        (0..=LOOKS_SKIPPED).for_each(|_| assert!(!central.unreserve(), "all of it hangs"));
         let out: Vec<Fresh> = (0..100).map(|_| take(&central, LEN)).collect();
         assert_eq!(hanging(&central, LEN), 0);
         let looks = (1..).find(|_| central.unreserve()).unwrap();
-        assert!((1..=REST + 1).contains(&looks), "{looks}");
+        assert!((1..=LOOKS_SKIPPED + 1).contains(&looks), "{looks}");
         assert_eq!(central.reservations.bytes.load(Ordering::Relaxed), 0);
         // SAFETY: ours, and nothing uses them.
         out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });

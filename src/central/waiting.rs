@@ -10,7 +10,7 @@ use std::task::Waker;
 use std::time::Instant;
 
 use super::growth::least;
-use super::{CentralPool, Core, Fresh, Grant, Outcome, Wake, Want, mode, state, sum};
+use super::{CentralPool, Core, Fresh, Grant, WaitOutcome, Wake, Want, mode, state, sum};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 use crate::freelist::Descriptor;
@@ -64,20 +64,22 @@ impl CentralPool {
         }
     }
 
-    /// What became of a waiter. Anything but [`Outcome::Waiting`] ends it.
-    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> Outcome<Fresh> {
+    /// What became of a waiter. Anything but [`WaitOutcome::Waiting`] ends it.
+    pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> WaitOutcome<Fresh> {
         // In the child of a fork the lock may be anyone's, and nothing comes any more.
         if crate::os::forked() {
-            return Outcome::Failed(Error::Forked);
+            return WaitOutcome::Failed(Error::Forked);
         }
         let wake = waker.map(|w| Wake::Task(Task::of(w)));
         // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
         let (outcome, replaced) = self.core.lock().queue.look(key, wake);
         drop(replaced);
         match outcome {
-            Outcome::Waiting => Outcome::Waiting,
-            Outcome::Granted(grants) => Outcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect()),
-            Outcome::Failed(error) => Outcome::Failed(error),
+            WaitOutcome::Waiting => WaitOutcome::Waiting,
+            WaitOutcome::Granted(grants) => {
+                WaitOutcome::Granted(grants.into_iter().map(|g| self.fresh(g)).collect())
+            }
+            WaitOutcome::Failed(error) => WaitOutcome::Failed(error),
         }
     }
 
@@ -97,7 +99,7 @@ impl CentralPool {
         let mut last = false;
         // Its waker goes after the lock, since a task may go with it, and buffers with the task.
         let (outcome, waker) = core.queue.leave(key);
-        if let Outcome::Granted(grants) = outcome {
+        if let WaitOutcome::Granted(grants) = outcome {
             for Grant { descriptor, len } in grants {
                 // SAFETY: granted, so out and alive, and the waiter never saw it.
                 unsafe {
@@ -134,9 +136,9 @@ impl CentralPool {
     pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Fresh>> {
         loop {
             match self.look(key, None) {
-                Outcome::Granted(grants) => return Ok(grants),
-                Outcome::Failed(error) => return Err(error),
-                Outcome::Waiting => {}
+                WaitOutcome::Granted(grants) => return Ok(grants),
+                WaitOutcome::Failed(error) => return Err(error),
+                WaitOutcome::Waiting => {}
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {
                 self.leave(key, true);

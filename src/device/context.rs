@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorClass, Result};
 use crate::telemetry::counters::{ErrorTally, SharedHistogram};
 
 /// Events that are kept for reuse. More than this were in use at once only in a burst.
-const KEPT: usize = 1024;
+const KEPT_EVENTS: usize = 1024;
 
 /// See the module's page.
 #[derive(Debug)]
@@ -161,7 +161,7 @@ impl Context {
     /// Takes back an event that was seen complete, or never recorded.
     pub(crate) fn recycle(&self, event: EventHandle) {
         let mut events = self.events.lock();
-        if events.len() < KEPT {
+        if events.len() < KEPT_EVENTS {
             events.push(event);
             return;
         }

@@ -16,7 +16,7 @@ use crate::device::holds::Tenant;
 use crate::device::host::HostNode;
 use crate::device::memory::{DeviceBuffer, DeviceSlice};
 #[cfg(any(feature = "acl", feature = "cuda"))]
-use crate::device::{Adopted, ending::KeepAlive};
+use crate::device::{AdoptedContext, ending::KeepAlive};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
 use crate::stream::Stream;
@@ -45,9 +45,9 @@ pub use closing::{CloseError, HeldBy};
 /// Cloning gives another handle to the same device, and so does opening it again while it is open. It is let go of when
 /// the last handle is gone, and all that came from it; [`Device::close`] waits for that.
 #[derive(Clone)]
-pub struct Device(Arc<Inner>);
+pub struct Device(Arc<DeviceInner>);
 
-struct Inner {
+struct DeviceInner {
     context: Arc<Context>,
     reaper: Reaper,
     /// Streams that others can reach, by the driver's number for each, which is never another's.
@@ -59,7 +59,7 @@ struct Inner {
 }
 
 /// Devices that are open, by what stands for each: a driver's name, or a context that others made.
-static OPEN: Mutex<Option<HashMap<String, Weak<Inner>>>> = Mutex::new(None);
+static OPENED: Mutex<Option<HashMap<String, Weak<DeviceInner>>>> = Mutex::new(None);
 
 impl Device {
     /// Opens a device by name.
@@ -82,7 +82,7 @@ impl Device {
 
     /// The device that is open under this key, or a new one.
     pub(crate) fn known(key: String, driver: Arc<dyn Driver>) -> Result<Self> {
-        let mut open = OPEN.lock();
+        let mut open = OPENED.lock();
         let open = open.get_or_insert_with(HashMap::new);
         let known = open.get(&key).and_then(Weak::upgrade);
         if let Some(inner) = known {
@@ -98,10 +98,10 @@ impl Device {
 
     /// The device of a context that others made.
     #[cfg(any(feature = "acl", feature = "cuda"))]
-    pub(crate) fn adopted(context: Adopted, keep_alive: Option<KeepAlive>) -> Result<Self> {
+    pub(crate) fn adopted(context: AdoptedContext, keep_alive: Option<KeepAlive>) -> Result<Self> {
         match context {
-            Adopted::Default(name) => Self::open(&name),
-            Adopted::Other { key, driver } => {
+            AdoptedContext::Default(name) => Self::open(&name),
+            AdoptedContext::Other { key, driver } => {
                 let device = Self::known(key, driver)?;
                 if let Some(keep_alive) = keep_alive {
                     device.context().driver().keep(keep_alive);
@@ -123,7 +123,7 @@ impl Device {
 
     fn start(context: Arc<Context>) -> Result<Self> {
         let reaper = Reaper::start(&context)?;
-        Ok(Self(Arc::new(Inner { context, reaper, streams: Mutex::new(HashMap::new()) })))
+        Ok(Self(Arc::new(DeviceInner { context, reaper, streams: Mutex::new(HashMap::new()) })))
     }
 
     /// The timeline that is known by this number, or a new one.

@@ -38,7 +38,7 @@ pub(crate) trait Home: fmt::Debug + Send + Sync {
 }
 
 /// Where memory comes from, and so where it goes.
-enum Origin {
+enum AllocationOrigin {
     Plain,
     /// There from `seq` on, which is told at the end of making it.
     Ordered {
@@ -54,7 +54,7 @@ pub(crate) struct Allocation {
     context: Arc<Context>,
     ptr: DevicePtr,
     len: usize,
-    origin: Origin,
+    origin: AllocationOrigin,
 }
 
 impl Allocation {
@@ -66,10 +66,10 @@ impl Allocation {
         context.alive()?;
         let maker = context.clone();
         let ptr = context.worker().call(move || maker.noting(maker.driver().allocate(len)))?;
-        Ok(Self::new(context, ptr, len, Origin::Plain))
+        Ok(Self::new(context, ptr, len, AllocationOrigin::Plain))
     }
 
-    fn new(context: &Arc<Context>, ptr: DevicePtr, len: usize, origin: Origin) -> Arc<Self> {
+    fn new(context: &Arc<Context>, ptr: DevicePtr, len: usize, origin: AllocationOrigin) -> Arc<Self> {
         context.holds().count_memory(len);
         Arc::new(Self { context: context.clone(), ptr, len, origin })
     }
@@ -78,8 +78,8 @@ impl Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         self.context.holds().count_memory_gone(self.len);
-        let origin = std::mem::replace(&mut self.origin, Origin::Foreign(None));
-        if matches!(origin, Origin::Foreign(None)) {
+        let origin = std::mem::replace(&mut self.origin, AllocationOrigin::Foreign(None));
+        if matches!(origin, AllocationOrigin::Foreign(None)) {
             return;
         }
         // In the child of a fork whatever the job owns is forgotten, since none of that is there.
@@ -88,11 +88,11 @@ impl Drop for Allocation {
             // A driver that has ended is not called any more.
             let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::Shutdown);
             let freed = match origin {
-                Origin::Foreign(owner) => return crate::foreign::discard(owner),
+                AllocationOrigin::Foreign(owner) => return crate::foreign::discard(owner),
                 _ if ended => return,
-                Origin::Plain => context.driver().free(ptr),
+                AllocationOrigin::Plain => context.driver().free(ptr),
                 // The stream goes only after that, if this was the last that needed it.
-                Origin::Ordered { home, .. } => match home.handle() {
+                AllocationOrigin::Ordered { home, .. } => match home.handle() {
                     Some(stream) => context.driver().free_on(stream, ptr),
                     None => context.driver().free(ptr),
                 },
@@ -130,7 +130,7 @@ impl DeviceBuffer {
 
     /// What was allocated in a stream's order, by a call that is to get a sequence number there.
     pub(crate) fn ordered(context: &Arc<Context>, ptr: DevicePtr, len: usize, home: Arc<dyn Home>) -> Self {
-        let origin = Origin::Ordered { home, seq: OnceLock::new() };
+        let origin = AllocationOrigin::Ordered { home, seq: OnceLock::new() };
         let allocation = Allocation::new(context, ptr, len, origin);
         Self(DeviceSlice { allocation, offset: 0, len })
     }
@@ -141,7 +141,7 @@ impl DeviceBuffer {
 
     /// The call got its sequence number. Before the buffer is anybody's.
     pub(crate) fn there_from(&self, now: u64) {
-        if let Origin::Ordered { seq, .. } = &self.0.allocation.origin {
+        if let AllocationOrigin::Ordered { seq, .. } = &self.0.allocation.origin {
             let _ = seq.set(now);
         }
     }
@@ -192,7 +192,7 @@ impl DeviceSlice {
             return Err((error, owner));
         }
         let told = std::mem::needs_drop::<O>();
-        let origin = Origin::Foreign(told.then(|| Mutex::new(Box::new(owner) as Box<dyn Send>)));
+        let origin = AllocationOrigin::Foreign(told.then(|| Mutex::new(Box::new(owner) as Box<dyn Send>)));
         let allocation = Allocation::new(context, ptr, len, origin);
         Ok(Self { allocation, offset: 0, len })
     }
@@ -212,16 +212,16 @@ impl DeviceSlice {
     /// most streams, there is nothing to do.
     pub(crate) fn admit(&self, user: StreamHandle) -> Result<()> {
         match &self.allocation.origin {
-            Origin::Ordered { home, seq } => home.clone().admit(told(seq), user),
-            Origin::Plain | Origin::Foreign(_) => Ok(()),
+            AllocationOrigin::Ordered { home, seq } => home.clone().admit(told(seq), user),
+            AllocationOrigin::Plain | AllocationOrigin::Foreign(_) => Ok(()),
         }
     }
 
     /// The same for a graph, which may be launched on any stream: so it has to be there already.
     pub(crate) fn is_there(&self) -> Result<()> {
         match &self.allocation.origin {
-            Origin::Ordered { home, seq } => home.clone().is_there(told(seq)),
-            Origin::Plain | Origin::Foreign(_) => Ok(()),
+            AllocationOrigin::Ordered { home, seq } => home.clone().is_there(told(seq)),
+            AllocationOrigin::Plain | AllocationOrigin::Foreign(_) => Ok(()),
         }
     }
 

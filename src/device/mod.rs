@@ -149,7 +149,7 @@ pub(crate) enum HostKind {
 
 /// A context that somebody else made.
 #[cfg(any(feature = "acl", feature = "cuda"))]
-pub(crate) enum Adopted {
+pub(crate) enum AdoptedContext {
     /// The one that the device with this name works in, if that is opened.
     Default(String),
     /// Another one, under a name for it that is the same each time.
@@ -157,7 +157,7 @@ pub(crate) enum Adopted {
 }
 
 #[cfg(any(feature = "acl", feature = "cuda"))]
-impl Adopted {
+impl AdoptedContext {
     /// The number by which the name of the context at this address differs from others', since metrics and logs know a
     /// device by its name. The first address of a context that is adopted in this process has 1, and keeps it for
     /// whatever context is there later: so a server that adopts its contexts in the same order finds the same names

@@ -15,13 +15,13 @@ use super::holds::Holds;
 use crate::error::{Error, Result};
 use crate::foreign;
 
-type Job = Box<dyn FnOnce() + Send>;
+type WorkerJob = Box<dyn FnOnce() + Send>;
 
 /// See the module's page. Jobs run in the order in which they were sent; the thread ends when the worker is dropped and
 /// its jobs are done.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    jobs: Option<Sender<Job>>,
+    jobs: Option<Sender<WorkerJob>>,
     /// The thread that runs them, if there is one.
     thread: Option<ThreadId>,
     /// Where jobs are counted that are still to be done.
@@ -36,7 +36,7 @@ impl Worker {
             return Ok(Self { jobs: None, thread: None, holds });
         }
         let count = holds.clone();
-        let (jobs, queue) = unbounded::<Job>();
+        let (jobs, queue) = unbounded::<WorkerJob>();
         let entering = driver.clone();
         let spawned = crate::os::thread::spawn(format!("pinpool-{}", driver.name()), move || {
             crate::sync::enter(crate::sync::Own::Worker);
@@ -114,6 +114,6 @@ impl Drop for Worker {
 const JOB_PANICKED: &str = "a job of the worker thread panicked: what it owned may be leaked";
 
 /// Jobs guard the foreign code that they call: what panics is a mistake of the crate's. The thread goes on.
-fn run(job: Job) {
+fn run(job: WorkerJob) {
     _ = foreign::survive(JOB_PANICKED, job);
 }

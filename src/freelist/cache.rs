@@ -108,7 +108,7 @@ fn note(counter: &AtomicU64, n: u64) {
 }
 
 /// How often counters that change while they are read are read again. (Not in models, where each read is a step.)
-const READS: usize = if cfg!(loom) { 0 } else { 8 };
+const COUNT_READS: usize = if cfg!(loom) { 0 } else { 8 };
 
 /// A thread cache. Its own cache lines: nobody else writes there while its owner works.
 #[derive(Debug)]
@@ -333,7 +333,7 @@ impl ThreadCache {
                 .map(|n| n.load(Ordering::Acquire))
         };
         let mut seen = read();
-        for _ in 0..READS {
+        for _ in 0..COUNT_READS {
             let again = read();
             if again[..2] == seen[..2] && again[2].wrapping_sub(seen[2]) <= 1 {
                 break;
@@ -744,7 +744,7 @@ impl Gate {
             let since = (!cfg!(loom)).then(Instant::now);
             // Acquire: pairs with the release in `enter`.
             while cache.knows_fenced.load(Ordering::Acquire) == 0 && !crate::sync::is_known(owner) {
-                if since.is_some_and(|since| since.elapsed() > crate::sync::PATIENCE) {
+                if since.is_some_and(|since| since.elapsed() > crate::sync::PROOF_TIMEOUT) {
                     crate::os::barrier::die(
                         "the system call membarrier is refused, which was granted when the pool was built, and a thread that \
                          uses the pool cannot be seen to have let go of its cache: a second owner of its buffers cannot be \

@@ -28,21 +28,21 @@ use crate::segment::{CLASSES, Class};
 
 /// The classes that thread caches and transfer caches have lists for, by their index: all. Under loom these two, whose
 /// runs have six segments and four in two pages, so that models stay small; other classes then take the slow path.
-const LISTED: std::ops::Range<usize> = if cfg!(loom) { 18..20 } else { 0..CLASSES };
+const LISTED_CLASSES: std::ops::Range<usize> = if cfg!(loom) { 18..20 } else { 0..CLASSES };
 
 /// The classes that thread caches and transfer caches have lists for.
 pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIterator {
-    Class::all().take(LISTED.end).skip(LISTED.start)
+    Class::all().take(LISTED_CLASSES.end).skip(LISTED_CLASSES.start)
 }
 
 /// How many these are.
-pub(crate) const LISTS: usize = LISTED.end - LISTED.start;
+pub(crate) const LISTS: usize = LISTED_CLASSES.end - LISTED_CLASSES.start;
 
 /// Which list of a thread cache, or which transfer cache, is this class's; [`LISTS`] if there is none. Outside of
 /// models it is the class's index.
 #[inline(always)]
 pub(crate) fn list_of(class: Class) -> usize {
-    if cfg!(loom) { class.index().wrapping_sub(LISTED.start).min(LISTS) } else { class.index() }
+    if cfg!(loom) { class.index().wrapping_sub(LISTED_CLASSES.start).min(LISTS) } else { class.index() }
 }
 
 #[cfg(all(test, loom))]

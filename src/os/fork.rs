@@ -1,13 +1,14 @@
 //! What a fork does.
 //!
-//! The child of a fork has one thread, and whatever lock another thread of the parent held at that moment stays locked in it for
-//! ever: ours, those of the driver, and those that libraries keep for the whole process (parking_lot has one table of
-//! parked threads for all its locks). It has none of our threads, and pinned pages are kept out of it. So a child that was
-//! forked after its process had begun to open a device can use nothing of this crate, and says so: every call that could
-//! lock, wait or reach a driver asks [`forked`] first, and answers [`Error::Forked`]. What is dropped there is left as it is.
+//! The child of a fork has one thread, and whatever lock another thread of the parent held at that moment stays locked
+//! in it for ever: ours, those of the driver, and those that libraries keep for the whole process (parking_lot has one
+//! table of parked threads for all its locks). It has none of our threads, and pinned pages are kept out of it. So a
+//! child that was forked after its process had begun to open a device can use nothing of this crate, and says so: every
+//! call that could lock, wait or reach a driver asks [`forked`] first, and answers [`Error::Forked`]. What is dropped
+//! there is left as it is.
 //!
-//! A child of a process that had opened nothing is a process like any other. `Command::spawn` is not affected either: its
-//! child runs no code of ours before it becomes another program.
+//! A child of a process that had opened nothing is a process like any other. `Command::spawn` is not affected either:
+//! its child runs no code of ours before it becomes another program.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,13 +38,13 @@ pub(crate) fn check_fork() -> Result<()> {
 /// # Errors
 /// [`Error::Forked`] in such a child; the system's, where it has no memory for a handler.
 pub(crate) fn watch_forks() -> Result<()> {
-    static WATCHED: AtomicBool = AtomicBool::new(false);
+    static FORK_WATCHED: AtomicBool = AtomicBool::new(false);
     check_fork()?;
-    // Acquire: pairs with the release below. Several threads may come to the call at once, which does no harm; waiting for
-    // each other would, since a child that is forked meanwhile would wait for ever.
-    if !WATCHED.load(Ordering::Acquire) {
+    // Acquire: pairs with the release below. Several threads may come to the call at once, which does no harm; waiting
+    // for each other would, since a child that is forked meanwhile would wait for ever.
+    if !FORK_WATCHED.load(Ordering::Acquire) {
         install()?;
-        WATCHED.store(true, Ordering::Release);
+        FORK_WATCHED.store(true, Ordering::Release);
     }
     Ok(())
 }

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use super::name::Name;
-use super::{Inner, Pool, Store, WeakPool};
+use super::{Pool, PoolInner, Store, WeakPool};
 use crate::central::{CentralConfig, CentralPool};
-use crate::config::{Plan, PoolBuilder};
+use crate::config::{PoolBuilder, PoolPlan};
 use crate::device::handle::Device;
 use crate::device::holds::{HeldPool, Tenant};
 use crate::error::Result;
@@ -14,7 +14,7 @@ use crate::region::{RegionInfo, RegionOptions, Regions};
 use crate::telemetry::counters::ErrorTally;
 
 impl Store {
-    fn new(devices: &[Device], plan: &Plan, capacity: usize, step: usize, regions: Arc<Regions>) -> Self {
+    fn new(devices: &[Device], plan: &PoolPlan, capacity: usize, step: usize, regions: Arc<Regions>) -> Self {
         let config = CentralConfig {
             capacity,
             thread_cache: plan.thread_cache.min(capacity),
@@ -94,7 +94,7 @@ impl PoolBuilder {
         let reserves: Vec<(String, Store, usize)> = reserves.collect();
         let sizes: Vec<usize> = reserves.iter().map(|r| r.2).collect();
         // From here on dropping the pool cleans up.
-        let pool = Pool(Arc::new(Inner {
+        let pool = Pool(Arc::new(PoolInner {
             main,
             nodes: others,
             reserves: reserves.into_iter().map(|(name, store, _)| (name, store)).collect(),

@@ -7,9 +7,9 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use super::{Found, OwnedPlan, Pool, RequestPlan};
+use super::{Obtained, OwnedPlan, Pool, RequestPlan};
 use crate::buffer::PinnedBuf;
-use crate::central::{CentralPool, Fresh, Outcome, Wake, Want};
+use crate::central::{CentralPool, Fresh, WaitOutcome, Wake, Want};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 
@@ -53,8 +53,8 @@ impl CheckoutMany {
         };
         let plan = RequestPlan { first, store, wants };
         let growing = match pool.try_hard(&plan)? {
-            Found::Granted(granted) => return Ok(Some(granted)),
-            Found::Nothing { growing } => growing,
+            Obtained::Granted(granted) => return Ok(Some(granted)),
+            Obtained::Nothing { growing } => growing,
         };
         let central = store.central.clone();
         let key = central.join(plan.wants, Wake::Task(Task::of(cx.waker())), growing)?;
@@ -89,7 +89,7 @@ impl CheckoutMany {
             return Poll::Ready(Err(Error::Config("a checkout was polled after it was ready".into())));
         };
         match central.look(key, Some(cx.waker())) {
-            Outcome::Waiting => {
+            WaitOutcome::Waiting => {
                 self.waiting = Some((central.clone(), key));
                 let Some(first) = self.first.take() else { return Poll::Pending };
                 let (grown, over) = self.pool.take_grown(&first, cx.waker());
@@ -101,8 +101,8 @@ impl CheckoutMany {
                 self.first = (!over).then_some(first);
                 Poll::Pending
             }
-            Outcome::Granted(granted) => Poll::Ready(Ok(granted)),
-            Outcome::Failed(error) => Poll::Ready(Err(error)),
+            WaitOutcome::Granted(granted) => Poll::Ready(Ok(granted)),
+            WaitOutcome::Failed(error) => Poll::Ready(Err(error)),
         }
     }
 }

@@ -43,23 +43,23 @@ use crate::region::Regions;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
 use crate::telemetry::counters::{ErrorTally, note_thread_miss};
-use crate::telemetry::ledger::{Origin, SAMPLE};
+use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
 use crate::telemetry::stuck;
 
 pub use future::{Checkout, CheckoutMany};
 use name::Name;
 pub use request::Request;
 pub use stats::{Census, PoolStats, Shutdown};
-use waiting::Patience;
+use waiting::WaitLimit;
 
 /// A pool of page-locked memory. Cloning gives another handle to the same pool.
 ///
 /// When the last handle is dropped the pool closes without waiting: buffers that are out stay usable, and the memory
 /// goes when the last of them is back.
 #[derive(Clone)]
-pub struct Pool(Arc<Inner>);
+pub struct Pool(Arc<PoolInner>);
 
-struct Inner {
+struct PoolInner {
     /// What a hit needs, first.
     main: Store,
     /// Where the devices hang on several NUMA nodes: a store for each of the nodes but the first device's, and the
@@ -109,7 +109,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), || Patience::Forever)
+        self.checkout_with(request.into(), || WaitLimit::Forever)
     }
 
     /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed.
@@ -121,7 +121,7 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     pub fn try_checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), || Patience::None)
+        self.checkout_with(request.into(), || WaitLimit::None)
     }
 
     /// A host-ready buffer, waiting for at most so long.
@@ -135,7 +135,7 @@ impl Pool {
         request: impl Into<Request<'a>>,
         timeout: Duration,
     ) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), || Patience::until(timeout))
+        self.checkout_with(request.into(), || WaitLimit::until(timeout))
     }
 
     /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow
@@ -144,13 +144,13 @@ impl Pool {
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
-    fn checkout_with(&self, request: Request<'_>, patience: impl FnOnce() -> Patience) -> Result<PinnedBuf> {
+    fn checkout_with(&self, request: Request<'_>, patience: impl FnOnce() -> WaitLimit) -> Result<PinnedBuf> {
         let fresh = match self.hit_with(request, CentralPool::hit) {
             Some(fresh) => fresh,
             None => {
                 let mut error = Error::Closed;
                 let Request { len, align, reserve, near, tag } = request;
-                let origin = Origin { tag, site: Some(Location::caller()) };
+                let origin = CheckoutSite { tag, site: Some(Location::caller()) };
                 match self.checkout_slow(len, align, reserve, near, origin, patience(), &mut error) {
                     // SAFETY: returned just now, for this request.
                     Some(parts) => unsafe { Fresh::from_parts(parts, len) },
@@ -178,7 +178,7 @@ impl Pool {
         requests: &[Request<'_>],
         timeout: Option<Duration>,
     ) -> Result<Vec<PinnedBuf>> {
-        let patience = timeout.map_or(Patience::Forever, Patience::until);
+        let patience = timeout.map_or(WaitLimit::Forever, WaitLimit::until);
         self.acquire(requests, patience, Location::caller())
     }
 
@@ -250,7 +250,7 @@ impl Pool {
     /// serve.
     #[track_caller]
     pub fn checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
-        self.checkout_on_with(stream, request.into(), Patience::Forever, Location::caller())
+        self.checkout_on_with(stream, request.into(), WaitLimit::Forever, Location::caller())
     }
 
     /// The same without waiting.
@@ -260,14 +260,14 @@ impl Pool {
     /// to get is in flight on the stream.
     #[track_caller]
     pub fn try_checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
-        self.checkout_on_with(stream, request.into(), Patience::None, Location::caller())
+        self.checkout_on_with(stream, request.into(), WaitLimit::None, Location::caller())
     }
 
     fn checkout_on_with(
         &self,
         stream: &Stream,
         request: Request<'_>,
-        patience: Patience,
+        patience: WaitLimit,
         site: &'static Location<'static>,
     ) -> Result<StreamBuf> {
         let timeline = stream.timeline();
@@ -296,7 +296,7 @@ impl Pool {
                     // Both names of the segment, ours and the claim's, are to carry the new length.
                     timeline.rebook_claim(key, request.len);
                     segment.relabel(request.len);
-                    central.enter_again(&segment, Origin { tag: request.tag, site: Some(site) });
+                    central.enter_again(&segment, CheckoutSite { tag: request.tag, site: Some(site) });
                     return Ok(StreamBuf::claimed(timeline.clone(), key, segment));
                 }
             }
@@ -351,11 +351,11 @@ impl Pool {
         align: usize,
         reserve: Option<&str>,
         near: Option<(u64, &str)>,
-        origin: Origin,
-        patience: Patience,
+        origin: CheckoutSite,
+        patience: WaitLimit,
         error: &mut Error,
     ) -> Option<(NonNull<CentralPool>, NonNull<Descriptor>)> {
-        let Origin { tag, site } = origin;
+        let CheckoutSite { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
         note_thread_miss();
         // What another thread has left on a transfer cache costs little, and less than all that follows.
@@ -420,21 +420,21 @@ impl Pool {
     }
 
     /// The same, and if there is nothing: asks the streams what is done, and has the memory grow.
-    fn try_hard(&self, plan: &RequestPlan<'_>) -> Result<Found> {
+    fn try_hard(&self, plan: &RequestPlan<'_>) -> Result<Obtained> {
         self.missed();
         if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
-            return Ok(Found::Granted(got));
+            return Ok(Obtained::Granted(got));
         }
         // Memory is short: whatever is done must come back now.
         if self.reap() {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
-                return Ok(Found::Granted(got));
+                return Ok(Obtained::Granted(got));
             }
         }
         // Where no more can be had of the system, what other threads cache and use, too.
         if !plan.store.central.may_grow(&plan.wants) {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::All)? {
-                return Ok(Found::Granted(got));
+                return Ok(Obtained::Granted(got));
             }
         }
         if let Some(wants) = &plan.first {
@@ -444,10 +444,10 @@ impl Pool {
         // On a stepped device growing is over already.
         if self.stepped() {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
-                return Ok(Found::Granted(got));
+                return Ok(Obtained::Granted(got));
             }
         }
-        Ok(Found::Nothing { growing })
+        Ok(Obtained::Nothing { growing })
     }
 
     /// Counts a request, however often it is tried.
@@ -472,7 +472,7 @@ impl Pool {
     fn acquire(
         &self,
         requests: &[Request<'_>],
-        patience: Patience,
+        patience: WaitLimit,
         site: &'static Location<'static>,
     ) -> Result<Vec<PinnedBuf>> {
         let since = Instant::now();
@@ -497,7 +497,7 @@ impl Pool {
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, tag) in granted.iter_mut().zip(tags) {
             if sampled || fresh.segment().central().tracks() {
-                CentralPool::enter(fresh, Origin { tag, site: Some(site) });
+                CentralPool::enter(fresh, CheckoutSite { tag, site: Some(site) });
             }
         }
         granted.into_iter().map(PinnedBuf::from).collect()
@@ -509,7 +509,7 @@ impl Pool {
         if let Error::Timeout(waited) = error {
             let mut reported = self.0.reported.lock();
             let now = Instant::now();
-            if reported.is_none_or(|last| now.duration_since(last) >= stuck::PAUSE) {
+            if reported.is_none_or(|last| now.duration_since(last) >= stuck::REPORT_INTERVAL) {
                 *reported = Some(now);
                 drop(reported);
                 stuck::report(self.name(), *waited, self.centrals(), &self.0.devices);
@@ -573,7 +573,7 @@ impl Pool {
 }
 
 /// What was found without waiting.
-enum Found {
+enum Obtained {
     Granted(Vec<Fresh>),
     Nothing {
         /// Whether memory for the request is on its way.
@@ -595,7 +595,7 @@ struct RequestPlan<'a> {
     wants: Vec<Want>,
 }
 
-impl Drop for Inner {
+impl Drop for PoolInner {
     fn drop(&mut self) {
         self.main.central.close();
         self.nodes.iter().for_each(|n| n.1.central.close());
@@ -605,7 +605,7 @@ impl Drop for Inner {
 
 /// A pool that is not kept open.
 #[derive(Clone)]
-pub(crate) struct WeakPool(Weak<Inner>);
+pub(crate) struct WeakPool(Weak<PoolInner>);
 
 impl WeakPool {
     pub(crate) fn upgrade(&self) -> Option<Pool> {

@@ -1,7 +1,8 @@
 //! Names of pools: one each, at any moment.
 //!
-//! Gauges, counters and reports are told apart by the pool's name alone, whichever sampler sends them, so two pools of one name
-//! would overwrite each other's. The process has a list of the names that are in use; the second of a name gets a number.
+//! Gauges, counters and reports are told apart by the pool's name alone, whichever sampler sends them, so two pools of
+//! one name would overwrite each other's. The process has a list of the names that are in use; the second of a name
+//! gets a number.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
@@ -13,11 +14,11 @@ use crate::locks::Mutex;
 use crate::os;
 
 /// Characters of a name.
-const LONGEST: usize = 100;
-/// A sampler that is looking at a pool keeps it for some microseconds: so many times a build waits as long for the name of one
-/// that was dropped just now.
+const LONGEST_NAME: usize = 100;
+/// A sampler that is looking at a pool keeps it for some microseconds: so many times a build waits as long for the name
+/// of one that was dropped just now.
 const LOOKS: u32 = 10;
-const LOOK: Duration = Duration::from_micros(500);
+const LOOK_TIMEOUT: Duration = Duration::from_micros(500);
 
 /// The names that are in use.
 static TAKEN: Mutex<BTreeSet<Arc<str>>> = Mutex::new(BTreeSet::new());
@@ -29,7 +30,7 @@ pub(super) struct Name(Arc<str>);
 impl Name {
     /// This name, or with a number behind it if a pool has it.
     pub(super) fn take(wanted: &str) -> Self {
-        let wanted = clean(wanted, LONGEST);
+        let wanted = clean(wanted, LONGEST_NAME);
         let take = |name: &str| {
             let name: Arc<str> = name.into();
             let new = TAKEN.lock().insert(name.clone());
@@ -40,7 +41,7 @@ impl Name {
                 return name;
             }
             if look < LOOKS {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(LOOK_TIMEOUT);
             }
         }
         let mut number = 2_u64;
@@ -89,6 +90,6 @@ mod tests {
     #[test]
     fn names_are_short_and_printable() {
         assert_eq!(&*Name::take("a\u{1b}[2J\nb\u{202e}"), "a\\u{1b}[2J\\nb\\u{202e}");
-        assert_eq!(Name::take(&"x".repeat(1 << 20)).chars().count(), LONGEST + 3);
+        assert_eq!(Name::take(&"x".repeat(1 << 20)).chars().count(), LONGEST_NAME + 3);
     }
 }

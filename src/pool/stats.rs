@@ -9,7 +9,7 @@ use crate::freelist::state;
 use crate::telemetry::counters::ErrorCounts;
 
 /// How often sums that change while they are added up are added up again.
-const READS: usize = 8;
+const STATS_READS: usize = 8;
 
 /// A pool's bytes and counts at one moment.
 ///
@@ -156,7 +156,7 @@ impl Pool {
     /// completes. No number: something is half-way.
     fn flight(&self, store: &Store) -> (usize, usize, Option<u64>) {
         let (mut joint, mut settled) = store.central.joint_bytes();
-        let mut left = READS;
+        let mut left = STATS_READS;
         loop {
             let mut sum = (joint, 0, settled.then_some(0));
             for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {

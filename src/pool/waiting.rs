@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::{Found, Pool, Request, Store};
-use crate::central::{self, CentralPool, Fresh, Outcome, ReclaimLevel, Wake, Want};
+use super::{Obtained, Pool, Request, Store};
+use crate::central::{self, CentralPool, Fresh, ReclaimLevel, WaitOutcome, Wake, Want};
 use crate::error::{Error, Result};
 
 impl Pool {
     pub(super) fn acquire_all(
         &self,
         requests: &[Request<'_>],
-        patience: Patience,
+        patience: WaitLimit,
         since: Instant,
     ) -> Result<Vec<Fresh>> {
         if requests.is_empty() {
@@ -20,17 +20,17 @@ impl Pool {
         }
         let plan = self.plan(requests)?;
         let growing = match self.try_hard(&plan)? {
-            Found::Granted(granted) => return Ok(granted),
-            Found::Nothing { growing } => growing,
+            Obtained::Granted(granted) => return Ok(granted),
+            Obtained::Nothing { growing } => growing,
         };
         let central = &plan.store.central;
         let len = central::sum(plan.wants.iter().map(|w| w.len));
         // A thread of ours would wait for itself: it pins, or finds out what is done.
-        let patience = if crate::sync::own().is_some() { Patience::None } else { patience };
+        let patience = if crate::sync::own().is_some() { WaitLimit::None } else { patience };
         let deadline = match patience {
-            Patience::None => return Err(central.exhausted(len)),
-            Patience::Until(deadline) => Some(deadline),
-            Patience::Forever => None,
+            WaitLimit::None => return Err(central.exhausted(len)),
+            WaitLimit::Until(deadline) => Some(deadline),
+            WaitLimit::Forever => None,
         };
         let span =
             crate::foreign::span!(DEBUG, target: "pinpool::pool", "wait", pool = self.name(), bytes = len);
@@ -83,9 +83,9 @@ impl Pool {
     pub(super) fn wait_stepped(&self, store: &Store, key: usize, since: Instant) -> Result<Vec<Fresh>> {
         loop {
             match store.central.look(key, None) {
-                Outcome::Granted(granted) => return Ok(granted),
-                Outcome::Failed(error) => return Err(error),
-                Outcome::Waiting => {}
+                WaitOutcome::Granted(granted) => return Ok(granted),
+                WaitOutcome::Failed(error) => return Err(error),
+                WaitOutcome::Waiting => {}
             }
             let moved =
                 self.0.devices.iter().any(|d| d.context().driver().stepped().is_some_and(|s| s.step()));
@@ -108,13 +108,13 @@ impl std::task::Wake for Unparks {
 
 /// How long to wait.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Patience {
+pub(super) enum WaitLimit {
     None,
     Until(Instant),
     Forever,
 }
 
-impl Patience {
+impl WaitLimit {
     pub(super) fn until(timeout: Duration) -> Self {
         Instant::now().checked_add(timeout).map_or(Self::Forever, Self::Until)
     }

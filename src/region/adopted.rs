@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use stable_deref_trait::StableDeref;
 
-use super::source::{Source, page};
+use super::source::{RegionSource, page};
 use super::{Extent, Region, RegionId, RegionInfo, Regions, Unpinned, leave_room};
 use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, RegisterError, Result};
@@ -62,18 +62,18 @@ where
 
 /// A range that a job on the worker is about.
 #[derive(Clone, Copy)]
-struct Piece {
+struct AdoptedPiece {
     start: NonNull<u8>,
     len: usize,
 }
 
 // SAFETY: the memory is owned by the adoption, which waits for the job.
-unsafe impl Send for Piece {}
+unsafe impl Send for AdoptedPiece {}
 
 impl Regions {
     /// Pins memory and makes it a region, of which nothing is handed out yet: [`Regions::served`] is to follow. Waits
     /// for the worker. On an error nothing of it is pinned.
-    pub(crate) fn adopt<T>(&self, adoptee: Adoptee<T>) -> Result<Adopted, RegisterError<T>>
+    pub(crate) fn adopt<T>(&self, adoptee: Adoptee<T>) -> Result<AdoptedRegion, RegisterError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
     {
@@ -91,7 +91,7 @@ impl Regions {
             leave_room(last);
             // SAFETY: within the memory.
             let start = unsafe { adoptee.base.add(offset) };
-            let piece = Piece { start, len: self.options.extent.min(len - offset) };
+            let piece = AdoptedPiece { start, len: self.options.extent.min(len - offset) };
             let (pinned, took) = self.pin_piece(&context, piece);
             last = Some((Instant::now(), took));
             longest = longest.max(took);
@@ -123,7 +123,7 @@ impl Regions {
         // Relaxed: only different, not in any order with anything else.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let pieces = extents.iter().map(|e| (e.offset, e.len, e.pinned)).collect();
-        let source = Source::Adopted(Owned::new(adoptee.memory));
+        let source = RegionSource::AdoptedRegion(Owned::new(adoptee.memory));
         let region = Region {
             id,
             base: adoptee.base,
@@ -141,7 +141,7 @@ impl Regions {
         progress.pinning.busy += before.elapsed();
         progress.pinning.made += len;
         progress.pinning.longest_call = progress.pinning.longest_call.max(longest);
-        Ok(Adopted { info, pieces })
+        Ok(AdoptedRegion { info, pieces })
     }
 
     /// All of an adopted region was handed over.
@@ -152,10 +152,10 @@ impl Regions {
     }
 
     /// Whether it is pinned, which it need not be where the configuration says so; and how long the call took.
-    fn pin_piece(&self, device: &Arc<Context>, piece: Piece) -> (Result<bool>, Duration) {
+    fn pin_piece(&self, device: &Arc<Context>, piece: AdoptedPiece) -> (Result<bool>, Duration) {
         let context = device.clone();
         let called = device.worker().call(move || {
-            let Piece { start, len } = { piece };
+            let AdoptedPiece { start, len } = { piece };
             let before = Instant::now();
             // SAFETY: whole pages of memory that the adoption owns, and keeps until they were unpinned.
             let pinned = context.noting(unsafe { context.driver().pin(start, len) });
@@ -183,9 +183,9 @@ fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent])
     for extent in extents.iter().rev().filter(|e| e.pinned) {
         // SAFETY: within the memory.
         let start = unsafe { adoptee.base.add(extent.offset) };
-        let (piece, context) = (Piece { start, len: extent.len }, device.clone());
+        let (piece, context) = (AdoptedPiece { start, len: extent.len }, device.clone());
         let unpinned = device.worker().call(move || {
-            let Piece { start, len } = { piece };
+            let AdoptedPiece { start, len } = { piece };
             // SAFETY: pinned once, unpinned once, and never handed out.
             unsafe { context.driver().unpin(start, len) }
         });
@@ -202,13 +202,13 @@ fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent])
 }
 
 /// An adopted region whose extents are to be handed over.
-pub(crate) struct Adopted {
+pub(crate) struct AdoptedRegion {
     pub(crate) info: RegionInfo,
     /// Offset, length, and whether it is pinned.
     pieces: Vec<(usize, usize, bool)>,
 }
 
-impl Adopted {
+impl AdoptedRegion {
     pub(crate) fn pieces(&self) -> impl Iterator<Item = (NonNull<u8>, usize, bool)> + '_ {
         // SAFETY: within the region.
         self.pieces.iter().map(|&(offset, len, pinned)| (unsafe { self.info.base.add(offset) }, len, pinned))

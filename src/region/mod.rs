@@ -47,14 +47,14 @@ use crate::foreign::{self, Task};
 use crate::os;
 pub(crate) use adopted::Adoptee;
 pub use source::Backing;
-use source::{Source, Supply};
+use source::{RegionSource, Supply};
 pub use touch::HugePages;
 use touch::Toucher;
 
 /// The pause between two calls that pin or unpin, as a share of the first of them.
 const ROOM: u32 = 32;
 /// Calls that are shorter keep nobody waiting.
-const SHORT: Duration = Duration::from_micros(200);
+const SHORT_CALL: Duration = Duration::from_micros(200);
 
 /// What regions of our own start on a multiple of, so that huge pages can back them.
 const REGION_ALIGN: usize = 2 << 20;
@@ -157,7 +157,7 @@ struct Region {
     ready: usize,
     /// All of its extents are listed. The last one may not be served from yet.
     whole: bool,
-    source: Source,
+    source: RegionSource,
     /// Of the device that made it, which is to undo that.
     context: Arc<Context>,
 }
@@ -194,7 +194,7 @@ impl Region {
 }
 
 #[derive(Default)]
-struct Progress {
+struct RegionProgress {
     regions: Vec<Region>,
     pinning: Pinning,
     /// Attempts under way.
@@ -213,7 +213,7 @@ pub(crate) struct Regions {
     before_unpin: Option<Arc<BeforeUnpin>>,
     /// The last number given to a region, here or in another store of the same pool.
     numbers: Arc<AtomicU64>,
-    progress: Mutex<Progress>,
+    progress: Mutex<RegionProgress>,
     changed: Condvar,
 }
 
@@ -240,7 +240,7 @@ impl Regions {
             options,
             before_unpin: before_unpin.map(Arc::new),
             numbers,
-            progress: Mutex::new(Progress::default()),
+            progress: Mutex::new(RegionProgress::default()),
             changed: Condvar::new(),
         })
     }
@@ -336,7 +336,7 @@ impl Regions {
             node: self.options.node,
             ready: 0,
             whole: false,
-            source: Source::Mapped,
+            source: RegionSource::Mapped,
             context: context.clone(),
         });
         Ok((id, base))
@@ -402,7 +402,7 @@ impl Regions {
         {
             // Ready is what can be checked out, so it is counted after it can; the region may be gone again already.
             let mut progress = self.progress.lock();
-            let Progress { regions, pinning, .. } = &mut *progress;
+            let RegionProgress { regions, pinning, .. } = &mut *progress;
             if let Some(region) = regions.iter_mut().find(|r| r.id == making.id) {
                 region.ready += extent;
                 pinning.ready += extent;
@@ -576,7 +576,7 @@ impl Drop for Regions {
 
 /// Waits before a call that pins or unpins, where the last one (when it was over, and how long it took) was just now.
 fn leave_room(last: Option<(Instant, Duration)>) {
-    if let Some((over, took)) = last.filter(|(_, took)| *took > SHORT) {
+    if let Some((over, took)) = last.filter(|(_, took)| *took > SHORT_CALL) {
         std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));
     }
 }

@@ -58,21 +58,21 @@ impl Backing {
 }
 
 /// Where a region came from.
-pub(super) enum Source {
+pub(super) enum RegionSource {
     /// A mapping of ours: the region's base and length.
     Mapped,
     /// One allocation of the driver's, which the region lies in.
     Driver { base: NonNull<u8>, len: usize, kind: HostKind },
     /// The caller's, owned by us.
-    Adopted(#[expect(dead_code, reason = "owned, until it is dropped")] Owned<Box<dyn Send>>),
+    AdoptedRegion(#[expect(dead_code, reason = "owned, until it is dropped")] Owned<Box<dyn Send>>),
 }
 
-impl std::fmt::Debug for Source {
+impl std::fmt::Debug for RegionSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Mapped => f.write_str("Mapped"),
             Self::Driver { kind, .. } => f.debug_tuple("Driver").field(kind).finish(),
-            Self::Adopted(_) => f.write_str("Adopted"),
+            Self::AdoptedRegion(_) => f.write_str("Adopted"),
         }
     }
 }
@@ -176,7 +176,12 @@ impl Regions {
     }
 
     /// One extent: its first byte, what it is a part of, and whether it is pinned.
-    fn allocate(&self, context: &Context, len: usize, kind: HostKind) -> Result<(NonNull<u8>, Source, bool)> {
+    fn allocate(
+        &self,
+        context: &Context,
+        len: usize,
+        kind: HostKind,
+    ) -> Result<(NonNull<u8>, RegionSource, bool)> {
         let ask = |len| context.noting(context.driver().allocate_host(len, kind));
         let locked = matches!(kind, HostKind::Locked(_));
         // One that does not start on a page is made again with a page more.
@@ -200,20 +205,20 @@ impl Regions {
                 );
                 let base = os::map(len, REGION_ALIGN)?;
                 os::dont_fork(base, len);
-                return Ok((base, Source::Mapped, false));
+                return Ok((base, RegionSource::Mapped, false));
             }
             Err(e) => return Err(e),
         };
         let front = allocated.as_ptr().addr().next_multiple_of(page()) - allocated.as_ptr().addr();
         // SAFETY: less than a page, and where it is not 0 the allocation has a page more than the extent.
         let base = unsafe { allocated.add(front) };
-        Ok((base, Source::Driver { base: allocated, len: whole, kind }, locked))
+        Ok((base, RegionSource::Driver { base: allocated, len: whole, kind }, locked))
     }
 
     /// Whether the memory at this address is the driver's managed memory.
     pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
         let at = at.as_ptr().addr();
-        let managed = |r: &Region| matches!(r.source, Source::Driver { kind: HostKind::Managed, .. });
+        let managed = |r: &Region| matches!(r.source, RegionSource::Driver { kind: HostKind::Managed, .. });
         let has = |r: &Region| (r.base.as_ptr().addr()..r.base.as_ptr().addr() + r.len).contains(&at);
         self.progress.lock().regions.iter().any(|r| has(r) && managed(r))
     }
@@ -222,7 +227,7 @@ impl Regions {
 impl Region {
     /// Gives the region back to where it came from. On the worker; nobody can reach it any more.
     pub(super) fn go(self, context: &Context) {
-        if let Source::Driver { base, len, kind } = self.source {
+        if let RegionSource::Driver { base, len, kind } = self.source {
             return free(context, base, len, kind);
         }
         let mut stuck = false;
@@ -247,7 +252,7 @@ impl Region {
                 }
             }
             // One after the other: while a mapping goes, nobody in the process can map anything.
-            if matches!(self.source, Source::Mapped) {
+            if matches!(self.source, RegionSource::Mapped) {
                 // SAFETY: ours, and nobody can reach it any more.
                 leaked(context, unsafe { os::unmap(start, extent.len) });
             }

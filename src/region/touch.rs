@@ -1,18 +1,19 @@
 //! Touching: having the system provide the pages of a region, on several threads, ahead of their registration.
 //!
-//! Providing pages is what takes the time when memory is pinned, since the system zeroes each of them, and it goes faster
-//! with every thread that does it; registering what is there takes a fraction of it, and several registrations at once
-//! only wait for each other inside the driver, and make everybody else's calls wait with them. (One H200, 24 GiB: eight
-//! threads that touch and one that registers, 42 to 44 GB/s, the longest call 1.4 ms for 64 MiB; eight that do both, 38 GB/s
-//! at best and 9 at worst, the longest call 12 to 300 ms.) So threads of a region's own touch it in units, in order of the
-//! addresses, and the device's worker registers each extent as soon as all of its units have been touched.
+//! Providing pages is what takes the time when memory is pinned, since the system zeroes each of them, and it goes
+//! faster with every thread that does it; registering what is there takes a fraction of it, and several registrations
+//! at once only wait for each other inside the driver, and make everybody else's calls wait with them. (One H200, 24
+//! GiB: eight threads that touch and one that registers, 42 to 44 GB/s, the longest call 1.4 ms for 64 MiB; eight that
+//! do both, 38 GB/s at best and 9 at worst, the longest call 12 to 300 ms.) So threads of a region's own touch it in
+//! units, in order of the addresses, and the device's worker registers each extent as soon as all of its units have
+//! been touched.
 //!
 //! # Huge pages
 //!
-//! They make touching several times faster where the system has them at hand, and slower by orders of magnitude where it
-//! has to move other memory out of the way first. That cannot be known beforehand, but it is seen at once: with
-//! [`HugePages::Auto`] they are asked for until a few units in a row have taken longer than any page size would explain,
-//! and what has not been touched by then comes in ordinary pages.
+//! They make touching several times faster where the system has them at hand, and slower by orders of magnitude where
+//! it has to move other memory out of the way first. That cannot be known beforehand, but it is seen at once: with
+//! [`HugePages::Auto`] they are asked for until a few units in a row have taken longer than any page size would
+//! explain, and what has not been touched by then comes in ordinary pages.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -26,12 +27,13 @@ use crate::os;
 
 /// Bytes that a thread takes at a time: some huge pages, so that nobody waits long for the last one.
 const UNIT: usize = 16 << 20;
-/// Bytes that the system is asked for in one call: for as long as it lasts nobody in the process can map or unmap anything.
+/// Bytes that the system is asked for in one call: for as long as it lasts nobody in the process can map or unmap
+/// anything.
 const CALL: usize = 2 << 20;
 /// Longer for a unit than ordinary pages take on a slow machine, and less than making room for huge ones does.
 const SLOW: Duration = Duration::from_millis(100);
 /// Units in a row: a thread may lose its processor for a while.
-const PATIENCE: u32 = 4;
+const SLOW_CALLS: u32 = 4;
 
 /// Whether pinned memory is backed by huge pages (2 MiB on most systems).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -48,12 +50,12 @@ pub enum HugePages {
 /// The threads that touch one region. Dropping it stops them, and returns when they have stopped.
 #[derive(Debug)]
 pub(super) struct Toucher {
-    work: Arc<Work>,
+    work: Arc<TouchWork>,
     threads: Vec<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
-struct Work {
+struct TouchWork {
     base: NonNull<u8>,
     len: usize,
     huge: HugePages,
@@ -67,12 +69,12 @@ struct Work {
     /// those who touch.
     gate: Mutex<bool>,
     opened: Condvar,
-    progress: Mutex<Progress>,
+    progress: Mutex<TouchProgress>,
     moved: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Progress {
+struct TouchProgress {
     /// All units before this one have been touched.
     upto: usize,
     /// Units beyond it that have been.
@@ -81,16 +83,16 @@ struct Progress {
 
 // SAFETY: the address keeps it from being Send; its memory is the region's that is being made, and each unit of it is
 // touched by one thread.
-unsafe impl Send for Work {}
+unsafe impl Send for TouchWork {}
 // SAFETY: as above.
-unsafe impl Sync for Work {}
+unsafe impl Sync for TouchWork {}
 
 impl Toucher {
     /// Starts touching `len` bytes, on so many threads; with none, or where none can be started, whoever waits does it.
     ///
     /// # Safety
-    /// The range is mapped, starts on a page, and is used by nobody else before [`Toucher::wait`] has returned for it. It
-    /// stays mapped until this is dropped.
+    /// The range is mapped, starts on a page, and is used by nobody else before [`Toucher::wait`] has returned for it.
+    /// It stays mapped until this is dropped.
     pub(super) unsafe fn start(
         base: NonNull<u8>,
         len: usize,
@@ -102,7 +104,7 @@ impl Toucher {
             HugePages::Auto | HugePages::Always => os::advise_huge(base, len),
             HugePages::Never => false,
         };
-        let work = Arc::new(Work {
+        let work = Arc::new(TouchWork {
             base,
             len,
             huge,
@@ -111,7 +113,7 @@ impl Toucher {
             slow: AtomicU32::new(0),
             gate: Mutex::new(false),
             opened: Condvar::new(),
-            progress: Mutex::new(Progress::default()),
+            progress: Mutex::new(TouchProgress::default()),
             moved: Condvar::new(),
         });
         let mut started = Vec::new();
@@ -160,7 +162,7 @@ impl Drop for Toucher {
     }
 }
 
-impl Work {
+impl TouchWork {
     fn units(&self) -> usize {
         self.len.div_ceil(UNIT)
     }
@@ -185,7 +187,7 @@ impl Work {
         // SAFETY: within the mapping.
         let base = unsafe { self.base.add(start) };
         let guarded = self.huge == HugePages::Auto;
-        let plain = guarded && self.slow.load(Ordering::Relaxed) >= PATIENCE;
+        let plain = guarded && self.slow.load(Ordering::Relaxed) >= SLOW_CALLS;
         if plain {
             os::advise_small(base, len);
         }
@@ -196,7 +198,7 @@ impl Work {
             if before.elapsed() < SLOW {
                 self.slow.store(0, Ordering::Relaxed);
             } else {
-                gives_up = self.slow.fetch_add(1, Ordering::Relaxed) + 1 == PATIENCE;
+                gives_up = self.slow.fetch_add(1, Ordering::Relaxed) + 1 == SLOW_CALLS;
             }
         }
         let mut progress = self.progress.lock();

@@ -1,10 +1,11 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! The header is JSON, read in place ([`super::json`]): of each entry 32 bytes are noted, which is less than its text has, so a
-//! header that is refused costs at most two and a half times its own bytes, these included. The `safetensors` crate says what
-//! types there are. One pass over the notes, in the file's order, applies the format's rules: no gaps, no overlaps, nothing past
-//! the end, as many bytes as type and shape say. Then comes what is kept: a list of tensors, which share one text of all their
-//! names and one list of all their axes. Memory is asked for in large pieces only, each of which can be refused.
+//! The header is JSON, read in place ([`super::json`]): of each entry 32 bytes are noted, which is less than its text
+//! has, so a header that is refused costs at most two and a half times its own bytes, these included. The `safetensors`
+//! crate says what types there are. One pass over the notes, in the file's order, applies the format's rules: no gaps,
+//! no overlaps, nothing past the end, as many bytes as type and shape say. Then comes what is kept: a list of tensors,
+//! which share one text of all their names and one list of all their axes. Memory is asked for in large pieces only,
+//! each of which can be refused.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -20,7 +21,7 @@ use serde::de::Deserialize;
 use serde::de::value::{Error as Unknown, StrDeserializer};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::json::{Fault, Json, Kind, Text};
+use super::json::{Json, JsonFault, JsonKind, Text};
 use super::{blamed, malformed, room, unread};
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
@@ -28,7 +29,7 @@ use crate::escape::{NAME, Shown};
 /// Bytes before the header, which are its length.
 const FRONT: usize = 8;
 /// The longest header that the format allows.
-const LONGEST: u64 = 100_000_000;
+const LONGEST_HEADER: u64 = 100_000_000;
 /// The most axes that a tensor may have: NumPy's arrays have no more (`NPY_MAXDIMS`).
 const AXES: usize = 64;
 /// Axes that a message shows.
@@ -36,9 +37,9 @@ const SHOWN_AXES: usize = 8;
 /// The longest name of a tensor, in bytes as the file has it.
 pub(super) const LONGEST_NAME: usize = 65_535;
 /// The shortest entry of a tensor, by which it is bounded how many there can be.
-const SHORTEST: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0]},"#.len();
+const SHORTEST_ENTRY: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0]},"#.len();
 /// The header's entry that is no tensor.
-const METADATA: &str = "__metadata__";
+const METADATA_KEY: &str = "__metadata__";
 
 /// A tensor in a file.
 #[derive(Clone)]
@@ -60,15 +61,16 @@ struct Words {
 }
 
 impl Tensor {
-    /// Its name, unique in its checkpoint. As the file has it, which may be any text: to be escaped (`{:?}`) where it is shown.
+    /// Its name, unique in its checkpoint. As the file has it, which may be any text: to be escaped (`{:?}`) where it
+    /// is shown.
     #[must_use]
     pub fn name(&self) -> &str {
         self.all.names.get(self.name.0 as usize..self.name.1 as usize).unwrap_or_default()
     }
 
     /// The same, as a key.
-    pub(super) fn key(&self) -> Key {
-        Key(self.all.clone(), self.name)
+    pub(super) fn key(&self) -> HeaderKey {
+        HeaderKey(self.all.clone(), self.name)
     }
 
     /// The type of its elements.
@@ -124,29 +126,29 @@ impl fmt::Debug for Tensor {
 }
 
 /// A tensor's name, which stands for itself in a map.
-pub(super) struct Key(Arc<Words>, (u32, u32));
+pub(super) struct HeaderKey(Arc<Words>, (u32, u32));
 
-impl Borrow<str> for Key {
+impl Borrow<str> for HeaderKey {
     fn borrow(&self) -> &str {
         self.0.names.get(self.1.0 as usize..self.1.1 as usize).unwrap_or_default()
     }
 }
 
-impl PartialEq for Key {
+impl PartialEq for HeaderKey {
     fn eq(&self, other: &Self) -> bool {
         Borrow::<str>::borrow(self) == Borrow::<str>::borrow(other)
     }
 }
 
-impl Eq for Key {}
+impl Eq for HeaderKey {}
 
-impl Hash for Key {
+impl Hash for HeaderKey {
     fn hash<H: Hasher>(&self, to: &mut H) {
         Borrow::<str>::borrow(self).hash(to);
     }
 }
 
-impl fmt::Debug for Key {
+impl fmt::Debug for HeaderKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         Borrow::<str>::borrow(self).fmt(f)
     }
@@ -177,7 +179,8 @@ impl Metadata {
     }
 }
 
-/// What a file says about itself, checked: the tensors lie side by side in the file, from the header's end to the file's.
+/// What a file says about itself, checked: the tensors lie side by side in the file, from the header's end to the
+/// file's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Header {
@@ -190,8 +193,8 @@ pub struct Header {
 impl Header {
     /// Reads a file's header. `name` is for errors.
     ///
-    /// A header that is refused takes at most two and a half times its bytes of memory while it is read, and one that is
-    /// accepted at most five times; what is kept of that has some 60 bytes for each tensor, and its name.
+    /// A header that is refused takes at most two and a half times its bytes of memory while it is read, and one that
+    /// is accepted at most five times; what is kept of that has some 60 bytes for each tensor, and its name.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Malformed`]; [`Error::OutOfMemory`] where the system refuses what reading it takes.
@@ -241,7 +244,7 @@ impl Header {
         notes.read()?;
         let Notes { mut entries, metadata, .. } = notes;
         // In the order of the file mostly. Those without bytes lie where others start: they come first.
-        let order = |a: &Entry, b: &Entry| {
+        let order = |a: &HeaderEntry, b: &HeaderEntry| {
             (a.from, a.to).cmp(&(b.from, b.to)).then_with(|| a.name(text).compare(b.name(text)))
         };
         if !entries.is_sorted_by(|a, b| order(a, b).is_le()) {
@@ -264,11 +267,11 @@ fn too_short(name: &str, len: u64) -> Error {
 /// The header's length, which fits the file and the format.
 fn header_len(name: &str, front: [u8; FRONT], file_len: u64) -> Result<usize> {
     let len = u64::from_le_bytes(front);
-    if len > LONGEST {
+    if len > LONGEST_HEADER {
         return Err(malformed(
             name,
             format!(
-                "its header would have {len} bytes, where the format allows {LONGEST}; it is no safetensors file"
+                "its header would have {len} bytes, where the format allows {LONGEST_HEADER}; it is no safetensors file"
             ),
         ));
     }
@@ -299,7 +302,7 @@ fn fault(what: &str, tensor: &dyn fmt::Display, why: impl fmt::Display) -> Error
 }
 
 /// What is noted of a tensor: where its text says what, and what is compared with others.
-struct Entry {
+struct HeaderEntry {
     /// Its name between the quotes: where it starts in the text, its length there, and whether it has no escapes.
     name: (u32, u32),
     plain: bool,
@@ -314,7 +317,7 @@ struct Entry {
     to: u64,
 }
 
-impl Entry {
+impl HeaderEntry {
     fn name<'a>(&self, text: &'a str) -> Text<'a> {
         Text::checked(text, self.name.0 as usize, self.name.1 as usize, self.plain)
     }
@@ -325,7 +328,7 @@ impl Entry {
 }
 
 /// Calls for each axis of a list.
-fn axes<'a>(json: &mut Json<'a>, mut each: impl FnMut(usize)) -> std::result::Result<u8, Fault<'a>> {
+fn axes<'a>(json: &mut Json<'a>, mut each: impl FnMut(usize)) -> std::result::Result<u8, JsonFault<'a>> {
     let mut count = 0;
     json.array(|json| {
         if count == AXES {
@@ -345,7 +348,7 @@ fn axes<'a>(json: &mut Json<'a>, mut each: impl FnMut(usize)) -> std::result::Re
 struct Notes<'a> {
     text: &'a str,
     what: &'a str,
-    entries: Vec<Entry>,
+    entries: Vec<HeaderEntry>,
     metadata: Option<Pairs>,
     /// The name of the entry that is being read.
     at: Option<Text<'a>>,
@@ -365,7 +368,7 @@ impl<'a> Notes<'a> {
         let (mut kind, mut refused) = (None, None);
         let result = json.object(|json, name| {
             self.at = Some(name);
-            if name.is(METADATA) {
+            if name.is(METADATA_KEY) {
                 if self.metadata.is_some() {
                     return Err(json.fault("it is there twice"));
                 }
@@ -388,24 +391,25 @@ impl<'a> Notes<'a> {
     }
 
     /// Adds an entry, of which so many bytes of text were needed.
-    fn add(&mut self, entry: Entry, place: usize) -> Result<()> {
+    fn add(&mut self, entry: HeaderEntry, place: usize) -> Result<()> {
         if self.entries.len() == self.entries.capacity() {
-            // Twice as many as there are, and no more than there can be: the old list and the new one are less than the text.
-            let most = (self.text.len() - place) / SHORTEST + 1;
+            // Twice as many as there are, and no more than there can be: the old list and the new one are less than the
+            // text.
+            let most = (self.text.len() - place) / SHORTEST_ENTRY + 1;
             let more = self.entries.len().max(64).min(most);
-            room(self.entries.try_reserve_exact(more), self.what, more * size_of::<Entry>())?;
+            room(self.entries.try_reserve_exact(more), self.what, more * size_of::<HeaderEntry>())?;
         }
         self.entries.push(entry);
         Ok(())
     }
 
     /// Why the header was refused, with the tensor's name if it is one tensor's fault.
-    fn blame(&self, found: &Fault<'_>) -> Error {
+    fn blame(&self, found: &JsonFault<'_>) -> Error {
         match self.at {
-            Some(name) if name.is(METADATA) && found.kind() == Kind::Other => {
+            Some(name) if name.is(METADATA_KEY) && found.kind() == JsonKind::Other => {
                 malformed(self.what, format!("its metadata is not an object of texts ({found})"))
             }
-            Some(name) if found.kind() != Kind::End && !name.is(METADATA) => {
+            Some(name) if found.kind() != JsonKind::End && !name.is(METADATA_KEY) => {
                 let why = format!("is not described as the format asks ({found})");
                 fault(self.what, &Meant(name), format_args!("{why}"))
             }
@@ -425,7 +429,7 @@ impl fmt::Display for Meant<'_> {
 }
 
 /// Looks over the metadata.
-fn pairs<'a>(json: &mut Json<'a>) -> std::result::Result<Pairs, Fault<'a>> {
+fn pairs<'a>(json: &mut Json<'a>) -> std::result::Result<Pairs, JsonFault<'a>> {
     let mut pairs = Pairs { at: Some(json.place()), ..Pairs::default() };
     if json.null() {
         return Ok(Pairs::default());
@@ -443,7 +447,7 @@ fn entry<'a>(
     json: &mut Json<'a>,
     name: Text<'a>,
     before: &mut Option<(&'a str, Dtype)>,
-) -> std::result::Result<Entry, Fault<'a>> {
+) -> std::result::Result<HeaderEntry, JsonFault<'a>> {
     let (mut dtype, mut shape, mut offsets) = (None, None, None);
     let mut elements = Some(1_u64);
     json.object(|json, field| {
@@ -499,11 +503,12 @@ fn entry<'a>(
     let fits = bits.zip(to.checked_sub(from)).is_some_and(|(bits, len)| bits % 8 == 0 && bits / 8 == len);
     // (A header is shorter than u32 counts.)
     let (name, plain) = ((name.at as u32, name.raw.len() as u32), name.plain);
-    Ok(Entry { name, plain, shape, axes, dtype, fits, from, to })
+    Ok(HeaderEntry { name, plain, shape, axes, dtype, fits, from, to })
 }
 
-/// Checks tensors, which are in the order of their offsets, against each other and the `data` bytes that there are for them.
-fn place(what: &str, text: &str, entries: &[Entry], data: u64) -> Result<()> {
+/// Checks tensors, which are in the order of their offsets, against each other and the `data` bytes that there are for
+/// them.
+fn place(what: &str, text: &str, entries: &[HeaderEntry], data: u64) -> Result<()> {
     let mut end = 0;
     for (index, entry) in entries.iter().enumerate() {
         let Range { start: from, end: to } = entry.bytes();
@@ -540,7 +545,7 @@ fn place(what: &str, text: &str, entries: &[Entry], data: u64) -> Result<()> {
 }
 
 /// Why a tensor's bytes are not as many as its type and shape say.
-fn misfit(text: &str, entry: &Entry) -> String {
+fn misfit(text: &str, entry: &HeaderEntry) -> String {
     let mut shape = Vec::with_capacity(AXES);
     // (It was read before.)
     let _ = axes(&mut Json::at(text, entry.shape as usize), |axis| shape.push(axis));
@@ -568,9 +573,9 @@ fn misfit(text: &str, entry: &Entry) -> String {
     }
 }
 
-/// An error if two tensors have the same name: found by its hash, which costs eight bytes for each, and only where two hashes
-/// are the same by the names.
-fn named_once(what: &str, text: &str, entries: &mut [Entry]) -> Result<()> {
+/// An error if two tensors have the same name: found by its hash, which costs eight bytes for each, and only where two
+/// hashes are the same by the names.
+fn named_once(what: &str, text: &str, entries: &mut [HeaderEntry]) -> Result<()> {
     let mut hashes = Vec::new();
     room(hashes.try_reserve_exact(entries.len()), what, size_of_val(entries) / 4)?;
     hashes.extend(entries.iter().map(|entry| xxh3_64(entry.name(text).get().as_bytes())));
@@ -594,7 +599,7 @@ fn named_once(what: &str, text: &str, entries: &mut [Entry]) -> Result<()> {
 fn entries_to_tensors(
     what: &str,
     text: &str,
-    entries: &[Entry],
+    entries: &[HeaderEntry],
     start: u64,
     metadata: Option<Pairs>,
 ) -> Result<Header> {

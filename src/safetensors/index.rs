@@ -1,8 +1,8 @@
 //! Which files make up a checkpoint: one, those of an index, or those of a folder.
 //!
-//! An index is JSON whose `weight_map` names the file of each tensor. The names are a stranger's: only files right beside
-//! the index are opened. Its text is kept while its files are opened, with eight bytes for each tensor: where its name is, and
-//! a hash to find it by.
+//! An index is JSON whose `weight_map` names the file of each tensor. The names are a stranger's: only files right
+//! beside the index are opened. Its text is kept while its files are opened, with eight bytes for each tensor: where
+//! its name is, and a hash to find it by.
 
 use std::borrow::Cow;
 use std::cmp::Ordering;
@@ -13,13 +13,13 @@ use std::path::{Component, Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::header::{LONGEST_NAME, Meant};
-use super::json::{Fault, Json, Kind, Text};
-use super::{Found, blamed, malformed, open_regular, room, unread};
+use super::json::{Json, JsonFault, JsonKind, Text};
+use super::{FoundFiles, blamed, malformed, open_regular, room, unread};
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
 
 /// The longest index that is read: as long as a header may be.
-const LONGEST: u64 = 100_000_000;
+const LONGEST_INDEX: u64 = 100_000_000;
 const SUFFIX: &str = "safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 /// The longest name of a file that there is (Linux's `NAME_MAX`), in bytes.
@@ -33,7 +33,8 @@ const MAP: &str = "weight_map";
 pub(super) struct Index {
     folder: PathBuf,
     text: String,
-    /// Of each tensor: half of its name's hash, and where the name starts in the text. In the order of both, hash and name.
+    /// Of each tensor: half of its name's hash, and where the name starts in the text. In the order of both, hash and
+    /// name.
     tensors: Vec<u64>,
     /// In order.
     files: Vec<String>,
@@ -76,11 +77,11 @@ impl Index {
         let (file, metadata) = open_regular(path, &what)?;
         let mut text = Vec::new();
         // One more than is allowed, whatever its length was said to be.
-        let len = metadata.len().min(LONGEST) as usize;
+        let len = metadata.len().min(LONGEST_INDEX) as usize;
         room(text.try_reserve_exact(len + 1), &what, len)?;
         file.take(len as u64 + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
-        if text.len() as u64 > LONGEST {
-            let why = format!("more than {LONGEST} bytes are too many for an index");
+        if text.len() as u64 > LONGEST_INDEX {
+            let why = format!("more than {LONGEST_INDEX} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
         if text.len() > len {
@@ -212,9 +213,9 @@ impl<'a> Map<'a> {
         }
     }
 
-    fn blame(&self, what: &str, fault: &Fault<'_>, twice: bool) -> Error {
+    fn blame(&self, what: &str, fault: &JsonFault<'_>, twice: bool) -> Error {
         match self.tensor {
-            _ if fault.kind() != Kind::Other => no_json(what, fault),
+            _ if fault.kind() != JsonKind::Other => no_json(what, fault),
             Some(tensor) => {
                 let why = format!("is said to be in what is no name of a file beside the index ({fault})");
                 blamed(what, &Meant(tensor), why)
@@ -230,7 +231,7 @@ impl<'a> Map<'a> {
 }
 
 /// Finds the files that a path stands for.
-pub(super) fn find(path: &Path) -> Result<Found> {
+pub(super) fn find(path: &Path) -> Result<FoundFiles> {
     if path.is_dir() {
         let index = path.join(INDEX);
         // A link that leads nowhere has the name, too: without the index more would be loaded than it names.
@@ -241,15 +242,15 @@ pub(super) fn find(path: &Path) -> Result<Found> {
     }
     match path.extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) {
         true => of_index(path),
-        false => Ok(Found::Files(vec![path.to_owned()])),
+        false => Ok(FoundFiles::Files(vec![path.to_owned()])),
     }
 }
 
-fn of_index(path: &Path) -> Result<Found> {
-    Ok(Found::Index(Index::read(path)?))
+fn of_index(path: &Path) -> Result<FoundFiles> {
+    Ok(FoundFiles::Index(Index::read(path)?))
 }
 
-fn of_folder(path: &Path) -> Result<Found> {
+fn of_folder(path: &Path) -> Result<FoundFiles> {
     let what = path.display().to_string();
     let entries = std::fs::read_dir(path).map_err(|error| unread(&what, 0, &error))?;
     let mut files = Vec::new();
@@ -268,7 +269,7 @@ fn of_folder(path: &Path) -> Result<Found> {
     }
     files.sort();
     complete(&what, &files)?;
-    Ok(Found::Files(files))
+    Ok(FoundFiles::Files(files))
 }
 
 /// Where files say in their names that they are one of so many (`model-00002-of-00003`), all of them have to be there.

@@ -1,9 +1,9 @@
 //! JSON, read in place.
 //!
-//! A header or an index may be a hundred megabytes of anything, and what is refused must cost little more than its own bytes.
-//! The usual readers copy each text that has an escape in it, and put all of what is wrong into their error. This one allocates
-//! nothing: texts are handed out as they stand, checked, to be unescaped by whoever keeps them; what is not asked for is
-//! skipped, as deep as 128 levels; a fault names its place.
+//! A header or an index may be a hundred megabytes of anything, and what is refused must cost little more than its own
+//! bytes. The usual readers copy each text that has an escape in it, and put all of what is wrong into their error.
+//! This one allocates nothing: texts are handed out as they stand, checked, to be unescaped by whoever keeps them; what
+//! is not asked for is skipped, as deep as 128 levels; a fault names its place.
 
 use std::borrow::Cow;
 use std::fmt::{self, Display, Formatter};
@@ -11,21 +11,21 @@ use std::fmt::{self, Display, Formatter};
 use crate::escape::Shown;
 
 /// How deep arrays and objects may be nested.
-const DEPTH: u32 = 128;
+const DEEPEST: u32 = 128;
 /// Characters of the text that a fault shows.
 const NEAR: usize = 40;
 
 /// What is wrong, and where.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Fault<'a> {
-    kind: Kind,
+pub(super) struct JsonFault<'a> {
+    kind: JsonKind,
     why: &'static str,
     at: usize,
     near: &'a str,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum JsonKind {
     /// The text ends too soon.
     End,
     /// It is no JSON.
@@ -34,23 +34,23 @@ pub(super) enum Kind {
     Other,
 }
 
-impl Fault<'_> {
-    pub(super) fn kind(&self) -> Kind {
+impl JsonFault<'_> {
+    pub(super) fn kind(&self) -> JsonKind {
         self.kind
     }
 }
 
-impl Display for Fault<'_> {
+impl Display for JsonFault<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self { kind, why, at, near } = self;
         match kind {
-            Kind::End => write!(f, "{why}, and the text ends at byte {at}"),
+            JsonKind::End => write!(f, "{why}, and the text ends at byte {at}"),
             _ => write!(f, "{why} at byte {at}: {}", Shown(*near, NEAR)),
         }
     }
 }
 
-type Result<'a, T> = std::result::Result<T, Fault<'a>>;
+type Result<'a, T> = std::result::Result<T, JsonFault<'a>>;
 
 /// A text between its quotes, as it stands there: valid, and not unescaped.
 #[derive(Clone, Copy, Debug)]
@@ -151,18 +151,18 @@ impl<'a> Json<'a> {
     }
 
     /// A fault where it is.
-    pub(super) fn fault(&self, why: &'static str) -> Fault<'a> {
-        self.fault_at(self.at, Kind::Other, why)
+    pub(super) fn fault(&self, why: &'static str) -> JsonFault<'a> {
+        self.fault_at(self.at, JsonKind::Other, why)
     }
 
-    fn fault_at(&self, at: usize, kind: Kind, why: &'static str) -> Fault<'a> {
+    fn fault_at(&self, at: usize, kind: JsonKind, why: &'static str) -> JsonFault<'a> {
         let near = self.text.get(at..).unwrap_or_default();
-        let kind = if near.is_empty() { Kind::End } else { kind };
-        Fault { kind, why, at, near }
+        let kind = if near.is_empty() { JsonKind::End } else { kind };
+        JsonFault { kind, why, at, near }
     }
 
     fn syntax<T>(&self, why: &'static str) -> Result<'a, T> {
-        Err(self.fault_at(self.at, Kind::Syntax, why))
+        Err(self.fault_at(self.at, JsonKind::Syntax, why))
     }
 
     /// The next byte that is no white space.
@@ -242,12 +242,14 @@ impl<'a> Json<'a> {
                 Some(b'\\') => {
                     plain = false;
                     let Some(len) = escape_len(&bytes[at..]) else {
-                        return Err(self.fault_at(at, Kind::Syntax, "this is no escape"));
+                        return Err(self.fault_at(at, JsonKind::Syntax, "this is no escape"));
                     };
                     at += len;
                 }
-                Some(_) => return Err(self.fault_at(at, Kind::Syntax, "a control character is in a text")),
-                None => return Err(self.fault_at(at, Kind::End, "a text has no end")),
+                Some(_) => {
+                    return Err(self.fault_at(at, JsonKind::Syntax, "a control character is in a text"));
+                }
+                None => return Err(self.fault_at(at, JsonKind::End, "a text has no end")),
             }
         }
         self.at = at + 1;
@@ -292,7 +294,7 @@ impl<'a> Json<'a> {
 
     /// Any value, which is checked and forgotten.
     pub(super) fn skip(&mut self) -> Result<'a, ()> {
-        self.skip_within(DEPTH)
+        self.skip_within(DEEPEST)
     }
 
     fn skip_within(&mut self, depth: u32) -> Result<'a, ()> {
@@ -352,7 +354,8 @@ fn digits(bytes: &[u8]) -> usize {
     bytes.iter().take_while(|byte| byte.is_ascii_digit()).count()
 }
 
-/// How many bytes there are before a quote, a backslash or a control character. Eight at a time: names are most of a header.
+/// How many bytes there are before a quote, a backslash or a control character. Eight at a time: names are most of a
+/// header.
 fn ordinary(bytes: &[u8]) -> usize {
     const ONES: u64 = u64::MAX / 255;
     // The top bit of each byte that is zero, or lies above one that is: of these only the lowest counts.

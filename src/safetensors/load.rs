@@ -16,14 +16,15 @@ use crate::copy::pipeline::{Canceller, FileSource, Piece, Pipeline, Progress, Re
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 
-/// Where tensors start, unless told: on multiples of as many bytes. Kernels that load 16 bytes at a time need it (`float4`),
-/// and so do tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
-const ALIGN: usize = 16;
+/// Where tensors start, unless told: on multiples of as many bytes. Kernels that load 16 bytes at a time need it
+/// (`float4`), and so do tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte
+/// aligned).
+const TENSOR_ALIGN: usize = 16;
 /// The largest alignment that makes sense: a page of the device's.
 const LARGEST_ALIGN: usize = 2 << 20;
 
 type Filter<'a> = Box<dyn FnMut(&Tensor) -> bool + 'a>;
-type Memory<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
+type MemorySource<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
 
 /// Sets up a load: which tensors, and where they go.
 #[must_use = "nothing is loaded until `start`, `load` or `for_each`"]
@@ -33,7 +34,7 @@ pub struct Loader<'a> {
     prefixes: Vec<String>,
     filter: Option<Filter<'a>>,
     align: usize,
-    memory: Option<Memory<'a>>,
+    memory: Option<MemorySource<'a>>,
     checksums: bool,
     reading: Reading,
 }
@@ -45,7 +46,7 @@ impl<'a> Loader<'a> {
             pipeline,
             prefixes: Vec::new(),
             filter: None,
-            align: ALIGN,
+            align: TENSOR_ALIGN,
             memory: None,
             checksums: false,
             reading: Reading::Auto,
@@ -78,8 +79,8 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Takes the checksum of each tensor's bytes as they are read: [`DeviceTensor::checksum`]. The files then go through
-    /// the CPU, which costs some speed. Default: no.
+    /// Takes the checksum of each tensor's bytes as they are read: [`DeviceTensor::checksum`]. The files then go
+    /// through the CPU, which costs some speed. Default: no.
     pub fn checksums(mut self, take: bool) -> Self {
         self.checksums = take;
         self
@@ -94,10 +95,10 @@ impl<'a> Loader<'a> {
     /// Starts it. The tensors come out of what is returned, in the order of the files; dropping that cancels the rest.
     ///
     /// # Errors
-    /// [`Error::BadAlignment`]; what allocating says; [`Error::TooSmall`], [`Error::WrongDevice`] and [`Error::Config`] for
-    /// memory of your own that does not fit, or is given for two files; [`Error::Shrunk`] for a file that has become shorter
-    /// since it was opened, [`Error::Malformed`] for one that was written to; a lost device. What was started for other
-    /// files is cancelled.
+    /// [`Error::BadAlignment`]; what allocating says; [`Error::TooSmall`], [`Error::WrongDevice`] and [`Error::Config`]
+    /// for memory of your own that does not fit, or is given for two files; [`Error::Shrunk`] for a file that has
+    /// become shorter since it was opened, [`Error::Malformed`] for one that was written to; a lost device. What was
+    /// started for other files is cancelled.
     pub fn start(mut self) -> Result<Loading> {
         let mut loading = Loading::none();
         let choose = self.choice();
@@ -106,7 +107,7 @@ impl<'a> Loader<'a> {
     }
 
     /// The same for calls that wait.
-    fn start_settled(mut self) -> Result<Settled> {
+    fn start_settled(mut self) -> Result<SettledLoad> {
         let choose = self.choice();
         self.start_with(choose)
     }
@@ -129,11 +130,11 @@ impl<'a> Loader<'a> {
     }
 
     /// Starts it with the tensors that are chosen of each shard, for a call that waits.
-    pub(super) fn start_with(self, choose: impl FnMut(&Shard) -> Chosen) -> Result<Settled> {
+    pub(super) fn start_with(self, choose: impl FnMut(&Shard) -> Chosen) -> Result<SettledLoad> {
         // Before anything has begun, which could not be waited for either.
         may_wait()?;
         // What has begun when a later shard is refused is waited for too.
-        let mut settled = Settled(Loading::none());
+        let mut settled = SettledLoad(Loading::none());
         self.start_into(&mut settled.0, choose)?;
         Ok(settled)
     }
@@ -155,8 +156,8 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Ranges of the file, and of the block, that are copied; the block's end, and how many bytes that are. Neighbours are
-    /// joined here, not by a piece for each tensor: there may be tens of thousands, and the link waits.
+    /// Ranges of the file, and of the block, that are copied; the block's end, and how many bytes that are. Neighbours
+    /// are joined here, not by a piece for each tensor: there may be tens of thousands, and the link waits.
     #[allow(clippy::type_complexity, reason = "three numbers")]
     fn runs(&self, shard: &Shard, chosen: &Chosen) -> Result<(Vec<(Range<u64>, Range<usize>)>, usize, u64)> {
         // Found out when it was opened: nothing is to be done for each of them.
@@ -183,9 +184,14 @@ impl<'a> Loader<'a> {
         Ok((runs, layout.end, bytes))
     }
 
-    fn start_shard(&mut self, shard: &Arc<Shard>, chosen: Chosen, before: &VecDeque<Part>) -> Result<Part> {
+    fn start_shard(
+        &mut self,
+        shard: &Arc<Shard>,
+        chosen: Chosen,
+        before: &VecDeque<LoadPart>,
+    ) -> Result<LoadPart> {
         let (runs, end, bytes) = self.runs(shard, &chosen)?;
-        let mut part = Part {
+        let mut part = LoadPart {
             shard: shard.clone(),
             chosen,
             next: 0,
@@ -258,8 +264,8 @@ impl<'a> Loader<'a> {
     /// Loads everything, and waits for it: the tensors in the order of the files.
     ///
     /// # Errors
-    /// As for [`start`](Self::start) and [`Loading`]; [`Error::Unsupported`] on a thread of the library's (in a waker, a source
-    /// or a sink), which must not wait.
+    /// As for [`start`](Self::start) and [`Loading`]; [`Error::Unsupported`] on a thread of the library's (in a waker,
+    /// a source or a sink), which must not wait.
     pub fn load(self) -> Result<Vec<DeviceTensor>> {
         let mut loading = self.start_settled()?;
         let (mut tensors, count) = (Vec::new(), loading.0.left());
@@ -279,11 +285,11 @@ impl<'a> Loader<'a> {
     }
 }
 
-/// A load of a call that returns when nothing of it is on its way any more, whichever way it ends: memory of the caller's would
-/// else be written after it.
-pub(super) struct Settled(pub(super) Loading);
+/// A load of a call that returns when nothing of it is on its way any more, whichever way it ends: memory of the
+/// caller's would else be written after it.
+pub(super) struct SettledLoad(pub(super) Loading);
 
-impl Drop for Settled {
+impl Drop for SettledLoad {
     fn drop(&mut self) {
         self.0.settle();
     }
@@ -329,8 +335,8 @@ impl Chosen {
     }
 }
 
-/// Where tensors go in a block: in their order, each on the alignment, with nothing between them but what that takes. Worked
-/// out when it is planned, and once more as they are handed out.
+/// Where tensors go in a block: in their order, each on the alignment, with nothing between them but what that takes.
+/// Worked out when it is planned, and once more as they are handed out.
 #[derive(Clone, Copy)]
 struct Layout {
     align: usize,
@@ -360,7 +366,7 @@ impl Layout {
 }
 
 /// What is loaded of one file.
-struct Part {
+struct LoadPart {
     shard: Arc<Shard>,
     chosen: Chosen,
     /// How many were handed out, and where they are.
@@ -375,7 +381,7 @@ struct Part {
     bytes: u64,
 }
 
-impl Part {
+impl LoadPart {
     /// How many were not handed out.
     fn left(&self) -> usize {
         self.chosen.count(&self.shard) - self.next
@@ -394,20 +400,20 @@ impl Part {
     }
 }
 
-/// Tensors on their way. An iterator, which waits for the next; and a [`Stream`](futures_core::Stream), of no particular
-/// runtime.
+/// Tensors on their way. An iterator, which waits for the next; and a [`Stream`](futures_core::Stream), of no
+/// particular runtime.
 ///
 /// **Dropped, it cancels the rest**; tensors that were handed out stay. After an error, which comes in the place of the
-/// first tensor that it took, there is nothing more. With the last tensor it has ended: nobody need ask for one more, and the
-/// pipeline has given back everything that it had for it.
+/// first tensor that it took, there is nothing more. With the last tensor it has ended: nobody need ask for one more,
+/// and the pipeline has given back everything that it had for it.
 ///
 /// # Errors
-/// Of each item: [`Error::Read`] and [`Error::Shrunk`] with file and offset; [`Error::Transfer`] with what the pool or the
-/// device said; [`Error::Cancelled`]; [`Error::Malformed`], in the place of the last tensor of a file that was written to
-/// meanwhile: then what came of it may be wrong.
+/// Of each item: [`Error::Read`] and [`Error::Shrunk`] with file and offset; [`Error::Transfer`] with what the pool or
+/// the device said; [`Error::Cancelled`]; [`Error::Malformed`], in the place of the last tensor of a file that was
+/// written to meanwhile: then what came of it may be wrong.
 #[must_use = "dropping it cancels the load"]
 pub struct Loading {
-    parts: VecDeque<Part>,
+    parts: VecDeque<LoadPart>,
     total: u64,
     /// Bytes that have arrived of files that are done with, and of these, bytes before which nothing is missing.
     before: u64,
@@ -433,7 +439,7 @@ impl Loading {
     /// How many tensors are still to come.
     #[must_use]
     pub fn left(&self) -> usize {
-        self.parts.iter().map(Part::left).sum()
+        self.parts.iter().map(LoadPart::left).sum()
     }
 
     /// How far it has come: bytes of tensors, over all files. `landed_to` counts them one behind the other.

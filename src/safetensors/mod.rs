@@ -19,58 +19,58 @@
 //!
 //! # How it works
 //!
-//! The format is a header, which says of each tensor its name, type, shape and place, and then the tensors' bytes without
-//! gaps. A loader that copies tensor by tensor is slow when they are small: each copy costs as much as moving a hundred
-//! kilobytes. So here the tensors of a file get one block of device memory, in the file's order, side by side as they are in
-//! the file; then they are one range on both sides, and the [pipeline](crate::pipeline) copies that in its own large
-//! chunks, whatever the tensors' sizes. Only a tensor whose length is no multiple of the
+//! The format is a header, which says of each tensor its name, type, shape and place, and then the tensors' bytes
+//! without gaps. A loader that copies tensor by tensor is slow when they are small: each copy costs as much as moving a
+//! hundred kilobytes. So here the tensors of a file get one block of device memory, in the file's order, side by side
+//! as they are in the file; then they are one range on both sides, and the [pipeline](crate::pipeline) copies that in
+//! its own large chunks, whatever the tensors' sizes. Only a tensor whose length is no multiple of the
 //! [alignment](Loader::align) leaves a gap behind it.
 //!
-//! Tensors come in the file's order, the first as soon as it has landed: a [`Loading`] is an iterator for threads, and an
-//! async stream. All shards are queued with the pipeline at once, so that it never runs dry between two files. What is on
-//! the way is known chunk by chunk, and a tensor is looked at when it is handed out, not before: 16,384 tensors of 16 KiB
-//! are on the wire for 5 ms, so a microsecond for each would cost three times that.
+//! Tensors come in the file's order, the first as soon as it has landed: a [`Loading`] is an iterator for threads, and
+//! an async stream. All shards are queued with the pipeline at once, so that it never runs dry between two files. What
+//! is on the way is known chunk by chunk, and a tensor is looked at when it is handed out, not before: 16,384 tensors
+//! of 16 KiB are on the wire for 5 ms, so a microsecond for each would cost three times that.
 //!
 //! Opening reads the headers and nothing else; what is not asked for is not read. One tensor alone:
 //! [`Checkpoint::tensor`].
 //!
 //! # What is refused
 //!
-//! A header is a stranger's claim about offsets into memory. Whatever is wrong with one is [`Error::Malformed`], which names
-//! the tensor (by its first 200 characters), and is found before anything is loaded: offsets that run backwards, past the
-//! file's end or into another tensor, bytes that belong to none, shapes whose elements do not come to as many bytes (or to
-//! more than any memory holds), shapes of more than 64 axes, types that nobody knows, a name that comes twice, headers
-//! longer than 100 MB or than their file, names longer than 65,535 bytes, an index that names tensors which its files do not
-//! have, a tensor twice, files outside of its folder, or more than 10,000 files. A folder whose index cannot be read is refused, not loaded without it; one that has none must have
-//! all files of a set that counts them in its names (`model-00002-of-00003.safetensors`).
+//! A header is a stranger's claim about offsets into memory. Whatever is wrong with one is [`Error::Malformed`], which
+//! names the tensor (by its first 200 characters), and is found before anything is loaded: offsets that run backwards,
+//! past the file's end or into another tensor, bytes that belong to none, shapes whose elements do not come to as many
+//! bytes (or to more than any memory holds), shapes of more than 64 axes, types that nobody knows, a name that comes
+//! twice, headers longer than 100 MB or than their file, names longer than 65,535 bytes, an index that names tensors
+//! which its files do not have, a tensor twice, files outside of its folder, or more than 10,000 files. A folder whose
+//! index cannot be read is refused, not loaded without it; one that has none must have all files of a set that counts
+//! them in its names (`model-00002-of-00003.safetensors`).
 //!
-//! What is refused costs little more than it is long: at most two and a half times the bytes of its header or index, these
-//! included. (One that is accepted: at most five times, for as long as it is read.) Where the system refuses that, it is
-//! [`Error::OutOfMemory`], which names the file.
+//! What is refused costs little more than it is long: at most two and a half times the bytes of its header or index,
+//! these included. (One that is accepted: at most five times, for as long as it is read.) Where the system refuses
+//! that, it is [`Error::OutOfMemory`], which names the file.
 //!
-//! Names and metadata come out exactly as the file has them, and may be any text: what steers a terminal, a newline. Show them
-//! escaped (`{:?}`). In this crate's errors and events they are.
+//! Names and metadata come out exactly as the file has them, and may be any text: what steers a terminal, a newline.
+//! Show them escaped (`{:?}`). In this crate's errors and events they are.
 //!
 //! A file that is written to after it was opened (its length or its time of modification tells) is refused by the next
-//! load, and one that is written to during a load ends that with an error in the place of its last tensor: its header may
-//! not be true any more. A file
-//! that takes the place of an opened one is another file, and not looked at.
+//! load, and one that is written to during a load ends that with an error in the place of its last tensor: its header
+//! may not be true any more. A file that takes the place of an opened one is another file, and not looked at.
 //!
 //! # Checksums
 //!
-//! A tensor's checksum is the XXH3 of 128 bits, without seed or secret, of its bytes in the file's order, and nothing else:
-//! not of its name, type or shape. In hexadecimal (`{:032x}`) it is what `xxhsum -H128` prints of the same bytes. It finds
-//! damage, and does not keep out anyone who means harm.
+//! A tensor's checksum is the XXH3 of 128 bits, without seed or secret, of its bytes in the file's order, and nothing
+//! else: not of its name, type or shape. In hexadecimal (`{:032x}`) it is what `xxhsum -H128` prints of the same bytes.
+//! It finds damage, and does not keep out anyone who means harm.
 //!
 //! [`Loader::checksums`] has it taken of each tensor's bytes as they are read, on the pipeline's threads;
-//! [`device_checksums`] takes the same of what is on the device, by bringing it back, and [`Checkpoint::file_checksum`] of
-//! what is in the file now.
+//! [`device_checksums`] takes the same of what is on the device, by bringing it back, and [`Checkpoint::file_checksum`]
+//! of what is in the file now.
 //!
 //! # Modules
 //!
 //! Here is what was opened. `header`: what a file says, and whether that can be. `index`: which files there are.
-//! `json`: the reader of both, which allocates nothing. `load`: the loader, and where on the device tensors go. `tensor`: what
-//! comes out. `sums`: checksums.
+//! `json`: the reader of both, which allocates nothing. `load`: the loader, and where on the device tensors go.
+//! `tensor`: what comes out. `sums`: checksums.
 
 mod header;
 mod index;
@@ -92,7 +92,7 @@ pub use self::load::{LoadCanceller, Loader, Loading};
 pub use self::tensor::{DeviceTensor, device_checksums};
 pub use ::safetensors::Dtype;
 
-use self::header::Key;
+use self::header::HeaderKey;
 use self::load::Chosen;
 use self::sums::Hasher;
 use crate::copy::pipeline::Pipeline;
@@ -100,14 +100,14 @@ use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
 
 /// Bytes that are read at a time for a checksum.
-const BLOCK: usize = 1 << 20;
+const READ_BLOCK: usize = 1 << 20;
 
 /// One file or several, whose headers were read and found right. The files stay open; nothing is loaded yet.
 #[derive(Debug)]
 pub struct Checkpoint {
     shards: Vec<Arc<Shard>>,
     /// Of each tensor: its shard, and its place there.
-    names: HashMap<Key, (u32, u32)>,
+    names: HashMap<HeaderKey, (u32, u32)>,
 }
 
 /// One file.
@@ -121,8 +121,8 @@ struct Shard {
     stamp: Stamp,
     /// In the file's order. Shared with all that were handed out.
     tensors: Arc<Vec<Tensor>>,
-    /// Where their bytes are, if they lie side by side and each has a multiple of so many bytes, a power of two: then they
-    /// can go to the device as they are.
+    /// Where their bytes are, if they lie side by side and each has a multiple of so many bytes, a power of two: then
+    /// they can go to the device as they are.
     whole: Option<(Range<u64>, usize)>,
     metadata: Metadata,
 }
@@ -196,16 +196,16 @@ fn open_regular(path: &Path, name: &str) -> Result<(File, fs::Metadata)> {
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` file, an index (`model.safetensors.index.json`) with the files that it names, or a folder:
-    /// the index in it, or else all of its `.safetensors` files.
+    /// Opens a `.safetensors` file, an index (`model.safetensors.index.json`) with the files that it names, or a
+    /// folder: the index in it, or else all of its `.safetensors` files.
     ///
     /// # Errors
     /// [`Error::Read`] with what the system says; [`Error::Malformed`] for what is not what it says it is.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let index = match index::find(path)? {
-            Found::Files(files) => return Self::open_files(&files),
-            Found::Index(index) => index,
+            FoundFiles::Files(files) => return Self::open_files(&files),
+            FoundFiles::Index(index) => index,
         };
         // One path at a time: an index may name thousands of files that are not there.
         let shards = index.files().iter().map(|file| Shard::open(&index.path(file)));
@@ -228,8 +228,8 @@ impl Checkpoint {
     /// Opens several files that belong together, with no index: all tensors of all of them.
     ///
     /// # Errors
-    /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Empty`] without
-    /// files.
+    /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Empty`]
+    /// without files.
     pub fn open_files<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
         Self::of(Self::open_shards(paths)?)
     }
@@ -244,9 +244,9 @@ impl Checkpoint {
     /// Lists all tensors by name.
     fn of(shards: Vec<Shard>) -> Result<Self> {
         let count = shards.iter().map(|shard| shard.tensors.len()).sum();
-        let mut names: HashMap<Key, (u32, u32)> = HashMap::new();
+        let mut names: HashMap<HeaderKey, (u32, u32)> = HashMap::new();
         let what = shards.first().map_or("", |shard| &shard.name);
-        room(names.try_reserve(count), what, count.saturating_mul(size_of::<(Key, (u32, u32))>()))?;
+        room(names.try_reserve(count), what, count.saturating_mul(size_of::<(HeaderKey, (u32, u32))>()))?;
         for (s, shard) in shards.iter().enumerate() {
             for (t, tensor) in shard.tensors.iter().enumerate() {
                 // (A header has no room for more than that, and memory none for so many files.)
@@ -314,7 +314,8 @@ impl Checkpoint {
     /// Loads one tensor, into memory of its own, and waits for it. `None`: there is none of that name.
     ///
     /// # Errors
-    /// As for [`Loader::start`] and [`Loading`]; [`Error::Malformed`] for a file that was written to since it was opened.
+    /// As for [`Loader::start`] and [`Loading`]; [`Error::Malformed`] for a file that was written to since it was
+    /// opened.
     pub fn tensor(&self, pipeline: &Pipeline, name: &str) -> Result<Option<DeviceTensor>> {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
         let choose =
@@ -322,8 +323,8 @@ impl Checkpoint {
         self.loader(pipeline).start_with(choose)?.0.next().transpose()
     }
 
-    /// The XXH3 (128 bits) of a tensor's bytes as they are in the file now, read on the caller's thread. `None`: there is
-    /// none of that name.
+    /// The XXH3 (128 bits) of a tensor's bytes as they are in the file now, read on the caller's thread. `None`: there
+    /// is none of that name.
     ///
     /// # Errors
     /// [`Error::Read`]; [`Error::Shrunk`] for a file that has become shorter.
@@ -331,10 +332,10 @@ impl Checkpoint {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
         let range = shard.tensors[place as usize].range();
         let mut hasher = Hasher::default();
-        let mut block = vec![0; (range.end - range.start).min(BLOCK as u64) as usize];
+        let mut block = vec![0; (range.end - range.start).min(READ_BLOCK as u64) as usize];
         let mut at = range.start;
         while at < range.end {
-            let part = (range.end - at).min(BLOCK as u64) as usize;
+            let part = (range.end - at).min(READ_BLOCK as u64) as usize;
             shard.file.read_exact_at(&mut block[..part], at).map_err(|error| match error.kind() {
                 std::io::ErrorKind::UnexpectedEof => {
                     let end = shard.file.metadata().map_or(at, |m| m.len());
@@ -394,7 +395,7 @@ fn missing(what: &str, index: &index::Index, shards: &[Shard], count: usize) -> 
 }
 
 /// What a path stands for.
-enum Found {
+enum FoundFiles {
     Files(Vec<PathBuf>),
     Index(index::Index),
 }

@@ -1,9 +1,9 @@
 //! Checksums of tensors, taken while they are read.
 //!
-//! A tensor's checksum goes over its bytes in order, while the pipeline's threads read chunks side by side. A tensor within
-//! one chunk is its thread's alone. Of a tensor in several, each thread waits for the part before its own: chunks begin in
-//! order, so that part is already being read. So large tensors are as fast as one thread takes checksums; small ones, as fast
-//! as all threads together.
+//! A tensor's checksum goes over its bytes in order, while the pipeline's threads read chunks side by side. A tensor
+//! within one chunk is its thread's alone. Of a tensor in several, each thread waits for the part before its own:
+//! chunks begin in order, so that part is already being read. So large tensors are as fast as one thread takes
+//! checksums; small ones, as fast as all threads together.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::header::Tensor;
 use crate::copy::pipeline::Tap;
 
 /// How often a thread that waits looks whether the transfer has stopped.
-const LOOK: Duration = Duration::from_millis(20);
+const PROGRESS_POLL: Duration = Duration::from_millis(20);
 
 /// XXH3, 128 bits.
 #[derive(Default)]
@@ -40,12 +40,12 @@ pub(super) struct Sums {
 
 struct Sum {
     range: Range<u64>,
-    run: Mutex<Run>,
+    run: Mutex<HashRun>,
     bell: Condvar,
 }
 
 #[derive(Default)]
-struct Run {
+struct HashRun {
     /// There once more than one chunk has to do with it.
     hasher: Option<Hasher>,
     /// Bytes so far.
@@ -83,8 +83,8 @@ impl Tap for Sums {
         let end = at + bytes.len() as u64;
         let first = self.sums.partition_point(|sum| sum.range.end <= at);
         let count = self.sums[first..].partition_point(|sum| sum.range.start < end);
-        // From the back: the chunk behind this one waits for the tensor that reaches into it, and only for that. What this one
-        // waits for comes last.
+        // From the back: the chunk behind this one waits for the tensor that reaches into it, and only for that. What
+        // this one waits for comes last.
         for sum in self.sums[first..first + count].iter().rev() {
             let (from, to) = (sum.range.start.max(at), sum.range.end.min(end));
             if !sum.add(from, &bytes[(from - at) as usize..(to - at) as usize], stopped) {
@@ -103,7 +103,7 @@ impl Sum {
             if stopped() {
                 return false;
             }
-            self.bell.wait_for(&mut run, LOOK);
+            self.bell.wait_for(&mut run, PROGRESS_POLL);
         }
         if bytes.len() as u64 == len {
             run.sum = Some(xxhash_rust::xxh3::xxh3_128(bytes));

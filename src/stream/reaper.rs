@@ -22,10 +22,10 @@ use crate::device::context::Context;
 use crate::error::{Error, Result};
 use crate::foreign;
 
-const SHORTEST: Duration = Duration::from_micros(50);
-const LONGEST: Duration = Duration::from_millis(1);
+const SHORTEST_SLEEP: Duration = Duration::from_micros(50);
+const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 /// Looks without anything in flight before a timeline is taken off the list.
-const LINGER: u32 = 16;
+const IDLE_LOOKS: u32 = 16;
 
 #[derive(Debug, Default)]
 struct Inbox {
@@ -39,14 +39,14 @@ struct Inbox {
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct ReaperShared {
     inbox: Mutex<Inbox>,
     bell: Condvar,
 }
 
 /// How timelines reach their reaper.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Listing(Arc<Shared>);
+pub(crate) struct Listing(Arc<ReaperShared>);
 
 /// The reaper of a device. Dropping it lets the thread end once nothing is in flight any more.
 #[derive(Debug)]
@@ -147,7 +147,7 @@ impl Drop for Reaper {
 }
 
 /// Until the device closes. `busy`: timelines with work in flight, and how often in a row each was found idle.
-fn run(shared: &Shared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
+fn run(shared: &ReaperShared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
     let mut progressed = Instant::now();
     loop {
         {
@@ -171,11 +171,11 @@ fn run(shared: &Shared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
             progress |= look(timeline);
             *idle = if timeline.is_idle() { *idle + 1 } else { 0 };
         }
-        busy.retain(|(timeline, idle)| *idle < LINGER || !timeline.unlist());
+        busy.retain(|(timeline, idle)| *idle < IDLE_LOOKS || !timeline.unlist());
         if progress {
             progressed = Instant::now();
         }
-        let pause = (progressed.elapsed() / 8).clamp(SHORTEST, LONGEST);
+        let pause = (progressed.elapsed() / 8).clamp(SHORTEST_SLEEP, LONGEST_SLEEP);
         let mut inbox = shared.inbox.lock();
         if !inbox.expedite && inbox.arrived.is_empty() {
             shared.bell.wait_for(&mut inbox, pause);

@@ -45,7 +45,7 @@ pub fn thread_misses() -> u64 {
 const BOUNDED: usize = 31;
 
 /// Buckets, the unbounded one included. Under loom a few will do, since each is an atomic of the model.
-const KEPT: usize = if cfg!(loom) { 2 } else { BOUNDED + 1 };
+const KEPT_BUCKETS: usize = if cfg!(loom) { 2 } else { BOUNDED + 1 };
 
 /// Durations, counted in fixed buckets: upper bounds of 1 us times powers of two, and one bucket for the rest.
 ///
@@ -173,7 +173,7 @@ impl Histogram {
 #[derive(Debug)]
 pub(crate) struct SharedHistogram {
     // Relaxed, all of them: sums, not signals. Nothing is read on the strength of one.
-    counts: [AtomicU64; KEPT],
+    counts: [AtomicU64; KEPT_BUCKETS],
     sum_ns: AtomicU64,
 }
 
@@ -184,7 +184,7 @@ impl SharedHistogram {
 
     pub(crate) fn record(&self, duration: Duration) {
         let ns = nanoseconds(duration);
-        let count = &self.counts[bucket_of(ns).min(KEPT - 1)];
+        let count = &self.counts[bucket_of(ns).min(KEPT_BUCKETS - 1)];
         #[cfg(not(pinpool_planted = "histogram_adds_plainly"))]
         count.fetch_add(1, Ordering::Relaxed);
         #[cfg(pinpool_planted = "histogram_adds_plainly")]

@@ -31,26 +31,26 @@ pub(crate) const SAMPLE: u64 = 8;
 
 /// Who asked for a segment.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Origin {
+pub(crate) struct CheckoutSite {
     pub(crate) tag: Option<&'static str>,
     pub(crate) site: Option<&'static Location<'static>>,
 }
 
 /// What is known of a checkout.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Entry {
+pub(crate) struct LedgerEntry {
     /// When it was checked out, or first seen.
     pub(crate) since: Instant,
     /// Whether that is when it was checked out.
     pub(crate) exact: bool,
     /// Bytes asked for, if that is known.
     pub(crate) len: Option<usize>,
-    pub(crate) origin: Origin,
+    pub(crate) origin: CheckoutSite,
 }
 
 /// A segment that a look finds out, and what tells this checkout from a later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Checkout {
+pub(crate) struct TrackedCheckout {
     /// Where it is in the arena: looks come by in this order.
     pub(crate) place: u64,
     pub(crate) generation: u64,
@@ -82,21 +82,22 @@ impl Hasher for AddressHasher {
 /// Checkouts that were entered. Descriptors are named by their address, which is theirs for as long as they are out.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
-    out: HashMap<usize, Entry, BuildHasherDefault<AddressHasher>>,
+    out: HashMap<usize, LedgerEntry, BuildHasherDefault<AddressHasher>>,
     holding: Histogram,
 }
 
 impl Ledger {
     /// A segment goes out.
-    pub(crate) fn enter(&mut self, descriptor: usize, len: usize, origin: Origin) {
-        self.out.insert(descriptor, Entry { since: Instant::now(), exact: true, len: Some(len), origin });
+    pub(crate) fn enter(&mut self, descriptor: usize, len: usize, origin: CheckoutSite) {
+        self.out
+            .insert(descriptor, LedgerEntry { since: Instant::now(), exact: true, len: Some(len), origin });
     }
 
     pub(crate) fn has(&self, descriptor: usize) -> bool {
         self.out.contains_key(&descriptor)
     }
 
-    pub(crate) fn get(&self, descriptor: usize) -> Option<Entry> {
+    pub(crate) fn get(&self, descriptor: usize) -> Option<LedgerEntry> {
         self.out.get(&descriptor).copied()
     }
 
@@ -121,31 +122,31 @@ impl Ledger {
 /// pool's lock: those who look are the only ones to need it.
 #[derive(Debug, Default)]
 pub(crate) struct Sightings {
-    seen: Vec<(Checkout, Instant)>,
+    seen: Vec<(TrackedCheckout, Instant)>,
 }
 
 /// A look at everything that is out.
 #[derive(Debug)]
-pub(crate) struct Look<'a> {
+pub(crate) struct SightingRound<'a> {
     sightings: &'a mut Sightings,
     /// How far it has come in the last look's.
     at: usize,
-    seen: Vec<(Checkout, Instant)>,
+    seen: Vec<(TrackedCheckout, Instant)>,
 }
 
 impl Sightings {
     /// Begins a look.
-    pub(crate) fn look(&mut self) -> Look<'_> {
+    pub(crate) fn look(&mut self) -> SightingRound<'_> {
         let seen = Vec::with_capacity(self.seen.len());
-        Look { sightings: self, at: 0, seen }
+        SightingRound { sightings: self, at: 0, seen }
     }
 }
 
-impl Look<'_> {
+impl SightingRound<'_> {
     /// A segment without an entry was seen out, not later than `now`. Places come in ascending order. What is known of
     /// it.
-    pub(crate) fn see(&mut self, checkout: Checkout, now: Instant) -> Entry {
-        let same = |before: &Checkout| {
+    pub(crate) fn see(&mut self, checkout: TrackedCheckout, now: Instant) -> LedgerEntry {
+        let same = |before: &TrackedCheckout| {
             // Landed or waited for since, it is the same one still, as far as nothing came back.
             (before.place, before.generation) == (checkout.place, checkout.generation)
                 && checkout.returns.is_none_or(|now| before.returns.is_some_and(|before| before == now))
@@ -157,7 +158,7 @@ impl Look<'_> {
         let before = earlier.get(self.at).filter(|(before, _)| same(before));
         let since = before.map_or(now, |(_, since)| *since);
         self.seen.push((checkout, since));
-        Entry { since, exact: false, len: None, origin: Origin::default() }
+        LedgerEntry { since, exact: false, len: None, origin: CheckoutSite::default() }
     }
 
     /// Everything was seen; what was not is forgotten.
@@ -176,7 +177,7 @@ mod tests {
     fn what_is_entered_is_counted_once() {
         let mut ledger = Ledger::default();
         ledger.close(1);
-        ledger.enter(1, 10, Origin { tag: Some("a"), site: None });
+        ledger.enter(1, 10, CheckoutSite { tag: Some("a"), site: None });
         let entry = ledger.get(1).unwrap();
         assert_eq!((entry.exact, entry.len, entry.origin.tag), (true, Some(10), Some("a")));
         [1, 1].into_iter().for_each(|descriptor| ledger.close(descriptor));
@@ -190,7 +191,7 @@ mod tests {
         let mut see = |generation, returns| {
             let mut look = sightings.look();
             let now = Instant::now();
-            let entry = look.see(Checkout { place: 1, generation, returns }, now);
+            let entry = look.see(TrackedCheckout { place: 1, generation, returns }, now);
             look.end();
             std::thread::sleep(std::time::Duration::from_millis(1));
             entry.since == now
@@ -211,7 +212,8 @@ mod tests {
         let mut look_for = |places: &[u64], after: u64| {
             let now = start + std::time::Duration::from_secs(after);
             let mut look = sightings.look();
-            let see = |place: &u64| look.see(Checkout { place: *place, generation: 0, returns: None }, now);
+            let see =
+                |place: &u64| look.see(TrackedCheckout { place: *place, generation: 0, returns: None }, now);
             let ages: Vec<u64> = places.iter().map(see).map(|e| (now - e.since).as_secs()).collect();
             look.end();
             ages

@@ -16,7 +16,7 @@ const REPLAYED: u64 = 64;
 /// How a metric behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Kind {
+pub enum MetricKind {
     /// Counts up; each poll sends what came since the one before.
     Counter,
     /// Has a value at a moment: a whole number.
@@ -30,7 +30,7 @@ pub enum Kind {
 /// What a metric's numbers are of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Unit {
+pub enum MetricUnit {
     /// Bytes.
     Bytes,
     /// Seconds.
@@ -48,9 +48,9 @@ pub struct Metric {
     /// Its name, in OpenTelemetry's manner. In Prometheus's, the points are underscores.
     pub name: &'static str,
     /// How it behaves.
-    pub kind: Kind,
+    pub kind: MetricKind,
     /// What its numbers are of.
-    pub unit: Unit,
+    pub unit: MetricUnit,
     /// Its labels (attributes).
     pub labels: &'static [&'static str],
     /// What it is.
@@ -67,7 +67,7 @@ impl Metric {
 
 /// A value to be sent.
 #[derive(Clone, Debug)]
-pub(super) enum Value {
+pub(super) enum MetricValue {
     Count(u64),
     Level(u64),
     Real(f64),
@@ -123,22 +123,22 @@ macro_rules! event {
 /// The events that a value makes.
 macro_rules! send {
     (Counter, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Count(count) = *$value {
+        if let MetricValue::Count(count) = *$value {
             event!(monotonic_counter, $name, count, $labels)
         }
     };
     (Gauge, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Level(level) = *$value {
+        if let MetricValue::Level(level) = *$value {
             event!(gauge, $name, level, $labels)
         }
     };
     (Real, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Real(real) = *$value {
+        if let MetricValue::Real(real) = *$value {
             event!(gauge, $name, real, $labels)
         }
     };
     (Histogram, $name:tt, $value:ident, $labels:ident) => {
-        if let Value::Durations(durations) = $value {
+        if let MetricValue::Durations(durations) = $value {
             for (seconds, count) in thinned(durations) {
                 for _ in 0..count {
                     event!(histogram, $name, seconds, $labels)
@@ -160,15 +160,15 @@ macro_rules! table {
         pub const METRICS: &[Metric] = &[
             $(Metric {
                 name: concat!(stringify!($first) $(, ".", stringify!($rest))*),
-                kind: Kind::$kind,
-                unit: Unit::$unit,
+                kind: MetricKind::$kind,
+                unit: MetricUnit::$unit,
                 labels: &[$(stringify!($label)),*],
                 help: $help,
             },)*
         ];
 
         /// Sends a value as events.
-        pub(super) fn send_event(id: Id, value: &Value, labels: &Labels) {
+        pub(super) fn send_event(id: Id, value: &MetricValue, labels: &Labels) {
             match id {
                 $(Id::$id => send!($kind, [$first $(.$rest)*], value, labels),)*
             }
@@ -268,16 +268,16 @@ pub(super) fn describe() {
     metrics::with_recorder(|recorder| {
         for metric in METRICS {
             let unit = Some(match metric.unit {
-                Unit::Bytes => metrics::Unit::Bytes,
-                Unit::Seconds => metrics::Unit::Seconds,
+                MetricUnit::Bytes => metrics::Unit::Bytes,
+                MetricUnit::Seconds => metrics::Unit::Seconds,
                 // The facade has no bytes a second, but bits in several sizes; the name says it.
-                Unit::BytesPerSecond | Unit::Count => metrics::Unit::Count,
+                MetricUnit::BytesPerSecond | MetricUnit::Count => metrics::Unit::Count,
             });
             let (name, help) = (metric.name.into(), metric.help.into());
             match metric.kind {
-                Kind::Counter => recorder.describe_counter(name, unit, help),
-                Kind::Gauge | Kind::Real => recorder.describe_gauge(name, unit, help),
-                Kind::Histogram => recorder.describe_histogram(name, unit, help),
+                MetricKind::Counter => recorder.describe_counter(name, unit, help),
+                MetricKind::Gauge | MetricKind::Real => recorder.describe_gauge(name, unit, help),
+                MetricKind::Histogram => recorder.describe_histogram(name, unit, help),
             }
         }
     });
@@ -285,18 +285,18 @@ pub(super) fn describe() {
 
 /// Sends a value to the facade. Histograms are exact where the recorder has [our bounds](Histogram::BOUNDS_NS).
 #[cfg(feature = "metrics")]
-pub(super) fn send_to_recorder(id: Id, value: &Value, labels: &Labels) {
-    static METADATA: metrics::Metadata<'static> =
+pub(super) fn send_to_recorder(id: Id, value: &MetricValue, labels: &Labels) {
+    static RECORDER_METADATA: metrics::Metadata<'static> =
         metrics::Metadata::new(TARGET, metrics::Level::INFO, Some(module_path!()));
     let labels: Vec<metrics::Label> =
         labels.named().map(|(name, value)| metrics::Label::new(name, value)).collect();
     let key = metrics::Key::from_parts(id.metric().name, labels);
     metrics::with_recorder(|recorder| match value {
-        Value::Count(count) => recorder.register_counter(&key, &METADATA).increment(*count),
-        Value::Level(level) => recorder.register_gauge(&key, &METADATA).set(*level as f64),
-        Value::Real(real) => recorder.register_gauge(&key, &METADATA).set(*real),
-        Value::Durations(durations) => {
-            let histogram = recorder.register_histogram(&key, &METADATA);
+        MetricValue::Count(count) => recorder.register_counter(&key, &RECORDER_METADATA).increment(*count),
+        MetricValue::Level(level) => recorder.register_gauge(&key, &RECORDER_METADATA).set(*level as f64),
+        MetricValue::Real(real) => recorder.register_gauge(&key, &RECORDER_METADATA).set(*real),
+        MetricValue::Durations(durations) => {
+            let histogram = recorder.register_histogram(&key, &RECORDER_METADATA);
             for bucket in durations.buckets().filter(|bucket| bucket.count > 0) {
                 histogram.record_many(stands_for(bucket.upper), bucket.count as usize);
             }
@@ -321,15 +321,15 @@ mod tests {
                 name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_'),
                 "{name}"
             );
-            assert_eq!(metric.kind == Kind::Counter, name.ends_with("_total"), "{name}");
+            assert_eq!(metric.kind == MetricKind::Counter, name.ends_with("_total"), "{name}");
             let unit = match metric.unit {
-                Unit::Bytes => name.trim_end_matches("_total").ends_with("_bytes"),
-                Unit::Seconds => name.ends_with("_seconds"),
-                Unit::BytesPerSecond => name.ends_with("_bytes_per_second"),
-                Unit::Count => !name.contains("_bytes") && !name.contains("_seconds"),
+                MetricUnit::Bytes => name.trim_end_matches("_total").ends_with("_bytes"),
+                MetricUnit::Seconds => name.ends_with("_seconds"),
+                MetricUnit::BytesPerSecond => name.ends_with("_bytes_per_second"),
+                MetricUnit::Count => !name.contains("_bytes") && !name.contains("_seconds"),
             };
             assert!(unit, "{name} does not say that it is of {:?}", metric.unit);
-            assert!(metric.kind != Kind::Histogram || metric.unit == Unit::Seconds, "{name}");
+            assert!(metric.kind != MetricKind::Histogram || metric.unit == MetricUnit::Seconds, "{name}");
         }
     }
 
@@ -338,9 +338,9 @@ mod tests {
         let page = include_str!("mod.rs");
         for metric in METRICS {
             let kind = match metric.kind {
-                Kind::Counter => "counter",
-                Kind::Gauge | Kind::Real => "gauge",
-                Kind::Histogram => "histogram",
+                MetricKind::Counter => "counter",
+                MetricKind::Gauge | MetricKind::Real => "gauge",
+                MetricKind::Histogram => "histogram",
             };
             let row = format!("//! | `{}` | {kind} | {} |", metric.name, metric.labels.join(", "));
             assert!(page.contains(&row), "the page of the module lacks\n{row} {} |", metric.help);

@@ -124,7 +124,7 @@ pub(crate) mod stuck;
 use std::time::Duration;
 
 pub use counters::{Bucket, ErrorCounts, Histogram, thread_misses};
-pub use metrics::{Kind, METRICS, Metric, Unit};
+pub use metrics::{METRICS, Metric, MetricKind, MetricUnit};
 pub use sampler::{Sampler, Sampling};
 pub use snapshot::{ClassStats, DeviceStats, Snapshot, StreamStats};
 pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};

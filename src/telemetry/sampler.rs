@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::counters::{ErrorCounts, Histogram};
-use super::metrics::{self, Id, Labels, Value};
+use super::metrics::{self, Id, Labels, MetricValue};
 use super::snapshot::{ClassStats, DeviceStats, StreamStats};
 use super::stuck;
 use crate::device::handle::Device;
@@ -25,7 +25,7 @@ use crate::pool::{Pool, PoolStats, WeakPool};
 use crate::region::Pinning;
 
 /// Stuck buffers of a pool that one poll logs at most.
-const LISTED: usize = 8;
+const STREAMS_LISTED: usize = 8;
 
 /// Looks at pools, and sends what it sees: metrics, and events about what is stuck. See [`METRICS`](super::METRICS).
 ///
@@ -247,7 +247,7 @@ impl Sender {
         }
     }
 
-    fn send(&mut self, id: Id, value: Value, labels: &Labels) {
+    fn send(&mut self, id: Id, value: MetricValue, labels: &Labels) {
         if self.events {
             foreign::tell_now(|| metrics::send_event(id, &value, labels));
         }
@@ -258,18 +258,18 @@ impl Sender {
     }
 
     fn level(&mut self, id: Id, level: usize, labels: &Labels) {
-        self.send(id, Value::Level(level as u64), labels);
+        self.send(id, MetricValue::Level(level as u64), labels);
     }
 
     /// What came since.
     fn count(&mut self, id: Id, now: u64, before: u64, labels: &Labels) {
-        self.send(id, Value::Count(now.saturating_sub(before)), labels);
+        self.send(id, MetricValue::Count(now.saturating_sub(before)), labels);
     }
 
     fn durations(&mut self, id: Id, now: &Histogram, before: &Histogram, labels: &Labels) {
         let new = now.since(before);
         if new.count() > 0 {
-            self.send(id, Value::Durations(Box::new(new)), labels);
+            self.send(id, MetricValue::Durations(Box::new(new)), labels);
         }
     }
 
@@ -298,14 +298,14 @@ impl Watched {
         to.durations(Id::HoldingSeconds, &now.holding, &self.holding, labels);
         send_pinning(&now.pinning, to, labels);
         if let Ok(since) = SystemTime::now().duration_since(UNIX_EPOCH) {
-            to.send(Id::Sampled, Value::Real(since.as_secs_f64()), labels);
+            to.send(Id::Sampled, MetricValue::Real(since.as_secs_f64()), labels);
         }
         for class in &now.classes {
             let stride = class.stride.map_or_else(|| "large".to_owned(), |stride| stride.to_string());
             let labels = &Labels { stride: Some(stride), ..labels.clone() };
-            to.send(Id::ClassFree, Value::Level(class.free), labels);
-            to.send(Id::ClassOut, Value::Level(class.out), labels);
-            to.send(Id::ClassCached, Value::Level(class.cached), labels);
+            to.send(Id::ClassFree, MetricValue::Level(class.free), labels);
+            to.send(Id::ClassOut, MetricValue::Level(class.out), labels);
+            to.send(Id::ClassCached, MetricValue::Level(class.cached), labels);
             let before = self.classes.iter().find(|c| c.stride == class.stride).map_or(0, |c| c.checkouts);
             to.count(Id::ClassCheckouts, class.checkouts, before, labels);
         }
@@ -365,8 +365,8 @@ impl Watched {
         to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
         // Those that are not stuck any more are logged again if they are one day; those that are too many for this
         // look, by one of the next.
-        let mut logged = HashSet::with_capacity(found.len().min(self.logged.len() + LISTED));
-        let mut left = LISTED;
+        let mut logged = HashSet::with_capacity(found.len().min(self.logged.len() + STREAMS_LISTED));
+        let mut left = STREAMS_LISTED;
         for buffer in &found {
             if self.logged.contains(&buffer.known_by) {
                 logged.insert(buffer.known_by);
@@ -381,8 +381,8 @@ impl Watched {
 }
 
 fn send_pinning(now: &Pinning, to: &mut Sender, labels: &Labels) {
-    to.send(Id::PinningSpeed, Value::Real(now.bytes_per_second().unwrap_or(0.0)), labels);
-    to.send(Id::LongestPin, Value::Real(now.longest_call.as_secs_f64()), labels);
+    to.send(Id::PinningSpeed, MetricValue::Real(now.bytes_per_second().unwrap_or(0.0)), labels);
+    to.send(Id::LongestPin, MetricValue::Real(now.longest_call.as_secs_f64()), labels);
 }
 
 impl WatchedDevice {

@@ -21,9 +21,9 @@ use crate::freelist::state;
 pub use crate::stream::timeline::EventState;
 
 /// Reports that nobody asked for come at most so often.
-pub(crate) const PAUSE: Duration = Duration::from_secs(60);
+pub(crate) const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// Buffers that such a report lists at most.
-const LISTED: usize = 8;
+const BUFFERS_LISTED: usize = 8;
 
 /// What has become of a buffer that is out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -179,7 +179,7 @@ pub(crate) fn report<'a>(
         target: "pinpool::pool::stuck", pool, waited_seconds = waited.as_secs_f64(), buffers = all.len(), bytes,
         "a wait for memory timed out; the buffers that have been out for longest follow"
     );
-    for buffer in all.iter().take(LISTED) {
+    for buffer in all.iter().take(BUFFERS_LISTED) {
         emit(pool, buffer);
     }
 }

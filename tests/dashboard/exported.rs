@@ -14,7 +14,8 @@ fn named(text: &str) -> BTreeSet<String> {
     ours.map(|word| word.trim_end_matches("_bucket").to_owned()).collect()
 }
 
-/// What the server exports, once everything that it ever will has been counted: histograms begin with their first value.
+/// What the server exports, once everything that it ever will has been counted: histograms begin with their first
+/// value.
 fn exported() -> BTreeSet<String> {
     let start = Instant::now();
     loop {

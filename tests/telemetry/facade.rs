@@ -7,7 +7,7 @@ use metrics::{
     Counter, CounterFn, Gauge, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit,
 };
 use pinpool::host::HostConfig;
-use pinpool::telemetry::{Histogram, Kind, METRICS, Sampler};
+use pinpool::telemetry::{Histogram, METRICS, MetricKind, Sampler};
 
 use crate::Bench;
 use crate::record::{alone, clear, events};
@@ -111,8 +111,8 @@ fn the_recorder_gets_what_the_events_have() {
     assert_eq!(described.len(), METRICS.len());
     for metric in METRICS {
         let kind = match metric.kind {
-            Kind::Counter => "counter",
-            Kind::Histogram => "histogram",
+            MetricKind::Counter => "counter",
+            MetricKind::Histogram => "histogram",
             _ => "gauge",
         };
         assert_eq!(described[metric.name].0, kind, "{}", metric.name);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use pinpool::Request;
 use pinpool::host::HostConfig;
-use pinpool::telemetry::{Kind, METRICS, Sampler};
+use pinpool::telemetry::{METRICS, MetricKind, Sampler};
 use tracing::Level;
 
 use crate::record::{Record, all, alone, clear, event, events};
@@ -64,8 +64,8 @@ fn every_metric_is_sent_as_the_table_says() {
         let known = METRICS.iter().find(|metric| metric.name == name);
         let known = known.unwrap_or_else(|| panic!("{name} is not in the table"));
         let wanted = match known.kind {
-            Kind::Counter => "monotonic_counter",
-            Kind::Histogram => "histogram",
+            MetricKind::Counter => "monotonic_counter",
+            MetricKind::Histogram => "histogram",
             _ => "gauge",
         };
         assert_eq!(prefix, wanted, "{name}");

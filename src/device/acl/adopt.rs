@@ -2,18 +2,18 @@
 //!
 //! # Contexts
 //!
-//! Most servers are in their device's default context (`aclrtSetDevice`). Where the device is open here, it is recognised:
-//! adopting it is opening the device. Where it is not, nothing is tried to find out: setting a device and resetting it, the
-//! only way to be told its default context, ends it for everybody who has made a context there without setting it. So any
-//! other context is worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came
-//! from it is gone, and a little longer, so its owner can leave something with us that is dropped after the last call: the
-//! *keeper*.
+//! Most servers are in their device's default context (`aclrtSetDevice`). Where the device is open here, it is
+//! recognised: adopting it is opening the device. Where it is not, nothing is tried to find out: setting a device and
+//! resetting it, the only way to be told its default context, ends it for everybody who has made a context there
+//! without setting it. So any other context is worked in as it is, and never destroyed here. Our threads make calls
+//! until the last buffer that came from it is gone, and a little longer, so its owner can leave something with us that
+//! is dropped after the last call: the *keeper*.
 //!
 //! # Streams
 //!
-//! The library has no number for a stream that no other stream has or had, so nothing is concluded from two handles being
-//! equal: each adoption stands for itself. Nor does it tell a stream's context; but an event can only be recorded on a
-//! stream of the current one (107003), and recording one does no harm. So that is how a stream is looked at.
+//! The library has no number for a stream that no other stream has or had, so nothing is concluded from two handles
+//! being equal: each adoption stands for itself. Nor does it tell a stream's context; but an event can only be recorded
+//! on a stream of the current one (107003), and recording one does no harm. So that is how a stream is looked at.
 
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -21,10 +21,10 @@ use std::sync::Arc;
 
 use crate::locks::Mutex;
 
-use super::api::Api;
-use super::error::Code;
-use super::{Acl, Current, Found, check, host, on_other_thread, stream};
-use crate::device::{Adopted, StreamHandle};
+use super::api::AclApi;
+use super::error::AclCode;
+use super::{Acl, AclCurrent, FoundContext, check, host, on_other_thread, stream};
+use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 
 /// Handles of streams that others made.
@@ -45,7 +45,7 @@ impl Foreign {
 ///
 /// # Safety
 /// `context` is a context of AscendCL, and is not destroyed before the driver is dropped.
-pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
+pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     crate::os::watch_forks()?;
     let name: Arc<str> = "acl".into();
     if context.is_null() {
@@ -53,29 +53,30 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
             "a null context was to be adopted; pass the one that aclrtCreateContext or aclrtGetCurrentContext gave".into(),
         ));
     }
-    let api = Api::get(&name)?;
-    let theirs = Found { context, on_device: false };
+    let api = AclApi::get(&name)?;
+    let theirs = FoundContext { context, on_device: false };
     let (ordinal, found) = on_other_thread(&name, || {
         // As a whole, so that it may go to the thread.
         let theirs = { theirs };
-        let _current = Current::enter(api, &name, theirs.context, None)?;
+        let _current = AclCurrent::enter(api, &name, theirs.context, None)?;
         let mut ordinal = -1;
         // SAFETY: writes a number.
         check(api, &name, "aclrtGetDevice", unsafe { (api.get_device)(&raw mut ordinal) })?;
-        Ok((ordinal, Found::current(api, &name)?))
+        Ok((ordinal, FoundContext::current(api, &name)?))
     })?;
     let known = u32::try_from(ordinal).map_err(|_| Error::Unavailable {
         device: name.to_string(),
         why: format!("the context is of a device that has the number {ordinal}"),
     })?;
     if host::is_default(context) {
-        return Ok(Adopted::Default(format!("acl:{known}")));
+        return Ok(AdoptedContext::Default(format!("acl:{known}")));
     }
-    let name: Arc<str> = format!("acl:{known} (adopted context {})", Adopted::number(context.addr())).into();
+    let name: Arc<str> =
+        format!("acl:{known} (adopted context {})", AdoptedContext::number(context.addr())).into();
     let key = format!("acl context {:#x}", context.addr());
     let driver = Arc::new(Acl::new(api, name, ordinal, found, false));
     host::opened(&driver);
-    Ok(Adopted::Other { key, driver })
+    Ok(AdoptedContext::Other { key, driver })
 }
 
 impl Acl {
@@ -83,8 +84,8 @@ impl Acl {
         self.context
     }
 
-    /// The handle by which a stream of this context is called, after everything was looked at that can be looked at. Null
-    /// is the context's default stream.
+    /// The handle by which a stream of this context is called, after everything was looked at that can be looked at.
+    /// Null is the context's default stream.
     ///
     /// # Errors
     /// [`Error::WrongContext`]; what the library says.
@@ -99,7 +100,7 @@ impl Acl {
             // Destroying waits for nothing, whatever became of it.
             let destroyed = self.event_destroy(event);
             return match error {
-                Error::Device(error) if error.code == i64::from(Code::STREAM_CONTEXT.0) => {
+                Error::Device(error) if error.code == i64::from(AclCode::STREAM_CONTEXT.0) => {
                     destroyed.and(Err(Error::WrongContext { device: self.name.to_string() }))
                 }
                 error => Err(error),
@@ -116,15 +117,15 @@ impl Acl {
     }
 
     /// What there is to know about the library and the device.
-    pub(crate) fn about(&self) -> About {
+    pub(crate) fn about(&self) -> ContextFacts {
         let api = self.api;
         let version = api.version.and_then(|ask| {
             let (mut major, mut minor, mut patch) = (0, 0, 0);
             // SAFETY: writes three numbers.
             let code = unsafe { ask(&raw mut major, &raw mut minor, &raw mut patch) };
-            (code == Code::SUCCESS).then_some((major, minor, patch))
+            (code == AclCode::SUCCESS).then_some((major, minor, patch))
         });
-        About {
+        ContextFacts {
             library: api.path.clone(),
             version,
             soc: api.soc(),
@@ -136,7 +137,7 @@ impl Acl {
 }
 
 /// See [`Acl::about`].
-pub(crate) struct About {
+pub(crate) struct ContextFacts {
     pub(crate) library: std::path::PathBuf,
     pub(crate) version: Option<(i32, i32, i32)>,
     pub(crate) soc: Option<String>,

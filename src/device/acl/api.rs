@@ -1,21 +1,21 @@
 //! The library's entry points that the pool calls, looked up one by one.
 //!
-//! The C interface has kept its signatures since 2022 (those of the calls below are the same in `acl_rt.h` of January 2022
-//! and of CANN 9.2), so one table serves every version. What was there in January 2022 is required, and its absence is an
-//! error that names the call; what came later is looked up and may be missing. A result is a number, never a Rust enum:
-//! newer libraries have codes and statuses that are not known here.
+//! The C interface has kept its signatures since 2022 (those of the calls below are the same in `acl_rt.h` of January
+//! 2022 and of CANN 9.2), so one table serves every version. What was there in January 2022 is required, and its
+//! absence is an error that names the call; what came later is looked up and may be missing. A result is a number,
+//! never a Rust enum: newer libraries have codes and statuses that are not known here.
 //!
 //! # Which library
 //!
 //! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` tells it where), else in the toolkit that
 //! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path given to
-//! [`use_library`], or by the environment variable `PINPOOL_LIBASCENDCL`, comes before all that, and then nothing else is
-//! tried. The choice is made once in a process. A library that was loaded is never unloaded.
+//! [`use_library`], or by the environment variable `PINPOOL_LIBASCENDCL`, comes before all that, and then nothing else
+//! is tried. The choice is made once in a process. A library that was loaded is never unloaded.
 //!
 //! # Beginning and ending
 //!
-//! `aclInit` is called here. Whoever called it first, the second call says so (100002), and that is success. `aclFinalize`
-//! is never called: it ends the library for everybody in the process, at once.
+//! `aclInit` is called here. Whoever called it first, the second call says so (100002), and that is success.
+//! `aclFinalize` is never called: it ends the library for everybody in the process, at once.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
@@ -24,7 +24,7 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-use super::error::Code;
+use super::error::AclCode;
 use crate::error::{Error, Result};
 
 // As in acl_rt.h: all handles are pointers.
@@ -70,7 +70,7 @@ const _: () = assert!(size_of::<MallocAttribute>() == 12 && size_of::<MallocConf
 const _: () = assert!(size_of::<PointerAttributes>() == 28);
 
 /// Names the library to load.
-const PATH: &str = "PINPOOL_LIBASCENDCL";
+const LIBRARY_VARIABLE: &str = "PINPOOL_LIBASCENDCL";
 const FILE: &str = "libascendcl.so";
 /// Where CANN's environment script says that it is, and where its installers put it by default.
 const HOMES: [&str; 2] = ["ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"];
@@ -83,24 +83,25 @@ const USUAL: [&str; 4] = [
 
 /// The library that a program has chosen.
 static CHOSEN: OnceLock<PathBuf> = OnceLock::new();
-static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
+static ACL_API: OnceLock<std::result::Result<AclApi, String>> = OnceLock::new();
 
 macro_rules! table {
     (required { $( $name:ident = $symbol:literal : fn($($arg:ty),* $(,)?) ;)* }
      optional { $( $(#[$odoc:meta])* $oname:ident = $osymbol:literal : fn($($oarg:ty),* $(,)?) $(-> $oret:ty)? ;)* }) => {
         /// The entry points. Those of the second part exist only in newer libraries.
         #[derive(Debug)]
-        pub(super) struct Api {
+        pub(super) struct AclApi {
             /// The file that was loaded.
             pub(super) path: PathBuf,
-            $( pub(super) $name: unsafe extern "C" fn($($arg),*) -> Code, )*
+            $( pub(super) $name: unsafe extern "C" fn($($arg),*) -> AclCode, )*
             $( $(#[$odoc])* pub(super) $oname: Option<unsafe extern "C" fn($($oarg),*) -> table!(@ret $($oret)?)>, )*
         }
 
-        impl Api {
+        impl AclApi {
             /// The calls of a library, or the name of the first that is missing.
             fn resolve(library: &Library, path: PathBuf) -> std::result::Result<Self, &'static str> {
-                // SAFETY: the symbols are AscendCL's, whose signatures are those of acl_rt.h; the caller keeps the library.
+                // SAFETY: the symbols are AscendCL's, whose signatures are those of acl_rt.h; the caller keeps the
+                // library.
                 unsafe {
                     Ok(Self {
                         path,
@@ -116,7 +117,7 @@ macro_rules! table {
             }
         }
     };
-    (@ret) => { Code };
+    (@ret) => { AclCode };
     (@ret $ret:ty) => { $ret };
 }
 
@@ -172,13 +173,14 @@ table! {
     }
 }
 
-/// Chooses the library to load. Safe in itself: what is chosen is loaded later, by the word of the public function's caller.
+/// Chooses the library to load. Safe in itself: what is chosen is loaded later, by the word of the public function's
+/// caller.
 ///
 /// # Errors
 /// [`Error::Config`]: another one was chosen before, or loading was tried.
 pub(crate) fn use_library(path: &Path) -> Result<()> {
     crate::os::check_fork()?;
-    let first = match API.get() {
+    let first = match ACL_API.get() {
         Some(Ok(api)) => &api.path,
         Some(Err(why)) => {
             return Err(Error::Config(format!(
@@ -201,7 +203,7 @@ pub(crate) fn use_library(path: &Path) -> Result<()> {
 fn named() -> Option<(PathBuf, &'static str)> {
     let chosen = CHOSEN.get().map(|path| (path.clone(), "it was chosen by acl::use_library"));
     chosen.or_else(|| {
-        let set = std::env::var_os(PATH).filter(|path| !path.is_empty());
+        let set = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty());
         set.map(|path| (path.into(), "PINPOOL_LIBASCENDCL names it; correct or unset that"))
     })
 }
@@ -219,20 +221,20 @@ pub(crate) fn library_candidates() -> Vec<PathBuf> {
     named().map_or_else(usual, |(path, _)| vec![path])
 }
 
-impl Api {
+impl AclApi {
     /// The library of this machine, loaded once and initialised.
     ///
     /// # Errors
     /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
     pub(super) fn get(device: &str) -> Result<&'static Self> {
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = API.get_or_init(|| Self::load(named()));
+        let api = ACL_API.get_or_init(|| Self::load(named()));
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: after the first it only says so, and what it failed for may have been put right.
         // SAFETY: no configuration is given, which is allowed.
         match unsafe { (api.init)(std::ptr::null()) } {
-            code @ (Code::SUCCESS | Code::REPEAT_INITIALIZE) => {
-                if code == Code::REPEAT_INITIALIZE {
+            code @ (AclCode::SUCCESS | AclCode::REPEAT_INITIALIZE) => {
+                if code == AclCode::REPEAT_INITIALIZE {
                     api.expected();
                 }
                 super::gate::watch();
@@ -255,7 +257,7 @@ impl Api {
             || {
                 format!(
                     "install CANN (toolkit or runtime), source its set_env.sh, set ASCEND_TOOLKIT_HOME, or name the \
-                     library by {PATH}"
+                     library by {LIBRARY_VARIABLE}"
                 )
             },
             |(_, remedy)| (*remedy).to_owned(),
@@ -263,8 +265,8 @@ impl Api {
         let candidates = named.map_or_else(usual, |(path, _)| vec![path]);
         let mut tried = Vec::new();
         for file in candidates {
-            // SAFETY: AscendCL's initialisers have no preconditions; another library is vouched for by the caller of the
-            // unsafe `use_library`, or by the environment, which is trusted (`crate::acl` says so).
+            // SAFETY: AscendCL's initialisers have no preconditions; another library is vouched for by the caller of
+            // the unsafe `use_library`, or by the environment, which is trusted (`crate::acl` says so).
             let library = match unsafe { Library::new(&file) } {
                 Ok(library) => library,
                 Err(error) => {
@@ -316,9 +318,9 @@ mod tests {
 
     #[test]
     fn a_library_that_is_missing_or_another_one_is_an_error_that_says_so() {
-        let missing = Api::load(Some(("/nowhere/libascendcl.so".into(), "correct it"))).unwrap_err();
+        let missing = AclApi::load(Some(("/nowhere/libascendcl.so".into(), "correct it"))).unwrap_err();
         assert!(missing.contains("/nowhere/libascendcl.so") && missing.ends_with("correct it"), "{missing}");
-        let other = Api::load(Some(("libm.so.6".into(), ""))).unwrap_err();
+        let other = AclApi::load(Some(("libm.so.6".into(), ""))).unwrap_err();
         assert!(other.contains("lacks aclInit") && other.contains("2022"), "{other}");
     }
 }

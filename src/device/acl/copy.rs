@@ -27,7 +27,7 @@ use crate::device::{DevicePtr, StreamHandle, Transfer};
 use crate::error::Result;
 
 /// What an asynchronous copy's addresses are multiples of, on the device as on the host.
-const ALIGN: usize = 64;
+const COPY_ALIGN: usize = 64;
 
 /// acl_rt.h: aclrtMemcpyKind.
 const HOST_TO_DEVICE: c_int = 1;
@@ -36,7 +36,7 @@ const DEVICE_TO_DEVICE: c_int = 3;
 
 /// A copy that has the device on one side at least, as the library is told.
 #[derive(Clone, Copy)]
-struct Call {
+struct CopyCall {
     dst: *mut c_void,
     src: *const c_void,
     len: usize,
@@ -53,25 +53,25 @@ impl Acl {
     pub(super) unsafe fn submit_copy(&self, on: StreamHandle, transfer: Transfer) -> Result<()> {
         let (call, locked) = match transfer {
             Transfer::Upload { src, dst, len } => {
-                let call = Call { dst: device(dst), src: src.cast(), len, kind: HOST_TO_DEVICE };
+                let call = CopyCall { dst: device(dst), src: src.cast(), len, kind: HOST_TO_DEVICE };
                 (call, is_locked(src, len))
             }
             Transfer::Download { src, dst, len } => {
-                let call = Call { dst: dst.cast(), src: device(src), len, kind: DEVICE_TO_HOST };
+                let call = CopyCall { dst: dst.cast(), src: device(src), len, kind: DEVICE_TO_HOST };
                 (call, is_locked(dst, len))
             }
             Transfer::OnDevice { src, dst, len } => {
-                (Call { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }, true)
+                (CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }, true)
             }
             // SAFETY: the caller's word.
             Transfer::OnHost { src, dst, len } => return unsafe { self.copy_on_host(on, src, dst, len) },
         };
-        if !locked || call.dst.addr() % ALIGN != 0 || call.src.addr() % ALIGN != 0 {
+        if !locked || call.dst.addr() % COPY_ALIGN != 0 || call.src.addr() % COPY_ALIGN != 0 {
             // SAFETY: the caller's word, which holds for longer than this call.
             return unsafe { self.copy_in_place(on, call) };
         }
         let _current = self.current()?;
-        let Call { dst, src, len, kind } = call;
+        let CopyCall { dst, src, len, kind } = call;
         // SAFETY: the caller's word for host memory, which is page-locked; the device's is within its allocation.
         let code = unsafe { (self.api.copy_async)(dst, len, src, len, kind, stream(on)) };
         self.said("aclrtMemcpyAsync", code)
@@ -82,13 +82,13 @@ impl Acl {
     pub(super) unsafe fn copy_here(&self, on: StreamHandle, transfer: Transfer) -> Result<()> {
         let call = match transfer {
             Transfer::Upload { src, dst, len } => {
-                Call { dst: device(dst), src: src.cast(), len, kind: HOST_TO_DEVICE }
+                CopyCall { dst: device(dst), src: src.cast(), len, kind: HOST_TO_DEVICE }
             }
             Transfer::Download { src, dst, len } => {
-                Call { dst: dst.cast(), src: device(src), len, kind: DEVICE_TO_HOST }
+                CopyCall { dst: dst.cast(), src: device(src), len, kind: DEVICE_TO_HOST }
             }
             Transfer::OnDevice { src, dst, len } => {
-                Call { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }
+                CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }
             }
             // SAFETY: the caller's word.
             Transfer::OnHost { src, dst, len } => return unsafe { self.copy_by_cpu(on, src, dst, len) },
@@ -101,7 +101,7 @@ impl Acl {
     ///
     /// # Safety
     /// Host memory is valid, and nobody else writes it (as a source) or touches it (as a target), until this returns.
-    unsafe fn copy_in_place(&self, on: StreamHandle, call: Call) -> Result<()> {
+    unsafe fn copy_in_place(&self, on: StreamHandle, call: CopyCall) -> Result<()> {
         let copied = {
             let _current = self.current()?;
             // Nothing of this copy was submitted when it fails.

@@ -16,9 +16,9 @@ use crate::os;
 /// What a call returned: `aclError`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
-pub(crate) struct Code(pub c_int);
+pub(crate) struct AclCode(pub c_int);
 
-impl Code {
+impl AclCode {
     pub(super) const SUCCESS: Self = Self(0);
     pub(super) const UNINITIALIZED: Self = Self(100_001);
     /// `aclInit` was called before, by whomever.
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn every_kind_of_code_has_its_class() {
-        let class = |code| Code(code).class();
+        let class = |code| AclCode(code).class();
         for code in
             [100_000, 107_000, 107_001, 107_003, 107_017, 207_000, 207_002, 507_000, 507_899, 507_910, -1, 7]
         {
@@ -121,9 +121,9 @@ mod tests {
             (207_001, "ACL_ERROR_RT_MEMORY_ALLOCATION"),
             (507_899, "ACL_ERROR_RT_DRV_INTERNAL_ERROR"),
         ] {
-            assert_eq!(Code(code).name(), name);
+            assert_eq!(AclCode(code).name(), name);
         }
-        assert!(Code(1).name().contains("no name"));
+        assert!(AclCode(1).name().contains("no name"));
     }
 
     #[test]

@@ -25,8 +25,8 @@ use std::ffi::c_int;
 use crate::locks::Mutex;
 use slab::Slab;
 
-use super::api::{AclEvent, Api};
-use super::error::Code;
+use super::api::{AclApi, AclEvent};
+use super::error::AclCode;
 use super::{Acl, stream};
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
@@ -42,10 +42,10 @@ const RECORDED_COMPLETE: c_int = 1;
 const STATUS_COMPLETE: c_int = 0;
 const STATUS_NOT_READY: c_int = 1;
 
-type Create = unsafe extern "C" fn(*mut AclEvent, u32) -> Code;
+type Create = unsafe extern "C" fn(*mut AclEvent, u32) -> AclCode;
 
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+enum EventKind {
     /// Recorded again and again.
     Lasting(Create),
     /// A new one for each recording, whose resource is taken when it is made.
@@ -70,8 +70,8 @@ struct Raw(AclEvent);
 unsafe impl Send for Raw {}
 
 #[derive(Debug)]
-pub(super) struct Events {
-    kind: Kind,
+pub(super) struct AclEvents {
+    kind: EventKind,
     /// Events of the older kinds at a time.
     most: usize,
     brief: Mutex<Brief>,
@@ -79,20 +79,20 @@ pub(super) struct Events {
     aside: Mutex<Vec<EventHandle>>,
 }
 
-impl Events {
-    pub(super) fn of(api: &Api) -> Self {
+impl AclEvents {
+    pub(super) fn of(api: &AclApi) -> Self {
         // Those that last can only be asked about by the newer call.
         let kind = match (api.event_create_ex, api.event_query_status, api.event_create_with_flag) {
-            (Some(create), Some(_), _) => Kind::Lasting(create),
-            (_, _, Some(create)) => Kind::Flagged(create),
-            _ => Kind::Plain,
+            (Some(create), Some(_), _) => EventKind::Lasting(create),
+            (_, _, Some(create)) => EventKind::Flagged(create),
+            _ => EventKind::Plain,
         };
         Self { kind, most: most(api.soc().as_deref()), brief: Mutex::default(), aside: Mutex::default() }
     }
 
     /// Whether recording one may wait for others to be destroyed.
     pub(super) fn may_block(&self) -> bool {
-        matches!(self.kind, Kind::Plain)
+        matches!(self.kind, EventKind::Plain)
     }
 
     /// For later: it may not be complete.
@@ -102,9 +102,9 @@ impl Events {
 
     pub(super) fn call(&self) -> &'static str {
         match self.kind {
-            Kind::Lasting(_) => "aclrtCreateEventExWithFlag",
-            Kind::Flagged(_) => "aclrtCreateEventWithFlag",
-            Kind::Plain => "aclrtCreateEvent",
+            EventKind::Lasting(_) => "aclrtCreateEventExWithFlag",
+            EventKind::Flagged(_) => "aclrtCreateEventWithFlag",
+            EventKind::Plain => "aclrtCreateEvent",
         }
     }
 }
@@ -139,7 +139,7 @@ impl Acl {
             }
         }
         match self.events.kind {
-            Kind::Lasting(create) => {
+            EventKind::Lasting(create) => {
                 let _current = self.current()?;
                 self.event_make(|event| {
                     // SAFETY: writes a handle.
@@ -147,7 +147,7 @@ impl Acl {
                 })
                 .map(handle)
             }
-            Kind::Flagged(_) | Kind::Plain => {
+            EventKind::Flagged(_) | EventKind::Plain => {
                 let _pass = self.alive()?;
                 Ok(EventHandle(self.events.brief.lock().slots.insert(None) as u64))
             }
@@ -166,7 +166,7 @@ impl Acl {
         }
     }
 
-    fn event_make(&self, create: impl FnOnce(*mut AclEvent) -> Code) -> Result<AclEvent> {
+    fn event_make(&self, create: impl FnOnce(*mut AclEvent) -> AclCode) -> Result<AclEvent> {
         let mut event: AclEvent = std::ptr::null_mut();
         let code = create(&raw mut event);
         self.said(self.events.call(), code).map(|()| event)
@@ -174,12 +174,12 @@ impl Acl {
 
     pub(super) fn event_destroy(&self, handle: EventHandle) -> Result<()> {
         match self.events.kind {
-            Kind::Lasting(_) => {
+            EventKind::Lasting(_) => {
                 let _pass = self.alive()?;
                 // SAFETY: made by us, destroyed once.
                 self.said("aclrtDestroyEvent", unsafe { (self.api.event_destroy)(raw(handle)) })
             }
-            Kind::Flagged(_) | Kind::Plain => {
+            EventKind::Flagged(_) | EventKind::Plain => {
                 let last = self.events.brief.lock().slots.try_remove(handle.0 as usize).flatten();
                 last.map_or(Ok(()), |event| self.event_drop(event))
             }
@@ -199,12 +199,12 @@ impl Acl {
     pub(super) fn event_record(&self, handle: EventHandle, on: StreamHandle) -> Result<()> {
         let _current = self.current()?;
         let event = match self.events.kind {
-            Kind::Lasting(_) => raw(handle),
-            Kind::Flagged(create) => self.event_renew(handle, |event| {
+            EventKind::Lasting(_) => raw(handle),
+            EventKind::Flagged(create) => self.event_renew(handle, |event| {
                 // SAFETY: writes a handle.
                 unsafe { create(event, SYNC) }
             })?,
-            Kind::Plain => self.event_renew(handle, |event| {
+            EventKind::Plain => self.event_renew(handle, |event| {
                 // SAFETY: writes a handle.
                 unsafe { (self.api.event_create)(event) }
             })?,
@@ -217,7 +217,7 @@ impl Acl {
     fn event_renew(
         &self,
         handle: EventHandle,
-        create: impl FnOnce(*mut AclEvent) -> Code,
+        create: impl FnOnce(*mut AclEvent) -> AclCode,
     ) -> Result<AclEvent> {
         let at = handle.0 as usize;
         // It may be there still where its recording had failed.
@@ -251,7 +251,7 @@ impl Acl {
     /// As the library says it, and before it would block.
     #[cold]
     fn event_limit(&self) -> Error {
-        let code = Code::NO_EVENT_RESOURCE;
+        let code = AclCode::NO_EVENT_RESOURCE;
         let text = format!(
             "{}: {} events of {} are recorded and not complete, and pinpool takes no more of what the device has; they come \
              back as their streams go on",
@@ -272,15 +272,16 @@ impl Acl {
         let _pass = self.alive()?;
         let at = handle.0 as usize;
         let event = match self.events.kind {
-            Kind::Lasting(_) => raw(handle),
-            Kind::Flagged(_) | Kind::Plain => match self.events.brief.lock().slots.get(at).copied().flatten()
-            {
-                Some(event) => event.0,
-                None => return Ok(true),
-            },
+            EventKind::Lasting(_) => raw(handle),
+            EventKind::Flagged(_) | EventKind::Plain => {
+                match self.events.brief.lock().slots.get(at).copied().flatten() {
+                    Some(event) => event.0,
+                    None => return Ok(true),
+                }
+            }
         };
         let complete = self.event_ask(event)?;
-        if complete && !matches!(self.events.kind, Kind::Lasting(_)) {
+        if complete && !matches!(self.events.kind, EventKind::Lasting(_)) {
             let last = self.events.brief.lock().slots.get_mut(at).and_then(Option::take);
             if let Some(Err(error)) = last.map(|event| self.event_drop(event)) {
                 // It is complete all the same.
@@ -307,8 +308,8 @@ impl Acl {
     pub(super) fn event_wait(&self, on: StreamHandle, handle: EventHandle) -> Result<()> {
         let _current = self.current()?;
         let event = match self.events.kind {
-            Kind::Lasting(_) => raw(handle),
-            Kind::Flagged(_) | Kind::Plain => {
+            EventKind::Lasting(_) => raw(handle),
+            EventKind::Flagged(_) | EventKind::Plain => {
                 match self.events.brief.lock().slots.get(handle.0 as usize).copied().flatten() {
                     Some(event) => event.0,
                     // Complete, and so there is nothing to wait for.

@@ -1,7 +1,8 @@
-//! The process's end. Threads of ours may be in the middle of freeing something when a program returns from `main`, and the
-//! library's own handlers then take it down under them (calls after that have been seen to crash). So a handler that runs
-//! before these shuts a gate: from there on no call is made, and what is still there goes with the process. It waits for
-//! calls of our own threads that are under way, but not for long; calls on the program's threads are the program's affair.
+//! The process's end. Threads of ours may be in the middle of freeing something when a program returns from `main`, and
+//! the library's own handlers then take it down under them (calls after that have been seen to crash). So a handler
+//! that runs before these shuts a gate: from there on no call is made, and what is still there goes with the process.
+//! It waits for calls of our own threads that are under way, but not for long; calls on the program's threads are the
+//! program's affair.
 
 use std::cell::Cell;
 use std::sync::Once;
@@ -11,16 +12,16 @@ use std::time::{Duration, Instant};
 use crate::os;
 
 /// How long the process's end waits for calls that are under way.
-const PATIENCE: Duration = Duration::from_secs(1);
+const GATE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Sequentially consistent, like `UNDER_WAY`: who passes counts first and looks here then, the handler shuts first and looks
-/// at the count then; so one of the two sees the other.
+/// Sequentially consistent, like `UNDER_WAY`: who passes counts first and looks here then, the handler shuts first and
+/// looks at the count then; so one of the two sees the other.
 static SHUT: AtomicBool = AtomicBool::new(false);
 static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     /// Whether this is a thread of ours.
-    static OURS: Cell<bool> = const { Cell::new(false) };
+    static HELD_BY_THIS_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Leave to make calls, while it lives.
@@ -40,13 +41,13 @@ impl Drop for Pass {
 
 /// This is a thread of ours.
 pub(super) fn enter() {
-    OURS.set(true);
+    HELD_BY_THIS_THREAD.set(true);
 }
 
 /// `None`: the process ends.
 pub(super) fn pass() -> Option<Pass> {
     // Where a thread's own values are gone it is about to end, and counts as anybody's.
-    let counted = OURS.try_with(Cell::get).unwrap_or(false);
+    let counted = HELD_BY_THIS_THREAD.try_with(Cell::get).unwrap_or(false);
     if counted {
         UNDER_WAY.fetch_add(1, Ordering::SeqCst);
     }
@@ -71,7 +72,7 @@ extern "C" fn shut() {
     }
     SHUT.store(true, Ordering::SeqCst);
     let since = Instant::now();
-    while UNDER_WAY.load(Ordering::SeqCst) > 0 && since.elapsed() < PATIENCE {
+    while UNDER_WAY.load(Ordering::SeqCst) > 0 && since.elapsed() < GATE_TIMEOUT {
         std::thread::sleep(Duration::from_micros(50));
     }
 }

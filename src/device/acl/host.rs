@@ -43,7 +43,7 @@ use std::time::Duration;
 use crate::locks::{Mutex, RwLock};
 
 use super::api::{AclContext, MallocAttribute, MallocConfig};
-use super::error::{Code, host_memory_limits};
+use super::error::{AclCode, host_memory_limits};
 use super::{Acl, advise};
 use crate::error::{Error, ErrorClass, Result};
 use crate::os;
@@ -52,7 +52,7 @@ use crate::os;
 const REGISTER_PAGE: usize = 4096;
 /// How often a device that cannot be waited for just now is tried again before memory is freed: for half a second in
 /// all.
-const TRIES: u32 = 9;
+const OPEN_TRIES: u32 = 9;
 /// acl_rt.h: aclrtHostRegisterType's ACL_HOST_REGISTER_MAPPED; the others are reserved.
 const REGISTER_MAPPED: c_int = 0;
 /// acl_rt.h: aclrtMallocAttrType's ACL_RT_MEM_ATTR_VA_FLAG.
@@ -60,13 +60,13 @@ const VA_FLAG: c_int = 3;
 
 /// Page-locked memory of this process.
 #[derive(Clone, Copy, Debug)]
-struct Locked {
+struct LockedMemory {
     len: usize,
-    source: Source,
+    source: MemorySource,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Source {
+enum MemorySource {
     /// Allocated by the library, at this address.
     Allocated { at: usize },
     /// Registered, with the pages around it: from where to where, for which device, and where that sees its start.
@@ -74,10 +74,10 @@ enum Source {
 }
 
 /// All of it, by its first byte. No two overlap.
-static LOCKED: RwLock<BTreeMap<usize, Locked>> = RwLock::new(BTreeMap::new());
+static LOCKED: RwLock<BTreeMap<usize, LockedMemory>> = RwLock::new(BTreeMap::new());
 
 /// The drivers of devices that are open, to be drained before host memory is freed.
-static OPEN: Mutex<Vec<Weak<Acl>>> = Mutex::new(Vec::new());
+static OPEN_DEVICES: Mutex<Vec<Weak<Acl>>> = Mutex::new(Vec::new());
 
 /// What the allocations of a device were like so far.
 #[derive(Debug)]
@@ -96,19 +96,19 @@ impl Host {
 
 /// From here on the device is drained before host memory is freed, for as long as it is open.
 pub(super) fn opened(driver: &Arc<Acl>) {
-    let mut open = OPEN.lock();
+    let mut open = OPEN_DEVICES.lock();
     open.retain(|driver| driver.strong_count() > 0);
     open.push(Arc::downgrade(driver));
 }
 
 /// Whether it is the default context of a device that is open.
 pub(super) fn is_default(context: AclContext) -> bool {
-    let open: Vec<Arc<Acl>> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+    let open: Vec<Arc<Acl>> = OPEN_DEVICES.lock().iter().filter_map(Weak::upgrade).collect();
     open.iter().any(|driver| driver.default && driver.context == context)
 }
 
 /// The page-locked memory that a range lies in: its first byte, and what it is.
-fn locked(at: usize, len: usize) -> Option<(usize, Locked)> {
+fn locked(at: usize, len: usize) -> Option<(usize, LockedMemory)> {
     let all = LOCKED.read();
     let (&start, &found) = all.range(..=at).next_back()?;
     let left = found.len.checked_sub(at - start)?;
@@ -126,8 +126,8 @@ pub(super) fn cuts(at: *const u8, len: usize) -> Vec<usize> {
     let mut cuts = Vec::new();
     for (&start, found) in LOCKED.read().range(..end) {
         let (from, to) = match found.source {
-            Source::Allocated { .. } => (start, start + found.len),
-            Source::Registered { from, to, .. } => (from, to),
+            MemorySource::Allocated { .. } => (start, start + found.len),
+            MemorySource::Registered { from, to, .. } => (from, to),
         };
         cuts.extend([from, to].into_iter().filter(|edge| (at + 1..end).contains(edge)).map(|edge| edge - at));
     }
@@ -145,7 +145,10 @@ impl Acl {
             if at.as_ptr().addr() % page == 0 {
                 LOCKED.write().insert(
                     at.as_ptr().addr(),
-                    Locked { len, source: Source::Allocated { at: at.as_ptr().expose_provenance() } },
+                    LockedMemory {
+                        len,
+                        source: MemorySource::Allocated { at: at.as_ptr().expose_provenance() },
+                    },
                 );
                 return Ok(at);
             }
@@ -160,8 +163,8 @@ impl Acl {
         let front = at.as_ptr().addr().next_multiple_of(page) - at.as_ptr().addr();
         // SAFETY: less than a page, and the allocation has a page more than was asked for.
         let base = unsafe { at.add(front) };
-        let source = Source::Allocated { at: at.as_ptr().expose_provenance() };
-        LOCKED.write().insert(base.as_ptr().addr(), Locked { len, source });
+        let source = MemorySource::Allocated { at: at.as_ptr().expose_provenance() };
+        LOCKED.write().insert(base.as_ptr().addr(), LockedMemory { len, source });
         Ok(base)
     }
 
@@ -169,14 +172,14 @@ impl Acl {
         let _current = self.current()?;
         let mut at = std::ptr::null_mut();
         let with_cfg = self.api.host_malloc_with_cfg.filter(|_| !self.host.plain.load(Ordering::Relaxed));
-        let (mut call, mut code) = ("aclrtMallocHostWithCfg", Code::NOT_SUPPORTED);
+        let (mut call, mut code) = ("aclrtMallocHostWithCfg", AclCode::NOT_SUPPORTED);
         if let Some(allocate) = with_cfg {
             let mut one_address = MallocAttribute { attr: VA_FLAG, value: [1, 0] };
             let mut config = MallocConfig { attrs: &raw mut one_address, count: 1 };
             // SAFETY: writes an address; the configuration lives until the call returns.
             code = unsafe { allocate(&raw mut at, len as u64, &raw mut config) };
         }
-        if code == Code::NOT_SUPPORTED {
+        if code == AclCode::NOT_SUPPORTED {
             if with_cfg.is_some() {
                 self.api.expected();
             }
@@ -186,7 +189,7 @@ impl Acl {
             code = unsafe { (self.api.host_malloc)(&raw mut at, len) };
         }
         self.said(call, code).map_err(|error| match code {
-            Code::MEMORY_ALLOCATION => advise(error, &host_memory_limits(len)),
+            AclCode::MEMORY_ALLOCATION => advise(error, &host_memory_limits(len)),
             _ => error,
         })?;
         NonNull::new(at.cast())
@@ -197,7 +200,7 @@ impl Acl {
     /// Allocated once, freed once, and nobody uses it.
     pub(super) unsafe fn host_free(&self, base: NonNull<u8>) -> Result<()> {
         let found = LOCKED.read().get(&base.as_ptr().addr()).copied();
-        let Some(Locked { source: Source::Allocated { at }, .. }) = found else {
+        let Some(LockedMemory { source: MemorySource::Allocated { at }, .. }) = found else {
             return Err(Error::Unsupported(format!(
                 "{}: no memory of aclrtMallocHost starts there",
                 self.name
@@ -228,7 +231,7 @@ impl Acl {
     /// is quarantined, and so is never freed.
     fn drain_all(&self) -> Result<()> {
         self.drained_in_the_end()?;
-        let open: Vec<Arc<Self>> = OPEN.lock().iter().filter_map(Weak::upgrade).collect();
+        let open: Vec<Arc<Self>> = OPEN_DEVICES.lock().iter().filter_map(Weak::upgrade).collect();
         let mut others =
             open.iter().filter(|other| other.context != self.context && other.lost.get().is_none());
         others.try_for_each(|other| match other.drained_in_the_end() {
@@ -245,7 +248,7 @@ impl Acl {
             match self.drained() {
                 Err(error)
                     if matches!(error.class(), ErrorClass::Transient | ErrorClass::Capture)
-                        && attempt < TRIES =>
+                        && attempt < OPEN_TRIES =>
                 {
                     std::thread::sleep(Duration::from_millis(1 << attempt));
                     attempt += 1;
@@ -269,9 +272,9 @@ impl Acl {
         let end = start.checked_add(len).filter(|end| *end <= usize::MAX - REGISTER_PAGE);
         let Some(end) = end else { return Err(Error::OutOfRange { start, end: usize::MAX, len }) };
         let (from, to) = (start / REGISTER_PAGE * REGISTER_PAGE, end.next_multiple_of(REGISTER_PAGE));
-        let overlaps = |at: &usize, found: &Locked| match found.source {
-            Source::Registered { from: a, to: b, .. } => a < to && from < b,
-            Source::Allocated { .. } => *at < to && from < *at + found.len,
+        let overlaps = |at: &usize, found: &LockedMemory| match found.source {
+            MemorySource::Registered { from: a, to: b, .. } => a < to && from < b,
+            MemorySource::Allocated { .. } => *at < to && from < *at + found.len,
         };
         if LOCKED.read().iter().any(|(at, found)| overlaps(at, found)) {
             return Err(Error::Unsupported(format!(
@@ -299,8 +302,8 @@ impl Acl {
             self.said("aclrtHostRegister", code).map_err(|error| refused(code, error))?;
         }
         let device = (!device.is_null()).then(|| device.addr() as u64 + (start - from) as u64);
-        let source = Source::Registered { from, to, ordinal: self.ordinal, device };
-        LOCKED.write().insert(start, Locked { len, source });
+        let source = MemorySource::Registered { from, to, ordinal: self.ordinal, device };
+        LOCKED.write().insert(start, LockedMemory { len, source });
         Ok(())
     }
 
@@ -308,7 +311,7 @@ impl Acl {
     /// Registered once, unregistered once, and no copy uses it.
     pub(super) unsafe fn host_unregister(&self, base: NonNull<u8>) -> Result<()> {
         let found = LOCKED.read().get(&base.as_ptr().addr()).copied();
-        let (Some(unregister), Some(Locked { source: Source::Registered { from, .. }, .. })) =
+        let (Some(unregister), Some(LockedMemory { source: MemorySource::Registered { from, .. }, .. })) =
             (self.api.host_unregister, found)
         else {
             return Err(Error::Unsupported(format!("{}: nothing was registered there", self.name)));
@@ -331,7 +334,9 @@ impl Acl {
         match locked(address, 1) {
             Some((
                 start,
-                Locked { source: Source::Registered { ordinal, device: Some(device), .. }, .. },
+                LockedMemory {
+                    source: MemorySource::Registered { ordinal, device: Some(device), .. }, ..
+                },
             )) if ordinal == self.ordinal => Ok(device + (address - start) as u64),
             _ => Err(Error::Unsupported(format!(
                 "{} has no address of its own for this memory: only what was registered with this very device has \
@@ -357,7 +362,7 @@ impl Acl {
 }
 
 /// A refusal to register, with what to do.
-fn refused(code: Code, error: Error) -> Error {
+fn refused(code: AclCode, error: Error) -> Error {
     let old = os::kernel().filter(|kernel| *kernel <= (5, 10));
     let kernel = old.map_or_else(String::new, |(major, minor)| {
         format!(
@@ -369,15 +374,15 @@ fn refused(code: Code, error: Error) -> Error {
          it copy by way of a pool with Backing::HostAlloc"
     );
     match code {
-        Code::ALREADY_REGISTERED => advise(
+        AclCode::ALREADY_REGISTERED => advise(
             error,
             "a part of it is registered already, by this crate or another library: register it once and share the value \
              (Arc), or copy by way of a pool's buffer",
         ),
         // Here and now it cannot be done at all.
-        Code::NOT_SUPPORTED => Error::Unsupported(format!("{error}; {needs}")),
-        Code::DRV_INTERNAL | Code::PARAM_INVALID => advise(error, &needs),
-        Code::MEMORY_ALLOCATION => advise(error, "the host's memory, or its memlock limit, is used up"),
+        AclCode::NOT_SUPPORTED => Error::Unsupported(format!("{error}; {needs}")),
+        AclCode::DRV_INTERNAL | AclCode::PARAM_INVALID => advise(error, &needs),
+        AclCode::MEMORY_ALLOCATION => advise(error, "the host's memory, or its memlock limit, is used up"),
         _ => error,
     }
 }

@@ -19,18 +19,18 @@ use crate::error::{AddressFault, Error, Result};
 use crate::os;
 
 /// What the contract promises.
-const ALIGN: u64 = 256;
+const ALLOCATION_ALIGN: u64 = 256;
 /// acl_rt.h: aclrtMemMallocPolicy's ACL_MEM_MALLOC_HUGE_FIRST.
 const HUGE_FIRST: c_int = 0;
 /// acl_rt.h: aclrtMemLocationType.
-const HOST: c_int = 0;
-const DEVICE: c_int = 1;
+const LOCATION_HOST: c_int = 0;
+const LOCATION_DEVICE: c_int = 1;
 const MANAGED: c_int = 3;
 const HOST_NUMA: c_int = 4;
 
 /// One allocation of ours.
 #[derive(Clone, Copy, Debug)]
-struct Allocation {
+struct AclAllocation {
     len: usize,
     ordinal: i32,
     /// The library's own address of it.
@@ -39,21 +39,21 @@ struct Allocation {
 
 /// All of them, of every device, by their first byte. (Devices have one range of addresses together, each its own
 /// part.)
-static ALLOCATIONS: RwLock<BTreeMap<(i32, u64), Allocation>> = RwLock::new(BTreeMap::new());
+static ALLOCATIONS: RwLock<BTreeMap<(i32, u64), AclAllocation>> = RwLock::new(BTreeMap::new());
 
 impl Acl {
     pub(super) fn memory_allocate(&self, len: usize) -> Result<DevicePtr> {
         let mut at = self.malloc(len)?;
-        if at % ALIGN != 0 {
+        if at % ALLOCATION_ALIGN != 0 {
             self.free_at(at).inspect_err(|_| self.leaked())?;
-            let longer = len.checked_add(ALIGN as usize).ok_or_else(|| Error::OutOfMemory {
+            let longer = len.checked_add(ALLOCATION_ALIGN as usize).ok_or_else(|| Error::OutOfMemory {
                 wanted: len,
                 text: "no allocation can be as long".into(),
             })?;
             at = self.malloc(longer)?;
         }
-        let start = at.next_multiple_of(ALIGN);
-        let allocation = Allocation { len, ordinal: self.ordinal, at };
+        let start = at.next_multiple_of(ALLOCATION_ALIGN);
+        let allocation = AclAllocation { len, ordinal: self.ordinal, at };
         ALLOCATIONS.write().insert((self.ordinal, start), allocation);
         Ok(DevicePtr(start))
     }
@@ -127,20 +127,22 @@ impl Acl {
             Ok(()) => {}
         }
         Ok(match found.location_type {
-            DEVICE if found.location_id == self.ordinal.unsigned_abs() => None,
-            DEVICE => Some(AddressFault::OtherDevice { device: format!("acl:{}", found.location_id) }),
+            LOCATION_DEVICE if found.location_id == self.ordinal.unsigned_abs() => None,
+            LOCATION_DEVICE => {
+                Some(AddressFault::OtherDevice { device: format!("acl:{}", found.location_id) })
+            }
             MANAGED => None,
             // Where the program runs on the device, its memory is the device's.
-            HOST | HOST_NUMA if self.on_device => None,
-            HOST | HOST_NUMA => Some(AddressFault::Host { registered: true }),
+            LOCATION_HOST | HOST_NUMA if self.on_device => None,
+            LOCATION_HOST | HOST_NUMA => Some(AddressFault::Host { registered: true }),
             _ => Some(plain()),
         })
     }
 }
 
 /// The allocation of ours that an address lies in, with its first byte.
-fn allocation(address: u64) -> Option<(u64, Allocation)> {
+fn allocation(address: u64) -> Option<(u64, AclAllocation)> {
     let all = ALLOCATIONS.read();
-    let covers = |start: u64, found: &Allocation| (start..start + found.len as u64).contains(&address);
+    let covers = |start: u64, found: &AclAllocation| (start..start + found.len as u64).contains(&address);
     all.iter().find(|((_, start), found)| covers(*start, found)).map(|((_, start), found)| (*start, *found))
 }

@@ -39,11 +39,11 @@ use std::ffi::c_int;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
-pub(crate) use self::adopt::{About, adopt};
-use self::api::{AclContext, AclStream, Api};
+pub(crate) use self::adopt::{ContextFacts, adopt};
+use self::api::{AclApi, AclContext, AclStream};
 pub(crate) use self::api::{library_candidates, use_library};
-use self::error::Code;
-use self::event::Events;
+use self::error::AclCode;
+use self::event::AclEvents;
 use super::ending::{Ending, KeepAlive};
 use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
@@ -57,19 +57,19 @@ const STREAM_COMPLETE: c_int = 0;
 /// done.
 const LAST_WAIT_MS: i32 = 10_000;
 /// More than one allocation can have: some 200 GB and more were refused on machines with as much to spare.
-const LONGEST: usize = 128 << 30;
+const LONGEST_PIN: usize = 128 << 30;
 
 /// One context of an Ascend device.
 #[derive(Debug)]
 pub(crate) struct Acl {
-    api: &'static Api,
+    api: &'static AclApi,
     name: Arc<str>,
     /// Counted as the library counts those that the process may see.
     ordinal: i32,
     context: AclContext,
     /// Whether the program runs on the device itself ("RC mode").
     on_device: bool,
-    events: Events,
+    events: AclEvents,
     host: host::Host,
     /// Handles that others made streams under.
     foreign: adopt::Foreign,
@@ -92,12 +92,12 @@ unsafe impl Sync for Acl {}
 /// and what the library says where it cannot use the device.
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("acl:{ordinal}").into();
-    let api = Api::get(&name)?;
+    let api = AclApi::get(&name)?;
     let mut count = 0;
     // SAFETY: writes a number.
     match unsafe { (api.device_count)(&raw mut count) } {
         // Some say so where there is none.
-        Code::NO_DEVICE => {
+        AclCode::NO_DEVICE => {
             api.expected();
             count = 0;
         }
@@ -109,7 +109,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
         return Err(no_such(&name, count));
     }
     let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
-    let found = Found::default_of(api, &name, ordinal)?;
+    let found = FoundContext::default_of(api, &name, ordinal)?;
     let driver = Arc::new(Acl::new(api, name, ordinal, found, true));
     host::opened(&driver);
     Ok(driver)
@@ -130,17 +130,17 @@ fn no_such(name: &str, count: u32) -> Error {
 }
 
 /// A context, and what is asked in it.
-struct Found {
+struct FoundContext {
     context: AclContext,
     on_device: bool,
 }
 
 // SAFETY: a context may be current on any thread.
-unsafe impl Send for Found {}
+unsafe impl Send for FoundContext {}
 
-impl Found {
+impl FoundContext {
     /// The default context of a device, which is counted once more.
-    fn default_of(api: &'static Api, name: &Arc<str>, ordinal: i32) -> Result<Self> {
+    fn default_of(api: &'static AclApi, name: &Arc<str>, ordinal: i32) -> Result<Self> {
         on_other_thread(name, || {
             // SAFETY: the call takes a number.
             check(api, name, "aclrtSetDevice", unsafe { (api.set_device)(ordinal) })?;
@@ -153,7 +153,7 @@ impl Found {
     }
 
     /// What is current on this thread.
-    fn current(api: &Api, name: &Arc<str>) -> Result<Self> {
+    fn current(api: &AclApi, name: &Arc<str>) -> Result<Self> {
         let mut context = std::ptr::null_mut();
         // SAFETY: writes a handle.
         check(api, name, "aclrtGetCurrentContext", unsafe { (api.context_get)(&raw mut context) })?;
@@ -175,7 +175,7 @@ fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + S
 }
 
 /// Takes back one `aclrtSetDevice`. On a thread of ours. Whether it was.
-fn reset(api: &Api, name: &Arc<str>, ordinal: i32) -> bool {
+fn reset(api: &AclApi, name: &Arc<str>, ordinal: i32) -> bool {
     gate::enter();
     let Some(_pass) = gate::pass() else { return false };
     // SAFETY: the call takes a number, and is one for one that set it.
@@ -186,13 +186,13 @@ fn reset(api: &Api, name: &Arc<str>, ordinal: i32) -> bool {
     reset.is_ok()
 }
 
-fn check(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> Result<()> {
-    if code == Code::SUCCESS { Ok(()) } else { Err(Error::Device(failed(api, device, call, code))) }
+fn check(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> Result<()> {
+    if code == AclCode::SUCCESS { Ok(()) } else { Err(Error::Device(failed(api, device, call, code))) }
 }
 
 /// With the library's own message, which the next call on this thread may overwrite.
 #[cold]
-fn failed(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> DeviceError {
+fn failed(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> DeviceError {
     let text = match api.recent() {
         Some(said) => format!("{}: {said}", code.name()),
         None => code.name().to_owned(),
@@ -213,22 +213,27 @@ fn advise(error: Error, remedy: &str) -> Error {
 
 /// Our context is current on this thread, for as long as this lives. Then the caller's is again, if there was one.
 #[must_use]
-struct Current<'a> {
-    api: &'a Api,
+struct AclCurrent<'a> {
+    api: &'a AclApi,
     theirs: Option<AclContext>,
     /// Dropped last.
     _pass: Option<gate::Pass>,
 }
 
-impl<'a> Current<'a> {
+impl<'a> AclCurrent<'a> {
     /// Makes a context current.
-    fn enter(api: &'a Api, name: &Arc<str>, context: AclContext, pass: Option<gate::Pass>) -> Result<Self> {
+    fn enter(
+        api: &'a AclApi,
+        name: &Arc<str>,
+        context: AclContext,
+        pass: Option<gate::Pass>,
+    ) -> Result<Self> {
         let mut current: AclContext = std::ptr::null_mut();
         // SAFETY: writes a handle.
         let theirs = match unsafe { (api.context_get)(&raw mut current) } {
-            Code::SUCCESS if current == context => return Ok(Self { api, theirs: None, _pass: pass }),
-            Code::SUCCESS => Some(current),
-            Code::CONTEXT_NULL => {
+            AclCode::SUCCESS if current == context => return Ok(Self { api, theirs: None, _pass: pass }),
+            AclCode::SUCCESS => Some(current),
+            AclCode::CONTEXT_NULL => {
                 api.expected();
                 None
             }
@@ -240,12 +245,12 @@ impl<'a> Current<'a> {
     }
 }
 
-impl Drop for Current<'_> {
+impl Drop for AclCurrent<'_> {
     fn drop(&mut self) {
         if let Some(theirs) = self.theirs {
             // It can only fail for a context that was destroyed meanwhile.
             // SAFETY: what was current when this was made.
-            if unsafe { (self.api.context_set)(theirs) } != Code::SUCCESS {
+            if unsafe { (self.api.context_set)(theirs) } != AclCode::SUCCESS {
                 self.api.expected();
             }
         }
@@ -253,14 +258,14 @@ impl Drop for Current<'_> {
 }
 
 impl Acl {
-    fn new(api: &'static Api, name: Arc<str>, ordinal: i32, found: Found, default: bool) -> Self {
+    fn new(api: &'static AclApi, name: Arc<str>, ordinal: i32, found: FoundContext, default: bool) -> Self {
         Self {
             api,
             name,
             ordinal,
             context: found.context,
             on_device: found.on_device,
-            events: Events::of(api),
+            events: AclEvents::of(api),
             host: host::Host::new(found.on_device),
             foreign: adopt::Foreign::default(),
             default,
@@ -270,8 +275,8 @@ impl Acl {
     }
 
     /// Every outcome of a call for this device comes by here: after the one that ends it there is no other.
-    fn said(&self, call: &'static str, code: Code) -> Result<()> {
-        if code == Code::SUCCESS {
+    fn said(&self, call: &'static str, code: AclCode) -> Result<()> {
+        if code == AclCode::SUCCESS {
             return Ok(());
         }
         let error = failed(self.api, &self.name, call, code);
@@ -290,7 +295,7 @@ impl Acl {
             Error::Device(DeviceError {
                 device: self.name.clone(),
                 call: "a call",
-                code: Code::UNINITIALIZED.0.into(),
+                code: AclCode::UNINITIALIZED.0.into(),
                 text: "not made, since the process ends".into(),
                 class: ErrorClass::Shutdown,
             })
@@ -298,9 +303,9 @@ impl Acl {
     }
 
     /// Makes our context current, for a call that needs one.
-    fn current(&self) -> Result<Current<'_>> {
+    fn current(&self) -> Result<AclCurrent<'_>> {
         let pass = self.alive()?;
-        Current::enter(self.api, &self.name, self.context, Some(pass)).inspect_err(|error| {
+        AclCurrent::enter(self.api, &self.name, self.context, Some(pass)).inspect_err(|error| {
             if let Error::Device(error) = error {
                 if matches!(error.class, ErrorClass::DeviceLost | ErrorClass::Shutdown) {
                     let _ = self.lost.set(error.clone());
@@ -378,7 +383,7 @@ impl Driver for Acl {
         let Some(_pass) = gate::pass() else { return };
         // Where it fails the thread is like any other, and each call does it for itself.
         // SAFETY: our context, which is kept for as long as the driver is there.
-        if unsafe { (self.api.context_set)(self.context) } != Code::SUCCESS {
+        if unsafe { (self.api.context_set)(self.context) } != AclCode::SUCCESS {
             self.api.expected();
         }
     }
@@ -388,7 +393,7 @@ impl Driver for Acl {
     }
 
     fn longest_pin(&self) -> usize {
-        LONGEST
+        LONGEST_PIN
     }
 
     fn allocates(&self) -> bool {

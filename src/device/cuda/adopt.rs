@@ -2,16 +2,17 @@
 //!
 //! # Contexts
 //!
-//! Most servers are in the primary context, which is recognised: adopting it is opening the device. Any other context is
-//! worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came from it is gone,
-//! and a little longer, so its owner can leave something with us that is dropped after the last call: the *keeper*.
+//! Most servers are in the primary context, which is recognised: adopting it is opening the device. Any other context
+//! is worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came from it is
+//! gone, and a little longer, so its owner can leave something with us that is dropped after the last call: the
+//! *keeper*.
 //!
 //! Each has a name of its own, with a [number](Adopted::number).
 //!
 //! # Streams
 //!
-//! A handle does not name a stream for good: the driver gives the handle of a destroyed stream to a new one. What does is
-//! the driver's stream id (`cuStreamGetId`, CUDA 12.0), so that is what a stream is known by; without it nothing is
+//! A handle does not name a stream for good: the driver gives the handle of a destroyed stream to a new one. What does
+//! is the driver's stream id (`cuStreamGetId`, CUDA 12.0), so that is what a stream is known by; without it nothing is
 //! concluded from two handles being equal.
 //!
 //! `CU_STREAM_PER_THREAD` names another stream on every thread, and our marks are recorded by several: it is refused.
@@ -19,10 +20,10 @@
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
 
-use super::api::{Api, CUcontext, CUdevice, CUstream, Code};
-use super::{Cuda, Current, check, memory, numa_node, stream};
+use super::api::{CUcontext, CUdevice, CUstream, CudaApi, CudaCode};
+use super::{Cuda, CudaCurrent, check, memory, numa_node, stream};
 use crate::device::ending::Ending;
-use crate::device::{Adopted, StreamHandle};
+use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 
 /// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that we use.
@@ -30,13 +31,13 @@ const LEGACY: usize = 1;
 /// cuda.h: CU_STREAM_PER_THREAD.
 const PER_THREAD: usize = 2;
 /// cuda.h: CUDA_ERROR_NOT_SUPPORTED.
-const NOT_SUPPORTED: Code = Code(801);
+const NOT_SUPPORTED: CudaCode = CudaCode(801);
 
 /// The driver of a context that somebody else made.
 ///
 /// # Safety
 /// `context` is a CUDA context, and is not destroyed before the driver is dropped.
-pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
+pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     crate::os::watch_forks()?;
     let name: Arc<str> = "cuda".into();
     if context.is_null() {
@@ -44,12 +45,12 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
             "a null context was to be adopted; pass the one that cuCtxCreate or cuCtxGetCurrent gave".into(),
         ));
     }
-    let api = Api::get(&name)?;
+    let api = CudaApi::get(&name)?;
     let said = |call, code| check(api, &name, call, code);
     let device = {
         // SAFETY: the caller's word: a context.
         said("cuCtxPushCurrent", unsafe { (api.ctx_push)(context) })?;
-        let _current = Current::relaxed(api, true);
+        let _current = CudaCurrent::relaxed(api, true);
         let mut device: CUdevice = 0;
         // SAFETY: writes a handle.
         said("cuCtxGetDevice", unsafe { (api.ctx_get_device)(&raw mut device) })?;
@@ -57,10 +58,10 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
     };
     let ordinal = ordinal(api, &name, device)?;
     if is_primary(api, &name, device, context)? {
-        return Ok(Adopted::Default(format!("cuda:{ordinal}")));
+        return Ok(AdoptedContext::Default(format!("cuda:{ordinal}")));
     }
     let name: Arc<str> =
-        format!("cuda:{ordinal} (adopted context {})", Adopted::number(context as usize)).into();
+        format!("cuda:{ordinal} (adopted context {})", AdoptedContext::number(context as usize)).into();
     let key = format!("cuda context {:#x}", context as usize);
     let pools = memory::has_pools(api, &name, device)?;
     let driver = Cuda {
@@ -74,11 +75,11 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<Adopted> {
         primary: false,
         ending: Ending::new(),
     };
-    Ok(Adopted::Other { key, driver: Arc::new(driver) })
+    Ok(AdoptedContext::Other { key, driver: Arc::new(driver) })
 }
 
 /// Which of the devices, counted as [`super::driver`] counts them, has this handle.
-fn ordinal(api: &Api, name: &Arc<str>, device: CUdevice) -> Result<u32> {
+fn ordinal(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Result<u32> {
     let mut count: c_int = 0;
     // SAFETY: writes a number.
     check(api, name, "cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })?;
@@ -96,7 +97,7 @@ fn ordinal(api: &Api, name: &Arc<str>, device: CUdevice) -> Result<u32> {
     })
 }
 
-fn is_primary(api: &Api, name: &Arc<str>, device: CUdevice, context: CUcontext) -> Result<bool> {
+fn is_primary(api: &CudaApi, name: &Arc<str>, device: CUdevice, context: CUcontext) -> Result<bool> {
     let (mut flags, mut active): (c_uint, c_int) = (0, 0);
     // SAFETY: writes two numbers.
     let code = unsafe { (api.primary_state)(device, &raw mut flags, &raw mut active) };
@@ -105,7 +106,7 @@ fn is_primary(api: &Api, name: &Arc<str>, device: CUdevice, context: CUcontext) 
         // Not asked further: retaining it would make it.
         return Ok(false);
     }
-    let _relaxed = Current::relaxed(api, false);
+    let _relaxed = CudaCurrent::relaxed(api, false);
     let mut primary: CUcontext = std::ptr::null_mut();
     // SAFETY: writes a handle.
     let code = unsafe { (api.primary_retain)(&raw mut primary, device) };

@@ -65,7 +65,7 @@ pub(crate) struct Side2D {
 }
 
 /// Names the library to load in place of `libcuda.so.1`.
-const PATH: &str = "PINPOOL_LIBCUDA";
+const LIBRARY_VARIABLE: &str = "PINPOOL_LIBCUDA";
 /// The oldest driver that the calls below are known to work with, as `cuDriverGetVersion` counts.
 const OLDEST: c_int = 11_000;
 const NO_GPU: &str =
@@ -74,9 +74,9 @@ const NO_GPU: &str =
 /// What a call returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
-pub(crate) struct Code(pub u32);
+pub(crate) struct CudaCode(pub u32);
 
-impl Code {
+impl CudaCode {
     pub(crate) const SUCCESS: Self = Self(0);
     pub(crate) const NOT_READY: Self = Self(600);
 
@@ -102,12 +102,12 @@ macro_rules! table {
      optional { $( $(#[$odoc:meta])* $oname:ident = $osymbol:literal : fn($($oarg:ty),* $(,)?) ;)* }) => {
         /// The entry points. Those of the second part exist only on newer drivers.
         #[derive(Debug)]
-        pub(crate) struct Api {
-            $( $(#[$doc])* pub(crate) $name: unsafe extern "C" fn($($arg),*) -> Code, )*
-            $( $(#[$odoc])* pub(crate) $oname: Option<unsafe extern "C" fn($($oarg),*) -> Code>, )*
+        pub(crate) struct CudaApi {
+            $( $(#[$doc])* pub(crate) $name: unsafe extern "C" fn($($arg),*) -> CudaCode, )*
+            $( $(#[$odoc])* pub(crate) $oname: Option<unsafe extern "C" fn($($oarg),*) -> CudaCode>, )*
         }
 
-        impl Api {
+        impl CudaApi {
             /// The calls of a library, or the name of the first that is missing.
             fn resolve(library: &Library) -> std::result::Result<Self, &'static str> {
                 // SAFETY: the symbols are the driver API's, whose signatures are those of cuda.h; the caller keeps the
@@ -164,8 +164,8 @@ table! {
     copy_to_host = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, CUdeviceptr, usize, CUstream);
     copy_on_device = "cuMemcpyDtoDAsync_v2": fn(CUdeviceptr, CUdeviceptr, usize, CUstream);
     launch_host = "cuLaunchHostFunc": fn(CUstream, CUhostFn, *mut c_void);
-    error_name = "cuGetErrorName": fn(Code, *mut *const c_char);
-    error_string = "cuGetErrorString": fn(Code, *mut *const c_char);
+    error_name = "cuGetErrorName": fn(CudaCode, *mut *const c_char);
+    error_string = "cuGetErrorString": fn(CudaCode, *mut *const c_char);
     }
     optional {
     /// Relaxed capture mode for our threads, so that asking breaks nobody's capture.
@@ -205,15 +205,15 @@ table! {
     }
 }
 
-impl Api {
+impl CudaApi {
     /// The driver of this machine, loaded once and initialised.
     ///
     /// # Errors
     /// [`Error::Unavailable`] naming `device`, the cause and the remedy.
     pub(crate) fn get(device: &str) -> Result<&'static Self> {
-        static API: OnceLock<std::result::Result<Api, String>> = OnceLock::new();
+        static CUDA_API: OnceLock<std::result::Result<CudaApi, String>> = OnceLock::new();
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
-        let api = API.get_or_init(|| Self::load(std::env::var_os(PATH)));
+        let api = CUDA_API.get_or_init(|| Self::load(std::env::var_os(LIBRARY_VARIABLE)));
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
         // Each time: it costs nothing when it has succeeded before, and what it failed for may have been put right.
         api.start().map_err(unavailable)?;
@@ -224,11 +224,11 @@ impl Api {
     fn load(named: Option<OsString>) -> std::result::Result<Self, String> {
         let named = named.filter(|path| !path.is_empty());
         let (file, remedy) = match named {
-            Some(path) => (path, format!("{PATH} names it; correct or unset that")),
+            Some(path) => (path, format!("{LIBRARY_VARIABLE} names it; correct or unset that")),
             None => (
                 "libcuda.so.1".into(),
                 format!(
-                    "install NVIDIA's driver, give the container access to the GPU (--gpus all), or name the library by {PATH}"
+                    "install NVIDIA's driver, give the container access to the GPU (--gpus all), or name the library by {LIBRARY_VARIABLE}"
                 ),
             ),
         };
@@ -252,7 +252,7 @@ impl Api {
         let mut found: c_int = 0;
         // SAFETY: writes a number; may be called before cuInit.
         let code = unsafe { (self.driver_version)(&raw mut found) };
-        if code != Code::SUCCESS {
+        if code != CudaCode::SUCCESS {
             return Err(format!("cuDriverGetVersion failed with {}", self.explain(code)));
         }
         if found < OLDEST {
@@ -263,14 +263,14 @@ impl Api {
         }
         // SAFETY: the call takes no pointers.
         match unsafe { (self.init)(0) } {
-            Code::SUCCESS => Ok(()),
+            CudaCode::SUCCESS => Ok(()),
             code => Err(format!("cuInit failed with {}", self.explain(code))),
         }
     }
 
     /// The driver's words for a code.
-    pub(crate) fn text(&self, code: Code) -> String {
-        let ask = |call: unsafe extern "C" fn(Code, *mut *const c_char) -> Code| {
+    pub(crate) fn text(&self, code: CudaCode) -> String {
+        let ask = |call: unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode| {
             let mut text: *const c_char = std::ptr::null();
             // SAFETY: `text` is written with null or a string of the library's that lives as long as it.
             unsafe {
@@ -286,7 +286,7 @@ impl Api {
     }
 
     /// The code, the driver's words for it, and what to do when a device cannot be opened because of it.
-    fn explain(&self, code: Code) -> String {
+    fn explain(&self, code: CudaCode) -> String {
         let remedy = match code.0 {
             34 => {
                 "; this is the toolkit's stub, which has no driver behind it: put the driver's libcuda first"
@@ -323,7 +323,7 @@ mod tests {
 
     #[test]
     fn every_kind_of_code_has_its_class() {
-        let class = |code| Code(code).class();
+        let class = |code| CudaCode(code).class();
         for code in [1, 101, 200, 201, 400, 712, 713, 801, 999, 123_456] {
             assert_eq!(class(code), ErrorClass::Argument, "{code}");
         }
@@ -341,9 +341,9 @@ mod tests {
 
     #[test]
     fn a_library_that_is_missing_or_no_driver_is_an_error_that_says_so() {
-        let missing = Api::load(Some("/nowhere/libcuda.so.1".into())).unwrap_err();
-        assert!(missing.contains("/nowhere/libcuda.so.1") && missing.contains(PATH), "{missing}");
-        let other = Api::load(Some("libm.so.6".into())).unwrap_err();
+        let missing = CudaApi::load(Some("/nowhere/libcuda.so.1".into())).unwrap_err();
+        assert!(missing.contains("/nowhere/libcuda.so.1") && missing.contains(LIBRARY_VARIABLE), "{missing}");
+        let other = CudaApi::load(Some("libm.so.6".into())).unwrap_err();
         assert!(other.contains("lacks cuInit") && other.contains("11.0"), "{other}");
     }
 

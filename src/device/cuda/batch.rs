@@ -13,7 +13,7 @@
 
 use std::cell::RefCell;
 
-use super::api::{CUdeviceptr, CUmemcpyAttributes, Code};
+use super::api::{CUdeviceptr, CUmemcpyAttributes, CudaCode};
 use super::{Cuda, rows, stream};
 use crate::device::{Driver, StreamHandle, Transfer};
 use crate::error::{Error, Result};
@@ -31,7 +31,7 @@ struct Lists {
 
 thread_local! {
     /// Kept, so that a batch allocates nothing.
-    static LISTS: RefCell<Lists> = RefCell::new(Lists::default());
+    static BATCH_LISTS: RefCell<Lists> = RefCell::new(Lists::default());
 }
 
 impl Lists {
@@ -149,7 +149,7 @@ impl Cuda {
         let mut attributes =
             CUmemcpyAttributes { source_order: IN_STREAM_ORDER, source: [0; 2], target: [0; 2], flags: 0 };
         let mut first = 0;
-        LISTS.with_borrow_mut(|lists| {
+        BATCH_LISTS.with_borrow_mut(|lists| {
             lists.fill(transfers);
             let Lists { targets, sources, lengths } = lists;
             let (count, stream) = (transfers.len(), stream(handle));
@@ -184,7 +184,7 @@ impl Cuda {
                     )
                 }
             } else {
-                Code::SUCCESS
+                CudaCode::SUCCESS
             };
             Some(self.said("cuMemcpyBatchAsync", code))
         })

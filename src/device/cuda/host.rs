@@ -14,13 +14,13 @@
 //! # Refusals
 //!
 //! The driver says little about why it refuses: 1 stands for a range that is not mapped, for one that cannot be written
-//! to, for a shared mapping of a file whose file system does not let its pages be pinned for writing (ext4 and its like on
-//! newer kernels; memory file systems do), and for memory of the driver's own. The error lists the remedies.
+//! to, for a shared mapping of a file whose file system does not let its pages be pinned for writing (ext4 and its like
+//! on newer kernels; memory file systems do), and for memory of the driver's own. The error lists the remedies.
 
 use std::ffi::c_int;
 use std::ptr::NonNull;
 
-use super::api::Code;
+use super::api::CudaCode;
 use super::{Cuda, check};
 use crate::device::{HostAllocFlags, HostKind};
 use crate::error::{DeviceError, Error, Result};
@@ -43,9 +43,9 @@ const CONCURRENT_MANAGED_ACCESS: c_int = 89;
 /// cuda.h: CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED. Older drivers do not know it.
 const READ_ONLY_REGISTER: c_int = 113;
 
-const ALREADY_REGISTERED: Code = Code(712);
-const INVALID_VALUE: Code = Code(1);
-const NOT_SUPPORTED: Code = Code(801);
+const ALREADY_REGISTERED: CudaCode = CudaCode(712);
+const INVALID_VALUE: CudaCode = CudaCode(1);
+const NOT_SUPPORTED: CudaCode = CudaCode(801);
 
 impl Cuda {
     /// Whether the device has an attribute. One that the driver does not know it has not.
@@ -159,7 +159,7 @@ impl Cuda {
 }
 
 /// What to do where registering is refused with that code.
-fn remedy(code: Code, read_only: bool) -> Option<&'static str> {
+fn remedy(code: CudaCode, read_only: bool) -> Option<&'static str> {
     match code {
         ALREADY_REGISTERED => Some(
             "a part of it is registered already, by this crate, the runtime or another library: register it once and share the \

@@ -12,7 +12,7 @@
 use std::ffi::c_int;
 use std::sync::Arc;
 
-use super::api::{Api, CUdevice, CUstream};
+use super::api::{CUdevice, CUstream, CudaApi};
 use super::{Cuda, check};
 use crate::device::{DevicePtr, callback};
 use crate::error::{Error, Result};
@@ -25,7 +25,7 @@ const MALLOC_HEAP_SIZE: c_int = 2;
 const INVALID_VALUE: i64 = 1;
 
 /// Whether a device has memory in stream order, and the driver the calls for it.
-pub(super) fn has_pools(api: &Api, name: &Arc<str>, device: CUdevice) -> Result<bool> {
+pub(super) fn has_pools(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Result<bool> {
     if api.mem_alloc_async.is_none() || api.mem_free_async.is_none() {
         return Ok(false);
     }

@@ -43,7 +43,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub(crate) use self::adopt::adopt;
-use self::api::{Api, CUcontext, CUdevice, CUevent, CUstream, Code};
+use self::api::{CUcontext, CUdevice, CUevent, CUstream, CudaApi, CudaCode};
 use super::ending::{Ending, KeepAlive};
 use super::holds::Last;
 use super::{DevicePtr, Driver, EventHandle, GraphEnd, HostKind, StreamHandle, Transfer};
@@ -62,13 +62,13 @@ const HOST_NUMA_ID: c_int = 134;
 
 thread_local! {
     /// Whether this is a thread of ours, which is in relaxed mode for good.
-    static OURS: Cell<bool> = const { Cell::new(false) };
+    static PUSHED_HERE: Cell<bool> = const { Cell::new(false) };
 }
 
 /// One context of a GPU.
 #[derive(Debug)]
 pub(crate) struct Cuda {
-    api: &'static Api,
+    api: &'static CudaApi,
     name: Arc<str>,
     /// Counted as the driver counts.
     ordinal: c_int,
@@ -94,8 +94,8 @@ unsafe impl Sync for Cuda {}
 /// what the driver says where it cannot make a context.
 pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let name: Arc<str> = format!("cuda:{ordinal}").into();
-    let api = Api::get(&name)?;
-    let _relaxed = Current::relaxed(api, false);
+    let api = CudaApi::get(&name)?;
+    let _relaxed = CudaCurrent::relaxed(api, false);
     let said = |call, code| check(api, &name, call, code);
     let mut count: c_int = 0;
     // SAFETY: writes a number.
@@ -128,23 +128,23 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
 }
 
 /// The host's node that a GPU hangs on: as the driver knows it, or as the system does.
-fn numa_node(api: &Api, device: CUdevice) -> Option<u32> {
+fn numa_node(api: &CudaApi, device: CUdevice) -> Option<u32> {
     let mut node: c_int = -1;
     // SAFETY: writes a number.
     let code = unsafe { (api.device_attribute)(&raw mut node, HOST_NUMA_ID, device) };
-    if code == Code::SUCCESS && node >= 0 {
+    if code == CudaCode::SUCCESS && node >= 0 {
         return u32::try_from(node).ok();
     }
     os::pci_node(&pci_address(api, device)?)
 }
 
 /// The GPU's place on the PCI bus, in the system's spelling.
-fn pci_address(api: &Api, device: CUdevice) -> Option<String> {
+fn pci_address(api: &CudaApi, device: CUdevice) -> Option<String> {
     // As domain:bus:device.function, and a zero.
     let mut bus = [0_u8; 32];
     // SAFETY: writes at most as many characters as there is room for.
     let code = unsafe { (api.device_pci_bus_id)(bus.as_mut_ptr().cast(), bus.len() as c_int, device) };
-    let bus = CStr::from_bytes_until_nul(&bus).ok().filter(|_| code == Code::SUCCESS)?;
+    let bus = CStr::from_bytes_until_nul(&bus).ok().filter(|_| code == CudaCode::SUCCESS)?;
     Some(bus.to_str().ok()?.to_ascii_lowercase())
 }
 
@@ -157,46 +157,46 @@ fn longest_pin(kernel: Option<(u32, u32)>) -> usize {
     }
 }
 
-fn check(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> Result<()> {
-    if code == Code::SUCCESS { Ok(()) } else { Err(failed(api, device, call, code)) }
+fn check(api: &CudaApi, device: &Arc<str>, call: &'static str, code: CudaCode) -> Result<()> {
+    if code == CudaCode::SUCCESS { Ok(()) } else { Err(failed(api, device, call, code)) }
 }
 
 #[cold]
-fn failed(api: &Api, device: &Arc<str>, call: &'static str, code: Code) -> Error {
+fn failed(api: &CudaApi, device: &Arc<str>, call: &'static str, code: CudaCode) -> Error {
     let (text, class) = (api.text(code).into(), code.class());
     Error::Device(DeviceError { device: device.clone(), call, code: code.0.into(), text, class })
 }
 
 /// Our context is current on this thread, for as long as this lives. Then the caller's is again.
 #[must_use]
-struct Current<'a> {
-    api: &'a Api,
+struct CudaCurrent<'a> {
+    api: &'a CudaApi,
     pushed: bool,
     /// The caller's capture mode, where it was changed.
     mode: Option<u32>,
 }
 
-impl<'a> Current<'a> {
+impl<'a> CudaCurrent<'a> {
     /// For calls that a capture elsewhere could forbid, or be spoiled by. `pushed`: whether a context was pushed
     /// before.
-    fn relaxed(api: &'a Api, pushed: bool) -> Self {
+    fn relaxed(api: &'a CudaApi, pushed: bool) -> Self {
         let mut current = Self { api, pushed, mode: None };
         current.relax();
         current
     }
 
     fn relax(&mut self) {
-        if let (Some(exchange), false) = (self.api.exchange_capture_mode, OURS.get()) {
+        if let (Some(exchange), false) = (self.api.exchange_capture_mode, PUSHED_HERE.get()) {
             let mut mode = RELAXED;
             // SAFETY: exchanges a number of this thread's.
-            if unsafe { exchange(&raw mut mode) } == Code::SUCCESS {
+            if unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS {
                 self.mode = Some(mode);
             }
         }
     }
 }
 
-impl Drop for Current<'_> {
+impl Drop for CudaCurrent<'_> {
     fn drop(&mut self) {
         if let (Some(mode), Some(exchange)) = (&mut self.mode, self.api.exchange_capture_mode) {
             // SAFETY: exchanges a number of this thread's.
@@ -211,18 +211,18 @@ impl Drop for Current<'_> {
 }
 
 impl Cuda {
-    fn said(&self, call: &'static str, code: Code) -> Result<()> {
+    fn said(&self, call: &'static str, code: CudaCode) -> Result<()> {
         check(self.api, &self.name, call, code)
     }
 
     /// What a call of somebody else's in this context came back with.
     #[cfg(feature = "cudarc")]
     pub(crate) fn theirs(&self, call: &'static str, code: u32) -> Error {
-        failed(self.api, &self.name, call, Code(code))
+        failed(self.api, &self.name, call, CudaCode(code))
     }
 
     /// Makes our context current.
-    fn current(&self) -> Result<Current<'_>> {
+    fn current(&self) -> Result<CudaCurrent<'_>> {
         let mut current: CUcontext = std::ptr::null_mut();
         // SAFETY: writes a handle.
         self.said("cuCtxGetCurrent", unsafe { (self.api.ctx_get)(&raw mut current) })?;
@@ -231,11 +231,11 @@ impl Cuda {
             // SAFETY: our retained primary context.
             self.said("cuCtxPushCurrent", unsafe { (self.api.ctx_push)(self.context) })?;
         }
-        Ok(Current { api: self.api, pushed, mode: None })
+        Ok(CudaCurrent { api: self.api, pushed, mode: None })
     }
 
     /// The same, for a call that a capture elsewhere could forbid, or be spoiled by.
-    fn relaxed(&self) -> Result<Current<'_>> {
+    fn relaxed(&self) -> Result<CudaCurrent<'_>> {
         let mut current = self.current()?;
         current.relax();
         Ok(current)
@@ -301,13 +301,13 @@ impl Driver for Cuda {
     fn enter_thread(&self) {
         // Where one of these fails the thread is like any other, and each call does it for itself.
         // SAFETY: our retained primary context.
-        if unsafe { (self.api.ctx_set)(self.context) } != Code::SUCCESS {
+        if unsafe { (self.api.ctx_set)(self.context) } != CudaCode::SUCCESS {
             return;
         }
         if let Some(exchange) = self.api.exchange_capture_mode {
             let mut mode = RELAXED;
             // SAFETY: exchanges a number of this thread's.
-            OURS.set(unsafe { exchange(&raw mut mode) } == Code::SUCCESS);
+            PUSHED_HERE.set(unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS);
         }
     }
 
@@ -470,7 +470,7 @@ impl Driver for Cuda {
         let _current = self.relaxed()?;
         // SAFETY: a handle of ours.
         match unsafe { (self.api.event_query)(event(handle)) } {
-            Code::NOT_READY => Ok(false),
+            CudaCode::NOT_READY => Ok(false),
             code => self.said("cuEventQuery", code).map(|()| true),
         }
     }
@@ -501,11 +501,11 @@ impl Drop for Cuda {
         }
         let (api, device) = (self.api, self.device);
         // A thread of ours may wait for the driver.
-        self.ending.end(&self.name, OURS.get(), move || {
-            let _relaxed = Current::relaxed(api, false);
+        self.ending.end(&self.name, PUSHED_HERE.get(), move || {
+            let _relaxed = CudaCurrent::relaxed(api, false);
             // After an error the driver is ending, and nothing is left to do.
             // SAFETY: retained once when this was made.
-            unsafe { (api.primary_release)(device) == Code::SUCCESS }
+            unsafe { (api.primary_release)(device) == CudaCode::SUCCESS }
         });
     }
 }

@@ -7,9 +7,10 @@
 //! knows nothing of what is in it, and no copy call accepts it. The two cannot be told apart from outside, so the error
 //! names both.
 //!
-//! The type of memory is that of cuda.h's `CUmemorytype`; managed memory says `DEVICE` and is told by an attribute of its
-//! own. Memory of pools and of `cuMemMap` belongs to no context (null), and is used in any of its device's. For the latter
-//! the driver gives the whole reservation as the range: whether every part of it is mapped, it finds out when it copies.
+//! The type of memory is that of cuda.h's `CUmemorytype`; managed memory says `POINTER_DEVICE` and is told by an
+//! attribute of its own. Memory of pools and of `cuMemMap` belongs to no context (null), and is used in any of its
+//! device's. For the latter the driver gives the whole reservation as the range: whether every part of it is mapped, it
+//! finds out when it copies.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -28,8 +29,8 @@ const RANGE_START_ADDR: c_int = 11;
 const RANGE_SIZE: c_int = 12;
 
 // cuda.h: CUmemorytype.
-const HOST: c_uint = 1;
-const DEVICE: c_uint = 2;
+const POINTER_HOST: c_uint = 1;
+const POINTER_DEVICE: c_uint = 2;
 
 /// What the driver says about an address.
 #[derive(Debug)]
@@ -73,10 +74,10 @@ impl Cuda {
 
     /// What is wrong with a range, if anything is.
     fn fault(&self, address: u64, len: usize, found: &Attributes) -> Option<AddressFault> {
-        let is_device = found.kind == DEVICE || found.managed != 0;
+        let is_device = found.kind == POINTER_DEVICE || found.managed != 0;
         if !is_device {
             return Some(match (found.kind, os::is_host_memory(address)) {
-                (HOST, _) => AddressFault::Host { registered: true },
+                (POINTER_HOST, _) => AddressFault::Host { registered: true },
                 (_, Some(true)) => AddressFault::Host { registered: false },
                 _ => AddressFault::Unknown,
             });

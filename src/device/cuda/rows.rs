@@ -1,15 +1,16 @@
 //! Copies at even distances by one call: `cuMemcpy2DAsync`.
 //!
-//! Pieces of one length whose places follow at even distances on both sides are the rows of a rectangle, as the blocks of
-//! one layer of a key-value cache are, or of packed segments whose bytes go to such. The device copies the rows of a rectangle
-//! at the link's full speed, and they cost their submitter next to nothing: where a batch of separate 4 KiB pieces reaches a
-//! fifth of the link, and of 16 KiB three quarters, rectangles of thousands reach 0.96 and 0.99 (H200, driver 580; the bench
-//! `queue`, rows `regular`). A call takes 2.5 us and some 0.1 us a row, so few rows are better off in a batch.
+//! Pieces of one length whose places follow at even distances on both sides are the rows of a rectangle, as the blocks
+//! of one layer of a key-value cache are, or of packed segments whose bytes go to such. The device copies the rows of a
+//! rectangle at the link's full speed, and they cost their submitter next to nothing: where a batch of separate 4 KiB
+//! pieces reaches a fifth of the link, and of 16 KiB three quarters, rectangles of thousands reach 0.96 and 0.99 (H200,
+//! driver 580; the bench `queue`, rows `regular`). A call takes 2.5 us and some 0.1 us a row, so few rows are better
+//! off in a batch.
 //!
-//! The driver wants each side within one allocation, or one registered range, and says `CUDA_ERROR_INVALID_VALUE` where a
-//! rectangle reaches across two of them, or across what is in none, before it has copied anything (seen on driver 580).
-//! Neither is known here, so it is tried, and what is refused goes in a batch. A pitch that is longer than the device can
-//! (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`) is refused in the same way.
+//! The driver wants each side within one allocation, or one registered range, and says `CUDA_ERROR_INVALID_VALUE` where
+//! a rectangle reaches across two of them, or across what is in none, before it has copied anything (seen on driver
+//! 580). Neither is known here, so it is tried, and what is refused goes in a batch. A pitch that is longer than the
+//! device can (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`) is refused in the same way.
 
 #![allow(unsafe_code)]
 
@@ -22,13 +23,13 @@ use super::{Cuda, stream};
 use crate::device::{StreamHandle, Transfer};
 use crate::error::Result;
 
-/// Rows from which on a rectangle is faster than a place in a batch for each: on an H200 16 rows of 16 KiB take 7 us both ways,
-/// 64 rows 22 us, and 27 to 38 in a batch.
-const LEAST: usize = 32;
+/// Rows from which on a rectangle is faster than a place in a batch for each: on an H200 16 rows of 16 KiB take 7 us
+/// both ways, 64 rows 22 us, and 27 to 38 in a batch.
+const FEWEST_ROWS: usize = 32;
 
 /// `CU_MEMORYTYPE_HOST` and `CU_MEMORYTYPE_DEVICE`.
-const HOST: c_uint = 1;
-const DEVICE: c_uint = 2;
+const MEMORY_HOST: c_uint = 1;
+const MEMORY_DEVICE: c_uint = 2;
 
 /// How many copies from the front are rows of one rectangle: 1 at least, unless there are none.
 fn rows(transfers: &[Transfer]) -> usize {
@@ -44,7 +45,7 @@ pub(super) fn part(transfers: &[Transfer], from: usize) -> (Range<usize>, bool) 
     let mut at = from;
     while at < transfers.len() {
         let many = rows(&transfers[at..]);
-        if many >= LEAST {
+        if many >= FEWEST_ROWS {
             return if at == from { (at..at + many, true) } else { (from..at, false) };
         }
         // The last row may be the first of the next rectangle.
@@ -54,8 +55,9 @@ pub(super) fn part(transfers: &[Transfer], from: usize) -> (Range<usize>, bool) 
 }
 
 fn side(kind: c_uint, at: u64, pitch: u64) -> Side2D {
-    let host = if kind == HOST { std::ptr::with_exposed_provenance_mut(at as usize) } else { null_mut() };
-    let device = if kind == DEVICE { at } else { 0 };
+    let host =
+        if kind == MEMORY_HOST { std::ptr::with_exposed_provenance_mut(at as usize) } else { null_mut() };
+    let device = if kind == MEMORY_DEVICE { at } else { 0 };
     Side2D { x: 0, y: 0, kind, host, device, array: null_mut(), pitch: pitch as usize }
 }
 
@@ -70,10 +72,10 @@ impl Cuda {
         let (host, device) = first.distance(second)?;
         let (source, target) = match *first {
             Transfer::Upload { src, dst, .. } => {
-                (side(HOST, src.expose_provenance() as u64, host), side(DEVICE, dst.0, device))
+                (side(MEMORY_HOST, src.expose_provenance() as u64, host), side(MEMORY_DEVICE, dst.0, device))
             }
             Transfer::Download { src, dst, .. } => {
-                (side(DEVICE, src.0, device), side(HOST, dst.expose_provenance() as u64, host))
+                (side(MEMORY_DEVICE, src.0, device), side(MEMORY_HOST, dst.expose_provenance() as u64, host))
             }
             _ => return None,
         };
@@ -82,8 +84,8 @@ impl Cuda {
             Ok(current) => current,
             Err(error) => return Some(Err(error)),
         };
-        // SAFETY: the caller's word for each row, and no byte between the rows is touched; the description is read before the
-        // call returns.
+        // SAFETY: the caller's word for each row, and no byte between the rows is touched; the description is read
+        // before the call returns.
         let code = unsafe { call(&raw const rectangle, stream(handle)) };
         Some(self.said("cuMemcpy2DAsync", code))
     }
@@ -112,22 +114,22 @@ mod tests {
     #[test]
     fn rectangles_are_found_between_other_copies() {
         let rows = |n: usize, at: usize| (0..n).map(move |i| up(at + i * 100, 7000 + 64 * i as u64, 64));
-        let all: Vec<Transfer> = rows(LEAST, 1000).collect();
-        assert_eq!(parts(&all), [(0..LEAST, true)]);
-        assert_eq!(parts(&all[..LEAST - 1]), [(0..LEAST - 1, false)]);
+        let all: Vec<Transfer> = rows(FEWEST_ROWS, 1000).collect();
+        assert_eq!(parts(&all), [(0..FEWEST_ROWS, true)]);
+        assert_eq!(parts(&all[..FEWEST_ROWS - 1]), [(0..FEWEST_ROWS - 1, false)]);
         // Other copies before and after; the second rectangle begins anywhere.
         let mut all = vec![up(5, 5, 5), up(9, 1000, 5)];
-        all.extend(rows(LEAST + 3, 1000));
-        all.extend(rows(LEAST, 400_000));
+        all.extend(rows(FEWEST_ROWS + 3, 1000));
+        all.extend(rows(FEWEST_ROWS, 400_000));
         all.push(up(1, 1, 64));
-        let first = 2 + LEAST + 3;
+        let first = 2 + FEWEST_ROWS + 3;
         assert_eq!(
             parts(&all),
             [
                 (0..2, false),
                 (2..first, true),
-                (first..first + LEAST, true),
-                (first + LEAST..all.len(), false)
+                (first..first + FEWEST_ROWS, true),
+                (first + FEWEST_ROWS..all.len(), false)
             ]
         );
         assert_eq!(parts(&[]), []);
@@ -136,7 +138,7 @@ mod tests {
     #[test]
     fn rows_are_equally_long_apart_and_in_order() {
         let is_rectangle =
-            |make: &dyn Fn(usize) -> Transfer| parts(&(0..LEAST).map(make).collect::<Vec<_>>())[0].1;
+            |make: &dyn Fn(usize) -> Transfer| parts(&(0..FEWEST_ROWS).map(make).collect::<Vec<_>>())[0].1;
         assert!(is_rectangle(&|i| up(i * 64, i as u64 * 64, 64)));
         assert!(!is_rectangle(&|i| up(i * 63, i as u64 * 64, 64)), "rows overlap");
         assert!(!is_rectangle(&|i| up(10_000 - i * 64, i as u64 * 64, 64)), "downwards");

@@ -10,13 +10,13 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::{Device, Inner};
+use super::{Device, DeviceInner};
 use crate::device::holds::{HeldPool, Holds};
 use crate::error::Error;
 use crate::stream::reaper::Listing;
 
 /// Between two looks at whether what is in the way can go at all.
-const LOOK: Duration = Duration::from_millis(20);
+const CLOSE_POLL: Duration = Duration::from_millis(20);
 /// Longer than anybody waits.
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
@@ -118,7 +118,7 @@ impl fmt::Display for HeldBy {
 pub struct CloseError(Box<Unclosed>);
 
 struct Unclosed {
-    watch: Watch,
+    watch: HeldWatch,
     held: HeldBy,
     /// Whether the last call was made.
     ended: bool,
@@ -178,17 +178,17 @@ impl fmt::Display for CloseError {
 impl std::error::Error for CloseError {}
 
 /// What there is to be known about a device without keeping it open.
-struct Watch {
+struct HeldWatch {
     name: String,
     context: u64,
     holds: Arc<Holds>,
-    device: Weak<Inner>,
+    device: Weak<DeviceInner>,
     listing: Listing,
     /// It does nothing by itself.
     stepped: bool,
 }
 
-impl Watch {
+impl HeldWatch {
     fn held_by(&self) -> HeldBy {
         if crate::os::forked() {
             return HeldBy { forked: true, ..HeldBy::default() };
@@ -224,7 +224,7 @@ impl Watch {
         let end = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
         let mut deadline = if self.stepped { now } else { end };
         loop {
-            if self.holds.wait(deadline.min(Instant::now() + LOOK)) {
+            if self.holds.wait(deadline.min(Instant::now() + CLOSE_POLL)) {
                 // The job that let go of it may not be over, but made its last call.
                 let held = HeldBy { jobs: 0, ..self.held_by() };
                 if held.leaked == 0 && held.lost.is_none() {
@@ -283,7 +283,7 @@ impl Device {
     /// - in the child of a fork, that it is one, at once: what is there is the parent's.
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
         let context = self.context();
-        let watch = Watch {
+        let watch = HeldWatch {
             name: self.name().to_owned(),
             context: context.id(),
             holds: context.holds().clone(),

@@ -8,10 +8,10 @@ use std::sync::{Arc, OnceLock};
 
 use super::Refusal;
 use super::fault::{Call, Failure};
-use super::memory::Place;
+use super::memory::HostPlace;
 use super::node::Node;
-use super::stream::{Freeing, Job, Promise, Ticket, Work};
-use super::unit::Unit;
+use super::stream::{Freeing, Promise, StreamJob, StreamTicket, StreamWork};
+use super::unit::HostUnit;
 use crate::device::holds::Last;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHandle, Transfer};
 use crate::error::{AddressFault, Error, ErrorClass, Result};
@@ -24,7 +24,7 @@ static DRIVERS: AtomicU64 = AtomicU64::new(1);
 /// running what they have queued.
 pub(super) struct HostDriver {
     node: Arc<Node>,
-    unit: Arc<Unit>,
+    unit: Arc<HostUnit>,
     id: u64,
     /// Dropped when all streams have ended.
     last: OnceLock<Last>,
@@ -41,7 +41,7 @@ enum Twist {
 }
 
 impl HostDriver {
-    pub(super) fn new(node: &Arc<Node>, unit: &Arc<Unit>) -> Self {
+    pub(super) fn new(node: &Arc<Node>, unit: &Arc<HostUnit>) -> Self {
         let id = DRIVERS.fetch_add(1, Ordering::Relaxed);
         Self { node: Arc::clone(node), unit: Arc::clone(unit), id, last: OnceLock::new() }
     }
@@ -93,7 +93,7 @@ impl HostDriver {
         Ok(())
     }
 
-    fn place(&self, call: Call, ptr: DevicePtr, len: usize) -> Result<Place> {
+    fn place(&self, call: Call, ptr: DevicePtr, len: usize) -> Result<HostPlace> {
         self.unit.memory.find(ptr.0, len).map_err(|refusal| self.error(call, refusal))
     }
 
@@ -108,24 +108,24 @@ impl HostDriver {
     }
 
     /// Checks a transfer.
-    fn job(&self, call: Call, transfer: Transfer) -> Result<Job> {
+    fn job(&self, call: Call, transfer: Transfer) -> Result<StreamJob> {
         match transfer {
             Transfer::Upload { src, dst, len } => {
                 self.host_address(call, src.addr(), len)?;
-                Ok(Job::Upload { src, to: self.place(call, dst, len)?, len })
+                Ok(StreamJob::Upload { src, to: self.place(call, dst, len)?, len })
             }
             Transfer::Download { src, dst, len } => {
                 self.host_address(call, dst.addr(), len)?;
-                Ok(Job::Download { from: self.place(call, src, len)?, dst, len })
+                Ok(StreamJob::Download { from: self.place(call, src, len)?, dst, len })
             }
             Transfer::OnDevice { src, dst, len } => {
                 let (from, to) = (self.place(call, src, len)?, self.place(call, dst, len)?);
-                Ok(Job::OnDevice { from, to, len })
+                Ok(StreamJob::OnDevice { from, to, len })
             }
             Transfer::OnHost { src, dst, len } => {
                 self.host_address(call, src.addr(), len)?;
                 self.host_address(call, dst.addr(), len)?;
-                Ok(Job::OnHost { src, dst, len })
+                Ok(StreamJob::OnHost { src, dst, len })
             }
         }
     }
@@ -308,7 +308,7 @@ impl Driver for HostDriver {
         let stream = self.unit.find(call, stream.0)?;
         let (address, birth) =
             self.unit.memory.allocate_later(len).map_err(|refusal| self.error(call, refusal))?;
-        let queued = self.unit.submit(call, &stream, Work::Allocate(birth), twist == Twist::Stall);
+        let queued = self.unit.submit(call, &stream, StreamWork::Allocate(birth), twist == Twist::Stall);
         queued.inspect_err(|_| drop(self.unit.memory.free(address)))?;
         Ok(DevicePtr(address))
     }
@@ -322,7 +322,7 @@ impl Driver for HostDriver {
         // Dropped without having run, because the device died or the stream went, it gives the memory back as well.
         let death = Freeing { unit: Arc::downgrade(&self.unit), address: ptr.0 };
         if let Some(stream) = stream {
-            self.unit.submit(call, &stream, Work::Free(death), twist == Twist::Stall)?;
+            self.unit.submit(call, &stream, StreamWork::Free(death), twist == Twist::Stall)?;
         }
         self.leave(call, twist)
     }
@@ -362,7 +362,7 @@ impl Driver for HostDriver {
         let call = Call::Copy;
         let twist = self.enter(call)?;
         let stream = self.unit.find(call, stream.0)?;
-        let work = Work::Copy { job: self.job(call, transfer)?, promise: None };
+        let work = StreamWork::Copy { job: self.job(call, transfer)?, promise: None };
         self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
         self.leave(call, twist)
     }
@@ -371,9 +371,9 @@ impl Driver for HostDriver {
         let call = Call::CopyBlocking;
         let twist = self.enter(call)?;
         let stream = self.unit.find(call, stream.0)?;
-        let ticket = Arc::new(Ticket::default());
+        let ticket = Arc::new(StreamTicket::default());
         let promise = Some(Promise(Arc::clone(&ticket)));
-        let work = Work::Copy { job: self.job(call, transfer)?, promise };
+        let work = StreamWork::Copy { job: self.job(call, transfer)?, promise };
         let position = self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
         self.node.finish(&self.unit, &stream, position, &ticket)?;
         self.leave(call, twist)
@@ -402,7 +402,7 @@ impl Driver for HostDriver {
         let twist = self.enter(call)?;
         let stream = self.unit.find(call, stream.0)?;
         let recorded = self.unit.events.record(event.0, |slot, number| {
-            let work = Work::Record { slot, number };
+            let work = StreamWork::Record { slot, number };
             let position = self.unit.submit(call, &stream, work, twist == Twist::Stall)?;
             Ok((Arc::clone(&stream), position))
         });
@@ -430,7 +430,7 @@ impl Driver for HostDriver {
             // Never recorded, which is as good as complete.
             Some(None) => {}
             Some(Some((on, position))) => {
-                self.unit.submit(call, &stream, Work::Wait { on, position }, twist == Twist::Stall)?;
+                self.unit.submit(call, &stream, StreamWork::Wait { on, position }, twist == Twist::Stall)?;
             }
         }
         self.leave(call, twist)

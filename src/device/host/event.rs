@@ -19,20 +19,20 @@ use std::sync::{Arc, OnceLock};
 
 use crate::locks::Mutex;
 
-use super::stream::Stream;
+use super::stream::HostStream;
 
 /// Slots of the first chunk; each chunk has twice as many as the one before.
-const FIRST: u32 = 64;
+const FIRST_CHUNK: u32 = 64;
 const CHUNKS: usize = 18;
 const INDEX_BITS: u32 = 24;
 const GENERATION_BITS: u32 = 24;
 /// Chunks double from 64 slots, so this is what 18 of them hold; below 2^24.
-const SLOTS: u32 = FIRST * ((1 << CHUNKS) - 1);
+const EVENT_SLOTS: u32 = FIRST_CHUNK * ((1 << CHUNKS) - 1);
 const GENERATIONS: u32 = 1 << GENERATION_BITS;
-const _: () = assert!(SLOTS <= 1 << INDEX_BITS);
+const _: () = assert!(EVENT_SLOTS <= 1 << INDEX_BITS);
 
 /// Where a recording sits: its stream, and its position there.
-pub(super) type Recorded = (Arc<Stream>, u64);
+pub(super) type Recorded = (Arc<HostStream>, u64);
 
 #[derive(Debug, Default)]
 struct Slot {
@@ -70,14 +70,14 @@ struct Free {
 
 /// One device's events.
 #[derive(Debug)]
-pub(super) struct Events {
+pub(super) struct HostEvents {
     tag: u64,
     chunks: [OnceLock<Box<[Slot]>>; CHUNKS],
     free: Mutex<Free>,
     live: AtomicUsize,
 }
 
-impl Events {
+impl HostEvents {
     /// `tag` tells this device's handles from others'.
     pub(super) fn new(tag: u16) -> Self {
         Self {
@@ -112,7 +112,7 @@ impl Events {
             let mut free = self.free.lock();
             match free.slots.pop() {
                 Some(next) => next,
-                None if free.made < SLOTS => {
+                None if free.made < EVENT_SLOTS => {
                     let index = free.made;
                     let (chunk, _, size) = place(index)?;
                     self.chunks.get(chunk)?.get_or_init(|| (0..size).map(|_| Slot::default()).collect());
@@ -201,9 +201,9 @@ impl Events {
 
 /// Chunk, place in it, and size of it.
 fn place(index: u32) -> Option<(usize, usize, u32)> {
-    let shifted = index.checked_add(FIRST)?;
-    let chunk = shifted.ilog2() - FIRST.ilog2();
-    let size = FIRST << chunk;
+    let shifted = index.checked_add(FIRST_CHUNK)?;
+    let chunk = shifted.ilog2() - FIRST_CHUNK.ilog2();
+    let size = FIRST_CHUNK << chunk;
     Some((chunk as usize, (shifted - size) as usize, size))
 }
 
@@ -233,13 +233,13 @@ mod tests {
             assert!(at < size as usize);
             next = (chunk, at + 1);
         }
-        assert_eq!(place(SLOTS - 1).unwrap().0, CHUNKS - 1);
-        assert_eq!(place(SLOTS).unwrap().0, CHUNKS);
+        assert_eq!(place(EVENT_SLOTS - 1).unwrap().0, CHUNKS - 1);
+        assert_eq!(place(EVENT_SLOTS).unwrap().0, CHUNKS);
     }
 
     #[test]
     fn handles_are_never_used_again() {
-        let events = Events::new(3);
+        let events = HostEvents::new(3);
         let mut seen = std::collections::HashSet::new();
         for _ in 0..1000 {
             let event = events.create().unwrap();
@@ -250,12 +250,12 @@ mod tests {
             assert_eq!(events.query(event), None);
         }
         assert_eq!(events.live(), 0);
-        assert_eq!(Events::new(4).query(*seen.iter().next().unwrap()), None);
+        assert_eq!(HostEvents::new(4).query(*seen.iter().next().unwrap()), None);
     }
 
     #[test]
     fn a_slot_without_generations_is_retired() {
-        let events = Events::new(1);
+        let events = HostEvents::new(1);
         let first = events.create().unwrap();
         assert!(events.destroy(first));
         events.free.lock().slots[0].1 = GENERATIONS - 1;
@@ -266,9 +266,9 @@ mod tests {
 
     #[test]
     fn only_the_last_recording_counts() {
-        let events = Events::new(1);
+        let events = HostEvents::new(1);
         let event = events.create().unwrap();
-        let stream = Stream::new(1, 1);
+        let stream = HostStream::new(1, 1);
         let mut numbers = Vec::new();
         for position in 1..3 {
             let queued = events.record(event, |_, number| {

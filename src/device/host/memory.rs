@@ -30,12 +30,12 @@ use crate::os;
 /// Bytes under one lock.
 pub(super) const STRIPE: usize = 1 << 20;
 /// Alignment of allocations' addresses.
-const ALIGN: u64 = 4096;
+const HOST_PAGE: u64 = 4096;
 /// Alignment of the heap memory behind them. Not more than `calloc` gives by itself: beyond it, std zeroes by hand, and
 /// all of a large allocation would be paged in at once.
 const HEAP_ALIGN: usize = 16;
 /// Addresses between two allocations that belong to neither.
-const GAP: u64 = 1 << 20;
+const ADDRESS_GAP: u64 = 1 << 20;
 /// Bits of an address below the device's number.
 const SPACE_BITS: u32 = 48;
 
@@ -43,7 +43,7 @@ const SPACE_BITS: u32 = 48;
 const MAPPED: usize = 2 << 20;
 
 /// One allocation.
-pub(super) struct Allocation {
+pub(super) struct HostAllocation {
     address: u64,
     layout: Layout,
     data: NonNull<u8>,
@@ -56,11 +56,11 @@ pub(super) struct Allocation {
 }
 
 // SAFETY: the heap memory belongs to the allocation and is accessed under the stripes' locks only.
-unsafe impl Send for Allocation {}
+unsafe impl Send for HostAllocation {}
 // SAFETY: as above.
-unsafe impl Sync for Allocation {}
+unsafe impl Sync for HostAllocation {}
 
-impl Allocation {
+impl HostAllocation {
     fn new(address: u64, len: usize, unborn: bool) -> Option<Self> {
         let layout = Layout::from_size_align(len, HEAP_ALIGN).ok().filter(|layout| layout.size() > 0)?;
         let data = if len >= MAPPED {
@@ -128,7 +128,7 @@ impl Allocation {
     }
 }
 
-impl Drop for Allocation {
+impl Drop for HostAllocation {
     fn drop(&mut self) {
         if self.len() >= MAPPED {
             // SAFETY: mapped with this length, and nobody else has it any more.
@@ -142,7 +142,7 @@ impl Drop for Allocation {
     }
 }
 
-impl fmt::Debug for Allocation {
+impl fmt::Debug for HostAllocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:#x}+{:#x}", self.address, self.len())
     }
@@ -150,13 +150,13 @@ impl fmt::Debug for Allocation {
 
 /// A checked range of device memory, which keeps the memory alive.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
-    allocation: Arc<Allocation>,
+pub(super) struct HostPlace {
+    allocation: Arc<HostAllocation>,
     offset: usize,
     len: usize,
 }
 
-impl Place {
+impl HostPlace {
     pub(super) fn is_absent(&self) -> bool {
         self.allocation.is_absent()
     }
@@ -171,7 +171,7 @@ impl Place {
     /// Copies `len` bytes at `at` within the range to `to`.
     ///
     /// # Safety
-    /// As for [`Allocation::read`].
+    /// As for [`HostAllocation::read`].
     pub(super) unsafe fn read(&self, at: usize, to: *mut u8, len: usize) {
         // SAFETY: the caller's promise.
         unsafe { self.allocation.read(self.offset + at, to, len) }
@@ -180,7 +180,7 @@ impl Place {
     /// Copies `len` bytes from `from` to `at` within the range.
     ///
     /// # Safety
-    /// As for [`Allocation::write`].
+    /// As for [`HostAllocation::write`].
     pub(super) unsafe fn write(&self, at: usize, from: *const u8, len: usize) {
         // SAFETY: the caller's promise.
         unsafe { self.allocation.write(self.offset + at, from, len) }
@@ -189,7 +189,7 @@ impl Place {
 
 /// Memory that is there from the moment on when its stream comes to this.
 #[derive(Debug)]
-pub(super) struct Birth(Arc<Allocation>);
+pub(super) struct Birth(Arc<HostAllocation>);
 
 impl Birth {
     pub(super) fn come(self) {
@@ -200,7 +200,7 @@ impl Birth {
 
 #[derive(Debug)]
 struct Table {
-    by_address: BTreeMap<u64, Arc<Allocation>>,
+    by_address: BTreeMap<u64, Arc<HostAllocation>>,
     /// Bytes allocated.
     used: usize,
     /// Where the next allocation goes.
@@ -209,13 +209,13 @@ struct Table {
 
 /// One device's memory.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(super) struct HostMemory {
     ordinal: u32,
     capacity: usize,
     table: RwLock<Table>,
 }
 
-impl Memory {
+impl HostMemory {
     pub(super) fn new(ordinal: u32, capacity: usize) -> Self {
         let table = Table { by_address: BTreeMap::new(), used: 0, next: space(ordinal).0 };
         Self { ordinal, capacity, table: RwLock::new(table) }
@@ -236,7 +236,7 @@ impl Memory {
         self.enter(len, true).map(|allocation| (allocation.address, Birth(allocation)))
     }
 
-    fn enter(&self, len: usize, unborn: bool) -> Result<Arc<Allocation>, Refusal> {
+    fn enter(&self, len: usize, unborn: bool) -> Result<Arc<HostAllocation>, Refusal> {
         if len == 0 {
             return Err(Refusal::argument("0 bytes of device memory were asked for"));
         }
@@ -252,7 +252,7 @@ impl Memory {
             )));
         };
         // Under the lock, for the gap to stay ours. Large memory is only mapped here; the first use pages it in.
-        let Some(allocation) = Allocation::new(address, len, unborn) else {
+        let Some(allocation) = HostAllocation::new(address, len, unborn) else {
             return Err(Refusal::out_of_memory(format!("the system has no {len} bytes for device memory")));
         };
         table.used += len;
@@ -309,7 +309,7 @@ impl Memory {
     }
 
     /// Checks a range and finds the allocation that it lies in.
-    pub(super) fn find(&self, address: u64, len: usize) -> Result<Place, Refusal> {
+    pub(super) fn find(&self, address: u64, len: usize) -> Result<HostPlace, Refusal> {
         let table = self.table.read();
         let below = table.by_address.range(..=address).next_back();
         let Some((_, allocation)) = below.filter(|(_, found)| !found.dying.load(Ordering::Relaxed)) else {
@@ -328,7 +328,7 @@ impl Memory {
                  {start:#x} of {size} bytes"
             )));
         }
-        Ok(Place { allocation: Arc::clone(allocation), offset, len })
+        Ok(HostPlace { allocation: Arc::clone(allocation), offset, len })
     }
 
     fn no_such(&self, address: u64, what: &str) -> Refusal {
@@ -358,7 +358,7 @@ impl Table {
     /// Chooses addresses for `len` bytes.
     fn place(&mut self, ordinal: u32, len: u64) -> Option<u64> {
         let (first, last) = space(ordinal);
-        let need = len.checked_next_multiple_of(ALIGN)?.checked_add(GAP)?;
+        let need = len.checked_next_multiple_of(HOST_PAGE)?.checked_add(ADDRESS_GAP)?;
         if need > last - self.next {
             // Once around. From here on addresses are used again, the lowest gap first.
             let mut at = first;
@@ -366,7 +366,7 @@ impl Table {
                 if allocation.address - at >= need {
                     break;
                 }
-                at = allocation.address + (allocation.len() as u64).next_multiple_of(ALIGN) + GAP;
+                at = allocation.address + (allocation.len() as u64).next_multiple_of(HOST_PAGE) + ADDRESS_GAP;
             }
             return (need <= last - at).then_some(at);
         }
@@ -382,7 +382,7 @@ mod tests {
 
     #[test]
     fn addresses_are_used_again_only_when_all_were_used() {
-        let memory = Memory::new(0, 1 << 30);
+        let memory = HostMemory::new(0, 1 << 30);
         let a = memory.allocate(10).unwrap();
         let b = memory.allocate(10).unwrap();
         memory.free(a).unwrap();
@@ -397,7 +397,7 @@ mod tests {
 
     #[test]
     fn addresses_say_whose_they_are() {
-        let (here, there) = (Memory::new(0, 1 << 20), Memory::new(1, 1 << 20));
+        let (here, there) = (HostMemory::new(0, 1 << 20), HostMemory::new(1, 1 << 20));
         let (a, b) = (here.allocate(100).unwrap(), there.allocate(100).unwrap());
         assert!(here.find(b, 1).unwrap_err().text.contains("belongs to host:1"));
         assert!(there.find(a, 1).unwrap_err().text.contains("belongs to host:0"));
@@ -414,7 +414,7 @@ mod tests {
 
     #[test]
     fn ranges_cross_stripes() {
-        let memory = Memory::new(0, 1 << 30);
+        let memory = HostMemory::new(0, 1 << 30);
         let len = 3 * STRIPE + 5;
         let address = memory.allocate(len).unwrap();
         let place = memory.find(address, len).unwrap();

@@ -11,8 +11,8 @@ use crate::locks::Mutex;
 
 use super::driver::HostDriver;
 use super::fault::{Call, Failure, Fault, FaultBook};
-use super::stream::{Next, Outcome, Random, Scratch, Stream, Ticket};
-use super::unit::Unit;
+use super::stream::{CopyOutcome, HostStream, Random, Scratch, StreamNext, StreamTicket};
+use super::unit::HostUnit;
 use super::{HostConfig, Refusal};
 use crate::device::{Driver, HostKind};
 use crate::error::{Error, Result};
@@ -27,7 +27,7 @@ struct Stepper {
 /// What the devices of a node share.
 #[derive(Debug)]
 pub(super) struct Node {
-    units: Vec<Arc<Unit>>,
+    units: Vec<Arc<HostUnit>>,
     pub(super) faults: FaultBook,
     /// Pinned ranges by their start: end, and the device that pinned them.
     pins: Mutex<BTreeMap<usize, (usize, u32)>>,
@@ -40,7 +40,7 @@ pub(super) struct Node {
 impl Node {
     fn new(config: &HostConfig) -> Arc<Self> {
         let capacity = config.capacity();
-        let units = (0..config.devices).map(|ordinal| Unit::new(ordinal, capacity, config));
+        let units = (0..config.devices).map(|ordinal| HostUnit::new(ordinal, capacity, config));
         let stepper = config
             .stepped
             .map(|seed| Mutex::new(Stepper { random: Random::new(seed), scratch: Scratch::default() }));
@@ -53,11 +53,11 @@ impl Node {
         })
     }
 
-    fn unit(&self, ordinal: u32) -> Option<&Arc<Unit>> {
+    fn unit(&self, ordinal: u32) -> Option<&Arc<HostUnit>> {
         self.units.get(ordinal as usize)
     }
 
-    fn units(&self) -> impl Iterator<Item = &Arc<Unit>> {
+    fn units(&self) -> impl Iterator<Item = &Arc<HostUnit>> {
         self.units.iter()
     }
 
@@ -77,23 +77,25 @@ impl Node {
         }
         let (unit, streams) = &ready[random.below(ready.len() as u64) as usize];
         let stream = &streams[random.below(streams.len() as u64) as usize];
-        matches!(stream.step(unit, scratch), Next::Ready)
+        matches!(stream.step(unit, scratch), StreamNext::Ready)
     }
 
     fn step_stream(&self, ordinal: u32, nth: usize) -> bool {
         let (Some(stepper), Some(unit)) = (&self.stepper, self.unit(ordinal)) else { return false };
         let mut stepper = stepper.lock();
         let runnable = unit.runnable();
-        runnable.get(nth).is_some_and(|stream| matches!(stream.step(unit, &mut stepper.scratch), Next::Ready))
+        runnable
+            .get(nth)
+            .is_some_and(|stream| matches!(stream.step(unit, &mut stepper.scratch), StreamNext::Ready))
     }
 
     /// Waits for an operation of the stream; on a stepped node, by running what must come before it.
     pub(super) fn finish(
         &self,
-        unit: &Unit,
-        stream: &Arc<Stream>,
+        unit: &HostUnit,
+        stream: &Arc<HostStream>,
         position: u64,
-        ticket: &Ticket,
+        ticket: &StreamTicket,
     ) -> Result<()> {
         let outcome = match &self.stepper {
             None => ticket.wait(),
@@ -105,10 +107,10 @@ impl Node {
                         break outcome;
                     }
                     turn = match turn.step(unit, scratch) {
-                        Next::Ready => Arc::clone(stream),
+                        StreamNext::Ready => Arc::clone(stream),
                         // Round and round is impossible: waits lead back in time.
-                        Next::Behind(other, _) => other,
-                        Next::Empty | Next::Held | Next::Over => {
+                        StreamNext::Behind(other, _) => other,
+                        StreamNext::Empty | StreamNext::Held | StreamNext::Over => {
                             stream.withdraw(position);
                             // Settled by that, if it was not in the meantime.
                             break ticket.wait();
@@ -118,9 +120,9 @@ impl Node {
             }
         };
         match outcome {
-            Outcome::Done => Ok(()),
-            Outcome::Lost if !unit.is_alive() => Err(unit.lost(Call::CopyBlocking)),
-            Outcome::Lost => {
+            CopyOutcome::Done => Ok(()),
+            CopyOutcome::Lost if !unit.is_alive() => Err(unit.lost(Call::CopyBlocking)),
+            CopyOutcome::Lost => {
                 let text = "the stream is hung, stalled or waits for one that is; the copy was taken back";
                 Err(unit.error(Call::CopyBlocking, Refusal::moment(text)))
             }
@@ -227,8 +229,8 @@ pub struct HostUsage {
 
 /// A machine with host devices. Clones are the same machine.
 ///
-/// The [module's page](super) says what its devices do. All methods may be called from any thread. In the child of a fork they
-/// do nothing and find nothing.
+/// The [module's page](super) says what its devices do. All methods may be called from any thread. In the child of a
+/// fork they do nothing and find nothing.
 #[derive(Clone)]
 pub struct HostNode(Arc<Node>);
 
@@ -260,7 +262,7 @@ impl HostNode {
         Some(&self.0).filter(|_| !crate::os::forked())
     }
 
-    fn unit(&self, device: u32) -> Option<&Arc<Unit>> {
+    fn unit(&self, device: u32) -> Option<&Arc<HostUnit>> {
         self.here()?.unit(device)
     }
 
@@ -413,7 +415,7 @@ impl HostNode {
 #[cfg(all(test, not(loom)))]
 impl HostNode {
     /// The device's streams, without keeping them alive as their threads do.
-    pub(super) fn watch_streams(&self, device: u32) -> Vec<std::sync::Weak<Stream>> {
+    pub(super) fn watch_streams(&self, device: u32) -> Vec<std::sync::Weak<HostStream>> {
         self.unit(device).map_or_else(Vec::new, |unit| unit.streams().iter().map(Arc::downgrade).collect())
     }
 }

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 use crate::locks::{Condvar, Mutex, MutexGuard};
 
-use super::memory::{Birth, Place, STRIPE};
-use super::unit::Unit;
+use super::memory::{Birth, HostPlace, STRIPE};
+use super::unit::HostUnit;
 
 /// Bytes that a copy moves between two looks at whether its device is alive.
 const PART: usize = STRIPE;
@@ -29,15 +29,15 @@ const BOUNCE: usize = 256 << 10;
 
 /// A copy, its device ranges checked.
 #[derive(Debug)]
-pub(super) enum Job {
-    Upload { src: *const u8, to: Place, len: usize },
-    Download { from: Place, dst: *mut u8, len: usize },
-    OnDevice { from: Place, to: Place, len: usize },
+pub(super) enum StreamJob {
+    Upload { src: *const u8, to: HostPlace, len: usize },
+    Download { from: HostPlace, dst: *mut u8, len: usize },
+    OnDevice { from: HostPlace, to: HostPlace, len: usize },
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
 // SAFETY: the host memory is the submitter's promise, made for whichever thread runs the job (`Driver::copy`).
-unsafe impl Send for Job {}
+unsafe impl Send for StreamJob {}
 
 /// Why a copy stopped before its end.
 enum Stopped {
@@ -47,7 +47,7 @@ enum Stopped {
     Absent,
 }
 
-impl Job {
+impl StreamJob {
     /// The host addresses that the copy uses.
     fn host_ranges(&self) -> [Range<usize>; 2] {
         match *self {
@@ -66,7 +66,7 @@ impl Job {
         }
     }
 
-    fn run(&self, stream: &Stream, unit: &Unit, scratch: &mut Scratch) -> Result<(), Stopped> {
+    fn run(&self, stream: &HostStream, unit: &HostUnit, scratch: &mut Scratch) -> Result<(), Stopped> {
         if self.uses_absent_memory() {
             return Err(Stopped::Absent);
         }
@@ -104,8 +104,8 @@ fn parts(
     len: usize,
     most: usize,
     backward: bool,
-    stream: &Stream,
-    unit: &Unit,
+    stream: &HostStream,
+    unit: &HostUnit,
     mut copy: impl FnMut(usize, usize),
 ) -> Result<(), Stopped> {
     let mut done = 0;
@@ -137,7 +137,7 @@ impl Scratch {
 
 /// How a copy ended that somebody waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(super) enum CopyOutcome {
     /// It has run.
     Done,
     /// It will not run, or has stopped midway.
@@ -146,17 +146,17 @@ pub(super) enum Outcome {
 
 /// What a caller of `copy_blocking` waits at.
 #[derive(Debug, Default)]
-pub(super) struct Ticket {
-    outcome: Mutex<Option<Outcome>>,
+pub(super) struct StreamTicket {
+    outcome: Mutex<Option<CopyOutcome>>,
     resolved: Condvar,
 }
 
-impl Ticket {
-    pub(super) fn outcome(&self) -> Option<Outcome> {
+impl StreamTicket {
+    pub(super) fn outcome(&self) -> Option<CopyOutcome> {
         *self.outcome.lock()
     }
 
-    pub(super) fn wait(&self) -> Outcome {
+    pub(super) fn wait(&self) -> CopyOutcome {
         let mut outcome = self.outcome.lock();
         loop {
             match *outcome {
@@ -166,26 +166,26 @@ impl Ticket {
         }
     }
 
-    fn resolve(&self, how: Outcome) {
+    fn resolve(&self, how: CopyOutcome) {
         self.outcome.lock().get_or_insert(how);
         self.resolved.notify_all();
     }
 }
 
-/// The operation's end of a [`Ticket`]: an operation that goes without having run releases the waiter too.
+/// The operation's end of a [`StreamTicket`]: an operation that goes without having run releases the waiter too.
 #[derive(Debug)]
-pub(super) struct Promise(pub(super) Arc<Ticket>);
+pub(super) struct Promise(pub(super) Arc<StreamTicket>);
 
 impl Drop for Promise {
     fn drop(&mut self) {
-        self.0.resolve(Outcome::Lost);
+        self.0.resolve(CopyOutcome::Lost);
     }
 }
 
 /// Device memory that is to be freed when this goes, whether its turn has come or it is dropped with the queue.
 #[derive(Debug)]
 pub(super) struct Freeing {
-    pub(super) unit: Weak<Unit>,
+    pub(super) unit: Weak<HostUnit>,
     pub(super) address: u64,
 }
 
@@ -200,12 +200,12 @@ impl Drop for Freeing {
 
 /// What an operation does.
 #[derive(Debug)]
-pub(super) enum Work {
-    Copy { job: Job, promise: Option<Promise> },
+pub(super) enum StreamWork {
+    Copy { job: StreamJob, promise: Option<Promise> },
     Allocate(Birth),
     Free(Freeing),
     Record { slot: u32, number: u64 },
-    Wait { on: Arc<Stream>, position: u64 },
+    Wait { on: Arc<HostStream>, position: u64 },
 }
 
 #[derive(Debug)]
@@ -213,12 +213,12 @@ pub(super) struct Operation {
     position: u64,
     /// Does not run until resumed, nor does what follows it.
     stalled: bool,
-    work: Work,
+    work: StreamWork,
 }
 
 /// Whether a stream takes operations, and what becomes of those it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum StreamEnd {
     /// It takes and runs them.
     Open,
     /// Destroyed: it takes none, runs those it has, and goes.
@@ -231,7 +231,7 @@ pub(super) enum End {
 
 /// What a stream can do next.
 #[derive(Debug)]
-pub(super) enum Next {
+pub(super) enum StreamNext {
     /// Run its first operation.
     Ready,
     /// Nothing: the queue is empty.
@@ -239,32 +239,32 @@ pub(super) enum Next {
     /// Nothing until it is resumed.
     Held,
     /// Nothing until that stream has come to that position.
-    Behind(Arc<Stream>, u64),
+    Behind(Arc<HostStream>, u64),
     /// Nothing ever.
     Over,
 }
 
 #[derive(Debug)]
-pub(super) struct Queue {
+pub(super) struct StreamQueue {
     operations: VecDeque<Operation>,
     submitted: u64,
     /// The host addresses that the operation being run uses.
     busy: Option<[Range<usize>; 2]>,
     hung: bool,
     destroyed: bool,
-    end: End,
+    end: StreamEnd,
     /// Streams to wake when a position is reached.
-    followers: Vec<(u64, Weak<Stream>)>,
+    followers: Vec<(u64, Weak<HostStream>)>,
 }
 
 /// One stream.
 #[derive(Debug)]
-pub(super) struct Stream {
+pub(super) struct HostStream {
     /// Its handle.
     pub(super) id: u64,
     /// Which driver object made it.
     pub(super) owner: u64,
-    queue: Mutex<Queue>,
+    queue: Mutex<StreamQueue>,
     /// The stream's thread sleeps here.
     wake: Condvar,
     /// Position of the last operation that is over; all before it are over too.
@@ -272,15 +272,15 @@ pub(super) struct Stream {
     running: Mutex<()>,
 }
 
-impl Stream {
+impl HostStream {
     pub(super) fn new(id: u64, owner: u64) -> Arc<Self> {
-        let queue = Queue {
+        let queue = StreamQueue {
             operations: VecDeque::new(),
             submitted: 0,
             busy: None,
             hung: false,
             destroyed: false,
-            end: End::Open,
+            end: StreamEnd::Open,
             followers: Vec::new(),
         };
         Arc::new(Self {
@@ -299,9 +299,9 @@ impl Stream {
     }
 
     /// Queues an operation and returns its position, or why the stream takes none.
-    pub(super) fn submit(&self, work: Work, stalled: bool) -> Result<u64, End> {
+    pub(super) fn submit(&self, work: StreamWork, stalled: bool) -> Result<u64, StreamEnd> {
         let mut queue = self.queue.lock();
-        if queue.end != End::Open {
+        if queue.end != StreamEnd::Open {
             let end = queue.end;
             // First the lock, then the operation: dropping it may wake somebody.
             drop(queue);
@@ -331,11 +331,11 @@ impl Stream {
         if std::mem::replace(&mut queue.destroyed, true) {
             return None;
         }
-        if queue.end == End::Open {
-            queue.end = End::Destroyed;
+        if queue.end == StreamEnd::Open {
+            queue.end = StreamEnd::Destroyed;
         }
         let idle = queue.operations.is_empty() && queue.busy.is_none();
-        let gone = idle || queue.end != End::Destroyed;
+        let gone = idle || queue.end != StreamEnd::Destroyed;
         drop(queue);
         self.wake.notify_one();
         Some(gone)
@@ -346,7 +346,7 @@ impl Stream {
     }
 
     /// Ends the stream at once and drops what is queued.
-    pub(super) fn end(&self, end: End) {
+    pub(super) fn end(&self, end: StreamEnd) {
         let mut queue = self.queue.lock();
         queue.end = end;
         let dropped = std::mem::take(&mut queue.operations);
@@ -388,51 +388,51 @@ impl Stream {
         let queue = self.queue.lock();
         queue.busy.as_ref().is_some_and(overlaps)
             || queue.operations.iter().any(|operation| match &operation.work {
-                Work::Copy { job, .. } => overlaps(&job.host_ranges()),
+                StreamWork::Copy { job, .. } => overlaps(&job.host_ranges()),
                 _ => false,
             })
     }
 
-    fn next(&self, queue: &Queue, unit: &Unit) -> Next {
+    fn next(&self, queue: &StreamQueue, unit: &HostUnit) -> StreamNext {
         match queue.end {
-            End::Abandoned | End::Dead => return Next::Over,
-            End::Open | End::Destroyed => {}
+            StreamEnd::Abandoned | StreamEnd::Dead => return StreamNext::Over,
+            StreamEnd::Open | StreamEnd::Destroyed => {}
         }
         let Some(first) = queue.operations.front() else {
-            return if queue.end == End::Open { Next::Empty } else { Next::Over };
+            return if queue.end == StreamEnd::Open { StreamNext::Empty } else { StreamNext::Over };
         };
         if unit.is_hung() || queue.hung || first.stalled {
-            return Next::Held;
+            return StreamNext::Held;
         }
         match &first.work {
-            Work::Wait { on, position } if !on.has_reached(*position) => {
-                Next::Behind(Arc::clone(on), *position)
+            StreamWork::Wait { on, position } if !on.has_reached(*position) => {
+                StreamNext::Behind(Arc::clone(on), *position)
             }
-            _ => Next::Ready,
+            _ => StreamNext::Ready,
         }
     }
 
     /// Whether the stream's next operation could run.
-    pub(super) fn is_runnable(&self, unit: &Unit) -> bool {
-        matches!(self.next(&self.queue.lock(), unit), Next::Ready)
+    pub(super) fn is_runnable(&self, unit: &HostUnit) -> bool {
+        matches!(self.next(&self.queue.lock(), unit), StreamNext::Ready)
     }
 
     /// Runs the next operation if it may run. For nodes without threads; the caller sees to it that only one runs a
     /// stream at a time.
-    pub(super) fn step(&self, unit: &Unit, scratch: &mut Scratch) -> Next {
+    pub(super) fn step(&self, unit: &HostUnit, scratch: &mut Scratch) -> StreamNext {
         let mut queue = self.queue.lock();
         let next = self.next(&queue, unit);
-        if matches!(next, Next::Ready) {
+        if matches!(next, StreamNext::Ready) {
             self.run_first(&mut queue, unit, scratch);
         }
         next
     }
 
     /// Runs the first operation, with the queue unlocked meanwhile.
-    fn run_first(&self, queue: &mut MutexGuard<'_, Queue>, unit: &Unit, scratch: &mut Scratch) {
+    fn run_first(&self, queue: &mut MutexGuard<'_, StreamQueue>, unit: &HostUnit, scratch: &mut Scratch) {
         let Some(Operation { position, work, .. }) = queue.operations.pop_front() else { return };
         let job = match work {
-            Work::Copy { job, promise } => {
+            StreamWork::Copy { job, promise } => {
                 queue.busy = Some(job.host_ranges());
                 let ran = MutexGuard::unlocked(queue, || job.run(self, unit, scratch));
                 queue.busy = None;
@@ -451,20 +451,20 @@ impl Stream {
                 }
                 Some((job, promise))
             }
-            Work::Record { slot, number } => {
+            StreamWork::Record { slot, number } => {
                 unit.events.complete(slot, number);
                 None
             }
-            Work::Allocate(birth) => {
+            StreamWork::Allocate(birth) => {
                 birth.come();
                 None
             }
-            Work::Free(death) => {
+            StreamWork::Free(death) => {
                 // The memory goes with the last that names it, which can be here: not under the lock.
                 MutexGuard::unlocked(queue, || drop(death));
                 None
             }
-            Work::Wait { .. } => None,
+            StreamWork::Wait { .. } => None,
         };
         // Release: who sees the position sees what was done up to it.
         self.over.store(position, Ordering::Release);
@@ -476,7 +476,7 @@ impl Stream {
             }
             !reached
         });
-        let gone = queue.end == End::Destroyed && queue.operations.is_empty();
+        let gone = queue.end == StreamEnd::Destroyed && queue.operations.is_empty();
         if woken.is_empty() && job.is_none() && !gone {
             return;
         }
@@ -485,7 +485,7 @@ impl Stream {
                 // The device memory may go with the job; let it go before anybody is told.
                 drop(job);
                 if let Some(promise) = promise {
-                    promise.0.resolve(Outcome::Done);
+                    promise.0.resolve(CopyOutcome::Done);
                 }
             }
             for follower in woken.iter().filter_map(Weak::upgrade) {
@@ -517,7 +517,7 @@ pub(super) struct Delays {
 }
 
 /// A stream's thread: runs what is queued, and sleeps when nothing can run.
-pub(super) fn serve(unit: &Unit, stream: &Arc<Stream>, mut delays: Option<Delays>) {
+pub(super) fn serve(unit: &HostUnit, stream: &Arc<HostStream>, mut delays: Option<Delays>) {
     let mut scratch = Scratch::default();
     // Positions of the operation that was delayed, and of the wait that was told to the other stream.
     let (mut delayed, mut following) = (0, 0);
@@ -525,9 +525,9 @@ pub(super) fn serve(unit: &Unit, stream: &Arc<Stream>, mut delays: Option<Delays
     loop {
         let position = queue.operations.front().map_or(0, |first| first.position);
         match stream.next(&queue, unit) {
-            Next::Over => return,
-            Next::Empty | Next::Held => stream.wake.wait(&mut queue),
-            Next::Behind(on, awaited) => {
+            StreamNext::Over => return,
+            StreamNext::Empty | StreamNext::Held => stream.wake.wait(&mut queue),
+            StreamNext::Behind(on, awaited) => {
                 if following == position {
                     stream.wake.wait(&mut queue);
                 } else {
@@ -535,9 +535,11 @@ pub(super) fn serve(unit: &Unit, stream: &Arc<Stream>, mut delays: Option<Delays
                     MutexGuard::unlocked(&mut queue, || on.follow(awaited, stream));
                 }
             }
-            Next::Ready => {
-                let is_copy =
-                    queue.operations.front().is_some_and(|first| matches!(first.work, Work::Copy { .. }));
+            StreamNext::Ready => {
+                let is_copy = queue
+                    .operations
+                    .front()
+                    .is_some_and(|first| matches!(first.work, StreamWork::Copy { .. }));
                 match &mut delays {
                     Some(delays) if is_copy && delayed != position => {
                         delayed = position;
@@ -551,13 +553,13 @@ pub(super) fn serve(unit: &Unit, stream: &Arc<Stream>, mut delays: Option<Delays
     }
 }
 
-fn delay(stream: &Stream, queue: &mut MutexGuard<'_, Queue>, delays: &mut Delays) {
+fn delay(stream: &HostStream, queue: &mut MutexGuard<'_, StreamQueue>, delays: &mut Delays) {
     let max = u64::try_from(delays.max.as_nanos()).unwrap_or(u64::MAX);
     if max == 0 {
         return MutexGuard::unlocked(queue, std::thread::yield_now);
     }
     let until = Instant::now() + Duration::from_nanos(delays.random.below(max.saturating_add(1)));
-    while matches!(queue.end, End::Open | End::Destroyed) {
+    while matches!(queue.end, StreamEnd::Open | StreamEnd::Destroyed) {
         if stream.wake.wait_until(queue, until).timed_out() {
             return;
         }

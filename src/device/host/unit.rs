@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 use crate::locks::{Mutex, RwLock};
 
-use super::event::Events;
+use super::event::HostEvents;
 use super::fault::Call;
-use super::memory::Memory;
-use super::stream::{self, Delays, End, Random, Stream, Work};
+use super::memory::HostMemory;
+use super::stream::{self, Delays, HostStream, Random, StreamEnd, StreamWork};
 use super::{HostConfig, Refusal};
 use crate::error::{DeviceError, Error, ErrorClass, Result};
 
@@ -34,11 +34,11 @@ static THREADS: AtomicU64 = AtomicU64::new(0);
 
 /// One device.
 #[derive(Debug)]
-pub(super) struct Unit {
+pub(super) struct HostUnit {
     pub(super) name: Arc<str>,
     pub(super) ordinal: u32,
-    pub(super) memory: Memory,
-    pub(super) events: Events,
+    pub(super) memory: HostMemory,
+    pub(super) events: HostEvents,
     threaded: bool,
     /// The longest delay before a copy and the seed of the delays.
     late: Option<(std::time::Duration, u64)>,
@@ -49,21 +49,21 @@ pub(super) struct Unit {
     cause: Mutex<Arc<str>>,
     hung: AtomicBool,
     /// In the order of creation. A destroyed stream is here until its queue is empty.
-    streams: RwLock<BTreeMap<u64, Arc<Stream>>>,
+    streams: RwLock<BTreeMap<u64, Arc<HostStream>>>,
     /// Streams created and not destroyed.
     open: AtomicUsize,
     /// Streams ever created.
     created: AtomicU64,
 }
 
-impl Unit {
+impl HostUnit {
     pub(super) fn new(ordinal: u32, capacity: usize, config: &HostConfig) -> Arc<Self> {
         Arc::new(Self {
             name: format!("host:{ordinal}").into(),
             ordinal,
-            memory: Memory::new(ordinal, capacity),
+            memory: HostMemory::new(ordinal, capacity),
             // Devices whose tags are equal after 65,535 others merely fail to tell a foreign event.
-            events: Events::new((UNITS.fetch_add(1, Ordering::Relaxed) % 0xffff + 1) as u16),
+            events: HostEvents::new((UNITS.fetch_add(1, Ordering::Relaxed) % 0xffff + 1) as u16),
             threaded: config.stepped.is_none(),
             late: config.late,
             state: AtomicU8::new(ALIVE),
@@ -127,7 +127,7 @@ impl Unit {
         let mut dropped = 0;
         for stream in &streams {
             dropped += stream.queued();
-            stream.end(End::Dead);
+            stream.end(StreamEnd::Dead);
         }
         self.streams.write().retain(|_, stream| !stream.is_destroyed());
         self.state.store(DEAD, Ordering::SeqCst);
@@ -153,17 +153,17 @@ impl Unit {
     }
 
     /// All streams that are not gone, oldest first.
-    pub(super) fn streams(&self) -> Vec<Arc<Stream>> {
+    pub(super) fn streams(&self) -> Vec<Arc<HostStream>> {
         self.streams.read().values().cloned().collect()
     }
 
     /// The `nth` of the streams that were not destroyed.
-    pub(super) fn nth_stream(&self, nth: usize) -> Option<Arc<Stream>> {
+    pub(super) fn nth_stream(&self, nth: usize) -> Option<Arc<HostStream>> {
         self.streams.read().values().filter(|stream| !stream.is_destroyed()).nth(nth).cloned()
     }
 
     /// The streams whose next operation could run.
-    pub(super) fn runnable(&self) -> Vec<Arc<Stream>> {
+    pub(super) fn runnable(&self) -> Vec<Arc<HostStream>> {
         let mut streams = self.streams();
         streams.retain(|stream| stream.is_runnable(self));
         streams
@@ -183,7 +183,7 @@ impl Unit {
     }
 
     pub(super) fn create_stream(self: &Arc<Self>, owner: u64) -> Result<u64> {
-        let stream = Stream::new(STREAMS.fetch_add(1, Ordering::Relaxed), owner);
+        let stream = HostStream::new(STREAMS.fetch_add(1, Ordering::Relaxed), owner);
         {
             let mut streams = self.streams.write();
             if self.is_alive() {
@@ -204,7 +204,7 @@ impl Unit {
         Ok(stream.id)
     }
 
-    fn spawn(self: &Arc<Self>, stream: &Arc<Stream>, nth: u64) -> std::io::Result<()> {
+    fn spawn(self: &Arc<Self>, stream: &Arc<HostStream>, nth: u64) -> std::io::Result<()> {
         let delays = self.late.map(|(max, seed)| {
             let seed = seed.wrapping_add(nth).wrapping_add(u64::from(self.ordinal) << 32);
             Delays { max, random: Random::new(seed) }
@@ -216,15 +216,21 @@ impl Unit {
     }
 
     /// The stream of this handle.
-    pub(super) fn find(&self, call: Call, handle: u64) -> Result<Arc<Stream>> {
+    pub(super) fn find(&self, call: Call, handle: u64) -> Result<Arc<HostStream>> {
         let stream = self.streams.read().get(&handle).cloned();
         stream.ok_or_else(|| self.error(call, Refusal::unknown("stream", handle)))
     }
 
     /// Queues an operation.
-    pub(super) fn submit(&self, call: Call, stream: &Stream, work: Work, stalled: bool) -> Result<u64> {
+    pub(super) fn submit(
+        &self,
+        call: Call,
+        stream: &HostStream,
+        work: StreamWork,
+        stalled: bool,
+    ) -> Result<u64> {
         stream.submit(work, stalled).map_err(|end| match end {
-            End::Dead => self.lost(call),
+            StreamEnd::Dead => self.lost(call),
             _ => self.error(call, Refusal::unknown("stream", stream.id)),
         })
     }
@@ -260,7 +266,7 @@ impl Unit {
             !theirs
         });
         for stream in left {
-            stream.end(End::Abandoned);
+            stream.end(StreamEnd::Abandoned);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Timeline;
-use super::retained::{Entry, InUse, Retained};
+use super::retained::{InUse, Retained, TimelineEntry};
 use crate::central::{CentralPool, Segment};
 use crate::device::memory::Allocation;
 use crate::freelist::{Word, state};
@@ -41,7 +41,7 @@ impl Timeline {
             return None;
         }
         let mut state = self.state.lock();
-        let fits = |entry: &Entry| match &entry.retained {
+        let fits = |entry: &TimelineEntry| match &entry.retained {
             Retained::Segment { segment, word } => {
                 // The handle may be dropped just now: only a word that says DETACHED, in this generation, is claimed.
                 let from = word.with(state::DETACHED);
@@ -55,7 +55,8 @@ impl Timeline {
         };
         let at = state.entries.iter().rposition(|(_, entry)| fits(entry))?;
         let (seq, entry) = state.entries.remove(at)?;
-        let Entry { retained: Retained::Segment { segment, word }, memory, bytes, since } = entry else {
+        let TimelineEntry { retained: Retained::Segment { segment, word }, memory, bytes, since } = entry
+        else {
             return None;
         };
         state.flight_of(central.number()).claimed += bytes;
@@ -95,7 +96,10 @@ impl Timeline {
             && segment.descriptor().compare_exchange(word.with(state::CLAIMED), state::DETACHED).is_ok()
         {
             state.flight_of(segment.central().number()).claimed -= bytes;
-            state.insert(seq, Entry { retained: Retained::Segment { segment, word }, memory, bytes, since });
+            state.insert(
+                seq,
+                TimelineEntry { retained: Retained::Segment { segment, word }, memory, bytes, since },
+            );
             return;
         }
         drop(state);

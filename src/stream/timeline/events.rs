@@ -1,7 +1,7 @@
 //! Events: closing sequence numbers, asking about them, and what follows when one is seen complete or never will be.
 
 use super::retained::After;
-use super::{TRIES, Timeline};
+use super::{EVENT_TRIES, Timeline};
 use crate::device::{EventHandle, StreamHandle};
 use crate::error::{Error, ErrorClass, Result};
 use crate::sync::{AtomicBool, Ordering};
@@ -351,5 +351,5 @@ pub(super) fn gives_up(failures: &mut u32, error: &Error) -> bool {
         return false;
     }
     *failures += 1;
-    error.is_device_lost() || *failures >= TRIES
+    error.is_device_lost() || *failures >= EVENT_TRIES
 }

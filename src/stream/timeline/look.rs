@@ -35,7 +35,7 @@ impl EventState {
 
 /// A timeline at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Look {
+pub(crate) struct TimelineLook {
     /// Entries so far, and those of them that are complete.
     pub(crate) submitted: u64,
     pub(crate) completed: u64,
@@ -85,14 +85,14 @@ impl Timeline {
     }
 
     /// How far it is.
-    pub(crate) fn look(&self) -> Look {
+    pub(crate) fn look(&self) -> TimelineLook {
         let state = self.state.lock();
         let mut flight = Flight::default();
         for (_, part) in &state.flights {
             flight.bytes += part.bytes;
             flight.claimed += part.claimed;
         }
-        Look {
+        TimelineLook {
             submitted: state.submitted,
             completed: state.completed,
             entries: state.entries.len() + state.pending.len(),

@@ -67,7 +67,7 @@ use slab::Slab;
 use self::claims::Claim;
 pub use self::look::EventState;
 pub(crate) use self::look::Stillness;
-use self::retained::{After, Entry, InUse, Retained, complete_segment, quarantine_segment};
+use self::retained::{After, InUse, Retained, TimelineEntry, complete_segment, quarantine_segment};
 pub(crate) use self::retained::{Joint, Quarantined, Resource, Retain, RetainedResource};
 use self::waits::Waiting;
 pub(crate) use self::waits::{SPIN, WaitKey};
@@ -86,7 +86,7 @@ const SEQ_ENTRIES: usize = 16;
 const SEQ_BYTES: usize = 4 << 20;
 /// How often in a row recording or asking may fail before what waits for an event is given up. (Under loom at once,
 /// since each try is a part of the model.)
-const TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
+const EVENT_TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
 /// One in so many submissions to a stream is timed, the first among them: reading the clock would be felt beside a
 /// record.
 pub(crate) const TIMED: u64 = 16;
@@ -99,7 +99,7 @@ pub(crate) struct Flight {
 }
 
 #[derive(Debug)]
-struct State {
+struct TimelineState {
     /// The open sequence number. Sequence numbers start at 1, so that `completed` = 0 covers nothing.
     open: u64,
     open_entries: usize,
@@ -115,9 +115,9 @@ struct State {
     /// whose event comes after that attempt for certain.
     doubtful: Vec<(u64, EventHandle)>,
     /// Entries whose driver call is under way.
-    pending: Slab<Entry>,
+    pending: Slab<TimelineEntry>,
     /// By sequence number, oldest first.
-    entries: VecDeque<(u64, Entry)>,
+    entries: VecDeque<(u64, TimelineEntry)>,
     claims: Slab<Claim>,
     /// Published events, in the order of their recording.
     events: VecDeque<(u64, EventHandle)>,
@@ -167,7 +167,7 @@ pub(crate) struct Timeline {
     booking: std::sync::atomic::AtomicU32,
     /// What leads here, if anything does.
     upstream: OnceLock<Weak<dyn Upstream>>,
-    state: Mutex<State>,
+    state: Mutex<TimelineState>,
 }
 
 /// A queue that leads to a timeline: what it holds is on its way, and in flight by its segments' words already.
@@ -221,7 +221,7 @@ impl Timeline {
             asking: AtomicBool::new(false),
             booking: std::sync::atomic::AtomicU32::new(0),
             upstream: OnceLock::new(),
-            state: Mutex::new(State {
+            state: Mutex::new(TimelineState {
                 open: 1,
                 open_entries: 0,
                 open_bytes: 0,
@@ -365,7 +365,7 @@ impl Timeline {
                         // The copy that the claim stands behind still uses its device memory.
                         state.insert(
                             claim.seq,
-                            Entry {
+                            TimelineEntry {
                                 retained: Retained::Nothing,
                                 memory: claim.memory,
                                 bytes: 0,
@@ -385,7 +385,7 @@ impl Timeline {
         state.submitted += 1;
         let since = timed.then(Instant::now);
         let memory = InUse::new(memory);
-        let key = state.pending.insert(Entry { retained, memory, bytes, since });
+        let key = state.pending.insert(TimelineEntry { retained, memory, bytes, since });
         // From here on until the entry has joined.
         let deferral = foreign::defer();
         Ok(Submission { timeline: self, key: Some(key), seq: planted_seq(&state), _deferral: deferral })
@@ -502,11 +502,11 @@ impl Drop for Timeline {
 }
 
 /// With the mistake planted: the sequence number is read before the driver is called.
-fn planted_seq(state: &MutexGuard<'_, State>) -> Option<u64> {
+fn planted_seq(state: &MutexGuard<'_, TimelineState>) -> Option<u64> {
     if cfg!(pinpool_planted = "tick_before_copy") { Some(state.open) } else { None }
 }
 
-impl State {
+impl TimelineState {
     fn is_idle(&self) -> bool {
         self.pending.is_empty()
             && self.entries.is_empty()
@@ -533,14 +533,16 @@ impl State {
     }
 
     /// In order of sequence numbers; nearly always at the end.
-    fn insert(&mut self, seq: u64, entry: Entry) {
+    fn insert(&mut self, seq: u64, entry: TimelineEntry) {
         let at = self.entries.iter().rposition(|(t, _)| *t <= seq).map_or(0, |i| i + 1);
         self.entries.insert(at, (seq, entry));
     }
 
     fn complete(&mut self, seq: u64, after: &mut After) {
         while self.entries.front().is_some_and(|(t, _)| *t <= seq) {
-            let Some((_, Entry { retained, memory, bytes, since })) = self.entries.pop_front() else { break };
+            let Some((_, TimelineEntry { retained, memory, bytes, since })) = self.entries.pop_front() else {
+                break;
+            };
             self.completed += 1;
             after.flown.extend(since);
             match retained {
@@ -586,7 +588,7 @@ impl State {
                 *kept |= memory.is_some();
             }
         };
-        for (_, Entry { retained, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
+        for (_, TimelineEntry { retained, memory, bytes, .. }) in std::mem::take(&mut self.entries) {
             match retained {
                 Retained::Segment { segment, word } => {
                     self.flight(segment.central()).bytes -= bytes;

@@ -280,7 +280,7 @@ pub(super) fn quarantine_segment(segment: &Segment, word: Word) -> Option<Segmen
 }
 
 #[derive(Debug)]
-pub(super) struct Entry {
+pub(super) struct TimelineEntry {
     pub(super) retained: Retained,
     pub(super) memory: InUse<Option<Arc<Allocation>>>,
     pub(super) bytes: usize,

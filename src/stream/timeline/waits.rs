@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::look::Stillness;
 use super::retained::After;
-use super::{State, Timeline};
+use super::{Timeline, TimelineState};
 use crate::central::Wake;
 use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Task;
@@ -17,17 +17,17 @@ pub(crate) const SPIN: Duration = Duration::from_micros(50);
 
 /// How long it asks now and then after that, where the machine has cores to spare: a copy behind a bulk chunk or two
 /// takes so long, and to find out by way of the reaper takes as long again (its pause, and waking the thread).
-const LISTEN: Duration = Duration::from_micros(250);
+const PAUSED_SPIN: Duration = Duration::from_micros(250);
 /// Between two questions then: who asks all the time is in the way of those who submit.
 const APART: Duration = Duration::from_micros(5);
 /// Cores of a machine that has some to spare.
-const MANY: usize = 8;
+const MANY_CORES: usize = 8;
 
 /// Whether this machine has cores to spare.
 fn has_many_cores() -> bool {
-    static MANY_CORES: OnceLock<bool> = OnceLock::new();
-    *MANY_CORES.get_or_init(|| {
-        cfg!(not(loom)) && std::thread::available_parallelism().is_ok_and(|n| n.get() >= MANY)
+    static MANY: OnceLock<bool> = OnceLock::new();
+    *MANY.get_or_init(|| {
+        cfg!(not(loom)) && std::thread::available_parallelism().is_ok_and(|n| n.get() >= MANY_CORES)
     })
 }
 
@@ -143,7 +143,7 @@ impl Timeline {
                 return Ok(());
             }
         }
-        while has_many_cores() && since.elapsed() < LISTEN && !late(Instant::now()) {
+        while has_many_cores() && since.elapsed() < PAUSED_SPIN && !late(Instant::now()) {
             let asked = Instant::now();
             self.ask();
             if self.is_complete(seq)? {
@@ -217,7 +217,7 @@ impl Timeline {
     }
 }
 
-impl State {
+impl TimelineState {
     pub(super) fn take_wakes(&mut self, after: &mut After, due: impl Fn(u64) -> bool) {
         if self.waiting.is_empty() {
             return;
