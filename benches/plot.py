@@ -42,10 +42,10 @@ LOADS = [
 # The first two begin with a path: reading the header and allocating device memory are in the time. The other two have
 # both, and the loop moves plain bytes of a file.
 BARS = [
-    ("pinpool, all of it", "#cf222e", "#ff7b72"),
-    ("safetensors' load_file", "#0969da", "#79c0ff"),
-    ("pinpool, memory is there", "#cf222e", "#ff7b72"),
-    ("a plain loop in C++, 8 threads", "#6e7781", "#8b949e"),
+    ("pinpool: open, allocate, load", "#cf222e", "#ff7b72"),
+    ("safetensors' load_file: the same", "#0969da", "#79c0ff"),
+    ("pinpool: load alone", "#cf222e", "#ff7b72"),
+    ("a plain loop in C++: the bytes alone", "#6e7781", "#8b949e"),
 ]
 
 
