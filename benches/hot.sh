@@ -5,7 +5,7 @@
 #   benches/hot.sh OUT [CHECKOUT]
 # CHECKOUT is the bench's executable, if it was built elsewhere; else it is built here. Some four minutes. Writes
 # OUT/machine.txt, OUT/checkout.txt (all tables), OUT/lines.txt (name threads median quartile quartile, in ns), and of these
-# OUT/peers.md and OUT/peers.svg, by benches/peers/chart.py.
+# OUT/peers.md and OUT/peers.svg, by benches/plot.py.
 set -uo pipefail
 out="${1:?usage: benches/hot.sh OUT [CHECKOUT]}"
 here="$(cd "$(dirname "$0")" && pwd)"
@@ -48,4 +48,4 @@ grep -hv '^@' "$work"/{checkout,more}.txt >"$out/checkout.txt"
     sed -n 's/^@ //p' "$work"/{checkout,more}.txt
     grep -hE '^[a-z0-9_]+ [0-9]+ [0-9.]+ ' "$work"/{torch,driver,cupy}.txt
 } >"$out/lines.txt"
-python3 "$here/peers/chart.py" "$out/lines.txt" "$out/peers.md" "$out/peers.svg"
+python3 "$here/plot.py" --run "$out/lines.txt" "$out/peers.md" "$out/peers.svg"

@@ -204,7 +204,9 @@ pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
 
-/// The README's example is compiled and run with the other examples.
+/// The examples of the README and of the pages in `docs` are compiled and run with the other examples.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
+#[doc = include_str!("../docs/operations.md")]
+#[doc = include_str!("../docs/cuda.md")]
 pub struct Readme;
