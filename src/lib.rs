@@ -183,7 +183,7 @@ mod region;
 #[cfg(feature = "safetensors")]
 pub mod safetensors;
 mod sealed;
-pub mod segment;
+mod segment;
 mod stream;
 mod sync;
 pub mod telemetry;

@@ -18,10 +18,11 @@
 //!           multiples of 64       | 1024*(9..=16)/8 + 64 | 2048*(9..=16)/8 + 64  | ...
 //! ```
 //!
-//! Up to 1088 the strides are all multiples of 64; above, each doubling has eight steps. Both parts are shifted by 64 so
-//! that a power-of-two length, the most common request by far, has a stride of its length + 64: the rule itself takes 32
-//! of these, the alignment to 64 the rest. Eight steps bound the loss ((stride - length) / stride) by 12.5% for any
-//! length from 4 KiB; four would lose up to 20%, sixteen would halve the loss and double the number of half-used runs.
+//! Up to 1088 the strides are all multiples of 64; above, each doubling has eight steps. Both parts are shifted by 64
+//! so that a power-of-two length, the most common request by far, has a stride of its length + 64: the rule itself
+//! takes 32 of these, the alignment to 64 the rest. Eight steps bound the loss ((stride - length) / stride) by 12.5%
+//! for any length from 4 KiB; four would lose up to 20%, sixteen would halve the loss and double the number of
+//! half-used runs.
 //!
 //! Lengths beyond the largest class, and alignments beyond 64, get a run of pages of their own.
 //!
@@ -142,8 +143,8 @@ impl Class {
         if len.wrapping_sub(1) >= LARGEST_CLASS_LEN {
             return None;
         }
-        // What the class's number counts, span - 65, but for bits that are shifted out. Below 0 for the first class alone,
-        // which then comes out of a shift that rounds down.
+        // What the class's number counts, span - 65, but for bits that are shifted out. Below 0 for the first class
+        // alone, which then comes out of a shift that rounds down.
         let below = len as isize - 33;
         // The leading bit names the doubling, and the three after it the step in it. All of the linear part is as if in
         // the doubling below the first, whose steps are 64 wide. (Lengths that the 31 lift into the next doubling have
@@ -173,12 +174,6 @@ impl Class {
     #[must_use]
     pub fn stride(self) -> usize {
         STRIDES[self.0 as usize] as usize
-    }
-
-    /// The longest request that this class serves, in bytes.
-    #[must_use]
-    pub fn capacity(self) -> usize {
-        self.stride() - 32
     }
 
     /// What one run of this class looks like.
@@ -283,8 +278,8 @@ mod tests {
             assert_eq!(Class::of(len).map(Class::index), Some(class), "length {len}");
         }
         for class in Class::all() {
-            assert_eq!(Class::of(class.capacity()), Some(class));
-            assert_eq!(Class::of(class.capacity() + 1), Class::new(class.index() + 1));
+            assert_eq!(Class::of(class.stride() - 32), Some(class));
+            assert_eq!(Class::of(class.stride() - 31), Class::new(class.index() + 1));
             assert_eq!(Class::fitting(class.stride()), Some(class));
             assert_eq!(Class::fitting(class.stride() - 1).map_or(0, |c| c.index() + 1), class.index());
         }

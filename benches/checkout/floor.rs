@@ -10,7 +10,7 @@ use std::ptr::null;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::Relaxed, compiler_fence};
 use std::sync::atomic::{Ordering, Ordering::Acquire, Ordering::Release};
 
-use pinpool::segment::{CLASSES, Class};
+use crate::segment::{CLASSES, Class};
 
 use super::Contender;
 use super::pair::{Work, entry};

@@ -8,9 +8,9 @@
 //! threads*, so a figure is nanoseconds per operation as one thread sees it, however many run beside it.
 //!
 //! Figures of separate runs differ by more than what they are to show, above all on a machine that others use. What
-//! counts is therefore the table at the end: contenders take short turns, round after round, each round gives a ratio to
-//! the first contender of the same round (`two_fetch_adds`, where it takes part), and the table has the median of the
-//! rounds with their quartiles.
+//! counts is therefore the table at the end: contenders take short turns, round after round, each round gives a ratio
+//! to the first contender of the same round (`two_fetch_adds`, where it takes part), and the table has the median of
+//! the rounds with their quartiles.
 //!
 //! # What is measured
 //!
@@ -29,16 +29,25 @@
 //! | `tails` | `tails.rs` | single hits by the clock, while regions come and go and copies are reaped: quantiles of the hits, and of all |
 //!
 //! `glibc` and `mimalloc` are called through their own functions and are not the global allocator. They are asked for
-//! an alignment of 16 bytes, their fast path, though the pool gives 64. `array_queue` and `parking_lot_vec` keep a queue
-//! or a stack for each size; the pool finds the size class of each length.
+//! an alignment of 16 bytes, their fast path, though the pool gives 64. `array_queue` and `parking_lot_vec` keep a
+//! queue or a stack for each size; the pool finds the size class of each length.
 //!
 //! # Running it
 //!
 //! `cargo bench --bench checkout`, or the executable by itself: with `--bench` it runs criterion's groups and then the
 //! table, without only the table; `--only GROUP,GROUP` runs these. `PINPOOL_BENCH_THREADS=1,2,4` sets the numbers of
-//! threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set these. `--pairs N` only makes N checkouts and returns, for a tool that
-//! counts instructions (`.ci/instructions`).
+//! threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set these. `--pairs N`
+//! only makes N checkouts and returns, for a tool that counts instructions (`.ci/instructions`).
 #![allow(missing_docs, unsafe_code)]
+
+/// The crate's own file, which is no part of its public face.
+#[path = "../../src/segment.rs"]
+#[allow(dead_code)]
+mod segment;
+/// What that file uses of the crate.
+mod error {
+    pub use pinpool::{Error, Result};
+}
 
 mod churn;
 mod floor;

@@ -5,9 +5,9 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize};
 
+use crate::segment::Class;
 use parking_lot::Mutex;
 use pinpool::PinnedBuf;
-use pinpool::segment::Class;
 
 use super::floor::{Copied, Out, Owned, SLOT, Slot};
 use super::stores::{PLAIN, pool};

@@ -1,16 +1,17 @@
-//! A checkout for which there is no segment of its class yet, so that a run must be cut; beside what asking the system for
-//! memory would cost.
+//! A checkout for which there is no segment of its class yet, so that a run must be cut; beside what asking the system
+//! for memory would cost.
 
 use std::time::{Duration, Instant};
 
-use pinpool::segment::Class;
+use crate::segment::Class;
 
 use super::Contender;
 use super::stores::pool;
 
 pub fn contenders() -> Vec<Contender> {
     let pool = pool(1 << 30);
-    let lengths: Vec<usize> = Class::all().map(Class::capacity).filter(|len| *len <= 256 << 10).collect();
+    let lengths: Vec<usize> =
+        Class::all().map(|class| class.stride() - 32).filter(|len| *len <= 256 << 10).collect();
     let cut = move |_: usize, iters: u64| {
         let mut taken = Duration::ZERO;
         for at in 0..iters {

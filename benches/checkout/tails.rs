@@ -1,13 +1,14 @@
-//! Single operations by the clock: what the slowest of a hundred and of ten thousand take, alone and while the pool is busy
-//! with other things; of the hits, and of all.
+//! Single operations by the clock: what the slowest of a hundred and of ten thousand take, alone and while the pool is
+//! busy with other things.
 //!
-//! A hit is what the thread's own cache serves, both ways: [`thread_misses`] tells. Beside `growing`, a thread copies on the
-//! host device, so that there is something to reap, and takes large buffers for which the pool has to grow. Beside `emptied`
-//! it has the pool trimmed each time as well: then every thread's cache is taken back again and again.
+//! Alone all of them are hits: the thread's own cache serves both the checkout and the return. Beside `growing`, a
+//! thread copies on the host device, so that there is something to reap, and takes large buffers for which the pool has
+//! to grow. Beside `emptied` it has the pool trimmed each time as well: then every thread's cache is taken back again
+//! and again, and the operations are hits and misses together.
 //!
-//! What no pool can be rid of is in two rows: `clock` is what reading the clock twice takes, and `two_fetch_adds` has two
-//! increments in between, with the same going on beside as for `growing`. What they have above their median is the machine:
-//! interrupts, and threads that lose their core to others.
+//! What no pool can be rid of is in two rows: `clock` is what reading the clock twice takes, and `two_fetch_adds` has
+//! two increments in between, with the same going on beside as for `growing`. What they have above their median is the
+//! machine: interrupts, and threads that lose their core to others.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -16,7 +17,6 @@ use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use crossbeam::utils::CachePadded;
-use pinpool::telemetry::thread_misses;
 use pinpool::{Device, Pool, Unpinned};
 
 use super::stores::PLAIN;
@@ -76,13 +76,8 @@ impl Times {
     }
 }
 
-/// What each operation of all threads took: hits and misses.
-fn times(
-    threads: usize,
-    iters: usize,
-    operation: impl Fn() + Sync,
-    beside: &(dyn Fn() + Sync),
-) -> [Times; 2] {
+/// What each operation of all threads took.
+fn times(threads: usize, iters: usize, operation: impl Fn() + Sync, beside: &(dyn Fn() + Sync)) -> Times {
     let (barrier, done) = (Barrier::new(threads), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -92,23 +87,20 @@ fn times(
             }
         });
         let work = || {
-            let mut times = [Times::new(), Times::new()];
+            let mut times = Times::new();
             (0..1000).for_each(|_| operation());
             barrier.wait();
             for _ in 0..iters {
-                let before = thread_misses();
                 let since = Instant::now();
                 operation();
-                let taken = since.elapsed().as_nanos() as u64;
-                times[usize::from(thread_misses() != before)].note(taken);
+                times.note(since.elapsed().as_nanos() as u64);
             }
             times
         };
         let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        let mut all = [Times::new(), Times::new()];
+        let mut all = Times::new();
         for thread in running {
-            let times = thread.join().expect("no thread panics");
-            all.iter_mut().zip(&times).for_each(|(all, one)| all.add(one));
+            all.add(&thread.join().expect("no thread panics"));
         }
         done.store(true, Ordering::Relaxed);
         all
@@ -162,8 +154,8 @@ pub fn table(threads: usize, quick: bool) {
     };
     println!("\ntails: {threads} threads, {iters} operations each; ns, reading the clock included");
     println!(
-        "{:>8} {:<18} {:>6} {:>6} {:>8} {:>10}   {:>8} {:>10} {:>8} {:>8}",
-        "threads", "hits:", "50%", "99%", "99.99%", "longest", "all:", "longest", "misses", "> 1 us"
+        "{:>8} {:<18} {:>6} {:>6} {:>8} {:>10} {:>8}",
+        "threads", "operation", "50%", "99%", "99.99%", "longest", "> 1 us"
     );
     type Run<'a> = &'a (dyn Fn() + Sync);
     let cases: [(&str, Run<'_>, Run<'_>); 6] = [
@@ -175,27 +167,19 @@ pub fn table(threads: usize, quick: bool) {
         ("emptied", &pair, &emptied),
     ];
     for (name, operation, beside) in cases {
-        let [hits, misses] = times(threads, iters, operation, beside);
+        let times = times(threads, iters, operation, beside);
         kept.lock().expect("nobody panics").clear();
         pool.trim(INITIAL);
-        let mut all = Times::new();
-        [&hits, &misses].into_iter().for_each(|some| all.add(some));
         println!(
-            "{threads:>8} {name:<18} {:>6} {:>6} {:>8} {:>10}   {:>8} {:>10} {:>8} {:>8}",
-            hits.at(0.5),
-            hits.at(0.99),
-            hits.at(0.9999),
-            hits.at(1.0),
-            all.at(0.9999),
-            all.at(1.0),
-            misses.count(),
-            // Of the hits, and of all.
-            format!("{}/{}", hits.above(1000), all.above(1000)),
+            "{threads:>8} {name:<18} {:>6} {:>6} {:>8} {:>10} {:>8}",
+            times.at(0.5),
+            times.at(0.99),
+            times.at(0.9999),
+            times.at(1.0),
+            times.above(1000),
         );
-        for (times, of) in [(&hits, ""), (&all, "_all")] {
-            for (quantile, label) in [(0.5, "50"), (0.99, "99"), (0.9999, "9999")] {
-                println!("@ tails_{name}{of}_{label} {threads} {}.0 0.0 0.0", times.at(quantile));
-            }
+        for (quantile, label) in [(0.5, "50"), (0.99, "99"), (0.9999, "9999")] {
+            println!("@ tails_{name}_{label} {threads} {}.0 0.0 0.0", times.at(quantile));
         }
     }
 }

@@ -58,7 +58,7 @@ use crate::freelist::{
 use crate::region::Regions;
 use crate::segment::{self, Class, Placement};
 use crate::sync::{self, Mutex};
-use crate::telemetry::counters::{ClassTally, note_thread_miss};
+use crate::telemetry::counters::ClassTally;
 use crate::telemetry::ledger::{Ledger, Sightings};
 
 pub(crate) use census::OutSegment;
@@ -411,7 +411,6 @@ impl CentralPool {
                 return;
             }
         }
-        note_thread_miss();
         // SAFETY: as above.
         if class.is_some_and(|class| unsafe { central.make_room(class, descriptor, len) }) {
             return;

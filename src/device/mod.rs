@@ -23,8 +23,8 @@
 //!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind
 //!    the worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since
 //!    whoever drops memory last may be anywhere, a callback of the driver's included.
-//! 8. *Sticky.* After an error of class [`DeviceLost`](crate::ErrorClass::Sticky) every later call on that device fails
-//!    with that class, and no copy of that device touches host memory any more.
+//! 8. *Sticky.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
+//!    fails with that class, and no copy of that device touches host memory any more.
 //! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
 //!    to be a part of the graph. An event that was recorded all the same is never complete: asked about, it is an error
 //!    of class [`Capture`](crate::ErrorClass::Capture).

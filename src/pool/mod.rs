@@ -42,7 +42,7 @@ use crate::freelist::Descriptor;
 use crate::region::Regions;
 use crate::segment::{Class, Placement, SEGMENT_ALIGN};
 use crate::stream::Stream;
-use crate::telemetry::counters::{ErrorTally, note_thread_miss};
+use crate::telemetry::counters::ErrorTally;
 use crate::telemetry::ledger::{CheckoutSite, SAMPLE};
 use crate::telemetry::stuck;
 
@@ -357,7 +357,6 @@ impl Pool {
     ) -> Option<(NonNull<CentralPool>, NonNull<Descriptor>)> {
         let CheckoutSite { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
-        note_thread_miss();
         // What another thread has left on a transfer cache costs little, and less than all that follows.
         if let Some(fresh) = self.hit_with(request, CentralPool::refill) {
             self.missed();

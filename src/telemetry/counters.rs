@@ -15,31 +15,11 @@
 //! bucket for what is longer. Doubling is coarse for a benchmark and right for an operator: an interval of twenty
 //! powers of two is of interest, and a factor of two is what one acts upon.
 
-use std::cell::Cell;
 use std::time::Duration;
 
 use crate::error::{Error, ErrorClass};
 use crate::segment::{CLASSES, Class};
 use crate::sync::{AtomicU64, Ordering};
-
-std::thread_local! {
-    static THREAD_MISSES: Cell<u64> = const { Cell::new(0) };
-}
-
-/// Counts a checkout or a return of this thread that its cache does not serve.
-pub(crate) fn note_thread_miss() {
-    // It has no destructor, so it is always there.
-    THREAD_MISSES.set(THREAD_MISSES.get().wrapping_add(1));
-}
-
-/// Checkouts and returns of the calling thread, in all pools, that its own cache did not serve, since the thread began
-/// (wrapping). Two readings tell whether what lies between was a hit: for benchmarks, and for whoever looks for the
-/// reason of a slow call. Reading it costs next to nothing, and a hit does not touch it.
-#[must_use]
-#[inline]
-pub fn thread_misses() -> u64 {
-    THREAD_MISSES.get()
-}
 
 /// Buckets with an upper bound.
 const BOUNDED: usize = 31;

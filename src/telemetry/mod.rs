@@ -123,7 +123,7 @@ pub(crate) mod stuck;
 
 use std::time::Duration;
 
-pub use counters::{Bucket, ErrorCounts, Histogram, thread_misses};
+pub use counters::{Bucket, ErrorCounts, Histogram};
 pub use metrics::{METRICS, Metric, MetricKind, MetricUnit};
 pub use sampler::{Sampler, Sampling};
 pub use snapshot::{ClassStats, DeviceStats, Snapshot, StreamStats};

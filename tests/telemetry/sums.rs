@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pinpool::host::HostConfig;
-use pinpool::segment::Placement;
 use pinpool::telemetry::Snapshot;
 use pinpool::{InFlight, PinnedBuf, Request, Stream};
 use proptest::prelude::*;
@@ -62,9 +61,16 @@ struct Model {
 
 fn stride_of(request: Request<'_>, len: usize) -> usize {
     let align = if request == Request::new(len).tag("t") { 64 } else { 4096 };
-    match Placement::of(len, align).unwrap() {
-        Placement::Class(class) => class.stride(),
-        Placement::Pages { .. } => 0,
+    // The rule: the length and 32 bytes, up to the next stride; strides are multiples of 64 up to 1088, and 64 more
+    // than eighths of a doubling from there to 4 MiB + 64.
+    let span = len.next_multiple_of(32) + 32;
+    match span {
+        _ if align > 64 || span > (4 << 20) + 64 => 0,
+        _ if span <= 1088 => span.next_multiple_of(64),
+        _ => {
+            let step = (span - 64).next_power_of_two() / 16;
+            (span - 64).next_multiple_of(step) + 64
+        }
     }
 }
 

@@ -151,6 +151,7 @@ impl PipelineBuilder {
     /// not about two uploads or eight downloads at a time, else one. Default: as many as there are chunks on the wire
     /// ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks is done, and
     /// does that first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
+    #[doc(hidden)]
     pub fn streams(mut self, streams: usize) -> Self {
         self.streams = Some(streams);
         self
@@ -182,6 +183,7 @@ impl PipelineBuilder {
 
     /// How bytes in memory are put into segments, and from segments into memory. Default: into segments through the
     /// processor's caches, out of them past these with fewer than 12 threads, and into new memory always past them.
+    #[doc(hidden)]
     pub fn stores(mut self, stores: Stores) -> Self {
         self.stores = Some(stores);
         self
@@ -191,6 +193,7 @@ impl PipelineBuilder {
     /// it sleeps: until there is work, of that transfer or of the next. Waking a thread takes as long as copying a
     /// chunk, so this is speed for a little processor time. Default: 1 ms where the machine has cores for it (at least
     /// three more than [`threads`](Self::threads)), elsewhere none.
+    #[doc(hidden)]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = Some(patience);
         self

@@ -114,6 +114,7 @@ pub use self::job::Progress;
 pub use self::plan::Piece;
 pub use self::source::{Fill, Sink, Source};
 pub use self::stats::PipelineStats;
+#[doc(hidden)]
 pub use self::stores::Stores;
 pub use self::transfer::{Canceller, Transfer};
 

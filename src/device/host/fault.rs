@@ -125,7 +125,7 @@ pub enum Failure {
     /// Fails with class [`Transient`](crate::ErrorClass::Transient); nothing happens.
     Transient,
     /// Kills the device, as [`HostNode::kill`](super::HostNode::kill) does, and fails with class
-    /// [`DeviceLost`](crate::ErrorClass::Sticky).
+    /// [`DeviceLost`](crate::ErrorClass::DeviceLost).
     DeviceLost,
     /// Fails with class [`Transient`](crate::ErrorClass::Transient), but the operation is queued and runs all the same.
     /// For a call that queues nothing, and for an allocation, the same as [`Failure::Transient`].

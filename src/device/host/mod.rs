@@ -39,7 +39,7 @@
 //!   many calls a scenario makes, and can repeat it with each of them failing once.
 //! - [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued operations from running until resumed.
 //! - [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has
-//!   failed with class [`DeviceLost`](crate::ErrorClass::Sticky), none of its copies touches host memory any more.
+//!   failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more.
 //!   Every later call fails so, with two exceptions: giving host pages and device memory back succeeds, and really
 //!   gives them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
 //!   [`HostNode::live`] comes to zero.
