@@ -102,6 +102,7 @@ use ::cudarc::driver::{
 
 use crate::buffer::{InFlight, Lend};
 use crate::copy::Landing;
+use crate::device::cuda::Cuda;
 use crate::error::{Error, ErrorClass, Result, SubmitError};
 use crate::runtime::Device;
 use crate::stream::Stream;
@@ -352,7 +353,7 @@ impl CudarcStream {
     /// What a call of cudarc's came back with, as the pool says it.
     fn said(&self, call: &'static str, result: std::result::Result<(), DriverError>) -> Result<()> {
         let context = self.ours.timeline().context();
-        match (result, context.driver().cuda()) {
+        match (result, context.driver().as_any().downcast_ref::<Cuda>()) {
             (Err(error), Some(cuda)) => context.noting(Err(cuda.theirs(call, error.0 as u32))),
             _ => Ok(()),
         }

@@ -199,7 +199,6 @@ mod linux {
     }
 
     /// The NUMA node that a PCI device hangs on. `None`: the system does not say.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
     pub(crate) fn pci_node(bus: &str) -> Option<u32> {
         let path = format!("/sys/bus/pci/devices/{}/numa_node", bus.to_ascii_lowercase());
         fs::read_to_string(path).ok()?.trim().parse().ok()
@@ -212,10 +211,6 @@ mod linux {
     }
 
     /// The kernel's version, as major and minor number.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only accelerators' drivers ask")
-    )]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         // SAFETY: text fields, for which zeros are empty strings.
         let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -228,10 +223,6 @@ mod linux {
         kernel_version(release.to_str().ok()?)
     }
 
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only accelerators' drivers ask")
-    )]
     pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
@@ -329,7 +320,6 @@ mod linux {
     }
 
     /// Whether this process may write to all of a range, by the same table. `None`: it cannot be read.
-    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn is_writable(start: usize, len: usize) -> Option<bool> {
         let maps = fs::read("/proc/self/maps").ok()?;
         Some(maps_writable(&String::from_utf8_lossy(&maps), start, start + len))
@@ -372,7 +362,6 @@ mod linux {
 
     /// Has `handler` called when the process ends by itself, before the handlers that were left here or by libraries so far.
     /// `false`: the system has no room for it. It must not panic.
-    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
         // SAFETY: the function lives as long as the process.
         unsafe { libc::atexit(handler) == 0 }
@@ -442,15 +431,10 @@ mod other {
 
     pub(crate) fn sleep_precisely() {}
 
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
     pub(crate) fn pci_node(_bus: &str) -> Option<u32> {
         None
     }
 
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only accelerators' drivers ask")
-    )]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         None
     }
@@ -475,12 +459,10 @@ mod other {
         None
     }
 
-    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn is_writable(_start: usize, _len: usize) -> Option<bool> {
         None
     }
 
-    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn at_exit(_handler: extern "C" fn()) -> bool {
         false
     }

@@ -29,7 +29,6 @@ pub(crate) fn spawn<T: Send + 'static>(
 ///
 /// # Errors
 /// As for [`spawn`].
-#[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver has threads that borrow"))]
 pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: impl Into<String>,

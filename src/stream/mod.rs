@@ -13,7 +13,6 @@ pub(crate) mod timeline;
 use std::fmt;
 use std::sync::Arc;
 
-#[cfg(any(feature = "acl", feature = "cuda"))]
 use crate::device::{StreamHandle, ending::Keeper};
 use crate::error::{Error, Result};
 use crate::runtime::Device;
@@ -43,7 +42,6 @@ impl Stream {
     /// A stream that others made, and are alive by their word for as long as anything is in flight on it. `id` is the
     /// driver's number for it: the same number gives the same timeline. Without one each call gives another. `keeper`: what
     /// keeps it alive.
-    #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn adopted(
         device: &Device,
         handle: StreamHandle,

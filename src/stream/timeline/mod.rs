@@ -180,10 +180,6 @@ impl Timeline {
     }
 
     /// Of a stream that others made. `claims`: nothing else will ever be known by this timeline.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
-    )]
     pub(crate) fn adopted(
         context: Arc<Context>,
         stream: StreamHandle,
@@ -287,10 +283,6 @@ impl Timeline {
     }
 
     /// From here on others can reach the stream.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
-    )]
     pub(crate) fn share(&self) {
         {
             let _state = self.state.lock();
@@ -301,10 +293,6 @@ impl Timeline {
     }
 
     /// Leaves `keeper` with the timeline, unless it has one: then that keeps the same stream alive.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
-    )]
     pub(crate) fn keep(&self, keeper: Keeper) {
         let _ = self.keeper.set(keeper);
     }

@@ -54,6 +54,10 @@ impl Driver for Panics {
         self.inner.family()
     }
 
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+
     fn leave(&self, last: crate::device::holds::Last) {
         self.inner.leave(last);
     }
@@ -182,6 +186,10 @@ impl Driver for Held {
 
     fn family(&self) -> &'static str {
         self.inner.family()
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
     }
 
     fn leave(&self, last: crate::device::holds::Last) {
