@@ -13,6 +13,7 @@ mod top;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
+use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -100,6 +101,38 @@ fn open_device(spec: &str) -> Result<Device, Failure> {
             _ => Failure::Failed(text),
         }
     })
+}
+
+/// The exit status of a command, which says what went wrong.
+fn exit(result: Result<(), Failure>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            say(&format!("error: {failure}"));
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+/// Prints a result. A closed pipe is no failure: nothing reads there, and the exit status tells the rest.
+fn print(out: &mut impl Write, text: &str) -> Result<(), Failure> {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::Failed(format!("the result cannot be written: {error}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// As many threads as the command line says, or as there are cores, at most eight.
+fn threads(named: Option<NonZeroUsize>) -> usize {
+    let cores = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(8);
+    named.map_or_else(cores, NonZeroUsize::get)
+}
+
+/// GB/s of 10^9 bytes, if any time was taken.
+fn rate(bytes: u64, time: Duration) -> Option<f64> {
+    (!time.is_zero()).then(|| bytes as f64 / time.as_secs_f64() / 1e9)
 }
 
 /// An empty vector with room for so many bytes, or an error: a refused allocation would end the process.

@@ -9,12 +9,12 @@ mod screen;
 mod text;
 mod view;
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use super::args::Top;
-use super::{Failure, say};
+use super::{Failure, exit, print};
 use scrape::Source;
 use view::Watch;
 
@@ -22,13 +22,7 @@ use view::Watch;
 const WIDTH: usize = 80;
 
 pub fn run(args: &Top) -> ExitCode {
-    match top(args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            say(&format!("error: {failure}"));
-            ExitCode::from(failure.exit_code())
-        }
-    }
+    exit(top(args))
 }
 
 fn top(args: &Top) -> Result<(), Failure> {
@@ -52,12 +46,5 @@ fn once(source: &Source, interval: Duration) -> Result<(), Failure> {
         let scrape = source.fetch().map_err(|why| Failure::Failed(format!("{}: {why}", source.url())))?;
         watch.add(Instant::now(), Ok(scrape));
     }
-    let text = text::plain(&watch.items(Instant::now()), WIDTH);
-    let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::Failed(format!("the result cannot be written: {error}")))
-        }
-        _ => Ok(()),
-    }
+    print(&mut io::stdout(), &text::plain(&watch.items(Instant::now()), WIDTH))
 }

@@ -23,17 +23,17 @@ pub(super) const VENDOR: Vendor = Vendor {
     oldest: Some((450, "CUDA 11.0, which pools need, came with 450")),
     install: &[
         (Shell, "install NVIDIA's driver (on Ubuntu: sudo ubuntu-drivers install), then restart"),
-        (
-            Host,
-            "install NVIDIA's driver (in a cluster by the GPU operator); containers use their host's",
-        ),
+        (Host, "install NVIDIA's driver (in a cluster by the GPU operator); containers use their host's"),
     ],
 
     // nvidia-uvm is what CUDA itself needs.
     control: &["nvidiactl", "nvidia-uvm"],
     numbered: "nvidia",
     files_missing: &[
-        (Shell, "sudo nvidia-modprobe -c=0 && sudo nvidia-modprobe -u -c=0 (makes the files, and loads nvidia-uvm)"),
+        (
+            Shell,
+            "sudo nvidia-modprobe -c=0 && sudo nvidia-modprobe -u -c=0 (makes the files, and loads nvidia-uvm)",
+        ),
         (Docker, NEEDS_GPUS),
         (Podman, NEEDS_CDI),
         (Kubernetes, NEEDS_POD),
