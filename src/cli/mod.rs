@@ -62,10 +62,10 @@ impl fmt::Display for Failure {
 pub fn run(args: &args::Args) -> ExitCode {
     log_to_stderr(args.verbose);
     match &args.command {
-        args::Command::Load(load) => load::run(load),
+        args::Command::Load(args) => exit(load::run(args)),
         args::Command::Doctor(args) => doctor::run(args),
-        args::Command::Bench(bench) => bench::run(bench),
-        args::Command::Top(args) => top::run(args),
+        args::Command::Bench(args) => exit(bench::run(args)),
+        args::Command::Top(args) => exit(top::run(args)),
     }
 }
 

@@ -10,22 +10,17 @@ mod text;
 mod view;
 
 use std::io::{self, IsTerminal};
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use super::args::Top;
-use super::{Failure, exit, print};
+use super::{Failure, print};
 use scrape::Source;
 use view::Watch;
 
 /// As wide as most terminals.
 const WIDTH: usize = 80;
 
-pub fn run(args: &Top) -> ExitCode {
-    exit(top(args))
-}
-
-fn top(args: &Top) -> Result<(), Failure> {
+pub fn run(args: &Top) -> Result<(), Failure> {
     let url = scrape::address(&args.url).map_err(Failure::Usage)?;
     let interval = Duration::from_secs_f64(args.interval);
     let source = Source::new(url);
