@@ -172,31 +172,26 @@ fn threads(text: &str) -> Result<NonZeroUsize, String> {
 
 /// Reads a size: whole bytes, or a number with a unit.
 fn size(text: &str) -> Result<usize, String> {
-    const UNITS: [(&str, u64); 10] = [
-        ("", 1),
-        ("b", 1),
-        ("kib", 1 << 10),
-        ("mib", 1 << 20),
-        ("gib", 1 << 30),
-        ("tib", 1 << 40),
-        ("kb", 1_000),
-        ("mb", 1_000_000),
-        ("gb", 1_000_000_000),
-        ("tb", 1_000_000_000_000),
-    ];
-    let wrong =
-        || "not a size: write bytes, or a whole number with KiB, MiB, GiB or TiB, such as 64MiB".to_owned();
-    let digits = text.trim().find(|c: char| !c.is_ascii_digit()).unwrap_or(text.trim().len());
-    let (number, unit) = text.trim().split_at(digits);
-    if number.is_empty() {
-        return Err(wrong());
-    }
+    let digits = text.trim().trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.trim().split_at(text.trim().len() - digits);
     let unit = unit.trim_start().to_ascii_lowercase();
-    let (_, factor) = UNITS.iter().find(|(name, _)| *name == unit).ok_or_else(wrong)?;
-    let bytes = number.parse::<u64>().ok().and_then(|n| n.checked_mul(*factor));
-    match bytes.and_then(|b| usize::try_from(b).ok()).filter(|&b| b <= isize::MAX as usize) {
+    let power = |prefix| "kmgt".find(prefix).map(|power| power as u32 + 1);
+    let mut letters = unit.chars();
+    let factor = match (letters.next(), letters.as_str()) {
+        (None | Some('b'), "") => Some(1),
+        (Some(prefix), "ib") => power(prefix).map(|power| 1024_u64.pow(power)),
+        (Some(prefix), "b") => power(prefix).map(|power| 1000_u64.pow(power)),
+        _ => None,
+    };
+    let Some(factor) = factor.filter(|_| !number.is_empty()) else {
+        return Err(
+            "not a size: write bytes, or a whole number with KiB, MiB, GiB or TiB, such as 64MiB".into()
+        );
+    };
+    let bytes = number.parse::<u64>().ok().and_then(|n| n.checked_mul(factor));
+    match bytes.and_then(|bytes| isize::try_from(bytes).ok()) {
         Some(0) => Err("a size of 0 is too small".into()),
-        Some(bytes) => Ok(bytes),
+        Some(bytes) => Ok(bytes as usize),
         None => Err("a size beyond all memory".into()),
     }
 }
@@ -207,31 +202,15 @@ mod tests {
 
     #[test]
     fn sizes_are_read() {
-        let good = [
-            ("1", 1),
-            ("4096", 4096),
-            ("64MiB", 64 << 20),
-            ("2 GiB", 2 << 30),
-            ("3kb", 3000),
-            ("7B", 7),
-            ("1tib", 1 << 40),
-        ];
-        for (text, bytes) in good {
+        let good =
+            [("1", 1), ("4096", 4096), ("64MiB", 64 << 20), ("2 GiB", 2 << 30), ("3kb", 3000), ("7B", 7)];
+        for (text, bytes) in
+            good.into_iter().chain([("1tib", 1 << 40), (" 5 ", 5), ("2Tb", 2_000_000_000_000)])
+        {
             assert_eq!(size(text), Ok(bytes), "{text:?}");
         }
-        for text in [
-            "",
-            "MiB",
-            "-1",
-            "1.5GiB",
-            "64M",
-            "64MiBs",
-            "12 34",
-            "0",
-            "0MiB",
-            "99999999TiB",
-            "99999999999999999999",
-        ] {
+        let bad = ",MiB,-1,1.5GiB,64M,64MiBs,64ib,12 34,0,0MiB,99999999TiB,99999999999999999999,1é,1 é";
+        for text in bad.split(',') {
             assert!(size(text).is_err(), "{text:?}");
         }
     }

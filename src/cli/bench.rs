@@ -12,8 +12,8 @@
 //! The pageable path is what the driver does with ordinary memory by itself; the pipeline is given the same memory. The
 //! gathered pieces lie all over it, and go through the copy queue by one call, which has as many threads pack them.
 
+use std::convert::Infallible;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,6 +25,7 @@ use pinpool::{
 use serde_json::json;
 
 use super::args::Bench;
+use super::spread::spread;
 use super::{Failure, doctor, sample};
 
 /// Each figure is the best of so many.
@@ -173,27 +174,13 @@ fn capacity(len: usize) -> Result<usize, Error> {
     bytes.ok_or_else(|| Error::OutOfMemory { wanted: len, text: "more than the address space".into() })
 }
 
-/// Cuts memory into a part of whole pieces for each thread, and calls `work` with where the part starts. A thread that cannot
-/// be started is done without.
+/// Cuts memory into a part of whole pieces for each thread, and calls `work` with where the part starts.
 fn each(bytes: &mut [u8], threads: usize, work: impl Fn(usize, &mut [u8]) + Sync) {
     let part = bytes.len().div_ceil(threads).next_multiple_of(PIECE);
-    let count = bytes.len().div_ceil(part);
-    let parts = Mutex::new(bytes.chunks_mut(part).enumerate());
-    let run = || {
-        loop {
-            let next = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some((number, bytes)) = next else { break };
-            work(number * part, bytes);
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..count {
-            // The others do what one that cannot be started leaves.
-            if std::thread::Builder::new().spawn_scoped(scope, run).is_err() {
-                break;
-            }
-        }
-        run();
+    let parts: Vec<_> = bytes.chunks_mut(part).map(Mutex::new).collect();
+    let Ok(()) = spread(threads, parts.len(), |number| {
+        work(number * part, &mut parts[number].lock().unwrap_or_else(PoisonError::into_inner));
+        Ok::<_, Infallible>(())
     });
 }
 
@@ -351,26 +338,16 @@ impl Bed {
                 part.copy_from_slice(buf);
             }
         }
-        let (source, scattered) = (&self.source, Scattered::new(self.size));
-        let first = AtomicUsize::new(usize::MAX);
-        each(&mut self.target, self.threads, |start, part| {
-            for (number, piece) in part.chunks(PIECE).enumerate() {
-                let at = start + number * PIECE;
-                let from = if figure == Gather { scattered.from(at / PIECE) } else { at };
-                if *piece != source[from..from + piece.len()] {
-                    // Relaxed: a number, read when all have ended.
-                    first.fetch_min(at, Ordering::Relaxed);
-                    return;
-                }
-            }
+        let scattered = Scattered::new(self.size);
+        let compared = spread(self.threads, self.size / PIECE, |piece| {
+            let at = piece * PIECE;
+            let from = if figure == Gather { scattered.from(piece) } else { at };
+            let same = self.target[at..at + PIECE] == self.source[from..from + PIECE];
+            if same { Ok(()) } else { Err(at) }
         });
-        let at = first.into_inner();
-        if at == usize::MAX {
-            return Ok(());
-        }
+        let Err(at) = compared else { return Ok(()) };
         let name = FIGURES.iter().find(|(other, ..)| *other == figure).map_or("", |(.., name)| *name);
-        let end = self.size.min(at + PIECE);
-        Err(Failure::Mismatch(format!("the {name}: mismatch in bytes {at}..{end}")))
+        Err(Failure::Mismatch(format!("the {name}: mismatch in bytes {at}..{}", at + PIECE)))
     }
 
     /// Copies all page-locked buffers at once, on so many streams.
