@@ -1,6 +1,5 @@
 //! The command line.
 
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -119,8 +118,8 @@ pub struct Load {
     #[arg(long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
     pub chunk: usize,
     /// Threads that read and check [default: one per core, at most 8]
-    #[arg(long, value_name = "N", value_parser = threads)]
-    pub threads: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
     /// What to do when the system refuses to pin memory
     #[arg(long, value_enum, default_value_t = Unpinned::Allow)]
     pub unpinned: Unpinned,
@@ -145,8 +144,8 @@ pub struct Bench {
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub size: Option<usize>,
     /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]
-    #[arg(long, value_name = "N", value_parser = threads)]
-    pub threads: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
     /// Print one JSON object on the last line of stdout
     #[arg(long)]
     pub json: bool,
@@ -158,16 +157,6 @@ pub enum Unpinned {
     Refuse,
     /// Go on with memory that is not pinned, with a warning
     Allow,
-}
-
-/// The most reader threads: a typing error should not exhaust the system's threads.
-const MAX_THREADS: usize = 1024;
-
-fn threads(text: &str) -> Result<NonZeroUsize, String> {
-    match text.parse::<NonZeroUsize>() {
-        Ok(n) if n.get() <= MAX_THREADS => Ok(n),
-        _ => Err(format!("not a number from 1 to {MAX_THREADS}")),
-    }
 }
 
 /// Reads a size: whole bytes, or a number with a unit.

@@ -13,7 +13,6 @@ mod top;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
-use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -125,9 +124,9 @@ fn print(out: &mut impl Write, text: &str) -> Result<(), Failure> {
 }
 
 /// As many threads as the command line says, or as there are cores, at most eight.
-fn threads(named: Option<NonZeroUsize>) -> usize {
-    let cores = || std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(8);
-    named.map_or_else(cores, NonZeroUsize::get)
+fn threads(named: Option<u16>) -> usize {
+    let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
+    named.map_or_else(cores, usize::from)
 }
 
 /// GB/s of 10^9 bytes, if any time was taken.

@@ -148,8 +148,11 @@ impl Case<'_> {
     }
 }
 
-/// The checks that only read files.
-const CHECKS: [(&str, fn(&Case) -> Verdict); 16] = [
+/// A check.
+type Look = fn(&Case) -> Verdict;
+
+/// The checks that only read files, under the names that they are listed by.
+const CHECKS: [(&str, Look); 16] = [
     ("container", place::container),
     ("wsl", place::wsl),
     ("memlock", limits::memlock),

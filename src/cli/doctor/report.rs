@@ -11,21 +11,17 @@ use super::{Check, Findings, Status};
 use crate::cli::{self, Failure, json_line};
 
 impl Status {
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Warn => "warn",
-            Self::Fail => "fail",
-        }
+    fn word(self) -> &'static str {
+        self.look().0
     }
 
-    fn style(self) -> Style {
-        let color = match self {
-            Self::Ok => AnsiColor::Green,
-            Self::Warn => AnsiColor::Yellow,
-            Self::Fail => AnsiColor::Red,
+    fn look(self) -> (&'static str, Style) {
+        let (word, color) = match self {
+            Self::Ok => ("ok", AnsiColor::Green),
+            Self::Warn => ("warn", AnsiColor::Yellow),
+            Self::Fail => ("fail", AnsiColor::Red),
         };
-        Style::new().fg_color(Some(color.into())).bold()
+        (word, Style::new().fg_color(Some(color.into())).bold())
     }
 }
 
@@ -63,7 +59,7 @@ fn text(findings: &Findings) -> String {
     let width = findings.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
     let mut text = format!("device {}, a pool of {}\n\n", findings.device, size(findings.capacity));
     for check in &findings.checks {
-        let (style, word) = (check.status.style(), check.status.word());
+        let (word, style) = check.status.look();
         text += &format!("{style}{word:<4}{style:#}  {:<width$}  ", check.name);
         // Remedies are not broken up: they are to be copied.
         text += &wrapped(&check.found, width + 8);

@@ -50,7 +50,11 @@ pub(super) const VENDOR: Vendor = Vendor {
     ],
     mismatch: None,
 
-    unknown_device: &[(Shell, "check ASCEND_RT_VISIBLE_DEVICES, and npu-smi info for what there is")],
+    unknown_device: &[
+        (Shell, "check ASCEND_RT_VISIBLE_DEVICES, and npu-smi info for what there is"),
+        (Docker, "check --device /dev/davinciN, and ASCEND_RT_VISIBLE_DEVICES"),
+        (Kubernetes, "raise the card's huawei.com/... in resources.limits"),
+    ],
     counts_locked: true,
     address_space: None,
     kernels: &[],
