@@ -138,23 +138,21 @@ pub fn library(case: &Case) -> Verdict {
             // A name without a folder is looked for by the loader.
             let there = path.exists() || path.components().count() == 1;
             let found = format!("{}, which {variable} names", path.display());
-            let wrong = || (format!("{found}, is not there"), fixes![Pool: "correct or unset {variable}"]);
-            return if there { Ok(found) } else { Err(wrong()) };
+            if !there {
+                return Err((format!("{found}, is not there"), fixes![Pool: "correct or unset {variable}"]));
+            }
+            return Ok(found);
         }
         let toolkit = vendor.candidates.map_or_else(Vec::new, |candidates| candidates());
         let toolkit = toolkit.iter().filter_map(|file| Some(file.parent()?.display().to_string()));
         let mut dirs = loader_dirs().into_iter().chain(toolkit.filter(|dir| !dir.is_empty()));
         if let Some(dir) = dirs.find(|dir| case.system.exists(&format!("{dir}/{name}"))) {
             // The toolkit's stub has every symbol, and no driver behind it.
-            let stub = || {
+            if dir.trim_end_matches('/').ends_with("/stubs") {
                 let found = format!("{dir}/{name} comes first, a stub that is only for linking");
-                (found, fixes![Pool: "take {dir} out of LD_LIBRARY_PATH"])
-            };
-            return if dir.trim_end_matches('/').ends_with("/stubs") {
-                Err(stub())
-            } else {
-                Ok(format!("{dir}/{name}"))
-            };
+                return Err((found, fixes![Pool: "take {dir} out of LD_LIBRARY_PATH"]));
+            }
+            return Ok(format!("{dir}/{name}"));
         }
         // The loader's cache is binary, with the names as they are.
         let cache = case.system.bytes("/etc/ld.so.cache").unwrap_or_default();

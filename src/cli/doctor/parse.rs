@@ -1,7 +1,8 @@
 //! Reading what the kernel writes in `/proc` and `/sys`.
 //!
 //! Each function takes a text and gives `None`, or less, where it is not as expected: sandboxes and old kernels leave
-//! lines out, and one missing line must not hide all others. None of them panics on any input, which the property tests
+//! lines out, and one missing line must not hide all others. (The crate `procfs-core` gives an error for the whole of `meminfo`,
+//! `limits` or `status` where one of its fields is missing, and leaves the escapes in the paths of `mountinfo`.) None of them panics on any input, which the property tests
 //! below try.
 
 use std::ops::RangeInclusive;
