@@ -242,7 +242,7 @@ pub fn about(device: &Device) -> Result<About> {
 /// The device's driver, in the process that opened it.
 fn acl(device: &Device) -> Result<&Acl> {
     crate::os::check_fork()?;
-    device.context().driver().acl().ok_or_else(|| {
+    device.context().driver().as_any().downcast_ref().ok_or_else(|| {
         Error::Unsupported(format!(
             "{} is no Ascend device, and has no AscendCL contexts or streams",
             device.name()

@@ -247,7 +247,7 @@ pub fn set_device_heap_limit(device: &Device, bytes: usize) -> Result<()> {
 /// The device's driver, in the process that opened it.
 fn cuda(device: &Device) -> Result<&Cuda> {
     crate::os::check_fork()?;
-    device.context().driver().cuda().ok_or_else(|| {
+    device.context().driver().as_any().downcast_ref().ok_or_else(|| {
         Error::Unsupported(format!(
             "{} is no GPU of NVIDIA's, and has no CUDA contexts or streams",
             device.name()

@@ -104,6 +104,7 @@ use ::cudarc::driver::{
 
 use crate::buffer::{InFlight, Lend};
 use crate::copy::Landing;
+use crate::device::cuda::Cuda;
 use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result, SubmitError};
 use crate::stream::Stream;
@@ -356,7 +357,7 @@ impl CudarcStream {
     /// What a call of cudarc's came back with, as the pool says it.
     fn said(&self, call: &'static str, result: std::result::Result<(), DriverError>) -> Result<()> {
         let context = self.ours.timeline().context();
-        match (result, context.driver().cuda()) {
+        match (result, context.driver().as_any().downcast_ref::<Cuda>()) {
             (Err(error), Some(cuda)) => context.noting(Err(cuda.theirs(call, error.0 as u32))),
             _ => Ok(()),
         }

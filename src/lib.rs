@@ -153,9 +153,12 @@
 //! Linux on x86_64 and aarch64, Rust 1.85 or later. Elsewhere the crate compiles and [`Device::open`] says that it is
 //! unsupported.
 
-// Models use a part of the crate, other systems next to nothing, and where there are no fences the system's barrier has
-// no caller.
-#![cfg_attr(any(loom, pinpool_rmw, not(target_os = "linux")), allow(dead_code))]
+// Models use a part of the crate, other systems next to nothing; where there are no fences the system's barrier has no
+// caller, and without a vendor's feature neither has what only that vendor's driver calls.
+#![cfg_attr(
+    any(loom, pinpool_rmw, not(target_os = "linux"), not(all(feature = "acl", feature = "cuda"))),
+    allow(dead_code)
+)]
 // Foreign code, and locks, go through one module each: see `foreign`.
 #![cfg_attr(not(test), deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types))]
 
@@ -194,6 +197,8 @@ pub use copy::gather::{self, Gathered};
 pub use copy::pipeline;
 pub use copy::{CopyQueue, DeviceRange, GraphBuf, Landing, QueueOptions, QueueStats};
 pub use device::HostAllocFlags;
+#[doc(hidden)]
+pub use device::family;
 pub use device::handle::{CloseError, Device, HeldBy};
 pub use device::holds::HeldPool;
 pub use device::host;

@@ -11,7 +11,8 @@
 //! way, by raising the memlock limit, so they become one error that shows the limit. The limit is only shown, never
 //! used to predict: a process with CAP_IPC_LOCK is not bound by it.
 //!
-//! Those on files are in [`file`], those on threads in [`thread`], the barrier and what stands in for it in [`barrier`]; what a fork does is in [`fork`].
+//! Those on files are in [`file`], those on threads in [`thread`], the barrier and what stands in for it in
+//! [`barrier`]; what a fork does is in [`fork`].
 //!
 //! The crate runs on Linux. On other systems everything here exists and says that it is unsupported.
 
@@ -138,16 +139,16 @@ mod linux {
         advise(base, len, libc::MADV_POPULATE_WRITE)
     }
 
-    /// Has the pages of the range, which have not been touched yet, come from a NUMA node as long as it has any. `false`:
-    /// the kernel knows no such node, and they come from where they are touched.
+    /// Has the pages of the range, which have not been touched yet, come from a NUMA node as long as it has any.
+    /// `false`: the kernel knows no such node, and they come from where they are touched.
     pub(crate) fn prefer_node(base: NonNull<u8>, len: usize, node: u32) -> bool {
         const BITS: usize = u64::BITS as usize;
         const NODES: usize = 1024;
         let mut mask = [0_u64; NODES / BITS];
         let Some(word) = mask.get_mut(node as usize / BITS) else { return false };
         *word = 1 << (node as usize % BITS);
-        // SAFETY: a policy changes no contents; the mask lives for the call and has as many bits as are named, and for a
-        // range that is not mapped the kernel answers with an error.
+        // SAFETY: a policy changes no contents; the mask lives for the call and has as many bits as are named, and for
+        // a range that is not mapped the kernel answers with an error.
         let done = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
@@ -199,7 +200,6 @@ mod linux {
     }
 
     /// The NUMA node that a PCI device hangs on. `None`: the system does not say.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
     pub(crate) fn pci_node(bus: &str) -> Option<u32> {
         let path = format!("/sys/bus/pci/devices/{}/numa_node", bus.to_ascii_lowercase());
         fs::read_to_string(path).ok()?.trim().parse().ok()
@@ -212,10 +212,6 @@ mod linux {
     }
 
     /// The kernel's version, as major and minor number.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only accelerators' drivers ask")
-    )]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         // SAFETY: text fields, for which zeros are empty strings.
         let mut names: libc::utsname = unsafe { std::mem::zeroed() };
@@ -228,10 +224,6 @@ mod linux {
         kernel_version(release.to_str().ok()?)
     }
 
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only accelerators' drivers ask")
-    )]
     pub(super) fn kernel_version(release: &str) -> Option<(u32, u32)> {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
@@ -319,9 +311,9 @@ mod linux {
         Some(read("memory.max")?.saturating_sub(read("memory.current")?))
     }
 
-    /// Whether the address is in memory that this process can read or write like any other: mapped so, and not a window of
-    /// a GPU's driver. Slow (it reads a table of the kernel's): for telling what an address is once it is known to be
-    /// wrong. `None`: the table cannot be read.
+    /// Whether the address is in memory that this process can read or write like any other: mapped so, and not a window
+    /// of a GPU's driver. Slow (it reads a table of the kernel's): for telling what an address is once it is known to
+    /// be wrong. `None`: the table cannot be read.
     pub(crate) fn is_host_memory(address: u64) -> Option<bool> {
         // The path of a mapped file can be any bytes.
         let maps = fs::read("/proc/self/maps").ok()?;
@@ -329,7 +321,6 @@ mod linux {
     }
 
     /// Whether this process may write to all of a range, by the same table. `None`: it cannot be read.
-    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn is_writable(start: usize, len: usize) -> Option<bool> {
         let maps = fs::read("/proc/self/maps").ok()?;
         Some(maps_writable(&String::from_utf8_lossy(&maps), start, start + len))
@@ -370,9 +361,8 @@ mod linux {
         !permissions.starts_with("--") && !is_window
     }
 
-    /// Has `handler` called when the process ends by itself, before the handlers that were left here or by libraries so far.
-    /// `false`: the system has no room for it. It must not panic.
-    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
+    /// Has `handler` called when the process ends by itself, before the handlers that were left here or by libraries so
+    /// far. `false`: the system has no room for it. It must not panic.
     pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
         // SAFETY: the function lives as long as the process.
         unsafe { libc::atexit(handler) == 0 }
@@ -442,15 +432,10 @@ mod other {
 
     pub(crate) fn sleep_precisely() {}
 
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA asks"))]
     pub(crate) fn pci_node(_bus: &str) -> Option<u32> {
         None
     }
 
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only accelerators' drivers ask")
-    )]
     pub(crate) fn kernel() -> Option<(u32, u32)> {
         None
     }
@@ -475,12 +460,10 @@ mod other {
         None
     }
 
-    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn is_writable(_start: usize, _len: usize) -> Option<bool> {
         None
     }
 
-    #[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver asks"))]
     pub(crate) fn at_exit(_handler: extern "C" fn()) -> bool {
         false
     }
@@ -490,8 +473,8 @@ mod other {
     }
 }
 
-/// What [`random`] is where the system does not give any: hashes of a counter under keys that std draws by whatever way is
-/// left to it. The keys are copied by a fork, whose child has another number.
+/// What [`random`] is where the system does not give any: hashes of a counter under keys that std draws by whatever way
+/// is left to it. The keys are copied by a fork, whose child has another number.
 fn hashed() -> [u64; 2] {
     use std::hash::{BuildHasher, RandomState};
     static COUNTED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);

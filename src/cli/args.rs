@@ -1,6 +1,5 @@
 //! The command line.
 
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -29,30 +28,33 @@ pub enum Command {
     /// Move files to a device through the pool, in overlapped chunks
     ///
     /// Each file is read by several threads, chunk by chunk, into page-locked buffers of the pool, and copied to device
-    /// memory that holds all of it. A .safetensors file, an index of several (.safetensors.index.json), or a folder with an
-    /// index or such files in it is loaded as tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9 bytes. The upload's includes reading the file, for
-    /// tensors also getting their device memory; the download's includes the checksums of what came back.
+    /// memory that holds all of it. A .safetensors file, an index of several (.safetensors.index.json), or a folder
+    /// with an index or such files in it is loaded as tensors, and checked tensor by tensor. Speeds are in GB/s of 10^9
+    /// bytes. The upload's includes reading the file, for tensors also getting their device memory; the download's
+    /// includes the checksums of what came back.
     #[command(after_help = EXIT_STATUS)]
     Load(Load),
     /// Look for what stands in the way of pinning and copying here, and say how to put it right
     ///
-    /// Looks at limits, control groups, memory, huge pages, NUMA, the kernel, the IOMMU and the accelerator's driver; then
-    /// pins a little, copies it both ways, compares every byte, and says how fast that was and should be. Nothing is
-    /// changed.
+    /// Looks at limits, control groups, memory, huge pages, NUMA, the kernel, the IOMMU and the accelerator's driver;
+    /// then pins a little, copies it both ways, compares every byte, and says how fast that was and should be. Nothing
+    /// is changed.
     #[command(after_help = DOCTOR_STATUS)]
     Doctor(Doctor),
     /// Measure the link to a device in both directions, and what the pipeline makes of it
     ///
-    /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at once.
-    /// Beside it, by the same bytes: plain copies of ordinary memory by the driver (one call); and by --threads threads the
-    /// pipeline on ordinary memory, 16 KiB pieces from scattered places gathered through the copy queue, and copies in memory.
-    /// Each is the best of five, wall time of the whole, and what arrived is compared with what was sent each time.
+    /// The pinned peak is the best of five copies from (or into) page-locked memory, on one stream or on several at
+    /// once. Beside it, by the same bytes: plain copies of ordinary memory by the driver (one call); and by --threads
+    /// threads the pipeline on ordinary memory, 16 KiB pieces from scattered places gathered through the copy queue,
+    /// and copies in memory. Each is the best of five, wall time of the whole, and what arrived is compared with what
+    /// was sent each time.
     #[command(after_help = BENCH_STATUS)]
     Bench(Bench),
     /// Watch the pools of a process that serves /metrics: memory, waits, size classes, devices, alarms
     ///
-    /// Reads the address every interval and shows what a Prometheus would see: rates over 5 s, waits and alarms over the last
-    /// minute. q ends it. The process needs a Sampler that feeds a recorder, as in the crate's examples/dashboard.rs.
+    /// Reads the address every interval and shows what a Prometheus would see: rates over 5 s, waits and alarms over
+    /// the last minute. q ends it. The process needs a Sampler that feeds a recorder, as in the crate's
+    /// examples/dashboard.rs.
     #[command(after_help = TOP_STATUS)]
     Top(Top),
 }
@@ -119,8 +121,8 @@ pub struct Load {
     #[arg(long, value_name = "SIZE", default_value = "4MiB", value_parser = size)]
     pub chunk: usize,
     /// Threads that read and check [default: one per core, at most 8]
-    #[arg(long, value_name = "N", value_parser = threads)]
-    pub threads: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
     /// What to do when the system refuses to pin memory
     #[arg(long, value_enum, default_value_t = Unpinned::Allow)]
     pub unpinned: Unpinned,
@@ -140,13 +142,13 @@ pub struct Bench {
     /// The device: auto, host, host:N, cuda:N or acl:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub device: String,
-    /// Bytes of each copy, rounded down to whole 128 KiB; five times as much is taken [default: 1GiB, less where memory is
-    /// small]
+    /// Bytes of each copy, rounded down to whole 128 KiB; five times as much is taken [default: 1GiB, less where memory
+    /// is small]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub size: Option<usize>,
     /// Threads of the pipeline, and of copies in memory [default: one per core, at most 8]
-    #[arg(long, value_name = "N", value_parser = threads)]
-    pub threads: Option<NonZeroUsize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
     /// Print one JSON object on the last line of stdout
     #[arg(long)]
     pub json: bool,
@@ -160,43 +162,28 @@ pub enum Unpinned {
     Allow,
 }
 
-/// The most reader threads: a typing error should not exhaust the system's threads.
-const MAX_THREADS: usize = 1024;
-
-fn threads(text: &str) -> Result<NonZeroUsize, String> {
-    match text.parse::<NonZeroUsize>() {
-        Ok(n) if n.get() <= MAX_THREADS => Ok(n),
-        _ => Err(format!("not a number from 1 to {MAX_THREADS}")),
-    }
-}
-
 /// Reads a size: whole bytes, or a number with a unit.
 fn size(text: &str) -> Result<usize, String> {
-    const UNITS: [(&str, u64); 10] = [
-        ("", 1),
-        ("b", 1),
-        ("kib", 1 << 10),
-        ("mib", 1 << 20),
-        ("gib", 1 << 30),
-        ("tib", 1 << 40),
-        ("kb", 1_000),
-        ("mb", 1_000_000),
-        ("gb", 1_000_000_000),
-        ("tb", 1_000_000_000_000),
-    ];
-    let wrong =
-        || "not a size: write bytes, or a whole number with KiB, MiB, GiB or TiB, such as 64MiB".to_owned();
-    let digits = text.trim().find(|c: char| !c.is_ascii_digit()).unwrap_or(text.trim().len());
-    let (number, unit) = text.trim().split_at(digits);
-    if number.is_empty() {
-        return Err(wrong());
-    }
+    let digits = text.trim().trim_start_matches(|c: char| c.is_ascii_digit()).len();
+    let (number, unit) = text.trim().split_at(text.trim().len() - digits);
     let unit = unit.trim_start().to_ascii_lowercase();
-    let (_, factor) = UNITS.iter().find(|(name, _)| *name == unit).ok_or_else(wrong)?;
-    let bytes = number.parse::<u64>().ok().and_then(|n| n.checked_mul(*factor));
-    match bytes.and_then(|b| usize::try_from(b).ok()).filter(|&b| b <= isize::MAX as usize) {
+    let power = |prefix| "kmgt".find(prefix).map(|power| power as u32 + 1);
+    let mut letters = unit.chars();
+    let factor = match (letters.next(), letters.as_str()) {
+        (None | Some('b'), "") => Some(1),
+        (Some(prefix), "ib") => power(prefix).map(|power| 1024_u64.pow(power)),
+        (Some(prefix), "b") => power(prefix).map(|power| 1000_u64.pow(power)),
+        _ => None,
+    };
+    let Some(factor) = factor.filter(|_| !number.is_empty()) else {
+        return Err(
+            "not a size: write bytes, or a whole number with KiB, MiB, GiB or TiB, such as 64MiB".into()
+        );
+    };
+    let bytes = number.parse::<u64>().ok().and_then(|n| n.checked_mul(factor));
+    match bytes.and_then(|bytes| isize::try_from(bytes).ok()) {
         Some(0) => Err("a size of 0 is too small".into()),
-        Some(bytes) => Ok(bytes),
+        Some(bytes) => Ok(bytes as usize),
         None => Err("a size beyond all memory".into()),
     }
 }
@@ -207,31 +194,15 @@ mod tests {
 
     #[test]
     fn sizes_are_read() {
-        let good = [
-            ("1", 1),
-            ("4096", 4096),
-            ("64MiB", 64 << 20),
-            ("2 GiB", 2 << 30),
-            ("3kb", 3000),
-            ("7B", 7),
-            ("1tib", 1 << 40),
-        ];
-        for (text, bytes) in good {
+        let good =
+            [("1", 1), ("4096", 4096), ("64MiB", 64 << 20), ("2 GiB", 2 << 30), ("3kb", 3000), ("7B", 7)];
+        for (text, bytes) in
+            good.into_iter().chain([("1tib", 1 << 40), (" 5 ", 5), ("2Tb", 2_000_000_000_000)])
+        {
             assert_eq!(size(text), Ok(bytes), "{text:?}");
         }
-        for text in [
-            "",
-            "MiB",
-            "-1",
-            "1.5GiB",
-            "64M",
-            "64MiBs",
-            "12 34",
-            "0",
-            "0MiB",
-            "99999999TiB",
-            "99999999999999999999",
-        ] {
+        let bad = ",MiB,-1,1.5GiB,64M,64MiBs,64ib,12 34,0,0MiB,99999999TiB,99999999999999999999,1é,1 é";
+        for text in bad.split(',') {
             assert!(size(text).is_err(), "{text:?}");
         }
     }

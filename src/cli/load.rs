@@ -1,20 +1,19 @@
 //! `pinpool load`: files go to device memory through the copy pipeline, and back if asked.
 //!
 //! A file is one transfer of the pipeline; a `.safetensors` file, an index of several, or a folder of such is loaded as
-//! tensors, by the library's own loader. Back: what was moved is brought back through the pipeline, and its checksums are taken, of each
-//! chunk of a file, of each tensor of a checkpoint. Then the file is read a second time, past the pool and the device, and
-//! the checksums are compared.
+//! tensors, by the library's own loader. Back: what was moved is brought back through the pipeline, and its checksums
+//! are taken, of each chunk of a file, of each tensor of a checkpoint. Then the file is read a second time, past the
+//! pool and the device, and the checksums are compared.
 
 use std::fs::File;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use indicatif::style::TemplateError;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use indicatif::{DecimalBytes, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use pinpool::pipeline::{FileSource, Pipeline, Sink, Transfer};
 use pinpool::safetensors::{Checkpoint, DeviceTensor, device_checksums};
 use pinpool::{Device, DeviceBuffer, Error, Pool, PoolStats, Request};
@@ -37,39 +36,18 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How long the pool gets to come to rest in the end, where all streams are synchronised already.
 const REST: Duration = Duration::from_secs(10);
 
-/// Runs the command: what it found out goes to stdout, what went wrong to stderr.
-pub fn run(args: &Load) -> ExitCode {
+/// Runs the command: what it found out goes to stdout, also where something went wrong.
+pub fn run(args: &Load) -> Result<(), Failure> {
+    let job = prepare(args)?;
     let mut report = Report::default();
-    let result = prepare(args).and_then(|job| {
-        let result = job.run(args, &mut report);
-        job.note(&mut report);
-        let device = job.device.clone();
-        drop(job);
-        // Whatever happened; what went wrong first is what is told.
-        let closed = super::close(device);
-        result.and(closed)
-    });
-    let mut code = match &result {
-        Ok(()) => 0,
-        Err(failure) => {
-            say(&format!("error: {failure}"));
-            failure.exit_code()
-        }
-    };
-    // A command line that could not be obeyed has nothing to report.
-    if let Some(stats) = report.stats {
-        let text = if args.json { super::json_line(&report.json(&stats)) } else { report.text(&stats) };
-        let mut out = io::stdout();
-        match writeln!(out, "{text}").and_then(|()| out.flush()) {
-            // A closed pipe: nobody reads it, and the exit status tells the rest.
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-                say(&format!("error: the result cannot be written: {error}"));
-                code = code.max(super::EXIT_FAILED);
-            }
-            _ => {}
-        }
-    }
-    ExitCode::from(code)
+    let result = job.run(args, &mut report);
+    let stats = job.note();
+    let device = job.device.clone();
+    drop(job);
+    // The first failure is the one that is told.
+    let result = result.and(super::close(device));
+    let text = if args.json { super::json_line(&report.json(&stats)) } else { report.text(&stats) };
+    result.and(super::print(&mut io::stdout(), &format!("{text}\n")))
 }
 
 /// One thing to move.
@@ -98,29 +76,28 @@ struct Job {
 struct Report {
     device: String,
     lines: Vec<String>,
-    bytes: u64,
     verified: Option<bool>,
-    upload: Speed,
-    download: Speed,
-    stats: Option<PoolStats>,
+    upload: Moved,
+    download: Moved,
 }
 
 /// Bytes moved in a time.
 #[derive(Clone, Copy, Debug, Default)]
-struct Speed {
+struct Moved {
     bytes: u64,
     time: Duration,
 }
 
-impl Speed {
+impl Moved {
     fn add(&mut self, bytes: u64, since: Instant) {
         self.bytes += bytes;
         self.time += since.elapsed();
     }
 
-    /// GB/s of 10^9 bytes, if anything was moved.
-    fn gb_per_s(self) -> Option<f64> {
-        (self.bytes > 0 && !self.time.is_zero()).then(|| self.bytes as f64 / self.time.as_secs_f64() / 1e9)
+    /// GB/s of 10^9 bytes since that was all, if anything was moved.
+    fn gb_per_s(self, before: Self) -> Option<f64> {
+        let bytes = self.bytes - before.bytes;
+        super::rate(bytes, self.time - before.time).filter(|_| bytes > 0)
     }
 }
 
@@ -155,8 +132,6 @@ fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job,
     } else {
         staged.saturating_add(2 << 20).max(1 << 30)
     };
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let threads = args.threads.map_or(cores.min(8), std::num::NonZero::get);
     let failed = |what: &str, error: &Error| Failure::Failed(format!("{what}: {error}"));
     let pool = Pool::builder(&device)
         .capacity(args.capacity)
@@ -174,41 +149,34 @@ fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job,
     if pool.stats().capacity_bytes < segment {
         return Err(too_small());
     }
-    let pipeline = match pipeline(&pool, &device, threads, args) {
+    let pipeline = match pipeline(&pool, &device, args) {
         Ok(Some(pipeline)) => pipeline,
         Ok(None) => return Err(too_small()),
         Err(error) => return Err(failed("the pipeline cannot be built", &error)),
     };
     if sources.is_empty() {
+        let len = args.sample;
         // Asked before so much is written.
-        device.alloc(args.sample).map_err(|e| {
-            Failure::Failed(format!(
-                "{} has no room for a sample of {} bytes: {e}",
-                device.name(),
-                args.sample
-            ))
+        device.alloc(len).map_err(|e| {
+            Failure::Failed(format!("{} has no room for a sample of {len} bytes: {e}", device.name()))
         })?;
-        let file = sample::make(args.sample as u64).map_err(|e| {
+        let file = sample::make(len as u64).map_err(|e| {
             let at = std::env::temp_dir();
-            Failure::Failed(format!(
-                "a sample of {} bytes cannot be made in {}: {e}",
-                args.sample,
-                at.display()
-            ))
+            Failure::Failed(format!("a sample of {len} bytes cannot be made in {}: {e}", at.display()))
         })?;
         let what = What::File(Arc::new(file));
-        sources.push(Source { name: "sample".into(), len: args.sample as u64, what });
+        sources.push(Source { name: "sample".into(), len: len as u64, what });
     }
     Ok(Job { sources, device, pool, pipeline, bar: ProgressBar::hidden() })
 }
 
-/// A pipeline that may use all of the pool, with chunks as asked for, or a little smaller where the capacity was measured for
-/// them to the byte: in a segment a chunk has a page before it and behind it. `None`: no chunk fits.
-fn pipeline(pool: &Pool, device: &Device, threads: usize, args: &Load) -> Result<Option<Pipeline>, Error> {
+/// A pipeline that may use all of the pool, with chunks as asked for, or a little smaller where the capacity was
+/// measured for them to the byte: in a segment a chunk has a page before it and behind it. `None`: no chunk fits.
+fn pipeline(pool: &Pool, device: &Device, args: &Load) -> Result<Option<Pipeline>, Error> {
     let mut chunk = args.chunk.next_multiple_of(PAGE);
     while chunk > 0 {
-        let builder = Pipeline::builder(pool, device).threads(threads).share(args.capacity).chunk(chunk);
-        match builder.build() {
+        let builder = Pipeline::builder(pool, device).threads(super::threads(args.threads));
+        match builder.share(args.capacity).chunk(chunk).build() {
             Err(Error::Config(_)) => chunk -= PAGE,
             built => return built.map(Some),
         }
@@ -277,49 +245,42 @@ impl Job {
             return Ok(());
         }
         let bar = self.progress(source, if args.verify { 3 } else { 1 });
-        let (mut up, mut down) = (Speed::default(), Speed::default());
-        let mut went_up = |report: &mut Report, start: Instant| {
-            up.add(source.len, start);
-            report.upload.add(source.len, start);
-            report.bytes += source.len;
-        };
-        let mut came_back = |report: &mut Report, start: Instant| {
-            down.add(source.len, start);
-            report.download.add(source.len, start);
-        };
+        let before = (report.upload, report.download);
+        let mut start = Instant::now();
         let what = match &source.what {
             What::File(file) => {
                 let no_room = |e| source.failed(format!("the device has no room for its {len} bytes: {e}"));
                 let memory = self.device.alloc(len).map_err(no_room)?;
-                let start = Instant::now();
+                start = Instant::now();
                 self.upload(source, file, &memory)?;
-                went_up(report, start);
+                report.upload.add(source.len, start);
                 if args.verify {
-                    let start = Instant::now();
+                    start = Instant::now();
                     let sums = self.download(source, &memory)?;
-                    came_back(report, start);
+                    report.download.add(source.len, start);
                     self.compare(source, file, &sums)?;
                 }
                 String::new()
             }
             What::Tensors(checkpoint) => {
-                let start = Instant::now();
                 let tensors = self.upload_tensors(source, checkpoint)?;
-                went_up(report, start);
+                report.upload.add(source.len, start);
                 if args.verify {
-                    let start = Instant::now();
+                    start = Instant::now();
                     let sums = device_checksums(&self.pipeline, &tensors).map_err(|e| source.error(&e))?;
                     bar.inc(source.len);
-                    came_back(report, start);
+                    report.download.add(source.len, start);
                     self.compare_tensors(source, checkpoint, &tensors, &sums)?;
                 }
                 format!("{} tensors, ", tensors.len())
             }
         };
-        let mut line = format!("{}: {what}{} to {}", text(&source.name), human(source.len), report.device);
-        line += &up.gb_per_s().map_or_else(String::new, |s| format!(" at {s:.2} GB/s"));
+        let name = text(&source.name);
+        let mut line = format!("{name}: {what}{} to {}", DecimalBytes(source.len), report.device);
+        let speed = |what: &str, speed: Option<f64>| speed.map(|s| format!("{what} at {s:.2} GB/s"));
+        line += &speed("", report.upload.gb_per_s(before.0)).unwrap_or_default();
         if args.verify {
-            line += &down.gb_per_s().map_or_else(String::new, |s| format!(", back at {s:.2} GB/s"));
+            line += &speed(", back", report.download.gb_per_s(before.1)).unwrap_or_default();
             line += ", all checksums equal";
         }
         report.lines.push(line);
@@ -446,22 +407,21 @@ impl Job {
         bar.clone()
     }
 
-    /// Adds what the pool has to say, and warns, once, if it is not all pinned.
-    fn note(&self, report: &mut Report) {
+    /// What the pool has to say. Warns, once, if it is not all pinned.
+    fn note(&self) -> PoolStats {
         // Memory that is still being pinned, and buffers that the last copies are giving back.
         let pinning = self.pool.wait_pinned(Some(REST));
         let stats = settle(&self.pool);
         if stats.unpinned_bytes > 0 {
+            let (plain, all) = (stats.unpinned_bytes, stats.pinned_bytes + stats.unpinned_bytes);
             say(&format!(
-                "warning: {} of the pool's {} bytes are not pinned, since the system refused (see ulimit -l); copies \
-                 from them are slower",
-                stats.unpinned_bytes,
-                stats.pinned_bytes + stats.unpinned_bytes
+                "warning: {plain} of the pool's {all} bytes are not pinned, since the system refused (see ulimit -l); copies \
+                 from them are slower"
             ));
         } else if let Ok(Some(error)) = pinning.map(|p| p.error) {
             say(&format!("warning: the pool is smaller than its capacity: {error}"));
         }
-        report.stats = Some(stats);
+        stats
     }
 }
 
@@ -480,7 +440,7 @@ fn style(len: u64) -> Result<ProgressStyle, TemplateError> {
 fn moved(done: u64, len: u64) -> String {
     let pass = done.saturating_sub(1).checked_div(len).unwrap_or(0).min(2);
     let what = ["up", "back", "compared"][pass as usize];
-    format!("{} of {} {what}", human(done - pass * len), human(len))
+    format!("{} of {} {what}", DecimalBytes(done - pass * len), DecimalBytes(len))
 }
 
 /// The statistics once nothing is in flight any more. After a failure something may stay so.
@@ -545,10 +505,10 @@ impl Report {
     fn json(&self, stats: &PoolStats) -> Value {
         json!({
             "device": self.device,
-            "bytes": self.bytes,
+            "bytes": self.upload.bytes,
             "verified": self.verified,
-            "upload_gb_per_s": self.upload.gb_per_s(),
-            "download_gb_per_s": self.download.gb_per_s(),
+            "upload_gb_per_s": self.upload.gb_per_s(Moved::default()),
+            "download_gb_per_s": self.download.gb_per_s(Moved::default()),
             "pool": {
                 "pinned_bytes": stats.pinned_bytes,
                 "free_bytes": stats.free_bytes,
@@ -566,23 +526,12 @@ impl Report {
     fn text(&self, stats: &PoolStats) -> String {
         let pool = format!(
             "pool: {} pinned, {} checkouts, {} of them waited for",
-            human(stats.pinned_bytes as u64),
+            DecimalBytes(stats.pinned_bytes as u64),
             stats.checkouts,
             stats.waits
         );
         self.lines.iter().chain([&pool]).map(String::as_str).collect::<Vec<_>>().join("\n")
     }
-}
-
-/// A size for people, of powers of ten like the speeds.
-fn human(bytes: u64) -> String {
-    let (unit, name) = match bytes {
-        0..1_000 => return format!("{bytes} B"),
-        1_000..1_000_000 => (1e3, "kB"),
-        1_000_000..1_000_000_000 => (1e6, "MB"),
-        1_000_000_000.. => (1e9, "GB"),
-    };
-    format!("{:.2} {name}", bytes as f64 / unit)
 }
 
 #[cfg(test)]
@@ -636,12 +585,5 @@ mod tests {
             assert_eq!(moved(done, 4_000_000), text);
         }
         assert_eq!(moved(0, 0), "0 B of 0 B up");
-    }
-
-    #[test]
-    fn sizes_are_told() {
-        assert_eq!(human(999), "999 B");
-        assert_eq!(human(64 << 20), "67.11 MB");
-        assert_eq!(human(1_500_000_000), "1.50 GB");
     }
 }

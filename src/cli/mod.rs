@@ -61,10 +61,10 @@ impl fmt::Display for Failure {
 pub fn run(args: &args::Args) -> ExitCode {
     log_to_stderr(args.verbose);
     match &args.command {
-        args::Command::Load(load) => load::run(load),
+        args::Command::Load(args) => exit(load::run(args)),
         args::Command::Doctor(args) => doctor::run(args),
-        args::Command::Bench(bench) => bench::run(bench),
-        args::Command::Top(args) => top::run(args),
+        args::Command::Bench(args) => exit(bench::run(args)),
+        args::Command::Top(args) => exit(top::run(args)),
     }
 }
 
@@ -89,7 +89,8 @@ pub fn refuse(error: &clap::Error) -> ExitCode {
     ExitCode::from(EXIT_USAGE)
 }
 
-/// Opens the device that the command line names. One that is not there is the command line's fault, one that fails is not.
+/// Opens the device that the command line names. One that is not there is the command line's fault, one that fails is
+/// not.
 fn open_device(spec: &str) -> Result<Device, Failure> {
     Device::open(spec).map_err(|error| {
         let text = format!("--device: {error}");
@@ -100,6 +101,38 @@ fn open_device(spec: &str) -> Result<Device, Failure> {
             _ => Failure::Failed(text),
         }
     })
+}
+
+/// The exit status of a command, which says what went wrong.
+fn exit(result: Result<(), Failure>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            say(&format!("error: {failure}"));
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}
+
+/// Prints a result. A closed pipe is no failure: nothing reads there, and the exit status tells the rest.
+fn print(out: &mut impl Write, text: &str) -> Result<(), Failure> {
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::Failed(format!("the result cannot be written: {error}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// As many threads as the command line says, or as there are cores, at most eight.
+fn threads(named: Option<u16>) -> usize {
+    let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
+    named.map_or_else(cores, usize::from)
+}
+
+/// GB/s of 10^9 bytes, if any time was taken.
+fn rate(bytes: u64, time: Duration) -> Option<f64> {
+    (!time.is_zero()).then(|| bytes as f64 / time.as_secs_f64() / 1e9)
 }
 
 /// An empty vector with room for so many bytes, or an error: a refused allocation would end the process.
@@ -124,7 +157,8 @@ fn say(line: &str) {
     let _ = writeln!(io::stderr(), "{}", escape::text(line));
 }
 
-/// An object for programs, in one line. What is beyond ASCII is escaped as JSON does it, since a terminal may be what reads it.
+/// An object for programs, in one line. What is beyond ASCII is escaped as JSON does it, since a terminal may be what
+/// reads it.
 fn json_line(value: &serde_json::Value) -> String {
     let mut line = String::new();
     for character in value.to_string().chars() {

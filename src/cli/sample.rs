@@ -1,6 +1,6 @@
-//! Something to move where no file is given.
+//! Bytes to move, and a file of them where none is given.
 //!
-//! The sample has no name: the system removes it when the command ends, however it ends.
+//! That file has no name: the system removes it when the command ends, however it ends.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -12,17 +12,22 @@ const BLOCK: usize = 1 << 20;
 pub fn make(len: u64) -> io::Result<File> {
     let mut file = tempfile::tempfile()?;
     let mut block = vec![0; BLOCK];
-    let (mut left, mut count) = (len, 0u64);
-    while left > 0 {
-        for word in block.chunks_exact_mut(8) {
-            count += 1;
-            word.copy_from_slice(&mix(count).to_le_bytes());
-        }
-        let part = left.min(BLOCK as u64);
+    let mut at = 0;
+    while at < len {
+        fill(&mut block, at);
+        let part = (len - at).min(BLOCK as u64);
         file.write_all(&block[..part as usize])?;
-        left -= part;
+        at += part;
     }
     Ok(file)
+}
+
+/// Writes bytes of which no two neighbourhoods are alike: those of a long row from this byte of it on, a multiple of
+/// eight.
+pub fn fill(bytes: &mut [u8], from: u64) {
+    for (count, word) in (from / 8..).zip(bytes.chunks_mut(8)) {
+        word.copy_from_slice(&mix(count).to_le_bytes()[..word.len()]);
+    }
 }
 
 /// Scatters a number over all 64 bits (the finisher of SplitMix64).

@@ -1,24 +1,23 @@
-//! Spreading checks over threads.
+//! Spreading work over threads.
 //!
-//! The numbers are handed out in order, one at a time, so threads that are faster do more of them. The first failure stops
-//! the handing out; what is under way is finished, so of several failures the one with the lowest number is reported.
+//! The numbers are handed out in order, one at a time, so threads that are faster do more of them. The first failure
+//! stops the handing out; what is under way is finished, so of several failures the one with the lowest number is
+//! reported.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-use super::Failure;
-
-/// Calls `work` once for each number below `count`, on as many threads, the caller's among them. A thread that cannot be
-/// started is done without.
-pub fn spread(
+/// Calls `work` once for each number below `count`, on as many threads, the caller's among them. A thread that cannot
+/// be started is done without.
+pub fn spread<E: Send>(
     threads: usize,
     count: usize,
-    work: impl Fn(usize) -> Result<(), Failure> + Sync,
-) -> Result<(), Failure> {
-    // Relaxed, both: a number belongs to whoever got it, and the flag is a hint.
+    work: impl Fn(usize) -> Result<(), E> + Sync,
+) -> Result<(), E> {
+    // Relaxed, both: a number belongs to the thread that got it, and the flag is a hint.
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
-    let first: Mutex<Option<(usize, Failure)>> = Mutex::new(None);
+    let first: Mutex<Option<(usize, E)>> = Mutex::new(None);
     let run = || {
         while !stop.load(Ordering::Relaxed) {
             let number = next.fetch_add(1, Ordering::Relaxed);
@@ -27,7 +26,7 @@ pub fn spread(
             }
             if let Err(failure) = work(number) {
                 stop.store(true, Ordering::Relaxed);
-                let mut first = first.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
                 if first.as_ref().is_none_or(|(other, _)| number < *other) {
                     *first = Some((number, failure));
                 }
@@ -36,14 +35,11 @@ pub fn spread(
     };
     std::thread::scope(|scope| {
         for _ in 1..threads.min(count) {
-            let _ = std::thread::Builder::new().name("pinpool-check".into()).spawn_scoped(scope, run);
+            let _ = std::thread::Builder::new().name("pinpool-work".into()).spawn_scoped(scope, run);
         }
         run();
     });
-    match first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
-        Some((_, failure)) => Err(failure),
-        None => Ok(()),
-    }
+    first.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), |(_, failure)| Err(failure))
 }
 
 #[cfg(test)]
@@ -55,14 +51,14 @@ mod tests {
         let seen: Vec<AtomicUsize> = (0..1000).map(|_| AtomicUsize::new(0)).collect();
         let all = spread(3, 1000, |number| {
             seen[number].fetch_add(1, Ordering::Relaxed);
-            Ok(())
+            Ok::<_, ()>(())
         });
         assert!(all.is_ok() && seen.iter().all(|count| count.load(Ordering::Relaxed) == 1));
         let failed = spread(3, 1000, |number| match number {
-            17.. => Err(Failure::Failed(number.to_string())),
+            17.. => Err(number),
             _ => Ok(()),
         });
-        assert_eq!(failed.unwrap_err().to_string(), "17");
-        assert!(spread(1, 0, |_| Err(Failure::Failed("never".into()))).is_ok());
+        assert_eq!(failed, Err(17));
+        assert_eq!(spread(1, 0, Err), Ok(()));
     }
 }

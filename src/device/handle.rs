@@ -15,8 +15,7 @@ use crate::device::context::Context;
 use crate::device::holds::Tenant;
 use crate::device::host::HostNode;
 use crate::device::memory::{DeviceBuffer, DeviceSlice};
-#[cfg(any(feature = "acl", feature = "cuda"))]
-use crate::device::{AdoptedContext, ending::KeepAlive};
+use crate::device::{AdoptedContext, ending::KeepAlive, family};
 use crate::error::{Error, Result, SubmitError};
 use crate::escape::{NAME, clean};
 use crate::stream::Stream;
@@ -51,10 +50,6 @@ struct DeviceInner {
     context: Arc<Context>,
     reaper: Reaper,
     /// Streams that others can reach, by the driver's number for each, which is never another's.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
-    )]
     streams: Mutex<HashMap<u64, Weak<Timeline>>>,
 }
 
@@ -76,7 +71,7 @@ impl Device {
         let span =
             crate::foreign::span!(INFO, target: "pinpool::device", "open", device = &*clean(name, NAME));
         let _entered = span.enter();
-        let driver = driver(name)?;
+        let driver = family::driver(name)?;
         Self::known(driver.name().to_owned(), driver)
     }
 
@@ -97,7 +92,6 @@ impl Device {
     }
 
     /// The device of a context that others made.
-    #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn adopted(context: AdoptedContext, keep_alive: Option<KeepAlive>) -> Result<Self> {
         match context {
             AdoptedContext::Default(name) => Self::open(&name),
@@ -127,7 +121,6 @@ impl Device {
     }
 
     /// The timeline that is known by this number, or a new one.
-    #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn known_stream(&self, id: u64, make: impl FnOnce() -> Arc<Timeline>) -> Arc<Timeline> {
         let mut streams = self.0.streams.lock();
         if let Some(timeline) = streams.get(&id).and_then(Weak::upgrade) {
@@ -246,64 +239,6 @@ impl Device {
     pub fn lost(&self) -> Option<Error> {
         self.0.context.poisoned().cloned()
     }
-}
-
-/// The driver behind a name.
-fn driver(name: &str) -> Result<Arc<dyn Driver>> {
-    let unknown = || Error::UnknownDevice {
-        name: name.into(),
-        known: "a device is named auto, host, host:N, cuda, cuda:N, acl or acl:N".into(),
-    };
-    let (family, ordinal) = match name.split_once(':') {
-        Some((family, ordinal)) => (family, ordinal.parse::<u32>().map_err(|_| unknown())?),
-        None => (name, 0),
-    };
-    match family {
-        "auto" if name == "auto" => best(),
-        "host" => HostNode::system().driver(ordinal),
-        #[cfg(feature = "cuda")]
-        "cuda" => crate::device::cuda::driver(ordinal),
-        #[cfg(feature = "acl")]
-        "acl" => crate::device::acl::driver(ordinal),
-        // Here where their feature is off.
-        #[allow(unreachable_patterns, reason = "depends on the features")]
-        "cuda" | "acl" => Err(Error::Unavailable {
-            device: name.into(),
-            why: format!("this build of pinpool has no support for {family}; use `host` or `auto`"),
-        }),
-        _ => Err(unknown()),
-    }
-}
-
-/// The first device of those that can be opened here.
-fn best() -> Result<Arc<dyn Driver>> {
-    type Open = fn(u32) -> Result<Arc<dyn Driver>>;
-    let families: &[(&str, Open)] = &[
-        #[cfg(feature = "cuda")]
-        ("cuda", crate::device::cuda::driver),
-        #[cfg(feature = "acl")]
-        ("acl", crate::device::acl::driver),
-    ];
-    for (family, open) in families {
-        for ordinal in 0.. {
-            match open(ordinal) {
-                Ok(driver) => {
-                    crate::foreign::info!(target: "pinpool::device", "auto: taking {family}:{ordinal}");
-                    return Ok(driver);
-                }
-                // This one is taken, or broken: another may not be.
-                Err(error @ Error::Device(_)) => {
-                    crate::foreign::info!(target: "pinpool::device", %error, "auto: {family}:{ordinal} cannot be opened");
-                }
-                Err(error) => {
-                    crate::foreign::info!(target: "pinpool::device", %error, "auto: there is no {family} device to take");
-                    break;
-                }
-            }
-        }
-    }
-    crate::foreign::info!(target: "pinpool::device", "auto: taking host:0");
-    HostNode::system().driver(0)
 }
 
 impl fmt::Debug for Device {

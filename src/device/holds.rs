@@ -189,10 +189,6 @@ pub(crate) struct Last(Arc<Holds>);
 
 impl Last {
     /// Letting go of the device failed, or was not tried.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "the host device always lets go")
-    )]
     pub(crate) fn leaked(&self) {
         self.0.leaked(1);
     }

@@ -33,19 +33,19 @@
 
 #[cfg(feature = "acl")]
 pub(crate) mod acl;
-#[cfg(any(feature = "acl", feature = "cuda"))]
 pub(crate) mod callback;
 pub(crate) mod context;
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda;
-#[cfg(any(feature = "acl", feature = "cuda"))]
 pub(crate) mod ending;
+pub mod family;
 pub(crate) mod handle;
 pub(crate) mod holds;
 pub mod host;
 pub(crate) mod memory;
 pub(crate) mod worker;
 
+use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 
@@ -148,7 +148,6 @@ pub(crate) enum HostKind {
 }
 
 /// A context that somebody else made.
-#[cfg(any(feature = "acl", feature = "cuda"))]
 pub(crate) enum AdoptedContext {
     /// The one that the device with this name works in, if that is opened.
     Default(String),
@@ -156,7 +155,6 @@ pub(crate) enum AdoptedContext {
     Other { key: String, driver: std::sync::Arc<dyn Driver> },
 }
 
-#[cfg(any(feature = "acl", feature = "cuda"))]
 impl AdoptedContext {
     /// The number by which the name of the context at this address differs from others', since metrics and logs know a
     /// device by its name. The first address of a context that is adopted in this process has 1, and keeps it for
@@ -186,17 +184,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// This driver as a context of CUDA's, for what only that has. `None` for all others.
-    #[cfg(feature = "cuda")]
-    fn cuda(&self) -> Option<&cuda::Cuda> {
-        None
-    }
-
-    /// This driver as a context of AscendCL's, for what only that has. `None` for all others.
-    #[cfg(feature = "acl")]
-    fn acl(&self) -> Option<&acl::Acl> {
-        None
-    }
+    /// This driver as its own type, for what only its vendor has.
+    fn as_any(&self) -> &dyn Any;
 
     /// Whether copies of ordinary memory ([`Driver::copy_blocking`]) are as fast as those of page-locked memory.
     fn takes_ordinary_memory(&self) -> bool {
@@ -215,7 +204,6 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
 
     /// Keeps what keeps a context of others alive, and drops it after the last call in that. Only of contexts that
     /// others made; the first that is left.
-    #[cfg(any(feature = "acl", feature = "cuda"))]
     fn keep(&self, keep_alive: ending::KeepAlive) {
         drop(keep_alive);
     }

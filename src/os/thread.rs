@@ -1,13 +1,13 @@
 //! Threads: the one place that starts them.
 //!
-//! A signal that is sent to the process is handled on any of its threads that does not block it. A handler of the program
-//! may expect a thread of the program (its stack, its thread-locals, a place where it may wait), and a driver's call must
-//! not be interrupted by it. So the crate's threads block every signal but those that a thread raises by what it does
-//! itself, which cannot wait: a fault, a trap, a refused system call, an abort.
+//! A signal that is sent to the process is handled on any of its threads that does not block it. A handler of the
+//! program may expect a thread of the program (its stack, its thread-locals, a place where it may wait), and a driver's
+//! call must not be interrupted by it. So the crate's threads block every signal but those that a thread raises by what
+//! it does itself, which cannot wait: a fault, a trap, a refused system call, an abort.
 //!
 //! The mask is set by the thread that starts them, before and for as long as it does: a new thread has the mask of its
-//! maker from its first instruction, so there is no moment at which a signal could reach it. Threads that a driver starts
-//! on one of ours have the same mask.
+//! maker from its first instruction, so there is no moment at which a signal could reach it. Threads that a driver
+//! starts on one of ours have the same mask.
 
 use std::io;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
@@ -29,7 +29,6 @@ pub(crate) fn spawn<T: Send + 'static>(
 ///
 /// # Errors
 /// As for [`spawn`].
-#[cfg_attr(not(feature = "acl"), allow(dead_code, reason = "only Ascend's driver has threads that borrow"))]
 pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
     name: impl Into<String>,

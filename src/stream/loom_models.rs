@@ -85,6 +85,9 @@ impl Driver for Late {
     fn family(&self) -> &'static str {
         "late"
     }
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
     fn leave(&self, _: crate::device::holds::Last) {}
     /// Nothing moves by itself, and there are no threads of the crate's in a model.
     fn stepped(&self) -> Option<&dyn Stepped> {

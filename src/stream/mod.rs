@@ -14,7 +14,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::device::handle::Device;
-#[cfg(any(feature = "acl", feature = "cuda"))]
 use crate::device::{StreamHandle, ending::KeepAlive};
 use crate::error::{Error, Result};
 use timeline::Timeline;
@@ -43,7 +42,6 @@ impl Stream {
     /// A stream that others made, and are alive by their word for as long as anything is in flight on it. `id` is the
     /// driver's number for it: the same number gives the same timeline. Without one each call gives another.
     /// `keep_alive`: what keeps it alive.
-    #[cfg(any(feature = "acl", feature = "cuda"))]
     pub(crate) fn adopted(
         device: &Device,
         handle: StreamHandle,

@@ -1,4 +1,5 @@
-//! Accelerators: the driver, its files and library, the IOMMU, WSL; and a GPU of the stand-in driver on a fabricated bus.
+//! Accelerators: the driver, its files and library, the IOMMU, WSL; and a GPU of the stand-in driver on a fabricated
+//! bus.
 
 use super::findings;
 use super::machine::{GPU, Machine};
@@ -167,6 +168,29 @@ fn ascend_has_files_of_its_own() {
     machine.file("/opt/cann/lib64/libascendcl.so", "");
     let mut command = machine.doctor("acl:0", "1MiB");
     findings(command.env("ASCEND_TOOLKIT_HOME", "/opt/cann")).is("library", "ok", &["/opt/cann/lib64"], &[]);
+}
+
+/// Wherever the doctor runs, each thing that it finds missing has a remedy.
+#[test]
+fn every_vendor_has_remedies_for_every_place() {
+    use pinpool::family::{By, FAMILIES};
+    for vendor in FAMILIES.iter().filter_map(|family| family.vendor.as_ref()) {
+        let lists = [
+            vendor.install,
+            vendor.files_missing,
+            vendor.files_closed,
+            vendor.library_missing,
+            vendor.mismatch.map_or(vendor.install, |(_, fix)| fix),
+            vendor.unknown_device,
+        ];
+        for list in lists {
+            let has = |places: &[By]| list.iter().any(|(by, _)| places.contains(by));
+            let everywhere = has(&[By::Kernel, By::Pool, By::Start, By::Here]);
+            assert!(everywhere || has(&[By::Shell]), "on a machine: {list:?}");
+            assert!(everywhere || has(&[By::Docker, By::Host]), "in Docker: {list:?}");
+            assert!(everywhere || has(&[By::Kubernetes, By::Host]), "in a pod: {list:?}");
+        }
+    }
 }
 
 #[test]

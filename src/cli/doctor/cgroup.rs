@@ -1,14 +1,13 @@
 //! The memory limits of control groups, at every level from this process's up to the mount.
 //!
-//! Pages of a region are charged to the group of the process that touches them, and pinned pages cannot be reclaimed. So
-//! a limit that is hit does not make pinning fail: the kernel ends a process of the group (cgroup v2 guide on
+//! Pages of a region are charged to the group of the process that touches them, and pinned pages cannot be reclaimed.
+//! So a limit that is hit does not make pinning fail: the kernel ends a process of the group (cgroup v2 guide on
 //! `memory.max`), or slows all of it down for as long as it is above `memory.high`. Any level above the process's own
 //! can be the one that binds; what a container sees of them depends on its mounts.
 
-use super::place::By;
 use super::report::size;
 use super::system::System;
-use super::{Case, Check, parse};
+use super::{Case, Fixes, Verdict, parse};
 
 /// One group on the way up. `None`: no limit.
 #[derive(Debug)]
@@ -33,20 +32,19 @@ pub fn left(system: &System) -> Option<u64> {
 }
 
 /// The groups' limits against the capacity.
-pub fn cgroup(case: &Case) -> Check {
-    const NAME: &str = "cgroup";
+pub fn cgroup(case: &Case) -> Verdict {
     if case.system.read("/proc/self/cgroup").is_none() {
-        return Check::unseen(NAME, "/proc/self/cgroup");
+        return Verdict::unseen("/proc/self/cgroup");
     }
     let Some((version, point, levels)) = levels(case.system) else {
-        return Check::ok(NAME, "no group counts memory here");
+        return Verdict::ok("no group counts memory here");
     };
     if levels.is_empty() {
         // A mount that is there and has no such files is the root of all groups, which has no limit.
         return if case.system.list(&point).is_empty() {
-            Check::unseen(NAME, &point)
+            Verdict::unseen(&point)
         } else {
-            Check::ok(NAME, format!("no group counts memory here (cgroup v{version})"))
+            Verdict::ok(format!("no group counts memory here (cgroup v{version})"))
         };
     }
     let tightest = |limit: fn(&Level) -> Option<u64>| {
@@ -55,105 +53,67 @@ pub fn cgroup(case: &Case) -> Check {
     };
     let hard = tightest(|level| level.max);
     let soft = tightest(|level| level.high);
-    let (file, file_high) =
-        if version == 2 { ("memory.max", "memory.high") } else { ("memory.limit_in_bytes", "") };
+    let file = if version == 2 { "memory.max" } else { "memory.limit_in_bytes" };
     let said = |left: u64, level: &Level, file: &str, limit: Option<u64>| {
         format!("{} left of {} ({file} of {})", size(left), size(limit.unwrap_or(0)), level.path)
     };
     // A quarter more than what is needed, in whole steps.
-    let enough = |level: &Level| {
-        let step = if case.capacity >= 1 << 30 { 1 << 30 } else { 64 << 20 };
-        level
-            .used
-            .saturating_add(case.capacity.saturating_add(case.capacity / 4))
-            .div_ceil(step)
-            .saturating_mul(step)
-    };
+    let step = if case.capacity >= 1 << 30 { 1 << 30 } else { 64 << 20_u64 };
+    let needed = case.capacity.saturating_add(case.capacity / 4);
+    let enough = |level: &Level| level.used.saturating_add(needed).div_ceil(step).saturating_mul(step);
+    let wants = size(case.capacity);
     if let Some((left, level)) = hard.filter(|(left, _)| left / 5 * 4 < case.capacity) {
         let bytes = enough(level);
         let mut fix = set(level, "MemoryMax", file, bytes);
-        fix.extend([
-            (
-                By::Docker,
-                format!("--memory={bytes} (or docker update --memory={bytes} --memory-swap={bytes})"),
-            ),
-            (
-                By::Kubernetes,
-                format!(
-                    "resources.limits.memory: {}Mi in the container's description",
-                    bytes.div_ceil(1 << 20)
-                ),
-            ),
+        fix.extend(fixes![
+            Docker: "--memory={bytes} (or docker update --memory={bytes} --memory-swap={bytes})";
+            Kubernetes: "resources.limits.memory: {}Mi in the container's description", bytes.div_ceil(1 << 20);
+            Pool: "a capacity of {} or less", size(left / 5 * 4);
         ]);
-        fix.push((By::Pool, format!("a capacity of {} or less", size(left / 5 * 4))));
         let found = said(left, level, file, level.max);
-        let fix = case.remedies(&fix);
         return if left < case.capacity {
-            let found = format!(
-                "{found}; the pool wants {}, and the kernel ends a process of the group that exceeds it",
-                size(case.capacity)
-            );
-            Check::fail(NAME, found, fix)
+            let why = "and the kernel ends a process of the group that exceeds it";
+            Verdict::fail(format!("{found}; the pool wants {wants}, {why}"), fix)
         } else {
-            let found = format!("{found}; a pool of {} leaves little for the rest", size(case.capacity));
-            Check::warn(NAME, found, fix)
+            Verdict::warn(format!("{found}; a pool of {wants} leaves little for the rest"), fix)
         };
     }
     if let Some((left, level)) = soft.filter(|(left, _)| *left < case.capacity) {
-        let bytes = enough(level);
-        let mut fix = set(level, "MemoryHigh", file_high, bytes);
-        fix.extend([
-            (By::Docker, format!("echo {bytes} into {file_high} of its group, on the host")),
-            (
-                By::Kubernetes,
-                "resources.requests.memory the same as limits.memory, with which no memory.high is set"
-                    .into(),
-            ),
-            (By::Pool, format!("a capacity of {} or less", size(left / 5 * 4))),
+        let (bytes, file) = (enough(level), "memory.high");
+        let mut fix = set(level, "MemoryHigh", file, bytes);
+        fix.extend(fixes![
+            Docker: "echo {bytes} into {file} of its group, on the host";
+            Kubernetes: "resources.requests.memory the same as limits.memory, with which no {file} is set";
+            Pool: "a capacity of {} or less", size(left / 5 * 4);
         ]);
-        return Check::warn(
-            NAME,
-            format!(
-                "{}; the pool wants {}, and above it the kernel slows the whole group down, since pinned memory cannot \
-                 be reclaimed",
-                said(left, level, file_high, level.high),
-                size(case.capacity)
-            ),
-            case.remedies(&fix),
-        );
+        let found = said(left, level, file, level.high);
+        let why = "above it the kernel slows the whole group down, since pinned memory cannot be reclaimed";
+        return Verdict::warn(format!("{found}; the pool wants {wants}, and {why}"), fix);
     }
-    Check::ok(
-        NAME,
-        match hard {
-            Some((left, level)) => said(left, level, file, level.max),
-            None => format!("no limit (cgroup v{version}, {} levels seen)", levels.len()),
-        },
-    )
+    Verdict::ok(match hard {
+        Some((left, level)) => said(left, level, file, level.max),
+        None => format!("no limit (cgroup v{version}, {} levels seen)", levels.len()),
+    })
 }
 
 /// How a machine's administrator raises a limit: systemd writes those of its own groups again, others are plain files.
-fn set(level: &Level, property: &str, file: &str, bytes: u64) -> Vec<(By, String)> {
+fn set(level: &Level, property: &str, file: &str, bytes: u64) -> Fixes {
     let name = level.path.rsplit('/').next().unwrap_or_default();
     if [".service", ".slice", ".scope"].iter().any(|kind| name.ends_with(kind)) {
-        return vec![(By::Shell, format!("sudo systemctl set-property {name} {property}={bytes}"))];
+        return fixes![Shell: "sudo systemctl set-property {name} {property}={bytes}"];
     }
-    vec![(By::Shell, format!("echo {bytes} | sudo tee {}/{file}", level.path.trim_end_matches('/')))]
+    fixes![Shell: "echo {bytes} | sudo tee {}/{file}", level.path.trim_end_matches('/')]
 }
 
 /// The version of the hierarchy that counts memory, where it is mounted, and the groups from this process's upward.
 fn levels(system: &System) -> Option<(u32, String, Vec<Level>)> {
     let groups = system.read("/proc/self/cgroup")?;
-    let mounts = parse::mounts(&system.read("/proc/self/mountinfo").unwrap_or_default());
-    let counts = |options: &str| options.split(',').any(|option| option == "memory");
-    let (version, path, mount) = match parse::group(&groups, "memory") {
-        Some(path) => (1, path, mounts.iter().find(|m| m.kind == "cgroup" && counts(&m.options))),
-        None => (2, parse::group(&groups, "")?, mounts.iter().find(|m| m.kind == "cgroup2")),
+    let mounts = system.text("/proc/self/mountinfo");
+    let (version, path, mount, usual) = match parse::group(&groups, "memory") {
+        Some(path) => (1, path, parse::mount(&mounts, "cgroup", "memory"), "/sys/fs/cgroup/memory"),
+        None => (2, parse::group(&groups, "")?, parse::mount(&mounts, "cgroup2", ""), "/sys/fs/cgroup"),
     };
-    let (root, point) = match (mount, version) {
-        (Some(mount), _) => (mount.root.as_str(), mount.point.clone()),
-        (None, 1) => ("/", "/sys/fs/cgroup/memory".into()),
-        (None, _) => ("/", "/sys/fs/cgroup".into()),
-    };
+    let (root, point) = mount.unwrap_or_else(|| ("/".into(), usual.into()));
     // Of a hierarchy that is mounted from this process's group on, the group is the mount point itself. The same where
     // the process is outside of what its namespace shows (the kernel then writes /..).
     let inner = match path.strip_prefix(root.trim_end_matches('/')) {
@@ -163,37 +123,29 @@ fn levels(system: &System) -> Option<(u32, String, Vec<Level>)> {
     let mut levels = Vec::new();
     let mut inner = Some(inner);
     while let Some(part) = inner {
-        let dir =
-            if part.is_empty() { point.clone() } else { format!("{}/{part}", point.trim_end_matches('/')) };
-        levels.extend(if version == 1 { level_v1(system, dir) } else { level_v2(system, dir) });
+        let dir = format!("{}/{part}", point.trim_end_matches('/'));
+        levels.extend(level(system, version, dir.trim_end_matches('/').to_owned()));
         inner = match part.rsplit_once('/') {
             Some((parent, _)) => Some(parent),
-            None if part.is_empty() => None,
-            None => Some(""),
+            None => (!part.is_empty()).then_some(""),
         };
     }
     Some((version, point, levels))
 }
 
-fn level_v2(system: &System, path: String) -> Option<Level> {
-    // "max" is no number, and no limit.
-    let number = |file: &str| system.number(&format!("{path}/{file}"));
-    let used = number("memory.current")?;
-    let stat = system.read(&format!("{path}/memory.stat")).unwrap_or_default();
-    let cache = parse::stat(&stat, "inactive_file").unwrap_or(0);
-    let (max, high) = (number("memory.max"), number("memory.high"));
-    Some(Level { max, high, used: used.saturating_sub(cache), path })
-}
-
-fn level_v1(system: &System, path: String) -> Option<Level> {
-    /// No limit is written as the largest number of whole pages.
+fn level(system: &System, version: u32, path: String) -> Option<Level> {
+    /// No limit is the word `max` in version 2, and in version 1 the largest number of whole pages.
     const NONE: u64 = 1 << 62;
     let number = |file: &str| system.number(&format!("{path}/{file}"));
-    let used = number("memory.usage_in_bytes")?;
-    let stat = system.read(&format!("{path}/memory.stat")).unwrap_or_default();
-    let cache = parse::stat(&stat, "total_inactive_file").unwrap_or(0);
-    let max = number("memory.limit_in_bytes").filter(|limit| *limit < NONE);
-    Some(Level { max, high: None, used: used.saturating_sub(cache), path })
+    let (used, max, dropped) = match version {
+        1 => ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file"),
+        _ => ("memory.current", "memory.max", "inactive_file"),
+    };
+    let cache = parse::stat(&system.text(&format!("{path}/memory.stat")), dropped).unwrap_or(0);
+    let used = number(used)?.saturating_sub(cache);
+    let max = number(max).filter(|limit| version != 1 || *limit < NONE);
+    let high = if version == 1 { None } else { number("memory.high") };
+    Some(Level { max, high, used, path })
 }
 
 #[cfg(test)]

@@ -1,29 +1,28 @@
 //! The IOMMU, which stands between devices and memory.
 //!
 //! Where it translates, every page that is pinned for a device is entered into its tables, and taken out with a flush:
-//! pinning and unpinning are slower, copies between devices may take the way through the processor, and a device can run
-//! out of its look-aside buffer. Where it passes everything through, or is not there, pinning does not meet it.
+//! pinning and unpinning are slower, copies between devices may take the way through the processor, and a device can
+//! run out of its look-aside buffer. Where it passes everything through, or is not there, pinning does not meet it.
 
-use super::place::{By, Place};
-use super::{Case, Check};
+use super::place::Place;
+use super::{Case, Verdict};
 
 /// What the IOMMU does to the accelerators.
-pub fn iommu(case: &Case) -> Check {
-    const NAME: &str = "iommu";
+pub fn iommu(case: &Case) -> Verdict {
     if !case.system.exists("/sys/class") {
-        return Check::unseen(NAME, "/sys/class/iommu");
+        return Verdict::unseen("/sys/class/iommu");
     }
     let units = case.system.list("/sys/class/iommu");
     if units.is_empty() {
-        return Check::ok(NAME, "none shows here");
+        return Verdict::ok("none shows here");
     }
     let found =
         format!("{} ({} units)", units[0].trim_end_matches(|c: char| c.is_ascii_digit()), units.len());
     let addresses = case.addresses();
     if addresses.is_empty() {
-        return Check::ok(NAME, format!("{found}; no accelerator behind it"));
+        return Verdict::ok(format!("{found}; no accelerator behind it"));
     }
-    let line = case.system.read("/proc/cmdline").unwrap_or_default();
+    let line = case.system.text("/proc/cmdline");
     let asked = |word: &str| line.split_ascii_whitespace().any(|w| w == word);
     let passes = asked("iommu=pt") || asked("iommu.passthrough=1");
     let mut translated = Vec::new();
@@ -48,12 +47,9 @@ pub fn iommu(case: &Case) -> Check {
             _ if passes => "passes through, by the kernel's command line",
             _ => "what it does to the accelerators does not show",
         };
-        return Check::ok(NAME, format!("{found}: {how}"));
+        return Verdict::ok(format!("{found}: {how}"));
     }
     let words = if units[0].starts_with("smmu") { "iommu.passthrough=1" } else { "iommu=pt" };
-    Check::warn(
-        NAME,
-        format!("{found}: {}; pinning and unpinning are slower", translated.join(", ")),
-        case.remedies(&[(By::Kernel, Place::boot(words))]),
-    )
+    let found = format!("{found}: {}; pinning and unpinning are slower", translated.join(", "));
+    Verdict::warn(found, Place::boot(words))
 }

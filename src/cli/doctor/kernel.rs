@@ -1,68 +1,65 @@
 //! What the kernel and the driver bound per call, whatever the limits of the process.
 
-use super::place::{By, Place};
-use super::{Case, Check, Maker, parse};
+use pinpool::family::Kernel;
+
+use super::place::Place;
+use super::{Case, Verdict, parse};
+
+/// What is different for all devices.
+const KERNELS: [Kernel; 2] = [
+    Kernel {
+        versions: (0, 0)..(4, 14),
+        capacity: 0,
+        what: "no expedited membarrier, so that checkouts are slower",
+        helps: Some("4.14"),
+    },
+    Kernel {
+        versions: (4, 14)..(5, 14),
+        capacity: 0,
+        what: "regions are touched page by page, since MADV_POPULATE_WRITE came with 5.14",
+        helps: None,
+    },
+];
 
 /// The kernel's version, where it matters for pinning.
-pub fn version(case: &Case) -> Check {
-    const NAME: &str = "kernel";
+pub fn version(case: &Case) -> Verdict {
     let Some(release) = case.system.word("/proc/sys/kernel/osrelease") else {
-        return Check::unseen(NAME, "/proc/sys/kernel/osrelease");
+        return Verdict::unseen("/proc/sys/kernel/osrelease");
     };
-    let newer = |version: &str| case.remedies(&[(By::Kernel, format!("Linux {version} or later"))]);
-    match parse::release(&release) {
-        // Seen by TensorRT-LLM (its issue 17773), on any one registration, whoever makes it.
-        Some((6, 11..=13)) if case.maker == Some(Maker::Nvidia) => Check::warn(
-            NAME,
-            format!(
-                "Linux {release}: one registration with CUDA fails from 2 GiB on; pools register 1 GiB at a time here, \
-                 other libraries may not"
-            ),
-            newer("6.14"),
-        ),
-        Some(version) if version < (4, 14) => Check::warn(
-            NAME,
-            format!("Linux {release}: no expedited membarrier, so that checkouts are slower"),
-            newer("4.14"),
-        ),
-        Some(version) if version < (5, 14) => Check::ok(
-            NAME,
-            format!("Linux {release} (regions are touched page by page: MADV_POPULATE_WRITE came with 5.14)"),
-        ),
-        Some(_) if case.maker == Some(Maker::Nvidia) && case.capacity >= 512 << 30 => Check::ok(
-            NAME,
-            // NVIDIA/open-gpu-kernel-modules, issue 1234.
-            format!(
-                "Linux {release} (the driver registers less than 512 GiB a call; pools register much less at a time)"
-            ),
-        ),
-        _ => Check::ok(NAME, format!("Linux {release}")),
+    let mut verdict = Verdict::ok(format!("Linux {release}"));
+    let version = parse::release(&release);
+    let vendors = case.vendor().map_or(&[][..], |vendor| vendor.kernels);
+    for kernel in vendors.iter().chain(&KERNELS) {
+        if version.is_some_and(|version| kernel.versions.contains(&version))
+            && case.capacity >= kernel.capacity
+        {
+            let found = format!("{}: {}", verdict.found, kernel.what);
+            verdict = match kernel.helps {
+                Some(later) => return Verdict::warn(found, fixes![Kernel: "Linux {later} or later"]),
+                None => Verdict::ok(found),
+            };
+        }
     }
+    verdict
 }
 
 /// The number of mappings that a process may have. A region is one, and its advice can split it.
-pub fn mappings(case: &Case) -> Check {
-    const NAME: &str = "mappings";
+pub fn mappings(case: &Case) -> Verdict {
     let Some(most) = case.system.number("/proc/sys/vm/max_map_count") else {
-        return Check::unseen(NAME, "/proc/sys/vm/max_map_count");
+        return Verdict::unseen("/proc/sys/vm/max_map_count");
     };
     // The smallest regions of a large pool are 256 MiB; each end can be a mapping of its own.
     let wanted = 3 * case.capacity.div_ceil(256 << 20);
-    let used =
-        case.system.bytes("/proc/self/maps").map_or(0, |maps| maps.iter().filter(|b| **b == b'\n').count());
-    let used = used as u64;
-    let fix = || case.remedies(&[(By::Kernel, Place::sysctl("vm.max_map_count", 262_144.max(4 * wanted)))]);
+    let used = case.system.text("/proc/self/maps").lines().count() as u64;
+    let fix = Place::sysctl("vm.max_map_count", 262_144.max(4 * wanted));
     // Servers map libraries, models and thread stacks by the thousands.
     const OTHERS: u64 = 8192;
+    let found = format!("vm.max_map_count is {most}");
     if most < used + wanted {
-        let found =
-            format!("vm.max_map_count is {most}: too few for the pool's {wanted} beside the {used} in use");
-        Check::fail(NAME, found, fix())
+        Verdict::fail(format!("{found}: too few for the pool's {wanted} beside the {used} in use"), fix)
     } else if most < used + wanted + OTHERS {
-        let found =
-            format!("vm.max_map_count is {most}: few for a server, of which the pool takes up to {wanted}");
-        Check::warn(NAME, found, fix())
+        Verdict::warn(format!("{found}: few for a server, of which the pool takes up to {wanted}"), fix)
     } else {
-        Check::ok(NAME, format!("vm.max_map_count is {most}, the pool takes up to {wanted}"))
+        Verdict::ok(format!("{found}, the pool takes up to {wanted}"))
     }
 }

@@ -1,15 +1,25 @@
 //! The PCIe link of a device, and what it should carry.
 //!
-//! `/sys` has the speed and the width of each link on the way, from the device up to the root; the slowest of them counts.
-//! A GPU that has nothing to do slows its link down to save power, so it is to be looked at right after copies.
+//! `/sys` has the speed and the width of each link on the way, from the device up to the root; the slowest of them
+//! counts. A GPU that has nothing to do slows its link down to save power, so it is to be looked at right after copies.
 
-use super::place::By;
 use super::system::System;
-use super::{Case, Check, parse};
+use super::{Case, Verdict, parse};
 
 /// Of what a link carries, what arrives in large copies: the rest is headers of packets and their acknowledgement. 55.5
 /// of 63.0 GB/s on an H200 with PCIe 5.0 x16.
 const PAYLOAD: f64 = 0.88;
+
+/// Thousands of millions of transfers a second on one lane, the generation that has them, and which share of its bits
+/// is data (PCI Express Base Specification): of ten bits eight, then of 130 bits 128, then of a flit's 256 bytes 236.
+const GENERATIONS: [(f64, &str, f64); 6] = [
+    (2.5, "1.0", 8.0 / 10.0),
+    (5.0, "2.0", 8.0 / 10.0),
+    (8.0, "3.0", 128.0 / 130.0),
+    (16.0, "4.0", 128.0 / 130.0),
+    (32.0, "5.0", 128.0 / 130.0),
+    (64.0, "6.0", 236.0 / 256.0),
+];
 
 /// One link: the device's end of it.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,28 +45,17 @@ impl Link {
         })
     }
 
+    fn generation(&self) -> &'static (f64, &'static str, f64) {
+        GENERATIONS.iter().find(|(speed, ..)| self.speed <= *speed).unwrap_or(&GENERATIONS[5])
+    }
+
     /// GB/s of 10^9 bytes that large copies reach in one direction.
     fn gb_per_s(&self) -> f64 {
-        // PCI Express Base Specification: of ten bits eight are data up to 5 GT/s, of 130 bits 128 up to 32 GT/s, and
-        // of the 256 bytes of a flit 236 are for packets above.
-        let coding = match self.speed {
-            ..=5.0 => 8.0 / 10.0,
-            ..=32.0 => 128.0 / 130.0,
-            _ => 236.0 / 256.0,
-        };
-        self.speed * self.width as f64 / 8.0 * coding * PAYLOAD
+        self.speed * self.width as f64 / 8.0 * self.generation().2 * PAYLOAD
     }
 
     fn words(&self) -> String {
-        let generation = match self.speed {
-            ..=2.5 => "1.0",
-            ..=5.0 => "2.0",
-            ..=8.0 => "3.0",
-            ..=16.0 => "4.0",
-            ..=32.0 => "5.0",
-            _ => "6.0",
-        };
-        format!("PCIe {generation} x{}", self.width)
+        format!("PCIe {} x{}", self.generation().1, self.width)
     }
 }
 
@@ -81,17 +80,15 @@ pub fn expected(links: &[Link]) -> Option<f64> {
 }
 
 /// Whether the link runs as it could. To be called right after copies.
-pub fn link(case: &Case, links: &[Link]) -> Check {
-    const NAME: &str = "link";
+pub fn link(case: &Case, links: &[Link]) -> Verdict {
     let addresses = case.addresses();
     let Some(address) = addresses.first() else {
-        return Check::ok(NAME, "no accelerator, no link");
+        return Verdict::ok("no accelerator, no link");
     };
     let Some(own) = links.first() else {
-        return Check::ok(
-            NAME,
-            format!("{address}: the system shows no PCIe link (virtual machines often hide it)"),
-        );
+        return Verdict::ok(format!(
+            "{address}: the system shows no PCIe link (virtual machines often hide it)"
+        ));
     };
     let found = format!("{address}: {}, {:.1} GB/s for large copies", own.words(), own.gb_per_s());
     let full = Link {
@@ -99,37 +96,32 @@ pub fn link(case: &Case, links: &[Link]) -> Check {
         width: own.most_width.unwrap_or(own.width),
         ..own.clone()
     };
+    let less = || format!("{found}; it can do {}", full.words());
     if own.width < full.width {
-        return Check::warn(
-            NAME,
-            format!("{found}; it can do {}", full.words()),
-            case.remedies(&[(
-                By::Kernel,
-                "seat the card again, use a slot with all lanes, and look for bifurcation in the firmware's settings"
-                    .into(),
-            )]),
+        return Verdict::warn(
+            less(),
+            fixes![
+                Kernel: "seat the card again, use a slot with all lanes, and look for bifurcation in the firmware's settings"
+            ],
         );
     }
     // Only after copies: the link of an idle device is slow on purpose.
     if own.speed < full.speed && case.opened() {
-        return Check::warn(
-            NAME,
-            format!("{found}; it can do {}", full.words()),
-            case.remedies(&[(
-                By::Kernel,
-                "set the slot's speed to auto in the firmware's settings, or use a faster slot; for errors of the link: sudo dmesg | \
-                 grep -i aer"
-                    .into(),
-            )]),
+        return Verdict::warn(
+            less(),
+            fixes![
+                Kernel: "set the slot's speed to auto in the firmware's settings, or use a faster slot; for errors of the link: \
+                         sudo dmesg | grep -i aer"
+            ],
         );
     }
-    if let Some(slowest) = links.iter().min_by(|a, b| a.gb_per_s().total_cmp(&b.gb_per_s())) {
-        if slowest.gb_per_s() < own.gb_per_s() * 0.99 {
-            let found =
-                format!("{found}; a bridge above it, {}, has only {}", slowest.address, slowest.words());
-            let fix = "use a slot whose bridges have the device's lanes and speed (lspci -tv shows the way)";
-            return Check::warn(NAME, found, case.remedies(&[(By::Kernel, fix.into())]));
-        }
+    match links.iter().min_by(|a, b| a.gb_per_s().total_cmp(&b.gb_per_s())) {
+        Some(slowest) if slowest.gb_per_s() < own.gb_per_s() * 0.99 => Verdict::warn(
+            format!("{found}; a bridge above it, {}, has only {}", slowest.address, slowest.words()),
+            fixes![
+                Kernel: "use a slot whose bridges have the device's lanes and speed (lspci -tv shows the way)"
+            ],
+        ),
+        _ => Verdict::ok(found),
     }
-    Check::ok(NAME, found)
 }

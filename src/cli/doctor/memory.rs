@@ -1,25 +1,26 @@
 //! Memory that is there for the pool: on the whole machine, past what others locked or reserved.
 
-use super::place::{By, Place};
+use super::place::Place;
 use super::report::size;
-use super::{Case, Check, parse};
+use super::{Case, Verdict, parse};
 
 /// The machine's memory against the capacity.
-pub fn memory(case: &Case) -> Check {
-    const NAME: &str = "memory";
-    let text = case.system.read("/proc/meminfo").unwrap_or_default();
+pub fn memory(case: &Case) -> Verdict {
+    let text = case.system.text("/proc/meminfo");
     let kib = |key: &str| parse::kib(&text, key);
+    let count = |key: &str| parse::field(&text, key).and_then(|n| n.parse::<u64>().ok()).unwrap_or(0);
     let (Some(total), Some(available)) = (kib("MemTotal"), kib("MemAvailable").or_else(|| kib("MemFree")))
     else {
-        return Check::unseen(NAME, "/proc/meminfo");
+        return Verdict::unseen("/proc/meminfo");
     };
+    let wants = size(case.capacity);
     let mut found = format!("{} available of {}", size(available), size(total));
     let locked = kib("Mlocked").unwrap_or(0);
     if locked > total / 16 {
         found += &format!(", {} locked by mlock already", size(locked));
     }
-    let reserved = parse::field(&text, "HugePages_Free").and_then(|n| n.parse::<u64>().ok());
-    let idle = reserved.unwrap_or(0).saturating_mul(kib("Hugepagesize").unwrap_or(0));
+    let reserved = count("HugePages_Free");
+    let idle = reserved.saturating_mul(kib("Hugepagesize").unwrap_or(0));
     if idle > 0 {
         found += &format!(", {} reserved for hugetlb pages and idle", size(idle));
     }
@@ -29,41 +30,26 @@ pub fn memory(case: &Case) -> Check {
         let left = limit.saturating_sub(used);
         found += &format!(", {} left to promise (vm.overcommit_memory is 2)", size(left));
         if left < case.capacity {
-            return Check::fail(
-                NAME,
-                format!("{found}; the pool wants {}", size(case.capacity)),
-                case.remedies(&[
-                    (By::Kernel, Place::sysctl("vm.overcommit_memory", 0)),
-                    (By::Pool, format!("a capacity below {}", size(left))),
-                ]),
-            );
+            let mut fix = Place::sysctl("vm.overcommit_memory", 0);
+            fix.extend(fixes![Pool: "a capacity below {}", size(left)]);
+            return Verdict::fail(format!("{found}; the pool wants {wants}"), fix);
         }
     }
-    let mut fix = vec![(By::Pool, format!("a capacity of {} or less", size(available / 5 * 4)))];
+    let mut fix = fixes![Pool: "a capacity of {} or less", size(available / 5 * 4)];
     if idle > 0 {
         // Only the idle ones can be given back, which is why this does not go to zero.
-        let all = parse::field(&text, "HugePages_Total").and_then(|n| n.parse::<u64>().ok()).unwrap_or(0);
-        let rest = all.saturating_sub(reserved.unwrap_or(0));
-        fix.push((
-            By::Kernel,
-            format!(
-                "give idle hugetlb pages back, which pools do not use: sudo sysctl -w vm.nr_hugepages={rest}"
-            ),
-        ));
+        let rest = count("HugePages_Total").saturating_sub(reserved);
+        fix.extend(fixes![
+            Kernel: "give idle hugetlb pages back, which pools do not use: sudo sysctl -w vm.nr_hugepages={rest}"
+        ]);
     }
     if available < case.capacity {
-        let found = format!(
-            "{found}; the pool wants {}, and pinned memory is never swapped out",
-            size(case.capacity)
-        );
-        Check::fail(NAME, found, case.remedies(&fix))
+        let found = format!("{found}; the pool wants {wants}, and pinned memory is never swapped out");
+        Verdict::fail(found, fix)
     } else if available / 5 * 4 < case.capacity {
-        let found = format!(
-            "{found}; a pool of {} leaves little for files and others, and the kernel may end processes",
-            size(case.capacity)
-        );
-        Check::warn(NAME, found, case.remedies(&fix))
+        let why = "leaves little for files and others, and the kernel may end processes";
+        Verdict::warn(format!("{found}; a pool of {wants} {why}"), fix)
     } else {
-        Check::ok(NAME, found)
+        Verdict::ok(found)
     }
 }

@@ -1,16 +1,24 @@
 //! `pinpool doctor`: what on this machine stands in the way of pinning and copying, and how to put it right.
 //!
 //! Each check looks at one thing and says what it found, whether that is well, and if not the exact remedy. First come
-//! those that only read the system's files, below a root that tests replace ([`system`]); then a device is opened, a little
-//! memory is pinned and copied both ways through a real pool, every byte is compared, and the speed is set beside what
-//! this machine should give ([`probe`]).
+//! those that only read the system's files, below a root that tests replace ([`system`]); then a device is opened, a
+//! little memory is pinned and copied both ways through a real pool, every byte is compared, and the speed is set
+//! beside what this machine should give ([`probe`]).
 //!
-//! *Fail* means that a pool of the given capacity cannot be had, or gives wrong bytes; *warn* that it can be slow, small
-//! or fragile; and that something could not be looked at. What was proved by trying is never refuted by a file: where the
-//! device opens, a driver's file that is missing is no failure.
+//! *Fail* means that a pool of the given capacity cannot be had, or gives wrong bytes; *warn* that it can be slow,
+//! small or fragile; and that something could not be looked at. What was proved by trying is never refuted by a file:
+//! where the device opens, a driver's file that is missing is no failure.
 //!
-//! All checks are always listed, under names that stay, so that scripts can rely on them. A check is a function from the
-//! [`Case`] to a [`Check`]; files are by topic.
+//! All checks are always listed, under names that stay, so that scripts can rely on them. A check is a function from
+//! the [`Case`] to a [`Verdict`]; files are by topic. What is asked about a vendor's driver is in that vendor's row of
+//! [`pinpool::family`].
+
+/// Remedies: where each is applied ([`By`]), and a format string.
+macro_rules! fixes {
+    ($($by:ident: $text:literal $(, $value:expr)*);+ $(;)?) => {
+        vec![$((pinpool::family::By::$by, format!($text $(, $value)*))),+]
+    };
+}
 
 mod cgroup;
 mod driver;
@@ -31,12 +39,13 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use pinpool::family::{By, FAMILIES, Family, Remedies, Vendor};
 use pinpool::{Device, Error};
 
 use super::args::Doctor;
 use super::escape::text;
-use super::{EXIT_FAILED, EXIT_USAGE, say};
-use place::{By, Place};
+use super::{EXIT_FAILED, Failure, exit};
+use place::Place;
 pub use report::size;
 use system::System;
 
@@ -48,9 +57,45 @@ pub enum Status {
     Fail,
 }
 
-/// What was looked at, and what is to be done.
-#[derive(Clone, Debug)]
-pub struct Check {
+/// Remedies for all places.
+type Fixes = Vec<(By, String)>;
+
+/// A vendor's remedies.
+fn of_vendor(all: Remedies) -> Fixes {
+    all.iter().map(|(by, text)| (*by, (*text).to_owned())).collect()
+}
+
+/// What a check found, and what is to be done about it.
+#[derive(Debug)]
+struct Verdict {
+    status: Status,
+    found: String,
+    fix: Fixes,
+}
+
+impl Verdict {
+    fn ok(found: impl Into<String>) -> Self {
+        Self { status: Status::Ok, found: found.into(), fix: Vec::new() }
+    }
+
+    fn warn(found: impl Into<String>, fix: Fixes) -> Self {
+        Self { status: Status::Warn, found: found.into(), fix }
+    }
+
+    fn fail(found: impl Into<String>, fix: Fixes) -> Self {
+        Self { status: Status::Fail, found: found.into(), fix }
+    }
+
+    /// Something that the system does not show.
+    fn unseen(files: &str) -> Self {
+        let fix = fixes![Here: "mount /proc and /sys, and let this user read {files}"];
+        Self::warn(format!("unknown: {files} cannot be read"), fix)
+    }
+}
+
+/// A verdict as it is told.
+#[derive(Debug)]
+struct Check {
     name: &'static str,
     status: Status,
     found: String,
@@ -59,36 +104,12 @@ pub struct Check {
 }
 
 impl Check {
-    /// All checks are made here: what the system's files and the driver had to say is escaped, and has an end.
-    fn new(name: &'static str, status: Status, found: &str, fix: &[String]) -> Self {
-        let fix = fix.iter().map(|line| text(line).to_string()).collect();
-        Self { name, status, found: text(found).to_string(), fix }
+    /// The verdict with those of its remedies that can be applied here. What the system's files and the driver had to
+    /// say is escaped, and has an end.
+    fn new(place: &Place, name: &'static str, verdict: Verdict) -> Self {
+        let fix = place.remedies(&verdict.fix).iter().map(|line| text(line).to_string()).collect();
+        Self { name, status: verdict.status, found: text(&verdict.found).to_string(), fix }
     }
-
-    fn ok(name: &'static str, found: impl AsRef<str>) -> Self {
-        Self::new(name, Status::Ok, found.as_ref(), &[])
-    }
-
-    fn warn(name: &'static str, found: impl AsRef<str>, fix: Vec<String>) -> Self {
-        Self::new(name, Status::Warn, found.as_ref(), &fix)
-    }
-
-    fn fail(name: &'static str, found: impl AsRef<str>, fix: Vec<String>) -> Self {
-        Self::new(name, Status::Fail, found.as_ref(), &fix)
-    }
-
-    /// Something that the system does not show.
-    fn unseen(name: &'static str, files: &str) -> Self {
-        let fix = format!("mount /proc and /sys, and let this user read {files}");
-        Self::warn(name, format!("unknown: {files} cannot be read"), vec![fix])
-    }
-}
-
-/// Who made the accelerator.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Maker {
-    Nvidia,
-    Huawei,
 }
 
 /// What is to be examined.
@@ -104,34 +125,51 @@ struct Case<'a> {
     trial: u64,
     /// Longer than any step of it takes on a device that works.
     patience: Duration,
-    /// The accelerator's maker, where one was asked for, was opened, or shows.
-    maker: Option<Maker>,
+    /// The accelerator's family, where one was asked for, was opened, or shows.
+    family: Option<&'static Family>,
 }
 
 impl Case<'_> {
+    fn vendor(&self) -> Option<&'static Vendor> {
+        self.family?.vendor.as_ref()
+    }
+
     /// Whether the accelerator works: the device is open, and is one.
     fn opened(&self) -> bool {
-        self.device.as_ref().is_ok_and(|device| maker_of(device.name()).is_some())
+        self.device.as_ref().is_ok_and(|device| accelerator(device.name()).is_some())
     }
 
-    /// How bad it is when something of the accelerator's is missing: it was asked for by name, or `auto` found it, or it
-    /// is not needed as it turned out.
-    fn missing(&self) -> Status {
-        if maker_of(self.spec).is_some() && !self.opened() { Status::Fail } else { Status::Warn }
-    }
-
-    /// The accelerators' places on the PCI bus: the opened device's, or those of the maker's that the system shows.
+    /// The accelerators' places on the PCI bus: the opened device's, or those of the vendor's that the system shows.
     fn addresses(&self) -> Vec<String> {
-        if let Some(address) = self.device.as_ref().ok().and_then(Device::pci_address) {
-            return vec![address];
+        match self.device.as_ref().ok().and_then(Device::pci_address) {
+            Some(address) => vec![address],
+            None => self.vendor().map_or_else(Vec::new, |vendor| accelerators(self.system, vendor)),
         }
-        self.maker.map_or_else(Vec::new, |maker| accelerators(self.system, maker))
-    }
-
-    fn remedies(&self, all: &[(By, String)]) -> Vec<String> {
-        self.place.remedies(all)
     }
 }
+
+/// A check.
+type Look = fn(&Case) -> Verdict;
+
+/// The checks that only read files, under the names that they are listed by.
+const CHECKS: [(&str, Look); 16] = [
+    ("container", place::container),
+    ("wsl", place::wsl),
+    ("memlock", limits::memlock),
+    ("address-space", limits::address_space),
+    ("memory", memory::memory),
+    ("cgroup", cgroup::cgroup),
+    ("huge-pages", pages::huge_pages),
+    ("hugetlb", pages::hugetlb),
+    ("fragmentation", pages::fragmentation),
+    ("numa", numa::numa),
+    ("kernel", kernel::version),
+    ("mappings", kernel::mappings),
+    ("iommu", iommu::iommu),
+    ("driver", driver::module),
+    ("device-files", driver::files),
+    ("library", driver::library),
+];
 
 /// Bytes to pin and copy, where nothing else is asked for: few, and enough to reach full speed.
 const TRIAL: u64 = 64 << 20;
@@ -165,113 +203,65 @@ impl Findings {
 /// Bytes that the system has available, and that this process's control groups leave it, where they say so.
 pub fn available() -> [Option<u64>; 2] {
     let system = System::new(Path::new("/"));
-    let meminfo = system.read("/proc/meminfo").unwrap_or_default();
-    [parse::kib(&meminfo, "MemAvailable"), cgroup::left(&system)]
+    [parse::kib(&system.text("/proc/meminfo"), "MemAvailable"), cgroup::left(&system)]
 }
 
 /// Runs the command.
 pub fn run(args: &Doctor) -> ExitCode {
-    if !named(&args.device) {
-        say(&format!(
-            "error: --device: {:?} is no device: they are named auto, host, host:N, cuda:N or acl:N",
-            args.device
-        ));
-        return ExitCode::from(EXIT_USAGE);
+    if args.device != "auto" && Family::of(&args.device).is_none() {
+        let why = format!("--device: {:?} is no device: {}", args.device, Family::names());
+        return exit(Err(Failure::Usage(why)));
     }
     let system = System::new(args.root.as_deref().unwrap_or(Path::new("/")));
     let findings = examine(&system, args);
-    let written = report::print(&findings, args.json);
-    if findings.worst() == Status::Fail || !written { ExitCode::from(EXIT_FAILED) } else { ExitCode::SUCCESS }
+    match report::print(&findings, args.json) {
+        Ok(()) if findings.worst() == Status::Fail => ExitCode::from(EXIT_FAILED),
+        written => exit(written),
+    }
 }
 
 fn examine(system: &System, args: &Doctor) -> Findings {
     let (spec, capacity) = (args.device.as_str(), args.capacity as u64);
     let trial = args.pin.map_or(capacity.min(TRIAL), |bytes| bytes as u64).max(LEAST_TRIAL);
     let device = Device::open(spec);
-    let maker = maker_of(spec).or_else(|| maker_of(device.as_ref().map_or("", Device::name)));
-    let maker = match maker {
-        None if spec == "auto" => shown(system),
-        maker => maker,
-    };
-    let case = Case {
-        system,
-        place: Place::of(system),
-        spec,
-        device,
-        capacity,
-        trial,
-        patience: Duration::from_secs(20),
-        maker,
-    };
-    let mut checks = vec![
-        place::container(&case),
-        place::wsl(&case),
-        limits::memlock(&case),
-        limits::address_space(&case),
-        memory::memory(&case),
-        cgroup::cgroup(&case),
-        pages::huge_pages(&case),
-        pages::hugetlb(&case),
-        pages::fragmentation(&case),
-        numa::numa(&case),
-        kernel::version(&case),
-        kernel::mappings(&case),
-        iommu::iommu(&case),
-        driver::module(&case),
-        driver::files(&case),
-        driver::library(&case),
-    ];
+    let family = accelerator(spec).or_else(|| accelerator(device.as_ref().map_or("", Device::name)));
+    let family = family.or_else(|| if spec == "auto" { shown(system) } else { None });
+    let (place, patience) = (Place::of(system), Duration::from_secs(20));
+    let case = Case { system, place, spec, device, capacity, trial, patience, family };
+    let mut checks: Vec<Check> =
+        CHECKS.map(|(name, check)| Check::new(&case.place, name, check(&case))).into();
     let measured = probe::probe(&case, &mut checks);
-    let Case { device, patience, .. } = case;
-    let name = device.as_ref().map_or_else(|_| spec.to_owned(), |device| device.name().to_owned());
+    let Case { device, place, .. } = case;
+    let name = device.as_ref().map_or(spec, Device::name).to_owned();
     // One that did not answer before is not waited for as long again.
     if let Some(Err(error)) = device.ok().map(|device| device.close(patience / 4)) {
-        checks.push(Check::warn("close", error.to_string(), vec!["see the checks that failed above".into()]));
+        let verdict = Verdict::warn(error.to_string(), fixes![Here: "see the checks that failed above"]);
+        checks.push(Check::new(&place, "close", verdict));
     }
     Findings { device: name, capacity, checks, measured }
 }
 
-/// Whether a device can have this name at all.
-fn named(spec: &str) -> bool {
-    match spec.split_once(':') {
-        Some((family, number)) => matches!(family, "host" | "cuda" | "acl") && number.parse::<u32>().is_ok(),
-        None => matches!(spec, "auto" | "host" | "cuda" | "acl"),
-    }
+/// The family of a device that is an accelerator.
+fn accelerator(name: &str) -> Option<&'static Family> {
+    Family::of(name).map(|(family, _)| family).filter(|family| family.vendor.is_some())
 }
 
-fn maker_of(name: &str) -> Option<Maker> {
-    match name.split(':').next() {
-        Some("cuda") => Some(Maker::Nvidia),
-        Some("acl") => Some(Maker::Huawei),
-        _ => None,
-    }
+/// The family of an accelerator that shows on this machine, even if it cannot be opened.
+fn shown(system: &System) -> Option<&'static Family> {
+    FAMILIES.iter().find(|family| {
+        family.vendor.as_ref().is_some_and(|vendor| {
+            vendor.signs.iter().any(|path| system.exists(path)) || !accelerators(system, vendor).is_empty()
+        })
+    })
 }
 
-/// The maker of an accelerator that shows on this machine, even if nobody can open it.
-fn shown(system: &System) -> Option<Maker> {
-    let any = |paths: &[&str]| paths.iter().any(|path| system.exists(path));
-    let nvidia = any(&["/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"]);
-    if nvidia || !accelerators(system, Maker::Nvidia).is_empty() {
-        return Some(Maker::Nvidia);
-    }
-    let huawei = any(&["/dev/davinci_manager"]) || !accelerators(system, Maker::Huawei).is_empty();
-    huawei.then_some(Maker::Huawei)
-}
-
-/// The places on the PCI bus of all accelerators of a maker.
-fn accelerators(system: &System, maker: Maker) -> Vec<String> {
-    // Vendors by the PCI SIG's numbers. Classes: 03 is a display controller, 12 a processing accelerator.
-    let (vendor, classes): (_, &[&str]) = match maker {
-        Maker::Nvidia => ("0x10de", &["0x03", "0x12"]),
-        Maker::Huawei => ("0x19e5", &["0x12"]),
-    };
+/// The places on the PCI bus of all accelerators of a vendor.
+fn accelerators(system: &System, vendor: &Vendor) -> Vec<String> {
+    let (number, classes) = vendor.pci;
     let mut found = system.list("/sys/bus/pci/devices");
     found.retain(|address| {
-        let is = |file: &str, starts: &[&str]| {
-            let value = system.word(&format!("/sys/bus/pci/devices/{address}/{file}")).unwrap_or_default();
-            starts.iter().any(|start| value.starts_with(start))
-        };
-        is("vendor", &[vendor]) && is("class", classes)
+        let read = |file| system.word(&format!("/sys/bus/pci/devices/{address}/{file}")).unwrap_or_default();
+        read("vendor") == number && classes.iter().any(|class| read("class").starts_with(class))
     });
     found
 }

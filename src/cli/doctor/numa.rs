@@ -4,9 +4,8 @@
 //! is copied over the link between the processors, which others use as well. A cpuset can keep a process from a node's
 //! memory and from its processors, whose threads touch the pages.
 
-use super::place::By;
 use super::report::size;
-use super::{Case, Check, parse};
+use super::{Case, Fixes, Verdict, parse};
 
 const NODES: &str = "/sys/devices/system/node";
 
@@ -29,89 +28,67 @@ fn room(case: &Case, node: u32) -> Option<u64> {
 }
 
 /// Memory next to each device.
-pub fn numa(case: &Case) -> Check {
-    const NAME: &str = "numa";
+pub fn numa(case: &Case) -> Verdict {
     let nodes = case.system.numbered(NODES, "node");
-    if nodes.is_empty() {
-        return Check::unseen(NAME, NODES);
+    let told =
+        |node: &u32| format!("node {node}: {}", room(case, *node).map_or_else(|| "unknown".to_owned(), size));
+    match nodes.as_slice() {
+        [] => return Verdict::unseen(NODES),
+        [node] => return Verdict::ok(format!("one node ({} free)", told(node))),
+        _ => {}
     }
-    let told = |node: u32| match room(case, node) {
-        Some(room) => format!("node {node}: {}", size(room)),
-        None => format!("node {node}: unknown"),
-    };
-    if let [node] = nodes.as_slice() {
-        return Check::ok(NAME, format!("one node ({} free)", told(*node)));
-    }
-    let overview = nodes.iter().map(|node| told(*node)).collect::<Vec<_>>().join(", ");
-    let status = case.system.read("/proc/self/status").unwrap_or_default();
-    let allowed = |key: &str, number: u32| {
-        parse::field(&status, key)
-            .is_none_or(|list| parse::ranges(list).iter().any(|range| range.contains(&number)))
-    };
-    let mut found = vec![format!("free on {overview}")];
+    let status = case.system.text("/proc/self/status");
+    let allowed = |key: &str| parse::field(&status, key).map(parse::ranges);
+    let (memory, processors) = (allowed("Mems_allowed_list"), allowed("Cpus_allowed_list"));
+    let mut found = vec![format!("free on {}", nodes.iter().map(told).collect::<Vec<_>>().join(", "))];
     let mut fix = Vec::new();
-    let addresses = case.addresses();
-    for address in &addresses {
+    for address in &case.addresses() {
         // The opened device is the only one there then.
         let known = if case.opened() { device_node(case) } else { node_of(case, address) };
         let Some(node) = known else {
             found.push(format!("{address}: the system does not say which node it is on"));
-            fix.push((
-                By::Kernel,
-                format!(
-                    "have the firmware or the hypervisor show the topology; who knows the node can set it: echo NODE | \
-                     sudo tee /sys/bus/pci/devices/{address}/numa_node"
-                ),
-            ));
+            fix.extend(fixes![
+                Kernel: "have the firmware or the hypervisor show the topology; a node that is known otherwise is set by: \
+                         echo NODE | sudo tee /sys/bus/pci/devices/{address}/numa_node"
+            ]);
             continue;
         };
-        if !allowed("Mems_allowed_list", node) {
-            found.push(format!("{address} is on node {node}, whose memory this process may not use"));
-            fix.extend(cpuset(node, "mems"));
+        let is = format!("{address} is on node {node}");
+        if memory.as_ref().is_some_and(|nodes| !nodes.iter().any(|range| range.contains(&node))) {
+            found.push(format!("{is}, whose memory this process may not use"));
+            let docker = format!("--cpuset-mems={node}");
+            fix.extend(cpuset(&format!("AllowedMemoryNodes={node}"), &docker, &format!("--membind={node}")));
         } else if let Some(room) = room(case, node).filter(|room| *room < case.capacity) {
+            let (room, wants) = (size(room), size(case.capacity));
             found.push(format!(
-                "{address} is on node {node}, which has {} for a pool of {}: the rest comes from farther away",
-                size(room),
-                size(case.capacity)
+                "{is}, which has {room} for a pool of {wants}: the rest comes from farther away"
             ));
-            fix.push((
-                By::Pool,
-                format!("a capacity of {} or less, or free memory on node {node}", size(room)),
-            ));
+            fix.extend(fixes![Pool: "a capacity of {room} or less, or free memory on node {node}"]);
         } else {
-            found.push(format!("{address} is on node {node}"));
+            found.push(is);
         }
-        let cpus = case.system.read(&format!("{NODES}/node{node}/cpulist")).unwrap_or_default();
-        let mine = parse::field(&status, "Cpus_allowed_list").map(parse::ranges);
-        let theirs = parse::ranges(&cpus);
-        let apart = |mine: &[std::ops::RangeInclusive<u32>]| {
-            !theirs.is_empty()
-                && !mine.iter().any(|a| theirs.iter().any(|b| a.start() <= b.end() && b.start() <= a.end()))
+        let theirs = parse::ranges(&case.system.text(&format!("{NODES}/node{node}/cpulist")));
+        let shared = |mine: &std::ops::RangeInclusive<u32>| {
+            theirs.iter().any(|range| mine.start() <= range.end() && range.start() <= mine.end())
         };
-        if mine.is_some_and(|mine| apart(&mine)) {
+        if !theirs.is_empty() && processors.as_ref().is_some_and(|mine| !mine.iter().any(shared)) {
             found.push(format!("this process may run on none of the processors of node {node}"));
-            fix.extend(cpuset(node, "cpus"));
+            let docker = "--cpuset-cpus= with the node's processors";
+            let systemd = "AllowedCPUs= with the node's processors";
+            fix.extend(cpuset(systemd, docker, &format!("--cpunodebind={node}")));
         }
     }
     fix.dedup();
     let found = found.join("; ");
-    if fix.is_empty() { Check::ok(NAME, found) } else { Check::warn(NAME, found, case.remedies(&fix)) }
+    if fix.is_empty() { Verdict::ok(found) } else { Verdict::warn(found, fix) }
 }
 
-/// How a process gets to use a node: its memory (`mems`) or its processors (`cpus`).
-fn cpuset(node: u32, what: &str) -> Vec<(By, String)> {
-    let (systemd, docker, shell) = match what {
-        "mems" => (format!("AllowedMemoryNodes={node}"), format!("--cpuset-mems={node}"), "--membind"),
-        _ => (
-            "AllowedCPUs= with the node's processors".into(),
-            "--cpuset-cpus= with the node's processors".into(),
-            "--cpunodebind",
-        ),
-    };
-    vec![
-        (By::Systemd, format!("{systemd} under [Service], then restart it")),
-        (By::Shell, format!("start the server with numactl {shell}={node}")),
-        (By::Docker, docker),
-        (By::Kubernetes, "--topology-manager-policy=single-numa-node for the nodes' kubelets".into()),
+/// How a process gets to use a node's memory or processors.
+fn cpuset(systemd: &str, docker: &str, numactl: &str) -> Fixes {
+    fixes![
+        Systemd: "{systemd} under [Service], then restart it";
+        Shell: "start the server with numactl {numactl}";
+        Docker: "{docker}";
+        Kubernetes: "--topology-manager-policy=single-numa-node for the nodes' kubelets";
     ]
 }

@@ -1,13 +1,13 @@
 //! Huge pages: whether regions get them, who else holds them, and whether there are any in one piece.
 //!
 //! Regions ask for transparent huge pages, which make pinning several times faster (on one H200 machine 7.3 instead of
-//! 2.5 GB/s with one thread). They are never taken from a hugetlb pool, so such a pool is memory that regions cannot have.
-//! Where free memory is in small pieces the kernel moves other pages out of the way first, which is slower than small
-//! pages are; the pool notices that and goes on with small ones.
+//! 2.5 GB/s with one thread). They are never taken from a hugetlb pool, so such a pool is memory that regions cannot
+//! have. Where free memory is in small pieces the kernel moves other pages out of the way first, which is slower than
+//! small pages are; the pool notices that and goes on with small ones.
 
-use super::place::{By, Place};
+use super::place::Place;
 use super::report::size;
-use super::{Case, Check, numa, parse};
+use super::{Case, Verdict, numa, parse};
 
 const THP: &str = "/sys/kernel/mm/transparent_hugepage";
 
@@ -21,7 +21,8 @@ fn huge(case: &Case) -> u64 {
 fn mode(case: &Case) -> Option<String> {
     let chosen = |file: &str| case.system.read(file).as_deref().and_then(parse::choice).map(str::to_owned);
     let whole = chosen(&format!("{THP}/enabled"))?;
-    // Since Linux 6.8 each size has its own, which may refer to the whole (Documentation: Transparent Hugepage Support).
+    // Since Linux 6.8 each size has its own, which may refer to the whole (Documentation: Transparent Hugepage
+    // Support).
     match chosen(&format!("{THP}/hugepages-{}kB/enabled", huge(case) >> 10)).as_deref() {
         None | Some("inherit") => Some(whole),
         Some(own) => Some(own.to_owned()),
@@ -29,61 +30,47 @@ fn mode(case: &Case) -> Option<String> {
 }
 
 /// Whether regions get huge pages.
-pub fn huge_pages(case: &Case) -> Check {
-    const NAME: &str = "huge-pages";
+pub fn huge_pages(case: &Case) -> Verdict {
     let Some(mode) = mode(case) else {
-        return Check::unseen(NAME, &format!("{THP}/enabled"));
+        return Verdict::unseen(&format!("{THP}/enabled"));
     };
-    let status = case.system.read("/proc/self/status").unwrap_or_default();
-    let enabled = case.system.read(&format!("{THP}/enabled")).unwrap_or_default();
+    let chosen = |file: &str| parse::choice(&case.system.text(&format!("{THP}/{file}"))).map(str::to_owned);
     if mode == "never" {
-        let (file, found) = if parse::choice(&enabled) == Some("never") {
-            ("enabled".to_owned(), "transparent huge pages are off (never)".to_owned())
+        let (file, which) = if chosen("enabled").as_deref() == Some("never") {
+            ("enabled".to_owned(), String::new())
         } else {
-            let own = format!("hugepages-{}kB/enabled", huge(case) >> 10);
-            (own, format!("transparent huge pages of {} are off (never)", size(huge(case))))
+            (format!("hugepages-{}kB/enabled", huge(case) >> 10), format!(" of {}", size(huge(case))))
         };
-        return Check::warn(
-            NAME,
-            format!("{found}: pinning is several times slower"),
-            case.remedies(&[
-                (By::Kernel, format!("echo madvise | sudo tee {THP}/{file}")),
-                (By::Kernel, Place::boot("to keep it: transparent_hugepage=madvise")),
-            ]),
-        );
+        let mut fix = fixes![Kernel: "echo madvise | sudo tee {THP}/{file}"];
+        fix.extend(Place::boot("to keep it: transparent_hugepage=madvise"));
+        let found = format!("transparent huge pages{which} are off (never): pinning is several times slower");
+        return Verdict::warn(found, fix);
     }
-    if parse::field(&status, "THP_enabled") == Some("0") {
-        return Check::warn(
-            NAME,
+    if parse::field(&case.system.text("/proc/self/status"), "THP_enabled") == Some("0") {
+        return Verdict::warn(
             format!("{mode}, but switched off for this process and its children (PR_SET_THP_DISABLE)"),
-            vec![
-                "find what started the process: it, or a parent, called prctl(PR_SET_THP_DISABLE, 1)".into(),
-            ],
+            fixes![Here: "find what started the process: it, or a parent, called prctl(PR_SET_THP_DISABLE, 1)"],
         );
     }
-    let defrag = case.system.read(&format!("{THP}/defrag")).unwrap_or_default();
-    let defrag = parse::choice(&defrag).map_or_else(String::new, |word| format!(", defrag {word}"));
-    Check::ok(NAME, format!("transparent, of {}: {mode}{defrag}", size(huge(case))))
+    let defrag = chosen("defrag").map_or_else(String::new, |word| format!(", defrag {word}"));
+    Verdict::ok(format!("transparent, of {}: {mode}{defrag}", size(huge(case))))
 }
 
 /// Pools of huge pages that others reserved.
-pub fn hugetlb(case: &Case) -> Check {
-    const NAME: &str = "hugetlb";
+pub fn hugetlb(case: &Case) -> Verdict {
     // By node where there are nodes, else of the whole machine.
     let nodes = case.system.numbered("/sys/devices/system/node", "node");
-    let by_node: Vec<(Option<u32>, String)> = match nodes.as_slice() {
-        [] => vec![(None, "/sys/kernel/mm/hugepages".into())],
-        nodes => nodes
-            .iter()
-            .map(|node| (Some(*node), format!("/sys/devices/system/node/node{node}/hugepages")))
-            .collect(),
-    };
-    if !by_node.iter().any(|(_, dir)| case.system.exists(dir)) {
-        return Check::unseen(NAME, "/sys/kernel/mm/hugepages");
+    let by_node = |node| (format!("node {node}: "), format!("/sys/devices/system/node/node{node}/hugepages"));
+    let mut folders: Vec<(String, String)> = nodes.into_iter().map(by_node).collect();
+    if folders.is_empty() {
+        folders.push((String::new(), "/sys/kernel/mm/hugepages".into()));
+    }
+    if !folders.iter().any(|(_, dir)| case.system.exists(dir)) {
+        return Verdict::unseen("/sys/kernel/mm/hugepages");
     }
     let mut parts = Vec::new();
     let (mut idle, mut fix) = (0_u64, Vec::new());
-    for (node, dir) in by_node {
+    for (on, dir) in folders {
         for name in case.system.list(&dir) {
             let kib = name.strip_prefix("hugepages-").and_then(|n| n.strip_suffix("kB")?.parse::<u64>().ok());
             let Some(bytes) = kib.and_then(|kib| kib.checked_mul(1024)) else { continue };
@@ -92,35 +79,30 @@ pub fn hugetlb(case: &Case) -> Check {
             if all == 0 {
                 continue;
             }
-            let on = node.map_or_else(String::new, |node| format!("node {node}: "));
             parts.push(format!("{on}{all} of {}, {free} of them free", size(bytes)));
             idle = idle.saturating_add(bytes.saturating_mul(free));
-            fix.push((
-                By::Kernel,
-                format!("echo {} | sudo tee {dir}/{name}/nr_hugepages", all - free.min(all)),
-            ));
+            let used = all.saturating_sub(free);
+            fix.extend(fixes![Kernel: "echo {used} | sudo tee {dir}/{name}/nr_hugepages"]);
         }
     }
     if parts.is_empty() {
-        return Check::ok(NAME, "none reserved");
+        return Verdict::ok("none reserved");
     }
     let found = format!("{}; pools do not use them", parts.join("; "));
-    let text = case.system.read("/proc/meminfo").unwrap_or_default();
-    let available = parse::kib(&text, "MemAvailable").unwrap_or(u64::MAX);
-    // Whoever reserved them has a reason, so they are in the way only where memory is short without them.
+    let available = parse::kib(&case.system.text("/proc/meminfo"), "MemAvailable").unwrap_or(u64::MAX);
+    // They were reserved for a reason, so they are in the way only where memory is short without them.
     if idle > 0 && available / 5 * 4 < case.capacity {
         let found = format!("{found}, and the {} that are idle are missing for the pool", size(idle));
-        return Check::warn(NAME, found, case.remedies(&fix));
+        return Verdict::warn(found, fix);
     }
-    Check::ok(NAME, found)
+    Verdict::ok(found)
 }
 
 /// Free memory in pieces that are large enough for huge pages, next to the device where that is known.
-pub fn fragmentation(case: &Case) -> Check {
-    const NAME: &str = "fragmentation";
-    let zones = parse::zones(&case.system.read("/proc/buddyinfo").unwrap_or_default());
+pub fn fragmentation(case: &Case) -> Verdict {
+    let zones = parse::zones(&case.system.text("/proc/buddyinfo"));
     if zones.is_empty() {
-        return Check::unseen(NAME, "/proc/buddyinfo");
+        return Verdict::unseen("/proc/buddyinfo");
     }
     let page = case.system.bytes("/proc/self/auxv").as_deref().and_then(parse::page_size).unwrap_or(4096);
     let node = numa::device_node(case).filter(|node| zones.iter().any(|zone| zone.node == *node));
@@ -131,23 +113,17 @@ pub fn fragmentation(case: &Case) -> Check {
     let found =
         format!("{} of {} free{on} in pieces of {} or more", size(whole), size(free), size(huge(case)));
     if whole >= case.capacity {
-        return Check::ok(NAME, found);
+        return Verdict::ok(found);
     }
     if mode(case).as_deref() == Some("never") {
-        return Check::ok(NAME, format!("{found}; huge pages are off anyway"));
+        return Verdict::ok(format!("{found}; huge pages are off anyway"));
     }
     let mut fix = Vec::new();
     if free < case.capacity {
         // The rest of what is available is files that are kept in case they are read again.
-        fix.push((By::Kernel, "sync; echo 1 | sudo tee /proc/sys/vm/drop_caches, then the next line".into()));
+        fix = fixes![Kernel: "sync; echo 1 | sudo tee /proc/sys/vm/drop_caches, then the next line"];
     }
-    fix.push((By::Kernel, "echo 1 | sudo tee /proc/sys/vm/compact_memory, before the server starts".into()));
-    Check::warn(
-        NAME,
-        format!(
-            "{found}, the pool wants {}: a part of it comes in small pages, and is pinned several times slower",
-            size(case.capacity)
-        ),
-        case.remedies(&fix),
-    )
+    fix.extend(fixes![Kernel: "echo 1 | sudo tee /proc/sys/vm/compact_memory, before the server starts"]);
+    let why = "a part of it comes in small pages, and is pinned several times slower";
+    Verdict::warn(format!("{found}, the pool wants {}: {why}", size(case.capacity)), fix)
 }

@@ -1,27 +1,25 @@
 //! Reading what the kernel writes in `/proc` and `/sys`.
 //!
 //! Each function takes a text and gives `None`, or less, where it is not as expected: sandboxes and old kernels leave
-//! lines out, and one missing line must not hide all others. None of them panics on any input, which the property tests
-//! below try.
+//! lines out, and one missing line must not hide all others. (The crate `procfs-core` gives an error for the whole of
+//! `meminfo`, `limits` or `status` where one of its fields is missing, and leaves the escapes in the paths of
+//! `mountinfo`.) None of them panics on any input, which the property tests below try.
 
 use std::ops::RangeInclusive;
 
-/// The value in a line `key: value`.
+/// The value in a line `key: value`; with `Node 0 ` in front in a node's own file.
 pub fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
-    text.lines().find_map(|line| line.trim_start().strip_prefix(key)?.strip_prefix(':')).map(str::trim)
+    let value = |line: &'a str| {
+        let line = line.trim_start();
+        let after = line.strip_prefix("Node ").and_then(|rest| Some(rest.split_once(' ')?.1.trim_start()));
+        Some(after.unwrap_or(line).strip_prefix(key)?.strip_prefix(':')?.trim())
+    };
+    text.lines().find_map(value)
 }
 
-/// The bytes in a line `key: number kB`; with `Node 0 ` in front in a node's own file.
+/// The bytes in a line `key: number kB`.
 pub fn kib(text: &str, key: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| {
-        let line = line.trim_start();
-        let line = match line.strip_prefix("Node ") {
-            Some(rest) => rest.split_once(' ')?.1.trim_start(),
-            None => line,
-        };
-        line.strip_prefix(key)?.strip_prefix(':')
-    })?;
-    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+    field(text, key)?.strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The number in a line `key number`, as in a control group's `memory.stat`.
@@ -29,21 +27,14 @@ pub fn stat(text: &str, key: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// A limit of a process. `None` in it: unlimited.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limit {
-    pub soft: Option<u64>,
-    pub hard: Option<u64>,
-}
-
-/// A limit by its name in `/proc/self/limits`.
-pub fn limit(text: &str, name: &str) -> Option<Limit> {
+/// A limit by its name in `/proc/self/limits`, soft and hard. `None` in it: unlimited.
+pub fn limit(text: &str, name: &str) -> Option<(Option<u64>, Option<u64>)> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let mut values = line.split_ascii_whitespace().map(|word| match word {
         "unlimited" => Some(None),
         number => number.parse().ok().map(Some),
     });
-    Some(Limit { soft: values.next()??, hard: values.next()?? })
+    Some((values.next()??, values.next()??))
 }
 
 /// Whether a process has a capability, from its `/proc/self/status`.
@@ -96,31 +87,16 @@ pub fn zones(text: &str) -> Vec<Zone> {
     text.lines().filter_map(zone).collect()
 }
 
-/// A line of `/proc/self/mountinfo`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mount {
-    /// The folder of the file system that is at the mount point.
-    pub root: String,
-    pub point: String,
-    pub kind: String,
-    /// The file system's own options; a cgroup v1 hierarchy names its controllers there.
-    pub options: String,
-}
-
-/// The mounts of `/proc/self/mountinfo`: `36 35 98:0 /root /point rw,noatime shared:1 - kind source options`.
-pub fn mounts(text: &str) -> Vec<Mount> {
-    let mount = |line: &str| {
+/// The first mount of a kind, which has the option among its file system's own: the folder of the file system that is
+/// there, and the mount point. In `/proc/self/mountinfo`: `36 35 98:0 /root /point rw shared:1 - kind source options`.
+pub fn mount(text: &str, kind: &str, option: &str) -> Option<(String, String)> {
+    text.lines().find_map(|line| {
         let (front, back) = line.split_once(" - ")?;
-        let mut front = front.split(' ').skip(3);
-        let mut back = back.split(' ');
-        Some(Mount {
-            root: unescape(front.next()?),
-            point: unescape(front.next()?),
-            kind: back.next()?.to_owned(),
-            options: back.nth(1).unwrap_or_default().to_owned(),
-        })
-    };
-    text.lines().filter_map(mount).collect()
+        let (mut front, mut back) = (front.split(' ').skip(3), back.split(' '));
+        let wanted = back.next()? == kind
+            && (option.is_empty() || back.nth(1).unwrap_or_default().split(',').any(|word| word == option));
+        if wanted { Some((unescape(front.next()?), unescape(front.next()?))) } else { None }
+    })
 }
 
 /// The kernel writes white space and backslashes in paths as three octal digits.
@@ -129,16 +105,8 @@ fn unescape(text: &str) -> String {
     let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
     for part in parts {
         let code = part.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
-        match code {
-            Some(code) => {
-                bytes.push(code);
-                bytes.extend_from_slice(&part.as_bytes()[3..]);
-            }
-            None => {
-                bytes.push(b'\\');
-                bytes.extend_from_slice(part.as_bytes());
-            }
-        }
+        bytes.push(code.unwrap_or(b'\\'));
+        bytes.extend_from_slice(&part.as_bytes()[if code.is_some() { 3 } else { 0 }..]);
     }
     String::from_utf8_lossy(&bytes).into_owned()
 }
@@ -158,13 +126,11 @@ pub fn release(text: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
-/// The first version in a text such as `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03  Tue ...`.
+/// The first word with a version, such as `580.159.03` in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.03
+/// Tue` and `25.0.rc1` in `Version=25.0.rc1`.
 pub fn version(text: &str) -> Option<&str> {
-    text.split_ascii_whitespace().find(|word| {
-        let mut parts = word.split('.');
-        let number = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
-        parts.clone().count() >= 2 && parts.all(number)
-    })
+    let mut words = text.split(|c: char| c.is_ascii_whitespace() || c == '=');
+    words.find(|word| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.'))
 }
 
 /// Thousands of millions of transfers a second on one lane: `32.0 GT/s PCIe`. Nothing for `Unknown`.
@@ -175,18 +141,14 @@ pub fn transfers(text: &str) -> Option<f64> {
 
 /// The size of a page, from the list of numbers that the kernel hands a program at its start (`/proc/self/auxv`).
 pub fn page_size(auxv: &[u8]) -> Option<u64> {
-    const AT_PAGESZ: u64 = 6;
+    const AT_PAGESZ: usize = 6;
     const WORD: usize = size_of::<usize>();
-    let word = |bytes: &[u8]| {
-        let mut value = [0; 8];
-        // The platforms that are supported are little-endian.
-        value.get_mut(..WORD)?.copy_from_slice(bytes.get(..WORD)?);
-        Some(u64::from_le_bytes(value))
+    let words = |pair: &[u8]| {
+        let (key, value) = pair.split_at(WORD);
+        Some((usize::from_ne_bytes(key.try_into().ok()?), usize::from_ne_bytes(value.try_into().ok()?)))
     };
-    let size = auxv
-        .chunks_exact(2 * WORD)
-        .find_map(|pair| (word(pair)? == AT_PAGESZ).then(|| word(pair.get(WORD..)?)).flatten());
-    size.filter(|size| size.is_power_of_two())
+    let (_, size) = auxv.chunks_exact(2 * WORD).filter_map(words).find(|(key, _)| *key == AT_PAGESZ)?;
+    size.is_power_of_two().then_some(size as u64)
 }
 
 #[cfg(test)]
@@ -211,26 +173,20 @@ mod tests {
     ];
 
     fn all(text: &str) {
-        field(text, "MemAvailable");
-        kib(text, "MemAvailable");
-        kib(text, "MemFree");
-        stat(text, "inactive_file");
+        for key in ["MemAvailable", "MemFree"] {
+            _ = (field(text, key), kib(text, key), stat(text, key));
+        }
         limit(text, "Max locked memory");
         for bit in [0, 14, 63, 64, u32::MAX] {
             capability(text, bit);
         }
-        ranges(text);
-        choice(text);
         for zone in zones(text) {
-            zone.bytes_in(1 << 21, 4096);
-            zone.bytes_in(1 << 63, 1 << 63);
+            _ = (zone.bytes_in(1 << 21, 4096), zone.bytes_in(1 << 63, 1 << 63));
         }
-        mounts(text);
-        group(text, "memory");
-        group(text, "");
-        release(text);
-        version(text);
-        transfers(text);
+        for name in ["memory", ""] {
+            _ = (mount(text, "cgroup", name), group(text, name));
+        }
+        _ = (ranges(text), choice(text), release(text), version(text), transfers(text));
         page_size(text.as_bytes());
     }
 
@@ -254,7 +210,7 @@ mod tests {
             let text = format!(
                 "Limit                     Soft Limit           Hard Limit           Units     \n\
                  Max locked memory         {:<20} {:<20} bytes     \n", word(soft), word(hard));
-            prop_assert_eq!(limit(&text, "Max locked memory"), Some(Limit { soft, hard }));
+            prop_assert_eq!(limit(&text, "Max locked memory"), Some((soft, hard)));
             prop_assert_eq!(limit(&text, "Max address space"), None);
         }
 
@@ -265,15 +221,10 @@ mod tests {
 
         #[test]
         fn paths_are_unescaped(path in "[a-z \t\n\\\\/é]{1,40}") {
-            let mut escaped = String::new();
-            for c in path.chars() {
-                match c {
-                    ' ' | '\t' | '\n' | '\\' => escaped += &format!("\\{:03o}", c as u32),
-                    c => escaped.push(c),
-                }
-            }
+            let special = |c: char| if " \t\n\\".contains(c) { format!("\\{:03o}", c as u32) } else { c.into() };
+            let escaped: String = path.chars().map(special).collect();
             let text = format!("36 35 98:0 / {escaped} rw - cgroup2 cgroup rw");
-            prop_assert_eq!(&mounts(&text)[0].point, &path);
+            prop_assert_eq!(mount(&text, "cgroup2", ""), Some(("/".to_owned(), path)));
         }
 
         #[test]
@@ -292,17 +243,18 @@ mod tests {
         assert_eq!(kib(SEEDS[1], "MemFree"), Some(115_120 << 10));
         assert_eq!(kib("MemFree: 3", "MemFree"), None);
         assert_eq!(stat("file 3\ninactive_file 4096\n", "inactive_file"), Some(4096));
-        assert_eq!(limit(SEEDS[2], "Max locked memory"), Some(Limit { soft: Some(8 << 20), hard: None }));
+        assert_eq!(limit(SEEDS[2], "Max locked memory"), Some((Some(8 << 20), None)));
         assert_eq!((capability(SEEDS[3], 14), capability(SEEDS[3], 24)), (Some(true), Some(false)));
         assert_eq!(ranges(SEEDS[4]), [0..=3, 8..=8, 10..=11]);
         assert_eq!(ranges("\n"), []);
         assert_eq!(choice(SEEDS[5]), Some("madvise"));
-        assert_eq!(mounts(SEEDS[7])[0].root, "/mnt 1");
-        assert_eq!(mounts(SEEDS[7])[0].options, "rw,memory");
+        assert_eq!(mount(SEEDS[7], "cgroup", "memory"), Some(("/mnt 1".into(), "/mnt2".into())));
+        assert_eq!((mount(SEEDS[7], "cgroup", "cpu"), mount(SEEDS[7], "cgroup2", "")), (None, None));
         assert_eq!(group(SEEDS[8], "memory"), Some("/a/b:c".into()));
         assert_eq!(group("1:name=x:/\n0::/u", ""), Some("/u".into()));
         assert_eq!(release(SEEDS[9]), Some((6, 12)));
         assert_eq!(version(SEEDS[10]), Some("580.159.03"));
+        assert_eq!(version("Version=25.0.rc1\nx=7"), Some("25.0.rc1"));
         assert_eq!((transfers(SEEDS[11]), transfers("Unknown")), (Some(32.0), None));
         let words: Vec<u8> = [3_usize, 1, 6, 65_536, 0, 0].iter().flat_map(|w| w.to_le_bytes()).collect();
         assert_eq!(page_size(&words), Some(65_536));

@@ -3,44 +3,32 @@
 //! Both are made of the same checks. The text is aligned, each remedy has a line of its own so that it can be copied,
 //! and colours come only where a terminal shows them (`anstream` finds that out and honours `NO_COLOR`).
 
-use std::io::{self, Write};
-
 use anstyle::{AnsiColor, Style};
 use serde_json::{Value, json};
+use textwrap::{Options, WordSplitter::NoHyphenation};
 
 use super::{Check, Findings, Status};
-use crate::cli::{json_line, say};
+use crate::cli::{self, Failure, json_line};
 
 impl Status {
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Warn => "warn",
-            Self::Fail => "fail",
-        }
+    fn word(self) -> &'static str {
+        self.look().0
     }
 
-    fn style(self) -> Style {
-        let color = match self {
-            Self::Ok => AnsiColor::Green,
-            Self::Warn => AnsiColor::Yellow,
-            Self::Fail => AnsiColor::Red,
+    fn look(self) -> (&'static str, Style) {
+        let (word, color) = match self {
+            Self::Ok => ("ok", AnsiColor::Green),
+            Self::Warn => ("warn", AnsiColor::Yellow),
+            Self::Fail => ("fail", AnsiColor::Red),
         };
-        Style::new().fg_color(Some(color.into())).bold()
+        (word, Style::new().fg_color(Some(color.into())).bold())
     }
 }
 
-/// Prints the findings. `false`: they could not be written, and it was said why. A closed pipe is nobody's fault.
-pub fn print(findings: &Findings, as_json: bool) -> bool {
+/// Prints the findings.
+pub fn print(findings: &Findings, as_json: bool) -> Result<(), Failure> {
     let text = if as_json { format!("{}\n", json_line(&json(findings))) } else { text(findings) };
-    let mut out = anstream::stdout();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            say(&format!("error: the result cannot be written: {error}"));
-            false
-        }
-        _ => true,
-    }
+    cli::print(&mut anstream::stdout(), &text)
 }
 
 fn json(findings: &Findings) -> Value {
@@ -71,8 +59,9 @@ fn text(findings: &Findings) -> String {
     let width = findings.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
     let mut text = format!("device {}, a pool of {}\n\n", findings.device, size(findings.capacity));
     for check in &findings.checks {
-        let (style, word) = (check.status.style(), check.status.word());
+        let (word, style) = check.status.look();
         text += &format!("{style}{word:<4}{style:#}  {:<width$}  ", check.name);
+        // Remedies are not broken up: they are to be copied.
         text += &wrapped(&check.found, width + 8);
         for fix in &check.fix {
             text += &format!("{:>indent$}  fix: {fix}\n", "", indent = width + 6);
@@ -91,35 +80,19 @@ fn text(findings: &Findings) -> String {
 /// Columns that a line of findings may have.
 const COLUMNS: usize = 110;
 
-/// Lines of whole words, all but the first behind an indent. (Remedies are not broken up: they are to be copied.)
+/// Lines of whole words, all but the first behind an indent.
 fn wrapped(text: &str, indent: usize) -> String {
-    let mut lines = String::new();
-    let mut column = indent;
-    for (index, word) in text.split(' ').enumerate() {
-        let len = word.chars().count();
-        if index > 0 && column + 1 + len > COLUMNS {
-            lines += &format!("\n{:indent$}", "");
-            column = indent;
-        } else if index > 0 {
-            lines.push(' ');
-            column += 1;
-        }
-        lines += word;
-        column += len;
-    }
-    lines + "\n"
+    let indent = " ".repeat(indent);
+    let options = Options::new(COLUMNS).initial_indent(&indent).subsequent_indent(&indent).break_words(false);
+    format!("{}\n", textwrap::fill(text, options.word_splitter(NoHyphenation)).trim_start())
 }
 
 /// An amount of memory for people, as the system counts it.
 pub fn size(bytes: u64) -> String {
-    let (unit, name) = match bytes {
-        0..0x400 => return format!("{bytes} B"),
-        0x400..0x10_0000 => (10, "KiB"),
-        0x10_0000..0x4000_0000 => (20, "MiB"),
-        0x4000_0000..0x100_0000_0000 => (30, "GiB"),
-        0x100_0000_0000.. => (40, "TiB"),
-    };
-    let number = format!("{:.1}", bytes as f64 / (1_u64 << unit) as f64);
+    // Ten bits a unit.
+    let unit = (bytes.max(1).ilog2() / 10).min(4);
+    let number = format!("{:.1}", bytes as f64 / (1_u64 << (10 * unit)) as f64);
+    let name = ["B", "KiB", "MiB", "GiB", "TiB"][unit as usize];
     format!("{} {name}", number.strip_suffix(".0").unwrap_or(&number))
 }
 

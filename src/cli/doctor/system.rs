@@ -1,6 +1,6 @@
 //! Where the doctor reads: the files of `/proc`, `/sys` and `/dev`, below a root.
 //!
-//! All that is asked about the system is asked by reading files, and never by a call of its own: limits, capabilities
+//! The doctor asks the system by reading files, and never by a call of its own: limits, capabilities
 //! and control groups of this process are in `/proc/self` as well. So a folder that looks like a machine can stand in
 //! for it, and every condition can be shown by a test. What a machine, a container or a sandbox does not show is
 //! `None`, never an error: a doctor who cannot see a thing says so and goes on.
@@ -32,6 +32,11 @@ impl System {
     /// The file's text. Bytes that are no text (a mount point can be named anything) are replaced.
     pub fn read(&self, path: &str) -> Option<String> {
         self.bytes(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// The same; empty where there is nothing to read.
+    pub fn text(&self, path: &str) -> String {
+        self.read(path).unwrap_or_default()
     }
 
     /// The file's text without the white space around it.

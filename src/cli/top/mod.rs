@@ -1,7 +1,7 @@
 //! `pinpool top`: the pools of a process that serves `/metrics`, live in a terminal, or once as text.
 //!
-//! The way of the numbers: [`scrape`] fetches and reads them, [`view`] works out rates, quantiles and alarms, [`text`] makes
-//! lines, and [`screen`] draws these. Nothing of the pool's code is used: what is shown is what the other process
+//! The way of the numbers: [`scrape`] fetches and reads them, [`view`] works out rates, quantiles and alarms, [`text`]
+//! makes lines, and [`screen`] draws these. Nothing of the pool's code is used: what is shown is what the other process
 //! exports, so any Prometheus would see the same.
 
 mod scrape;
@@ -9,29 +9,18 @@ mod screen;
 mod text;
 mod view;
 
-use std::io::{self, IsTerminal, Write};
-use std::process::ExitCode;
+use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use super::args::Top;
-use super::{Failure, say};
+use super::{Failure, print};
 use scrape::Source;
 use view::Watch;
 
 /// As wide as most terminals.
 const WIDTH: usize = 80;
 
-pub fn run(args: &Top) -> ExitCode {
-    match top(args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            say(&format!("error: {failure}"));
-            ExitCode::from(failure.exit_code())
-        }
-    }
-}
-
-fn top(args: &Top) -> Result<(), Failure> {
+pub fn run(args: &Top) -> Result<(), Failure> {
     let url = scrape::address(&args.url).map_err(Failure::Usage)?;
     let interval = Duration::from_secs_f64(args.interval);
     let source = Source::new(url);
@@ -52,12 +41,5 @@ fn once(source: &Source, interval: Duration) -> Result<(), Failure> {
         let scrape = source.fetch().map_err(|why| Failure::Failed(format!("{}: {why}", source.url())))?;
         watch.add(Instant::now(), Ok(scrape));
     }
-    let text = text::plain(&watch.items(Instant::now()), WIDTH);
-    let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::Failed(format!("the result cannot be written: {error}")))
-        }
-        _ => Ok(()),
-    }
+    print(&mut io::stdout(), &text::plain(&watch.items(Instant::now()), WIDTH))
 }

@@ -1,11 +1,12 @@
 //! Fetching `/metrics` and reading Prometheus's text format.
 //!
-//! Of the format we need samples only: a name, two labels, a number. Comments, types and timestamps are skipped, and so are
-//! other programs' metrics and any line that is not as expected. Nothing here panics on any input. A server may also say too
-//! much: how many bytes are read, how many samples are kept, and how long all of it may take, are bounded, and the work grows
-//! with the answer and no faster. What labels say is escaped here, so that nothing that is printed can steer a terminal.
+//! Of the format we need samples only: a name, two labels, a number. Comments, types and timestamps are skipped, and so
+//! are other programs' metrics and any line that is not as expected. Nothing here panics on any input. A server may
+//! also say too much: how many bytes are read, how many samples are kept, and how long all of it may take, are bounded,
+//! and the work grows with the answer and no faster. What labels say is escaped here, so that nothing that is printed
+//! can steer a terminal.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use crate::cli::escape::clean;
@@ -25,20 +26,13 @@ const LINES: usize = 4096;
 /// The labels that tell a metric's samples apart, beside the pool or the device. Ours have one of them at most.
 const PARTS: [&str; 6] = ["state", "stride", "class", "direction", "stream", "le"];
 
-/// A sample: whose it is, which of its, and its number.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Sample {
-    /// The pool, or the device.
-    pub owner: Box<str>,
-    /// The other label's value; empty where there is none.
-    pub part: Box<str>,
-    pub value: f64,
-}
+/// A pool's or a device's samples of a metric, by the value of the other label, which is empty where there is none.
+type Parts = BTreeMap<Box<str>, f64>;
 
-/// What a server said, by metric: in the order of owners and parts, each of which comes once.
+/// What a server said, by metric, and then by pool or device.
 #[derive(Clone, Debug, Default)]
 pub struct Scrape {
-    metrics: HashMap<Box<str>, Vec<Sample>>,
+    metrics: HashMap<Box<str>, BTreeMap<Box<str>, Parts>>,
     samples: usize,
 }
 
@@ -50,26 +44,16 @@ impl Scrape {
             if number % LINES == 0 && Instant::now() >= deadline {
                 return Err(late());
             }
-            let Some((name, sample)) = sample(line) else { continue };
+            let Some((name, owner, part, value)) = sample(line) else { continue };
             if all.samples == SAMPLES {
                 return Err(format!(
                     "the answer has more than {SAMPLES} samples of pinpool's; no such server has"
                 ));
             }
             all.samples += 1;
-            match all.metrics.get_mut(name) {
-                Some(samples) => samples.push(sample),
-                None => _ = all.metrics.insert(name.into(), vec![sample]),
-            }
-        }
-        for samples in all.metrics.values_mut() {
-            samples.sort_by(|a, b| (&a.owner, &a.part).cmp(&(&b.owner, &b.part)));
             // Those that differ in other labels count together.
-            samples.dedup_by(|next, kept| {
-                let same = (&next.owner, &next.part) == (&kept.owner, &kept.part);
-                kept.value += if same { next.value } else { 0.0 };
-                same
-            });
+            let parts = all.metrics.entry(name.into()).or_default().entry(owner).or_default();
+            *parts.entry(part).or_insert(0.0) += value;
         }
         Ok(all)
     }
@@ -79,24 +63,23 @@ impl Scrape {
         self.samples
     }
 
-    /// The samples of a metric.
-    pub fn all(&self, name: &str) -> &[Sample] {
-        self.metrics.get(name).map_or(&[], Vec::as_slice)
+    /// The samples of a metric, each with its pool or device and with its part, in their order.
+    pub fn all(&self, name: &str) -> Vec<(&str, &str, f64)> {
+        let owners = self.metrics.get(name).into_iter().flatten();
+        owners
+            .flat_map(|(owner, parts)| parts.iter().map(|(part, value)| (&**owner, &**part, *value)))
+            .collect()
     }
 
     /// Those of a pool or device.
-    pub fn of(&self, name: &str, owner: &str) -> &[Sample] {
-        let all = self.all(name);
-        let from = all.partition_point(|sample| &*sample.owner < owner);
-        let count = all[from..].partition_point(|sample| &*sample.owner == owner);
-        &all[from..from + count]
+    pub fn of<'a>(&'a self, name: &str, owner: &str) -> impl Iterator<Item = (&'a str, f64)> + use<'a> {
+        let parts = self.metrics.get(name).and_then(|owners| owners.get(owner));
+        parts.into_iter().flatten().map(|(part, value)| (&**part, *value))
     }
 
     /// One of these.
     pub fn get(&self, name: &str, owner: &str, part: &str) -> Option<f64> {
-        let samples = self.of(name, owner);
-        let place = samples.binary_search_by(|sample| (*sample.part).cmp(part)).ok()?;
-        Some(samples[place].value)
+        self.metrics.get(name)?.get(owner)?.get(part).copied()
     }
 
     /// Their sum, or one of them; 0 where there are none.
@@ -104,18 +87,22 @@ impl Scrape {
         match part {
             Some(part) => self.get(name, owner, part).unwrap_or(0.0),
             // Not `Iterator::sum`, whose empty sum is -0.
-            None => self.of(name, owner).iter().fold(0.0, |sum, sample| sum + sample.value),
+            None => self.of(name, owner).fold(0.0, |sum, (_, value)| sum + value),
         }
     }
 
     /// Whether a pool of ours is in it.
     pub fn has_pools(&self) -> bool {
-        !self.all("pinpool_memory_capacity_bytes").is_empty()
+        self.metrics.contains_key("pinpool_memory_capacity_bytes")
     }
 }
 
-/// A line `name{label="value",...} number` of ours.
-fn sample(line: &str) -> Option<(&str, Sample)> {
+/// A line `name{label="value",...} number` of ours: the name, the pool or device, the other label's value, the number.
+///
+/// Parsers of others do not fit: `prometheus-parse` cuts labels at commas and braces within their quotes and leaves
+/// escapes as they are, `prom_text_format_parser` and `openmetrics-parser` (which has another licence) give up the
+/// whole answer for one line that is not as expected, and none of them bounds what it keeps.
+fn sample(line: &str) -> Option<(&str, Box<str>, Box<str>, f64)> {
     let line = line.trim_start();
     let end = line.find(|c: char| !(c.is_ascii_alphanumeric() || c == '_' || c == ':'))?;
     let (name, mut rest) = line.split_at(end);
@@ -140,7 +127,7 @@ fn sample(line: &str) -> Option<(&str, Sample)> {
     }
     // `+Inf`, `-Inf` and `NaN` are read as well.
     let value = rest.split_ascii_whitespace().next()?.parse().ok()?;
-    Some((name, Sample { owner: owner.unwrap_or_default(), part: part.unwrap_or_default(), value }))
+    Some((name, owner.unwrap_or_default(), part.unwrap_or_default(), value))
 }
 
 /// A label's value up to its closing quote, as it may be shown, and what follows that.
@@ -275,23 +262,23 @@ mod tests {
         assert_eq!(scrape.sum("pinpool_b", "a", Some("2")), 4.0);
         assert_eq!(scrape.sum("pinpool_c", "", None), f64::INFINITY);
         assert_eq!((scrape.metrics.len(), scrape.len()), (3, 5), "{scrape:?}");
-        assert!(scrape.of("pinpool_b", "b").is_empty() && scrape.all("other").is_empty());
+        assert!(scrape.of("pinpool_b", "b").next().is_none() && scrape.all("other").is_empty());
     }
 
     #[test]
     fn labels_cannot_steer_a_terminal_and_have_an_end() {
         let label = |raw: &str| {
             let scrape = parsed(&format!("pinpool_a{{pool=\"{raw}\"}} 1"));
-            scrape.all("pinpool_a")[0].owner.clone()
+            scrape.all("pinpool_a")[0].0.to_owned()
         };
         assert_eq!(
-            &*label("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}"),
+            label("\u{1b}[2Jx\\n\u{202e}\u{9b}31m\u{200b}"),
             "\\u{1b}[2Jx\\n\\u{202e}\\u{9b}31m\\u{200b}"
         );
-        assert_eq!(&*label(&"W".repeat(9_000_000)), "W".repeat(LABEL) + "...");
+        assert_eq!(label(&"W".repeat(9_000_000)), "W".repeat(LABEL) + "...");
         // The longest that a pool has, with its number.
         let name = format!("{}...#{}", "W".repeat(100), u64::MAX);
-        assert_eq!(*label(&name), name);
+        assert_eq!(label(&name), name);
     }
 
     #[test]

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout};
-use ratatui::style::{Color, Modifier, Style};
-use ratatui::text::{Line, Span};
+use ratatui::style::{Style, Stylize};
+use ratatui::text::Line;
 use ratatui::widgets::Paragraph;
 
 use super::scrape::{Scrape, Source};
-use super::text::{self, Look};
-use super::view::{Item, Level, Watch};
+use super::text;
+use super::view::{Item, Watch};
 
 /// How soon a key or an answer is seen to.
 const BEAT: Duration = Duration::from_millis(100);
@@ -98,41 +98,15 @@ fn draw_always(
 /// Draws everything. The furthest that can be scrolled.
 fn draw(frame: &mut Frame, items: &[Item], stale: bool, url: &str, scroll: u16) -> u16 {
     let [head, body] = Layout::vertical([Constraint::Length(1), Constraint::Fill(1)]).areas(frame.area());
-    let state = if stale { ("STALE", Color::Red) } else { ("live", Color::Green) };
-    let title = Line::from(vec![
-        Span::raw(format!("pinpool top  {url}  ")),
-        Span::styled(state.0, Style::new().fg(state.1).add_modifier(Modifier::BOLD)),
-        Span::styled("  q ends, arrows scroll", Style::new().add_modifier(Modifier::DIM)),
-    ]);
-    frame.render_widget(Paragraph::new(title), head);
+    let state = if stale { "STALE".red() } else { "live".green() };
+    let title = format!("pinpool top  {url}  ");
+    let title = Line::from(vec![title.into(), state.bold(), "  q ends, arrows scroll".dim()]);
+    frame.render_widget(title, head);
     let lines = text::lines(items, usize::from(body.width));
     let last = u16::try_from(lines.len()).unwrap_or(u16::MAX).saturating_sub(body.height);
-    let spans = |line: text::Line| {
-        let span = |(look, text)| Span::styled(text, style(look, stale));
-        Line::from(line.into_iter().map(span).collect::<Vec<_>>())
-    };
-    let lines: Vec<Line> = lines.into_iter().map(spans).collect();
-    frame.render_widget(Paragraph::new(lines).scroll((scroll.min(last), 0)), body);
+    let style = if stale { Style::new().dim() } else { Style::new() };
+    frame.render_widget(Paragraph::new(lines).style(style).scroll((scroll.min(last), 0)), body);
     last
-}
-
-/// Of the terminal's own sixteen colours, so that its theme has the say; what is stale is dim.
-fn style(look: Look, stale: bool) -> Style {
-    let plain = Style::new();
-    let style = match look {
-        Look::Plain => plain,
-        Look::Dim => plain.add_modifier(Modifier::DIM),
-        Look::Heading => plain.add_modifier(Modifier::BOLD),
-        Look::Note(Level::Fine) => return plain.fg(Color::Green),
-        Look::Note(Level::Warning) => return plain.fg(Color::Yellow),
-        Look::Note(Level::Alarm) => return plain.fg(Color::Red).add_modifier(Modifier::BOLD),
-        Look::State(0) => plain.fg(Color::Blue),
-        Look::State(1) => plain.fg(Color::Magenta),
-        Look::State(2) => plain.fg(Color::Red),
-        Look::State(3) => plain.fg(Color::Yellow),
-        Look::State(_) => plain.add_modifier(Modifier::DIM),
-    };
-    if stale { style.add_modifier(Modifier::DIM) } else { style }
 }
 
 #[cfg(test)]

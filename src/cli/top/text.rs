@@ -1,36 +1,31 @@
-//! Items as lines of text: for `--once` as they are, for the screen with the styles that each part names.
+//! Items as lines of text: for `--once` as they are, for the screen with the styles that each part has.
+
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
 
 use super::view::{Item, Level, STATES};
 
-/// How a part of a line looks, where there are colours. The words say the same without.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Look {
-    Plain,
-    Dim,
-    Heading,
-    Note(Level),
-    /// A part of the bar, by its place among the states.
-    State(usize),
-}
-
-/// Parts of a line, each with its look.
-pub type Line = Vec<(Look, String)>;
-
-/// The characters that the parts of a bar are drawn with, so that they differ without colours too.
-const FILLS: [char; 5] = ['#', '>', 'x', '-', '.'];
+/// How the states of memory are drawn in a bar: the characters differ, so that it reads without colours too. The
+/// colours are among the terminal's own sixteen, so that its theme has the say.
+const LOOKS: [(char, Style); 5] = [
+    ('#', Style::new().fg(Color::Blue)),
+    ('>', Style::new().fg(Color::Magenta)),
+    ('x', Style::new().fg(Color::Red)),
+    ('-', Style::new().fg(Color::Yellow)),
+    ('.', DIM),
+];
+const DIM: Style = Style::new().add_modifier(Modifier::DIM);
 
 /// All items, in lines of at most about `width` columns.
-pub fn lines(items: &[Item], width: usize) -> Vec<Line> {
+pub fn lines(items: &[Item], width: usize) -> Vec<Line<'static>> {
     let mut lines = Vec::new();
     for item in items {
         match item {
             Item::Heading(text) => {
-                lines.push(Vec::new());
-                lines.push(vec![(Look::Heading, text.clone())]);
+                lines.push(Line::default());
+                lines.push(Span::styled(text.clone(), Style::new().add_modifier(Modifier::BOLD)).into());
             }
-            Item::Note(level, text) => {
-                lines.push(vec![(Look::Note(*level), format!("{}{text}", word(*level)))])
-            }
+            Item::Note(level, text) => lines.push(note(*level, text)),
             Item::Bar(parts, whole) => lines.push(bar(parts, *whole, width)),
             Item::Table(heads, rows) => table(heads, rows, &mut lines),
         }
@@ -40,64 +35,61 @@ pub fn lines(items: &[Item], width: usize) -> Vec<Line> {
 
 /// The same as one text.
 pub fn plain(items: &[Item], width: usize) -> String {
-    let line = |line: Line| {
-        let text: String = line.into_iter().map(|(_, text)| text).collect();
-        format!("{}\n", text.trim_end())
+    lines(items, width).iter().map(|line| format!("{}\n", line.to_string().trim_end())).collect()
+}
+
+/// Never dim, also where all else is. The words say the same as the colours.
+fn note(level: Level, text: &str) -> Line<'static> {
+    let (word, style) = match level {
+        Level::Fine => ("", Style::new().fg(Color::Green)),
+        Level::Warning => ("warning: ", Style::new().fg(Color::Yellow)),
+        Level::Alarm => ("ALARM: ", Style::new().fg(Color::Red).add_modifier(Modifier::BOLD)),
     };
-    lines(items, width).into_iter().map(line).collect()
+    Span::styled(format!("{word}{text}"), style.remove_modifier(Modifier::DIM)).into()
 }
 
-fn word(level: Level) -> &'static str {
-    match level {
-        Level::Fine => "",
-        Level::Warning => "warning: ",
-        Level::Alarm => "ALARM: ",
-    }
-}
-
-fn bar(parts: &[(&'static str, f64)], whole: f64, width: usize) -> Line {
+fn bar(parts: &[(&'static str, f64)], whole: f64, width: usize) -> Line<'static> {
     let width = width.saturating_sub(2).clamp(10, 100);
-    let mut line = vec![(Look::Plain, "[".to_owned())];
+    let mut line = Line::from("[");
     let (mut sum, mut drawn) = (0.0, 0);
     for (name, part) in parts {
-        let at = STATES.iter().position(|state| state == name).unwrap_or(0);
+        let (fill, style) = LOOKS[STATES.iter().position(|state| state == name).unwrap_or(0)];
         sum += part;
         // Up to where the sum reaches, so that roundings do not add up.
         let end = if whole > 0.0 { ((sum / whole).min(1.0) * width as f64).round() as usize } else { 0 };
-        line.push((Look::State(at), FILLS[at].to_string().repeat(end.saturating_sub(drawn))));
+        line.push_span(Span::styled(fill.to_string().repeat(end.saturating_sub(drawn)), style));
         drawn = end.max(drawn);
     }
-    line.push((Look::Plain, format!("{}]", " ".repeat(width - drawn))));
+    line.push_span(format!("{}]", " ".repeat(width - drawn)));
     line
 }
 
 fn table(heads: &[&str], rows: &[Vec<String>], lines: &mut Vec<Line>) {
-    let columns = heads.len();
-    let width = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
-        cells.chain([heads.get(column).map_or(0, |head| head.chars().count())]).max().unwrap_or(0)
+    let width = |column: usize, head: &&str| {
+        let cells = rows.iter().filter_map(|row| Some(row.get(column)?.chars().count()));
+        cells.chain([head.chars().count()]).max().unwrap_or(0)
     };
-    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let widths: Vec<usize> = heads.iter().enumerate().map(|(column, head)| width(column, head)).collect();
     let row = |cells: &mut dyn Iterator<Item = &str>| {
-        let cell = |(column, cell): (usize, &str)| match (column, widths.get(column).copied().unwrap_or(0)) {
-            (0, width) => format!("{cell:<width$}"),
-            (_, width) => format!("  {cell:>width$}"),
+        let cell = |(column, (cell, &width)): (usize, (&str, &usize))| match column {
+            0 => format!("{cell:<width$}"),
+            _ => format!("  {cell:>width$}"),
         };
-        cells.enumerate().map(cell).collect::<String>()
+        cells.zip(&widths).enumerate().map(cell).collect::<String>()
     };
     // The memory's states have the bar's signs before their names, and other lines of that table are indented as far.
     let state = |cells: &[String]| {
         STATES.iter().position(|state| cells.first().is_some_and(|name| name.replace(' ', "_") == **state))
     };
     let indent = if rows.iter().any(|cells| state(cells).is_some()) { "  " } else { "" };
-    lines.push(Vec::new());
-    lines.push(vec![(Look::Dim, format!("{indent}{}", row(&mut heads.iter().copied())))]);
+    lines.push(Line::default());
+    lines.push(Span::styled(format!("{indent}{}", row(&mut heads.iter().copied())), DIM).into());
     lines.extend(rows.iter().map(|cells| {
-        let sign = match state(cells) {
-            Some(at) => (Look::State(at), format!("{} ", FILLS[at])),
-            None => (Look::Plain, indent.to_owned()),
+        let sign = match state(cells).map(|at| LOOKS[at]) {
+            Some((fill, style)) => Span::styled(format!("{fill} "), style),
+            None => indent.into(),
         };
-        vec![sign, (Look::Plain, row(&mut cells.iter().map(String::as_str)))]
+        Line::from(vec![sign, row(&mut cells.iter().map(String::as_str)).into()])
     }));
 }
 

@@ -1,12 +1,12 @@
 //! What is shown of a process's pools: rates, quantiles and alarms worked out from what it said over the last minutes.
 //!
-//! The same as on the page of `examples/dashboard`, and from the same metrics. The outcome is a list of [`Item`]s without
-//! colours or positions, which `--once` prints as text and the screen draws.
+//! The same as on the page of `examples/dashboard`, and from the same metrics. The outcome is a list of [`Item`]s
+//! without colours or positions, which `--once` prints as text and the screen draws.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use super::scrape::{Sample, Scrape};
+use super::scrape::Scrape;
 
 /// Rates are of so long.
 const RATE: Duration = Duration::from_secs(5);
@@ -16,14 +16,16 @@ const RECENT: Duration = Duration::from_secs(60);
 const KEEP: Duration = Duration::from_secs(70);
 /// Samples that are kept in all, a few megabytes of each ten thousand: with more in each answer, it is for less long.
 const KEPT: usize = 500_000;
-/// What is shown at most of pools, devices, a pool's size classes, and streams: a server that has more has gone wrong, or means
-/// harm.
+/// What is shown at most of pools, devices, a pool's size classes, and streams: a server that has more has gone wrong,
+/// or means harm.
 const SHOWN: usize = 50;
 /// Of so many pools alarms are raised, and so many alarms are shown.
 const ALARMING: usize = 1000;
 const ALARMS: usize = 100;
 const SHOWN_CLASSES: usize = 100;
 const SHOWN_STREAMS: usize = 100;
+/// When a pool was looked at last.
+const SAMPLED: &str = "pinpool_sampled_timestamp_seconds";
 /// How often a pool is thought to be looked at until it was seen.
 const ASSUMED_GAP: f64 = 10.0;
 
@@ -74,16 +76,15 @@ impl Watch {
             Err(why) => return self.trouble = Some(why),
         };
         self.trouble = None;
-        let stamps = scrape.all("pinpool_sampled_timestamp_seconds");
-        for sample in stamps {
-            let fresh = Looked { stamp: sample.value, at, gap: ASSUMED_GAP };
-            let seen = self.looked.entry(sample.owner.clone()).or_insert(fresh);
+        for (pool, _, stamp) in scrape.all(SAMPLED) {
+            let fresh = Looked { stamp, at, gap: ASSUMED_GAP };
+            let seen = self.looked.entry(pool.into()).or_insert(fresh);
             // (Also where it is not a number, which is never the same.)
-            if seen.stamp.to_bits() != sample.value.to_bits() {
-                *seen = Looked { gap: (sample.value - seen.stamp).max(1.0), ..fresh };
+            if seen.stamp.to_bits() != stamp.to_bits() {
+                *seen = Looked { gap: (stamp - seen.stamp).max(1.0), ..fresh };
             }
         }
-        self.looked.retain(|pool, _| stamps.binary_search_by(|sample| sample.owner.cmp(pool)).is_ok());
+        self.looked.retain(|pool, _| scrape.of(SAMPLED, pool).next().is_some());
         self.history.push_back((at, scrape));
         // Two at least, however long an interval is.
         let too_old = |old: &(Instant, Scrape)| at.saturating_duration_since(old.0) > KEEP;
@@ -112,8 +113,8 @@ impl Watch {
         }
         let pools = scrape.all("pinpool_memory_capacity_bytes");
         device_alarms(scrape, &mut items);
-        for pool in pools.iter().take(ALARMING) {
-            self.pool_alarms(scrape, &pool.owner, pool.value, now, &mut items);
+        for (pool, _, capacity) in pools.iter().take(ALARMING) {
+            self.pool_alarms(scrape, pool, *capacity, now, &mut items);
         }
         let alarms = items.len();
         items.truncate(ALARMS);
@@ -122,8 +123,8 @@ impl Watch {
             items.push(Item::Note(Level::Fine, "no alarms".into()));
         }
         more(pools.len(), SHOWN, "pools", &mut items);
-        for pool in pools.iter().take(SHOWN) {
-            self.pool(scrape, &pool.owner, pool.value, &mut items);
+        for (pool, _, capacity) in pools.iter().take(SHOWN) {
+            self.pool(scrape, pool, *capacity, &mut items);
         }
         self.devices(scrape, &mut items);
         items
@@ -160,10 +161,9 @@ impl Watch {
         let name = format!("{name}_bucket");
         let (_, scrape) = self.history.back()?;
         let mut buckets: Vec<(f64, f64)> = Vec::new();
-        for bucket in scrape.of(&name, owner) {
-            let count =
-                self.since(RECENT, &name, owner, Some(&bucket.part)).map_or(bucket.value, |(count, _)| count);
-            buckets.push((bucket.part.parse().ok()?, count));
+        for (bound, ever) in scrape.of(&name, owner) {
+            let count = self.since(RECENT, &name, owner, Some(bound)).map_or(ever, |(count, _)| count);
+            buckets.push((bound.parse().ok()?, count));
         }
         buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
         let all = buckets.last()?.1;
@@ -180,56 +180,49 @@ impl Watch {
     fn pool_alarms(&self, scrape: &Scrape, pool: &str, capacity: f64, now: Instant, items: &mut Vec<Item>) {
         let of = |name: &str| scrape.sum(name, pool, None);
         let state = |state: &str| scrape.sum("pinpool_memory_bytes", pool, Some(state));
-        let mut note = |level, text: String| items.push(Item::Note(level, format!("{pool}: {text}")));
-        if let Some(idle) = self.idle(pool, now) {
-            note(
-                Level::Alarm,
-                format!("stale, nobody has looked at this pool for {idle:.0} s: it or its sampler is gone"),
-            );
-        }
-        let used = of("pinpool_memory_bytes") - state("free");
-        if used > 0.9 * capacity {
-            let share = percent(used, capacity);
-            note(
-                Level::Warning,
-                format!("nearly full, {share} in use: raise the capacity, or find who keeps buffers"),
-            );
-        }
-        // A minute, or as long as we have been looking.
+        let recent = |name: &str| self.recent(name, pool);
+        // A minute, or as long as the watch lasts.
         let seconds = self.before(RECENT).map_or(0.0, |(seconds, _)| seconds.max(1.0));
         let lately = format!("in the last {seconds:.0} s");
-        let (timeouts, waits) =
-            (self.recent("pinpool_timeouts_total", pool), self.recent("pinpool_waits_total", pool));
-        if timeouts > 0.0 {
-            note(Level::Alarm, format!("waits for memory given up {lately}: {timeouts}"));
-        } else if waits > 0.0 {
-            note(Level::Warning, format!("requests that had to wait for memory {lately}: {waits}"));
-        }
-        let plain = self.recent("pinpool_unpinned_fallbacks_total", pool);
-        if plain > 0.0 {
-            note(Level::Warning, format!("unpinned buffers in place of pinned ones {lately}: {plain}"));
-        }
-        if state("quarantined") > 0.0 {
-            let gone = bytes(state("quarantined"));
-            note(Level::Alarm, format!("{gone} are quarantined: gone until the process ends"));
-        }
-        let stuck = of("pinpool_stuck_buffers");
-        if stuck > 0.0 {
-            let size = bytes(of("pinpool_stuck_bytes"));
-            let log = "the log names them: pinpool::pool::stuck";
-            note(Level::Alarm, format!("buffers out for too long: {stuck} ({size}); {log}"));
-        }
-        let unlocked = of("pinpool_memory_unlocked_bytes");
-        if unlocked > 0.0 {
-            let size = bytes(unlocked);
-            note(
-                Level::Warning,
-                format!("{size} are not page-locked: raise the memlock limit, pinpool doctor says how"),
-            );
-        }
-        if self.recent("pinpool_growth_failures_total", pool) > 0.0 {
-            note(Level::Alarm, format!("pinning ended early {lately}: pinpool doctor says why"));
-        }
+        let used = of("pinpool_memory_bytes") - state("free");
+        let timeouts = recent("pinpool_timeouts_total");
+        // Where requests gave up, that is said instead.
+        let waits = if timeouts > 0.0 { 0.0 } else { recent("pinpool_waits_total") };
+        let plain = recent("pinpool_unpinned_fallbacks_total");
+        let (gone, stuck) = (state("quarantined"), of("pinpool_stuck_buffers"));
+        let (unlocked, idle) = (of("pinpool_memory_unlocked_bytes"), self.idle(pool, now));
+        use Level::{Alarm, Warning};
+        let notes = [
+            (idle.is_some(), Alarm, {
+                let seconds = idle.unwrap_or_default();
+                format!("stale, nobody has looked at this pool for {seconds:.0} s: it or its sampler is gone")
+            }),
+            (used > 0.9 * capacity, Warning, {
+                let share = percent(used, capacity);
+                format!("nearly full, {share} in use: raise the capacity, or find who keeps buffers")
+            }),
+            (timeouts > 0.0, Alarm, format!("waits for memory given up {lately}: {timeouts}")),
+            (waits > 0.0, Warning, format!("requests that had to wait for memory {lately}: {waits}")),
+            (plain > 0.0, Warning, format!("unpinned buffers in place of pinned ones {lately}: {plain}")),
+            (gone > 0.0, Alarm, format!("{} are quarantined: gone until the process ends", bytes(gone))),
+            (stuck > 0.0, Alarm, {
+                let size = bytes(of("pinpool_stuck_bytes"));
+                format!(
+                    "buffers out for too long: {stuck} ({size}); the log names them: pinpool::pool::stuck"
+                )
+            }),
+            (unlocked > 0.0, Warning, {
+                let size = bytes(unlocked);
+                format!("{size} are not page-locked: raise the memlock limit, pinpool doctor says how")
+            }),
+            (
+                recent("pinpool_growth_failures_total") > 0.0,
+                Alarm,
+                format!("pinning ended early {lately}: pinpool doctor says why"),
+            ),
+        ];
+        let raised = notes.into_iter().filter(|(raised, ..)| *raised);
+        items.extend(raised.map(|(_, level, text)| Item::Note(level, format!("{pool}: {text}"))));
     }
 
     fn pool(&self, scrape: &Scrape, pool: &str, capacity: f64, items: &mut Vec<Item>) {
@@ -275,19 +268,19 @@ impl Watch {
         let rows = rows.map(|(name, value)| vec![name.to_owned(), value]).to_vec();
         items.push(Item::Table(vec!["use", ""], rows));
 
-        let out = scrape.of("pinpool_class_out_segments", pool);
+        let out: Vec<_> = scrape.of("pinpool_class_out_segments", pool).collect();
         let mut classes: Vec<(f64, Vec<String>)> = Vec::new();
-        for class in out.iter().take(SHOWN_CLASSES) {
-            let stride = Some(&*class.part);
-            let size: Option<f64> = class.part.parse().ok();
+        for (stride, out) in out.iter().take(SHOWN_CLASSES) {
+            let size: Option<f64> = stride.parse().ok();
+            let count = |name| scrape.sum(name, pool, Some(stride)).to_string();
             classes.push((
                 size.unwrap_or(f64::INFINITY),
                 vec![
                     size.map_or_else(|| "larger".to_owned(), bytes),
-                    class.value.to_string(),
-                    scrape.sum("pinpool_class_free_segments", pool, stride).to_string(),
-                    scrape.sum("pinpool_class_cached_segments", pool, stride).to_string(),
-                    per(self.rate("pinpool_class_checkouts_total", pool, stride)),
+                    out.to_string(),
+                    count("pinpool_class_free_segments"),
+                    count("pinpool_class_cached_segments"),
+                    per(self.rate("pinpool_class_checkouts_total", pool, Some(stride))),
                 ],
             ));
         }
@@ -301,8 +294,7 @@ impl Watch {
         items.push(Item::Heading("Devices".into()));
         let (mut rows, mut links) = (Vec::new(), Vec::new());
         let devices = scrape.all("pinpool_device_lost");
-        for lost in devices.iter().take(SHOWN) {
-            let device = &*lost.owner;
+        for (device, _, lost) in devices.iter().take(SHOWN) {
             for direction in ["upload", "download"] {
                 let speed = self.rate("pinpool_device_copied_bytes_total", device, Some(direction));
                 // What the link can do is known only where the server exports it.
@@ -312,8 +304,8 @@ impl Watch {
                 links.push(vec![format!("{device} {direction}"), gb(speed), share, gb(peak)]);
             }
             rows.push(vec![
-                device.to_owned(),
-                if lost.value > 0.0 { "lost" } else { "works" }.to_owned(),
+                (*device).to_owned(),
+                if *lost > 0.0 { "lost" } else { "works" }.to_owned(),
                 per(self.rate("pinpool_device_submitted_total", device, None)),
                 time(self.quantile(0.99, "pinpool_flight_seconds", device)),
                 scrape.sum("pinpool_device_errors_total", device, None).to_string(),
@@ -322,18 +314,13 @@ impl Watch {
         more(devices.len(), SHOWN, "devices", items);
         items.push(Item::Table(vec!["device", "state", "submitted", "99% of flights", "errors"], rows));
         items.push(Item::Table(vec!["link", "speed", "of peak", "peak"], links));
-        let mut rows = Vec::new();
-        let number = |stream: &Sample| stream.part.parse::<u64>().ok();
-        let mut streams: Vec<&Sample> = scrape.all("pinpool_stream_in_flight_entries").iter().collect();
-        streams.sort_by(|a, b| (&a.owner, number(a)).cmp(&(&b.owner, number(b))));
-        for entries in streams.iter().take(SHOWN_STREAMS) {
-            let Sample { owner: device, part: stream, value } = entries;
-            rows.push(vec![
-                format!("{device} stream {stream}"),
-                value.to_string(),
-                bytes(scrape.sum("pinpool_stream_in_flight_bytes", device, Some(stream))),
-            ]);
-        }
+        let mut streams = scrape.all("pinpool_stream_in_flight_entries");
+        streams.sort_by_key(|(device, stream, _)| (*device, stream.parse::<u64>().ok()));
+        let row = |(device, stream, entries): &(&str, &str, f64)| {
+            let size = scrape.sum("pinpool_stream_in_flight_bytes", device, Some(stream));
+            vec![format!("{device} stream {stream}"), entries.to_string(), bytes(size)]
+        };
+        let rows = streams.iter().take(SHOWN_STREAMS).map(row).collect();
         items.push(Item::Table(vec!["in flight", "copies and holds", "bytes"], rows));
         more(streams.len(), SHOWN_STREAMS, "streams", items);
     }
@@ -347,15 +334,14 @@ fn more(count: usize, shown: usize, what: &str, items: &mut Vec<Item>) {
 }
 
 fn device_alarms(scrape: &Scrape, items: &mut Vec<Item>) {
-    let is = |sample: &&Sample| sample.value > 0.0;
-    for lost in scrape.all("pinpool_device_lost").iter().filter(is).take(SHOWN) {
-        items.push(Item::Note(Level::Alarm, format!("{} is lost: restart the process", lost.owner)));
-    }
-    for stuck in scrape.all("pinpool_device_stuck_streams").iter().filter(is).take(SHOWN) {
-        let Sample { owner: device, value: streams, .. } = stuck;
-        let text = format!("{device}: streams that get nothing done: {streams}; a kernel or copy hangs");
-        items.push(Item::Note(Level::Alarm, text));
-    }
+    let mut add = |name: &str, text: fn(&str, f64) -> String| {
+        let raised = scrape.all(name).into_iter().filter(|(.., value)| *value > 0.0).take(SHOWN);
+        items.extend(raised.map(|(device, _, value)| Item::Note(Level::Alarm, text(device, value))));
+    };
+    add("pinpool_device_lost", |device, _| format!("{device} is lost: restart the process"));
+    add("pinpool_device_stuck_streams", |device, streams| {
+        format!("{device}: streams that get nothing done: {streams}; a kernel or copy hangs")
+    });
 }
 
 fn bytes(mut n: f64) -> String {

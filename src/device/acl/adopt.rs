@@ -7,7 +7,7 @@
 //! resetting it, the only way to be told its default context, ends it for everybody who has made a context there
 //! without setting it. So any other context is worked in as it is, and never destroyed here. Our threads make calls
 //! until the last buffer that came from it is gone, and a little longer, so its owner can leave something with us that
-//! is dropped after the last call: the *keeper*.
+//! is dropped after the last call: the *keep_alive*.
 //!
 //! # Streams
 //!

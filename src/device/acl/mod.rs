@@ -35,6 +35,7 @@ mod host;
 mod memory;
 mod names;
 
+use std::any::Any;
 use std::ffi::c_int;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
@@ -366,8 +367,8 @@ impl Driver for Acl {
         "acl"
     }
 
-    fn acl(&self) -> Option<&Acl> {
-        Some(self)
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 
     fn leave(&self, last: Last) {

@@ -5,9 +5,9 @@
 //! Most servers are in the primary context, which is recognised: adopting it is opening the device. Any other context
 //! is worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came from it is
 //! gone, and a little longer, so its owner can leave something with us that is dropped after the last call: the
-//! *keeper*.
+//! *keep_alive*.
 //!
-//! Each has a name of its own, with a [number](Adopted::number).
+//! Each has a name of its own, with a [number](AdoptedContext::number).
 //!
 //! # Streams
 //!

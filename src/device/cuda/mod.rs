@@ -36,6 +36,7 @@ mod memory;
 mod pointers;
 mod rows;
 
+use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::ptr::NonNull;
@@ -286,8 +287,8 @@ impl Driver for Cuda {
         "cuda"
     }
 
-    fn cuda(&self) -> Option<&Cuda> {
-        Some(self)
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 
     fn leave(&self, last: Last) {

@@ -1,5 +1,6 @@
 //! The contract's calls: each passes the fault book and the check for a dead device, and checks its arguments.
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -192,6 +193,10 @@ impl Driver for HostDriver {
 
     fn family(&self) -> &'static str {
         "host"
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 
     fn leave(&self, last: Last) {

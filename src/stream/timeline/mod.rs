@@ -184,10 +184,6 @@ impl Timeline {
     }
 
     /// Of a stream that others made. `claims`: nothing else will ever be known by this timeline.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
-    )]
     pub(crate) fn adopted(
         context: Arc<Context>,
         stream: StreamHandle,
@@ -291,10 +287,6 @@ impl Timeline {
     }
 
     /// From here on others can reach the stream.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
-    )]
     pub(crate) fn share(&self) {
         {
             let _state = self.state.lock();
@@ -305,10 +297,6 @@ impl Timeline {
     }
 
     /// Leaves `keep_alive` with the timeline, unless it has one: then that keeps the same stream alive.
-    #[cfg_attr(
-        not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
-    )]
     pub(crate) fn keep(&self, keep_alive: KeepAlive) {
         let _ = self.keep_alive.set(keep_alive);
     }

@@ -55,6 +55,10 @@ impl Driver for Panics {
         self.inner.family()
     }
 
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+
     fn leave(&self, last: crate::device::holds::Last) {
         self.inner.leave(last);
     }
@@ -183,6 +187,10 @@ impl Driver for Retained {
 
     fn family(&self) -> &'static str {
         self.inner.family()
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
     }
 
     fn leave(&self, last: crate::device::holds::Last) {
