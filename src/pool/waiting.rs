@@ -29,7 +29,7 @@ impl Pool {
         let patience = if crate::sync::own().is_some() { Patience::None } else { patience };
         let deadline = match patience {
             Patience::None => return Err(depot.exhausted(len)),
-            Patience::Until(deadline) => Some(deadline),
+            Patience::For(timeout) => since.checked_add(timeout),
             Patience::Forever => None,
         };
         let span =
@@ -110,12 +110,6 @@ impl std::task::Wake for Unparks {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Patience {
     None,
-    Until(Instant),
+    For(Duration),
     Forever,
-}
-
-impl Patience {
-    pub(super) fn until(timeout: Duration) -> Self {
-        Instant::now().checked_add(timeout).map_or(Self::Forever, Self::Until)
-    }
 }
