@@ -732,4 +732,5 @@ fn main() {
     if wanted("reaper") {
         reaper(driver, &device);
     }
+    measure::used();
 }

@@ -28,7 +28,7 @@ mod measure;
 use std::time::{Duration, Instant};
 
 use driver::{Address, Driver, Kernel, Mapped};
-use measure::{Rounds, Spread, at_most, line, number, quantile};
+use measure::{Rounds, Spread, at_most, line, number, option, quantile};
 use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
 
 const KERNELS: usize = 0;
@@ -128,6 +128,7 @@ fn direction(driver: &'static Driver, device: &Device, kernel: Kernel, direction
     assert!(chunk > 0 && chunk <= 200 << 20, "steps of {chunk} bytes: change --steps or --mib");
     // A buffer lies within one extent, and what is left over in each is lost.
     let capacity = (2 * bytes).max(512 << 20);
+    measure::plan(option("mib").is_some(), &[("the pool", capacity), ("ordinary memory", bytes)]);
     let pool = Pool::builder(device).capacity(capacity).initial(capacity).build().expect("memory for a pool");
     let pinning = pool.wait_pinned(None).expect("pinning ends");
     assert!(pinning.error.is_none(), "{pinning:?}");
@@ -237,4 +238,5 @@ fn main() {
     let device = Device::open("cuda:0").expect("the driver is there");
     direction(driver, &device, kernel, Direction::ToDevice);
     direction(driver, &device, kernel, Direction::FromDevice);
+    measure::used();
 }

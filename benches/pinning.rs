@@ -4,8 +4,8 @@
 //!
 //! | contender | what it does |
 //! | --- | --- |
-//! | `host_alloc` | one `cuMemHostAlloc` of 8 GiB (`--alloc-gib`), and `cuMemFreeHost` |
-//! | `pool_N` | builds a pool whose first region is as large as its capacity of 24 GiB (`--gib`; 1 GiB by default), pinned by `pin_threads(N)`, waits until all of it is pinned, and drops it |
+//! | `host_alloc` | one `cuMemHostAlloc` of as much, of 8 GiB at most (`--alloc-gib`), and `cuMemFreeHost` |
+//! | `pool_N` | builds a pool whose first region is as large as its capacity of 1 GiB (`--gib`; the results are of 24), pinned by `pin_threads(N)`, waits until all of it is pinned, and drops it |
 //! | `pool_N_small` | the same with `HugePages::Never` |
 //!
 //! *pin* is bytes over the time from before the first call until all is pinned, touching included; *first* is the time
@@ -38,7 +38,7 @@ use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use driver::{Driver, Mapped};
-use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, quantile};
+use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, option, quantile};
 use pinpool::{Device, HugePages, Pool, Unpinned};
 
 const GIB: usize = 1 << 30;
@@ -274,6 +274,10 @@ fn main() {
     let alloc_bytes = number("alloc-gib", 8.min(bytes / GIB)) * GIB;
     let rounds = number("rounds", 3);
     let threads = numbers("threads", &[4, 8]);
+    measure::plan(
+        option("gib").or(option("alloc-gib")).is_some(),
+        &[("pinned by turns", bytes.max(alloc_bytes))],
+    );
     let mut ways = Vec::new();
     let mut neighbour = None;
     if let Some(driver) = driver {
@@ -412,4 +416,5 @@ fn main() {
             at_most(format!("{}, a neighbour's worst call in ms", way.name()), spread, 10.0, Some(4.0));
         }
     }
+    measure::used();
 }

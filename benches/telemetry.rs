@@ -312,4 +312,5 @@ fn main() {
         line(format!("telemetry_stuck{name}_us_a_thousand"), 1, each);
     }
     drop(out);
+    measure::used();
 }

@@ -56,6 +56,30 @@ pub fn quick() -> bool {
     flag("quick") || std::env::var("PINPOOL_BENCH_QUICK").is_ok_and(|value| value != "0")
 }
 
+// --- memory ------------------------------------------------------------------------------------------------------------
+
+/// What a bench may use of this machine's memory unless it is told to use more, however much there is.
+pub const MEMORY: usize = 4 << 30;
+
+/// Says what a bench is going to use, the page cache included, and sees that sizes that were not asked for keep within
+/// [`MEMORY`].
+pub fn plan(asked: bool, parts: &[(&str, usize)]) {
+    let mib = |bytes: usize| bytes >> 20;
+    let all = parts.iter().map(|part| part.1).sum();
+    let list: Vec<String> = parts.iter().map(|(what, bytes)| format!("{what} {}", mib(*bytes))).collect();
+    println!("memory: {} MiB in all: {}", mib(all), list.join(", "));
+    assert!(asked || all <= MEMORY, "more than {} MiB, which nobody has asked for", mib(MEMORY));
+}
+
+/// Says how much memory the process had at most, pinned memory included and the page cache left out.
+pub fn used() {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+    if let Some(kib) = most.and_then(|kib| kib.trim().parse::<usize>().ok()) {
+        println!("memory: {} MiB at most", kib >> 10);
+    }
+}
+
 // --- figures -----------------------------------------------------------------------------------------------------------
 
 /// The value at a quantile.

@@ -169,4 +169,5 @@ fn main() {
     if let Some(driver) = driver.filter(|driver| flag("sweep") && driver.can_batch()) {
         sweep::sweep(driver);
     }
+    measure::used();
 }
