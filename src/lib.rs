@@ -151,6 +151,8 @@
 //! Linux on x86_64 and aarch64, Rust 1.85 or later. Elsewhere the crate compiles and [`Device::open`] says that it is
 //! unsupported.
 
+// Which feature a thing needs stands beside it on docs.rs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 // Models use a part of the crate, other systems next to nothing, and where there are no fences the system's barrier has
 // no caller.
 #![cfg_attr(any(loom, pinpool_rmw, not(target_os = "linux")), allow(dead_code))]
