@@ -68,7 +68,7 @@ pub fn plan(asked: bool, parts: &[(&str, usize)]) {
     let all = parts.iter().map(|part| part.1).sum();
     let list: Vec<String> = parts.iter().map(|(what, bytes)| format!("{what} {}", mib(*bytes))).collect();
     println!("memory: {} MiB in all: {}", mib(all), list.join(", "));
-    assert!(asked || all <= MEMORY, "more than {} MiB, which nobody has asked for", mib(MEMORY));
+    assert!(asked || all <= MEMORY, "more than {} MiB, and no option asks for that much", mib(MEMORY));
 }
 
 /// Says how much memory the process had at most, pinned memory included and the page cache left out.
