@@ -3,8 +3,8 @@
 //! # Tracking (`--only track`)
 //!
 //! Threads with a stream each upload 4 KiB or 64 KiB again and again. Each contender submits a batch of copies, then
-//! waits until the batch's last copy is done, by asking every 2 us, all in the same way; so as much is in flight for one
-//! as for the other, and the waiting costs them alike.
+//! waits until the batch's last copy is done, by asking every 2 us, all in the same way; so as much is in flight for
+//! one as for the other, and the waiting costs them alike.
 //!
 //! | contender | a copy is |
 //! | --- | --- |
@@ -22,25 +22,25 @@
 //! ranges for each contender as a batch has copies.
 //!
 //! *all in* is the time of whole batches, by copies; *submit* leaves out the waiting at each batch's end: what the
-//! submitting thread pays. Both are means over the threads. *until* is the time until the last copy was seen done, in the
-//! median batch and in the one of twenty that takes longest, *after* what comes then, such as taking buffers back from
-//! their handles: both by copies as well. *reaper* is the processor time of the pool's own thread. The
-//! gate is on the whole, `all in`, with the same way of waiting on both sides; what is printed beside it is no gate:
-//! submitting alone leaves out what either side does later, and `event_sync` waits in the driver where `pool_sync` need not.
+//! submitting thread pays. Both are means over the threads. *until* is the time until the last copy was seen done, in
+//! the median batch and in the one of twenty that takes longest, *after* what comes then, such as taking buffers back
+//! from their handles: both by copies as well. *reaper* is the processor time of the pool's own thread. The gate is on
+//! the whole, `all in`, with the same way of waiting on both sides; what is printed beside it is no gate: submitting
+//! alone leaves out what either side does later, and `event_sync` waits in the driver where `pool_sync` need not.
 //!
 //! # Latency (`--only latency`)
 //!
 //! One thread, one copy of 4 KiB at a time, from before the call until the thread knows that it is done: by asking
-//! `cuEventQuery` without a pause (`polled`), by `InFlight::wait` (`pool_wait`), by `cuEventSynchronize` of an event with
-//! blocking sync (`blocking`), by awaiting the handle in a task whose executor sleeps (`pool_await`), by
+//! `cuEventQuery` without a pause (`polled`), by `InFlight::wait` (`pool_wait`), by `cuEventSynchronize` of an event
+//! with blocking sync (`blocking`), by awaiting the handle in a task whose executor sleeps (`pool_await`), by
 //! `cuStreamSynchronize` (`stream_sync`). Once back to back, and once with 2 ms of sleep before each, when all threads
 //! concerned sleep.
 //!
 //! # The reaper (`--only reaper`)
 //!
-//! Its processor time while one copy is in flight behind a kernel that runs for 10 s (`--seconds`), half of the time with
-//! nobody waiting and half with a thread in `wait`; and while nothing is in flight, for 2 s. The kernel is put on the pool's
-//! own stream, by its handle.
+//! Its processor time while one copy is in flight behind a kernel that runs for 10 s (`--seconds`), half of the time
+//! with nobody waiting and half with a thread in `wait`; and while nothing is in flight, for 2 s. The kernel is put on
+//! the pool's own stream, by its handle.
 //!
 //! # Running it
 //!
@@ -80,7 +80,8 @@ fn pool(device: &Device, capacity: usize) -> Pool {
     pool
 }
 
-// --- tracking ----------------------------------------------------------------------------------------------------------
+// --- tracking
+// ----------------------------------------------------------------------------------------------------------
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
@@ -493,7 +494,8 @@ fn track_all(driver: Option<&'static Driver>, device: &Device, ways: &[Way], tra
     tracked
 }
 
-// --- latency -----------------------------------------------------------------------------------------------------------
+// --- latency
+// -----------------------------------------------------------------------------------------------------------
 
 /// The smallest executor: it sleeps until it is woken.
 fn block_on<F: Future>(future: F) -> F::Output {
@@ -633,7 +635,8 @@ fn latency(driver: Option<&'static Driver>, device: &Device) {
     }
 }
 
-// --- the reaper --------------------------------------------------------------------------------------------------------
+// --- the reaper
+// --------------------------------------------------------------------------------------------------------
 
 /// Processor time over the time that `during` takes, both in seconds: of the reaper, and of the whole process.
 fn load(during: impl FnOnce()) -> (f64, f64, f64) {
@@ -732,4 +735,5 @@ fn main() {
     if wanted("reaper") {
         reaper(driver, &device);
     }
+    measure::used();
 }

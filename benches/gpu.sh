@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the benches that need a GPU, and their peers, in one go of a few minutes, and writes their tables to a folder.
+# Runs the benches that need a GPU, and their peers, in one go of a few minutes, and writes their tables to a folder. Takes 28 GiB
+# of memory, since the results are of larger copies than the benches make by themselves, which keep to 4 GiB.
 #   benches/gpu.sh OUT [EXECUTABLES]
 # EXECUTABLES is a folder with the bench executables `completion`, `pinning`, `overlap`, `queue`, `pipeline` and `tensors`,
 # and `checkout` if that is to be run too (stripped ones of another machine will do); without it all are built here. In the
@@ -63,9 +64,9 @@ part reaper 45 "$bin/completion" --only reaper --seconds "${SECONDS_BEHIND:-10}"
 part pinning 120 "$bin/pinning" --gib "${PIN_GIB:-24}"
 part overlap 45 "$bin/overlap"
 part queue 90 "$bin/queue"
-part pipeline 120 "$bin/pipeline"
+part pipeline 120 "$bin/pipeline" --mib 4096 --file-mib 8192
 # From the repository's root, where its peer is.
-part tensors 90 env -C "$here/.." "$bin/tensors"
+part tensors 90 env -C "$here/.." "$bin/tensors" --large-mib 4096
 part plain 60 bash -c 'g++ -std=c++20 -O2 -pthread -o "$0/plain_pipeline" "$1/peers/plain_pipeline.cpp" \
     -I"${CUDA_HOME:-/usr/local/cuda}/include" -L"${CUDA_HOME:-/usr/local/cuda}/lib64/stubs" -lcuda && "$0/plain_pipeline"' \
     "$work" "$here"

@@ -2,10 +2,10 @@
 //!
 //! # What is measured
 //!
-//! A kernel stream and a copy stream. The work is done in steps (`--steps`, 16): in each the server launches a kernel on
-//! the one and copies a chunk on the other. The kernels spin for a fixed time and touch no memory; together they take as
-//! long as the copies from the pool do alone (measured at the start), so an ideal overlap takes as long as either, and none
-//! takes twice as long. `--mib` (1024) is copied in all, to the device and, separately, from it.
+//! A kernel stream and a copy stream. The work is done in steps (`--steps`, 16): in each the server launches a kernel
+//! on the one and copies a chunk on the other. The kernels spin for a fixed time and touch no memory; together they
+//! take as long as the copies from the pool do alone (measured at the start), so an ideal overlap takes as long as
+//! either, and none takes twice as long. `--mib` (1024) is copied in all, to the device and, separately, from it.
 //!
 //! | row | what it is |
 //! | --- | --- |
@@ -15,9 +15,9 @@
 //! | `pageable_copies` | the copies alone, by the driver's asynchronous call, from or into ordinary memory that was touched before |
 //! | `pageable_both` | both |
 //!
-//! Times are from before the first call until both streams are done; *caller* is the part in which the calling thread was
-//! still submitting, in which it can do nothing else. All rows of a round follow each other; a ratio is taken within a
-//! round.
+//! Times are from before the first call until both streams are done; *caller* is the part in which the calling thread
+//! was still submitting, in which it can do nothing else. All rows of a round follow each other; a ratio is taken
+//! within a round.
 //!
 //! `cargo bench --bench overlap`, or the executable by itself. Without a GPU it is skipped.
 #![allow(missing_docs, unsafe_code)]
@@ -28,7 +28,7 @@ mod measure;
 use std::time::{Duration, Instant};
 
 use driver::{Address, Driver, Kernel, Mapped};
-use measure::{Rounds, Spread, at_most, line, number, quantile};
+use measure::{Rounds, Spread, at_most, line, number, option, quantile};
 use pinpool::{Device, DeviceSlice, InFlight, PinnedBuf, Pool, Stream};
 
 const KERNELS: usize = 0;
@@ -128,6 +128,7 @@ fn direction(driver: &'static Driver, device: &Device, kernel: Kernel, direction
     assert!(chunk > 0 && chunk <= 200 << 20, "steps of {chunk} bytes: change --steps or --mib");
     // A buffer lies within one extent, and what is left over in each is lost.
     let capacity = (2 * bytes).max(512 << 20);
+    measure::plan(option("mib").is_some(), &[("the pool", capacity), ("ordinary memory", bytes)]);
     let pool = Pool::builder(device).capacity(capacity).initial(capacity).build().expect("memory for a pool");
     let pinning = pool.wait_pinned(None).expect("pinning ends");
     assert!(pinning.error.is_none(), "{pinning:?}");
@@ -237,4 +238,5 @@ fn main() {
     let device = Device::open("cuda:0").expect("the driver is there");
     direction(driver, &device, kernel, Direction::ToDevice);
     direction(driver, &device, kernel, Direction::FromDevice);
+    measure::used();
 }

@@ -4,23 +4,24 @@
 //!
 //! | contender | what it does |
 //! | --- | --- |
-//! | `host_alloc` | one `cuMemHostAlloc` of 8 GiB (`--alloc-gib`), and `cuMemFreeHost` |
-//! | `pool_N` | builds a pool whose first region is as large as its capacity of 24 GiB (`--gib`; 1 GiB by default), pinned by `pin_threads(N)`, waits until all of it is pinned, and drops it |
+//! | `host_alloc` | one `cuMemHostAlloc` of as much, of 8 GiB at most (`--alloc-gib`), and `cuMemFreeHost` |
+//! | `pool_N` | builds a pool whose first region is as large as its capacity of 1 GiB (`--gib`; the results are of 24), pinned by `pin_threads(N)`, waits until all of it is pinned, and drops it |
 //! | `pool_N_small` | the same with `HugePages::Never` |
 //!
 //! *pin* is bytes over the time from before the first call until all is pinned, touching included; *first* is the time
 //! until the first checkout (of 1 MiB) was served, building included. *unpin* is bytes over the time from dropping the
-//! pool until the process has given the memory back to the system, unmapping included: seen by its resident size, which is
-//! looked at every millisecond. Contenders take turns, several rounds; a round's ratio is to that round's `host_alloc`.
-//! Before the first round as much memory is once mapped, touched and unmapped, since a virtual machine may be given its
-//! memory only then. Some pin it for a device only at the first registration, too: seen on machines whose kernel reports
-//! free pages to the hypervisor, where one call for 64 MiB then takes 20 to 70 ms and the rest is slower, with nothing in
-//! `/proc/vmstat` but allocations. So one round with every contender goes before those that count, and what was felt in it is
-//! printed by itself.
+//! pool until the process has given the memory back to the system, unmapping included: seen by its resident size, which
+//! is looked at every millisecond. Contenders take turns, several rounds; a round's ratio is to that round's
+//! `host_alloc`. Before the first round as much memory is once mapped, touched and unmapped, since a virtual machine
+//! may be given its memory only then. Some pin it for a device only at the first registration, too: seen on machines
+//! whose kernel reports free pages to the hypervisor, where one call for 64 MiB then takes 20 to 70 ms and the rest is
+//! slower, with nothing in `/proc/vmstat` but allocations. So one round with every contender goes before those that
+//! count, and what was felt in it is printed by itself.
 //!
-//! *worst neighbour* (and, while memory is unpinned, *unpinning*) is the longest `cuMemGetInfo` of a second process meanwhile, which this one starts (itself, with
-//! `--neighbour`) and which calls it all the time, with 100 us between two calls; what a call takes while nobody pins is
-//! printed first; *longest call* is the pool's longest pinning call, as it says itself. A call that is under way when a contender ends is waited for and counted.
+//! *worst neighbour* (and, while memory is unpinned, *unpinning*) is the longest `cuMemGetInfo` of a second process
+//! meanwhile, which this one starts (itself, with `--neighbour`) and which calls it all the time, with 100 us between
+//! two calls; what a call takes while nobody pins is printed first; *longest call* is the pool's longest pinning call,
+//! as it says itself. A call that is under way when a contender ends is waited for and counted.
 //!
 //! # Running it
 //!
@@ -38,14 +39,15 @@ use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use driver::{Driver, Mapped};
-use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, quantile};
+use measure::{Rounds, Spread, at_least, at_most, flag, line, number, numbers, option, quantile};
 use pinpool::{Device, HugePages, Pool, Unpinned};
 
 const GIB: usize = 1 << 30;
 /// Between two contenders.
 const SETTLE: Duration = Duration::from_millis(300);
 
-// --- the neighbour -----------------------------------------------------------------------------------------------------
+// --- the neighbour
+// -----------------------------------------------------------------------------------------------------
 
 /// The second process: calls the driver all the time. `begin` forgets what was, `end` says how long calls took since.
 fn neighbour() {
@@ -166,7 +168,8 @@ impl Drop for Neighbour {
     }
 }
 
-// --- the contenders ----------------------------------------------------------------------------------------------------
+// --- the contenders
+// ----------------------------------------------------------------------------------------------------
 
 /// What one contender took in one round, in seconds.
 #[derive(Clone, Copy)]
@@ -274,6 +277,10 @@ fn main() {
     let alloc_bytes = number("alloc-gib", 8.min(bytes / GIB)) * GIB;
     let rounds = number("rounds", 3);
     let threads = numbers("threads", &[4, 8]);
+    measure::plan(
+        option("gib").or(option("alloc-gib")).is_some(),
+        &[("pinned by turns", bytes.max(alloc_bytes))],
+    );
     let mut ways = Vec::new();
     let mut neighbour = None;
     if let Some(driver) = driver {
@@ -412,4 +419,5 @@ fn main() {
             at_most(format!("{}, a neighbour's worst call in ms", way.name()), spread, 10.0, Some(4.0));
         }
     }
+    measure::used();
 }

@@ -2,15 +2,15 @@
 //!
 //! # What is measured
 //!
-//! The *peak* of each direction is the best of all copies of `--mib` (4096) from, or into, page-locked memory in this run: no
-//! staging, on one stream or on several at once, whichever is faster. Each row moves as much or more through a pipeline of
-//! its own, whose pool is the same; figures are wall time of the whole call. Rows of a round follow each other, a peak's
-//! copy among them, and what is printed is the median of the rounds, over the peak. All that arrived is compared with what
-//! was sent, once for each row, outside of the time.
+//! The *peak* of each direction is the best of all copies of `--mib` (384) from, or into, page-locked memory in this
+//! run: no staging, on one stream or on several at once, whichever is faster. Each row moves as much or more through a
+//! pipeline of its own, whose pool is the same; figures are wall time of the whole call. Rows of a round follow each
+//! other, a peak's copy among them, and what is printed is the median of the rounds, over the peak. All that arrived is
+//! compared with what was sent, once for each row, outside of the time.
 //!
 //! | row | what it is |
 //! | --- | --- |
-//! | `file_T` | a file of `--file-mib` (8192) in the page cache to the device, T threads |
+//! | `file_T` | a file of `--file-mib` (1024) in the page cache to the device, T threads |
 //! | `read_T`, `mapped_T` | the same, read in any case, and copied from windows in any case |
 //! | `slice_T` | touched ordinary memory to the device |
 //! | `touched_T` | the device to touched ordinary memory |
@@ -24,14 +24,16 @@
 //! plain loop that reads the file, or copies by `memcpy`, 4 MiB at a time into (or out of) two page-locked segments
 //! for each thread. A row that is as fast as that loop is as fast as staging can be here.
 //!
-//! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile, the bulk rate beside it, by a stream
-//! of the caller's own, by that with the pipeline told to give way, and by the pipeline. On the
-//! host device, whose link is the CPU and whoever else uses that, each row is compared with a copy of the bare link right
-//! before it, and that with copies by threads of the bench's own (`memcpy`).
+//! Then a foreground upload of 64 KiB, alone and during a bulk load: its 99th percentile, the bulk rate beside it, by a
+//! stream of the caller's own, by that with the pipeline told to give way, and by the pipeline. On the host device,
+//! whose link is the CPU and whoever else uses that, each row is compared with a copy of the bare link right before it,
+//! and that with copies by threads of the bench's own (`memcpy`).
 //!
 //! `--device NAME` (a GPU, else the host device), `--rounds N`, `--only file` with the rows of files (default), `--only
-//! memory` without, `--sweep` for other chunk lengths, depths, streams and stores. `cargo bench --bench pipeline`, or the
-//! executable by itself.
+//! memory` without, `--sweep` for other chunk lengths, depths, streams and stores. `cargo bench --bench pipeline`, or
+//! the executable by itself. The lengths in parentheses keep all of it within 4 GiB; the results are of `--mib 4096
+//! --file-mib 8192` (`benches/gpu.sh`), which takes 28 GiB. On the host device they are 128 and 512, and its memory is
+//! in the 4 GiB.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "measure/link.rs"]
@@ -295,12 +297,22 @@ fn main() {
         measure::judge();
     }
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let bytes = number("mib", if gpu && !quick() { 4096 } else { 128 }) << 20;
-    let file_bytes = number("file-mib", if gpu && !quick() { 8192 } else { 512 }) << 20;
+    let bytes = number("mib", if gpu && !quick() { 384 } else { 128 }) << 20;
+    let file_bytes = number("file-mib", if gpu && !quick() { 1024 } else { 512 }) << 20;
     let rounds = number("rounds", if quick() { 3 } else { 5 });
     // The bare link's pieces fill an extent each.
     let extent = bytes / 8 + (2 << 20);
     let capacity = 16 * extent + (640 << 20);
+    let file_bytes = if !wanted("memory") || wanted("file") { file_bytes } else { 0 };
+    measure::plan(
+        option("mib").or(option("file-mib")).is_some(),
+        &[
+            ("the pool", capacity),
+            ("ordinary memory, touched and fresh", 3 * bytes),
+            ("a file in the page cache", file_bytes),
+            ("the host device's memory", if gpu { 0 } else { 2 * bytes + file_bytes }),
+        ],
+    );
     let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity).extent(extent);
     let builder = if gpu { builder } else { builder.unpinned(Unpinned::Allow) };
     let pool = builder.build().expect("memory for a pool");
@@ -308,7 +320,7 @@ fn main() {
     assert!(pinning.error.is_none(), "{pinning:?}");
     let mut source = vec![0; bytes];
     fill(&mut source, cores);
-    let file = (!wanted("memory") || wanted("file")).then(|| {
+    let file = (file_bytes > 0).then(|| {
         let mut file = tempfile::NamedTempFile::new().expect("a file");
         for at in (0..file_bytes).step_by(bytes) {
             file.write_all(&source[..bytes.min(file_bytes - at)]).expect("room for a file");
@@ -450,6 +462,7 @@ fn main() {
     println!("{:?}", pipeline.stats());
     let stats = bench.pool.stats();
     assert_eq!(stats.in_flight_bytes + stats.checked_out_bytes, 0, "{stats:?}");
+    measure::used();
 }
 
 fn mega(Spread { low, mid, high }: Spread) -> Spread {

@@ -16,8 +16,8 @@ RESULTS = ROOT / "benches" / "results"
 PICTURE = ROOT / "docs" / "speed.svg"
 # The files behind the README's picture. The second and the third are of one machine.
 CHECKOUT = RESULTS / "2026-11-21-h200-hot" / "lines.txt"
-LOAD = RESULTS / "2026-11-21-h200-floor" / "tensors.txt"
-LOAD_PLAIN = RESULTS / "2026-11-21-h200-floor" / "plain-last.txt"
+LOAD = RESULTS / "2026-11-21-h200-copies" / "tensors.txt"
+LOAD_PLAIN = RESULTS / "2026-11-21-h200-copies" / "plain.txt"
 
 # Name in the files, title, colour on white, colour on black, whether the README's picture has it.
 ROWS = [

@@ -1,26 +1,27 @@
 //! What looking costs those who are looked at.
 //!
 //! *Watched.* Threads check out and return, each from its own cache, in one run without an end; meanwhile the sampler's
-//! thread is told to poll or left asleep, by slices of a few milliseconds in the order off, on, on, off. A subscriber is
-//! installed, and takes the events. What the machine does besides falls on both states alike, and what drifts cancels: each
-//! four slices give a ratio of on to off, and what counts is the median of hundreds of those. With a poll in each slice
-//! this is a hundred polls a second, a thousand times as many as are usual. The gate is on the threads' processor time for a
-//! pair, with the sampler's own on top, as a share of the slice and the threads, as if every poll kept them from their work:
-//! what others do on a busy machine is not in it, and what polls do to the threads is. Beside it stand the threads'
-//! processor time alone, and the clock on the wall. (A look waits for threads that are within their lists; where one of those
-//! has been taken off its processor by others' work, that can be long. So looks are told beside, and have no gate.)
+//! thread is told to poll or left asleep, by slices of a few milliseconds in the order off, on, on, off. A subscriber
+//! is installed, and takes the events. What the machine does besides falls on both states alike, and what drifts
+//! cancels: each four slices give a ratio of on to off, and what counts is the median of hundreds of those. With a poll
+//! in each slice this is a hundred polls a second, a thousand times as many as are usual. The gate is on the threads'
+//! processor time for a pair, with the sampler's own on top, as a share of the slice and the threads, as if every poll
+//! kept them from their work: what others do on a busy machine is not in it, and what polls do to the threads is.
+//! Beside it stand the threads' processor time alone, and the clock on the wall. (A look waits for threads that are
+//! within their lists; where one of those has been taken off its processor by others' work, that can be long. So looks
+//! are told beside, and have no gate.)
 //!
 //! *Polls, snapshots and looks*: what they cost whoever takes them, on a pool with many segments out. A look for stuck
-//! buffers is timed where none is old enough and where all are (`_all`), as a sampler takes it and as a report does, by the
-//! thousand buffers.
+//! buffers is timed where none is old enough and where all are (`_all`), as a sampler takes it and as a report does, by
+//! the thousand buffers.
 //!
 //! *Tracked*: a checkout and return of a pool that tracks its checkouts, beside one that does not.
 //!
-//! *Copies*: what counting costs them. Submitting a small copy to the host device, and by themselves the same counters with
-//! the same clock: the bytes of each added up, one in sixteen timed.
+//! *Copies*: what counting costs them. Submitting a small copy to the host device, and by themselves the same counters
+//! with the same clock: the bytes of each added up, one in sixteen timed.
 //!
-//! `--quick` is for a look that it runs. `--threads A,B` names the numbers of threads, `--quads N` how often four slices are
-//! taken, `--slice MS` their length, `--rounds N` the rounds of the others.
+//! `--quick` is for a look that it runs. `--threads A,B` names the numbers of threads, `--quads N` how often four
+//! slices are taken, `--slice MS` their length, `--rounds N` the rounds of the others.
 
 #![allow(unsafe_code, reason = "what the benches share asks the system for its clock")]
 
@@ -312,4 +313,5 @@ fn main() {
         line(format!("telemetry_stuck{name}_us_a_thousand"), 1, each);
     }
     drop(out);
+    measure::used();
 }

@@ -2,8 +2,9 @@
 //!
 //! # What is measured
 //!
-//! Two files in the page cache: `small`, 16,384 tensors of 16 KiB, and `large`, 64 tensors of 64 MiB (`--large-mib` for less
-//! in all). Each is loaded by 8 threads (or as many as there are cores), all tensors handed out, wall time of the whole.
+//! Two files in the page cache: `small`, 16,384 tensors of 16 KiB, and `large`, 64 tensors of 32 MiB (`--large-mib` for
+//! another length of all: the results are of 4096, by `benches/gpu.sh`). Each is loaded by 8 threads (or as many as
+//! there are cores), all tensors handed out, wall time of the whole.
 //!
 //! | row | what it is |
 //! | --- | --- |
@@ -14,19 +15,21 @@
 //! | `sums` | as `load`, with a checksum taken of each tensor |
 //! | `python` | safetensors' own `load_file` for PyTorch, onto the GPU, where `python3` has both; by a process of its own |
 //!
-//! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every round,
-//! each round begun by another of them, a copy for the peak among them, and a plain loop of as many threads that reads the
-//! file into ordinary memory and does nothing with it, which is as fast as staging can be here. What is on the device is compared with the file by checksums, once for each file, outside of the time.
+//! The *peak* is the best of all copies of 1 GiB from page-locked memory in this run. Rows follow each other in every
+//! round, each round begun by another of them, a copy for the peak among them, and a plain loop of as many threads that
+//! reads the file into ordinary memory and does nothing with it, which is as fast as staging can be here. What is on
+//! the device is compared with the file by checksums, once for each file, outside of the time.
 //!
-//! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a load
-//! started: which tensors, where they go, and the transfer begun), `first` (from there to the first tensor), `hand_out` (all
-//! tensors of a load whose bytes have all arrived). What lies between is the pipeline's. `--only parts` is these alone.
+//! Then the loader's own parts, in microseconds, by the caller's clock: `open` (the header read and checked), `plan` (a
+//! load started: which tensors, where they go, and the transfer begun), `first` (from there to the first tensor),
+//! `hand_out` (all tensors of a load whose bytes have all arrived). What lies between is the pipeline's. `--only parts`
+//! is these alone.
 //!
-//! All of it takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file none is
-//! begun when 8 s have passed, and each part says when it is done.
+//! All of it takes less than a minute on an H200, page cache and PyTorch's start included: after three rounds of a file
+//! none is begun when 8 s have passed, and each part says when it is done.
 //!
-//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the pipeline's chunks,
-//! `--no-peer`. `cargo bench --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
+//! `--device NAME` (a GPU, else the host device), `--rounds N`, `--chunk-kib N` for the pipeline's chunks, `--no-peer`.
+//! `cargo bench --features safetensors --bench tensors`, or the executable by itself, from the repository's root.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "measure/link.rs"]
@@ -187,7 +190,20 @@ fn main() {
     }
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let rounds = number("rounds", if quick() { 3 } else { 5 });
-    let large = number("large-mib", if gpu && !quick() { 4096 } else { 256 }) << 20;
+    let large = number("large-mib", if gpu && !quick() { 2048 } else { 256 }) << 20;
+    let link_bytes = 1 << if gpu { 30 } else { 27 };
+    // The bare link's pieces fill an extent each.
+    let extent = link_bytes / 8 + (2 << 20);
+    let capacity = 8 * extent + (400 << 20);
+    measure::plan(
+        option("large-mib").is_some(),
+        &[
+            ("the pool", capacity),
+            ("files in the page cache", large + (256 << 20)),
+            // That of the rows and that of one of them.
+            ("the host device's memory", if gpu { 0 } else { 2 * large.max(256 << 20) }),
+        ],
+    );
     let folder = tempfile::tempdir().expect("a folder");
     let files = [("small", 16_384, 16 << 10), ("large", 64, large / 64)].map(|(name, count, len)| {
         let path = folder.path().join(format!("{name}.safetensors"));
@@ -196,10 +212,6 @@ fn main() {
     });
 
     let only_parts = option("only").is_some() && wanted("parts");
-    let link_bytes = 1 << if gpu { 30 } else { 27 };
-    // The bare link's pieces fill an extent each.
-    let extent = link_bytes / 8 + (2 << 20);
-    let capacity = 8 * extent + (400 << 20);
     let builder = Pool::builder(&device).capacity(capacity).initial(capacity).region(capacity).extent(extent);
     let builder = if gpu { builder } else { builder.unpinned(Unpinned::Allow) };
     let pool = builder.build().expect("memory for a pool");
@@ -285,6 +297,7 @@ fn main() {
             }
         }
     }
+    measure::used();
 }
 
 impl Bed<'_> {

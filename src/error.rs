@@ -8,7 +8,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::escape::text as shown;
 
@@ -233,7 +233,8 @@ pub enum Error {
         "a mistake in pinpool: {0}; what was in flight there is quarantined; report it with the log's lines before it"
     )]
     Internal(&'static str),
-    /// The deadline passed first.
+    /// The deadline passed first. How long the call waited: no less than it was told to, but on a
+    /// [stepped](crate::host) device, where a wait ends as soon as nothing can move any more.
     #[error("timed out after {0:?}")]
     Timeout(Duration),
     /// Waiting cannot help, whatever comes back: the capacity is too small for what was asked for together, or what is
@@ -443,6 +444,15 @@ pub enum Error {
 }
 
 impl Error {
+    /// The same error, in which a timeout tells the time since the whole call began: the last of several waits knows
+    /// its own alone, which began later than the time that the deadline counts from.
+    pub(crate) fn waited(self, since: Instant) -> Self {
+        match self {
+            Self::Timeout(_) => Self::Timeout(since.elapsed()),
+            other => other,
+        }
+    }
+
     /// What the error means for what comes next. The one place where errors are told apart.
     #[must_use]
     pub fn class(&self) -> ErrorClass {

@@ -153,6 +153,8 @@
 //! Linux on x86_64 and aarch64, Rust 1.85 or later. Elsewhere the crate compiles and [`Device::open`] says that it is
 //! unsupported.
 
+// Which feature a thing needs stands beside it on docs.rs.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 // Models use a part of the crate, other systems next to nothing; where there are no fences the system's barrier has no
 // caller, and without a vendor's feature neither has what only that vendor's driver calls.
 #![cfg_attr(

@@ -34,10 +34,10 @@
 //!
 //! # Running it
 //!
-//! `cargo bench --bench checkout`, or the executable by itself: with `--bench` it runs criterion's groups and then the
-//! table, without only the table; `--only GROUP,GROUP` runs these. `PINPOOL_BENCH_THREADS=1,2,4` sets the numbers of
-//! threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set these. `--pairs N`
-//! only makes N checkouts and returns, for a tool that counts instructions (`.ci/instructions`).
+//! `cargo bench --bench checkout`, or the executable by itself: with `--bench` it runs each group by criterion first
+//! and then prints its table, without only the table; `--only GROUP,GROUP` runs these. `PINPOOL_BENCH_THREADS=1,2,4`
+//! sets the numbers of threads, `PINPOOL_BENCH_QUICK=1` makes everything short; `--rounds N` and `--operations N` set
+//! these. `--pairs N` only makes N checkouts and returns, for a tool that counts instructions (`.ci/instructions`).
 #![allow(missing_docs, unsafe_code)]
 
 /// The crate's own file, which is no part of its public face.
@@ -154,27 +154,23 @@ fn main() {
         ("on_a_stream", Box::new(stream::contenders), &threads, 10),
     ];
     let wanted = all.into_iter().filter(|(name, ..)| measure::wanted(name));
-    let groups: Vec<Group> = wanted
-        .map(|(name, make, threads, shorter)| Group {
-            name,
-            contenders: make(),
-            threads: threads.to_vec(),
-            shorter,
-        })
-        .collect();
-    if std::env::args().any(|a| a == "--bench") {
+    let mut criterion = std::env::args().any(|a| a == "--bench").then(|| {
         let (sample, warm, time) = if quick { (10, 50, 200) } else { (40, 500, 2000) };
-        let mut criterion = Criterion::default()
+        Criterion::default()
             .sample_size(sample)
             .warm_up_time(Duration::from_millis(warm))
-            .measurement_time(Duration::from_millis(time));
-        for one in &groups {
-            group(&mut criterion, one);
+            .measurement_time(Duration::from_millis(time))
+    });
+    for (name, make, threads, shorter) in wanted {
+        // One group's pools at a time: each has up to 2 GiB.
+        let one = Group { name, contenders: make(), threads: threads.to_vec(), shorter };
+        if let Some(criterion) = &mut criterion {
+            group(criterion, &one);
         }
-        criterion.final_summary();
+        table(&one, quick);
     }
-    for group in &groups {
-        table(group, quick);
+    if let Some(criterion) = &criterion {
+        criterion.final_summary();
     }
     if measure::wanted("cross_thread_return") {
         relay::table(quick);
@@ -184,4 +180,5 @@ fn main() {
             tails::table(n, quick);
         }
     }
+    measure::used();
 }

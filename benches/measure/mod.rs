@@ -1,15 +1,16 @@
 //! What the benches share: their arguments, figures taken round by round, processor time, and how all that is printed.
 //!
-//! Two figures are compared within a round, never across: contenders take short turns, each round gives a ratio, and what
-//! is printed is the median of the rounds' ratios with their quartiles. What a machine does meanwhile (clocks, other
-//! users) then falls on all contenders of a round alike.
+//! Two figures are compared within a round, never across: contenders take short turns, each round gives a ratio, and
+//! what is printed is the median of the rounds' ratios with their quartiles. What a machine does meanwhile (clocks,
+//! other users) then falls on all contenders of a round alike.
 #![allow(dead_code, reason = "each bench uses a part of it")]
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-// --- arguments ---------------------------------------------------------------------------------------------------------
+// --- arguments
+// ---------------------------------------------------------------------------------------------------------
 
 /// The value of `--name VALUE` or `--name=VALUE`.
 pub fn option(name: &str) -> Option<String> {
@@ -56,7 +57,33 @@ pub fn quick() -> bool {
     flag("quick") || std::env::var("PINPOOL_BENCH_QUICK").is_ok_and(|value| value != "0")
 }
 
-// --- figures -----------------------------------------------------------------------------------------------------------
+// --- memory
+// ------------------------------------------------------------------------------------------------------------
+
+/// What a bench may use of this machine's memory unless it is told to use more, however much there is.
+pub const MEMORY: usize = 4 << 30;
+
+/// Says what a bench is going to use, the page cache included, and sees that sizes that were not asked for keep within
+/// [`MEMORY`].
+pub fn plan(asked: bool, parts: &[(&str, usize)]) {
+    let mib = |bytes: usize| bytes >> 20;
+    let all = parts.iter().map(|part| part.1).sum();
+    let list: Vec<String> = parts.iter().map(|(what, bytes)| format!("{what} {}", mib(*bytes))).collect();
+    println!("memory: {} MiB in all: {}", mib(all), list.join(", "));
+    assert!(asked || all <= MEMORY, "more than {} MiB, and no option asks for that much", mib(MEMORY));
+}
+
+/// Says how much memory the process had at most, pinned memory included and the page cache left out.
+pub fn used() {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+    if let Some(kib) = most.and_then(|kib| kib.trim().parse::<usize>().ok()) {
+        println!("memory: {} MiB at most", kib >> 10);
+    }
+}
+
+// --- figures
+// -----------------------------------------------------------------------------------------------------------
 
 /// The value at a quantile.
 pub fn quantile(values: &[f64], q: f64) -> f64 {
@@ -157,7 +184,8 @@ pub fn line(name: impl Display, threads: usize, Spread { low, mid, high }: Sprea
     println!("@ {name} {threads} {mid:.1} {low:.1} {high:.1}");
 }
 
-// --- time --------------------------------------------------------------------------------------------------------------
+// --- time
+// --------------------------------------------------------------------------------------------------------------
 
 /// Keeps the processor busy for so long.
 pub fn spin(time: Duration) {

@@ -2,8 +2,9 @@
 //!
 //! # Rate (`--only rate`)
 //!
-//! Threads upload 4 KiB again and again, each to a range of its own. A thread pushes a burst, then waits until the burst's
-//! copies are done, and begins again, as a server's worker does with a request; in this time the other threads push theirs.
+//! Threads upload 4 KiB again and again, each to a range of its own. A thread pushes a burst, then waits until the
+//! burst's copies are done, and begins again, as a server's worker does with a request; in this time the other threads
+//! push theirs.
 //!
 //! | contender | a copy is |
 //! | --- | --- |
@@ -13,8 +14,8 @@
 //! | `queue` | `CopyQueue::upload` of a buffer that the thread keeps, waited for one handle after the other |
 //! | `queue_fresh` | `checkout`, `CopyQueue::upload`, drop of the handle, but for the last of a burst, which is waited for |
 //!
-//! *rate* is copies a second of all threads together, wall time of everything. *call* is the time of a thread in its calls
-//! (for `queue_fresh` the checkout is in it, and the drop), by copies: what submitting costs the caller.
+//! *rate* is copies a second of all threads together, wall time of everything. *call* is the time of a thread in its
+//! calls (for `queue_fresh` the checkout is in it, and the drop), by copies: what submitting costs the caller.
 //!
 //! # A lone copy (`--only lone`)
 //!
@@ -23,17 +24,19 @@
 //!
 //! # Scattered pieces (`--only scatter`)
 //!
-//! Pieces of 16 and 64 KiB between random places of pinned buffers and random places of device memory, in both directions,
-//! by 1 and by 4 pushing threads, and by one call (`0 threads`), against the pinned peak: the best of five copies of 64 MiB in the same direction. All
-//! bytes are compared when the time is taken. Beside it what bare batches reach there, by the best of 1, 2 and 3 threads with a
-//! stream each: who cannot reach the gate on a machine where the driver itself does not, is not at fault.
+//! Pieces of 16 and 64 KiB between random places of pinned buffers and random places of device memory, in both
+//! directions, by 1 and by 4 pushing threads, and by one call (`0 threads`), against the pinned peak: the best of five
+//! copies of 64 MiB in the same direction. All bytes are compared when the time is taken. Beside it what bare batches
+//! reach there, by the best of 1, 2 and 3 threads with a stream each: who cannot reach the gate on a machine where the
+//! driver itself does not, is not at fault.
 //!
 //! # Gather (`--only gather`)
 //!
-//! 16,384 pieces of 16 KiB of pageable memory, in no order, to neighbouring places of device memory, and back to where they
-//! were: `CopyQueue::gather` and `scatter_blocking`, by one caller with the queue's helpers, and by 4 and 8 callers with a
-//! part of the pieces each, against the same peak. `--only pinned`: the same pieces in pinned buffers, by one caller: by the
-//! calls for pinned pieces, which choose the way, and packed. `--only packing`: packing alone, without the device, which is what threads can do at best.
+//! 16,384 pieces of 16 KiB of pageable memory, in no order, to neighbouring places of device memory, and back to where
+//! they were: `CopyQueue::gather` and `scatter_blocking`, by one caller with the queue's helpers, and by 4 and 8
+//! callers with a part of the pieces each, against the same peak. `--only pinned`: the same pieces in pinned buffers,
+//! by one caller: by the calls for pinned pieces, which choose the way, and packed. `--only packing`: packing alone,
+//! without the device, which is what threads can do at best.
 //!
 //! # Rows (`--only rows`)
 //!
@@ -41,13 +44,15 @@
 //!
 //! # The driver at best (`--sweep`)
 //!
-//! Bare batches of 32 to 256 pieces by one thread and two, with one stream each and two: what a queue's choice of batches
-//! rests on.
+//! Bare batches of 32 to 256 pieces by one thread and two, with one stream each and two: what a queue's choice of
+//! batches rests on.
 //!
 //! # Running it
 //!
 //! `cargo bench --bench queue`, or the executable by itself; `--quick`, `--rounds`, `--threads 1,16`, `--burst`,
-//! `--submitters`, `--packers` and `--depth` (of the queue), `--pieces 16,64` (KiB), `--pushers`, `--callers`, `--count` change what they say. Without a GPU the contenders of the pool run alone, on the host device: that shows that they run.
+//! `--submitters`, `--packers` and `--depth` (of the queue), `--pieces 16,64` (KiB), `--pushers`, `--callers`,
+//! `--count` change what they say. Without a GPU the contenders of the pool run alone, on the host device: that shows
+//! that they run.
 #![allow(missing_docs, unsafe_code)]
 
 #[path = "../driver/mod.rs"]
@@ -169,4 +174,5 @@ fn main() {
     if let Some(driver) = driver.filter(|driver| flag("sweep") && driver.can_batch()) {
         sweep::sweep(driver);
     }
+    measure::used();
 }

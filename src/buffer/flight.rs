@@ -139,8 +139,9 @@ impl<B: Lend> InFlight<B> {
     /// [`Error::Timeout`] and [`Error::Capturing`] come with the handle, to be waited for again or dropped.
     #[allow(clippy::result_large_err, reason = "the error carries the handle back")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<B, SubmitError<Self>> {
-        let deadline = Instant::now().checked_add(timeout);
-        match self.wait_all(deadline).and_then(|()| self.finish()) {
+        let since = Instant::now();
+        let waited = self.wait_all(since.checked_add(timeout)).map_err(|error| error.waited(since));
+        match waited.and_then(|()| self.finish()) {
             Ok(value) => Ok(value),
             Err(error @ (Error::Timeout(_) | Error::Capturing { .. })) => {
                 Err(SubmitError { error, buffer: Some(self) })

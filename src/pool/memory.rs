@@ -36,9 +36,10 @@ impl Pool {
     /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Forked`](crate::Error::Forked). That pinning ended early is
     /// in the result, not an error.
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
-        let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
+        let since = Instant::now();
+        let deadline = timeout.and_then(|t| since.checked_add(t));
         for store in self.growing() {
-            store.regions.wait(deadline, |_| false)?;
+            store.regions.wait(deadline, |_| false).map_err(|error| error.waited(since))?;
         }
         Ok(self.pinning())
     }

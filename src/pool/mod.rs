@@ -135,7 +135,7 @@ impl Pool {
         request: impl Into<Request<'a>>,
         timeout: Duration,
     ) -> Result<PinnedBuf> {
-        self.checkout_with(request.into(), || WaitLimit::until(timeout))
+        self.checkout_with(request.into(), || WaitLimit::For(timeout))
     }
 
     /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow
@@ -178,7 +178,7 @@ impl Pool {
         requests: &[Request<'_>],
         timeout: Option<Duration>,
     ) -> Result<Vec<PinnedBuf>> {
-        let patience = timeout.map_or(WaitLimit::Forever, WaitLimit::until);
+        let patience = timeout.map_or(WaitLimit::Forever, WaitLimit::For);
         self.acquire(requests, patience, Location::caller())
     }
 
@@ -474,6 +474,8 @@ impl Pool {
         patience: WaitLimit,
         site: &'static Location<'static>,
     ) -> Result<Vec<PinnedBuf>> {
+        // The deadline counts from here, and so does what a timeout says was waited: that is never less than was asked
+        // for.
         let since = Instant::now();
         match self.acquire_all(requests, patience, since) {
             Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),

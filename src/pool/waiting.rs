@@ -29,7 +29,7 @@ impl Pool {
         let patience = if crate::sync::own().is_some() { WaitLimit::None } else { patience };
         let deadline = match patience {
             WaitLimit::None => return Err(central.exhausted(len)),
-            WaitLimit::Until(deadline) => Some(deadline),
+            WaitLimit::For(timeout) => since.checked_add(timeout),
             WaitLimit::Forever => None,
         };
         let span =
@@ -110,12 +110,6 @@ impl std::task::Wake for Unparks {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum WaitLimit {
     None,
-    Until(Instant),
+    For(Duration),
     Forever,
-}
-
-impl WaitLimit {
-    pub(super) fn until(timeout: Duration) -> Self {
-        Instant::now().checked_add(timeout).map_or(Self::Forever, Self::Until)
-    }
 }

@@ -321,6 +321,6 @@ fn keys_are_obeyed_whatever_a_server_does() {
         let since = Instant::now();
         keys.write_all(key).unwrap();
         assert!(child.wait().unwrap().success());
-        assert!(since.elapsed() < Duration::from_secs(3), "{:?}", since.elapsed());
+        assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
     }
 }

@@ -58,12 +58,12 @@ fn each_look_has_its_time() {
     let mut sampler = Sampler::new(&bench.pool);
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
     clear();
-    let before = now();
     sampler.poll();
     sampler.poll();
     let found = values("gauge.pinpool.sampled.timestamp.seconds", ("pool", "seen"));
-    let [first, second] = found[..] else { panic!("{found:?}") };
-    assert!(before <= first && first <= second && second <= now(), "{before} {found:?}");
+    assert_eq!(found.len(), 2);
+    // The system's time may be set at any moment, and not only forward.
+    assert!(found.iter().all(|seen| (seen - now()).abs() < 60.0), "{found:?}");
     drop(bench);
     clear();
     sampler.poll();

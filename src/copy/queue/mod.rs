@@ -677,7 +677,8 @@ impl CopyQueue {
     /// # Errors
     /// [`Error::Timeout`]: some are still under way. What the device was lost with.
     pub fn shutdown(&self, timeout: Duration) -> Result<()> {
-        self.finish(Instant::now().checked_add(timeout), true)
+        let since = Instant::now();
+        self.finish(since.checked_add(timeout), true).map_err(|error| error.waited(since))
     }
 
     fn finish(&self, deadline: Option<Instant>, close: bool) -> Result<()> {

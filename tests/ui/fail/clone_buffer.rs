@@ -4,7 +4,7 @@
 use pinpool::PinnedBuf;
 
 fn misuse(buf: PinnedBuf) {
-    let other: PinnedBuf = buf.clone();
+    let other: PinnedBuf = buf.clone(); //~ E0599
     drop((buf, other));
 }
 

@@ -5,7 +5,7 @@ use pinpool::{DeviceSlice, PinnedBuf, Stream};
 
 fn misuse(stream: &Stream, buf: PinnedBuf, from: DeviceSlice) {
     let buf = std::sync::Arc::new(buf);
-    drop(stream.download(from, buf).unwrap());
+    drop(stream.download(from, buf).unwrap()); //~ E0277
 }
 
 fn main() {}

@@ -6,7 +6,7 @@ use pinpool::{DeviceSlice, PinnedBuf, Stream};
 fn misuse(stream: &Stream, buf: PinnedBuf, to: DeviceSlice) {
     let sent = stream.upload(buf, to).unwrap();
     let back = sent.wait().unwrap();
-    sent.is_done().unwrap();
+    sent.is_done().unwrap(); //~ E0382
     drop(back);
 }
 

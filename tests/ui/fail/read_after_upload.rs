@@ -5,7 +5,7 @@ use pinpool::{DeviceSlice, PinnedBuf, Stream};
 
 fn misuse(stream: &Stream, buf: PinnedBuf, to: DeviceSlice) {
     let sent = stream.upload(buf, to).unwrap();
-    let _first = buf[0];
+    let _first = buf[0]; //~ E0382
     drop(sent);
 }
 

@@ -6,7 +6,7 @@ use pinpool::{DeviceSlice, PinnedBuf, Stream};
 fn misuse(stream: &Stream, buf: PinnedBuf, from: DeviceSlice) {
     let landing = stream.download(from, buf).unwrap();
     let landing = landing;
-    let _first = landing[0];
+    let _first = landing[0]; //~ E0608
 }
 
 fn main() {}

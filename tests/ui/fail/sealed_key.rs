@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 fn done<B: pinpool::Lend>(buf: B) -> bool {
-    buf.finish(None, Default::default()).is_ok()
+    buf.finish(None, Default::default()).is_ok() //~ E0277
 }
 
 fn main() {

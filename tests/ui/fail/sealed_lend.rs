@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 fn let_go<B: pinpool::Lend>(buf: B) {
-    buf.abandon();
+    buf.abandon(); //~ E0061
 }
 
 fn main() {

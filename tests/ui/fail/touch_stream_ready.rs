@@ -6,7 +6,7 @@ use pinpool::{Pool, Stream};
 fn misuse(pool: &Pool, stream: &Stream) {
     let landing = pool.checkout_on(stream, 64).unwrap();
     let mut landing = landing;
-    landing.extend_from_slice(b"mine");
+    landing.extend_from_slice(b"mine"); //~ E0599
 }
 
 fn main() {}

@@ -4,7 +4,7 @@
 use pinpool::{DeviceSlice, Stream};
 
 fn misuse(stream: &Stream, bytes: &[u8], to: DeviceSlice) {
-    stream.upload(bytes, to).unwrap();
+    stream.upload(bytes, to).unwrap(); //~ E0277
 }
 
 fn main() {}

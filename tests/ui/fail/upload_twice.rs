@@ -4,7 +4,7 @@
 use pinpool::{DeviceSlice, PinnedBuf, Stream};
 
 fn misuse(stream: &Stream, buf: PinnedBuf, to: DeviceSlice) {
-    let first = stream.upload(buf.clone(), &to).unwrap();
+    let first = stream.upload(buf.clone(), &to).unwrap(); //~ E0599
     let second = stream.upload(buf, &to).unwrap();
     drop((first, second));
 }

@@ -4,7 +4,7 @@
 use pinpool::{DeviceSlice, Stream, UnpinnedBuf};
 
 fn misuse(stream: &Stream, buf: UnpinnedBuf, to: DeviceSlice) {
-    drop(stream.upload(buf, to).unwrap());
+    drop(stream.upload(buf, to).unwrap()); //~ E0277
 }
 
 fn main() {}

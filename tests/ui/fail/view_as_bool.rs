@@ -4,7 +4,7 @@
 use pinpool::PinnedBuf;
 
 fn misuse(buf: &PinnedBuf) {
-    let _view = buf.view::<bool>().unwrap();
+    let _view = buf.view::<bool>().unwrap(); //~ E0277
 }
 
 fn main() {}

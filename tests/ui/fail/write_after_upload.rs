@@ -5,7 +5,7 @@ use pinpool::{DeviceSlice, PinnedBuf, Stream};
 
 fn misuse(stream: &Stream, mut buf: PinnedBuf, to: DeviceSlice) {
     let sent = stream.upload(buf, to).unwrap();
-    buf.extend_from_slice(b"late");
+    buf.extend_from_slice(b"late"); //~ E0382
     drop(sent);
 }
 

@@ -6,7 +6,7 @@ use pinpool::PinnedBuf;
 fn misuse(mut buf: PinnedBuf) {
     std::thread::scope(|scope| {
         scope.spawn(|| buf.clear());
-        scope.spawn(|| buf.clear());
+        scope.spawn(|| buf.clear()); //~ E0499
     });
 }
 
