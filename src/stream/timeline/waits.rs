@@ -118,7 +118,7 @@ impl Timeline {
         if crate::sync::finds_out() {
             // The thread would wait for itself.
             return Err(Error::Unsupported(
-                "a wait for a copy from a waker, which runs on the thread that finds out what is done; wake a task or thread \
+                "a wait for a copy from a waker, which runs on a thread that completes copies; wake a task or a thread \
                  of your own, and wait there"
                     .into(),
             ));
