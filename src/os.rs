@@ -12,8 +12,8 @@
 //! used to predict: a process with CAP_IPC_LOCK is not bound by it.
 //!
 //! Invariant: nothing here keeps a state of the pool's, or calls foreign code other than events. Files:
-//! this one has memory, processors and what `/proc` tells; [`file`] the calls on files; [`thread`] starts threads;
-//! [`barrier`] has the barrier for all threads, and what replaces it; [`fork`] says what a fork does. Every module may
+//! this one has memory, processors and what `/proc` tells; `file` the calls on files; `thread` starts threads;
+//! `barrier` has the barrier for all threads, and what replaces it; `fork` says what a fork does. Every module may
 //! call this one.
 //!
 //! The crate runs on Linux. On other systems everything here exists and returns that it is unsupported.

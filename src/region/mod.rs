@@ -23,7 +23,8 @@
 //!
 //! # Invariants
 //!
-//! - Pinning, unpinning, allocating and freeing happen on the device's worker thread only, one extent a job.
+//! - Pinning, unpinning, allocating and freeing happen on the device's worker thread only. What is pinned or allocated
+//!   is one job for each extent.
 //! - A region is given back only when no buffer and no thread can reach it any more. If its driver cannot unpin it, its
 //!   mapping stays for good, since the device may still reach it.
 //! - Each region knows where it came from ([`source`]) and is given back there, by the device that made it.

@@ -32,7 +32,8 @@ const IDLE_LOOKS: u32 = 16;
 
 #[derive(Debug, Default)]
 struct Inbox {
-    arrived: Vec<Arc<Timeline>>,
+    /// Timelines that have put themselves on the list since the last round.
+    listed: Vec<Arc<Timeline>>,
     /// Every timeline of the device, for statistics and for [`Listing::advance`].
     known: Vec<Weak<Timeline>>,
     asleep: bool,
@@ -44,7 +45,7 @@ struct Inbox {
 #[derive(Debug, Default)]
 struct ReaperShared {
     inbox: Mutex<Inbox>,
-    bell: Condvar,
+    doorbell: Condvar,
 }
 
 /// The side of the reaper that timelines hold: they put themselves on its list.
@@ -74,9 +75,9 @@ impl Listing {
     /// Lists a timeline that has become busy.
     pub(crate) fn list(&self, timeline: &Arc<Timeline>) {
         let mut inbox = self.0.inbox.lock();
-        inbox.arrived.push(timeline.clone());
+        inbox.listed.push(timeline.clone());
         if inbox.asleep {
-            self.0.bell.notify_one();
+            self.0.doorbell.notify_one();
         }
     }
 
@@ -85,7 +86,7 @@ impl Listing {
         let mut inbox = self.0.inbox.lock();
         if !inbox.expedite {
             inbox.expedite = true;
-            self.0.bell.notify_one();
+            self.0.doorbell.notify_one();
         }
     }
 
@@ -98,8 +99,8 @@ impl Listing {
         }
         // Without a reaper thread nothing else empties the list. The timelines are dropped after the lock is released.
         let mut inbox = self.0.inbox.lock();
-        let (idle, busy) = std::mem::take(&mut inbox.arrived).into_iter().partition(|t| t.unlist());
-        inbox.arrived = busy;
+        let (idle, busy) = std::mem::take(&mut inbox.listed).into_iter().partition(|t| t.unlist());
+        inbox.listed = busy;
         drop(inbox);
         let idle: Vec<Arc<Timeline>> = idle;
         drop(idle);
@@ -145,7 +146,7 @@ impl Drop for Reaper {
             self.listing.advance();
         }
         self.listing.0.inbox.lock().closing = true;
-        self.listing.0.bell.notify_one();
+        self.listing.0.doorbell.notify_one();
     }
 }
 
@@ -156,19 +157,19 @@ fn run(shared: &ReaperShared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
     loop {
         {
             let mut inbox = shared.inbox.lock();
-            while busy.is_empty() && inbox.arrived.is_empty() {
+            while busy.is_empty() && inbox.listed.is_empty() {
                 if inbox.closing {
                     return;
                 }
                 inbox.asleep = true;
                 inbox.expedite = false;
-                shared.bell.wait(&mut inbox);
+                shared.doorbell.wait(&mut inbox);
                 inbox.asleep = false;
             }
-            if !inbox.arrived.is_empty() || std::mem::take(&mut inbox.expedite) {
+            if !inbox.listed.is_empty() || std::mem::take(&mut inbox.expedite) {
                 progressed = Instant::now();
             }
-            busy.extend(inbox.arrived.drain(..).map(|t| (t, 0)));
+            busy.extend(inbox.listed.drain(..).map(|t| (t, 0)));
         }
         let mut progress = false;
         for (timeline, idle) in &mut *busy {
@@ -181,8 +182,8 @@ fn run(shared: &ReaperShared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
         }
         let pause = (progressed.elapsed() / 8).clamp(SHORTEST_SLEEP, LONGEST_SLEEP);
         let mut inbox = shared.inbox.lock();
-        if !inbox.expedite && inbox.arrived.is_empty() {
-            shared.bell.wait_for(&mut inbox, pause);
+        if !inbox.expedite && inbox.listed.is_empty() {
+            shared.doorbell.wait_for(&mut inbox, pause);
         }
     }
 }

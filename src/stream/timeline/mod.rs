@@ -22,8 +22,8 @@
 //! # Asking the driver
 //!
 //! Asking about an event is cheap for one thread and very dear for many at once (138 ns alone, 7.6 us among sixteen).
-//! So one thread asks per timeline: asking is a role that a thread takes by one compare-and-swap, a thread in `wait()`
-//! or else the reaper. All other threads read `completed`.
+//! So one thread asks per timeline: asking is a role that a thread takes by one compare-and-swap. It is a thread that
+//! waits or polls, or else the reaper. All other threads read `completed`.
 //!
 //! # Completion
 //!
@@ -48,9 +48,10 @@
 //!
 //! - An entry is first in `pending` (its driver call is under way), then in `entries` (in flight), and in one of them
 //!   only. A claimed segment is in `claims` instead.
-//! - `completed` only grows. `events` has only events whose recording succeeded, in the order of their recording.
-//! - A closed number without a published event is at most `unpublished`, so an event for it is due.
-//! - A lost timeline (`lost`) has no events and no entries, and no event is recorded for it any more.
+//! - `completed` only grows. `events` has only events whose recording succeeded.
+//! - A closed number that no published event covers is at most `unpublished`, or its event is being recorded. So an
+//!   event for it is due or under way.
+//! - A lost timeline (`lost`) has no published events and no entries, and gets none any more.
 //!
 //! # Files, in the order to read them
 //!
@@ -96,8 +97,8 @@ const SEQ_BYTES: usize = 4 << 20;
 /// Failures in a row of recording, or of asking, after which the timeline is given up. (Under loom after the first,
 /// since each attempt is a part of the model.)
 const EVENT_TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
-/// One in this many submissions to a stream is timed, the first among them: a clock read for each would cost about as
-/// much as recording an event.
+/// One in this many submissions to a stream is timed, the first among them: a clock read for each would be noticeable
+/// beside the cost of recording an event.
 pub(crate) const TIMED: u64 = 16;
 
 /// Bytes of one central pool on this timeline.
@@ -128,7 +129,7 @@ struct TimelineState {
     /// Entries in flight by sequence number, oldest first.
     entries: VecDeque<(u64, TimelineEntry)>,
     claims: Slab<Claim>,
-    /// Published events in the order of their recording, each with the highest sequence number that it covers.
+    /// Published events in the order of their publication, each with the highest sequence number that it covers.
     events: VecDeque<(u64, EventHandle)>,
     waiting: Slab<Waiting>,
     next_wait: u64,
@@ -199,7 +200,7 @@ impl Timeline {
     /// The timeline of a stream that the program made. `claims`: the stream has no other timeline.
     #[cfg_attr(
         not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
+        allow(dead_code, reason = "only accelerators' streams are shared")
     )]
     pub(crate) fn adopted(
         context: Arc<Context>,
@@ -306,7 +307,7 @@ impl Timeline {
     /// From here on the stream is shared.
     #[cfg_attr(
         not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
+        allow(dead_code, reason = "only accelerators' streams are shared")
     )]
     pub(crate) fn share(&self) {
         {
@@ -320,7 +321,7 @@ impl Timeline {
     /// Gives `keep_alive` to the timeline, unless it has one already: that one keeps the same stream alive.
     #[cfg_attr(
         not(any(feature = "acl", feature = "cuda")),
-        allow(dead_code, reason = "only others' streams are shared")
+        allow(dead_code, reason = "only accelerators' streams are shared")
     )]
     pub(crate) fn keep(&self, keep_alive: KeepAlive) {
         let _ = self.keep_alive.set(keep_alive);

@@ -1,8 +1,9 @@
 //! What an entry keeps, and what becomes of it when the device is done with it or can never be shown to be.
 //!
 //! For each segment the handle and the timeline meet in its state word ([`crate::freelist::descriptor`]);
-//! [`complete_segment`] and [`quarantine_segment`] are the timeline's side of that. They run under the timeline's lock.
-//! What follows from them (returns, drops, wakes) is collected in [`After`] and done when the lock is released.
+//! [`complete_segment`] and [`quarantine_segment`] are the timeline's side of that. For an entry they run under the
+//! timeline's lock; what follows from them (returns, drops, wakes) is collected in [`After`] and done when the lock is
+//! released. A copy of a batch has a [`RetainedResource`] in place of an entry.
 
 #![allow(unsafe_code)]
 
@@ -227,12 +228,12 @@ impl RetainedResource {
             }
             Retained::Nothing => None,
         };
-        let gone = returned.is_some();
+        let was_dropped = returned.is_some();
         if let Some(segment) = returned {
             // SAFETY: completed: the handle is gone, and by the caller's word the device is done with it.
             unsafe { segment.release() };
         }
-        gone
+        was_dropped
     }
 
     /// The device can never be shown to be done with it. Returns what is quarantined by that.
@@ -259,12 +260,14 @@ impl Retained {
     }
 }
 
-/// The device is done with a segment: leaves it to its handle, or returns it if the handle was dropped.
+/// The device is done with a segment: leaves it to its handle; or, if the handle was dropped, gives it to the caller,
+/// which has to return it to the pool.
 pub(super) fn complete_segment(segment: &Segment, word: Word) -> Option<Segment> {
     match segment.descriptor().compare_exchange(word, state::COMPLETED) {
         Ok(_) => None,
         Err(found) if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") => {
-            // Only the claimer and this function change a word from DETACHED, both under the timeline's lock.
+            // Only a claimer and the completing thread change a word from DETACHED, and where claims are possible both
+            // hold the timeline's lock.
             segment.descriptor().compare_exchange(found, state::HOST).ok().map(|_| segment.alias())
         }
         Err(_) => None,

@@ -139,7 +139,7 @@ fn a_panic_of_the_reaper_costs_one_stream() {
     drop(other.upload(back, &memory).unwrap());
     let since = Instant::now();
     while out(&pool) > kept {
-        assert!(since.elapsed() < Duration::from_secs(20), "the reaper is gone: {:?}", pool.stats());
+        assert!(since.elapsed() < Duration::from_secs(20), "the reaper has ended: {:?}", pool.stats());
         std::thread::sleep(Duration::from_millis(1));
     }
     pool.check().unwrap();

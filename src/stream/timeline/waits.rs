@@ -57,7 +57,7 @@ impl Timeline {
     /// The error with which the stream was lost: the number never will be complete. [`Error::Forked`] in the child of a
     /// fork.
     pub(crate) fn is_complete(&self, seq: u64) -> Result<bool> {
-        // First: in the child of a fork nothing that was in flight ever completes, whatever `completed` says.
+        // First: in the child of a fork the memory is not there, even if the parent's device was done with it.
         crate::os::check_fork()?;
         // Acquire: pairs with the release in `complete`.
         if self.completed.load(Ordering::Acquire) >= seq {
@@ -241,8 +241,8 @@ impl TimelineState {
 
     #[must_use = "to be dropped after the lock"]
     fn stop_waiting(&mut self, key: WaitKey) -> Option<Wake> {
-        let theirs = self.waiting.get(key.place).is_some_and(|w| w.id == key.id);
-        theirs.then(|| self.waiting.remove(key.place).wake)
+        let is_waiting = self.waiting.get(key.place).is_some_and(|w| w.id == key.id);
+        is_waiting.then(|| self.waiting.remove(key.place).wake)
     }
 }
 
