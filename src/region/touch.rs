@@ -225,7 +225,7 @@ impl TouchWork {
         drop(progress);
         self.moved.notify_all();
         // After the unit was counted, since a thread may wait for it: the subscriber is the program's code, and may
-        // block.
+        // panic or block.
         if gives_up {
             crate::foreign::info!(
                 target: "pinpool::region",
