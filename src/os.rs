@@ -11,10 +11,11 @@
 //! way, by raising the memlock limit, so they become one error that shows the limit. The limit is only shown, never
 //! used to predict: a process with CAP_IPC_LOCK is not bound by it.
 //!
-//! Invariant: nothing here keeps a state of the pool's, or calls foreign code other than events. Files:
-//! this one has memory, processors and what `/proc` tells; `file` the calls on files; `thread` starts threads;
-//! `barrier` has the barrier for all threads, and what replaces it; `fork` says what a fork does. Every module may
-//! call this one.
+//! Nothing here keeps a state of the pool's, and the only foreign code that it calls is the subscriber's, by events.
+//!
+//! This file has the calls on memory and processors, and what `/proc` tells. `file` has the calls on files, `thread`
+//! starts threads, `barrier` has the barrier for all threads and what replaces it, and `fork` says what a fork does.
+//! Every module may call this one.
 //!
 //! The crate runs on Linux. On other systems everything here exists and returns that it is unsupported.
 
