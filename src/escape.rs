@@ -1,31 +1,31 @@
-//! Text that others wrote, made fit to be shown: on a terminal, in a line of a log, in an error's message.
+//! Text from outside, made fit to be shown: on a terminal, in a line of a log, in an error's message.
 //!
-//! A file, a name or a server may say anything: sequences that steer a terminal, newlines that forge a line of a log, marks
-//! that turn text around or take no room, or nine megabytes. What is shown of it has its control characters, its marks of
-//! direction and its invisible characters written out (`\u{1b}`), and an end. All of the crate, the command line included,
-//! goes through [`Shown`] or [`clean`].
+//! A file, a name or a server may contain anything: sequences that steer a terminal, newlines that forge a line of a
+//! log, characters that reverse text or take no room, or nine megabytes. What is shown of it has its control
+//! characters, its direction characters and its invisible characters escaped (`\u{1b}`), and a greatest length. The
+//! whole crate, the command line included, shows such text through [`Shown`], [`text`] or [`clean`].
 //!
-//! Backslashes stay as they are, so that what was escaped is not escaped again where messages are put together.
+//! Backslashes stay as they are, so that an escaped text is not escaped again when messages are put together.
 
 use std::borrow::Cow;
 use std::fmt::{self, Display, Formatter, Write};
 
-/// Characters of a name that are shown at most.
+/// The most characters of a name that are shown.
 pub const NAME: usize = 200;
-/// The same of a message: it may have a path in it (Linux's `PATH_MAX` is 4096).
+/// The most characters of a message that are shown: it may have a path in it (Linux's `PATH_MAX` is 4096).
 pub const TEXT: usize = 5000;
 
-/// The start of what this says, with so many characters at most, and `...` if there is more.
+/// Displays the start of a value: at most this many characters, and `...` if there are more.
 pub struct Shown<'a, T: ?Sized>(pub &'a T, pub usize);
 
-/// A message.
+/// A message, shown up to [`TEXT`] characters.
 pub fn text<T: Display + ?Sized>(what: &T) -> Shown<'_, T> {
     Shown(what, TEXT)
 }
 
-/// A text as [`Shown`] shows it, without a copy where that is the same.
+/// A text as [`Shown`] shows it, without a copy if that is the same text.
 pub fn clean(text: &str, most: usize) -> Cow<'_, str> {
-    // (As many bytes are at least as many characters.)
+    // (A text has at least as many bytes as characters.)
     if text.len() <= most && text.chars().all(is_plain) {
         return text.into();
     }
@@ -36,14 +36,14 @@ impl<T: Display + ?Sized> Display for Shown<'_, T> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let mut writer = Escaping { f, left: self.1, over: false };
         match write!(writer, "{}", self.0) {
-            // Told to stop.
+            // The writer stopped it.
             Err(_) if writer.over => f.write_str("..."),
             result => result,
         }
     }
 }
 
-/// Passes on so many characters, escaped, and stops.
+/// Passes on this many characters, escaped, and then stops the writing.
 struct Escaping<'a, 'b> {
     f: &'a mut Formatter<'b>,
     left: usize,
@@ -70,16 +70,16 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// Whether a character shows as itself, and does nothing else.
+/// Whether a character is shown as itself and does nothing else.
 fn is_plain(character: char) -> bool {
     match character {
         ' '..='~' => true,
         '\0'..='\u{9f}' => false,
-        // Unicode's Default_Ignorable_Code_Point, as far as they count as letters or marks: they show as nothing.
+        // Unicode's Default_Ignorable_Code_Point, as far as they count as letters or marks: they are shown as nothing.
         '\u{34f}' | '\u{115f}' | '\u{1160}' | '\u{17b4}' | '\u{17b5}' | '\u{3164}' | '\u{ffa0}' => false,
         '\u{180b}'..='\u{180f}' | '\u{fe00}'..='\u{fe0f}' | '\u{e0000}'..='\u{e0fff}' => false,
-        // The standard library knows which characters can be printed: none of the categories Cc, Cf (directions, what has no
-        // width), Zl, Zp, Cs, Co and Cn. An accent is printed where it follows a letter.
+        // The standard library knows which characters can be printed: none of the categories Cc, Cf (directions, zero
+        // width), Zl, Zp, Cs, Co and Cn. An accent is printed if it follows a letter.
         _ => {
             let mut bytes = *b"a\0\0\0\0";
             let len = 1 + character.encode_utf8(&mut bytes[1..]).len();
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(Shown("a\u{1b}b", 6).to_string(), "a...", "no part of an escape");
         assert_eq!(clean("ééé", 3), "ééé");
         assert!(matches!(clean("abc", 3), Cow::Borrowed(_)));
-        // What writes on and on is stopped.
+        // A writer without end is stopped.
         struct Endless;
         impl Display for Endless {
             fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {

@@ -1,42 +1,46 @@
-//! Foreign code: what this crate calls and did not write.
+//! Foreign code: code that this crate calls and that is not part of it.
 //!
-//! A pool is embedded, so its calls run code of others: `tracing` subscribers and `metrics` recorders, wakers, the drop
-//! of values that were lent or registered, sources and sinks, callbacks. Any of it may panic (with a payload whose drop
-//! panics, too), block, or call back into the pool. No invariant of the crate rests on it.
+//! A program embeds the pool, so the pool's calls run code of the program: `tracing` subscribers and `metrics`
+//! recorders, wakers, the drop of values that were lent or registered, sources and sinks, callbacks. Any of it may
+//! panic (also with a payload whose drop panics), block, or call back into the pool. No invariant of the crate rests on
+//! it.
 //!
 //! # The rule
 //!
 //! 1. Foreign code runs under no lock of the crate, nor between the driver's acceptance of work and the timeline's
 //!    entry for it, nor on a thread that has lent borrowed memory to a device.
-//! 2. Each call of it goes through this module, which catches a panic, disposes of the payload, says what follows, and
-//!    returns to its caller. So foreign code never unwinds through a frame of the crate, but for what a caller gives a
-//!    call for its own duration, on its own thread: a reader, a writer, a closure. Such a call puts its state in order
-//!    by its drops.
+//! 2. Each call of it goes through this module, which catches a panic, drops the payload, logs what follows, and
+//!    returns to its caller. So foreign code never unwinds through a frame of the crate. The exception is what a caller
+//!    gives a call for its own duration, on its own thread: a reader, a writer, a closure. The drops in such a call put
+//!    its state in order.
 //! 3. The crate's own threads go on after a panic that reaches the top of their loop.
 //!
 //! # How the rule is kept
 //!
 //! - A [`Deferral`] marks a section in which foreign code must not run. Each guard of a lock (`locks`) has one, so has
 //!   each submission of a timeline, and so has each blocking copy of borrowed memory. A thread's deferrals nest.
-//! - Events, wakes and drops that come up in such a section are kept by the thread, and run when its last deferral
+//! - Events, wakes and drops that come up in such a section are queued on the thread, and run when its last deferral
 //!   ends: after the unlock, the entry, the return of the borrow. Wakes come first, then the others in order.
-//! - What returns a value to the crate (a source's bytes, a recorder's handle) cannot be put off. [`call`] asserts in
-//!   debug builds that no deferral is active.
-//! - Wakes are made by a loop: a wake that comes up while this thread wakes waits for its turn. So a waker that polls
-//!   its task at once, which wakes another, takes no stack for each of them. Events take turns in the same way. But a
-//!   wake waits for no event and for no drop: a subscriber may run tasks of its own until they are done.
-//! - [`Owned`] holds a value of the caller's. Its drop goes through this module wherever the value is dropped.
-//! - The macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) are denied by clippy
-//!   (`clippy.toml`) in the library but here, and so are locks without a deferral, but in `locks`. Two macros that this
-//!   module's own expand to, `tracing::event!` and `tracing::span!`, are looked for by a test. The helpers of
+//! - Foreign code that returns a value to the crate (a source's bytes, a recorder's handle) cannot be put off. [`call`]
+//!   asserts in debug builds that no deferral is active.
+//! - Wakes are made by a loop: a wake that comes up while this thread runs a waker waits for its turn. So wakers that
+//!   poll their tasks at once, which wake others, need no stack for each of them. Events take turns in the same way.
+//!   But a wake waits for no event and for no drop: a subscriber may run tasks of its own until they are done.
+//! - [`Owned`] holds a value of the program's. Its drop goes through this module wherever the value is dropped.
+//! - Clippy denies the macros and methods that call foreign code (`tracing`'s, `Waker::wake`, `catch_unwind`) in the
+//!   whole library but here, and locks without a deferral in the whole library but in `locks` (`clippy.toml`). A test
+//!   looks for the two macros that this module's own expand to, `tracing::event!` and `tracing::span!`. The helpers of
 //!   `copy::queue` catch a panic of the crate's own work, and pass it on to the caller that shares the work.
 //!
 //! Unparking a thread is the standard library's code, and is not deferred.
 //!
-//! Under loom foreign code runs at once: the models' threads take turns on one thread of the system, and share its
+//! Under loom foreign code runs at once: a model's threads take turns on one thread of the system, and share its
 //! thread-locals.
+//!
+//! This file reads from top to bottom: the deferrals and the queues, then the calls, then events and spans. Every
+//! module above the base calls it.
 
-// This is the one module that may.
+// The lint's exception: this module calls foreign code for all others.
 #![allow(clippy::disallowed_macros, clippy::disallowed_methods)]
 
 use std::any::Any;
@@ -53,18 +57,19 @@ use std::task::Waker;
 use tracing::field::DisplayValue;
 use tracing::level_filters::{LevelFilter, STATIC_MAX_LEVEL};
 
-/// Foreign code that was put off, but for wakes.
+/// Foreign code that was put off, except wakes.
 enum DeferredWork {
     Event(Box<dyn FnOnce() + Send>),
     Drop(Box<dyn FnOnce() + Send>),
-    /// The crate's own, and calls foreign code.
+    /// Work of the crate's own that calls foreign code.
     Job(Box<dyn FnOnce() + Send>),
 }
 
 impl DeferredWork {
     fn run(self) {
         match self {
-            // The panic hook has told of it, and a subscriber that panics is not to be told by another event.
+            // The panic hook has reported the panic. No event reports it too, since that would go to the same
+            // subscriber.
             Self::Event(tell) => _ = guard(tell),
             Self::Drop(discard) => _ = call(DROP_PANICKED, discard),
             Self::Job(job) => job(),
@@ -99,14 +104,14 @@ const WAKER_PANICKED: &str = "a waker panicked: its task may not be polled again
 const DROP_PANICKED: &str = "dropping a value of the caller's panicked: what it had not freed yet is leaked";
 
 struct ThreadState {
-    /// Deferrals of this thread that have not ended.
+    /// The number of deferrals of this thread that have not ended.
     deferrals: Cell<usize>,
-    /// Whether this thread wakes, in a frame further out.
+    /// Whether a frame further out on this thread is running wakers.
     waking: Cell<bool>,
-    /// Whether it does anything else that can be put off there.
+    /// Whether a frame further out on this thread is running other foreign code that can be put off.
     running: Cell<bool>,
-    /// Each in order. Never dropped, so that the thread's last destructors can still reach them; empty whenever no
-    /// deferral is active and nothing runs.
+    /// Queues, each in order. They have no destructor, so that the thread's last destructors can still use them; they
+    /// are empty whenever no deferral is active and nothing runs.
     wakes: DeferredQueue<Waking>,
     later: DeferredQueue<DeferredWork>,
 }
@@ -117,13 +122,13 @@ const fn queue<T>() -> DeferredQueue<T> {
     RefCell::new(ManuallyDrop::new(VecDeque::new()))
 }
 
-/// Gives an empty queue's memory back: nothing else does at the thread's end.
+/// Frees an empty queue's memory, since the queue has no destructor.
 fn shrink<T>(queue: &DeferredQueue<T>) {
     drop(ManuallyDrop::into_inner(queue.replace(ManuallyDrop::new(VecDeque::new()))));
 }
 
 impl ThreadState {
-    /// Whether anything was put off.
+    /// Whether any work was put off.
     #[inline]
     fn has_any(&self) -> bool {
         !self.wakes.borrow().is_empty() || !self.later.borrow().is_empty()
@@ -142,11 +147,11 @@ std::thread_local! {
     };
 }
 
-/// While it lives, this thread puts foreign code off. See the module's page.
+/// While this lives, its thread puts foreign code off. See the module's page.
 #[derive(Debug)]
 #[must_use = "foreign code is put off for as long as this lives"]
 pub(crate) struct Deferral {
-    /// It belongs to its thread.
+    /// Keeps it on its thread.
     _thread: PhantomData<*const ()>,
 }
 
@@ -174,8 +179,8 @@ impl Drop for Deferral {
     }
 }
 
-/// Runs `inside` as if the innermost deferral had ended, and starts that again afterwards: for a lock that is given up
-/// for a moment. What was put off runs first, if no other deferral is active.
+/// Runs `inside` as if the innermost deferral had ended, and starts that deferral again afterwards: for a lock that is
+/// released for a moment. If no other deferral is active, what was put off runs first.
 pub(crate) fn lifted<R>(inside: impl FnOnce() -> R) -> R {
     struct Again;
     impl Drop for Again {
@@ -183,7 +188,7 @@ pub(crate) fn lifted<R>(inside: impl FnOnce() -> R) -> R {
             std::mem::forget(defer());
         }
     }
-    // Ends the deferral of the caller's guard, which is started again below, on unwinding too.
+    // Ends the deferral of the caller's guard. `Again` starts it again, also on unwinding.
     drop(Deferral { _thread: PhantomData });
     let _again = Again;
     inside()
@@ -197,14 +202,14 @@ pub(crate) fn is_work_due() -> bool {
     })
 }
 
-/// Runs what was put off: all wakes, then one of the others, and so on. A wake waits for nothing but other wakes.
+/// Runs what was put off: all wakes, then one of the others, and so on. A wake waits for other wakes only.
 #[cold]
 fn run_deferred(state: &ThreadState) {
-    // Otherwise a frame further out does, once it has control again.
+    // If wakers run already, the frame further out that runs them goes on with the queue.
     while !state.waking.get() {
         state.waking.set(true);
         loop {
-            // Taken in a statement of its own, here and below: what runs may put more off.
+            // A statement of its own, here and below, ends the borrow: what runs may put more off.
             let next = state.wakes.borrow_mut().pop_front();
             let Some(wake) = next else { break };
             wake.run();
@@ -226,7 +231,7 @@ fn run_deferred(state: &ThreadState) {
     }
 }
 
-/// Makes a wake: now, or where this thread puts it off or makes another, later.
+/// Runs a waker: now; or later, if this thread puts foreign code off or runs another waker.
 fn wake_later(wake: Waking) {
     if cfg!(loom) {
         return wake.run();
@@ -244,7 +249,8 @@ fn wake_later(wake: Waking) {
     });
 }
 
-/// Runs foreign code that nothing waits for: now, or where this thread puts it off or runs such code already, later.
+/// Runs foreign code whose result nothing waits for: now; or later, if this thread puts it off or runs such code
+/// already.
 fn later(work: DeferredWork) {
     if cfg!(loom) {
         return work.run();
@@ -262,23 +268,22 @@ fn later(work: DeferredWork) {
     });
 }
 
-// --- calls
-// ---------------------------------------------------------------------------------------------------------------
+// --- calls -----------------------------------------------------------------------------------------------------------
 
-/// Catches a panic of `run`. The payload is dropped here, where its own drop may panic.
+/// Catches a panic of `run`. The payload is dropped here, and its drop may panic too.
 fn guard<R>(run: impl FnOnce() -> R) -> Option<R> {
     catch_unwind(AssertUnwindSafe(run)).map_err(dispose).ok()
 }
 
 fn dispose(payload: Box<dyn Any + Send>) {
     if let Err(next) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
-        // Dropping the next may panic in turn, without end: it is leaked.
+        // Dropping this one may panic in turn, without end: it is leaked.
         std::mem::forget(next);
     }
 }
 
-/// Calls foreign code and returns what it returns, or `None` if it panicked. `panicked` then goes into the log: what
-/// panicked, and what follows.
+/// Calls foreign code and returns its result, or `None` if it panicked. Then `panicked` is logged: what panicked, and
+/// what follows.
 pub(crate) fn call<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
     debug_assert!(may_call(), "foreign code is called where it must be put off");
     let result = guard(run);
@@ -288,8 +293,8 @@ pub(crate) fn call<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option
     result
 }
 
-/// Runs code of the crate's own at the top of one of its threads, or where it must not unwind. It may use deferrals as
-/// it likes, and none of its own are active when it has panicked.
+/// Runs code of the crate's own at the top of one of its threads, or where it must not unwind. That code may use
+/// deferrals; when it has panicked, none of them is active.
 pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Option<R> {
     let result = guard(run);
     if result.is_none() {
@@ -298,9 +303,10 @@ pub(crate) fn survive<R>(panicked: &'static str, run: impl FnOnce() -> R) -> Opt
     result
 }
 
-/// Runs a thread of the crate's: `run` again where it has panicked, until it returns by itself. Said once.
+/// Runs a thread of the crate's: runs `run` again after each panic, until it returns by itself. Only the first panic is
+/// logged.
 pub(crate) fn live(panicked: &'static str, mut run: impl FnMut()) {
-    /// Between two attempts: one that panics again at once is not to take a processor for itself.
+    /// The pause between two attempts: code that panics again at once must not use up a processor.
     const RETRY_PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
     if survive(panicked, &mut run).is_some() {
         return;
@@ -313,12 +319,12 @@ pub(crate) fn live(panicked: &'static str, mut run: impl FnMut()) {
     }
 }
 
-/// A task that waits: its waker. Nothing where cloning that has panicked.
+/// A waiting task: its waker, or nothing if cloning the waker panicked.
 #[derive(Debug)]
 pub(crate) struct Task(Option<Owned<Waker>>);
 
 impl Task {
-    /// Clones the waker. Not to be called where foreign code must be put off.
+    /// Clones the waker. Must not be called where foreign code must be put off.
     pub(crate) fn of(waker: &Waker) -> Self {
         Self(call("cloning a waker panicked: its task is not woken", || waker.clone()).map(Owned::new))
     }
@@ -331,13 +337,13 @@ impl Task {
         wake_later(Waking::Own(self));
     }
 
-    /// Wakes a task that others may wake, too.
+    /// Wakes a task that other threads may wake too.
     pub(crate) fn wake_shared(self: Arc<Self>) {
         wake_later(Waking::Shared(self));
     }
 }
 
-/// Drops a value of the caller's: now, or where this thread puts foreign code off, later.
+/// Drops a value of the program's: now; or later, if this thread puts foreign code off.
 pub(crate) fn discard<T: Send + 'static>(value: T) {
     if !std::mem::needs_drop::<T>() {
         return;
@@ -345,20 +351,20 @@ pub(crate) fn discard<T: Send + 'static>(value: T) {
     if cfg!(not(loom)) && STATE.with(|state| state.deferrals.get() > 0) {
         return later(DeferredWork::Drop(Box::new(move || drop(value))));
     }
-    // Not one by one after another, as wakes: the caller may rely on its being gone.
+    // Unlike wakes, a drop does not wait for its turn: the caller may rely on the value being dropped.
     _ = call(DROP_PANICKED, || drop(value));
 }
 
-/// Runs a job of the crate's that may call foreign code and that nothing waits for: now, or where this thread puts such
-/// code off, later.
+/// Runs a job of the crate's that may call foreign code and that nothing waits for: now; or later, if this thread puts
+/// such code off.
 pub(crate) fn when_allowed(job: Box<dyn FnOnce() + Send>) {
     if may_call() { job() } else { later(DeferredWork::Job(job)) }
 }
 
-/// A value of the caller's. Wherever it is dropped, that is foreign code, and goes the way of [`discard`].
+/// A value of the program's. Its drop, wherever it happens, is foreign code and goes through [`discard`].
 pub(crate) struct Owned<T: Send + 'static>(ManuallyDrop<T>);
 
-/// What keeps alive what others made: a context, a stream.
+/// What keeps an adopted context or stream alive.
 pub(crate) type KeepAlive = Owned<Box<dyn Any + Send + Sync>>;
 
 impl<T: Send + 'static> Owned<T> {
@@ -368,7 +374,7 @@ impl<T: Send + 'static> Owned<T> {
 }
 
 impl<T: Send + 'static> Owned<T> {
-    /// Gives the value to its owner.
+    /// Gives the value back to the program.
     #[allow(unsafe_code)]
     pub(crate) fn into_inner(self) -> T {
         let mut this = ManuallyDrop::new(self);
@@ -380,7 +386,7 @@ impl<T: Send + 'static> Owned<T> {
 impl<T: Send + 'static> Drop for Owned<T> {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: taken once: nothing looks at it after this.
+        // SAFETY: taken once: nothing uses it after this.
         discard(unsafe { ManuallyDrop::take(&mut self.0) });
     }
 }
@@ -405,27 +411,27 @@ impl<T: Send + 'static> fmt::Debug for Owned<T> {
     }
 }
 
-// --- events and spans
-// ----------------------------------------------------------------------------------------------------
+// --- events and spans ------------------------------------------------------------------------------------------------
 
-/// Whether events of a level may have a listener. Asks no subscriber.
+/// Whether events of a level may have a listener. Calls no subscriber.
 #[inline]
 pub(crate) fn listens(level: tracing::Level) -> bool {
     level <= STATIC_MAX_LEVEL && level <= LevelFilter::current()
 }
 
-/// Tells the subscriber: now or later. The event's fields are its own.
+/// Sends an event to the subscriber, now or later. The event owns its fields.
 pub(crate) fn tell(event: impl FnOnce() + Send + 'static) {
     later(DeferredWork::Event(Box::new(event)));
 }
 
-/// Tells the subscriber now: for events whose fields are borrowed. Not to be called where foreign code must be put off.
+/// Sends an event to the subscriber now, for events whose fields are borrowed. Must not be called where foreign code
+/// must be put off.
 pub(crate) fn tell_now(event: impl FnOnce()) {
     debug_assert!(may_call(), "foreign code is called where it must be put off");
     _ = guard(event);
 }
 
-/// A field of an event, as the event keeps it.
+/// A field of an event, and the owned form that the event keeps until it is sent.
 pub(crate) trait Field {
     type Kept: tracing::Value + Send + 'static;
     fn keep(self) -> Self::Kept;
@@ -464,8 +470,9 @@ impl<T: fmt::Display> Field for DisplayValue<T> {
     }
 }
 
-/// `event!(LEVEL, target: "…", field = value, field = %display, field = ?debug, %field, field, "message")`: as
-/// `tracing`'s own macro of that name. The fields' values are taken at once, the subscriber hears of them when it may.
+/// `event!(LEVEL, target: "…", field = value, field = %display, field = ?debug, %field, field, "message")`: like
+/// `tracing`'s macro of that name. The fields' values are taken at once; the subscriber gets them when foreign code may
+/// run.
 macro_rules! event {
     (@ $level:ident $target:literal [$($kept:tt)*] % $name:ident, $($rest:tt)+) => {
         $crate::foreign::event!(@ $level $target [$($kept)* ($name, tracing::field::display($name.to_string()))] $($rest)+)
@@ -501,8 +508,8 @@ macro_rules! warning { ($($event:tt)+) => { $crate::foreign::event!(WARN, $($eve
 macro_rules! info { ($($event:tt)+) => { $crate::foreign::event!(INFO, $($event)+) } }
 macro_rules! debug { ($($event:tt)+) => { $crate::foreign::event!(DEBUG, $($event)+) } }
 
-/// `span!(LEVEL, target: "…", "name", field = value)`, with `parent: &span,` behind the target if it is to have one:
-/// makes a [`Span`], at once.
+/// `span!(LEVEL, target: "…", "name", field = value)`, with `parent: &span,` behind the target for a span with a
+/// parent. Makes a [`Span`] at once.
 macro_rules! span {
     ($level:ident, target: $target:literal, parent: $parent:expr, $($rest:tt)+) => {
         $crate::foreign::Span::make(tracing::Level::$level, || {
@@ -518,7 +525,7 @@ macro_rules! span {
 
 pub(crate) use {debug, error, event, info, span, warning as warn};
 
-/// A span of `tracing`'s whose every use is a guarded call. A subscriber that panics in one loses that call.
+/// A span of `tracing`'s whose every use is a guarded call. If a subscriber panics in one, only that call is lost.
 #[derive(Clone)]
 pub(crate) struct Span(Option<Arc<Owned<tracing::Span>>>);
 
@@ -531,17 +538,17 @@ impl Span {
         Self(guard(make).filter(|span| !span.is_none()).map(|span| Arc::new(Owned::new(span))))
     }
 
-    /// Enters it on this thread until the guard is dropped.
+    /// Enters the span on this thread until the guard is dropped.
     pub(crate) fn enter(&self) -> Entered<'_> {
         Entered(self.0.as_ref().filter(|_| may_call()).and_then(|span| guard(|| span.enter())))
     }
 
-    /// The span's number with its subscriber, to be another's parent.
+    /// The span's number with its subscriber, for a span with this parent.
     pub(crate) fn id(&self) -> Option<tracing::Id> {
         self.0.as_ref().and_then(|span| span.id())
     }
 
-    /// Fills in fields.
+    /// Sets fields of the span.
     pub(crate) fn record(&self, fill: impl FnOnce(&tracing::Span)) {
         if let Some(span) = self.0.as_ref().filter(|_| may_call()) {
             _ = guard(|| fill(span));
@@ -567,7 +574,7 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// Whether no deferral is active, as it must not be where foreign code answers at once.
+/// Whether foreign code may run at once: no deferral is active on this thread.
 fn may_call() -> bool {
     cfg!(loom) || STATE.with(|state| state.deferrals.get() == 0)
 }

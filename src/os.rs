@@ -1,20 +1,23 @@
-//! The system calls: every one that the crate makes is in this file, each behind a safe or plainly `unsafe` function
-//! that speaks the crate's own errors.
+//! The system calls: every one that the crate makes is in this file or the folder beside it, each behind a safe or
+//! plainly `unsafe` function that returns the crate's own errors.
 //!
-//! Two things here are less obvious than a call and its error code.
+//! Two things in this file are less obvious than a call and its error code.
 //!
-//! *Alignment.* `mmap` promises a page, a region wants 2 MiB so that huge pages can back it. [`map`] therefore asks for
-//! the alignment on top of the length and gives the two loose ends back, so the range it returns can be unmapped in one
-//! piece.
+//! *Alignment.* `mmap` promises a page; a region wants 2 MiB, so that huge pages can back it. [`map`] therefore asks
+//! for the alignment on top of the length and gives the two ends back, so the range that it returns can be unmapped in
+//! one piece.
 //!
 //! *Locking.* The kernel refuses `mlock` with three codes (ENOMEM, EPERM, EAGAIN) that an administrator cures in one
 //! way, by raising the memlock limit, so they become one error that shows the limit. The limit is only shown, never
 //! used to predict: a process with CAP_IPC_LOCK is not bound by it.
 //!
-//! Those on files are in [`file`], those on threads in [`thread`], the barrier and what stands in for it in
-//! [`barrier`]; what a fork does is in [`fork`].
+//! Nothing here keeps a state of the pool's, and the only foreign code that it calls is the subscriber's, by events.
 //!
-//! The crate runs on Linux. On other systems everything here exists and says that it is unsupported.
+//! This file has the calls on memory and processors, and what `/proc` tells. `file` has the calls on files, `thread`
+//! starts threads, `barrier` has the barrier for all threads and what replaces it, and `fork` says what a fork does.
+//! Every module may call this one.
+//!
+//! The crate runs on Linux. On other systems everything here exists and returns that it is unsupported.
 
 #![allow(unsafe_code)]
 
@@ -48,7 +51,7 @@ mod linux {
             0 => {
                 // SAFETY: sysconf only reads a value.
                 let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-                // POSIX has no failure for this name; should there be one, the smallest page is a safe multiple.
+                // POSIX has no failure for this name; if there were one, the smallest page would be a safe choice.
                 let size = usize::try_from(size).ok().filter(|s| s.is_power_of_two()).unwrap_or(4096);
                 SIZE.store(size, Ordering::Relaxed);
                 size
@@ -66,7 +69,7 @@ mod linux {
             return Err(Error::ZeroLength);
         }
         let page = page_size();
-        // mmap aligns to a page by itself; beyond that, one page less than the alignment can be lost in front.
+        // mmap aligns to a page by itself; beyond that, up to one page less than the alignment is lost in front.
         let slack = align.saturating_sub(page);
         let too_much = || Error::OutOfMemory { wanted: len, text: "more than the address space".to_owned() };
         let len = len.checked_next_multiple_of(page).ok_or_else(too_much)?;
@@ -91,12 +94,12 @@ mod linux {
         let front = start.as_ptr().align_offset(align);
         // align_offset may give up (usize::MAX) by its documentation; it does not for bytes, and the slack bounds it.
         if front > slack {
-            // SAFETY: the mapping made above, in full; nobody else knows it.
+            // SAFETY: the mapping made above, in full; nothing else knows it.
             unsafe { libc::munmap(start.as_ptr().cast(), total) };
             return Err(Error::OutOfMemory { wanted: len, text: "no aligned address".to_owned() });
         }
         // SAFETY: front <= slack, so all offsets lie within the mapping, and both ends are whole pages of it that
-        // nobody uses. Should the kernel refuse to split it (too many mappings), the ends stay mapped, unused.
+        // nothing uses. If the kernel refuses to split it (too many mappings), the ends stay mapped, unused.
         unsafe {
             let base = start.add(front);
             if front > 0 {
@@ -133,14 +136,14 @@ mod linux {
         advise(base, len, libc::MADV_DONTFORK)
     }
 
-    /// Has the kernel provide the pages of the range now, as if each were written to. `false`: it did not (before
-    /// Linux 5.14 it cannot), and they come when they are touched.
+    /// Makes the kernel provide the pages of the range now, as if each were written to. `false`: it did not (before
+    /// Linux 5.14 it cannot), and a page comes when it is touched.
     pub(crate) fn populate(base: NonNull<u8>, len: usize) -> bool {
         advise(base, len, libc::MADV_POPULATE_WRITE)
     }
 
-    /// Has the pages of the range, which have not been touched yet, come from a NUMA node as long as it has any.
-    /// `false`: the kernel knows no such node, and they come from where they are touched.
+    /// Makes the pages of the range, which have not been touched yet, come from a NUMA node as long as that has any.
+    /// `false`: the kernel knows no such node, and a page comes from where it is touched.
     pub(crate) fn prefer_node(base: NonNull<u8>, len: usize, node: u32) -> bool {
         const BITS: usize = u64::BITS as usize;
         const NODES: usize = 1024;
@@ -163,8 +166,8 @@ mod linux {
         done == 0
     }
 
-    /// Has this thread run on the processors of a NUMA node only, as far as it may run there at all. `false`: it stays
-    /// where it is.
+    /// Makes this thread run on the processors of a NUMA node only, as far as it may run there at all. `false`: nothing
+    /// was changed.
     pub(crate) fn run_on_node(node: u32) -> bool {
         let Ok(list) = fs::read_to_string(format!("/sys/devices/system/node/node{node}/cpulist")) else {
             return false;
@@ -175,12 +178,12 @@ mod linux {
             // SAFETY: within the set.
             unsafe { libc::CPU_CLR(cpu, &mut set) };
         }
-        // Where nothing is left the kernel refuses.
+        // If no processor is left, the kernel refuses.
         // SAFETY: the set lives for the call; 0 is this thread.
         unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set) == 0 }
     }
 
-    /// The processors that this thread may run on: an administrator, or the server, may have kept it from others.
+    /// The processors that this thread may run on: an administrator, or the server, may have excluded others.
     pub(super) fn allowed_cpus() -> Option<libc::cpu_set_t> {
         // SAFETY: a set of numbers, for which zeros are the empty one.
         let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
@@ -199,13 +202,13 @@ mod linux {
         })
     }
 
-    /// The NUMA node that a PCI device hangs on. `None`: the system does not say.
+    /// The NUMA node that a PCI device is attached to. `None`: the system does not tell.
     pub(crate) fn pci_node(bus: &str) -> Option<u32> {
         let path = format!("/sys/bus/pci/devices/{}/numa_node", bus.to_ascii_lowercase());
         fs::read_to_string(path).ok()?.trim().parse().ok()
     }
 
-    /// Has this thread's sleeps end when they should, and not up to 50 us later, when it may suit the kernel better.
+    /// Makes this thread's sleeps end on time. By default the kernel may end them up to 50 us later.
     pub(crate) fn sleep_precisely() {
         // SAFETY: a number of nanoseconds, for this thread alone. Should it fail, sleeps are longer.
         unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000 as libc::c_ulong) };
@@ -273,8 +276,8 @@ mod linux {
         Some(limit.rlim_cur)
     }
 
-    /// Bytes of memory that this process could still take: what the system has available, or what its control group
-    /// leaves, whichever is less. An estimate: the group's count includes page cache that would give way.
+    /// Bytes of memory that this process could still take: what the system has available, or what its control group has
+    /// left, whichever is less. An estimate: the group's count includes page cache that could be dropped.
     pub(crate) fn available_memory() -> Option<u64> {
         let system = fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_available(&text));
         let group = fs::read_to_string("/proc/self/cgroup")
@@ -304,29 +307,29 @@ mod linux {
         Some(Path::new(CGROUP_ROOT).join(path.trim_start_matches('/')))
     }
 
-    /// What the group in `dir` has left of its limit; `None` if it has none.
+    /// Bytes that the group in `dir` has left of its limit; `None` if it has no limit.
     fn cgroup_left(dir: &Path) -> Option<u64> {
         let read = |name: &str| fs::read_to_string(dir.join(name)).ok()?.trim().parse::<u64>().ok();
         // "max" is no number, and means no limit.
         Some(read("memory.max")?.saturating_sub(read("memory.current")?))
     }
 
-    /// Whether the address is in memory that this process can read or write like any other: mapped so, and not a window
-    /// of a GPU's driver. Slow (it reads a table of the kernel's): for telling what an address is once it is known to
-    /// be wrong. `None`: the table cannot be read.
+    /// Whether the address is in memory that this process can read or write like any other: mapped with such a
+    /// permission, and not a window of a GPU's driver. Slow, since it reads a table of the kernel's: for saying what an
+    /// address is once it is known to be wrong. `None`: the table cannot be read.
     pub(crate) fn is_host_memory(address: u64) -> Option<bool> {
         // The path of a mapped file can be any bytes.
         let maps = fs::read("/proc/self/maps").ok()?;
         Some(maps_host_memory(&String::from_utf8_lossy(&maps), address))
     }
 
-    /// Whether this process may write to all of a range, by the same table. `None`: it cannot be read.
+    /// Whether this process may write to all of a range, by the same table. `None`: the table cannot be read.
     pub(crate) fn is_writable(start: usize, len: usize) -> Option<bool> {
         let maps = fs::read("/proc/self/maps").ok()?;
         Some(maps_writable(&String::from_utf8_lossy(&maps), start, start + len))
     }
 
-    /// Whether mappings that can be written to cover the range. They are listed in order.
+    /// Whether mappings that can be written to cover the range. The table lists mappings in order of their addresses.
     pub(super) fn maps_writable(maps: &str, start: usize, end: usize) -> bool {
         let mut at = start;
         for line in maps.lines() {
@@ -343,7 +346,8 @@ mod linux {
         at >= end
     }
 
-    /// Lines read `from-to perms offset device inode path`, in hexadecimal, the path last and not always there.
+    /// Whether a line has the address in memory of the host's. Lines read `from-to perms offset device inode path`, in
+    /// hexadecimal, the path last and not always there.
     pub(super) fn maps_host_memory(maps: &str, address: u64) -> bool {
         let within = |line: &&str| {
             let (from, to) = line.split_once(' ')?.0.split_once('-')?;
@@ -354,24 +358,25 @@ mod linux {
         let mut fields = line.split_ascii_whitespace();
         let permissions = fields.nth(1).unwrap_or_default();
         let path = fields.nth(3).unwrap_or_default();
-        // Drivers reserve the addresses of their devices without any permission, or map them from a device of theirs.
-        // Shared memory is mapped from "devices" too (/dev/zero, /dev/shm), which are none.
+        // Drivers reserve the addresses of their devices without any permission, or map them from a device file of
+        // theirs. Shared memory is mapped from paths under /dev too (/dev/zero, /dev/shm), which are no devices.
         let windows = ["/dev/nvidia", "/dev/dxg", "/dev/davinci", "/dev/devmm_svm"];
         let is_window = windows.iter().any(|window| path.starts_with(window));
         !permissions.starts_with("--") && !is_window
     }
 
-    /// Has `handler` called when the process ends by itself, before the handlers that were left here or by libraries so
-    /// far. `false`: the system has no room for it. It must not panic.
+    /// Makes the process call `handler` when it exits, before the handlers that were registered so far, by the program
+    /// or by libraries. `false`: the system has no memory for it. The handler must not panic.
     pub(crate) fn at_exit(handler: extern "C" fn()) -> bool {
         // SAFETY: the function lives as long as the process.
         unsafe { libc::atexit(handler) == 0 }
     }
 
-    /// 128 bits that cannot be guessed, of the system's own generator. Those of a process and its forks differ.
+    /// 128 bits that cannot be guessed, from the system's generator. A process and its forks get different ones.
     pub(crate) fn random() -> [u64; 2] {
         let mut bits = [0u64; 2];
-        // SAFETY: writes that many bytes. So few are never cut short, nor broken off by a signal, once there are any.
+        // SAFETY: writes that many bytes. So short a read is complete, and not interrupted by a signal, once the
+        // generator is seeded.
         let got = unsafe { libc::getrandom((&raw mut bits).cast(), size_of_val(&bits), 0) };
         if got == size_of_val(&bits) as isize { bits } else { super::hashed() }
     }
@@ -473,12 +478,12 @@ mod other {
     }
 }
 
-/// What [`random`] is where the system does not give any: hashes of a counter under keys that std draws by whatever way
-/// is left to it. The keys are copied by a fork, whose child has another number.
+/// What [`random`] returns if the system gives no random bits: hashes of a counter under keys that std draws in
+/// whatever way is left to it. The child of a fork has the same keys and another process id.
 fn hashed() -> [u64; 2] {
     use std::hash::{BuildHasher, RandomState};
     static COUNTED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
-    // Relaxed: only to be different.
+    // Relaxed: the counts are only to differ.
     let count = COUNTED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     [(); 2].map(|()| RandomState::new().hash_one((std::process::id(), count)))
 }
@@ -523,12 +528,12 @@ mod tests {
         let base = map(len, 1).unwrap();
         match lock(base, len) {
             Ok(()) => unlock(base, len).unwrap(),
-            // A machine whose limit is nearly used up says so in the way that users will see.
+            // A machine whose limit is nearly used up returns the error that users will see.
             Err(error) => assert!(matches!(error, Error::MemLock { wanted, .. } if wanted == len), "{error}"),
         }
         assert!(dont_fork(base, len));
         let _ = advise_huge(base, len);
-        // SAFETY: mapped above and used by nobody.
+        // SAFETY: mapped above, and nothing uses it.
         unsafe { unmap(base, len).unwrap() };
     }
 
@@ -571,12 +576,12 @@ mod tests {
         let len = 64 * page_size();
         let base = map(len, 1).unwrap();
         assert!(!prefer_node(base, len, 1023) && !prefer_node(base, len, u32::MAX));
-        // Where the kernel has no NUMA at all it knows no first node either.
+        // A kernel without NUMA does not know the first node either.
         let _ = prefer_node(base, len, 0);
         if kernel() >= Some((5, 14)) {
             assert!(populate(base, len));
         }
-        // SAFETY: mapped above, and known to this test alone.
+        // SAFETY: mapped above, and only this test knows it.
         unsafe {
             assert_eq!(base.as_ptr().add(len - 1).read(), 0);
             unmap(base, len).unwrap();
@@ -586,7 +591,7 @@ mod tests {
 
     #[test]
     fn a_thread_stays_on_the_processors_that_it_was_given() {
-        // In a thread of its own, which ends with whatever it may run on.
+        // In a thread of its own, which ends with whatever processors it may run on.
         let (given, kept) = std::thread::spawn(|| {
             let cpus = || {
                 let set = linux::allowed_cpus().unwrap();
@@ -602,7 +607,7 @@ mod tests {
                 libc::CPU_SET(first, &mut set);
                 assert_eq!(libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set), 0);
             }
-            // Whatever is on that node: it may be all processors, or none where there is no such node.
+            // Those nodes may have all processors, or not exist.
             for node in 0..4 {
                 run_on_node(node);
             }

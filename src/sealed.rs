@@ -1,12 +1,13 @@
 //! What keeps sealed traits sealed.
 //!
-//! A trait that generic code of the crate works with is public, and so are the methods of the traits that it stands on: with
-//! a bound on it, code outside can call them, hidden or not. So each of these methods takes a [`Key`], which only the crate
-//! can name or make. (It has no `Default` and comes out of no public function, so inference does not help either.)
+//! A trait that the crate's generic code uses is public, and so are the methods of the traits that it stands on: with a
+//! bound on it, code outside the crate can call them, hidden or not. So each of these methods takes a [`Key`], which
+//! only the crate can name or make. (It has no `Default` and no public function returns one, so inference does not help
+//! either.)
 
-/// The crate's own word that it is the crate that calls.
+/// Proof that the crate itself makes the call.
 #[derive(Clone, Copy, Debug)]
 pub struct Key(());
 
-/// The one value.
+/// The one key.
 pub(crate) const KEY: Key = Key(());

@@ -1,4 +1,4 @@
-//! The handle of what a device may still read or write: to be waited for, awaited, asked, or dropped.
+//! The handle of what a device may still read or write: [`InFlight`], to be waited for, awaited, asked, or dropped.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -31,17 +31,35 @@ impl Tickets {
     }
 }
 
-/// Something a device may still read or write. Wait for it, await it (no runtime is assumed), ask, or drop it.
+/// A copy or a hold in flight, with the buffer that a device may still read or write. Wait for it, await it (under any
+/// async runtime), ask it, or drop it.
 ///
-/// Dropped, the buffer goes back to its pool once the device is done, with nobody waiting. An error means that nobody
-/// can prove that the device is done: the buffer is quarantined, and the error says why. Whether the copies
-/// of dropped handles came through, [`Stream::synchronize`](crate::Stream::synchronize) tells afterwards.
+/// After a drop the buffer returns to its pool by itself once the device is done. An error from a wait means that the
+/// device cannot be shown to be done: the buffer is quarantined, and the error says why.
+/// [`Stream::synchronize`](crate::Stream::synchronize) tells whether copies came through whose handles were dropped.
+///
+/// # Examples
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (stream, memory) = (device.stream()?, device.alloc(5)?);
+/// let mut buf = pool.checkout(5)?;
+/// buf.extend_from_slice(b"hello");
+/// let sent = stream.upload(buf, &memory)?; // in flight: the CPU cannot touch the buffer
+/// let mut buf = sent.wait()?; // host-ready again; in a task: `sent.await?`
+/// buf.clear();
+/// let back = stream.download(&memory, buf)?;
+/// assert_eq!(*back.wait()?, *b"hello");
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[must_use = "dropping it is fine: the buffer returns by itself when the device is done; say so with `drop`"]
 pub struct InFlight<B: Lend> {
     tickets: Tickets,
     value: Option<B>,
     written: Option<usize>,
-    /// Which of the tickets has our waker, and under which key.
+    /// Index of the ticket that has the waker, and the waker's key there.
     waker: (usize, Option<WaitKey>),
 }
 
@@ -50,12 +68,12 @@ impl<B: Lend> InFlight<B> {
         Self { tickets: Tickets::One(ticket), value: Some(value), written, waker: (0, None) }
     }
 
-    /// A copy that a queue will submit.
+    /// For a copy that a queue will submit.
     pub(crate) fn queued(place: Place, value: B, written: Option<usize>) -> Self {
         Self { tickets: Tickets::Queued(place), value: Some(value), written, waker: (0, None) }
     }
 
-    /// Makes the stream start its later work only after this is done.
+    /// Makes later work of `stream` start only after this is complete.
     pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
         if let Tickets::Queued(place) = &self.tickets {
             return place.line.precede(&place.range, stream);
@@ -68,14 +86,14 @@ impl<B: Lend> InFlight<B> {
         })
     }
 
-    /// The driver call has returned, and this is the sequence number.
+    /// The driver call has returned: sets the sequence number.
     pub(crate) fn submitted(&mut self, seq: u64) {
         if let Tickets::One(ticket) = &mut self.tickets {
             ticket.seq = seq;
         }
     }
 
-    /// A hold over several streams, whose tickets follow.
+    /// For a hold over several streams, whose tickets are added one by one.
     pub(crate) fn joint(value: B, streams: usize) -> Self {
         let tickets = Tickets::Many(Vec::with_capacity(streams));
         Self { tickets, value: Some(value), written: None, waker: (0, None) }
@@ -90,7 +108,7 @@ impl<B: Lend> InFlight<B> {
     /// Whether the device is done. Never waits.
     ///
     /// # Errors
-    /// What the stream was lost with: it never will be.
+    /// The error with which the stream was lost: the device will never be known to be done. [`Error::Forked`].
     pub fn is_done(&self) -> Result<bool> {
         if let Tickets::Queued(place) = &self.tickets {
             return place.poll_done();
@@ -103,7 +121,7 @@ impl<B: Lend> InFlight<B> {
         Ok(true)
     }
 
-    /// Whether it is done, or lost, after at most so long.
+    /// Whether it is complete, or lost, within this time.
     pub(crate) fn is_done_within(&self, time: Duration) -> bool {
         !matches!(self.wait_all(Instant::now().checked_add(time)), Err(Error::Timeout(_)))
     }
@@ -122,21 +140,23 @@ impl<B: Lend> InFlight<B> {
         self.tickets.all().iter().try_for_each(|t| t.timeline.wait(t.seq, deadline))
     }
 
-    /// Waits until the device is done and gives the buffer back, host-ready.
+    /// Waits until the device is done, and gives the buffer back, host-ready.
     ///
     /// # Errors
-    /// What the stream was lost with. [`Error::Capturing`] where that cannot be known before a capture of the stream
-    /// ends; the buffer then returns by itself. (On a stepped device also [`Error::Timeout`], where nothing can move
-    /// any more.)
+    /// The error with which the stream was lost; the buffer is quarantined. [`Error::Capturing`] if completion cannot
+    /// be known before a capture of the stream ends; the buffer then returns by itself. [`Error::Unsupported`] from a
+    /// waker that runs on a thread of the crate, where the wait could never end. [`Error::Forked`]. (On a stepped host
+    /// device also [`Error::Timeout`], if nothing can move any more.)
     pub fn wait(mut self) -> Result<B> {
         self.wait_all(None)?;
         self.finish()
     }
 
-    /// The same, for at most so long.
+    /// Waits for at most `timeout`.
     ///
     /// # Errors
-    /// [`Error::Timeout`] and [`Error::Capturing`] come with the handle, to be waited for again or dropped.
+    /// As for [`wait`](Self::wait). [`Error::Timeout`] and [`Error::Capturing`] come with the handle, to be waited for
+    /// again or dropped.
     #[allow(clippy::result_large_err, reason = "the error carries the handle back")]
     pub fn wait_timeout(mut self, timeout: Duration) -> Result<B, SubmitError<Self>> {
         let since = Instant::now();
@@ -168,7 +188,7 @@ impl<B: Lend> Future for InFlight<B> {
                 }
             };
         }
-        // One at a time: the waker is left with the first that is not done, and the others wait their turn.
+        // One ticket at a time: the first that is not complete has the waker, and the others follow.
         while let Some(ticket) = this.tickets.all().get(this.waker.0) {
             match ticket.timeline.wake_later(ticket.seq, &mut this.waker.1, cx.waker()) {
                 Ok(true) => this.waker.0 += 1,
@@ -187,7 +207,8 @@ impl<B: Lend> Future for InFlight<B> {
 
 impl<B: Lend> Drop for InFlight<B> {
     fn drop(&mut self) {
-        // First: a value that is still here when this ends, by a panic too, is dropped as if it were host-ready.
+        // First: a value that is still here when the handle's fields are dropped, by a panic too, would be returned as
+        // if it were host-ready.
         if let Some(value) = self.value.take() {
             value.abandon(KEY);
         }

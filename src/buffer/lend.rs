@@ -1,4 +1,5 @@
-//! What can be lent to a device: how it goes on a timeline, comes back, or is let go of before the device is done.
+//! What can be lent to a device: how a value gets onto a timeline, how it comes back, and how it is let go of before
+//! the device is done.
 
 use std::sync::Arc;
 
@@ -9,9 +10,28 @@ use crate::freelist::state;
 use crate::sealed::Key;
 use crate::stream::timeline::{Joint, Quarantined, Resource, Retain};
 
-/// What can be lent to a device and comes back when it is done: [`PinnedBuf`] and [`Registered`](crate::Registered), an
-/// `Arc` of either for one buffer that feeds several copies, and `()` where no buffer of ours is involved, as in a copy
-/// within the device. Sealed.
+/// A value that can be lent to a device and comes back when the device is done: [`PinnedBuf`] and
+/// [`Registered`](crate::Registered), an `Arc` of either for one buffer that feeds several copies, and `()` for work
+/// without a host buffer, such as a copy within the device. Sealed.
+///
+/// # Examples
+///
+/// ```
+/// use pinpool::{Device, DeviceBuffer, Lend, Result, Stream};
+///
+/// /// Uploads, and waits until the copy is done.
+/// fn upload<B: Lend>(stream: &Stream, buf: B, to: &DeviceBuffer) -> Result<B> {
+///     stream.upload(buf, to).map_err(|refused| refused.error)?.wait()
+/// }
+/// # use pinpool::{Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let mut buf = pool.checkout(3)?;
+/// buf.extend_from_slice(b"abc");
+/// let shared = std::sync::Arc::new(upload(&device.stream()?, buf, &device.alloc(3)?)?);
+/// upload(&device.stream()?, shared, &device.alloc(3)?)?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be lent to a device",
     label = "the device may still use it when this call has returned",
@@ -27,29 +47,29 @@ pub(crate) mod sealed {
     use super::{DeviceContext, Error, Key, Resource, Result};
 
     pub trait Lend: Sized + Send + Sync + Unpin {
-        /// What goes on the timeline.
+        /// What is handed to the timeline.
         #[doc(hidden)]
         #[allow(private_interfaces)]
         fn lend(&self, _: Key) -> Resource;
-        /// The device is done: back to the owner. `written`: bytes that it wrote. Of what the timeline has a share of
-        /// its own nothing is to be done, here and below.
+        /// The device is done: gives the value back to its owner. `written`: the number of bytes that the device wrote.
+        /// A value that the timeline shares needs nothing done, here and in `abandon`.
         #[doc(hidden)]
         fn finish(self, written: Option<usize>, _: Key) -> Result<Self> {
             let _ = written;
             Ok(self)
         }
-        /// The handle is dropped while the device is not done.
+        /// The handle is dropped before the device is done.
         #[doc(hidden)]
         fn abandon(self, _: Key) {}
-        /// Written bytes, if the CPU may read them.
+        /// The written bytes, if the CPU may read them.
         #[doc(hidden)]
         fn bytes(&self, _: Key) -> &[u8];
-        /// Start and capacity, to be written by a device; with an error for what cannot be written to.
+        /// The start and the capacity, for a device to write to. An error for a value that cannot be written to.
         #[doc(hidden)]
         fn target(&self, _: Key) -> Result<(*mut u8, usize)> {
             Err(Error::Unsupported("a shared buffer cannot be written to".into()))
         }
-        /// Whether this device may use it.
+        /// Whether this device may use the value.
         #[doc(hidden)]
         #[allow(private_interfaces)]
         fn serves(&self, context: &DeviceContext, _: Key) -> bool;
@@ -70,10 +90,10 @@ impl sealed::Lend for PinnedBuf {
             self.len = written.unwrap_or(self.len);
             return Ok(self);
         }
-        // Quarantined: it is nobody's any more.
+        // Quarantined: the timeline has given the segment up, and no handle returns it.
         std::mem::forget(self);
         Err(Error::Unsupported(
-            "the buffer was quarantined: nobody can prove that the device is done with it".into(),
+            "the buffer was quarantined: the device cannot be shown to be done with it".into(),
         ))
     }
 
@@ -86,7 +106,7 @@ impl sealed::Lend for PinnedBuf {
             state::FLIGHT => descriptor.compare_exchange(word, state::DETACHED),
             _ => Err(word),
         };
-        // The timeline was faster: the device is done, and the segment waited for us.
+        // The timeline was faster: the device is done, and the segment waits for the handle.
         if detached.is_err_and(|found| found.state() == state::COMPLETED) {
             descriptor.set(state::HOST);
             // SAFETY: completed, so every event that covers it was seen complete; the handle owned it and is gone.
@@ -150,8 +170,8 @@ impl Retain for SharedBuf {
     fn quarantine(self: Box<Self>) -> Quarantined {
         let segment = self.0.segment.alias();
         let word = segment.descriptor().word();
-        // Leaked, so the segment is never returned; whoever still has the Arc may go on reading. The first to lose it
-        // books it.
+        // Leaked, so the segment is never returned; other holders of the Arc may go on reading. Several timelines may
+        // lose the buffer: the first one counts it.
         std::mem::forget(self);
         let first = word.state() == state::HOST
             && segment.descriptor().compare_exchange(word, state::QUARANTINED).is_ok();
@@ -159,7 +179,7 @@ impl Retain for SharedBuf {
     }
 }
 
-/// The parts of a hold over several streams.
+/// The shared part of a hold over several streams.
 pub(crate) fn joint(buf: &PinnedBuf, streams: usize) -> Arc<Joint> {
     Joint::new(buf.segment.alias(), streams as u32)
 }

@@ -1,18 +1,33 @@
 //! Buffers as types: what may be done with a segment is which type it is.
 //!
-//! | type | the CPU may | the device may | how it comes about |
+//! | type | the CPU may | the device may | where it comes from |
 //! | --- | --- | --- | --- |
 //! | [`PinnedBuf`] | read what was written, write | nothing | `pool.checkout`, `InFlight::wait` |
 //! | [`StreamBuf`] | nothing | use it on one stream, in order | `pool.checkout_on` |
-//! | [`InFlight`] | nothing | read or write it, any time until done | `stream.upload`, `stream.download`, `stream.hold` |
+//! | [`InFlight`] | nothing | read or write it until it is done | `stream.upload`, `stream.download`, `stream.hold` |
 //!
-//! Submitting a copy takes the buffer, so nobody can write under it. An in-flight handle may be waited for, awaited,
-//! asked, or dropped: then the segment goes back to its pool by itself. All of them may be forgotten
-//! ([`std::mem::forget`]): that leaks the segment, and never lets anyone reuse it early, because what is in flight
-//! belongs to the stream's timeline and not to the handle.
+//! Submitting a copy takes the buffer by value, so the CPU cannot write under the copy. An in-flight handle may be
+//! waited for, awaited, asked, or dropped; after a drop the segment returns to its pool by itself. Every one of these
+//! types may be forgotten ([`std::mem::forget`]). That leaks the segment and never causes early reuse, because what is
+//! in flight belongs to the stream's timeline and not to the handle.
 //!
-//! Here is [`PinnedBuf`]; `stream` and `flight` have the other two, `lend` what can be lent to a device, `registered`
-//! values that are lent where they are, and `unpinned` what is given out in place of a segment.
+//! # How a handle and its timeline share a segment
+//!
+//! Both have an alias of the segment. Its state word decides which one acts (`freelist::descriptor`). While the word
+//! says FLIGHT, neither may touch the memory. If the timeline completes first, the word says COMPLETED and the handle
+//! has the segment; if the handle is dropped first, the word says DETACHED and the timeline returns the segment.
+//!
+//! # Invariants
+//!
+//! - A [`PinnedBuf`] owns its segment alone, and no device work on it is outstanding.
+//! - A [`PinnedBuf`]'s first `len` bytes are initialised, and `len` is at most the capacity.
+//! - Each segment is returned once: by the buffer's drop, by the handle, or by the timeline.
+//!
+//! # Files, in the order to read them
+//!
+//! This file has [`PinnedBuf`]. `lend`: what can be lent to a device, and how it comes back. `flight`: [`InFlight`].
+//! `stream`: [`StreamBuf`]. `registered`: values that are lent where they are. `unpinned`: plain memory in place of a
+//! segment. `pool` makes buffers, `copy` submits them; this module calls `central` and `stream`.
 
 #![allow(unsafe_code)]
 
@@ -42,25 +57,39 @@ pub use registered::Registered;
 pub use stream::StreamBuf;
 pub use unpinned::{HostBuf, UnpinnedBuf};
 
-/// A host-ready buffer of page-locked memory: yours alone, no device work outstanding.
+/// A host-ready buffer of page-locked memory: the CPU alone uses it, no device work is outstanding.
 ///
-/// A buffer of fixed capacity in the way of `bytes::BytesMut`: it starts out empty and only what was written can be
-/// read, so no request sees another's bytes. It starts on a multiple of 64 bytes (or of the alignment asked for), and
-/// its capacity is exactly the length asked for. Dropped, it goes back to its pool; it stays usable when the pool is
-/// dropped first.
+/// It has a fixed capacity, exactly the length that was asked for, and starts out empty, like a `bytes::BytesMut`. Only
+/// bytes that were written can be read, so no request sees the bytes of another. The memory starts on a multiple of 64
+/// bytes, or of the alignment that was asked for. Dropping the buffer returns its memory to the pool; a buffer stays
+/// usable when the pool is dropped first.
 ///
-/// It derefs to the bytes that were written, which are none at first: `buf[..n]` panics until they are there.
-/// To fill it there are [`try_extend_from_slice`](Self::try_extend_from_slice), [`std::io::Write`]
-/// (`io::copy` from a file) and `bytes::BufMut` (tokio's `read_buf`). None of them needs the memory to be
-/// filled by `try_resize` first.
+/// The buffer derefs to the bytes that were written, none at first: `buf[..n]` panics until they are there. To fill it
+/// there are [`try_extend_from_slice`](Self::try_extend_from_slice), [`std::io::Write`] (`io::copy` from a file) and
+/// `bytes::BufMut` (tokio's `read_buf`). None of them needs the memory to be filled by `try_resize` first.
 ///
-/// In the child of a fork a buffer's memory may not exist: leave it alone there.
+/// In the child of a fork the memory of a buffer may not exist: the child must not touch it.
+///
+/// # Examples
+///
+/// ```
+/// use pinpool::{Device, Pool, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let mut buf = pool.checkout(1000)?;
+/// assert!(buf.is_empty() && buf.capacity() == 1000);
+/// buf.try_extend_from(&[1.0_f32, 2.0])?;
+/// assert_eq!(buf.view::<f32>()?, [1.0, 2.0]);
+/// assert!(buf.try_resize(1001, 0).is_err());
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub struct PinnedBuf {
     segment: Segment,
     /// Bytes written, from the start.
     ///
     /// # Invariant
-    /// At most the capacity; that many bytes are initialised.
+    /// At most the capacity, and that many bytes are initialised.
     len: usize,
 }
 
@@ -89,10 +118,10 @@ impl From<Fresh> for PinnedBuf {
 }
 
 impl PinnedBuf {
-    /// Takes back what went out as a token, once.
+    /// Turns a token back into its buffer, once.
     pub(crate) fn redeem(central: &CentralPool, token: Token) -> Option<Self> {
         let (segment, len) = central.redeem(token)?;
-        // SAFETY: it went in as a buffer with so many bytes written, and came out once.
+        // SAFETY: the token was made of a buffer with so many bytes written, and gives its segment once.
         Some(unsafe { Self::new(segment, len) })
     }
 
@@ -102,13 +131,13 @@ impl PinnedBuf {
     }
 
     /// # Safety
-    /// The segment is out, host-ready, and the caller's to give; `len` bytes of it are initialised.
+    /// The segment is checked out, host-ready, and the caller's to give; `len` bytes of it are initialised.
     #[inline(always)]
     pub(crate) unsafe fn new(segment: Segment, len: usize) -> Self {
         Self { segment, len }
     }
 
-    /// What it is made of, in place of the buffer.
+    /// Takes the segment out of the buffer, which is not dropped.
     pub(crate) fn into_segment(self) -> Segment {
         self.into_parts().0
     }
@@ -118,65 +147,67 @@ impl PinnedBuf {
         (this.segment.alias(), this.len)
     }
 
-    /// Bytes that fit: the length asked for.
+    /// The number of bytes that fit: the length that was asked for.
     #[inline]
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.segment.len()
     }
 
-    /// Bytes written.
+    /// The number of bytes written.
     #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing was written yet.
+    /// Whether no byte was written yet.
     #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes that still fit.
+    /// The number of bytes that still fit.
     #[inline]
     #[must_use]
     pub fn remaining(&self) -> usize {
         self.capacity() - self.len
     }
 
-    /// Start of the memory. Reading beyond [`len`](Self::len) through it reads uninitialised memory.
+    /// The start of the memory. Reading beyond [`len`](Self::len) through it reads uninitialised memory.
     #[inline]
     #[must_use]
     pub fn as_ptr(&self) -> *const u8 {
         self.segment.base().as_ptr()
     }
 
-    /// Start of the memory.
+    /// The start of the memory, to write.
     #[inline]
     #[must_use]
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
         self.segment.base().as_ptr()
     }
 
-    /// Whether the memory is really page-locked. `false` only where the pool was allowed to go on unpinned, and for
-    /// managed memory ([`Backing::Managed`](crate::Backing::Managed)).
+    /// Whether the memory is page-locked. `false` only if the pool was allowed to go on without page locks
+    /// ([`Unpinned::Allow`](crate::Unpinned::Allow)), and for managed memory
+    /// ([`Backing::Managed`](crate::Backing::Managed)).
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.segment.pinned()
     }
 
-    /// Where `device` sees the start of the memory: for kernels that read or write it in place. (CUDA:
-    /// `cuMemHostGetDevicePointer`; for managed memory, and on the host device, it is the host's own address.)
+    /// The address at which `device` sees the start of the memory, for kernels that read or write it in place. (CUDA:
+    /// `cuMemHostGetDevicePointer`. For managed memory, and on the host device, it is the host's own address.)
     ///
-    /// Raw: what is done with it is the caller's word. Only work on `device` may use it, within the
-    /// [capacity](Self::capacity), and only until the buffer goes back to its pool or is written to here; a
+    /// The address is raw: using it is the program's responsibility. Only work on `device` may use it, within the
+    /// [capacity](Self::capacity), and only until the buffer returns to its pool or the CPU writes to it. A
     /// [hold](crate::Stream::hold) on each stream that such work was submitted to keeps the buffer until it is done.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for a device that the pool does not serve, [`Error::Unsupported`] for one that cannot map
-    /// host memory, [`Error::Forked`]; what the driver says, for memory that is not pinned among it.
+    /// [`Error::WrongDevice`] for a device that the pool does not serve; [`Error::Unsupported`] for a device that
+    /// cannot map host memory; [`Error::Forked`]; the driver's error, which it also gives for memory that is not
+    /// pinned.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let (context, central) = (device.context(), self.segment.central());
         crate::os::check_fork()?;
@@ -191,29 +222,29 @@ impl PinnedBuf {
         context.noting(context.driver().device_address(at))
     }
 
-    /// Forgets what was written.
+    /// Forgets what was written: the buffer is empty again.
     #[inline]
     pub fn clear(&mut self) {
         self.len = 0;
     }
 
-    /// Keeps the first `len` bytes, if there are more.
+    /// Keeps the first `len` bytes and forgets the rest. Does nothing if fewer were written.
     #[inline]
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
 
-    /// The memory that was not written yet. What is put there counts as written after [`set_len`](Self::set_len).
+    /// The memory that was not written yet. Bytes that are put there count as written after [`set_len`](Self::set_len).
     #[inline]
     pub fn spare_capacity_mut(&mut self) -> &mut [MaybeUninit<u8>] {
-        // SAFETY: from `len` to the capacity is within the segment, and ours alone.
+        // SAFETY: the range from `len` to the capacity is within the segment, which this buffer owns alone.
         unsafe {
             let start = self.segment.base().as_ptr().add(self.len);
             std::slice::from_raw_parts_mut(start.cast(), self.segment.len() - self.len)
         }
     }
 
-    /// Says how many bytes are written.
+    /// Sets the number of bytes that count as written.
     ///
     /// # Safety
     /// `len` is at most the capacity, and that many bytes from the start are initialised.
@@ -223,24 +254,24 @@ impl PinnedBuf {
         self.len = len;
     }
 
-    /// Says that a kernel, or anybody else through a raw pointer, has written the first `len` bytes.
+    /// Declares the first `len` bytes written, after a kernel or the program wrote them through a raw pointer.
     ///
     /// # Safety
-    /// `len` is at most the capacity, and whoever wrote these bytes is done: the work that wrote them was seen complete
-    /// on the host.
+    /// `len` is at most the capacity, all of these bytes are initialised, and the work that wrote them was seen
+    /// complete on the host.
     #[inline]
     pub unsafe fn assume_written(&mut self, len: usize) {
         // SAFETY: the caller's word.
         unsafe { self.set_len(len) }
     }
 
-    /// The same buffer with its first `len` bytes zero, written by the device's driver or the CPU, whichever is right
-    /// there.
+    /// The same buffer with its first `len` bytes zero, written by the device's driver or the CPU, whichever the driver
+    /// prefers.
     pub(crate) fn zeroed(mut self, context: &DeviceContext, len: usize) -> Result<Self> {
         self.clear();
         let spare = self.spare_capacity_mut();
         let len = len.min(spare.len());
-        // SAFETY: the buffer's own bytes, which nobody else uses.
+        // SAFETY: the buffer's own bytes, which nothing else uses.
         context.noting(unsafe { context.driver().zero(std::ptr::NonNull::from(spare).cast(), len) })?;
         // SAFETY: just written.
         unsafe { self.set_len(len) };
@@ -258,7 +289,7 @@ impl PinnedBuf {
         }
     }
 
-    /// Appends bytes.
+    /// Appends bytes, or returns an error.
     ///
     /// # Errors
     /// [`Error::TooSmall`] if they do not fit; nothing is appended then.
@@ -267,7 +298,7 @@ impl PinnedBuf {
         if bytes.len() > self.remaining() {
             return Err(Error::TooSmall { need: bytes.len(), have: self.remaining() });
         }
-        // SAFETY: they fit, and a slice of someone else's cannot overlap memory that is ours alone.
+        // SAFETY: they fit, and a borrowed slice cannot overlap memory that this buffer owns alone.
         unsafe {
             let end = self.segment.base().as_ptr().add(self.len);
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), end, bytes.len());
@@ -276,15 +307,15 @@ impl PinnedBuf {
         Ok(())
     }
 
-    /// Appends values as their bytes.
+    /// Appends the bytes of values.
     ///
     /// # Errors
-    /// [`Error::TooSmall`] if they do not fit.
+    /// [`Error::TooSmall`] if they do not fit; nothing is appended then.
     pub fn try_extend_from<T: NoUninit>(&mut self, values: &[T]) -> Result<()> {
         self.try_extend_from_slice(bytemuck::cast_slice(values))
     }
 
-    /// Makes it `len` bytes long: cut off, or filled up with `value`.
+    /// Sets the length to `len` bytes: cuts the buffer off, or fills it up with `value`.
     ///
     /// # Errors
     /// [`Error::TooSmall`] if `len` is beyond the capacity.
@@ -300,15 +331,15 @@ impl PinnedBuf {
         Ok(())
     }
 
-    /// What was written, as values.
+    /// The bytes that were written, as values.
     ///
     /// # Errors
-    /// [`Error::View`] if the length is no multiple of the type's size. (The start is aligned to 64.)
+    /// [`Error::View`] if their number is no multiple of the type's size. (The start is aligned to 64 bytes.)
     pub fn view<T: AnyBitPattern>(&self) -> Result<&[T]> {
         bytemuck::try_cast_slice(self).map_err(|e| no_view::<T>(self.len, e))
     }
 
-    /// What was written, as values to change.
+    /// The bytes that were written, as values to change.
     ///
     /// # Errors
     /// As for [`view`](Self::view).
@@ -317,15 +348,15 @@ impl PinnedBuf {
         bytemuck::try_cast_slice_mut(self).map_err(|e| no_view::<T>(len, e))
     }
 
-    /// Puts the buffer behind a plain value, for passing it through code that knows only numbers. The segment stays
-    /// checked out until [`Pool::redeem`](crate::Pool::redeem). (In the child of a fork, where nothing is redeemed, for
-    /// good.)
+    /// Turns the buffer into a plain value, to pass through code that knows only numbers. The memory stays checked out
+    /// until [`Pool::redeem`](crate::Pool::redeem), and for good if that is never called. (The child of a fork can
+    /// redeem nothing.)
     #[must_use = "without the token the segment is lost to the pool"]
     pub fn into_token(self) -> Token {
         let (segment, len) = self.into_parts();
         // The central pool stays alive: the segment is still out.
         let central: *const CentralPool = segment.central();
-        // SAFETY: as above.
+        // SAFETY: alive, as said above.
         unsafe { &*central }.deposit(segment, len)
     }
 }
@@ -334,7 +365,7 @@ impl Deref for PinnedBuf {
     type Target = [u8];
     #[inline]
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` bytes are initialised (the invariant), and nobody writes while we are borrowed.
+        // SAFETY: `len` bytes are initialised (the invariant), and nothing writes while the buffer is borrowed.
         unsafe { std::slice::from_raw_parts(self.segment.base().as_ptr(), self.len) }
     }
 }
@@ -342,7 +373,7 @@ impl Deref for PinnedBuf {
 impl DerefMut for PinnedBuf {
     #[inline]
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`, and ours alone.
+        // SAFETY: as in `deref`, and the borrow is exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.segment.base().as_ptr(), self.len) }
     }
 }

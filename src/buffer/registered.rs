@@ -1,15 +1,15 @@
-//! Values of the caller's whose bytes are copied from where they are: registered with a device, lent like a buffer, and
-//! unregistered when nobody uses them any more.
+//! Values of the program whose bytes are copied from where they are: registered with a device, lent like a buffer, and
+//! unregistered when nothing uses them any more.
 //!
-//! The value and its registration are one object, counted: the [`Registered`] has it, and so does each entry on a
-//! timeline that a copy made. The last to let go of it has the worker unregister the bytes and drop the value, in this
-//! order; so no value goes while a device may read it, and nobody waits for a driver by dropping something. What cannot
+//! The value and its registration are one counted object. Its owners are the [`Registered`] and each entry on a
+//! timeline that a copy made. The last owner's drop sends a job to the worker thread, which unregisters the bytes and
+//! then drops the value. So no value is dropped while a device may read it, and no drop waits for a driver. What cannot
 //! be unregistered is leaked.
 //!
-//! Who has the [`Registered`] itself has nothing in flight: a copy takes it by value and gives it back when it is done.
-//! An `Arc` of one is lent as an `Arc`, which the timeline shares, so that it is not the owner's alone before the copy
-//! is done. Therefore the value may be read through a shared reference and written through an exclusive one, although
-//! the timeline may still have its share for a moment after that; it only ever drops it.
+//! While the program has the [`Registered`] itself, nothing is in flight: a copy takes it by value and gives it back
+//! when the copy is done. An `Arc` of one is lent as an `Arc`, of which the timeline has a clone, so the program cannot
+//! get exclusive access before the copy is done. Therefore the value may be read through a shared reference and written
+//! through an exclusive one. The timeline may keep its share for a moment longer, but it only drops it.
 
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -32,23 +32,38 @@ use crate::stream::timeline::{Quarantined, Resource, Retain};
 ///
 /// It derefs to its bytes. Copies read them without staging, like those of a [`PinnedBuf`](crate::PinnedBuf):
 /// [`upload`](crate::Stream::upload) and [`hold`](crate::Stream::hold) take it by value, or an `Arc` of it for several
-/// at once; [`download`](crate::Stream::download) writes into one whose value can be written to. Any device of the
-/// family may use it, not only the one that registered it.
+/// copies at once; [`download`](crate::Stream::download) writes into one whose value can be written to. Every device of
+/// the same family may use it, not only the one that registered it.
 ///
-/// Dropped, it is unregistered and the value is dropped when the last copy that uses it is complete, on the device's
-/// worker thread; nobody waits. (The value's drop must not wait for a buffer of a pool: the pool grows on that very
-/// thread.) [`into_inner`](Self::into_inner) gives the value back.
+/// After a drop the device's worker thread unregisters and drops the value, as soon as the last copy that uses it is
+/// complete; the dropping thread does not wait. (The value's drop must not wait for a buffer of a pool: pools grow on
+/// that very thread.) [`into_inner`](Self::into_inner) gives the value back.
 ///
-/// It is outside of every pool: it counts against no capacity, and is in
-/// [`Device::registered_bytes`](Device::registered_bytes) alone.
+/// It belongs to no pool: it counts against no capacity, and only [`Device::registered_bytes`] counts it.
 ///
 /// In the child of a fork it is left alone: neither unregistered nor dropped.
+///
+/// # Examples
+///
+/// ```
+/// use pinpool::Device;
+///
+/// let device = Device::open("host")?;
+/// # // A machine whose memlock limit is used up registers nothing.
+/// # if device.register(vec![0; 64]).is_err() { return Ok(()); }
+/// let weights = device.register(vec![7; 1 << 16]).map_err(|refused| refused.error)?;
+/// let (stream, memory) = (device.stream()?, device.alloc(1 << 16)?);
+/// let weights = stream.upload(weights, &memory)?.wait()?; // no staging copy
+/// let vector: Vec<u8> = weights.into_inner()?;
+/// # assert_eq!(vector, [7; 1 << 16]);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub struct Registered<T: Send + Sync + 'static>(Arc<RegisteredInner<T>>);
 
-/// A registered value. Dropping it unregisters.
+/// A registered value. Its drop unregisters.
 struct RegisteredInner<T: Send + Sync + 'static> {
     /// # Invariant
-    /// Reached through a [`Registered`] as that is borrowed, and by the last owner's drop.
+    /// Accessed through a [`Registered`], shared or exclusively as that is borrowed, and by the last owner's drop.
     value: UnsafeCell<RegisteredValue<T>>,
     range: RegisteredRange,
     read_only: bool,
@@ -56,10 +71,10 @@ struct RegisteredInner<T: Send + Sync + 'static> {
 }
 
 struct RegisteredValue<T> {
-    /// In a box, so that the value does not move while its bytes are in use: a value that moves may count as all that
-    /// reaches them.
+    /// In a box, so that the value itself does not move while its bytes are in use: moving a value may assert that
+    /// nothing else reaches what it points to.
     there: ManuallyDrop<Box<T>>,
-    /// It was taken out, with the [`Registered`] itself.
+    /// Whether the value was taken out by `into_inner`, which ended the [`Registered`].
     taken: bool,
 }
 
@@ -77,10 +92,10 @@ struct RegisteredRange {
     len: usize,
 }
 
-// SAFETY: an address; what it points at is sent along or kept by who sends it.
+// SAFETY: an address. The sender sends the memory behind it along, or keeps it.
 unsafe impl Send for RegisteredRange {}
 
-// SAFETY: the value is Send, and so is all else but the address of its bytes.
+// SAFETY: the value is Send, and so is everything else but the address of its bytes.
 unsafe impl<T: Send + Sync + 'static> Send for RegisteredInner<T> {}
 // SAFETY: by the invariant of `value` it is shared as a `&Registered<T>` is, which gives out `&T`, and `T` is Sync.
 unsafe impl<T: Send + Sync + 'static> Sync for RegisteredInner<T> {}
@@ -89,7 +104,7 @@ impl<T: Send + Sync + 'static> Drop for RegisteredInner<T> {
     fn drop(&mut self) {
         let Some(value) = self.value.get_mut().take() else { return };
         let (context, range) = (self.context.clone(), self.range);
-        // In the child of a fork the job is forgotten, and the value with it.
+        // In the child of a fork the job is forgotten, and with it the value.
         self.context.worker().send(move || match unregister(&context, range) {
             Ok(()) => foreign::discard(value),
             Err(_) => std::mem::forget(value),
@@ -97,7 +112,7 @@ impl<T: Send + Sync + 'static> Drop for RegisteredInner<T> {
     }
 }
 
-/// On the worker. Nobody uses the bytes any more.
+/// Unregisters, on the worker thread. Nothing uses the bytes any more.
 fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
     // SAFETY: registered once, unregistered once, and the last copy that used it was seen complete.
     let undone = unsafe { context.driver().unregister(range.base, range.len) };
@@ -115,22 +130,23 @@ fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
 }
 
 impl Device {
-    /// Page-locks a value's bytes where they are, so that copies from them (and to them, where it can be written to)
-    /// need no staging. Waits for the device's worker thread, as long as the system takes to lock them; one call for
-    /// all of them, since a copy may not cross from one registration into another. CUDA refuses a call for 512 GiB or
-    /// more, and Linux 6.11 to 6.13 for 2 GiB: register parts then.
+    /// Page-locks a value's bytes where they are, so that copies from them, and to them if the value can be written to,
+    /// need no staging. Waits for the device's worker thread, for as long as the system takes to lock the pages. All
+    /// bytes are locked by one call, since a copy may not cross from one registration into another. CUDA refuses a call
+    /// for 512 GiB or more, and Linux 6.11 to 6.13 one for 2 GiB: register parts then.
     ///
     /// The bytes may start anywhere. Their address and their contents stay as they are. What can be registered: a
     /// `Vec<u8>`, a `Box<[u8]>`, an `Arc<[u8]>`, `memmap2`'s mappings (with that crate's feature `stable_deref_trait`),
-    /// and all else that derefs to bytes that stay where they are.
+    /// and every other type that derefs to bytes that stay where they are. [`Registered`] has an example.
     ///
     /// # Errors
-    /// With the value as it was: [`Error::Empty`]; what the driver says, with the remedy. CUDA refuses bytes that are
-    /// registered already (712), memory of its own, and memory that cannot be written to or whose pages cannot be
-    /// pinned for writing: mappings opened for reading, and shared mappings of files on most disk file systems. These
-    /// are for [`register_read_only`](Self::register_read_only). Ascend registers whole pages of 4 KiB, once each: a
-    /// value on a page of another one is refused, and so is what cannot be written to, by either call; devices and
-    /// drivers that register nothing say so ([`Error::Unsupported`]).
+    /// Each error carries the value back, unless it may be registered all the same. [`Error::Empty`];
+    /// [`Error::Unsupported`] from devices and drivers that register nothing; the driver's error, with the remedy. CUDA
+    /// refuses bytes that are registered already (712), memory of its own, and memory that cannot be written to or
+    /// whose pages cannot be pinned for writing: mappings opened for reading, and shared mappings of files on most disk
+    /// file systems. For these there is [`register_read_only`](Self::register_read_only). Ascend registers whole pages
+    /// of 4 KiB, each once: by either call, it refuses a value on a page of another one, and bytes that cannot be
+    /// written to.
     pub fn register<T>(&self, value: T) -> Result<Registered<T>, RegisterError<T>>
     where
         T: Deref<Target = [u8]> + StableDeref + Send + Sync + 'static,
@@ -138,12 +154,12 @@ impl Device {
         self.register_as(value, false)
     }
 
-    /// The same for bytes that devices only read, and that may be mapped for reading only (CUDA:
-    /// `CU_MEMHOSTREGISTER_READ_ONLY`, where the device supports it; elsewhere the driver may refuse such mappings).
-    /// Copies from it are like any other; a download into it is refused.
+    /// Page-locks bytes that devices only read, and that may be mapped for reading only (CUDA:
+    /// `CU_MEMHOSTREGISTER_READ_ONLY`, if the device supports it; otherwise the driver may refuse such mappings).
+    /// Copies from the result are like any other; a download into it is refused.
     ///
-    /// It is a call of its own, and not tried where `register` fails, so that what may be done with the result does not
-    /// depend on the file system, the driver and the device.
+    /// [`register`](Self::register) does not fall back to this by itself, so that what may be done with its result does
+    /// not depend on the file system, the driver and the device.
     ///
     /// # Errors
     /// As for [`register`](Self::register).
@@ -154,8 +170,8 @@ impl Device {
         self.register_as(value, true)
     }
 
-    /// Bytes of values that are [registered](Self::register) with this device and not unregistered yet, those that are
-    /// leaked included. Pools have their own count.
+    /// Bytes of values that are [registered](Self::register) with this device and not unregistered yet, including those
+    /// that are leaked. Pools have their own count.
     #[must_use]
     pub fn registered_bytes(&self) -> usize {
         self.context().holds().registered()
@@ -179,13 +195,13 @@ impl Device {
         let maker = context.clone();
         let registered = context.worker().call(move || {
             let RegisteredRange { base, len } = { range };
-            // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is dropped only when
+            // SAFETY: the value owns the bytes, they stay where they are (`StableDeref`), and it is dropped only after
             // they were unregistered.
             maker.noting(unsafe { maker.driver().register(base, len, read_only) })
         });
         match registered {
             Ok(()) => {}
-            // Whether a call that panicked has registered it is in doubt.
+            // A call that panicked may have registered the bytes or not.
             Err(error @ Error::Internal(_)) => {
                 context.holds().leaked(1);
                 std::mem::forget(value);
@@ -200,7 +216,7 @@ impl Device {
 }
 
 impl<T: Send + Sync + 'static> Registered<T> {
-    /// Bytes.
+    /// The number of bytes; never 0.
     #[must_use]
     #[allow(clippy::len_without_is_empty, reason = "never empty")]
     pub fn len(&self) -> usize {
@@ -213,18 +229,20 @@ impl<T: Send + Sync + 'static> Registered<T> {
         self.0.read_only
     }
 
-    /// The value.
+    /// The value itself.
     #[must_use]
     pub fn get_ref(&self) -> &T {
-        // SAFETY: by the invariant nobody has it exclusively while we are borrowed; it is taken out with us only.
+        // SAFETY: by the invariant no exclusive access exists while `self` is borrowed; the value is taken out only
+        // together with `self`.
         unsafe { &(*self.0.value.get()).there }
     }
 
-    /// Where `device` sees the first byte. Raw, as for [`PinnedBuf::device_address`](crate::PinnedBuf::device_address).
+    /// The address at which `device` sees the first byte. It is raw, as for
+    /// [`PinnedBuf::device_address`](crate::PinnedBuf::device_address).
     ///
     /// # Errors
-    /// [`Error::WrongDevice`] for a device of another family, [`Error::Unsupported`] for one that cannot map host
-    /// memory, [`Error::Forked`]; what the driver says.
+    /// [`Error::WrongDevice`] for a device of another family; [`Error::Unsupported`] for a device that cannot map host
+    /// memory; [`Error::Forked`]; the driver's error.
     pub fn device_address(&self, device: &Device) -> Result<u64> {
         let context = device.context();
         crate::os::check_fork()?;
@@ -235,12 +253,13 @@ impl<T: Send + Sync + 'static> Registered<T> {
         context.noting(context.driver().device_address(self.0.range.base))
     }
 
-    /// Unregisters and gives the value back. Waits for the device's worker thread, not for any copy: there is none.
+    /// Unregisters the bytes and gives the value back. Waits for the device's worker thread, and for no copy, since
+    /// none is in flight.
     ///
     /// # Errors
-    /// What the driver says, [`Error::Forked`]. The value is leaked then, since the device may still reach it.
+    /// The driver's error; [`Error::Forked`]. The value is then leaked, since the device may still reach it.
     pub fn into_inner(self) -> Result<T> {
-        // SAFETY: by the invariant: we are its owner, and nothing is borrowed.
+        // SAFETY: by the invariant: `self` owns the value, and nothing is borrowed.
         let value = unsafe { &mut *self.0.value.get() }.take();
         let Some(value) = value else { return Err(Error::Closed) };
         let (context, range) = (self.0.context.clone(), self.0.range);
@@ -253,7 +272,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
         }
     }
 
-    /// Registered memory is for all devices of a family.
+    /// Whether the device of this context may use it: registered memory serves all devices of a family.
     fn is_for(&self, context: &DeviceContext) -> bool {
         context.driver().family() == self.0.context.driver().family()
     }
@@ -263,7 +282,7 @@ impl<T> Registered<T>
 where
     T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
-    /// Where a device is to write.
+    /// Where a device is to write: start and length.
     pub(crate) fn landing(&mut self) -> Result<(*mut u8, usize)> {
         if self.0.read_only {
             return Err(Error::Unsupported(
@@ -291,8 +310,8 @@ where
     T: DerefMut<Target = [u8]> + StableDeref + Send + Sync + 'static,
 {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: by the invariant: we are borrowed exclusively, so nothing is in flight, and it is taken out with us
-        // only.
+        // SAFETY: by the invariant: `self` is borrowed exclusively, so nothing is in flight, and the value is taken out
+        // only together with `self`.
         let value: &mut Box<T> = unsafe { &mut (*self.0.value.get()).there };
         value
     }
@@ -321,8 +340,8 @@ struct RegisteredShare<S>(S);
 
 impl<S: Send> Retain for RegisteredShare<S> {
     fn quarantine(self: Box<Self>) -> Quarantined {
-        // Nobody can prove that the device is done with it: never unregistered, never dropped. No pool's, it counts for
-        // none.
+        // The device cannot be shown to be done with the value: it is never unregistered and never dropped. It belongs
+        // to no pool, so it counts for none.
         std::mem::forget(self);
         Quarantined::default()
     }

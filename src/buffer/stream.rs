@@ -1,4 +1,5 @@
-//! Stream-ready buffers: a device may still use them, earlier on the very stream that they are for.
+//! Stream-ready buffers: [`StreamBuf`]. A device may still use such a buffer, but only earlier on the stream that it is
+//! for.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -9,9 +10,25 @@ use crate::error::{Error, Result};
 use crate::stream::timeline::{Resource, Timeline};
 
 /// A stream-ready buffer: a device may still use it, but only earlier on this very stream, so that later work on this
-/// stream may use it too. The CPU may not touch it.
+/// stream may use it too. The CPU may not touch it. Made by [`Pool::checkout_on`](crate::Pool::checkout_on).
 ///
-/// Used on another stream, the call is refused and returns the buffer. Dropped unused, it goes back where it was.
+/// A copy on another stream is refused, and the error carries the buffer back. Dropped unused, the buffer goes back to
+/// where it was: to the stream's work in flight, or to the pool.
+///
+/// # Examples
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (stream, tokens) = (device.stream()?, device.alloc(4096)?);
+/// for _step in 0..3 {
+///     // From the second step on this can be the memory of the last step, without a wait for its copy.
+///     let landing = pool.checkout_on(&stream, 4096)?;
+///     drop(stream.download(&tokens, landing)?);
+/// }
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub struct StreamBuf {
     timeline: Arc<Timeline>,
     kind: Readiness,
@@ -20,14 +37,14 @@ pub struct StreamBuf {
 
 #[derive(Debug)]
 enum Readiness {
-    /// A fresh segment: host-ready in fact.
+    /// A fresh segment, which is host-ready in fact.
     Fresh,
-    /// Claimed while in flight, under this key.
+    /// A segment that was claimed while in flight, with the claim's key.
     Claimed(usize),
 }
 
 impl StreamBuf {
-    /// Host-ready is ready for any stream.
+    /// From a host-ready buffer, which is ready for any stream.
     pub(crate) fn ready(timeline: Arc<Timeline>, buf: PinnedBuf) -> Self {
         Self { timeline, kind: Readiness::Fresh, segment: buf.into_parts().0 }
     }
@@ -36,13 +53,13 @@ impl StreamBuf {
         Self { timeline, kind: Readiness::Claimed(key), segment }
     }
 
-    /// Bytes that fit.
+    /// The number of bytes that fit.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.segment.len()
     }
 
-    /// Whether the segment was claimed while it was in flight, rather than taken from the free ones.
+    /// Whether the memory was claimed while it was in flight, and not taken from the free memory.
     #[must_use]
     pub fn was_claimed(&self) -> bool {
         matches!(self.kind, Readiness::Claimed(_))
@@ -56,7 +73,7 @@ impl StreamBuf {
         &self.segment
     }
 
-    /// What goes on the timeline, which must be this buffer's own. The buffer is not dropped any more.
+    /// What is handed to the timeline, which must be this buffer's own. The buffer is not dropped any more.
     pub(crate) fn into_resource(self) -> (Resource, Segment) {
         let this = ManuallyDrop::new(self);
         // SAFETY: read once; `this` is never dropped.
@@ -69,10 +86,11 @@ impl StreamBuf {
         (resource, this.segment.alias())
     }
 
-    /// Waits until the earlier work is done and gives the buffer, host-ready and empty.
+    /// Waits until the earlier work is done, and gives the buffer, host-ready and empty.
     ///
     /// # Errors
-    /// What the stream was lost with.
+    /// The error with which the stream was lost; [`Error::Forked`]; the other errors of
+    /// [`InFlight::wait`](crate::InFlight::wait).
     pub fn wait(self) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
         if let Readiness::Claimed(key) = self.kind {
@@ -88,7 +106,8 @@ impl StreamBuf {
             Readiness::Claimed(key) => timeline.resolve_claim(key),
         };
         match segment {
-            // SAFETY: host-ready: fresh, or every event that covers it was seen complete. Ours, and nothing is written.
+            // SAFETY: host-ready: fresh, or every event that covers it was seen complete. The buffer owned the segment,
+            // and no byte counts as written.
             Some(segment) => Ok(unsafe { PinnedBuf::new(segment, 0) }),
             None => Err(timeline.context().alive().err().unwrap_or(Error::Closed)),
         }
@@ -98,7 +117,7 @@ impl StreamBuf {
 impl Drop for StreamBuf {
     fn drop(&mut self) {
         match self.kind {
-            // SAFETY: fresh: host-ready, ours, and this is the end of it.
+            // SAFETY: fresh, so host-ready; the buffer owns the segment, and this is its end.
             Readiness::Fresh => unsafe { self.segment.alias().release() },
             Readiness::Claimed(key) => self.timeline.unclaim(key),
         }

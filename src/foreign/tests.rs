@@ -1,4 +1,4 @@
-//! What runs when, and what a panic costs.
+//! When foreign code runs, and what its panics cost.
 
 use std::cell::Cell;
 use std::panic::panic_any;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::*;
 use crate::locks::{Condvar, Mutex, MutexGuard, RwLock};
 
-/// A payload whose drop panics with another one, so many times.
+/// A payload whose drop panics with another one, this many times.
 struct Bomb(u32);
 
 impl Drop for Bomb {
@@ -34,7 +34,7 @@ impl Calls {
         self.0.lock().unwrap().clone()
     }
 
-    /// A task whose waker notes that it was woken, and then does this.
+    /// A task whose waker notes that it was woken, and then calls `then`.
     fn task(&self, name: &'static str, then: impl Fn() + Send + Sync + 'static) -> Task {
         struct Runs<F>(Calls, &'static str, F);
         impl<F: Fn() + Send + Sync + 'static> std::task::Wake for Runs<F> {
@@ -104,7 +104,7 @@ fn a_lock_that_is_given_up_for_a_moment_lets_foreign_code_run() {
     assert_eq!(calls.all(), ["before", "meanwhile", "after"]);
 }
 
-/// A thread that waits on a condition is no reason for others not to be woken.
+/// While a thread waits on a condition, other tasks can be woken.
 #[test]
 fn a_wait_on_a_condition_runs_what_was_put_off_first() {
     let calls = Calls::default();
@@ -183,7 +183,7 @@ fn a_wake_waits_for_no_event_and_for_no_drop() {
     assert_eq!(calls.all(), ["put off behind them", "event", "woken by a drop", "the end of the drop"]);
 }
 
-/// Whatever the payload is, and however its drop panics; what comes after it runs all the same.
+/// Whatever the payload is, and however its drop panics: what comes after it runs all the same.
 #[test]
 fn a_panic_costs_its_own_call_only() {
     let calls = Calls::default();
@@ -252,7 +252,7 @@ fn a_value_that_is_given_back_is_not_dropped() {
     assert_eq!(calls.all(), ["renamed"]);
 }
 
-/// What runs in a thread's last destructors may need a lock, and drop what is the caller's.
+/// A thread's last destructors may take a lock, and drop values of the program's.
 #[test]
 fn the_end_of_a_thread_is_no_exception() {
     struct AtTheEnd(Calls);
@@ -269,7 +269,7 @@ fn the_end_of_a_thread_is_no_exception() {
     }
     let calls = Calls::default();
     let own = calls.clone();
-    // Ours is used before it, and so would go before it if it had anything to drop.
+    // The module's thread-local is used before it, and so would be destroyed before it if it had a destructor.
     std::thread::spawn(move || {
         LAST.set(Some(AtTheEnd(own.clone())));
         own.tell("first");
@@ -279,8 +279,8 @@ fn the_end_of_a_thread_is_no_exception() {
     assert_eq!(calls.all(), ["first", "told", "dropped"]);
 }
 
-/// Clippy has a list of what only this module may call. Two macros are not on it, since the macros of this module expand to
-/// them wherever they are used.
+/// Clippy has a list of what only this module may call. Two macros are not on it, since the macros of this module
+/// expand to them wherever they are used.
 #[test]
 fn subscribers_are_called_from_here_alone() {
     fn visit(folder: &Path, found: &mut Vec<String>) {
@@ -303,7 +303,7 @@ fn subscribers_are_called_from_here_alone() {
     }
     let mut found = Vec::new();
     visit(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
-    // The last has a field's name that is known at compile time only, and is told by `tell_now`.
+    // In the last one the field's name is known at compile time only; the event is sent by `tell_now`.
     let may = [
         "src/foreign.rs: ",
         "src/foreign/tests.rs: ",

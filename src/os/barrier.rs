@@ -1,8 +1,8 @@
-//! The barrier that all threads of the process execute, and how to do without.
+//! The barrier that all threads of the process execute, and what replaces it.
 //!
-//! `membarrier` with the private expedited command interrupts every core that runs a thread of this process and makes it
-//! execute a full fence. It must be registered first; the kernel documents no failure after that, but a sandbox that is put
-//! up later may refuse the call. What then stands in for it is [`is_blocked`].
+//! `membarrier` with the private expedited command interrupts every core that runs a thread of this process and makes
+//! it execute a full fence. The process registers for it first. The kernel documents no failure after that, but a
+//! sandbox that is set up later may refuse the call. What then replaces the barrier is [`is_blocked`].
 
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
@@ -20,7 +20,7 @@ mod linux {
         unsafe { libc::syscall(libc::SYS_membarrier, command, 0 as c_long, 0 as c_long) }
     }
 
-    /// Prepares this process for [`membarrier`]. `false`: the kernel does not have it or a sandbox forbids it.
+    /// Registers this process for [`membarrier`]. `false`: the kernel does not have it, or a sandbox forbids it.
     pub(crate) fn membarrier_register() -> bool {
         const REGISTER: c_long = libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED as c_long;
         const USE: c_long = libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED as c_long;
@@ -28,42 +28,44 @@ mod linux {
         if known < 0 || known & (REGISTER | USE) != (REGISTER | USE) || command(REGISTER) != 0 {
             return false;
         }
-        // One call now, so that a sandbox that lets the registration through and not the barrier is found out here.
+        // One call now, to find out about a sandbox that allows the registration and not the barrier.
         command(USE) == 0
     }
 
-    /// Executes a full fence on every core that runs a thread of this process. Call only after
-    /// [`membarrier_register`] returned `true`.
+    /// Executes a full fence on every core that runs a thread of this process. To be called only after
+    /// [`membarrier_register`] has returned `true`.
     ///
-    /// `true` when done. `false`: a sandbox that was put up since refuses the call. (The kernel documents no failure after
-    /// registration.)
+    /// `true`: done. `false`: a sandbox that was set up since then refuses the call. (The kernel documents no failure
+    /// after registration.)
     pub(crate) fn membarrier() -> bool {
         command(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED as c_long) == 0
     }
 
-    /// The system's number of this thread. Another thread may have it when this one has ended.
+    /// The system's number of this thread. The number may be given to another thread after this one has ended.
     pub(crate) fn thread_number() -> u32 {
         // SAFETY: the call takes nothing and cannot fail.
         u32::try_from(unsafe { libc::syscall(libc::SYS_gettid) }).unwrap_or_default()
     }
 
-    /// Whether a thread of this process is certain to be blocked in the kernel at some moment of this call. Then all that it
-    /// has written before is visible to the caller, and it sees all that the caller has written before.
+    /// Whether a thread of this process is certain to be blocked in the kernel at some moment of this call. Then all
+    /// that the thread has written before is visible to the caller, and the thread sees all that the caller has written
+    /// before.
     ///
-    /// The kernel tells which system call a thread is blocked in (`/proc/self/task/N/syscall`). It looks that up only of a
-    /// thread that it has found off its processor, under the lock of that processor's run queue (`wait_task_inactive`), which
-    /// the thread had to take to leave the processor and has to take to come back. Of any other it says "running". `false`
-    /// also where the kernel does not tell, or the thread has ended. (Of the caller itself it tells the call that asks.)
+    /// The kernel tells which system call a thread is blocked in (`/proc/self/task/N/syscall`). It looks that up only
+    /// for a thread that it has found off its processor, under the lock of that processor's run queue
+    /// (`wait_task_inactive`). The thread had to take that lock to leave the processor, and has to take it to come
+    /// back. For any other thread the kernel says "running". `false` also if the kernel does not tell, or the thread
+    /// has ended. (For the calling thread the kernel tells the call that asks.)
     pub(crate) fn is_blocked(thread: u32) -> bool {
         let call = fs::read_to_string(format!("/proc/self/task/{thread}/syscall"));
         call.is_ok_and(|call| call.starts_with(|first: char| first == '-' || first.is_ascii_digit()))
     }
 
-    /// Ends the process, and says why on stderr: where going on would be unsound.
+    /// Ends the process and writes the reason to stderr: for a state in which going on would be unsound.
     pub(crate) fn die(why: &str) -> ! {
         let text = format!("pinpool: {why}\n");
-        // Not by std's handle, whose lock another thread may have.
-        // SAFETY: a string, and its length. Whether it can be written makes no difference.
+        // Not by std's handle, since another thread may hold its lock.
+        // SAFETY: a string and its length. A failure to write it makes no difference.
         unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
         std::process::abort()
     }
@@ -107,7 +109,7 @@ mod tests {
             ends.recv().unwrap_err();
         });
         let number = told.recv().unwrap();
-        // One that computes is not.
+        // A thread that computes is not blocked.
         let (stop, computes) =
             (std::sync::atomic::AtomicBool::new(false), std::sync::atomic::AtomicU32::new(0));
         std::thread::scope(|scope| {
@@ -127,7 +129,7 @@ mod tests {
             assert_eq!(blocked, 0);
         });
         let since = std::time::Instant::now();
-        // A kernel may leave this out; then no thread is.
+        // A kernel may lack this file; then no thread is found blocked.
         let tells = std::path::Path::new("/proc/self/syscall").exists();
         while tells && !is_blocked(number) {
             assert!(since.elapsed() < std::time::Duration::from_secs(20), "it sleeps");

@@ -1,12 +1,14 @@
-//! The system calls on files: reading at an offset into memory that is not initialised yet, asking for what the page
-//! cache has and nothing else, reading past the cache, and mapping.
+//! The system calls on files: reading at an offset into uninitialised memory, reading only what the page cache has,
+//! reading past the page cache, and mapping.
 //!
-//! *What the cache has.* `preadv2` with `RWF_NOWAIT` reads bytes that are in the page cache and stops where the disk
-//! would have to be asked. So reading and asking are one call, and the answer cannot be out of date when it is used.
+//! *What the cache has.* `preadv2` with `RWF_NOWAIT` reads bytes that are in the page cache, and stops before bytes
+//! that the disk would have to deliver. So reading and asking are one call, and the answer cannot be outdated when it
+//! is used.
 //!
-//! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that there is already, so that
-//! it is the same file whatever its name means by now. File systems refuse it in their own ways; then there is no such
-//! descriptor, and no harm done. One that was opened with `O_DIRECT` by others is opened again without, in the same way.
+//! *Past the cache.* A file is opened a second time with `O_DIRECT`, through the descriptor that exists already, so
+//! that it is the same file whatever its name means by now. If a file system refuses that, there is no second
+//! descriptor, and the file is read through the cache. A file that the program opened with `O_DIRECT` is opened again
+//! without it, in the same way.
 
 use std::fs::File;
 use std::io;
@@ -15,18 +17,19 @@ use std::ptr::NonNull;
 
 use crate::error::{Error, Result};
 
-/// What [`read_cached`] found.
+/// The result of [`read_cached`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cached {
-    /// So many bytes came; none: the file ends here.
+    /// This many bytes were read; 0: the file ends here.
     Read(usize),
     /// The next byte is not in the page cache.
     Missing,
-    /// The file system does not say.
+    /// The file system does not tell.
     Unknown,
 }
 
-/// A mapping of a part of a file, for reading. It is for devices: who reads it on the CPU dies with the file's end.
+/// A mapping of a part of a file, for reading by devices. (A CPU that reads it dies by a signal if the file was made
+/// shorter.)
 #[derive(Debug)]
 pub(crate) struct FileMap {
     base: NonNull<u8>,
@@ -50,7 +53,7 @@ impl FileMap {
 
 impl Drop for FileMap {
     fn drop(&mut self) {
-        // SAFETY: mapped as a whole by `map_file`, and this is the end of it.
+        // SAFETY: mapped as a whole by `map_file`, and this is its end.
         if let Err(error) = unsafe { super::unmap(self.base, self.len) } {
             crate::foreign::warn!(target: "pinpool::region", %error, "a mapping of a file is leaked");
         }
@@ -73,7 +76,7 @@ mod linux {
         i64::try_from(at).map_err(|_| io::ErrorKind::FileTooLarge.into())
     }
 
-    /// Reads at an offset. How many bytes at the front of `into` are initialised now; none: the file ends before them.
+    /// Reads at an offset. Returns how many bytes at the front of `into` were read; 0: the file ends before them.
     pub(crate) fn read_at(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<usize> {
         let at = position(at)?;
         loop {
@@ -89,7 +92,7 @@ mod linux {
         }
     }
 
-    /// Reads at an offset what the page cache has.
+    /// Reads at an offset, only what the page cache has.
     pub(crate) fn read_cached(file: &File, into: &mut [MaybeUninit<u8>], at: u64) -> io::Result<Cached> {
         let at = position(at)?;
         let part = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
@@ -104,7 +107,7 @@ mod linux {
             match error.raw_os_error() {
                 Some(libc::EINTR) => {}
                 Some(libc::EAGAIN) => return Ok(Cached::Missing),
-                // The file system, the kernel or a sandbox does not have it.
+                // The file system, the kernel or a sandbox does not support the call.
                 Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::EPERM) => {
                     return Ok(Cached::Unknown);
                 }
@@ -113,34 +116,34 @@ mod linux {
         }
     }
 
-    /// Writes all of it at an offset.
+    /// Writes all bytes at an offset.
     pub(crate) fn write_all_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
         std::os::unix::fs::FileExt::write_all_at(file, bytes, at)
     }
 
-    /// The flags that it was opened with, or was given since; 0 if the system does not say.
+    /// The flags with which the file was opened, or that it was given since; 0 if the system does not tell.
     fn flags(file: &File) -> libc::c_int {
         // SAFETY: asks for a number; the descriptor is open as long as the file is borrowed.
         unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) }.max(0)
     }
 
-    /// Whether all that is written goes to its end, whatever the offset (open(2), pwrite(2): `O_APPEND`).
+    /// Whether every write goes to the end of the file, whatever its offset (open(2), pwrite(2): `O_APPEND`).
     pub(crate) fn appends(file: &File) -> bool {
         flags(file) & libc::O_APPEND != 0
     }
 
-    /// Whether it is read and written past the page cache: `O_DIRECT`.
+    /// Whether the file is read and written past the page cache: `O_DIRECT`.
     pub(crate) fn is_direct(file: &File) -> bool {
         flags(file) & libc::O_DIRECT != 0
     }
 
-    /// The same file, opened for reading like everybody, whatever way it was opened.
+    /// The same file, opened for reading through the page cache, whatever way it was opened.
     pub(crate) fn reopen(file: &File) -> io::Result<File> {
         same(file, std::fs::OpenOptions::new().read(true))
     }
 
-    /// Opens the same file once more. By the calling thread's own table: that of the process is another one where the thread has
-    /// left it (unshare(2): `CLONE_FILES`), and has other files under the same numbers.
+    /// Opens the same file once more, by the calling thread's own table of files. A thread that has left the process's
+    /// table (unshare(2): `CLONE_FILES`) has other files under the same numbers.
     fn same(file: &File, options: &std::fs::OpenOptions) -> io::Result<File> {
         let other = options.open(format!("/proc/thread-self/fd/{}", file.as_raw_fd()))?;
         let (it, is) = (file.metadata()?, other.metadata()?);
@@ -150,12 +153,13 @@ mod linux {
         }
     }
 
-    /// The same file, opened for reading past the page cache. Reads through it start, end and land on whole pages.
+    /// The same file, opened for reading past the page cache. Reads through it start and end on whole pages, in the
+    /// file and in memory.
     pub(crate) fn reopen_direct(file: &File) -> io::Result<File> {
         same(file, std::fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECT))
     }
 
-    /// Maps `len` bytes of a file from `at` on, a multiple of the page size.
+    /// Maps `len` bytes of a file from `at` on, which is a multiple of the page size.
     pub(crate) fn map_file(file: &File, at: u64, len: usize) -> Result<FileMap> {
         let refused = || Error::OutOfMemory { wanted: len, text: io::Error::last_os_error().to_string() };
         let Ok(at) = position(at) else {
@@ -244,10 +248,10 @@ mod tests {
         let page = super::super::page_size();
         let map = map_file(&file, page as u64, page).unwrap();
         assert_eq!(map.len(), page);
-        // SAFETY: mapped, and nobody makes the file shorter.
+        // SAFETY: mapped, and nothing makes the file shorter.
         assert_eq!(unsafe { map.base().as_ptr().read() }, 7);
         assert!(map_file(&file, 1, page).is_err(), "no page starts there");
-        // Some file systems refuse this; those that take it read the same.
+        // Some file systems refuse this; others read the same bytes.
         if let Ok(direct) = reopen_direct(&file) {
             assert_eq!(direct.metadata().unwrap().len(), 3 * page as u64);
             assert!(is_direct(&direct) && !is_direct(&reopen(&direct).unwrap()));
@@ -262,8 +266,8 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 use std::os::fd::FromRawFd;
-                // SAFETY: this thread's table is a copy from here on, in which the other file's number is given to this one,
-                // once more, and to nobody else.
+                // SAFETY: this thread's table is a copy from here on. In it the number of the other file is given to
+                // this file too, and to no other.
                 let file = unsafe {
                     assert_eq!(libc::unshare(libc::CLONE_FILES), 0);
                     assert_eq!(libc::dup2(mine.as_raw_fd(), other.as_raw_fd()), other.as_raw_fd());

@@ -1,14 +1,14 @@
 //! What a fork does.
 //!
-//! The child of a fork has one thread, and whatever lock another thread of the parent held at that moment stays locked
-//! in it for ever: ours, those of the driver, and those that libraries keep for the whole process (parking_lot has one
-//! table of parked threads for all its locks). It has none of our threads, and pinned pages are kept out of it. So a
-//! child that was forked after its process had begun to open a device can use nothing of this crate, and says so: every
-//! call that could lock, wait or reach a driver asks [`forked`] first, and answers [`Error::Forked`]. What is dropped
-//! there is left as it is.
+//! The child of a fork has one thread. A lock that another thread of the parent held at that moment stays locked in the
+//! child for ever: the crate's locks, the driver's, and those that libraries have for the whole process (parking_lot
+//! has one table of parked threads for all its locks). The child has none of the crate's threads, and pinned pages are
+//! kept out of it. So a child that was forked after its process had begun to open a device can use nothing of this
+//! crate: every call that could lock, wait or reach a driver asks [`forked`] first and returns [`Error::Forked`].
+//! Values that are dropped there are left as they are.
 //!
 //! A child of a process that had opened nothing is a process like any other. `Command::spawn` is not affected either:
-//! its child runs no code of ours before it becomes another program.
+//! its child runs no code of the crate's before it becomes another program.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,30 +18,30 @@ use crate::error::{Error, Result};
 /// Whether this is the child of a process that had begun to open a device. Relaxed: written by a child's only thread.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-/// Empties what a hit looks at without asking [`forked`].
+/// Empties in the child what a checkout uses without asking [`forked`].
 static EMPTIES: OnceLock<fn()> = OnceLock::new();
 
-/// Whether nothing of the crate may be touched.
+/// Whether this is a child that must not use the crate.
 #[inline]
 pub(crate) fn forked() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
-/// [`Error::Forked`] where nothing of the crate may be touched.
+/// [`Error::Forked`] in a child that must not use the crate.
 #[inline]
 pub(crate) fn check_fork() -> Result<()> {
     if forked() { Err(Error::Forked) } else { Ok(()) }
 }
 
-/// Has children know from here on that they are. Called before anything is locked or started for a device.
+/// Makes later children know that they are children. To be called before anything is locked or started for a device.
 ///
 /// # Errors
-/// [`Error::Forked`] in such a child; the system's, where it has no memory for a handler.
+/// [`Error::Forked`] in such a child; the system's error if it has no memory for a handler.
 pub(crate) fn watch_forks() -> Result<()> {
     static FORK_WATCHED: AtomicBool = AtomicBool::new(false);
     check_fork()?;
-    // Acquire: pairs with the release below. Several threads may come to the call at once, which does no harm; waiting
-    // for each other would, since a child that is forked meanwhile would wait for ever.
+    // Acquire: pairs with the release below. Several threads may make the call at once, which does no harm. They do not
+    // wait for each other, since a child that is forked meanwhile would wait for ever.
     if !FORK_WATCHED.load(Ordering::Acquire) {
         install()?;
         FORK_WATCHED.store(true, Ordering::Release);
@@ -49,9 +49,10 @@ pub(crate) fn watch_forks() -> Result<()> {
     Ok(())
 }
 
-/// Has `empty` called in the child of a fork, once that knows that it is one. It may do only what a signal handler may.
+/// Makes the child of a fork call `empty`, after it knows that it is a child. `empty` may do only what a signal handler
+/// may do.
 pub(crate) fn empty_in_child(empty: fn()) {
-    // Always the same one.
+    // It is always the same function.
     let _ = EMPTIES.set(empty);
 }
 
@@ -59,12 +60,12 @@ pub(crate) fn empty_in_child(empty: fn()) {
 fn install() -> Result<()> {
     extern "C" fn in_child() {
         FORKED.store(true, Ordering::Relaxed);
-        // Reading what was set is one atomic load.
+        // An atomic load, which a signal handler may do.
         if let Some(empty) = EMPTIES.get() {
             empty();
         }
     }
-    // SAFETY: the function lives as long as the process, and does what a signal handler may.
+    // SAFETY: the function lives as long as the process, and does only what a signal handler may do.
     match unsafe { libc::pthread_atfork(None, None, Some(in_child)) } {
         0 => Ok(()),
         code => {

@@ -1,13 +1,13 @@
 //! Threads: the one place that starts them.
 //!
 //! A signal that is sent to the process is handled on any of its threads that does not block it. A handler of the
-//! program may expect a thread of the program (its stack, its thread-locals, a place where it may wait), and a driver's
-//! call must not be interrupted by it. So the crate's threads block every signal but those that a thread raises by what
-//! it does itself, which cannot wait: a fault, a trap, a refused system call, an abort.
+//! program may expect a thread of the program (its stack, its thread-locals, a place where it may wait), and it must
+//! not interrupt a driver's call. So the crate's threads block every signal except those that a thread raises by its
+//! own actions and that cannot wait: a fault, a trap, a refused system call, an abort.
 //!
-//! The mask is set by the thread that starts them, before and for as long as it does: a new thread has the mask of its
-//! maker from its first instruction, so there is no moment at which a signal could reach it. Threads that a driver
-//! starts on one of ours have the same mask.
+//! The starting thread sets its own mask before it starts a thread and restores it afterwards. A new thread has the
+//! mask of its starter from its first instruction, so there is no moment at which a signal could reach it. Threads that
+//! a driver starts on one of these threads have the same mask.
 
 use std::io;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
@@ -15,7 +15,7 @@ use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 /// Starts a thread of the crate's.
 ///
 /// # Errors
-/// The system has no room for one more.
+/// The system's error if it has no room for another thread.
 pub(crate) fn spawn<T: Send + 'static>(
     name: impl Into<String>,
     run: impl FnOnce() -> T + Send + 'static,
@@ -25,7 +25,7 @@ pub(crate) fn spawn<T: Send + 'static>(
     Builder::new().name(name.into()).spawn(run)
 }
 
-/// The same for a thread that borrows.
+/// [`spawn`] for a thread that borrows.
 ///
 /// # Errors
 /// As for [`spawn`].
@@ -38,7 +38,7 @@ pub(crate) fn spawn_scoped<'scope, T: Send + 'scope>(
     Builder::new().name(name.into()).spawn_scoped(scope, run)
 }
 
-/// This thread blocks signals until this is dropped. Those that are sent to it meanwhile come then.
+/// This thread blocks signals until this is dropped. Signals that are sent to it meanwhile are delivered then.
 struct Blocked {
     #[cfg(target_os = "linux")]
     before: Option<libc::sigset_t>,
@@ -72,7 +72,7 @@ impl Blocked {
 impl Drop for Blocked {
     fn drop(&mut self) {
         if let Some(before) = &self.before {
-            // SAFETY: the mask that this thread had.
+            // SAFETY: the mask that this thread had before.
             unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before, std::ptr::null_mut()) };
         }
     }

@@ -1,9 +1,10 @@
-//! Memory that the caller has and the pool may cut up: pinned where it is, kept as a region, and dropped when that
-//! goes.
+//! Adopted memory: the program gives a value whose bytes the pool may cut up. They are pinned where they are and kept
+//! as a region; the value is dropped when the region goes.
 //!
-//! The pool uses the whole pages inside of it. They are pinned extent by extent, each in a job of its own, as for
-//! regions of ours; but nothing is handed out before all of them are, so that whatever fails, the caller gets the
-//! memory back as it was. Nothing is written to it until a segment of it is handed out.
+//! The pool uses the whole pages inside of the value's bytes. They are pinned extent by extent, each in a job of its
+//! own, like regions that the pool maps. But no extent is handed out before all of them are pinned, so that on any
+//! failure the program gets its memory back as it was. Nothing is written to the memory before a segment of it is
+//! handed out.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
@@ -19,12 +20,12 @@ use crate::device::context::Context;
 use crate::error::{Error, ErrorClass, RegisterError, Result};
 use crate::foreign::Owned;
 
-/// Memory that is to be adopted.
+/// A value that is to be adopted.
 pub(crate) struct Adoptee<T> {
-    /// In a box, so that the value itself does not move while its bytes are in use: a value that moves may count as all
-    /// that reaches them.
+    /// In a box, so that the value itself does not move while its bytes are in use: moving a value may assert that
+    /// nothing else reaches what it points to.
     memory: Box<T>,
-    /// Its whole pages.
+    /// The whole pages in its bytes.
     base: NonNull<u8>,
     len: usize,
 }
@@ -33,7 +34,7 @@ impl<T> Adoptee<T>
 where
     T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
 {
-    /// Finds the whole pages of it.
+    /// Finds the whole pages. An error gives the value back.
     pub(crate) fn new(memory: T) -> Result<Self, RegisterError<T>> {
         let mut memory = Box::new(memory);
         let bytes: &mut [u8] = &mut memory;
@@ -49,30 +50,30 @@ where
         }
     }
 
-    /// Bytes that the pool can use.
+    /// The number of bytes that the pool can use.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Nothing was registered, or not any more.
+    /// The error for a value of which nothing is pinned: gives it back.
     pub(crate) fn refused(self, error: Error) -> RegisterError<T> {
         RegisterError { error, memory: Some(*self.memory) }
     }
 }
 
-/// A range that a job on the worker is about.
+/// A range for a job on the worker thread.
 #[derive(Clone, Copy)]
 struct AdoptedPiece {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: the memory is owned by the adoption, which waits for the job.
+// SAFETY: the adoption owns the memory, and waits for the job.
 unsafe impl Send for AdoptedPiece {}
 
 impl Regions {
-    /// Pins memory and makes it a region, of which nothing is handed out yet: [`Regions::served`] is to follow. Waits
-    /// for the worker. On an error nothing of it is pinned.
+    /// Pins memory and makes it a region, of which nothing is handed out yet: a call of [`Regions::served`] is to
+    /// follow. Waits for the worker thread. After an error nothing of it is pinned, or the memory is leaked.
     pub(crate) fn adopt<T>(&self, adoptee: Adoptee<T>) -> Result<AdoptedRegion, RegisterError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -87,7 +88,7 @@ impl Regions {
         let mut extents: Vec<Extent> = Vec::new();
         let (mut offset, mut last, mut longest) = (0, None, Duration::ZERO);
         while offset < len {
-            // On the caller's thread, which waits anyway: the worker has others to serve.
+            // The pause is on the caller's thread, which waits anyway, so that the worker can do other jobs.
             leave_room(last);
             // SAFETY: within the memory.
             let start = unsafe { adoptee.base.add(offset) };
@@ -97,19 +98,19 @@ impl Regions {
             longest = longest.max(took);
             match pinned {
                 Ok(pinned) => extents.push(Extent { offset, len: piece.len, pinned }),
-                // Found to be lost by this very call, before it has pinned anything.
+                // The device was found to be lost by this very call, before it has pinned anything.
                 Err(error) if extents.is_empty() && self.goes_on_after(Some(&error)) => {
                     context = self.context();
                     continue;
                 }
                 Err(error) => {
-                    // Whether a call that panicked has pinned the piece is in doubt.
+                    // A call that panicked may have pinned the piece or not.
                     let doubtful = matches!(error, Error::Internal(_));
                     if doubtful {
                         context.holds().leaked(1);
                     }
                     let clean = roll_back(&context, &adoptee, &extents) && !doubtful;
-                    // Not an attempt of the pool's to grow: the caller gets the error.
+                    // The caller gets the error; it is no failure of the pool's own growth.
                     self.ended(len, None);
                     if clean {
                         return Err(adoptee.refused(error));
@@ -120,7 +121,7 @@ impl Regions {
             }
             offset += piece.len;
         }
-        // Relaxed: only different, not in any order with anything else.
+        // Relaxed: the numbers are only to differ.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let pieces = extents.iter().map(|e| (e.offset, e.len, e.pinned)).collect();
         let source = RegionSource::AdoptedRegion(Owned::new(adoptee.memory));
@@ -144,14 +145,14 @@ impl Regions {
         Ok(AdoptedRegion { info, pieces })
     }
 
-    /// All of an adopted region was handed over.
+    /// The pool serves from all of an adopted region now.
     pub(crate) fn served(&self, id: RegionId) {
         self.is_whole(id);
         self.progress.lock().busy -= 1;
         self.wake();
     }
 
-    /// Whether it is pinned, which it need not be where the configuration says so; and how long the call took.
+    /// Pins a piece. Returns whether it is pinned, which the configuration may not require, and how long the call took.
     fn pin_piece(&self, device: &Arc<Context>, piece: AdoptedPiece) -> (Result<bool>, Duration) {
         let context = device.clone();
         let called = device.worker().call(move || {
@@ -177,7 +178,7 @@ impl Regions {
     }
 }
 
-/// Unpins what was pinned, the last first. Whether nothing is pinned any more.
+/// Unpins what was pinned, the last extent first. Returns whether nothing is pinned any more.
 fn roll_back<T>(device: &Arc<Context>, adoptee: &Adoptee<T>, extents: &[Extent]) -> bool {
     let mut clean = true;
     for extent in extents.iter().rev().filter(|e| e.pinned) {

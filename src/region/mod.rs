@@ -1,31 +1,40 @@
-//! Where pinned ranges come from.
+//! Where pinned memory comes from: regions, made and given back as a whole.
+//!
+//! # How a region is made
 //!
 //! A region is mapped as a whole, starting on a multiple of 2 MiB, preferably in the memory next to its device, and
-//! pinned extent by extent: several threads touch its pages, one after the other ([`touch`]: that is what takes the
-//! time, since the system zeroes them), and each extent is pinned by one call of the device's driver as soon as its
-//! pages are there. The pool serves from an extent as soon as it is pinned. An extent that fails is rolled back,
-//! together with what would have followed it, and never handed out as if it were pinned; whether it is handed out as
-//! what it is, is the configuration's choice ([`Unpinned`]).
+//! pinned extent by extent. Several threads touch its pages in order of their addresses ([`touch`]); touching takes
+//! most of the time, since the system zeroes the pages. One call of the device's driver pins each extent as soon as its
+//! pages are there, and the pool serves from an extent as soon as it is pinned. An extent that fails is rolled back
+//! together with the rest of the region, and is never handed out as if it were pinned. Whether it is handed out
+//! unpinned, and said to be so, is the configuration's choice ([`Unpinned`]).
 //!
-//! # Room for others
+//! # Pauses
 //!
 //! A driver that pins memory holds locks that every call of every process needs sooner or later. So extents are small
 //! enough for one call to take milliseconds, and between two calls there is a pause in proportion to the call, in which
-//! whoever waits for those locks gets them.
+//! other callers get those locks.
 //!
 //! # Several devices
 //!
-//! What one device has pinned serves all of its family. So one of them, on the node that the memory is for, does it;
-//! when that is lost, the next one that is not takes over, those on other nodes last. What a lost device has pinned
-//! stays its own.
+//! Memory that one device has pinned serves all devices of its family. So one device pins, on the node that the memory
+//! is for. When that device is lost, the next one that is not lost takes over, those on other nodes last. Memory that a
+//! lost device has pinned stays its own.
 //!
-//! # Ending
+//! # Invariants
 //!
-//! Pinning and unpinning happen on the device's worker thread only. A region goes when nobody can reach it any more; if
-//! its driver cannot unpin it, its mapping stays for good, since the device may still reach it.
+//! - Pinning, unpinning, allocating and freeing happen on the device's worker thread only. What is pinned or allocated
+//!   is one job for each extent.
+//! - A region is given back only when no buffer and no thread can reach it any more. If its driver cannot unpin it, its
+//!   mapping stays for good, since the device may still reach it.
+//! - Each region knows where it came from ([`source`]) and is given back there, by the device that made it.
+//! - No driver call and no code of the program runs under this module's lock.
 //!
-//! Besides these mappings there is memory that the driver allocates ([`source`]), and memory that the caller has
-//! ([`adopted`]). Each region knows where it came from, and goes back there.
+//! # Files, in the order to read them
+//!
+//! This file: the public types, and the regions that the pool maps itself. [`touch`]: the threads that touch pages.
+//! [`source`]: memory that the driver allocates, and how every region goes back. [`adopted`]: memory that the program
+//! gives. `central::growth` asks for regions, `pool` lists and trims them; this module calls `device` and `os`.
 
 #![allow(unsafe_code)]
 
@@ -51,47 +60,95 @@ use source::{RegionSource, Supply};
 pub use touch::HugePages;
 use touch::Toucher;
 
-/// The pause between two calls that pin or unpin, as a share of the first of them.
+/// The pause between two calls that pin or unpin is this fraction of the first call's time.
 const ROOM: u32 = 32;
-/// Calls that are shorter keep nobody waiting.
+/// After a call that is shorter there is no pause: no other caller has waited long.
 const SHORT_CALL: Duration = Duration::from_micros(200);
 
-/// What regions of our own start on a multiple of, so that huge pages can back them.
+/// Regions that the pool maps itself start on a multiple of this, so that huge pages can back them.
 const REGION_ALIGN: usize = 2 << 20;
 
-/// A region's number in its pool.
+/// A region's number in its pool, never used twice. In a [`RegionInfo`].
+///
+/// # Examples
+///
+/// ```
+/// # use pinpool::{Device, Pool, RegionId, RegionInfo, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// use std::collections::HashMap;
+///
+/// // What the program has registered with its network card, by region.
+/// let registered: HashMap<RegionId, RegionInfo> = pool.regions().into_iter().map(|r| (r.id, r)).collect();
+/// # assert_eq!(registered.len(), pool.regions().len());
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub(crate) u64);
 
-/// What to do when the system refuses to lock pages. (Managed memory is never locked, and not refused for that: see
-/// [`Backing::Managed`].)
+/// What a pool does when the system refuses to lock pages. Set by
+/// [`PoolBuilder::unpinned`](crate::PoolBuilder::unpinned). (Managed memory is never locked, and not refused for that:
+/// see [`Backing::Managed`].)
+///
+/// # Examples
+///
+/// ```
+/// use pinpool::{Device, Pool, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// // For a laptop or a test: no error under a small memlock limit, and a number that tells.
+/// let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// if pool.stats().unpinned_bytes > 0 {
+///     eprintln!("copies are slower: raise the memlock limit");
+/// }
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Unpinned {
     /// An error.
     #[default]
     Refuse,
-    /// Go on with memory that is not locked, and say so: in the statistics (`unpinned_bytes`) and in a warning.
+    /// The pool goes on with memory that is not locked, and says so: in the statistics (`unpinned_bytes`) and in a
+    /// warning.
     Allow,
 }
 
-/// One region, as others may want to register it too (RDMA, io_uring).
+/// One region, for a program that registers it elsewhere too (RDMA, io_uring). Listed by
+/// [`Pool::regions`](crate::Pool::regions), and given to
+/// [`PoolBuilder::before_unpin`](crate::PoolBuilder::before_unpin) before the region goes.
+///
+/// # Examples
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// let pool = Pool::builder(&device)
+///     .capacity(1 << 20)
+///     .unpinned(Unpinned::Allow)
+///     .before_unpin(|region| println!("deregister {:?}", region.id))
+///     .build()?;
+/// for region in pool.regions() {
+///     println!("register {} bytes at {:?}", region.len, region.base);
+/// }
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionInfo {
-    /// Its number in the pool.
+    /// The number of the region in its pool.
     pub id: RegionId,
-    /// First byte: a multiple of 2 MiB where the pool mapped it itself, otherwise of the page size.
+    /// The first byte: on a multiple of 2 MiB if the pool mapped the region itself, otherwise of the page size.
     pub base: NonNull<u8>,
-    /// Bytes that the pool serves from, a multiple of the page size.
+    /// Bytes that the pool serves from: a multiple of the page size.
     pub len: usize,
-    /// Of these, bytes that are locked.
+    /// The part of these bytes that is page-locked.
     pub pinned: usize,
-    /// The NUMA node next to the device it was made for, which its pages come from as long as that has any; if the
-    /// device has such a node.
+    /// The NUMA node next to the device that the region was made for, if there is one. The region's pages come from
+    /// that node as long as it has any.
     pub node: Option<u32>,
 }
 
-// SAFETY: the address is information; whoever dereferences it has to know more.
+// SAFETY: the address is information only; dereferencing it is unsafe code elsewhere.
 unsafe impl Send for RegionInfo {}
 // SAFETY: as above.
 unsafe impl Sync for RegionInfo {}
@@ -99,40 +156,53 @@ unsafe impl Sync for RegionInfo {}
 /// How regions are made.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RegionOptions {
-    /// Bytes pinned by one call at most.
+    /// The most bytes that one call pins.
     pub(crate) extent: usize,
-    /// Threads that touch pages.
+    /// The number of threads that touch pages.
     pub(crate) threads: usize,
     pub(crate) unpinned: Unpinned,
     pub(crate) huge: HugePages,
     /// The NUMA node to take pages from.
     pub(crate) node: Option<u32>,
-    /// Where memory comes from.
+    /// Where the memory comes from.
     pub(crate) backing: Backing,
 }
 
-/// Called before a region is unpinned.
+/// The program's function that is called before a region is unpinned.
 pub(crate) type BeforeUnpin = Box<dyn Fn(&RegionInfo) + Send + Sync>;
 
-/// How far pinning has come.
+/// How far pinning has come. From [`Pool::pinning`](crate::Pool::pinning) and
+/// [`Pool::wait_pinned`](crate::Pool::wait_pinned).
+///
+/// # Examples
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let pinning = pool.wait_pinned(None)?;
+/// println!("{} of {} bytes, in {:?}", pinning.ready, pinning.wanted, pinning.busy);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pinning {
     /// Bytes that were asked of the system so far, in regions that exist or are being made.
     pub wanted: usize,
     /// Bytes that the pool can serve from.
     pub ready: usize,
-    /// Bytes that came since the pool was built, those that have gone again or were not pinned after all included.
+    /// Bytes that came since the pool was built, including those that were given back since, and those that could not
+    /// be pinned.
     pub made: usize,
-    /// Time spent in pinning these, touching included.
+    /// The time spent on making these: pinning, and waiting for their pages.
     pub busy: Duration,
-    /// The longest single pinning call: what other users of the driver may have had to wait for.
+    /// The longest single call that pinned: how long other users of the driver may have had to wait.
     pub longest_call: Duration,
     /// Why the last attempt ended early, if it did.
     pub error: Option<Error>,
 }
 
 impl Pinning {
-    /// Bytes pinned per second of the time spent in pinning. `None` before the first.
+    /// Bytes per second of the time spent in pinning (`made / busy`). `None` before any were made.
     #[must_use]
     pub fn bytes_per_second(&self) -> Option<f64> {
         (!self.busy.is_zero()).then(|| self.made as f64 / self.busy.as_secs_f64())
@@ -155,14 +225,14 @@ struct Region {
     node: Option<u32>,
     /// Bytes counted as ready.
     ready: usize,
-    /// All of its extents are listed. The last one may not be served from yet.
+    /// Whether all of its extents are listed. The pool may not serve from the last one yet.
     whole: bool,
     source: RegionSource,
-    /// Of the device that made it, which is to undo that.
+    /// The device that made the region, and that is to undo it.
     context: Arc<Context>,
 }
 
-// SAFETY: a region owns its mapping.
+// SAFETY: a region owns its memory.
 unsafe impl Send for Region {}
 
 /// A region that is being made.
@@ -171,14 +241,14 @@ struct Making {
     id: RegionId,
     base: NonNull<u8>,
     len: usize,
-    /// Bytes that have come so far.
+    /// Bytes of extents that are done.
     offset: usize,
     toucher: Toucher,
-    /// When the last call that pinned was over, and how long it took.
+    /// When the last call that pinned ended, and how long it took.
     last: Option<(Instant, Duration)>,
     serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
-    /// From being asked for until all of it came, or no more does.
+    /// From the request until the region is whole or its making has ended early.
     span: crate::foreign::Span,
 }
 
@@ -197,21 +267,21 @@ impl Region {
 struct RegionProgress {
     regions: Vec<Region>,
     pinning: Pinning,
-    /// Attempts under way.
+    /// Attempts at making memory that are under way.
     busy: usize,
     wakers: Vec<Task>,
 }
 
 /// The regions of a pool.
 pub(crate) struct Regions {
-    /// The device that makes regions.
+    /// The device that makes regions while it is not lost.
     context: Arc<Context>,
-    /// Those that take its place when it is lost. The pool has them open for as long as it grows; memory that never
-    /// comes back does not keep them open for good.
+    /// The devices that take its place when it is lost. The pool keeps them open while it grows; these references are
+    /// weak, so that memory that never comes back does not keep them open for good.
     others: Vec<Weak<Context>>,
     options: RegionOptions,
     before_unpin: Option<Arc<BeforeUnpin>>,
-    /// The last number given to a region, here or in another store of the same pool.
+    /// The last number given to a region, here or for another part of the same pool.
     numbers: Arc<AtomicU64>,
     progress: Mutex<RegionProgress>,
     changed: Condvar,
@@ -251,14 +321,14 @@ impl Regions {
         std::iter::once(self.context.clone()).chain(others).find(|context| context.poisoned().is_none())
     }
 
-    /// Whom to ask for memory. Where all are lost, the error says so.
+    /// The device to ask for memory. If all are lost, the first one, whose error says so.
     fn context(&self) -> Arc<Context> {
         self.living().unwrap_or_else(|| self.context.clone())
     }
 
-    /// Whether another device takes over where one has failed with this.
+    /// Whether another device takes over after this error.
     fn goes_on_after(&self, error: Option<&Error>) -> bool {
-        // A mistake of the crate's, which is of that class too, says nothing about the device, and would be made again.
+        // A mistake in this crate has the same class, but says nothing about the device, and would be made again.
         let lost = |e: &&Error| e.class() == ErrorClass::DeviceLost && !matches!(e, Error::Internal(_));
         let Some((error, next)) = error.filter(lost).zip(self.living()) else {
             return false;
@@ -269,10 +339,10 @@ impl Regions {
         true
     }
 
-    /// Maps and pins `len` bytes on the device's worker thread, and hands each extent to `serve` as soon as it is
-    /// usable, for as long as that says go on. `done` hears how many bytes came, and why it ended where that is less.
+    /// Maps and pins `len` bytes on the device's worker thread. Hands each extent to `serve` as soon as it is usable,
+    /// until `serve` returns `false`. `done` gets the number of bytes that came, and if it is less than `len`, why.
     ///
-    /// Each extent is a job of its own, so that others who need the worker wait for one extent at most.
+    /// Each extent is a job of its own, so that another job waits for one extent at most.
     pub(crate) fn pin(
         self: &Arc<Self>,
         len: usize,
@@ -298,8 +368,8 @@ impl Regions {
                 let RegionOptions { threads, huge, node, .. } = regions.options;
                 // A device without threads of its own gets none here either.
                 let threads = if context.worker().is_inline() { 0 } else { threads };
-                // SAFETY: mapped just now; extents are used after they were waited for, and what is left is unmapped by
-                // `finish`, after the toucher.
+                // SAFETY: mapped just now; extents are used after `wait` has returned for them, and the rest is
+                // unmapped by `finish`, after the toucher was dropped.
                 let toucher = unsafe { Toucher::start(base, len, threads, huge, node) };
                 let (serve, done) = (Box::new(serve), Box::new(done));
                 let making =
@@ -313,19 +383,19 @@ impl Regions {
         });
     }
 
-    /// A mapping for a region that is being made.
+    /// Maps memory for a region that is being made.
     fn map(&self, len: usize, context: &Arc<Context>) -> Result<(RegionId, NonNull<u8>)> {
         let base = os::map(len, REGION_ALIGN)?;
-        // Where the system does not agree the pool works all the same.
+        // Where the system refuses, the pool works all the same.
         os::dont_fork(base, len);
-        // Before anything is touched.
+        // Before any page is touched.
         if let Some(node) = self.options.node.filter(|node| !os::prefer_node(base, len, *node)) {
             crate::foreign::debug!(
                 target: "pinpool::region", device = context.name(), node,
                 "the system does not let memory be taken from the device's own node"
             );
         }
-        // Relaxed: only different, not in any order with anything else.
+        // Relaxed: the numbers are only to differ.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let mut progress = self.progress.lock();
         progress.regions.push(Region {
@@ -342,7 +412,7 @@ impl Regions {
         Ok((id, base))
     }
 
-    /// Pins the next extents of a region, each in a job of its own.
+    /// Pins the next extent, and leaves the rest to another job; without a worker thread, pins all.
     fn go_on(self: &Arc<Self>, mut making: Making) {
         loop {
             let verdict = self.pin_next(&mut making);
@@ -357,7 +427,7 @@ impl Regions {
         context.worker().send(move || regions.go_on(making));
     }
 
-    /// Pins one extent and hands it over. Whether there is more to do.
+    /// Pins one extent and hands it over. Returns whether there is more to do.
     fn pin_next(&self, making: &mut Making) -> Result<bool> {
         let context = making.context.clone();
         let extent = self.options.extent.min(making.len - making.offset);
@@ -371,9 +441,9 @@ impl Regions {
         making.toucher.wait(making.offset + extent);
         leave_room(making.last);
         let call = Instant::now();
-        // Until the extent is in the books.
+        // Foreign code is put off until the extent is listed.
         let deferral = foreign::defer();
-        // SAFETY: the extent is mapped, and stays so until it was unpinned: `let_go` sees to it.
+        // SAFETY: the extent is mapped, and stays mapped until `let_go` has unpinned it.
         let pinned = unsafe { context.driver().pin(start, extent) };
         let (took, longest) = (before.elapsed(), call.elapsed());
         making.last = Some((Instant::now(), longest));
@@ -392,7 +462,7 @@ impl Regions {
             let mut progress = self.progress.lock();
             if let Some(region) = progress.regions.iter_mut().find(|r| r.id == making.id) {
                 region.extents.push(Extent { offset: making.offset, len: extent, pinned });
-                // Before the last extent is handed over: a waiter that gets it may give it back, and trim, at once.
+                // Before the last extent is handed over: a thread that gets it may give it back, and trim, at once.
                 region.whole = making.offset + extent == making.len;
             }
         }
@@ -400,7 +470,8 @@ impl Regions {
         making.offset += extent;
         let go_on = (making.serve)(making.id, start, extent, pinned);
         {
-            // Ready is what can be checked out, so it is counted after it can; the region may be gone again already.
+            // `ready` is what can be checked out, so it is raised after `serve`. The region may have been removed
+            // already.
             let mut progress = self.progress.lock();
             let RegionProgress { regions, pinning, .. } = &mut *progress;
             if let Some(region) = regions.iter_mut().find(|r| r.id == making.id) {
@@ -415,10 +486,10 @@ impl Regions {
         Ok(go_on && making.offset < making.len)
     }
 
-    /// No more extents: what is left of the mapping goes, what came stays.
+    /// No more extents: unmaps the rest of the mapping. The extents that are done stay.
     fn finish(self: &Arc<Self>, making: Making, error: Option<Error>) {
         let Making { context, id, base, len, offset, toucher, serve, done, .. } = making;
-        // Before any of it is unmapped.
+        // The toucher's threads end before any of it is unmapped.
         drop(toucher);
         {
             let mut progress = self.progress.lock();
@@ -431,12 +502,12 @@ impl Regions {
             }
         }
         if offset < len {
-            // SAFETY: the failed extent and what would have followed it: mapped, not pinned, never handed out.
+            // SAFETY: the failed extent and the rest: mapped, not pinned, never handed out.
             let unmapped = unsafe { os::unmap(base.add(offset), len - offset) };
             leaked(&context, unmapped);
         }
         if self.goes_on_after(error.as_ref()) {
-            // First, so that nobody who waits finds nothing on its way.
+            // The next attempt is counted first, so that a waiter never sees that nothing is being made.
             self.pin(len - offset, serve, move |came, error| done(offset + came, error));
             return self.ended(len - offset, None);
         }
@@ -464,19 +535,19 @@ impl Regions {
 
     /// How far pinning has come.
     pub(crate) fn pinning(&self) -> Pinning {
-        // In the child of a fork the lock may be anyone's, and nothing comes any more.
+        // In the child of a fork another thread of the parent may hold the lock, and no region is made any more.
         if crate::os::forked() {
             return Pinning::default();
         }
         self.progress.lock().pinning.clone()
     }
 
-    /// Whether they keep the device with this context open.
+    /// Whether these regions keep the device of this context open.
     pub(crate) fn keep(&self, context: u64) -> bool {
         self.context.id() == context || self.progress.lock().regions.iter().any(|r| r.context.id() == context)
     }
 
-    /// Waits until nothing is being pinned, or until `enough` of what is ready.
+    /// Waits until nothing is being pinned, or until `enough` returns `true`.
     pub(crate) fn wait(
         &self,
         deadline: Option<Instant>,
@@ -486,7 +557,7 @@ impl Regions {
         let since = Instant::now();
         let mut progress = self.progress.lock();
         if progress.busy > 0 && crate::sync::own() == Some(crate::sync::Own::Worker) {
-            // It would wait for itself.
+            // The thread would wait for itself.
             return Err(Error::Unsupported(
                 "a wait for memory on the thread that pins it; wait on a thread of your own".into(),
             ));
@@ -504,12 +575,12 @@ impl Regions {
         Ok(progress.pinning.clone())
     }
 
-    /// The same for a task. `None`: the waker was left.
+    /// [`wait`](Self::wait) for a task. `None`: its waker was left.
     pub(crate) fn poll(&self, waker: &Waker) -> Option<Pinning> {
         if crate::os::forked() {
             return Some(Pinning::default());
         }
-        // Before the lock: to clone a waker is foreign code.
+        // Before the lock: cloning a waker is foreign code.
         let task = Task::of(waker);
         let mut progress = self.progress.lock();
         if progress.busy == 0 {
@@ -521,7 +592,7 @@ impl Regions {
         None
     }
 
-    /// The regions there are.
+    /// All regions with memory that is done.
     pub(crate) fn list(&self) -> Vec<RegionInfo> {
         if crate::os::forked() {
             return Vec::new();
@@ -529,14 +600,14 @@ impl Regions {
         self.progress.lock().regions.iter().map(Region::info).filter(|r| r.len > 0).collect()
     }
 
-    /// The regions that the worker adds no extent to any more, with their bytes. The pool serves from all of one that
-    /// has as many bytes there; the last extent of another is being handed over.
+    /// The regions to which the worker adds no more extents, each with its bytes. If the pool serves from as many bytes
+    /// of a region, it serves from all of it; otherwise the last extent is still being handed over.
     pub(crate) fn made(&self) -> Vec<(RegionId, usize)> {
         let progress = self.progress.lock();
         progress.regions.iter().filter(|r| r.whole).map(|r| (r.id, r.info().len)).collect()
     }
 
-    /// Unpins and unmaps a region that nobody can reach any more. It is complete.
+    /// Unpins and unmaps a region that is whole and that nothing can reach any more.
     pub(crate) fn remove(&self, id: RegionId) {
         let mut progress = self.progress.lock();
         if let Some(at) = progress.regions.iter().position(|r| r.id == id) {
@@ -565,7 +636,7 @@ impl Drop for Regions {
     fn drop(&mut self) {
         let regions = std::mem::take(&mut self.progress.get_mut().regions);
         if crate::os::forked() {
-            // Values of the caller's may do anything when they are dropped.
+            // The drop of an adopted value is the program's code, and may do anything.
             return std::mem::forget(regions);
         }
         for region in regions {
@@ -574,7 +645,7 @@ impl Drop for Regions {
     }
 }
 
-/// Waits before a call that pins or unpins, where the last one (when it was over, and how long it took) was just now.
+/// Pauses before a call that pins or unpins. `last`: when the last such call ended, and how long it took.
 fn leave_room(last: Option<(Instant, Duration)>) {
     if let Some((over, took)) = last.filter(|(_, took)| *took > SHORT_CALL) {
         std::thread::sleep((took / ROOM).saturating_sub(over.elapsed()));

@@ -1,12 +1,12 @@
 //! Where regions come from and how they go back: the pool's own mappings, and memory that the driver allocates.
 //!
-//! A mapping is made in one piece and pinned extent by extent, which the module above does, since it is by far the
-//! fastest way. Memory from the driver has no mapping in common: each extent is an allocation and becomes a region of
-//! its own. Drivers promise no alignment, and hand small allocations out of shared pages, so an allocation that does
-//! not start on a page is made again with a page more, of which the whole pages are used.
+//! A mapping is made in one piece and pinned extent by extent, by the module above; that is by far the fastest way.
+//! Memory from the driver comes in separate allocations: each extent is one, and becomes a region of its own. Drivers
+//! promise no alignment, and hand out small allocations from shared pages. So an allocation that does not start on a
+//! page is made again with one page more, and its whole pages are used.
 //!
-//! Freeing happens on the worker, like everything that can synchronise a device. What cannot be freed is leaked and
-//! logged: the device may still reach it.
+//! Freeing happens on the worker thread, like everything that can synchronise a device. Memory that cannot be freed is
+//! leaked and logged, since the device may still reach it.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -22,32 +22,49 @@ use crate::os;
 use crate::segment::PAGE;
 
 /// Where a pool gets its memory from. Set by [`PoolBuilder::backing`](crate::PoolBuilder::backing).
+///
+/// # Examples
+///
+/// ```
+/// use pinpool::{Backing, Device, HostAllocFlags, Pool, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// let flags = HostAllocFlags::default();
+/// let pool = Pool::builder(&device)
+///     .capacity(1 << 20)
+///     .backing(Backing::HostAlloc(flags))
+///     .unpinned(Unpinned::Allow)
+///     .build()?;
+/// # drop(pool.checkout(1000)?);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Backing {
     /// Mappings of the pool's own, touched by several threads and registered with the device (CUDA:
-    /// `cuMemHostRegister`). Several times faster to get than what drivers allocate, and other users of the driver wait
-    /// less meanwhile.
+    /// `cuMemHostRegister`). This is several times faster than memory that drivers allocate, and other users of the
+    /// driver wait less meanwhile.
     ///
-    /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have; there it is to be asked for by
-    /// name, and where it is missing building the pool is an error that says so.
+    /// Ascend: `aclrtHostRegister`, which newer libraries, drivers and devices have. On an Ascend device this backing
+    /// has to be set explicitly; where the call is missing, building the pool returns an error that says so.
     #[default]
     Registered,
-    /// Page-locked memory that the driver allocates (CUDA: `cuMemHostAlloc`; Ascend: `aclrtMallocHost`, which knows
-    /// none of the flags and gives what it gives), one call and one region for each
-    /// [extent](crate::PoolBuilder::extent). Huge pages and threads that touch pages have no part in it.
+    /// Page-locked memory that the driver allocates, with one call and one region for each
+    /// [extent](crate::PoolBuilder::extent). (CUDA: `cuMemHostAlloc`. Ascend: `aclrtMallocHost`, which ignores the
+    /// flags.) Huge pages and threads that touch pages have no part in it.
     HostAlloc(HostAllocFlags),
     /// Managed memory (CUDA: `cuMemAllocManaged` with `CU_MEM_ATTACH_GLOBAL`), one call and one region for each extent.
     ///
-    /// Its pages move to who touches them, so they are **not page-locked**: it counts as unpinned bytes, and
-    /// [`PinnedBuf::is_pinned`](crate::PinnedBuf::is_pinned) is `false`. [`Unpinned::Refuse`], the default, does not
-    /// forbid it, since it was asked for by name. Only on devices that let the host use it while they work (CUDA:
-    /// `CONCURRENT_MANAGED_ACCESS`; no Ascend device); elsewhere building the pool is an error that says so.
+    /// Its pages move to the processor or device that touches them, so they are **not page-locked**: they count as
+    /// unpinned bytes, and [`PinnedBuf::is_pinned`](crate::PinnedBuf::is_pinned) is `false`. [`Unpinned::Refuse`], the
+    /// default, does not forbid managed memory, since it was asked for by name. It works only on devices that let the
+    /// host use it while they work (CUDA: `CONCURRENT_MANAGED_ACCESS`; no Ascend device); for others, building the pool
+    /// returns an error that says so.
     Managed,
 }
 
 impl Backing {
-    /// What the driver is to allocate, if it is.
+    /// What the driver is to allocate; `None` for the pool's own mappings.
     pub(crate) fn kind(self) -> Option<HostKind> {
         match self {
             Self::Registered => None,
@@ -59,11 +76,11 @@ impl Backing {
 
 /// Where a region came from.
 pub(super) enum RegionSource {
-    /// A mapping of ours: the region's base and length.
+    /// A mapping of the pool's: the region's base and length.
     Mapped,
-    /// One allocation of the driver's, which the region lies in.
+    /// One allocation of the driver's, in which the region lies.
     Driver { base: NonNull<u8>, len: usize, kind: HostKind },
-    /// The caller's, owned by us.
+    /// A value of the program's, owned by the region.
     AdoptedRegion(#[expect(dead_code, reason = "owned, until it is dropped")] Owned<Box<dyn Send>>),
 }
 
@@ -81,29 +98,29 @@ impl std::fmt::Debug for RegionSource {
 pub(super) struct Supply {
     pub(super) context: Arc<Context>,
     pub(super) len: usize,
-    /// Bytes that have come so far.
+    /// Bytes of extents that are done.
     pub(super) came: usize,
     pub(super) kind: HostKind,
-    /// When the last call was over, and how long it took.
+    /// When the last call that allocated ended, and how long it took.
     pub(super) last: Option<(Instant, Duration)>,
     pub(super) serve: Box<dyn FnMut(RegionId, NonNull<u8>, usize, bool) -> bool + Send>,
     pub(super) done: Box<dyn FnOnce(usize, Option<Error>) + Send>,
-    /// From being asked for until all of it came, or no more does.
+    /// From the request until all memory has come or the attempt has ended early.
     pub(super) span: crate::foreign::Span,
 }
 
-/// The unit in which the pool can use memory.
+/// The unit in which the pool can use memory, in bytes.
 pub(super) fn page() -> usize {
     os::page_size().max(PAGE)
 }
 
 impl Regions {
-    /// What each region starts on a multiple of.
+    /// Each region starts on a multiple of this.
     pub(crate) fn aligned(&self) -> usize {
         if self.options.backing.kind().is_some() { page() } else { REGION_ALIGN }
     }
 
-    /// Has the driver allocate the next extents, each in a job of its own.
+    /// Has the driver allocate the next extent, and leaves the rest to another job; without a worker thread, all.
     pub(super) fn supply(self: &Arc<Self>, mut supply: Supply) {
         loop {
             let verdict = self.supply_next(&mut supply);
@@ -124,7 +141,7 @@ impl Regions {
         context.worker().send(move || regions.supply(supply));
     }
 
-    /// Allocates one extent, makes it a region, and hands it over. Whether there is more to do.
+    /// Allocates one extent, makes it a region, and hands it over. Returns whether there is more to do.
     fn supply_next(&self, supply: &mut Supply) -> Result<bool> {
         let len = self.options.extent.min(supply.len - supply.came);
         let span = crate::foreign::span!(INFO,
@@ -136,7 +153,7 @@ impl Regions {
         let (base, source, pinned) = self.allocate(&supply.context, len, supply.kind)?;
         let took = before.elapsed();
         supply.last = Some((Instant::now(), took));
-        // Relaxed: only different, not in any order with anything else.
+        // Relaxed: the numbers are only to differ.
         let id = RegionId(self.numbers.fetch_add(1, Ordering::Relaxed) + 1);
         let extents = vec![Extent { offset: 0, len, pinned }];
         self.progress.lock().regions.push(Region {
@@ -163,8 +180,8 @@ impl Regions {
         Ok(go_on && supply.came < supply.len)
     }
 
-    /// A region was handed over as a whole. Ready is what can be checked out, so it is counted after it can; the region
-    /// may be gone again already.
+    /// All of a region was handed over. `ready` is what can be checked out, so it is raised after that. The region may
+    /// have been removed already.
     pub(super) fn is_whole(&self, id: RegionId) {
         let mut progress = self.progress.lock();
         let progress = &mut *progress;
@@ -175,7 +192,7 @@ impl Regions {
         }
     }
 
-    /// One extent: its first byte, what it is a part of, and whether it is pinned.
+    /// Allocates one extent: its first byte, what it is a part of, and whether it is pinned.
     fn allocate(
         &self,
         context: &Context,
@@ -184,7 +201,7 @@ impl Regions {
     ) -> Result<(NonNull<u8>, RegionSource, bool)> {
         let ask = |len| context.noting(context.driver().allocate_host(len, kind));
         let locked = matches!(kind, HostKind::Locked(_));
-        // One that does not start on a page is made again with a page more.
+        // An allocation that does not start on a page is made again with one page more.
         let asked = ask(len).and_then(|base| {
             if base.as_ptr().addr() % page() == 0 {
                 return Ok((base, len));
@@ -210,7 +227,7 @@ impl Regions {
             Err(e) => return Err(e),
         };
         let front = allocated.as_ptr().addr().next_multiple_of(page()) - allocated.as_ptr().addr();
-        // SAFETY: less than a page, and where it is not 0 the allocation has a page more than the extent.
+        // SAFETY: less than a page, and if it is not 0, the allocation has one page more than the extent.
         let base = unsafe { allocated.add(front) };
         Ok((base, RegionSource::Driver { base: allocated, len: whole, kind }, locked))
     }
@@ -225,7 +242,7 @@ impl Regions {
 }
 
 impl Region {
-    /// Gives the region back to where it came from. On the worker; nobody can reach it any more.
+    /// Gives the region back to where it came from, on the worker thread. Nothing can reach it any more.
     pub(super) fn go(self, context: &Context) {
         if let RegionSource::Driver { base, len, kind } = self.source {
             return free(context, base, len, kind);
@@ -238,7 +255,7 @@ impl Region {
             if extent.pinned {
                 leave_room(last);
                 let call = Instant::now();
-                // SAFETY: pinned once, unpinned once, and nobody can reach it any more.
+                // SAFETY: pinned once, unpinned once, and nothing can reach it any more.
                 let unpinned = unsafe { context.driver().unpin(start, extent.len) };
                 last = Some((Instant::now(), call.elapsed()));
                 if let Err(error) = unpinned {
@@ -251,9 +268,9 @@ impl Region {
                     continue;
                 }
             }
-            // One after the other: while a mapping goes, nobody in the process can map anything.
+            // One extent after the other: while memory is unmapped, no thread of the process can map any.
             if matches!(self.source, RegionSource::Mapped) {
-                // SAFETY: ours, and nobody can reach it any more.
+                // SAFETY: mapped by the pool, and nothing can reach it any more.
                 leaked(context, unsafe { os::unmap(start, extent.len) });
             }
         }
@@ -264,14 +281,14 @@ impl Region {
     }
 }
 
-/// Frees an allocation of the driver's that nobody can reach.
+/// Frees an allocation of the driver's that nothing can reach any more.
 fn free(context: &Context, base: NonNull<u8>, len: usize, kind: HostKind) {
-    // SAFETY: allocated once, freed once, and nobody uses it.
+    // SAFETY: allocated once, freed once, and nothing uses it.
     if let Err(error) = unsafe { context.driver().free_host(base, len, kind) } {
         context.holds().leaked(1);
         crate::foreign::error!(
             target: "pinpool::region::leak", device = context.name(), bytes = len, %error,
-            "memory of the driver's cannot be freed: it is leaked"
+            "memory that the driver allocated cannot be freed: it is leaked"
         );
     }
 }

@@ -1,19 +1,19 @@
-//! Touching: having the system provide the pages of a region, on several threads, ahead of their registration.
+//! Touching: several threads make the system provide the pages of a region, ahead of their registration.
 //!
-//! Providing pages is what takes the time when memory is pinned, since the system zeroes each of them, and it goes
-//! faster with every thread that does it; registering what is there takes a fraction of it, and several registrations
-//! at once only wait for each other inside the driver, and make everybody else's calls wait with them. (One H200, 24
-//! GiB: eight threads that touch and one that registers, 42 to 44 GB/s, the longest call 1.4 ms for 64 MiB; eight that
-//! do both, 38 GB/s at best and 9 at worst, the longest call 12 to 300 ms.) So threads of a region's own touch it in
-//! units, in order of the addresses, and the device's worker registers each extent as soon as all of its units have
-//! been touched.
+//! Providing pages takes most of the time of pinning, since the system zeroes each page, and it goes faster with every
+//! thread that does it. Registering pages that are there takes a fraction of that time; several registrations at once
+//! only wait for each other inside the driver, and make all other calls wait with them. (One H200, 24 GiB: eight
+//! threads that touch and one that registers, 42 to 44 GB/s, the longest call 1.4 ms for 64 MiB; eight that do both, 38
+//! GB/s at best and 9 at worst, the longest call 12 to 300 ms.) So threads of its own touch a region in units, in order
+//! of the addresses, and the device's worker thread registers each extent as soon as all of its units have been
+//! touched.
 //!
 //! # Huge pages
 //!
-//! They make touching several times faster where the system has them at hand, and slower by orders of magnitude where
-//! it has to move other memory out of the way first. That cannot be known beforehand, but it is seen at once: with
+//! Huge pages make touching several times faster if the system has them at hand, and slower by orders of magnitude if
+//! it has to move other memory out of the way first. That cannot be known beforehand, but it is seen at once. With
 //! [`HugePages::Auto`] they are asked for until a few units in a row have taken longer than any page size would
-//! explain, and what has not been touched by then comes in ordinary pages.
+//! explain; what has not been touched by then gets ordinary pages.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -25,29 +25,43 @@ use crate::locks::{Condvar, Mutex};
 
 use crate::os;
 
-/// Bytes that a thread takes at a time: some huge pages, so that nobody waits long for the last one.
+/// Bytes that a thread touches at a time: a few huge pages, so that no waiter waits long for the last unit.
 const UNIT: usize = 16 << 20;
-/// Bytes that the system is asked for in one call: for as long as it lasts nobody in the process can map or unmap
-/// anything.
+/// Bytes for which the system is asked in one call. While the call lasts, no thread of the process can map or unmap
+/// memory.
 const CALL: usize = 2 << 20;
-/// Longer for a unit than ordinary pages take on a slow machine, and less than making room for huge ones does.
+/// More time for a unit than ordinary pages take on a slow machine, and less than making room for huge pages takes.
 const SLOW: Duration = Duration::from_millis(100);
-/// Units in a row: a thread may lose its processor for a while.
+/// Slow units in a row until huge pages are given up: a single one may come from a thread that lost its processor.
 const SLOW_CALLS: u32 = 4;
 
-/// Whether pinned memory is backed by huge pages (2 MiB on most systems).
+/// Whether pinned memory is backed by huge pages (2 MiB on most systems). Set by
+/// [`PoolBuilder::huge_pages`](crate::PoolBuilder::huge_pages).
+///
+/// # Examples
+///
+/// ```
+/// # use pinpool::{Device, HugePages, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// let pool = Pool::builder(&device)
+///     .capacity(1 << 20)
+///     .huge_pages(HugePages::Never)
+///     .unpinned(Unpinned::Allow)
+///     .build()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum HugePages {
-    /// As long as they come cheaply. Where the system has to make room for them first, ordinary ones are taken.
+    /// Asked for as long as they come fast. If the system has to make room for them first, ordinary pages are taken.
     #[default]
     Auto,
-    /// Always asked for, whatever they cost. The system may still decline.
+    /// Always asked for, however long they take. The system may still decline.
     Always,
     /// Never asked for. (A system whose setting is `always` gives them all the same.)
     Never,
 }
 
-/// The threads that touch one region. Dropping it stops them, and returns when they have stopped.
+/// The threads that touch one region. Dropping it stops them, and returns when they have ended.
 #[derive(Debug)]
 pub(super) struct Toucher {
     work: Arc<TouchWork>,
@@ -59,14 +73,14 @@ struct TouchWork {
     base: NonNull<u8>,
     len: usize,
     huge: HugePages,
-    /// The next unit that nobody has taken. Relaxed: it only says whose turn it is.
+    /// The next unit that no thread has taken. Relaxed: it only shares out the units.
     next: AtomicUsize,
-    /// Relaxed: whoever sees it late touches a unit too many, which is waited for.
+    /// Relaxed: a thread that sees it late touches one unit too many, and the drop waits for that.
     stop: AtomicBool,
     /// Slow units in a row. Relaxed: a count.
     slow: AtomicU32,
-    /// Whether the threads may begin: not before all are there, since a thread's stack is mapped, and mapping waits for
-    /// those who touch.
+    /// Whether the threads may begin. They begin when all have been started: starting a thread maps its stack, and
+    /// mapping waits for threads that touch.
     gate: Mutex<bool>,
     opened: Condvar,
     progress: Mutex<TouchProgress>,
@@ -77,22 +91,23 @@ struct TouchWork {
 struct TouchProgress {
     /// All units before this one have been touched.
     upto: usize,
-    /// Units beyond it that have been.
+    /// Units beyond it that have been touched.
     ahead: Vec<usize>,
 }
 
-// SAFETY: the address keeps it from being Send; its memory is the region's that is being made, and each unit of it is
-// touched by one thread.
+// SAFETY: only the address keeps it from being Send. Its memory belongs to the region that is being made, and each unit
+// is touched by one thread.
 unsafe impl Send for TouchWork {}
 // SAFETY: as above.
 unsafe impl Sync for TouchWork {}
 
 impl Toucher {
-    /// Starts touching `len` bytes, on so many threads; with none, or where none can be started, whoever waits does it.
+    /// Starts touching `len` bytes on this many threads. With none, or if none can be started, [`wait`](Self::wait)
+    /// touches them.
     ///
     /// # Safety
-    /// The range is mapped, starts on a page, and is used by nobody else before [`Toucher::wait`] has returned for it.
-    /// It stays mapped until this is dropped.
+    /// The range is mapped, starts on a page, and nothing else uses a part of it before [`Toucher::wait`] has returned
+    /// for that part. It stays mapped until this is dropped.
     pub(super) unsafe fn start(
         base: NonNull<u8>,
         len: usize,
@@ -117,12 +132,12 @@ impl Toucher {
             moved: Condvar::new(),
         });
         let mut started = Vec::new();
-        // One unit is touched sooner than a thread is started.
+        // Touching a single unit takes less time than starting a thread.
         let threads = if work.units() > 1 { threads.min(work.units()) } else { 0 };
         for _ in 0..threads {
             let work = work.clone();
             let thread = os::thread::spawn("pinpool-touch", move || {
-                // Memory is zeroed from next to it; elsewhere it only takes longer.
+                // Zeroing memory is faster from the node that has it; elsewhere it works too.
                 node.map(os::run_on_node);
                 work.wait_for_gate();
                 while work.step() {}
@@ -140,10 +155,10 @@ impl Toucher {
         Self { work, threads: started }
     }
 
-    /// Returns when the first `end` bytes have been touched. Touches what nobody has begun with.
+    /// Returns when the first `end` bytes have been touched. Touches units that no thread has taken.
     pub(super) fn wait(&self, end: usize) {
         let units = end.min(self.work.len).div_ceil(UNIT);
-        // Whoever waits helps with what it waits for.
+        // The waiting thread helps.
         while self.work.next.load(Ordering::Relaxed) < units && self.work.step() {}
         let mut progress = self.work.progress.lock();
         while progress.upto < units {
@@ -156,7 +171,7 @@ impl Drop for Toucher {
     fn drop(&mut self) {
         self.work.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // They do not panic; had one done so, it has stopped too.
+            // The threads do not panic; one that did has ended too.
             let _ = thread.join();
         }
     }
@@ -209,7 +224,8 @@ impl TouchWork {
         }
         drop(progress);
         self.moved.notify_all();
-        // After the unit was counted, which somebody waits for: a subscriber is the caller's code, and may panic.
+        // After the unit was counted, since a thread may wait for it: the subscriber is the program's code, and may
+        // panic or block.
         if gives_up {
             crate::foreign::info!(
                 target: "pinpool::region",
@@ -220,7 +236,7 @@ impl TouchWork {
     }
 }
 
-/// Has the system provide the pages of a range that nobody uses yet.
+/// Has the system provide the pages of a range that nothing uses yet.
 fn touch(base: NonNull<u8>, len: usize) {
     for start in (0..len).step_by(CALL) {
         // SAFETY: within the mapping.
@@ -229,7 +245,7 @@ fn touch(base: NonNull<u8>, len: usize) {
             continue;
         }
         for at in (0..len).step_by(os::page_size()) {
-            // SAFETY: a page of the mapping, which nobody else uses yet; fresh pages hold zeros anyway.
+            // SAFETY: a page of the mapping, which nothing else uses yet; fresh pages hold zeros anyway.
             unsafe { base.add(at).write_volatile(0) };
         }
     }
@@ -264,10 +280,10 @@ mod tests {
                 assert!(resident(base, page) == page);
                 toucher.wait(len);
                 assert_eq!(resident(base, len), len, "{threads} threads, {huge:?}");
-                // More than there is is all there is.
+                // Beyond the end it waits for all there is.
                 toucher.wait(usize::MAX);
                 drop(toucher);
-                // SAFETY: nobody uses it.
+                // SAFETY: nothing uses it.
                 unsafe { os::unmap(base, len).unwrap() };
             }
         }
@@ -285,7 +301,7 @@ mod tests {
         // SAFETY: as above.
         let toucher = unsafe { Toucher::start(base, len, 2, HugePages::Never, None) };
         drop(toucher);
-        // SAFETY: nobody uses it: the threads are over.
+        // SAFETY: nothing uses it: the threads have ended.
         unsafe { os::unmap(base, len).unwrap() };
     }
 }

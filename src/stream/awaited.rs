@@ -1,8 +1,8 @@
-//! What is waited for by number, and is no sequence number of a timeline.
+//! What a handle waits for while its copy has no sequence number on a timeline.
 //!
-//! A copy that goes through a queue has no sequence number before the queue has submitted it. What it has from the
-//! start is its number in a line, and lines are finished from the front. Handles ([`crate::buffer::InFlight`]) know
-//! lines only by this trait, since what makes them is far below.
+//! A queue submits a copy some time after the caller has handed it over, and only then the copy gets a sequence number.
+//! From the start it has a number in the queue's *line*, and lines complete from the front. Handles
+//! ([`crate::buffer::InFlight`]) know lines by this trait alone, since the queues are in a layer above.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,30 +13,32 @@ use super::Stream;
 use super::timeline::WaitKey;
 use crate::error::Result;
 
-/// A line. Numbers start at 1; a range is of the numbers that one handle waits for.
+/// A line. Numbers start at 1; a range has the numbers that one handle waits for.
 pub(crate) trait Awaited: fmt::Debug + Send + Sync {
-    /// Whether all up to the range's end are done. Has a look, and never waits.
+    /// Whether all numbers up to the range's end are complete. May ask the driver; never waits.
     ///
     /// # Errors
-    /// What one of the range failed with, or all were lost with.
+    /// The error of a copy in the range, or the one with which the whole line was lost.
     fn poll_done(&self, range: &Range) -> Result<bool>;
 
-    /// Waits until they are.
+    /// Waits until all numbers up to the range's end are complete.
     ///
     /// # Errors
-    /// The same, and [`Error::Timeout`](crate::Error::Timeout).
+    /// As for `poll_done`, and [`Error::Timeout`](crate::Error::Timeout).
     fn wait(&self, range: &Range, deadline: Option<Instant>) -> Result<()>;
 
-    /// Leaves a waker, in place of the one left before under `key`. `true`: done already, nothing was left.
+    /// Leaves a waker, in place of the one left under `key` before. `true`: complete already, and no waker was left.
     fn wake_later(&self, range: &Range, key: &mut Option<WaitKey>, waker: &Waker) -> Result<bool>;
 
-    /// Takes it back.
+    /// Removes the waker that was left under `key`.
     fn forget_waker(&self, key: &mut Option<WaitKey>);
 
-    /// Makes `stream` start its later work only after they are done. Waits until they are submitted, no longer.
+    /// Makes later work of `stream` start only after the range is complete. Waits until the range is submitted, no
+    /// longer.
     fn precede(&self, range: &Range, stream: &Stream) -> Result<()>;
 
-    /// Nobody will ask about the range any more. `quiet`: what its copies were lent does not tell that later.
+    /// The handle is dropped, and asks about the range no more. `quiet`: the resources of its copies cannot tell that
+    /// the handle was dropped, so the line has to know it from this call.
     fn leave(&self, range: &Range, quiet: bool);
 }
 
@@ -48,7 +50,7 @@ pub(crate) struct Range {
 }
 
 impl Range {
-    /// Up to `last`, by someone who asks about no copy's failure.
+    /// All numbers up to `last`, for a caller that does not ask about the failures of single copies.
     pub(crate) fn whole(last: u64) -> Self {
         Self { first: u64::MAX, last }
     }
@@ -58,12 +60,13 @@ impl Range {
     }
 }
 
-/// A handle's place in a line. Dropped, it leaves it.
+/// A handle's place in a line. Dropping it leaves the line.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) line: Arc<dyn Awaited>,
     pub(crate) range: Range,
-    /// What was lent does not know whether this is there: objects, as against segments.
+    /// The retained resource does not show whether this handle is there: so it is for objects. A segment's state word
+    /// shows it.
     pub(crate) quiet: bool,
 }
 

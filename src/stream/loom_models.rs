@@ -1,9 +1,9 @@
 //! Loom models of timelines: sequence numbers and events, and the parties that meet in a segment's state word.
 //!
 //! The driver is a double that is as late as the contract allows: a copy reads its source when an event recorded after
-//! it is first seen complete, and no sooner. An event never recorded asks as complete, as the contract warns. Each
-//! segment has a cell: who has the segment writes to it, the late copy reads it; loom fails the model where these two
-//! are not ordered, which is what reusing a segment early looks like.
+//! it is first seen complete, and no sooner. An event that was never recorded asks as complete, as the contract warns.
+//! Each segment has a cell: the owner of the segment writes to it, the late copy reads it. Loom fails the model where
+//! these two accesses are not ordered, which is what early reuse of a segment looks like.
 
 #![allow(unsafe_code)]
 
@@ -27,9 +27,9 @@ use crate::region::RegionId;
 use crate::segment::PAGE;
 use crate::sync::{Mutex, UnsafeCell, model, step, thread};
 
-/// A length whose class has no list in thread caches under loom: everything takes the central pool's slow path.
+/// A length whose class has no list in thread caches under loom: every take and return goes through the central pool.
 const LEN: usize = 2000;
-/// Segments of that class in two pages.
+/// The number of segments of that class in two pages.
 const ALL: usize = 3;
 
 // --- the double ------------------------------------------------------------------------------------------------------
@@ -39,17 +39,17 @@ const ALL: usize = 3;
 pub(crate) struct Late {
     stream: Mutex<Queue>,
     memory: [UnsafeCell<u32>; ALL],
-    /// Copies that have run, by segment.
+    /// How many copies have run, by segment.
     ran: [AtomicU32; ALL],
-    /// The next recording fails, and with it the stream, though not the device.
+    /// The next recording fails, and loses the stream, though not the device.
     refuses: AtomicBool,
-    /// The next recording fails for now.
+    /// The next recording fails as in a capture: for now.
     captures: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct Queue {
-    /// Segments that copies read, in the order of submission.
+    /// The segments that copies read, in the order of submission.
     copies: Vec<usize>,
     /// How many of them have run.
     ran: usize,
@@ -62,14 +62,14 @@ unsafe impl Sync for Late {}
 // SAFETY: as above.
 unsafe impl Send for Late {}
 
-/// The segment at this address.
+/// The number of the segment at this address.
 fn number(address: *const u8) -> usize {
     (address.addr() - PAGE) / crate::segment::Class::of(LEN).unwrap().stride()
 }
 
 impl Late {
     pub(crate) fn write(&self, segment: &Segment) {
-        // SAFETY: loom fails the model if anyone else is at it.
+        // SAFETY: loom fails the model if another thread accesses the cell at the same time.
         self.memory[number(segment.base().as_ptr())].with_mut(|p| unsafe { *p += 1 });
     }
 
@@ -89,7 +89,7 @@ impl Driver for Late {
         self
     }
     fn leave(&self, _: crate::device::holds::Last) {}
-    /// Nothing moves by itself, and there are no threads of the crate's in a model.
+    /// Nothing moves by itself, and a model has no threads of the crate.
     fn stepped(&self) -> Option<&dyn Stepped> {
         Some(self)
     }
@@ -167,7 +167,7 @@ impl Driver for Late {
         let Queue { copies, ran, events } = &mut *queue;
         let covered = events[event.0 as usize].unwrap_or(0);
         for &segment in copies.get(*ran..covered).unwrap_or_default() {
-            // SAFETY: loom fails the model if anyone writes at the same time.
+            // SAFETY: loom fails the model if another thread writes to the cell at the same time.
             self.memory[segment].with(|p| unsafe { *p });
             self.ran[segment].fetch_add(1, Ordering::Relaxed);
         }
@@ -187,7 +187,7 @@ impl Stepped for Late {
 
 // --- what models share -----------------------------------------------------------------------------------------------
 
-/// A stream with its central pool. (The models of copy queues are made of it, too.)
+/// A stream with its central pool. (The models of copy queues use it too.)
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) driver: Arc<Late>,
@@ -225,7 +225,7 @@ impl Setup {
         Self { driver, listing, timeline, central }
     }
 
-    /// A segment of ours, written to.
+    /// Takes a segment and writes to it.
     pub(crate) fn take(&self) -> Option<Segment> {
         let want = self.central.place(LEN, 64).unwrap();
         let Take::Got(fresh) = self.central.try_take(want, ReclaimLevel::All).unwrap() else { return None };
@@ -240,7 +240,7 @@ impl Setup {
         let ticket = Ticket { timeline: self.timeline.clone(), seq: u64::MAX };
         let src = segment.base().as_ptr().cast_const();
         let submission = self.timeline.begin(resource, None).unwrap();
-        // SAFETY: on the timeline now, and touched when it is complete only.
+        // SAFETY: the segment is on the timeline now, and the buffer is used only after it is complete.
         let mut flight = InFlight::new(ticket, unsafe { PinnedBuf::new(segment, 0) }, None);
         step();
         let transfer = Transfer::Upload { src, dst: DevicePtr(0), len: LEN };
@@ -255,17 +255,17 @@ impl Setup {
         self.submit(Resource::Segment(segment.alias()), segment)
     }
 
-    /// Takes whatever is free and writes to it, as the next owner would.
+    /// Takes every free segment and writes to it, as the next owner would.
     pub(crate) fn reuse(&self) {
         step();
         let all: Vec<Segment> = std::iter::from_fn(|| self.take()).collect();
         for segment in all {
-            // SAFETY: ours, and nothing uses it.
+            // SAFETY: taken above, and nothing uses it.
             unsafe { segment.release() };
         }
     }
 
-    /// Lets everything complete, and looks whether it is all back.
+    /// Lets everything complete, and checks that every segment is back.
     pub(crate) fn finish(self) {
         while !self.timeline.is_idle() {
             self.timeline.advance(true);
@@ -277,12 +277,12 @@ impl Setup {
         self.central.check(|_, _| ()).unwrap();
         self.central.close();
         assert_eq!(Arc::strong_count(&self.central), 1);
-        // Takes the timeline off the list, which holds it.
+        // Takes the timeline off the list, which keeps it alive.
         self.listing.advance();
     }
 }
 
-/// A thread whose leases end with it, before it can be joined.
+/// A thread that gives its thread caches back before it can be joined.
 pub(crate) fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
     loom::thread::spawn(move || {
         run();
@@ -290,14 +290,14 @@ pub(crate) fn spawn(run: impl FnOnce() + 'static) -> JoinHandle<()> {
     })
 }
 
-/// Waits as long as somebody else asks. (`wait` does not on a device that does nothing by itself.)
+/// Waits while another thread asks. (`wait` cannot, on a device that does nothing by itself.)
 pub(crate) fn until(done: impl Fn() -> bool) {
     while !done() {
         crate::sync::yield_now();
     }
 }
 
-/// Who has a segment in flight: waits for it if it is complete, else drops it.
+/// The owner of a handle: waits for the segment if it is complete, else drops the handle.
 fn end(setup: &Setup, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u32) {
     step();
     if segment.descriptor().word().state() == state::COMPLETED {
@@ -307,8 +307,7 @@ fn end(setup: &Setup, flight: InFlight<PinnedBuf>, segment: &Segment, copies: u3
     }
 }
 
-// --- sequence numbers and events
-// -------------------------------------------------------------------------------------------------
+// --- sequence numbers and events -------------------------------------------------------------------------------------
 
 #[test]
 fn loom_mark_after_loss() {
@@ -320,14 +319,14 @@ fn loom_mark_after_loss() {
             let setup = setup.clone();
             spawn(move || {
                 step();
-                // Closes even if nothing new was submitted, as one stream waiting for another does.
+                // Closes even if nothing new was submitted, as one stream that waits for another does.
                 let _ = setup.timeline.wait_here(StreamHandle(1));
             })
         });
         for closer in closers {
             closer.join().unwrap();
         }
-        // Ends, whoever came first, and has nothing to ask about.
+        // Returns, whichever thread came first, and has nothing to ask about.
         assert!(!setup.timeline.ask());
         assert!(setup.timeline.usable().is_err());
         assert!(flight.wait().is_err());
@@ -357,7 +356,7 @@ fn loom_doubtful_event() {
         while !setup.timeline.is_idle() {
             setup.timeline.advance(true);
         }
-        assert_eq!(setup.timeline.doubts(), 0, "an event is forgotten that nobody gives back");
+        assert_eq!(setup.timeline.doubts(), 0, "an event stays doubtful for good");
         setup.finish();
     });
 }
@@ -434,7 +433,7 @@ fn loom_share_closes() {
         step();
         setup.timeline.share();
         submitter.join().unwrap();
-        // From here on others may submit: no event may be recorded later for what was submitted before.
+        // From here on the program may submit: no event may be recorded later for what was submitted before.
         setup.timeline.ask();
         assert!(setup.timeline.is_idle(), "a sequence number stayed open");
         setup.finish();
@@ -456,7 +455,7 @@ fn loom_landing_wakes() {
         let mut flight = setup.upload(segment);
         let reaper = spawn({
             let setup = setup.clone();
-            // As the reaper does: looks until nothing is in flight any more.
+            // As the reaper does: looks until nothing is in flight.
             move || {
                 while !setup.timeline.is_idle() {
                     step();
@@ -481,9 +480,9 @@ fn loom_landing_wakes() {
     });
 }
 
-// --- those who meet in the word --------------------------------------------------------------------------------------
+// --- the parties that meet in the word -------------------------------------------------------------------------------
 
-/// A thread that asks, as the reaper does, and then takes whatever came back.
+/// A thread that asks, as the reaper does, and then takes every segment that came back.
 fn reaper(setup: &Setup) -> JoinHandle<()> {
     let setup = setup.clone();
     spawn(move || {
@@ -610,10 +609,10 @@ fn loom_claim_leaves_handles_alone() {
 fn loom_joint_returns_once() {
     model("landing: a segment that two streams hold, and its handle", 3, || {
         let setup = Setup::new();
-        // Its own list of sequence numbers and events; the double has one queue for all streams.
+        // It has sequence numbers and events of its own; the double has one queue for all streams.
         let other = Timeline::new(setup.timeline.context().clone(), StreamHandle(1), setup.listing.clone());
         let buf = {
-            // SAFETY: ours.
+            // SAFETY: the segment was taken here, and no byte counts as written.
             unsafe { PinnedBuf::new(setup.take().unwrap(), 0) }
         };
         let joint = crate::buffer::joint(&buf, 2);

@@ -1,7 +1,28 @@
 //! Streams: ordered queues of a device, and what is in flight on them.
 //!
-//! [`timeline`] says how it is known that a copy is done, [`reaper`] who finds out. [`awaited`] is what handles wait
-//! for where that is no sequence number of a timeline.
+//! A stream has a *timeline*: a list of what was submitted to it, in order, each entry under a sequence number. Events
+//! that are recorded on the stream tell up to which sequence number the device is done. An entry keeps the memory that
+//! its copy uses, and lets it go when an event that covers the entry was seen complete. One thread of each device, the
+//! *reaper*, asks about the events, returns segments to their pools and wakes waiters.
+//!
+//! # Invariants
+//!
+//! - An entry completes only when an event that was recorded after its driver call was seen complete. An error never
+//!   reads as complete: what cannot be shown to be done is quarantined.
+//! - Handles own no memory that is in flight; the timeline does. A dropped or forgotten handle ends no copy early.
+//! - No driver call and no code of the program runs under a timeline's lock.
+//! - A [`Stream`] keeps its device open, and thereby its reaper. A busy timeline is on the reaper's list, which keeps
+//!   the timeline alive.
+//!
+//! # Files, in the order to read them
+//!
+//! This file has [`Stream`], the public handle. [`timeline`] is the core: how the crate knows that a copy is done.
+//! [`reaper`] is the thread that finds it out. `memory` allocates device memory in a stream's order. [`awaited`] is
+//! what a handle waits for while its copy is in a queue and has no sequence number yet. `loom_models` has the models of
+//! all this.
+//!
+//! `buffer`, `device::handle`, `copy`, `pool`, `telemetry::stuck`, `cuda` and `acl` call this module. It calls
+//! `central` (to return segments), `device` (the driver) and `freelist` (the segments' state words).
 
 pub(crate) mod awaited;
 #[cfg(all(test, loom))]
@@ -18,14 +39,35 @@ use crate::device::{StreamHandle, ending::KeepAlive};
 use crate::error::{Error, Result};
 use timeline::Timeline;
 
-/// An ordered queue of a device. What is submitted to one stream happens in that order; streams are independent of each
-/// other. Cloning gives another handle to the same stream.
+/// An ordered queue of a device. Work on one stream happens in the order of its submission; streams are independent of
+/// each other. A clone is another handle to the same stream.
 ///
-/// Dropping the last handle does not wait: what is in flight stays in flight and returns as always.
+/// Copies are submitted by [`upload`](Self::upload), [`download`](Self::download), [`copy`](Self::copy) and their other
+/// forms. The driver is called before such a call returns, so what the program submits to the stream afterwards comes
+/// after the copy.
+///
+/// Dropping the last handle does not wait: what is in flight stays in flight, and its segments return as always.
+///
+/// # Examples
+///
+/// ```
+/// use pinpool::{Device, Pool, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let (loads, work) = (device.stream()?, device.stream()?);
+/// let weights = device.alloc(4)?;
+/// let mut buf = pool.checkout(4)?;
+/// buf.extend_from_slice(b"abcd");
+/// drop(loads.upload(buf, &weights)?); // the segment returns when the copy is done
+/// work.wait_for(&loads)?; // what is submitted to `work` from now on sees the weights
+/// work.synchronize()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Stream {
     timeline: Arc<Timeline>,
-    /// Keeps the reaper awake for this stream.
+    /// Keeps the device open, and with it the reaper.
     device: Device,
 }
 
@@ -39,9 +81,9 @@ impl Stream {
         Ok(Self { timeline, device: device.clone() })
     }
 
-    /// A stream that others made, and are alive by their word for as long as anything is in flight on it. `id` is the
-    /// driver's number for it: the same number gives the same timeline. Without one each call gives another.
-    /// `keep_alive`: what keeps it alive.
+    /// A stream that the program made. By the contract of the caller it is alive for as long as anything is in flight
+    /// on it. `id` is the driver's number of the stream: the same number gives the same timeline; without one each call
+    /// gives another. `keep_alive` keeps the stream alive.
     pub(crate) fn adopted(
         device: &Device,
         handle: StreamHandle,
@@ -66,7 +108,7 @@ impl Stream {
         &self.timeline
     }
 
-    /// A number that no other stream of this process has or had: its name in statistics, events and reports.
+    /// The number of the stream in statistics, events and reports. No other stream of this process has or had it.
     #[must_use]
     pub fn number(&self) -> u64 {
         self.timeline.number()
@@ -78,23 +120,23 @@ impl Stream {
         &self.device
     }
 
-    /// What is submitted to this stream from now on starts only after everything submitted to `other` so far. The
-    /// caller does not wait. Both must be streams of one device.
+    /// Makes all work that is submitted to this stream from now on start only after everything that was submitted to
+    /// `other` so far. The caller does not wait. Both must be streams of one device.
     ///
     /// # Errors
-    /// [`Error::WrongDevice`]; [`Error::Capturing`] where either is being captured into a graph; what the driver says;
-    /// what either stream was lost with.
+    /// [`Error::WrongDevice`] for streams of different devices; [`Error::Capturing`] if either is being captured into a
+    /// graph; [`Error::Forked`]; the driver's error; the error with which either stream was lost.
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         self.follow(&other.timeline)
     }
 
-    /// The same for a stream by its timeline.
+    /// [`wait_for`](Self::wait_for) with the other stream's timeline.
     pub(crate) fn follow(&self, other: &Arc<Timeline>) -> Result<()> {
         if !Arc::ptr_eq(self.timeline.context(), other.context()) {
             return Err(Error::WrongDevice { device: self.device.name().into() });
         }
         self.timeline.usable()?;
-        // Either way the driver would spoil the capture, or make the other stream a part of it behind everybody's back.
+        // The driver would spoil the capture, or draw the stream that is not captured into it.
         for timeline in [&self.timeline, other] {
             timeline.not_capturing(
                 "making one stream wait for another",
@@ -104,10 +146,11 @@ impl Stream {
         other.wait_here(self.timeline.stream())
     }
 
-    /// Waits until everything submitted so far is done. (A task awaits `stream.hold(())?`.)
+    /// Waits until everything that was submitted to the stream so far is complete. (A task awaits `stream.hold(())?`.)
     ///
     /// # Errors
-    /// [`Error::Capturing`]; what the stream was lost with.
+    /// [`Error::Capturing`] if the stream is being captured; [`Error::Forked`]; the error with which the stream was
+    /// lost; [`Error::Unsupported`] from a waker that runs on a thread of the crate, where the wait could never end.
     pub fn synchronize(&self) -> Result<()> {
         self.timeline.not_capturing("waiting for the stream", "end the capture first")?;
         let seq = self.timeline.checkpoint()?;

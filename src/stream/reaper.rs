@@ -1,16 +1,19 @@
-//! The reaper: one thread of a device that closes idle sequence numbers, asks, completes, and wakes.
+//! The reaper: one thread of each device that closes idle sequence numbers, asks the driver about events, completes
+//! entries and wakes waiters.
 //!
-//! It makes no call that can block. While nothing is in flight it sleeps; a timeline that becomes busy puts itself on
-//! the list and, only if the reaper sleeps, wakes it. While something is in flight it looks at every listed timeline,
-//! after an eighth of the time since it last saw progress, between 50 us and 1 ms: so a completion is seen at most an
-//! eighth later than it could be, and a long kernel costs next to nothing.
-//! A timeline stays listed for a moment after its last work, so that one which is busy by fits and starts does not wake
-//! the thread each time.
+//! The reaper makes no call that can block. While nothing is in flight, it sleeps. A timeline that becomes busy puts
+//! itself on the reaper's list, and wakes the reaper only if it sleeps. While anything is in flight, the reaper looks
+//! at every listed timeline, and pauses between two rounds for an eighth of the time since it last saw progress, within
+//! 50 us and 1 ms. So it sees a completion at most an eighth later than it could, and a long kernel costs next to
+//! nothing. A timeline stays listed for [`IDLE_LOOKS`] rounds after its last work, so that a timeline with short pauses
+//! does not wake the thread each time.
 //!
-//! The thread does not die. A panic in one timeline's look, which only a mistake of the crate's can cause (foreign code
-//! is guarded), quarantines what is in flight on that timeline; the thread goes on with the others.
+//! The thread does not end by a panic. A panic in the look at one timeline can only come from a mistake in this crate
+//! (foreign code is guarded); it quarantines what is in flight on that timeline, and the reaper goes on with the
+//! others.
 //!
-//! A stepped device has no reaper thread; there [`Listing::advance`] is called by whoever drives the device.
+//! A stepped device is a host device that works only when a test tells it to. It has no reaper thread; the thread that
+//! steps the device calls [`Listing::advance`].
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -24,16 +27,17 @@ use crate::foreign;
 
 const SHORTEST_SLEEP: Duration = Duration::from_micros(50);
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
-/// Looks without anything in flight before a timeline is taken off the list.
+/// Rounds without anything in flight before a timeline is taken off the list.
 const IDLE_LOOKS: u32 = 16;
 
 #[derive(Debug, Default)]
 struct Inbox {
-    arrived: Vec<Arc<Timeline>>,
-    /// Every timeline of the device, for statistics and for whoever drives a stepped device.
+    /// Timelines that have put themselves on the list since the last round.
+    listed: Vec<Arc<Timeline>>,
+    /// Every timeline of the device, for statistics and for [`Listing::advance`].
     known: Vec<Weak<Timeline>>,
     asleep: bool,
-    /// Somebody parked who waits for a sequence number.
+    /// A thread or a task has begun to wait for a sequence number.
     expedite: bool,
     closing: bool,
 }
@@ -41,14 +45,14 @@ struct Inbox {
 #[derive(Debug, Default)]
 struct ReaperShared {
     inbox: Mutex<Inbox>,
-    bell: Condvar,
+    doorbell: Condvar,
 }
 
-/// How timelines reach their reaper.
+/// The side of the reaper that timelines hold: they put themselves on its list.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Listing(Arc<ReaperShared>);
 
-/// The reaper of a device. Dropping it lets the thread end once nothing is in flight any more.
+/// The reaper of a device. Once this is dropped, the thread ends as soon as nothing is in flight.
 #[derive(Debug)]
 pub(crate) struct Reaper {
     listing: Listing,
@@ -56,7 +60,7 @@ pub(crate) struct Reaper {
 }
 
 impl Listing {
-    /// Makes a timeline known for as long as it lives.
+    /// Adds a timeline to the known ones, for as long as it lives.
     pub(crate) fn know(&self, timeline: &Arc<Timeline>) {
         let mut inbox = self.0.inbox.lock();
         inbox.known.retain(|t| t.strong_count() > 0);
@@ -68,35 +72,35 @@ impl Listing {
         self.0.inbox.lock().known.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// A timeline has become busy.
+    /// Lists a timeline that has become busy.
     pub(crate) fn list(&self, timeline: &Arc<Timeline>) {
         let mut inbox = self.0.inbox.lock();
-        inbox.arrived.push(timeline.clone());
+        inbox.listed.push(timeline.clone());
         if inbox.asleep {
-            self.0.bell.notify_one();
+            self.0.doorbell.notify_one();
         }
     }
 
-    /// Somebody parks until a sequence number is complete: look again soon.
+    /// A thread or a task begins to wait for a sequence number: the reaper starts from the shortest pause again.
     pub(crate) fn expedite(&self, _timeline: &Arc<Timeline>) {
         let mut inbox = self.0.inbox.lock();
         if !inbox.expedite {
             inbox.expedite = true;
-            self.0.bell.notify_one();
+            self.0.doorbell.notify_one();
         }
     }
 
-    /// One look at every timeline, on this thread. For stepped devices, and for pools that run short. Whether anything
-    /// completed.
+    /// Looks once at every timeline, on the calling thread: for stepped devices, and for pools that run short. Returns
+    /// whether anything completed.
     pub(crate) fn advance(&self) -> bool {
         let mut progress = false;
         for timeline in self.known() {
             progress |= timeline.advance(true);
         }
-        // Without a thread nobody else empties the list. What leaves it is dropped after the lock is released.
+        // Without a reaper thread nothing else empties the list. The timelines are dropped after the lock is released.
         let mut inbox = self.0.inbox.lock();
-        let (idle, busy) = std::mem::take(&mut inbox.arrived).into_iter().partition(|t| t.unlist());
-        inbox.arrived = busy;
+        let (idle, busy) = std::mem::take(&mut inbox.listed).into_iter().partition(|t| t.unlist());
+        inbox.listed = busy;
         drop(inbox);
         let idle: Vec<Arc<Timeline>> = idle;
         drop(idle);
@@ -105,7 +109,7 @@ impl Listing {
 }
 
 impl Reaper {
-    /// Starts the thread; a stepped device does without.
+    /// Starts the thread. A stepped device has none.
     pub(crate) fn start(context: &Arc<Context>) -> Result<Self> {
         let listing = Listing::default();
         if context.driver().stepped().is_none() {
@@ -133,38 +137,39 @@ impl Reaper {
 
 impl Drop for Reaper {
     fn drop(&mut self) {
-        // In the child of a fork there is no thread to tell, and the lock may have been anyone's.
+        // The child of a fork has no reaper thread, and another thread of the parent may have held the lock.
         if crate::os::forked() {
             return;
         }
         if self.context.driver().stepped().is_some() {
-            // The last look: what is still in flight after it stays, with its memory, for good.
+            // The last look: what is still in flight after it stays so for good, with its memory.
             self.listing.advance();
         }
         self.listing.0.inbox.lock().closing = true;
-        self.listing.0.bell.notify_one();
+        self.listing.0.doorbell.notify_one();
     }
 }
 
-/// Until the device closes. `busy`: timelines with work in flight, and how often in a row each was found idle.
+/// The thread's work until the device closes. `busy`: the listed timelines, each with the number of rounds in a row
+/// that found it idle.
 fn run(shared: &ReaperShared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
     let mut progressed = Instant::now();
     loop {
         {
             let mut inbox = shared.inbox.lock();
-            while busy.is_empty() && inbox.arrived.is_empty() {
+            while busy.is_empty() && inbox.listed.is_empty() {
                 if inbox.closing {
                     return;
                 }
                 inbox.asleep = true;
                 inbox.expedite = false;
-                shared.bell.wait(&mut inbox);
+                shared.doorbell.wait(&mut inbox);
                 inbox.asleep = false;
             }
-            if !inbox.arrived.is_empty() || std::mem::take(&mut inbox.expedite) {
+            if !inbox.listed.is_empty() || std::mem::take(&mut inbox.expedite) {
                 progressed = Instant::now();
             }
-            busy.extend(inbox.arrived.drain(..).map(|t| (t, 0)));
+            busy.extend(inbox.listed.drain(..).map(|t| (t, 0)));
         }
         let mut progress = false;
         for (timeline, idle) in &mut *busy {
@@ -177,20 +182,20 @@ fn run(shared: &ReaperShared, busy: &mut Vec<(Arc<Timeline>, u32)>) {
         }
         let pause = (progressed.elapsed() / 8).clamp(SHORTEST_SLEEP, LONGEST_SLEEP);
         let mut inbox = shared.inbox.lock();
-        if !inbox.expedite && inbox.arrived.is_empty() {
-            shared.bell.wait_for(&mut inbox, pause);
+        if !inbox.expedite && inbox.listed.is_empty() {
+            shared.doorbell.wait_for(&mut inbox, pause);
         }
     }
 }
 
-/// The reaper's look at one timeline. Whether anything completed.
+/// Looks at one timeline. Returns whether anything completed.
 fn look(timeline: &Arc<Timeline>) -> bool {
     let completed =
         foreign::survive("a look at a stream panicked: what is in flight on it is quarantined", || {
             timeline.advance(false)
         });
     completed.unwrap_or_else(|| {
-        // What the panic has left half done is not looked at again.
+        // The panic may have left the timeline's state half changed: it is given up as a whole.
         timeline.lose(&Error::Internal("a look at a stream panicked"));
         true
     })

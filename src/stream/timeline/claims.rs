@@ -1,5 +1,9 @@
-//! Stream-ready reuse: segments that are claimed while they are in flight, for later work on the same stream. Not while
-//! a request waits for memory: the pool asks its central pool before it claims.
+//! Stream-ready reuse: a segment in flight is claimed for later work on the same stream, which comes after the earlier
+//! work by the stream's order. The pool asks its central pool before it claims, so nothing is claimed while a request
+//! waits for memory.
+//!
+//! The completing thread and the claimer decide by one compare-and-swap on the segment's state word, from DETACHED. A
+//! claim is resolved (its segment became host-ready), submitted again ([`Timeline::begin`]) or given up.
 
 #![allow(unsafe_code)]
 
@@ -13,7 +17,7 @@ use crate::device::memory::Allocation;
 use crate::freelist::{Word, state};
 use crate::segment::Class;
 
-/// A segment that was claimed for stream-ready reuse before its sequence number was complete.
+/// A segment that was claimed before its sequence number was complete.
 #[derive(Debug)]
 pub(super) struct Claim {
     pub(super) seq: u64,
@@ -26,24 +30,25 @@ pub(super) struct Claim {
 }
 
 impl InUse<Option<Arc<Allocation>>> {
-    /// Takes it, and leaves nothing.
+    /// Takes the allocation, and leaves none.
     pub(super) fn take(&mut self) -> Self {
         std::mem::replace(self, Self::new(None))
     }
 }
 
 impl Timeline {
-    /// Claims a segment of this class and central pool that is in flight here alone and whose handle was dropped: the
-    /// youngest, since the oldest is the next to be free anyway.
+    /// Claims a segment of this class and central pool that is in flight on this stream alone and whose handle was
+    /// dropped: the youngest, since the oldest will be free first anyway.
     pub(crate) fn claim(&self, central: &CentralPool, class: Class) -> Option<(usize, Segment)> {
-        // While the stream is being captured, nothing that is submitted comes after what is in flight.
+        // During a capture, newly submitted work does not come after what is in flight.
         if crate::os::forked() || !self.claims || !self.is_capturing().is_ok_and(|capturing| !capturing) {
             return None;
         }
         let mut state = self.state.lock();
         let fits = |entry: &TimelineEntry| match &entry.retained {
             Retained::Segment { segment, word } => {
-                // The handle may be dropped just now: only a word that says DETACHED, in this generation, is claimed.
+                // A handle may be dropped at this moment: only a word that says DETACHED, in this generation, is
+                // claimed.
                 let from = word.with(state::DETACHED);
                 #[cfg(pinpool_planted = "claim_on_sight")]
                 let from = segment.descriptor().word();
@@ -65,27 +70,28 @@ impl Timeline {
         Some((state.claims.insert(claim), alias))
     }
 
-    /// Books the length that the claimer asked for.
+    /// Accounts for the length that the claimer asked for.
     pub(crate) fn rebook_claim(&self, key: usize, len: usize) {
         let mut state = self.state.lock();
         state.claims[key].segment.rebook(len);
     }
 
-    /// Until when a claimed segment is not host-ready. `None`: it is.
+    /// The sequence number after which a claimed segment is host-ready. `None`: it is host-ready already.
     pub(crate) fn claimed_until(&self, key: usize) -> Option<u64> {
         let state = self.state.lock();
         let claim = &state.claims[key];
         (!claim.completed).then_some(claim.seq)
     }
 
-    /// A claimed segment that became host-ready leaves the timeline. `None`: it was quarantined.
+    /// Removes a claimed segment that is complete from the timeline. `None`: it was quarantined.
     pub(crate) fn resolve_claim(&self, key: usize) -> Option<Segment> {
         let claim = self.state.lock().claims.remove(key);
         debug_assert!(claim.completed, "resolved a claim that has not completed");
         (claim.segment.descriptor().word().state() == state::HOST).then_some(claim.segment)
     }
 
-    /// A claimed segment was not used: back under its old sequence number, or to its central pool if that is complete.
+    /// Gives up a claim that was not used: the segment goes back under its old sequence number, or to its central pool
+    /// if that number is complete.
     pub(crate) fn unclaim(&self, key: usize) {
         if crate::os::forked() {
             return;

@@ -1,4 +1,8 @@
-//! Events: closing sequence numbers, asking about them, and what follows when one is seen complete or never will be.
+//! Events: closing sequence numbers, recording and asking, and what follows when an event was seen complete or never
+//! will be.
+//!
+//! [`Timeline::close_with`] closes and records; [`Timeline::ask`] asks about the oldest events; `complete` and
+//! [`Timeline::lose`] are the two ends. The reaper calls [`Timeline::advance`], a waiting task `glance`.
 
 use super::retained::After;
 use super::{EVENT_TRIES, Timeline};
@@ -9,17 +13,17 @@ use std::sync::Arc;
 use std::time::Instant;
 
 impl Timeline {
-    // --- marking -----------------------------------------------------------------------------------------------------
+    // --- closing and recording ---------------------------------------------------------------------------------------
 
-    /// Closes the open sequence number, if anything is in it, and records its event. Failing is no error of the
+    /// Closes the open sequence number, if it has entries, and records its event. A failure is no error of the
     /// caller's: the entries wait for a later event.
     pub(crate) fn close(&self) {
         let _ = self.close_open();
     }
 
-    /// The same, for those who want to know.
+    /// [`close`](Self::close) for callers that need the error.
     pub(super) fn close_open(&self) -> Result<()> {
-        // For each stream that was shared meanwhile, or on which an event failed, a capture may have begun since.
+        // A capture may have begun since the stream was shared, or since an event failed.
         match self.is_capturing() {
             Ok(false) => self.close_with(false, |_| Ok(())),
             Ok(true) => Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" }),
@@ -30,28 +34,28 @@ impl Timeline {
         }
     }
 
-    /// The same for who has just submitted, and asked before.
+    /// [`close`](Self::close) for the thread that has just submitted, and that asked about a capture before.
     pub(super) fn close_submitted(&self) {
         let _ = self.close_with(false, |_| Ok(()));
     }
 
-    /// Makes `waiter`, a stream of the same device, start its later work only after everything submitted here so far.
+    /// Makes later work of `waiter`, a stream of the same device, start only after everything submitted here so far.
     pub(crate) fn wait_here(self: &Arc<Self>, waiter: StreamHandle) -> Result<()> {
         self.usable()?;
-        // The event is new even where nothing is in flight: work that we do not see may be on the stream.
+        // An event is recorded even if nothing is in flight: work that the crate does not see may be on the stream.
         let closed = self
             .close_with(true, |event| self.context.noting(self.context.driver().wait_event(waiter, event)));
-        // After an error too: the event may be there, or due.
+        // After an error too: the event may have been recorded, or is due.
         if !std::mem::replace(&mut self.state.lock().listed, true) {
             self.reaper.list(self);
         }
         closed
     }
 
-    /// Closes the open sequence number and records its event; `recorded` sees the event before anyone may recycle it.
+    /// Closes the open sequence number and records its event. `recorded` gets the event before it can be recycled.
     fn close_with(&self, always: bool, recorded: impl FnOnce(EventHandle) -> Result<()>) -> Result<()> {
         crate::os::check_fork()?;
-        // The event first: without one nothing is closed.
+        // The event comes first: without one nothing is closed.
         let event = self.context.event().inspect_err(|error| self.not_recorded(error))?;
         let seq = {
             let mut state = self.state.lock();
@@ -71,15 +75,15 @@ impl Timeline {
         };
         #[cfg(pinpool_planted = "mark_before_record")]
         self.state.lock().events.push_back((seq, event));
-        // Where recording fails the event may have been recorded all the same, so nobody may record it again before a
-        // later event is complete. That event is due in any case.
+        // An event whose recording failed may have been recorded all the same, so it is not recorded again before a
+        // later event is complete. That later event is due in any case.
         let result = self.context.noting(self.context.driver().record(event, self.stream));
         result.inspect_err(|error| {
             let lost = {
                 let mut state = self.state.lock();
                 state.recording -= 1;
                 let lost = state.lost.is_some();
-                // On a stream that was given up meanwhile nothing is due any more.
+                // For a stream that was given up meanwhile no event is due any more.
                 if !lost {
                     let later = state.open;
                     state.doubtful.push((later, event));
@@ -96,7 +100,7 @@ impl Timeline {
         let mut state = self.state.lock();
         state.recording -= 1;
         if state.lost.is_some() && !cfg!(pinpool_planted = "mark_after_loss") {
-            // Given up meanwhile: nobody takes events off the list any more. See there for the event.
+            // Given up meanwhile: nothing removes events from the list any more. For the event see `keep_back`.
             drop(state);
             self.keep_back(event);
             return used;
@@ -106,8 +110,8 @@ impl Timeline {
         if state.unpublished <= seq {
             state.unpublished = 0;
         }
-        // Recording another failed after this sequence number was closed: whether that event comes before this event
-        // nobody knows, so a later one is due for it, even if there is nothing else to come.
+        // Recording another event failed after this sequence number was closed. That event may come after this one, so
+        // a later event is due for it, even if nothing else is submitted.
         if state.doubtful.iter().any(|&(later, _)| later > seq) && !cfg!(pinpool_planted = "doubt_forgotten")
         {
             state.unpublished = state.unpublished.max(seq);
@@ -116,8 +120,8 @@ impl Timeline {
         used
     }
 
-    /// The event of a stream that is lost. A dead device lets go of its events. One of a device that is alive may still
-    /// be recorded, for all we know: nobody may use or destroy it.
+    /// Puts an event of a lost stream away. A lost device uses no events any more. On a device that is alive the event
+    /// may still be recorded later, so it is neither used again nor destroyed.
     fn keep_back(&self, event: EventHandle) {
         if self.is_dead() {
             self.context.recycle(event);
@@ -126,7 +130,7 @@ impl Timeline {
         }
     }
 
-    /// How many events may have been recorded though the driver said that they were not.
+    /// Events that may have been recorded although the driver said that they were not.
     #[cfg(all(test, loom))]
     pub(crate) fn doubts(&self) -> usize {
         self.state.lock().doubtful.len()
@@ -137,10 +141,10 @@ impl Timeline {
         let give_up = {
             let mut state = self.state.lock();
             if state.open_entries > 0 && state.unpublished == 0 {
-                // Not even an event: closing is due all the same.
+                // There was not even an event to record: makes closing due at the reaper's next look.
                 state.seen = state.open;
             }
-            // Where a device has only so many events, those of the events there are come back as the stream goes on.
+            // On a device with a limited number of events, published events are free again as the stream goes on.
             let comes_back = error.class() == ErrorClass::Transient && !state.events.is_empty();
             !comes_back && gives_up(&mut state.record_failures, error)
         };
@@ -152,10 +156,10 @@ impl Timeline {
 
     // --- asking ------------------------------------------------------------------------------------------------------
 
-    /// Asks about the oldest events, unless somebody else does. Whether anything completed.
+    /// Asks about the oldest events, unless another thread is asking. Returns whether anything completed.
     pub(crate) fn ask(&self) -> bool {
-        // Looked at first: an exchange, failing or not, would take the line away from the one who asks.
-        // Acquire: pairs with the release below, so that askers follow one another.
+        // A plain load first: a compare-and-swap, failing or not, would take the cache line away from the asking
+        // thread. Acquire: pairs with the release in `Asking`, so that the threads that ask follow one another.
         if crate::os::forked()
             || self.asking.load(Ordering::Relaxed)
             || self.asking.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_err()
@@ -168,16 +172,16 @@ impl Timeline {
             let Some((seq, event)) = self.state.lock().events.front().copied() else { break };
             match self.context.noting(self.context.driver().query(event)) {
                 Ok(true) => {
-                    // On a stream that was lost meanwhile a dead device's events were given back with the other events.
+                    // If the stream was lost meanwhile, a lost device's events were recycled with the others.
                     if self.complete(seq) || !self.is_dead() {
                         self.context.recycle(event);
                     }
                     progress = true;
                 }
                 Ok(false) => break,
-                // Not ready to be asked: neither completion nor loss.
+                // The driver cannot answer now: that is neither completion nor loss.
                 Err(error) if error.class() == ErrorClass::Transient => break,
-                // Recorded into a capture, by all we know: it will never be complete. A new event covers the same
+                // The event was recorded into a capture, so it will never be complete. A new event covers the same
                 // sequence numbers.
                 Err(error) if error.class() == ErrorClass::Capture && self.is_shared() => {
                     self.forget_event(seq, event);
@@ -196,10 +200,10 @@ impl Timeline {
         progress
     }
 
-    /// The front event is none. Its event may be recorded again when a later event is complete, which is due.
+    /// The front event is void. It may be recorded again when a later event is complete, and that one is due.
     fn forget_event(&self, seq: u64, event: EventHandle) {
         let mut state = self.state.lock();
-        // What a lost stream had is dealt with.
+        // `lose` has dealt with the events of a lost stream.
         if state.lost.is_none() && state.events.front() == Some(&(seq, event)) {
             state.events.pop_front();
             let later = state.open;
@@ -220,12 +224,12 @@ impl Timeline {
         state.query_failures = 0;
         if seq > self.completed.load(Ordering::Relaxed) {
             state.complete(seq, &mut after);
-            if !after.flown.is_empty() {
+            if !after.timed.is_empty() {
                 let now = Instant::now();
                 let flights = self.context.flights();
-                after.flown.drain(..).for_each(|since| flights.record(now.saturating_duration_since(since)));
+                after.timed.drain(..).for_each(|since| flights.record(now.saturating_duration_since(since)));
             }
-            // Release: pairs with the acquire in `is_complete`. Raised under the lock, after the entries were
+            // Release: pairs with the acquire in `is_complete`. Stored under the lock, after the entries were
             // completed.
             self.completed.store(seq, Ordering::Release);
             state.take_wakes(&mut after, |t| t <= seq);
@@ -244,7 +248,7 @@ impl Timeline {
         true
     }
 
-    /// Nobody will ever know what is complete on this stream: what is in flight is quarantined, who waits is told.
+    /// What is complete on this stream can never be known: quarantines what is in flight, and wakes all waiters.
     pub(crate) fn lose(&self, error: &Error) {
         let mut after = After::default();
         let mut state = self.state.lock();
@@ -262,13 +266,13 @@ impl Timeline {
             self.given_up.store(true, Ordering::Release);
         }
         let events = std::mem::take(&mut state.events).into_iter().chain(std::mem::take(&mut state.doubtful));
-        self.booking.fetch_add(1, Ordering::Relaxed);
+        self.accounting.fetch_add(1, Ordering::Relaxed);
         state.quarantine(self.is_dead(), &mut after);
         self.note_kept(&after);
         state.take_wakes(&mut after, |_| true);
         drop(state);
-        // A dead device lets go of its events. Those of one that is alive may still be recorded, for all we know:
-        // nobody may use or destroy them.
+        // As in `keep_back`: a lost device uses no events any more. On a device that is alive they may still be
+        // recorded, so they are neither used again nor destroyed.
         if self.is_dead() {
             events.for_each(|(_, event)| self.context.recycle(event));
         } else {
@@ -276,10 +280,11 @@ impl Timeline {
         }
         after.run();
         // Release: pairs with the acquire in `flight`.
-        self.booking.fetch_sub(1, Ordering::Release);
+        self.accounting.fetch_sub(1, Ordering::Release);
     }
 
-    /// The reaper's look: closes what has been open since the last look (or at once, with `now`), and asks.
+    /// The reaper's look: closes the sequence number that was open at the last look already (with `now`, any), and
+    /// asks.
     pub(crate) fn advance(&self, now: bool) -> bool {
         if crate::os::forked() {
             return false;
@@ -299,8 +304,8 @@ impl Timeline {
         self.ask()
     }
 
-    /// A look of someone who comes again, for the sake of one sequence number: closes it if it is open, and asks.
-    /// Whoever is in the middle of something here is not waited for.
+    /// A look for a caller that asks about `seq` and will ask again: closes it if it is open, and asks. The look waits
+    /// for no other thread: if the lock is taken, closing is left to a later look.
     pub(super) fn glance(&self, seq: u64) {
         if crate::os::forked() {
             return;
@@ -318,7 +323,8 @@ impl Timeline {
         self.ask();
     }
 
-    /// Takes the timeline off the reaper's list if nothing is going on. The reaper's own call.
+    /// Marks the timeline as off the reaper's list if nothing is in flight, and returns whether it did. For the reaper
+    /// and [`Listing::advance`](crate::stream::reaper::Listing::advance), which have the list.
     pub(crate) fn unlist(&self) -> bool {
         let mut state = self.state.lock();
         let idle = state.is_idle();
@@ -334,7 +340,7 @@ impl Timeline {
     }
 }
 
-/// The role of the one who asks. It ends by unwinding, too: others are to ask then.
+/// The role of the thread that asks. Unwinding ends it too, so that another thread can ask.
 struct Asking<'a>(&'a AtomicBool);
 
 impl Drop for Asking<'_> {
@@ -344,9 +350,9 @@ impl Drop for Asking<'_> {
     }
 }
 
-/// Counts a failed attempt. Whether there is to be no other.
+/// Counts a failed attempt. Returns whether there is to be no other attempt.
 pub(super) fn gives_up(failures: &mut u32, error: &Error) -> bool {
-    // A capture says nothing about the stream's work, and ends sooner or later.
+    // An error of a capture says nothing about the stream's work, and a capture ends sooner or later.
     if error.class() == ErrorClass::Capture {
         return false;
     }

@@ -1,26 +1,43 @@
-//! What statistics and reports see of a timeline: how far it is, and which event each buffer on it waits for.
+//! What statistics and reports see of a timeline: how far it has come, and which event each of its buffers waits for.
 
 use super::{Flight, Timeline};
 use crate::sync::Ordering;
 
-/// What the completion of a buffer's work hangs on.
+/// How far a stream has come towards the completion of a buffer's work: what stands between the buffer and its return.
+/// In reports on buffers that have been out for long ([`StuckBuffer`](crate::telemetry::StuckBuffer)).
+///
+/// # Examples
+///
+/// ```
+/// use pinpool::telemetry::EventState;
+///
+/// fn advice(event: EventState) -> &'static str {
+///     match event {
+///         EventState::Lost => "the buffer never comes back",
+///         EventState::Failing => "see the log for the driver's error",
+///         _ => "wait",
+///     }
+/// }
+/// assert_eq!(advice(EventState::Lost), "the buffer never comes back");
+/// assert_eq!(EventState::Recorded.name(), "recorded");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventState {
-    /// The driver is being called to submit it.
+    /// The driver is being called to submit the work.
     Submitting,
-    /// Nothing is recorded behind it yet: its sequence number is still open.
+    /// No event is recorded for the work yet; one is due.
     Due,
-    /// The event is recorded and the device has not reached it.
+    /// The event is recorded, and the device has not reached it.
     Recorded,
-    /// Recording the event failed, or it went into a graph; it is tried again.
+    /// Recording the event failed, or the event went into a graph; recording is tried again.
     Failing,
-    /// The stream is lost: it will never be known.
+    /// The stream is lost: whether the work is done will never be known.
     Lost,
 }
 
 impl EventState {
-    /// The same in words of one word each, as events have it.
+    /// The state in one word, as log events have it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -33,13 +50,13 @@ impl EventState {
     }
 }
 
-/// A timeline at one moment.
+/// The state of a timeline at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TimelineLook {
-    /// Entries so far, and those of them that are complete.
+    /// Entries so far, and those that are complete.
     pub(crate) submitted: u64,
     pub(crate) completed: u64,
-    /// Entries in flight, their driver calls under way among them. Claims that have not completed are not.
+    /// Entries in flight, with those whose driver call is under way. Claimed segments do not count.
     pub(crate) entries: usize,
     /// Bytes in flight, over all central pools.
     pub(crate) flight: Flight,
@@ -51,16 +68,18 @@ pub(crate) struct TimelineLook {
     pub(crate) lost: bool,
 }
 
-/// Two threads that drive one stepped device: when one of them may say that nothing will come any more.
+/// Tells a thread that drives a stepped device when nothing will come any more, although another thread may drive the
+/// same device.
 ///
-/// There may be nothing to step because the other one has stepped it, and is in the midst of finding out what is done,
-/// or has not submitted yet. So nobody may be in the midst of anything, before a look and after it, and that several
-/// times in a row: what was submitted between two looks is stepped, or seen to be done, by the next.
+/// There may be nothing to step because the other thread has just stepped it and is completing entries, or has not
+/// submitted yet. So no thread may be busy with the timeline, before a look and after it, and that three times in a
+/// row: what was submitted between two looks is stepped, or seen complete, by the next.
 #[derive(Debug, Default)]
 pub(crate) struct Stillness(u32);
 
 impl Stillness {
-    /// There was nothing to step. Whether nothing will come any more; `busy`: somebody was in the midst of something.
+    /// There was nothing to step. Returns whether nothing will come any more. `busy`: another thread was busy with the
+    /// timeline.
     pub(crate) fn is_final(&mut self, busy: bool) -> bool {
         self.0 = if busy { 0 } else { self.0 + 1 };
         if busy {
@@ -69,22 +88,22 @@ impl Stillness {
         self.0 > 2
     }
 
-    /// There was something.
+    /// There was something to step.
     pub(crate) fn stepped(&mut self) {
         self.0 = 0;
     }
 }
 
 impl Timeline {
-    /// Whether another thread finds out just now what is done, or that all is lost, or records an event.
+    /// Whether another thread is asking, completing, quarantining or recording an event at this moment.
     pub(crate) fn is_busy(&self) -> bool {
-        // Acquire: pairs with the release of who has asked: what that one has found out is seen after this.
+        // Acquire: pairs with the release of the role of asking, so that what the last asker completed is seen.
         let finds_out = self.asking.load(Ordering::Acquire) || self.state.lock().recording > 0;
-        // Acquire: pairs with the releases behind it. (It goes up under the lock.)
-        finds_out || self.booking.load(std::sync::atomic::Ordering::Acquire) > 0
+        // Acquire: pairs with the releases that lower it. (It is raised under the lock.)
+        finds_out || self.accounting.load(std::sync::atomic::Ordering::Acquire) > 0
     }
 
-    /// How far it is.
+    /// The state now.
     pub(crate) fn look(&self) -> TimelineLook {
         let state = self.state.lock();
         let mut flight = Flight::default();
@@ -98,18 +117,18 @@ impl Timeline {
             entries: state.entries.len() + state.pending.len(),
             flight,
             open: state.open,
-            // Raised under the lock that we hold.
+            // Only changed under the lock, which is held here.
             completed_seq: self.completed.load(Ordering::Relaxed),
             events: state.events.len(),
             lost: state.lost.is_some(),
         }
     }
 
-    /// Everything on it that keeps a segment: the address of its descriptor, its sequence number, and the event that it
-    /// waits for.
+    /// Visits each retained segment: the address of its descriptor, its sequence number, and the state of the event
+    /// that it waits for.
     pub(crate) fn for_each_kept(&self, mut visit: impl FnMut(usize, u64, EventState)) {
         let state = self.state.lock();
-        // Once, not for each of thousands: an event covers all sequence numbers up to its own.
+        // Computed once, not for each of thousands of entries: an event covers all sequence numbers up to its own.
         let recorded = state.events.iter().map(|(covers, _)| *covers).max();
         let event = |seq: u64| match () {
             () if state.lost.is_some() => EventState::Lost,

@@ -1,53 +1,63 @@
-//! A stream's timeline: what was submitted, what events cover it, and what is known to be complete.
+//! A stream's timeline: what was submitted, which events cover it, and what is known to be complete.
 //!
 //! # Sequence numbers and events
 //!
 //! ```text
-//!   entries      a b c | d | e f g | h        each with the sequence number that was open when its driver call had returned
-//!   sequence number           5     6     7     8 (open)
-//!   events                ^6        ^7         an event recorded after the sequence number was closed: covers all sequence numbers up to it
-//!   completed     5
+//!   entries           a b c | d | e f g | h       each has the number that was open when its driver call had returned
+//!   sequence number     5     6     7     8       8 is open
+//!   events                 ^6      ^7             recorded after its number was closed; covers all numbers up to it
+//!   completed           5
 //! ```
 //!
-//! Whoever submits calls the driver first and reads the open sequence number afterwards. Whoever closes a sequence
-//! number first makes the next one open and records its event afterwards. So an entry that read sequence number *t* was
-//! submitted before *t* was closed, hence before the event of *t* was recorded, hence the event covers it. Read in the
-//! other order, an entry could get a sequence number whose event was recorded before its copy was submitted, and would
-//! be freed while the copy still reads: that is the mistake `tick_before_copy` that the loom model must catch.
+//! A thread that submits calls the driver first and reads the open sequence number afterwards. A thread that closes a
+//! number first makes the next number open and records the event afterwards. So an entry that read number *t* was
+//! submitted before *t* was closed, hence before the event of *t* was recorded, hence the event covers it. In the other
+//! order, an entry could read a number whose event was recorded before the copy was submitted, and its segment would be
+//! free while the copy still reads: that is the planted mistake `tick_before_copy`, which the loom model must catch.
 //!
-//! An event is published only when the recording succeeded, since an event that was never recorded asks as complete. If
-//! it failed, its entries wait for a later event, which covers them as well; if no event can be made, they are
+//! An event is published only after the driver recorded it, since an event that was never recorded asks as complete. If
+//! recording fails, the entries wait for a later event, which covers them as well. If no event can be made, they are
 //! quarantined.
 //!
-//! # Who asks
+//! # Asking the driver
 //!
-//! Asking the driver about one event is cheap for one thread and very dear for many at once, so asking is a role, taken
-//! by try-acquire: by a thread in `wait()` if it is free, else by the reaper. Everyone else reads `completed`.
+//! Asking about an event is cheap for one thread and very dear for many at once (138 ns alone, 7.6 us among sixteen).
+//! So one thread asks per timeline: asking is a role that a thread takes by one compare-and-swap. It is a thread that
+//! waits or polls, or else the reaper. All other threads read `completed`.
 //!
-//! # Landing
+//! # Completion
 //!
-//! When an event was seen complete, the entries that it covers are taken out *before* `completed` is raised: whoever
-//! sees `completed` therefore finds its segment's word completed and the books balanced. For each segment the handle
-//! and the timeline meet in the state word ([`crate::freelist::descriptor`]): if the handle is still there the segment
-//! waits for it as COMPLETED, if it was dropped (DETACHED) the timeline returns the segment to its central pool.
+//! When an event was seen complete, the entries that it covers are removed *before* `completed` is raised. So a thread
+//! that sees `completed` finds its segment's word and the statistics up to date. For each segment the handle and the
+//! timeline meet in the state word ([`crate::freelist::descriptor`]). If the handle is still there, the segment waits
+//! for it as COMPLETED; if the handle was dropped (DETACHED), the timeline returns the segment to its central pool.
 //!
-//! # Streams that others can reach
+//! # Shared streams
 //!
-//! On a stream that was adopted, or whose handle was given out, others submit work that nobody tells us of. So there
-//! each submit closes its sequence number, on the thread that submits: its event covers all that was queued when the
-//! call was made, and a hold covers the server's own kernels. And such a stream can be captured into a graph. Then
-//! nothing is submitted and nothing recorded: it would not run, and would run again with each launch. Each submit asks
-//! first; so does whoever makes up for an event that failed. (That one may be a thread of ours, and ask just before a
-//! capture begins. Its event is then a captured one, which says so when it is asked about, and a new event is made
-//! after the capture.)
+//! A stream is *shared* if it was adopted or its handle was given out: then the program submits work to it that this
+//! crate does not see. On a shared stream each submit closes its sequence number, on the submitting thread. So the
+//! event covers all that was queued when the call was made, and a hold covers the program's kernels.
 //!
-//! Streams of ours whose handle nobody has are never asked about.
+//! A shared stream can be captured into a graph. During a capture nothing may be submitted or recorded: it would not
+//! run now, and would run again with each launch. So each submit asks the driver first, and so does each later attempt
+//! to record an event that failed. (Such an attempt may run on a thread of the crate and ask just before a capture
+//! begins. Its event is then a captured one. The driver says so when it is asked about the event, and a new event is
+//! recorded after the capture.) A stream that is not shared is never asked about.
 //!
-//! # Files
+//! # Invariants
 //!
-//! Here are sequence numbers and entries: what is submitted. [`events`]: what closes, asks and completes. [`retained`]:
-//! what an entry keeps. [`waits`]: who waits. [`claims`]: stream-ready reuse. [`look`]: what statistics and reports
-//! see.
+//! - An entry is first in `pending` (its driver call is under way), then in `entries` (in flight), and in one of them
+//!   only. A claimed segment is in `claims` instead.
+//! - `completed` only grows. `events` has only events whose recording succeeded.
+//! - A closed number that no published event covers is at most `unpublished`, or its event is being recorded. So an
+//!   event for it is due or under way.
+//! - A lost timeline (`lost`) has no published events and no entries, and gets none any more.
+//!
+//! # Files, in the order to read them
+//!
+//! This file: sequence numbers and entries, what is submitted. [`events`]: closing, recording, asking, completing.
+//! [`retained`]: what an entry keeps. [`waits`]: how threads and tasks wait. [`claims`]: stream-ready reuse. [`look`]:
+//! what statistics and reports see.
 
 mod claims;
 mod events;
@@ -81,14 +91,14 @@ use crate::foreign::{self, Deferral, KeepAlive};
 use crate::freelist::state;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard};
 
-/// On streams of ours a sequence number is closed after so many entries or bytes, whichever comes first.
+/// On a stream that is not shared, a sequence number is closed after this many entries or bytes, whichever comes first.
 const SEQ_ENTRIES: usize = 16;
 const SEQ_BYTES: usize = 4 << 20;
-/// How often in a row recording or asking may fail before what waits for an event is given up. (Under loom at once,
-/// since each try is a part of the model.)
+/// Failures in a row of recording, or of asking, after which the timeline is given up. (Under loom after the first,
+/// since each attempt is a part of the model.)
 const EVENT_TRIES: u32 = if cfg!(loom) { 1 } else { 1000 };
-/// One in so many submissions to a stream is timed, the first among them: reading the clock would be felt beside a
-/// record.
+/// One in this many submissions to a stream is timed, the first among them: a clock read for each would be noticeable
+/// beside the cost of recording an event.
 pub(crate) const TIMED: u64 = 16;
 
 /// Bytes of one central pool on this timeline.
@@ -100,90 +110,94 @@ pub(crate) struct Flight {
 
 #[derive(Debug)]
 struct TimelineState {
-    /// The open sequence number. Sequence numbers start at 1, so that `completed` = 0 covers nothing.
+    /// The open sequence number. They start at 1, so that `completed` = 0 covers nothing.
     open: u64,
     open_entries: usize,
     open_bytes: usize,
-    /// The highest closed sequence number for which no event was published, or 0.
+    /// The highest closed sequence number without a published event, or 0.
     unpublished: u64,
-    /// Events that are being recorded: closed sequence numbers whose event is not published yet.
+    /// Events that are being recorded: their sequence numbers are closed, the events are not published yet.
     recording: u32,
-    /// Attempts at recording, and at asking about the oldest event, that failed in a row.
+    /// Failures in a row of recording, and of asking about the oldest event.
     record_failures: u32,
     query_failures: u32,
-    /// Events whose recording failed, so that nobody knows whether they were recorded, each with the sequence number
-    /// whose event comes after that attempt for certain.
+    /// Events whose recording failed, so that they may or may not be recorded, each with a sequence number whose event
+    /// is certain to be recorded after that attempt.
     doubtful: Vec<(u64, EventHandle)>,
     /// Entries whose driver call is under way.
     pending: Slab<TimelineEntry>,
-    /// By sequence number, oldest first.
+    /// Entries in flight by sequence number, oldest first.
     entries: VecDeque<(u64, TimelineEntry)>,
     claims: Slab<Claim>,
-    /// Published events, in the order of their recording.
+    /// Published events in the order of their publication, each with the highest sequence number that it covers.
     events: VecDeque<(u64, EventHandle)>,
     waiting: Slab<Waiting>,
     next_wait: u64,
     flights: Vec<(u64, Flight)>,
-    /// Counts changes of what is in flight, so that who looks twice knows whether anything happened in between.
+    /// Counts changes of what is in flight, so that a reader that looks twice knows whether anything changed in
+    /// between.
     moves: u64,
-    /// Entries so far, and those of them that are complete.
+    /// Entries so far, and those that are complete.
     submitted: u64,
     completed: u64,
     lost: Option<Error>,
-    /// Whether the reaper has this timeline on its list.
+    /// Whether the timeline is on the reaper's list.
     listed: bool,
     /// The open sequence number at the reaper's last look.
     seen: u64,
 }
 
-/// See the module's page.
+/// A stream's timeline. The module's page describes it.
 #[derive(Debug)]
 pub(crate) struct Timeline {
-    /// Never another's in this process.
+    /// Unique in this process.
     number: u64,
     context: Arc<Context>,
     stream: StreamHandle,
-    /// Whether sequence numbers may stay open for a while, where nobody else submits.
+    /// Whether a sequence number may stay open for a while, on a stream that is not shared.
     lingers: bool,
-    /// Whether others can reach the stream. Changed under the state's lock, once; who submits looks under that lock
-    /// whether its sequence number may stay open. Without the lock it is only a hint: whoever gives a handle to others,
-    /// who then capture, does so before they do. (Not loom's: no model has such streams.)
+    /// Whether the stream is shared. Set once, under the state's lock; a submit reads it under that lock to decide
+    /// whether its sequence number may stay open. Without the lock it is a hint only, which is enough: the program gets
+    /// the handle, and so can begin a capture, only after the flag was set. (Not loom's type: in no model a read
+    /// without the lock matters.)
     shared: std::sync::atomic::AtomicBool,
-    /// Whether it is this very stream, whatever its handle, so that order on it can be relied on without waiting.
+    /// Whether this timeline is the only one of its stream, so that order on the stream can be relied on without
+    /// waiting.
     claims: bool,
-    /// Made by us, so destroyed by us.
+    /// Whether the crate made the stream, and so destroys it.
     destroy: bool,
-    /// What keeps a stream of others alive, if its owner said so.
+    /// What keeps an adopted stream alive, if the program gave it.
     keep_alive: OnceLock<KeepAlive>,
     reaper: Listing,
     completed: CachePadded<AtomicU64>,
-    /// Whether `lost` is set in the state, for those who only look. Set under the lock, with release, before anyone is
-    /// woken; pairs with the acquire in `is_complete`, which then reads the error under the lock.
+    /// Whether `lost` is set in the state, for readers without the lock. Set under the lock, with release, before any
+    /// waiter is woken; pairs with the acquire in `is_complete`, which then reads the error under the lock.
     given_up: AtomicBool,
-    /// Whether somebody asks just now.
+    /// Whether a thread has the role of asking.
     asking: AtomicBool,
-    /// Who is about to book what was quarantined: raised under the state's lock, with the segments' words, and lowered
-    /// when their central pools know. (Not loom's: only checks look.)
-    booking: std::sync::atomic::AtomicU32,
-    /// What leads here, if anything does.
+    /// Threads that have quarantined segments here and have not yet told the central pools. Raised under the state's
+    /// lock together with the change of the segments' words, lowered when the central pools know. (Not loom's type:
+    /// only checks read it.)
+    accounting: std::sync::atomic::AtomicU32,
+    /// The queue that submits to this timeline, if there is one.
     upstream: OnceLock<Weak<dyn Upstream>>,
     state: Mutex<TimelineState>,
 }
 
-/// A queue that leads to a timeline: what it holds is on its way, and in flight by its segments' words already.
+/// A queue that submits to a timeline. Segments that wait in it are in flight already, by their state words.
 pub(crate) trait Upstream: std::fmt::Debug + Send + Sync {
-    /// Bytes of a pool that wait there and that nothing else counts; and a number that changes with them, if no change
-    /// is half-way.
+    /// Bytes of a central pool that wait in the queue and that nothing else counts; and a number that changes with
+    /// them, or `None` while a change is half done.
     fn queued(&self, central: u64) -> (usize, Option<u64>);
 }
 
 impl Timeline {
-    /// Of a stream of ours.
+    /// The timeline of a stream that the crate made.
     pub(crate) fn new(context: Arc<Context>, stream: StreamHandle, reaper: Listing) -> Arc<Self> {
         Self::make(context, stream, true, true, reaper)
     }
 
-    /// Of a stream that others made. `claims`: nothing else will ever be known by this timeline.
+    /// The timeline of a stream that the program made. `claims`: the stream has no other timeline.
     pub(crate) fn adopted(
         context: Arc<Context>,
         stream: StreamHandle,
@@ -215,7 +229,7 @@ impl Timeline {
             completed: CachePadded::new(AtomicU64::new(0)),
             given_up: AtomicBool::new(false),
             asking: AtomicBool::new(false),
-            booking: std::sync::atomic::AtomicU32::new(0),
+            accounting: std::sync::atomic::AtomicU32::new(0),
             upstream: OnceLock::new(),
             state: Mutex::new(TimelineState {
                 open: 1,
@@ -257,51 +271,51 @@ impl Timeline {
         self.stream
     }
 
-    /// What leads to this timeline, once.
+    /// Sets the queue that submits to this timeline, once.
     pub(crate) fn fed_by(&self, upstream: Weak<dyn Upstream>) {
         let _ = self.upstream.set(upstream);
     }
 
-    /// Whether the device is lost, and not only this stream.
+    /// Whether the whole device is lost, and not only this stream.
     fn is_dead(&self) -> bool {
         self.context.poisoned().is_some()
     }
 
-    /// Has the reaper look again soon: somebody parked.
+    /// A thread or a task begins to wait: makes the reaper look again soon.
     pub(crate) fn expedite(self: &Arc<Self>) {
         self.reaper.expedite(self);
     }
 
-    /// Whether anything can be submitted.
+    /// An error if nothing can be submitted.
     pub(crate) fn usable(&self) -> Result<()> {
         crate::os::check_fork()?;
         self.context.alive()?;
         self.state.lock().lost.clone().map_or(Ok(()), Err)
     }
 
-    // --- streams that others can reach -------------------------------------------------------------------------------
+    // --- shared streams ----------------------------------------------------------------------------------------------
 
-    /// Whether others can submit to the stream.
+    /// Whether the program can submit to the stream. A hint without the lock, see the field.
     pub(crate) fn is_shared(&self) -> bool {
         self.shared.load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// From here on others can reach the stream.
+    /// From here on the stream is shared.
     pub(crate) fn share(&self) {
         {
             let _state = self.state.lock();
             self.shared.store(true, std::sync::atomic::Ordering::Relaxed);
         }
-        // Their work is not to be waited for by what is there already.
+        // So that an event covers what is in flight now, and not the program's later work too.
         self.close();
     }
 
-    /// Leaves `keep_alive` with the timeline, unless it has one: then that keeps the same stream alive.
+    /// Gives `keep_alive` to the timeline, unless it has one already: that one keeps the same stream alive.
     pub(crate) fn keep(&self, keep_alive: KeepAlive) {
         let _ = self.keep_alive.set(keep_alive);
     }
 
-    /// Whether the stream is being captured. Asks the driver only about streams that others can reach.
+    /// Whether the stream is being captured. Asks the driver about shared streams only.
     pub(crate) fn is_capturing(&self) -> Result<bool> {
         if !self.is_shared() {
             return Ok(false);
@@ -311,14 +325,15 @@ impl Timeline {
         self.context.noting(self.context.driver().capturing(self.stream))
     }
 
-    /// An error that says what was refused and what to do, if the stream is being captured.
+    /// An error that says what was refused and what to do instead, if the stream is being captured.
     pub(crate) fn not_capturing(&self, what: &'static str, remedy: &'static str) -> Result<()> {
         if self.is_capturing()? { Err(Error::Capturing { what, remedy }) } else { Ok(()) }
     }
 
     // --- submitting --------------------------------------------------------------------------------------------------
 
-    /// Enters what is about to be handed to the driver. Nothing has been handed out yet when this fails.
+    /// Enters what is about to be handed to the driver. On an error the driver was not called, and the resource comes
+    /// back.
     pub(crate) fn begin(
         self: &Arc<Self>,
         retained: Resource,
@@ -350,7 +365,7 @@ impl Timeline {
                 } else {
                     state.flight_of(central).claimed -= claim.bytes;
                     if claim.memory.is_some() {
-                        // The copy that the claim stands behind still uses its device memory.
+                        // The copy that the claim follows still uses its device memory.
                         state.insert(
                             claim.seq,
                             TimelineEntry {
@@ -368,24 +383,24 @@ impl Timeline {
             Resource::Object(object) => (Retained::Object(InUse::new(object)), 0),
         };
         state.moves += 1;
-        // Under loom none: nothing depends on it.
+        // Loom's models take no time.
         let timed = !cfg!(loom) && state.submitted % TIMED == 0;
         state.submitted += 1;
         let since = timed.then(Instant::now);
         let memory = InUse::new(memory);
         let key = state.pending.insert(TimelineEntry { retained, memory, bytes, since });
-        // From here on until the entry has joined.
+        // Foreign code is put off from here until the entry has its sequence number.
         let deferral = foreign::defer();
         Ok(Submission { timeline: self, key: Some(key), seq: planted_seq(&state), _deferral: deferral })
     }
 
-    /// The driver was called: the entry joins under the sequence number that is open now.
+    /// The driver was called: the entry joins the sequence number that is open now.
     fn commit(self: &Arc<Self>, key: usize, early: Option<u64>) -> u64 {
         let mut after = After::default();
         #[cfg(pinpool_planted = "shared_seen_early")]
         let shared = self.is_shared();
         let mut state = self.state.lock();
-        // Under the lock: whoever shares the stream after this closes the sequence number.
+        // Read under the lock: a thread that shares the stream after this closes the sequence number itself.
         #[cfg(not(pinpool_planted = "shared_seen_early"))]
         let shared = self.is_shared();
         let entry = state.pending.remove(key);
@@ -395,7 +410,7 @@ impl Timeline {
         state.insert(seq, entry);
         let lost = state.lost.is_some();
         if lost {
-            self.booking.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            self.accounting.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             state.quarantine(self.is_dead(), &mut after);
             self.note_kept(&after);
         }
@@ -409,7 +424,7 @@ impl Timeline {
         if lost {
             after.run();
             // Release: pairs with the acquire in `flight`.
-            self.booking.fetch_sub(1, std::sync::atomic::Ordering::Release);
+            self.accounting.fetch_sub(1, std::sync::atomic::Ordering::Release);
         }
         if close {
             self.close_submitted();
@@ -417,7 +432,7 @@ impl Timeline {
         seq
     }
 
-    /// What never comes back keeps the device open. (Segments do that by way of their pool.)
+    /// Resources that are kept for good keep the device open. (Quarantined segments do that by way of their pool.)
     fn note_kept(&self, after: &After) {
         if after.kept || after.quarantined_objects.iter().any(|object| object.is_something()) {
             self.context.holds().note_quarantined();
@@ -426,20 +441,20 @@ impl Timeline {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// Bytes of a central pool that are in flight here or wait upstream, and how many of these are claimed; and a count
-    /// of all changes so far, if none is half-way.
+    /// Bytes of a central pool that are in flight here or wait in the queue before it, and how many of these are
+    /// claimed; and a count of all changes so far, or `None` while a change is half done.
     pub(crate) fn flight(&self, central: u64) -> (Flight, Option<u64>) {
         let upstream = self.upstream.get().and_then(Weak::upgrade);
-        let (queued, arrivals) = upstream.map_or((0, Some(0)), |upstream| upstream.queued(central));
+        let (queued, queue_changes) = upstream.map_or((0, Some(0)), |upstream| upstream.queued(central));
         let state = self.state.lock();
         let mut flight = state.flights.iter().find(|f| f.0 == central).map_or_else(Flight::default, |f| f.1);
         flight.bytes += queued;
-        // Acquire: pairs with the releases behind `booking`.
-        let booked = self.booking.load(std::sync::atomic::Ordering::Acquire) == 0;
-        (flight, arrivals.filter(|_| booked).map(|arrivals| state.moves + arrivals))
+        // Acquire: pairs with the releases that lower `accounting`.
+        let accounted = self.accounting.load(std::sync::atomic::Ordering::Acquire) == 0;
+        (flight, queue_changes.filter(|_| accounted).map(|changes| state.moves + changes))
     }
 
-    /// An event for everything submitted so far, without an entry: for those who only need to know.
+    /// The sequence number of everything submitted so far, for a caller that has nothing to submit.
     pub(crate) fn checkpoint(self: &Arc<Self>) -> Result<u64> {
         let nothing = Resource::Object(Box::new(()));
         let submission = self.begin(nothing, None).map_err(|(error, _)| error)?;
@@ -451,12 +466,12 @@ impl Drop for Timeline {
     fn drop(&mut self) {
         let keep_alive = self.keep_alive.take();
         if crate::os::forked() {
-            // The parent's, tasks that wait among it.
+            // They are the parent's: its tasks are among the waiters.
             let waiting = std::mem::take(&mut self.state.get_mut().waiting);
             return std::mem::forget((keep_alive, waiting));
         }
-        // A timeline with anything in flight is on the reaper's list, and so is not dropped, unless a panic has taken
-        // it off.
+        // A timeline with anything in flight is on the reaper's list and so is not dropped, unless a panic has removed
+        // it from the list.
         if !self.state.get_mut().is_idle() {
             self.lose(&Error::Internal("a stream was dropped with work in flight"));
             self.context.holds().leaked(1);
@@ -465,8 +480,8 @@ impl Drop for Timeline {
             return std::mem::forget(keep_alive);
         }
         if let Some(keep_alive) = keep_alive {
-            // It may destroy the stream, and be anything. A context of others is kept until then, which the stream is
-            // in.
+            // Its drop may destroy the stream, or do anything else. The adopted context, which the stream is in, is
+            // kept until then.
             let driver = self.context.driver().clone();
             self.context.worker().send(move || {
                 drop(keep_alive);
@@ -489,7 +504,7 @@ impl Drop for Timeline {
     }
 }
 
-/// With the mistake planted: the sequence number is read before the driver is called.
+/// With the mistake planted, the sequence number is read before the driver is called.
 fn planted_seq(state: &MutexGuard<'_, TimelineState>) -> Option<u64> {
     if cfg!(pinpool_planted = "tick_before_copy") { Some(state.open) } else { None }
 }
@@ -500,7 +515,7 @@ impl TimelineState {
             && self.entries.is_empty()
             && self.events.is_empty()
             && self.unpublished == 0
-            // Whose event another one may have overtaken.
+            // A later event may have been published before the one that is still being recorded.
             && self.recording == 0
             && self.open_entries == 0
             && self.claims.iter().all(|(_, c)| c.completed)
@@ -520,7 +535,7 @@ impl TimelineState {
         &mut self.flights[at].1
     }
 
-    /// In order of sequence numbers; nearly always at the end.
+    /// Inserts in the order of sequence numbers; nearly always at the end.
     fn insert(&mut self, seq: u64, entry: TimelineEntry) {
         let at = self.entries.iter().rposition(|(t, _)| *t <= seq).map_or(0, |i| i + 1);
         self.entries.insert(at, (seq, entry));
@@ -532,7 +547,7 @@ impl TimelineState {
                 break;
             };
             self.completed += 1;
-            after.flown.extend(since);
+            after.timed.extend(since);
             match retained {
                 Retained::Segment { segment, word } => {
                     self.flight(segment.central()).bytes -= bytes;
@@ -550,7 +565,7 @@ impl TimelineState {
         let mut completed = Vec::new();
         for (_, claim) in self.claims.iter_mut().filter(|(_, c)| c.seq <= seq && !c.completed) {
             claim.completed = true;
-            // Whoever holds the claim looks at `completed` under this lock, so the word can only be CLAIMED.
+            // The holder of the claim reads `completed` under this lock, so the word can only be CLAIMED.
             let _ = claim.segment.descriptor().compare_exchange(claim.word.with(state::CLAIMED), state::HOST);
             completed.push((claim.segment.central().number(), claim.bytes));
             after.dropped.push((None, claim.memory.take().release()));
@@ -562,17 +577,17 @@ impl TimelineState {
         }
     }
 
-    /// Everything that has joined is never to be reused. What is pending follows when it joins.
+    /// Quarantines every entry that has joined a sequence number. A pending entry follows when it joins.
     ///
-    /// With `dead`, the whole device is gone and uses nothing any more. Otherwise the copies may still be queued, and
-    /// their device memory is leaked: a device that finds it freed may die of that.
+    /// With `dead`, the whole device is lost and uses nothing any more. Otherwise the copies may still be queued, and
+    /// their device memory is leaked, since a device may die of a copy to freed memory.
     fn quarantine(&mut self, dead: bool, after: &mut After) {
         let After { quarantined, dropped, quarantined_objects, kept, .. } = after;
         let mut let_go = |memory: InUse<Option<Arc<Allocation>>>| {
             if dead {
                 dropped.push((None, memory.release()));
             } else {
-                // Leaked with this.
+                // Leaked here: `InUse` does not drop its value.
                 *kept |= memory.is_some();
             }
         };
@@ -604,34 +619,34 @@ impl TimelineState {
     }
 }
 
-/// A submission under way. Dropped uncommitted, by a panic for instance, it counts as handed to the driver all the
-/// same: in flight until a later event, not free.
+/// A submission under way. If it is dropped uncommitted, by a panic for instance, its entry counts as handed to the
+/// driver all the same: it is in flight until a later event, not free.
 #[derive(Debug)]
 pub(crate) struct Submission<'a> {
     timeline: &'a Arc<Timeline>,
     key: Option<usize>,
     seq: Option<u64>,
-    /// Ends when the entry has joined: fields are dropped after the drop below.
+    /// Ends after the entry has joined: fields are dropped after `drop` below.
     _deferral: Deferral,
 }
 
 impl Submission<'_> {
-    /// Device memory that the driver has just given, to be kept like that of a copy.
+    /// Keeps device memory that the driver has just given, as a copy's is kept.
     pub(crate) fn keep(&self, memory: Arc<Allocation>) {
         if let Some(key) = self.key {
             self.timeline.state.lock().pending[key].memory = InUse::new(Some(memory));
         }
     }
 
-    /// What else is to be kept until the sequence number is complete, where [`Timeline::begin`] was given nothing:
-    /// known only when that has succeeded, since it is not given back. Before the driver is called.
+    /// Keeps `object` until the sequence number is complete, where [`Timeline::begin`] was given nothing: for a caller
+    /// that hands the object over only after `begin` has succeeded. To be called before the driver is.
     pub(crate) fn carry(&self, object: Box<dyn Retain>) {
         if let Some(key) = self.key {
             self.timeline.state.lock().pending[key].retained = Retained::Object(InUse::new(object));
         }
     }
 
-    /// The driver was called, with whatever outcome. The sequence number under which the entry is in flight.
+    /// The driver was called, with whatever result. Returns the sequence number of the entry in flight.
     pub(crate) fn commit(mut self) -> u64 {
         self.key.take().map_or(0, |key| self.timeline.commit(key, self.seq))
     }
@@ -645,7 +660,7 @@ impl Drop for Submission<'_> {
     }
 }
 
-/// A place on a timeline that can be waited for.
+/// A sequence number of a timeline: what a handle waits for.
 #[derive(Clone, Debug)]
 pub(crate) struct Ticket {
     pub(crate) timeline: Arc<Timeline>,

@@ -1,8 +1,9 @@
-//! What an entry holds, and what becomes of it when the device is done or never will be.
+//! What an entry keeps, and what becomes of it when the device is done with it or can never be shown to be.
 //!
 //! For each segment the handle and the timeline meet in its state word ([`crate::freelist::descriptor`]);
-//! [`complete_segment`] and [`quarantine_segment`] are the timeline's side of that. What follows from them for others
-//! (returning, dropping, waking) is put down in [`After`] and done when the lock is released.
+//! [`complete_segment`] and [`quarantine_segment`] are the timeline's side of that. For an entry they run under the
+//! timeline's lock; what follows from them (returns, drops, wakes) is collected in [`After`] and done when the lock is
+//! released. A copy of a batch has a [`RetainedResource`] in place of an entry.
 
 #![allow(unsafe_code)]
 
@@ -16,8 +17,8 @@ use crate::foreign;
 use crate::freelist::{Word, state};
 use crate::sync::{AtomicU32, Ordering};
 
-/// Something that a device may use. Dropped, it is leaked: only [`release`](Self::release) lets it go, by a caller that
-/// knows the device to be done with it.
+/// A value that a device may use. Dropping this leaks the value. Only [`release`](Self::release) gives it back, to a
+/// caller that knows the device to be done with it.
 #[derive(Debug)]
 pub(crate) struct InUse<T>(ManuallyDrop<T>);
 
@@ -26,7 +27,7 @@ impl<T> InUse<T> {
         Self(ManuallyDrop::new(value))
     }
 
-    /// The device is done with it, or never heard of it.
+    /// Gives the value back: the device is done with it, or never got it.
     pub(crate) fn release(self) -> T {
         ManuallyDrop::into_inner(self.0)
     }
@@ -40,23 +41,23 @@ impl<T> std::ops::Deref for InUse<T> {
     }
 }
 
-/// What keeps memory from being reused until its sequence number is complete.
+/// What an entry keeps from being reused until its sequence number is complete.
 #[derive(Debug)]
 pub(crate) enum Retained {
-    /// A segment, with the word that it had when it went in flight.
+    /// A segment, with its state word as of when it went in flight.
     Segment { segment: Segment, word: Word },
     /// A segment held by several timelines at once.
     Joint(Arc<Joint>),
-    /// Anything else: it is dropped when the device is done with it.
+    /// Any other object, dropped when the device is done with it.
     Object(InUse<Box<dyn Retain>>),
-    /// Only the entry's device memory.
+    /// Nothing but the entry's device memory.
     Nothing,
 }
 
-/// What is lent to a timeline.
+/// What is handed to a timeline to be kept.
 #[derive(Debug)]
 pub(crate) enum Resource {
-    /// A segment that is out.
+    /// A segment that is checked out.
     Segment(Segment),
     /// A segment claimed from this timeline, by its key.
     Claimed(usize),
@@ -65,7 +66,7 @@ pub(crate) enum Resource {
     Object(Box<dyn Retain>),
 }
 
-/// Segments of pools that were taken out of use for good.
+/// How many segments were quarantined, and how many bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Quarantined {
     pub(crate) buffers: usize,
@@ -73,20 +74,20 @@ pub(crate) struct Quarantined {
 }
 
 impl Quarantined {
-    /// Takes a segment out of use whose word says that it is.
+    /// Tells the central pool that a segment is quarantined, as its state word says already.
     pub(crate) fn one(segment: Segment) -> Self {
         let bytes = segment.granted();
         segment.quarantine();
         Self { buffers: 1, bytes }
     }
 
-    /// For whoever operates the process: that memory is gone until it ends.
+    /// Logs it for the operator of the process: the memory is not used again until the process ends.
     pub(crate) fn log(self) {
         let Self { buffers, bytes } = self;
         if buffers > 0 {
             crate::foreign::error!(
                 target: "pinpool::stream::quarantine", buffers, bytes,
-                "buffers are quarantined: nobody can prove that the device is done with them"
+                "buffers are quarantined: the device cannot be shown to be done with them"
             );
         }
     }
@@ -98,18 +99,18 @@ impl std::iter::Sum for Quarantined {
     }
 }
 
-/// Something that a hold owns.
+/// An object that an entry keeps.
 pub(crate) trait Retain: Send + std::fmt::Debug {
-    /// Nobody can prove that the device is done with it: leak what the device may touch. Which segments that took out
-    /// of use.
+    /// The device can never be shown to be done with the object: leaks what the device may touch. Returns which
+    /// segments are quarantined by that.
     fn quarantine(self: Box<Self>) -> Quarantined;
 
-    /// The address of the descriptor that it keeps, for reports.
+    /// The address of the descriptor of the segment that it keeps, for reports.
     fn descriptor(&self) -> Option<usize> {
         None
     }
 
-    /// The same for each descriptor, where there may be several. Called under the timeline's lock.
+    /// Visits each descriptor, for objects with several segments. Called under the timeline's lock.
     fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
         self.descriptor().into_iter().for_each(visit);
     }
@@ -130,7 +131,7 @@ impl Retain for () {
     }
 }
 
-/// A segment that comes back when several timelines are done with it.
+/// A segment that several timelines hold, and that comes back when all of them are done with it.
 #[derive(Debug)]
 pub(crate) struct Joint {
     segment: Segment,
@@ -139,7 +140,7 @@ pub(crate) struct Joint {
 }
 
 impl Joint {
-    /// For `timelines` of them; the segment is in flight from here on.
+    /// For that many timelines. The segment is in flight from here on.
     pub(crate) fn new(segment: Segment, timelines: u32) -> Arc<Self> {
         let bytes = segment.granted() as isize;
         let word = segment.central().in_one(|central| {
@@ -149,14 +150,15 @@ impl Joint {
         Arc::new(Self { segment, word, left: AtomicU32::new(timelines) })
     }
 
-    /// The address of its descriptor, for reports.
+    /// The address of the segment's descriptor, for reports.
     fn descriptor(&self) -> usize {
         std::ptr::from_ref(self.segment.descriptor()).addr()
     }
 
-    /// One of them is done. Whether it was the last, and the handle is gone: then the segment is the caller's.
+    /// One timeline is done with the segment. Returns the segment if that was the last one and the handle was dropped:
+    /// then the caller has to return it.
     pub(super) fn complete(&self) -> Option<Segment> {
-        // AcqRel: the last one sees what all the others saw complete.
+        // AcqRel: the last timeline sees what all the others saw complete.
         if self.left.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;
         }
@@ -164,7 +166,7 @@ impl Joint {
         complete_segment(&self.segment, self.word)
     }
 
-    /// A part of the hold could not be placed: nobody will know when the segment is free.
+    /// A part of the hold could not be entered, so when the segment is free can never be known: quarantines it.
     pub(crate) fn give_up(&self) {
         self.quarantine().map(Quarantined::one).unwrap_or_default().log();
     }
@@ -178,8 +180,8 @@ impl Joint {
     }
 }
 
-/// What a copy uses of the host's, lent by its handle to a copy that no entry of its own stands for: one of a batch.
-/// Whoever has the batch says what became of it. Forgotten, it leaks; it is never let go by dropping.
+/// What one copy of a batch uses of host memory. Such a copy has no entry of its own on a timeline; the owner of the
+/// batch calls `complete` or `quarantine`. Forgotten or dropped, this leaks, and never lets anything be reused early.
 #[derive(Debug)]
 pub(crate) struct RetainedResource {
     retained: Retained,
@@ -187,7 +189,7 @@ pub(crate) struct RetainedResource {
 }
 
 impl RetainedResource {
-    /// A segment counts as in flight by its word from here on. (The bytes are booked by the queue.)
+    /// A segment is in flight by its state word from here on. (The queue counts its bytes.)
     pub(crate) fn of(resource: Resource) -> Self {
         match resource {
             Resource::Segment(segment) => {
@@ -197,12 +199,12 @@ impl RetainedResource {
             }
             Resource::Object(object) => Self { retained: Retained::Object(InUse::new(object)), bytes: 0 },
             Resource::Joint(joint) => Self { retained: Retained::Joint(joint), bytes: 0 },
-            // Claims are one timeline's own, and nobody lends them elsewhere.
+            // A claim belongs to its timeline, and no queue is given one.
             Resource::Claimed(_) => Self { retained: Retained::Nothing, bytes: 0 },
         }
     }
 
-    /// Bytes to be booked as in flight, and a segment of the pool to book them with.
+    /// The bytes to be counted as in flight, and the segment that they belong to.
     pub(crate) fn booked(&self) -> Option<(&Segment, usize)> {
         match &self.retained {
             Retained::Segment { segment, .. } => Some((segment, self.bytes)),
@@ -210,12 +212,12 @@ impl RetainedResource {
         }
     }
 
-    /// The address of each descriptor that it keeps, for reports.
+    /// Visits the address of each retained segment's descriptor, for reports.
     pub(crate) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
         self.retained.for_each_descriptor(visit);
     }
 
-    /// The device is done with it, or never heard of it. `true`: the handle is gone, nobody will ask.
+    /// The device is done with it, or never got it. `true`: a handle was dropped, so no handle will ask about the copy.
     pub(crate) fn complete(self) -> bool {
         let returned = match self.retained {
             Retained::Segment { segment, word } => complete_segment(&segment, word),
@@ -226,15 +228,15 @@ impl RetainedResource {
             }
             Retained::Nothing => None,
         };
-        let gone = returned.is_some();
+        let was_dropped = returned.is_some();
         if let Some(segment) = returned {
             // SAFETY: completed: the handle is gone, and by the caller's word the device is done with it.
             unsafe { segment.release() };
         }
-        gone
+        was_dropped
     }
 
-    /// The device will never be known to be done with it. What that takes out of use.
+    /// The device can never be shown to be done with it. Returns what is quarantined by that.
     pub(crate) fn quarantine(self) -> Quarantined {
         let lost = match self.retained {
             Retained::Segment { segment, word } => quarantine_segment(&segment, word),
@@ -247,7 +249,7 @@ impl RetainedResource {
 }
 
 impl Retained {
-    /// The address of each descriptor that it keeps, for reports.
+    /// Visits the address of each retained segment's descriptor, for reports.
     pub(super) fn for_each_descriptor(&self, visit: &mut dyn FnMut(usize)) {
         match self {
             Self::Segment { segment, .. } => visit(std::ptr::from_ref(segment.descriptor()).addr()),
@@ -258,19 +260,21 @@ impl Retained {
     }
 }
 
-/// The device is done with a segment: leave it to its handle, or take it if that is gone.
+/// The device is done with a segment: leaves it to its handle; or, if the handle was dropped, gives it to the caller,
+/// which has to return it to the pool.
 pub(super) fn complete_segment(segment: &Segment, word: Word) -> Option<Segment> {
     match segment.descriptor().compare_exchange(word, state::COMPLETED) {
         Ok(_) => None,
         Err(found) if found == word.with(state::DETACHED) && !cfg!(pinpool_planted = "settle_looks_once") => {
-            // Nobody else leaves DETACHED but the claimer, and both are under the timeline's lock.
+            // Only a claimer and the completing thread change a word from DETACHED, and where claims are possible both
+            // hold the timeline's lock.
             segment.descriptor().compare_exchange(found, state::HOST).ok().map(|_| segment.alias())
         }
         Err(_) => None,
     }
 }
 
-/// The device will never be known to be done with it.
+/// The device can never be shown to be done with the segment. Returns it if this call has quarantined it.
 pub(super) fn quarantine_segment(segment: &Segment, word: Word) -> Option<Segment> {
     let descriptor = segment.descriptor();
     [state::FLIGHT, state::DETACHED, state::CLAIMED]
@@ -284,30 +288,31 @@ pub(super) struct TimelineEntry {
     pub(super) retained: Retained,
     pub(super) memory: InUse<Option<Arc<Allocation>>>,
     pub(super) bytes: usize,
-    /// When it was submitted, if it is one of those that are timed.
+    /// When it was submitted, if it is one of the timed entries.
     pub(super) since: Option<Instant>,
 }
 
-/// What an entry held that a device is done with: an object, and device memory.
+/// What a completed entry kept, to be dropped: an object, and device memory.
 type Released = (Option<Box<dyn Retain>>, Option<Arc<Allocation>>);
 
-/// What is done after the lock is released.
+/// What is to be done after the lock is released.
 #[derive(Debug, Default)]
 pub(super) struct After {
     pub(super) returned: Vec<Segment>,
     pub(super) quarantined: Vec<Segment>,
-    /// Objects that the device may use for good. They book what they leak, which can wake somebody.
+    /// Objects that the device may use for good. Quarantining them calls their pools, which can wake waiters.
     pub(super) quarantined_objects: Vec<InUse<Box<dyn Retain>>>,
     /// Whether device memory is kept for good.
     pub(super) kept: bool,
     pub(super) dropped: Vec<Released>,
     pub(super) wakes: Vec<Wake>,
-    /// When those were submitted that were timed and are complete.
-    pub(super) flown: Vec<Instant>,
+    /// When the timed entries that are complete were submitted.
+    pub(super) timed: Vec<Instant>,
 }
 
 impl After {
-    /// Whoever does may be the one who asks, or submits, and have more to do: nobody who is woken may wait here.
+    /// Returns, drops and wakes. The calling thread may have the role of asking, or be submitting, and have more to do;
+    /// so a waker that runs in here must not wait for a copy, and is refused (`sync::finds_out`).
     pub(super) fn run(self) {
         crate::sync::landing(|| self.run_all());
     }

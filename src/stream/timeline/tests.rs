@@ -1,4 +1,5 @@
-//! What two threads do to one timeline at the same time, with a driver that can be held up in the middle of a call.
+//! What two threads do to one timeline at the same time, with a driver that pauses in the middle of a call or panics in
+//! one.
 
 #![allow(unsafe_code, reason = "a driver around another one")]
 
@@ -17,14 +18,14 @@ use crate::error::{Error, Result};
 use crate::pool::Pool;
 use crate::region::Unpinned;
 
-/// A stepped host device, the first recording of which says when it has begun and waits until it may go on.
+/// A stepped host device. Its first recording tells that it has begun, and waits until the test lets it go on.
 #[derive(Debug)]
-struct Retained {
+struct PausedRecord {
     inner: Arc<dyn Driver>,
     records: AtomicU32,
     begun: SyncSender<()>,
     go_on: Mutex<Receiver<()>>,
-    /// Events there are.
+    /// Events that exist.
     events: Arc<AtomicI64>,
 }
 
@@ -36,13 +37,13 @@ macro_rules! delegate {
     };
 }
 
-/// A host device's driver that panics at one question about an event, or in one batch of copies: a mistake of the
-/// crate's.
+/// A host device's driver that panics at one question about an event, or in one batch of copies: it stands for a
+/// mistake in this crate.
 #[derive(Debug)]
 struct Panics {
     inner: Arc<dyn Driver>,
     armed: Arc<AtomicBool>,
-    /// Before the copies are made.
+    /// The panic comes before the copies are made.
     at_batch: Arc<AtomicBool>,
 }
 
@@ -97,8 +98,8 @@ impl Driver for Panics {
     }
 }
 
-/// The reaper panics in its look at one stream. What is in flight there is quarantined and said to be lost; other
-/// streams, and what comes later, go on.
+/// The reaper panics in its look at one stream. What is in flight there is quarantined and the stream is lost; other
+/// streams, and later work, go on.
 #[test]
 fn a_panic_of_the_reaper_costs_one_stream() {
     const LEN: usize = 4096;
@@ -142,13 +143,13 @@ fn a_panic_of_the_reaper_costs_one_stream() {
     drop(other.upload(back, &memory).unwrap());
     let since = Instant::now();
     while out(&pool) > kept {
-        assert!(since.elapsed() < Duration::from_secs(20), "the reaper is gone: {:?}", pool.stats());
+        assert!(since.elapsed() < Duration::from_secs(20), "the reaper has ended: {:?}", pool.stats());
         std::thread::sleep(Duration::from_millis(1));
     }
     pool.check().unwrap();
 }
 
-/// The submission of a batch panics before any copy is made. None of them reads as done, and the queue goes on.
+/// The submission of a batch panics before any copy is made. No copy of it reads as done, and the queue goes on.
 #[test]
 fn a_panic_in_a_batch_fails_its_copies() {
     const LEN: usize = 256;
@@ -163,7 +164,7 @@ fn a_panic_in_a_batch_fails_its_copies() {
     download().unwrap().wait().unwrap();
     for _ in 0..20 {
         at_batch.store(true, Ordering::SeqCst);
-        // Now the queue's thread submits, now the push itself, which then panics.
+        // Either the queue's thread submits, or the push itself does, which then panics.
         let pushed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(download));
         if let Ok(flight) = pushed {
             let error = flight.unwrap().wait().unwrap_err();
@@ -180,7 +181,7 @@ fn a_panic_in_a_batch_fails_its_copies() {
     pool.check().unwrap();
 }
 
-impl Driver for Retained {
+impl Driver for PausedRecord {
     fn name(&self) -> &str {
         self.inner.name()
     }
@@ -246,20 +247,20 @@ fn a_mark_that_is_being_recorded_keeps_the_timeline_listed() {
     let ((begun, began), (go_on, may)) = (sync_channel(1), sync_channel(1));
     let events = Arc::new(AtomicI64::new(0));
     let inner = node.driver(0).unwrap();
-    let retained =
-        Retained { inner, records: 0.into(), begun, go_on: Mutex::new(may), events: events.clone() };
-    let device = Device::known("held up".into(), Arc::new(retained)).unwrap();
+    let driver =
+        PausedRecord { inner, records: 0.into(), begun, go_on: Mutex::new(may), events: events.clone() };
+    let device = Device::known("held up".into(), Arc::new(driver)).unwrap();
     let stream = device.stream().unwrap();
     drop(stream.hold(()).unwrap());
     let timeline = stream.timeline().clone();
     let recording = std::thread::spawn(move || timeline.close());
     began.recv().unwrap();
-    // Meanwhile another event, made because that one is due, covers the same, and completes.
+    // Meanwhile another event, made because one is due, covers the same entries and completes.
     for _ in 0..4 {
         device.reap();
         while node.step() {}
     }
-    // Nobody but the one who records knows the stream any more, and the device's list.
+    // Now only the recording thread and the device's list hold the stream.
     drop(stream);
     device.reap();
     go_on.send(()).unwrap();

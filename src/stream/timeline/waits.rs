@@ -1,4 +1,7 @@
 //! Waiting for a sequence number, as a thread or as a task.
+//!
+//! A thread in [`Timeline::wait`] asks the driver by itself for a short time, then parks and leaves the asking to the
+//! reaper. A task leaves a waker. Either is woken by the thread that sees the completion.
 
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
@@ -12,15 +15,16 @@ use crate::error::{Error, ErrorClass, Result};
 use crate::foreign::Task;
 use crate::sync::{Ordering, thread};
 
-/// How long a waiting thread asks by itself before it parks and leaves the asking to the reaper.
+/// For how long a waiting thread asks continuously before it parks and leaves the asking to the reaper.
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
 
-/// How long it asks now and then after that, where the machine has cores to spare: a copy behind a bulk chunk or two
-/// takes so long, and to find out by way of the reaper takes as long again (its pause, and waking the thread).
+/// Until when it asks now and then, on a machine with cores to spare. A copy behind one or two bulk chunks takes about
+/// this long, and by way of the reaper the waiter would learn of it after as long again (the reaper's pause and the
+/// thread's wake).
 const PAUSED_SPIN: Duration = Duration::from_micros(250);
-/// Between two questions then: who asks all the time is in the way of those who submit.
+/// The pause between two questions then. A thread that asks without pause slows threads that submit.
 const APART: Duration = Duration::from_micros(5);
-/// Cores of a machine that has some to spare.
+/// From this number of cores on a machine has some to spare.
 const MANY_CORES: usize = 8;
 
 /// Whether this machine has cores to spare.
@@ -31,7 +35,7 @@ fn has_many_cores() -> bool {
     })
 }
 
-/// Someone who waits for a sequence number.
+/// A thread or a task that waits for a sequence number.
 #[derive(Debug)]
 pub(super) struct Waiting {
     pub(super) id: u64,
@@ -39,7 +43,7 @@ pub(super) struct Waiting {
     pub(super) wake: Wake,
 }
 
-/// Names someone who waits. The place may be another's by now, the number is never used twice.
+/// Names one wait. The place in the slab may belong to another wait by now; the id is never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct WaitKey {
     pub(crate) place: usize,
@@ -50,9 +54,10 @@ impl Timeline {
     /// Whether a sequence number is complete.
     ///
     /// # Errors
-    /// The stream is lost: it never will be. Or this is the child of a fork.
+    /// The error with which the stream was lost: the number never will be complete. [`Error::Forked`] in the child of a
+    /// fork.
     pub(crate) fn is_complete(&self, seq: u64) -> Result<bool> {
-        // First: what the parent's device was done with is not there either.
+        // First: in the child of a fork the memory is not there, even if the parent's device was done with it.
         crate::os::check_fork()?;
         // Acquire: pairs with the release in `complete`.
         if self.completed.load(Ordering::Acquire) >= seq {
@@ -70,7 +75,7 @@ impl Timeline {
         }
     }
 
-    /// The same, after having had a look.
+    /// [`is_complete`](Self::is_complete) after a look at the stream.
     pub(crate) fn poll_complete(&self, seq: u64) -> Result<bool> {
         if self.completed.load(Ordering::Acquire) < seq {
             self.glance(seq);
@@ -81,15 +86,16 @@ impl Timeline {
     /// Closes the sequence number if it is still open, so that its completion can be seen.
     ///
     /// # Errors
-    /// [`Error::Capturing`]: no event can be recorded before the capture was ended.
+    /// [`Error::Capturing`]: no event can be recorded before the capture ends.
     fn flush(&self, seq: u64) -> Result<()> {
         let (open, unpublished) = {
             let state = self.state.lock();
             (state.open, state.unpublished)
         };
-        // What failed is tried again by the reaper, but for a capture that this very thread may be about to end.
+        // The reaper repeats a recording that failed. On a shared stream this thread tries too: if a capture is in the
+        // way that only this thread can end, the wait must be refused.
         if seq >= open || (seq <= unpublished && self.is_shared()) {
-            // (Of this stream, or on the legacy default stream of another.)
+            // (A capture of this stream, or of another one if this is the legacy default stream.)
             let closed = self.close_open();
             if self.is_shared() && closed.is_err_and(|error| error.class() == ErrorClass::Capture) {
                 return Err(Error::Capturing { what: "recording an event", remedy: "end the capture first" });
@@ -101,7 +107,8 @@ impl Timeline {
     /// Waits until a sequence number is complete.
     ///
     /// # Errors
-    /// [`Error::Timeout`], or what the stream was lost with.
+    /// [`Error::Timeout`], and the errors of [`is_complete`](Self::is_complete) and `flush`. [`Error::Unsupported`] on
+    /// a thread that completes entries.
     pub(crate) fn wait(self: &Arc<Self>, seq: u64, deadline: Option<Instant>) -> Result<()> {
         if self.is_complete(seq)? {
             return Ok(());
@@ -109,9 +116,9 @@ impl Timeline {
         let since = Instant::now();
         let late = |now: Instant| deadline.is_some_and(|d| now >= d);
         if crate::sync::finds_out() {
-            // It would wait for itself.
+            // The thread would wait for itself.
             return Err(Error::Unsupported(
-                "a wait for a copy from a waker, which runs on the thread that finds out what is done; wake a task or thread \
+                "a wait for a copy from a waker, which runs on a thread that completes copies; wake a task or a thread \
                  of your own, and wait there"
                     .into(),
             ));
@@ -129,7 +136,7 @@ impl Timeline {
                 if stepped.step() {
                     still.stepped();
                 } else if still.is_final(busy) || busy && late(Instant::now()) {
-                    // A device that cannot move by itself will not do so later either.
+                    // A stepped device that has nothing to step now has nothing later either.
                     return Err(Error::Timeout(since.elapsed()));
                 }
             }
@@ -177,7 +184,7 @@ impl Timeline {
         }
     }
 
-    /// Leaves a waker, in place of the one left before under `key`. `true`: complete already, nothing was left.
+    /// Leaves a waker, in place of the one left under `key` before. `true`: complete already, and no waker was left.
     pub(crate) fn wake_later(
         self: &Arc<Self>,
         seq: u64,
@@ -186,12 +193,12 @@ impl Timeline {
     ) -> Result<bool> {
         crate::os::check_fork()?;
         self.forget_waker(key);
-        // During a capture the reaper makes up for it later, and a task can wait for that.
+        // If a capture is in the way, the reaper closes the number after it, and a task can wait for that.
         let _ = self.flush(seq);
         if self.poll_complete(seq)? {
             return Ok(true);
         }
-        // Before the lock: to clone a waker is foreign code.
+        // Before the lock: cloning a waker is foreign code.
         let task = Task::of(waker);
         {
             let mut state = self.state.lock();
@@ -206,11 +213,11 @@ impl Timeline {
         self.is_complete(seq)
     }
 
-    /// Takes the waker back.
+    /// Removes the waker that was left under `key`.
     pub(crate) fn forget_waker(&self, key: &mut Option<WaitKey>) {
-        // In the child of a fork the lock may be anyone's.
+        // In the child of a fork another thread of the parent may hold the lock for ever.
         if let Some(key) = key.take().filter(|_| !crate::os::forked()) {
-            // Dropped after the lock, since a task may go with it, and buffers with the task.
+            // Dropped after the lock: the waker may be the last owner of a task, and the task of buffers.
             let waker = self.state.lock().stop_waiting(key);
             drop(waker);
         }
@@ -234,8 +241,8 @@ impl TimelineState {
 
     #[must_use = "to be dropped after the lock"]
     fn stop_waiting(&mut self, key: WaitKey) -> Option<Wake> {
-        let theirs = self.waiting.get(key.place).is_some_and(|w| w.id == key.id);
-        theirs.then(|| self.waiting.remove(key.place).wake)
+        let is_waiting = self.waiting.get(key.place).is_some_and(|w| w.id == key.id);
+        is_waiting.then(|| self.waiting.remove(key.place).wake)
     }
 }
 
