@@ -218,7 +218,7 @@ impl ClassList {
     /// on it at once.
     #[inline(always)]
     fn check(&self, count: u64) {
-        debug_assert!(count <= self.limit.load(Ordering::Relaxed), "two threads worked on one list: {self:?}");
+        debug_assert!(count <= self.limit.load(Ordering::Relaxed), "two threads used one list: {self:?}");
     }
 
     /// Puts a segment on top. The caller counts what it is returned or filled in as. `false`: there is no room.
