@@ -152,7 +152,7 @@ impl CentralPool {
 
     /// Enters a checkout in the ledger, before anybody else has the buffer.
     pub(crate) fn enter(fresh: &mut Fresh, origin: CheckoutSite) {
-        fresh.watch();
+        fresh.track();
         let segment = fresh.segment();
         segment.central().core.lock().ledger.enter(name(segment.descriptor()), segment.len(), origin);
     }
