@@ -208,7 +208,8 @@ proptest! {
                 0..=6 => {
                     if let Some(descriptor) = take(&mut arena, len, align) {
                         // SAFETY: just taken, so alive.
-                        let (start, bytes) = unsafe { (descriptor.as_ref().base().as_ptr().addr(), arena.granted(descriptor)) };
+                        let (base, bytes) = unsafe { (descriptor.as_ref().base(), arena.granted(descriptor)) };
+                        let start = base.as_ptr().addr();
                         prop_assert!(start % align == 0 && bytes >= len.next_multiple_of(32) + 32);
                         for &(other, n) in &held {
                             // SAFETY: out, so alive.

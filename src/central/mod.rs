@@ -1,5 +1,5 @@
-//! The central pool: all segments of a pool (more precisely of one NUMA node or reserve of it), and how requests get
-//! them.
+//! The central pool: a store of segments, and how requests get them. A pool has one central pool for each NUMA node of
+//! its devices and one for each reserve.
 //!
 //! It joins thread caches, transfer caches, the arena and the queue of waiters. It tries to serve a request in this
 //! order, cheapest first:

@@ -2,8 +2,8 @@
 //!
 //! First come, first served, with one exception. While the head waits for something large, a later request may take a
 //! segment of a run that is in use anyway and that the head cannot use as it is. This costs the head nothing now, but
-//! it keeps that run in use. So no request overtakes a head that was overtaken [`MAX_OVERTAKES`] times or has waited for
-//! [`OVERTAKING_TIME`]. Several buffers of one request are granted together or not at all, and only at the head.
+//! it keeps that run in use. So no request overtakes a head that was overtaken [`MAX_OVERTAKES`] times or has waited
+//! for [`OVERTAKING_TIME`]. Several buffers of one request are granted together or not at all, and only at the head.
 //!
 //! The queue only decides. It belongs to the central pool's core, under its lock, and collects the wakes that follow.
 //! The caller makes them after it has released the lock.

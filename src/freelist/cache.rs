@@ -467,7 +467,8 @@ impl HeldCache<'_> {
         if !self.class_list(list).push(descriptor) {
             return Put::Full;
         }
-        // SAFETY: alive by this function's contract, and no other thread takes it from the list before we leave.
+        // SAFETY: alive by this function's contract, and no other thread takes it from the list before the owner
+        // leaves.
         unsafe { descriptor.as_ref() }.returned();
         add(&self.cache.returned, requested as u64);
         Put::Kept
@@ -631,8 +632,8 @@ impl Gate {
     /// belongs to another pool, the owner is kept out now, or the owner has to come by [`Gate::enter`].
     #[inline(always)]
     pub(crate) fn enter_by_permit<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
-        // Relaxed: `light` pairs with the heavy fence in `revoke_and_wait`, which orders this store before the load of
-        // the permit.
+        // Pairs with the load of `busy` in `revoke_and_wait`. Relaxed: `light`, which pairs with the heavy fence there,
+        // orders this store before the load of the permit.
         cache.busy.store(1, Ordering::Relaxed);
         light();
         // Dropping it is the way out, also where the owner does not get in.
@@ -652,8 +653,8 @@ impl Gate {
         if !std::ptr::eq(cache.home, self) {
             return None;
         }
-        // Relaxed: the fence below, or the read-modify-write, orders this store before the load of the mode. Pairs with
-        // the load of `busy` in `revoke_and_wait`.
+        // As in `enter_by_permit`, but the fence below, or the read-modify-write, orders it before the load of the
+        // mode.
         cache.busy.store(1, Ordering::Relaxed);
         let inside = EnteredCache(HeldCache { cache });
         #[cfg(pinpool_rmw)]
@@ -679,7 +680,7 @@ impl Gate {
 
     /// Shuts all owners out: sets `bits`, revokes all permits, and waits until no owner is inside. The caller holds the
     /// central pool's lock. Owners stay out, and the cold side may hold the thread caches, until [`Gate::readmit`] has
-    /// cleared the last bit but [`mode::FENCED`].
+    /// cleared all bits but [`mode::FENCED`].
     pub(crate) fn quiesce(&self, bits: u32, table: &CacheTable) {
         // AcqRel: pairs with the read-modify-write in `enter` under `pinpool_rmw`; elsewhere the fence orders it.
         self.mode.fetch_or(bits, Ordering::AcqRel);
