@@ -106,7 +106,7 @@ pub(super) fn hot<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
 }
 
 /// The same through `LEASES`, with a new lease if this thread has none. `None` while this thread's locals are being
-/// destroyed, after the pool was closed, and in the child of a fork.
+/// destroyed, in the child of a fork, and where a closed pool would have to make a lease.
 ///
 /// The caller must not hold the central pool's lock.
 pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {

@@ -13,8 +13,8 @@
 //! The bytes in all transfer caches of a pool have a bound, so each slot *reserves* what it holds. A reservation stays
 //! when its batch is taken, since the next batch is likely to come: a sum that each batch changed twice would travel
 //! between the two threads' cores as often as the slot itself. For the same reason `put` prefers an empty slot whose
-//! reservation is large enough, no matter which thread made it. A thread that finds the whole bound reserved releases
-//! the reservations of empty slots ([`TransferCache::unreserve_idle`]).
+//! reservation is large enough, no matter which thread made it. A thread that finds the whole bound reserved drops the
+//! reservations of empty slots ([`TransferCache::unreserve_idle`]).
 //!
 //! Owners of thread caches touch transfer caches inside the [`super::Gate`] only. So a cold side that has shut all
 //! owners out finds no slot MOVING. A cold side that has not leaves slots that are MOVING as they are.
