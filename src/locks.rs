@@ -1,12 +1,15 @@
-//! Locks: parking_lot's, under each of which this thread puts foreign code off (see [`crate::foreign`]).
+//! Locks: parking_lot's, under which a thread defers foreign code (see [`crate::foreign`]).
 //!
-//! A guard has a deferral that ends after the unlock. A thread that waits on a condition variable gives its lock up: what it
-//! has put off by then runs first, if it holds no other lock.
+//! A guard holds a deferral. The deferral ends after the unlock, and what came up meanwhile runs then. A thread that
+//! waits on a condition variable gives its lock up: what it has deferred by then runs first, if it holds no other lock.
 //!
-//! In the child of a fork nothing is locked: a thread that the child does not have may hold the lock, or a part of parking_lot's
-//! table of waiting threads. Debug builds check that.
+//! In the child of a fork the crate takes no lock: a thread that the child does not have may hold the lock, or a part
+//! of parking_lot's table of waiting threads. Debug builds assert that.
+//!
+//! Every module may call this one. `sync` passes the mutex on, or loom's in models; modules without loom models use it
+//! from here.
 
-// This is the one module that may.
+// Clippy denies these types in every other module of the library.
 #![allow(clippy::disallowed_types)]
 
 use std::ops::{Deref, DerefMut};
@@ -15,17 +18,17 @@ use std::time::{Duration, Instant};
 use crate::foreign::{self, Deferral};
 use crate::os;
 
-const IN_CHILD: &str = "a lock in the child of a fork";
+const IN_CHILD: &str = "a lock is used in the child of a fork";
 
-/// A mutual exclusion lock.
+/// A mutual exclusion lock. It is not reentrant.
 #[derive(Debug, Default)]
 pub(crate) struct Mutex<T: ?Sized>(parking_lot::Mutex<T>);
 
-/// What a locked [`Mutex`] is used through.
+/// Access to the value of a locked [`Mutex`].
 #[derive(Debug)]
-#[must_use = "the lock is given up when this is dropped"]
+#[must_use = "dropping it unlocks"]
 pub(crate) struct MutexGuard<'a, T: ?Sized> {
-    // Dropped first: fields are dropped in this order.
+    // Declared first, so dropped first: the deferral ends after the unlock.
     inner: parking_lot::MutexGuard<'a, T>,
     _deferral: Deferral,
 }
@@ -55,13 +58,13 @@ impl<T: ?Sized> Mutex<T> {
 }
 
 impl<T: ?Sized> MutexGuard<'_, T> {
-    /// Gives the lock up for as long as `inside` runs.
+    /// Unlocks while `inside` runs, and locks again.
     pub(crate) fn unlocked<R>(this: &mut Self, inside: impl FnOnce() -> R) -> R {
         parking_lot::MutexGuard::unlocked(&mut this.inner, || foreign::lifted(inside))
     }
 
-    /// Before a wait: runs what was put off, without the lock. Whether there was anything; the caller's condition may hold by
-    /// then.
+    /// Before a wait: runs what this thread has deferred, without the lock. `true`: there was something to run, and the
+    /// caller's condition may hold by now.
     fn catch_up(&mut self) -> bool {
         let due = foreign::is_work_due();
         if due {
@@ -87,7 +90,7 @@ impl<T: ?Sized> DerefMut for MutexGuard<'_, T> {
     }
 }
 
-/// A condition variable. Its waits may end for no reason.
+/// A condition variable. A wait may end without a notification: callers check their condition in a loop.
 #[derive(Debug, Default)]
 pub(crate) struct Condvar(parking_lot::Condvar);
 
@@ -121,26 +124,26 @@ impl Condvar {
     }
 }
 
-/// How a wait ended.
+/// How a wait with a time limit ended.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Waited(bool);
 
 impl Waited {
-    /// Whether the time was over.
+    /// Whether the limit passed without a notification.
     pub(crate) fn timed_out(self) -> bool {
         self.0
     }
 }
 
-/// A lock that many may hold to read, or one to write.
+/// A lock that several threads may hold to read, or one thread to write.
 #[derive(Debug, Default)]
 pub(crate) struct RwLock<T: ?Sized>(parking_lot::RwLock<T>);
 
-/// What a [`RwLock`] is read or written through.
+/// Access to the value of a locked [`RwLock`].
 #[derive(Debug)]
-#[must_use = "the lock is given up when this is dropped"]
+#[must_use = "dropping it unlocks"]
 pub(crate) struct RwLockGuard<G> {
-    // Dropped first, as above.
+    // Declared first, as in `MutexGuard`.
     inner: G,
     _deferral: Deferral,
 }

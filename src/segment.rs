@@ -1,16 +1,26 @@
-//! The segment rule and the size classes: integer arithmetic only.
+//! The segment rule and the size classes: how much memory a request takes. Integer arithmetic only.
+//!
+//! A pool rounds each request up to a *size class*, and cuts its memory into *runs* of segments of one class. This
+//! module tells which class a length has, and what a class costs. The classes are the same on every device.
+//!
+//! ```
+//! use pinpool::segment::Class;
+//!
+//! let class = Class::of(4000).expect("4000 bytes have a class");
+//! assert_eq!(class.stride(), 4160); // bytes from one segment to the next
+//! assert_eq!(class.capacity(), 4128); // the longest request of this class
+//! ```
 //!
 //! # The rule
 //!
-//! A segment for `len` bytes spans at least `align_up(len, 32) + 32` bytes and starts on a multiple of 64. That is what
-//! the vendor asks of everyone who divides memory from `aclrtMallocHost` (CANN application development guide, API
-//! reference of `aclrtMallocHost`, 7.0 and later), and pinpool keeps it on every device, so that a pool behaves alike
-//! wherever it runs.
+//! A segment for `len` bytes spans at least `align_up(len, 32) + 32` bytes and starts on a multiple of 64. CANN demands
+//! this of programs that divide memory from `aclrtMallocHost` (CANN application development guide, API reference of
+//! `aclrtMallocHost`, 7.0 and later). The rule holds on every device, so that a pool behaves the same on all of them.
 //!
 //! # The classes
 //!
-//! A class is a *stride*: the distance between two segments of a run. Strides are multiples of 64, so every segment of
-//! a run starts on a multiple of 64 when the run does.
+//! A class is a *stride*: the distance between two segments of a run. Strides are multiples of 64. So every segment of
+//! a run starts on a multiple of 64 if the run does.
 //!
 //! ```text
 //! class      0    1    2  ..   16 |   17    18  ..    24 |   25    26  ..     32 | ...          112
@@ -18,34 +28,36 @@
 //!           multiples of 64       | 1024*(9..=16)/8 + 64 | 2048*(9..=16)/8 + 64  | ...
 //! ```
 //!
-//! Up to 1088 the strides are all multiples of 64; above, each doubling has eight steps. Both parts are shifted by 64
-//! so that a power-of-two length, the most common request by far, has a stride of its length + 64: the rule itself
-//! takes 32 of these, the alignment to 64 the rest. Eight steps bound the loss ((stride - length) / stride) by 12.5%
-//! for any length from 4 KiB; four would lose up to 20%, sixteen would halve the loss and double the number of
-//! half-used runs.
+//! Up to 1088 the strides are all multiples of 64; above, each doubling has eight steps. Both parts are shifted by 64.
+//! So a power-of-two length, the most common request by far, has a stride of its length + 64: the rule itself takes 32
+//! of these, the alignment to 64 the rest. Eight steps bound the loss ((stride - length) / stride) by 12.5% for any
+//! length from 4 KiB. Four steps would lose up to 20%; sixteen would halve the loss and double the number of half-used
+//! runs.
 //!
 //! Lengths beyond the largest class, and alignments beyond 64, get a run of pages of their own.
 //!
 //! # Runs
 //!
-//! A run of a class is as many pages of [`PAGE`] bytes as make the tail that no segment fits into small (at most 1/64),
-//! and large enough to amortise its table entries; see [`Shape`]. Where no such run is free, a shorter one does.
+//! A run of a class has as many pages of [`PAGE`] bytes as make two things small: the tail that no segment fits into
+//! (at most 1/64 of the run), and the share of the run's table entry. [`Shape`] has the numbers. Where no run of that
+//! length is free, a pool cuts a shorter one.
 
 use crate::error::{Error, Result};
 
-/// Segments start on a multiple of this.
+/// Every segment starts on a multiple of this, in bytes.
 pub const SEGMENT_ALIGN: usize = 64;
 
-/// Unit in which extents are given to runs, in bytes. A constant of ours: it need not be the system's page size.
+/// The unit in which a pool divides its memory into runs, in bytes. It is a constant, and may differ from the system's
+/// page size.
 pub const PAGE: usize = 4096;
 
-/// The largest alignment that a checkout can ask for, in bytes (a huge page of most systems).
+/// The largest alignment that a checkout can ask for, in bytes: a huge page of most systems.
 pub const MAX_ALIGN: usize = 2 << 20;
 
-/// Strides up to here are the multiples of 64.
+/// Up to this stride, all multiples of 64 are strides.
 const LINEAR_MAX: usize = 1024 + SEGMENT_ALIGN;
 const LINEAR_CLASSES: usize = LINEAR_MAX / SEGMENT_ALIGN;
-/// log2 of the first length of the geometric part, and of the largest.
+/// log2 of the first length of the geometric part, and of the last.
 const FIRST_DOUBLING: u32 = 10;
 const LAST_DOUBLING: u32 = 22;
 /// The doubling before the first, whose steps are as wide as the linear part's.
@@ -54,14 +66,32 @@ const LAST_LINEAR: usize = 1 << (FIRST_DOUBLING - 1);
 /// Number of size classes.
 pub const CLASSES: usize = LINEAR_CLASSES + (LAST_DOUBLING - FIRST_DOUBLING) as usize * 8;
 
-/// The largest length that has a size class; longer requests get a run of their own.
+/// The largest length that has a size class, in bytes. Longer requests get a run of pages of their own.
 pub const LARGEST_CLASS_LEN: usize = stride_at(CLASSES - 1) - 32;
 
-/// A size class.
+/// A size class: all segments of a class have the same length. There are [`CLASSES`] of them, ordered by size.
+///
+/// ```
+/// use pinpool::segment::{CLASSES, Class};
+///
+/// assert_eq!(Class::all().len(), CLASSES);
+/// let class = Class::of(64 << 10).expect("64 KiB have a class");
+/// assert_eq!(class.stride(), (64 << 10) + 64);
+/// assert!(Class::of(65_600) > Some(class), "65,600 bytes need a larger one");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Class(u8);
 
-/// What one run of a class looks like.
+/// The shape of one run of a class: how long it is, and how many segments it holds.
+///
+/// ```
+/// use pinpool::segment::{Class, PAGE};
+///
+/// let class = Class::of(4096).expect("4 KiB have a class");
+/// let shape = class.shape();
+/// assert_eq!((shape.pages, shape.segments), (64, 63));
+/// assert!(shape.segments as usize * class.stride() <= shape.pages as usize * PAGE);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Pages of [`PAGE`] bytes in a run.
@@ -100,8 +130,8 @@ const SHAPES: [Shape; CLASSES] = {
     table
 };
 
-/// The smallest run that is large enough for its tables and loses at most 1/64 at its end. One segment of 256 KiB or
-/// more always qualifies, since less than a page is lost behind it.
+/// The smallest run that is large enough to amortise its table entry and that loses at most 1/64 at its end. One
+/// segment of 256 KiB or more always qualifies, since less than a page is lost behind it.
 const fn shape_at(stride: usize) -> Shape {
     let least = if stride < 4096 {
         64 << 10
@@ -122,7 +152,7 @@ const fn shape_at(stride: usize) -> Shape {
 }
 
 impl Class {
-    /// The class at `index`, if there are that many.
+    /// The class at `index`, smallest first. `None` from [`CLASSES`] on.
     #[must_use]
     pub fn new(index: usize) -> Option<Self> {
         (index < CLASSES).then_some(Self(index as u8))
@@ -134,8 +164,6 @@ impl Class {
     }
 
     /// The smallest class whose segments hold `len` bytes. `None` for 0 and beyond [`LARGEST_CLASS_LEN`].
-    ///
-    /// One formula for both parts, since which of them a length is in is nothing that a processor could foresee.
     #[inline]
     #[must_use]
     pub fn of(len: usize) -> Option<Self> {
@@ -143,55 +171,64 @@ impl Class {
         if len.wrapping_sub(1) >= LARGEST_CLASS_LEN {
             return None;
         }
-        // What the class's number counts, span - 65, but for bits that are shifted out. Below 0 for the first class
-        // alone, which then comes out of a shift that rounds down.
+        // One formula serves both parts: no processor could predict a branch between them. `below` is what the class's
+        // number counts, span - 65, except for bits that are shifted out. It is negative for the first class only, and
+        // there the shift, which rounds down, gives the right number.
         let below = len as isize - 33;
-        // The leading bit names the doubling, and the three after it the step in it. All of the linear part is as if in
-        // the doubling below the first, whose steps are 64 wide. (Lengths that the 31 lift into the next doubling have
-        // 7 there in place of 15 here, which is the same.)
+        // The leading bit names the doubling, and the three bits after it the step in it. All of the linear part counts
+        // as the doubling below the first, whose steps are 64 wide. (Lengths that the 31 lifts into the next doubling
+        // have quotient 7 there in place of 15 here, which gives the same class.)
         let shift = ((len + 31) | LAST_LINEAR).ilog2() - 3;
         // The first doubling has shift 7 and quotients 8 to 15.
         const OFFSET: isize = (FIRST_DOUBLING as isize - 2) * 8 - LINEAR_CLASSES as isize;
         Some(Self(((below >> shift) + shift as isize * 8 - OFFSET) as u8))
     }
 
-    /// The largest class whose stride is at most `bytes`, if any.
+    /// The largest class whose stride is at most `bytes`. `None` below the smallest stride, 64.
     #[must_use]
     pub fn fitting(bytes: usize) -> Option<Self> {
         let above = STRIDES.partition_point(|&s| s as usize <= bytes);
         above.checked_sub(1).map(|i| Self(i as u8))
     }
 
-    /// Position among the classes.
+    /// Position among the classes, smallest first: below [`CLASSES`].
     #[inline]
     #[must_use]
     pub fn index(self) -> usize {
         self.0 as usize
     }
 
-    /// Bytes from one segment of this class to the next.
+    /// Bytes from one segment of this class to the next: what a request of this class takes of the pool.
     #[inline]
     #[must_use]
     pub fn stride(self) -> usize {
         STRIDES[self.0 as usize] as usize
     }
 
-    /// What one run of this class looks like.
+    /// The shape of one run of this class.
     #[must_use]
     pub fn shape(self) -> Shape {
         SHAPES[self.0 as usize]
     }
 }
 
-/// Bytes that a segment for `len` bytes spans at least: `align_up(len, 32) + 32`.
+/// The smallest span of a segment for `len` bytes, in bytes: `align_up(len, 32) + 32`.
+///
+/// ```
+/// use pinpool::segment::span;
+///
+/// assert_eq!(span(1000)?, 1024 + 32);
+/// assert!(span(0).is_err());
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 ///
 /// # Errors
-/// [`Error::ZeroLength`], and [`Error::TooLong`] where the arithmetic would overflow.
+/// [`Error::ZeroLength`] for 0, and [`Error::TooLong`] where the arithmetic would overflow.
 pub fn span(len: usize) -> Result<usize> {
     if len == 0 {
         return Err(Error::ZeroLength);
     }
-    // Leaves room for every rounding that follows.
+    // This leaves room for every rounding that follows.
     let largest = isize::MAX as usize - 2 * MAX_ALIGN;
     if len > largest {
         return Err(Error::TooLong { len, largest });
@@ -199,7 +236,18 @@ pub fn span(len: usize) -> Result<usize> {
     Ok(((len + 31) & !31) + 32)
 }
 
-/// Where a request is served from.
+/// Where a pool serves a request from: a run that other segments of the class share, or pages of its own.
+///
+/// ```
+/// use pinpool::segment::{Class, PAGE, Placement};
+///
+/// let small = Placement::of(1000, 64)?;
+/// assert_eq!(small, Placement::Class(Class::of(1000).unwrap()));
+/// let aligned = Placement::of(1000, 4096)?; // alignments above 64 bytes get pages of their own
+/// assert_eq!(aligned, Placement::Pages { span: 1056, align: 1 });
+/// assert_eq!(aligned.bytes(), PAGE);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// A segment of this class.
@@ -208,17 +256,17 @@ pub enum Placement {
     Pages {
         /// Bytes that the segment spans by the rule.
         span: usize,
-        /// Alignment of the first, in pages.
+        /// Alignment of the first page, in pages of [`PAGE`] bytes.
         align: usize,
     },
 }
 
 impl Placement {
-    /// Where `len` bytes at `align` are served from.
+    /// Where a pool serves `len` bytes from that start on a multiple of `align` bytes.
     ///
     /// # Errors
-    /// [`Error::ZeroLength`], [`Error::TooLong`] on overflow, [`Error::BadAlignment`] for an alignment that is no power
-    /// of two or above [`MAX_ALIGN`].
+    /// [`Error::ZeroLength`] for 0 bytes, [`Error::TooLong`] on overflow, [`Error::BadAlignment`] for an alignment that
+    /// is no power of two or that is above [`MAX_ALIGN`].
     pub fn of(len: usize, align: usize) -> Result<Self> {
         if !align.is_power_of_two() || align > MAX_ALIGN {
             return Err(Error::BadAlignment { align, largest: MAX_ALIGN });
@@ -232,7 +280,7 @@ impl Placement {
         Ok(Self::Pages { span, align: align.div_ceil(PAGE) })
     }
 
-    /// Bytes that the placement takes at least.
+    /// The least number of bytes that the placement takes of a pool.
     #[must_use]
     pub fn bytes(self) -> usize {
         match self {
@@ -241,7 +289,8 @@ impl Placement {
         }
     }
 
-    /// Pages that must be free next to each other at least, and their alignment in pages, where nothing is cut yet.
+    /// The least number of adjacent free pages that the placement needs where no run has a free segment for it, and
+    /// their alignment. Both in pages of [`PAGE`] bytes.
     #[must_use]
     pub fn fresh_pages(self) -> (usize, usize) {
         match self {

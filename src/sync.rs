@@ -2,48 +2,56 @@
 //!
 //! # The asymmetric fence
 //!
-//! A checkout and a return must not pay for a full fence (20 cycles and more), yet they need one against the rare
-//! thread that takes a thread cache back: the owner stores *busy* and then loads *mode*, the other side stores *mode*
-//! and then loads *busy*, and at least one of them must see the other (Dekker's pattern, which needs store-load order
-//! on both sides). So the price is moved: [`light`] on the frequent side is a compiler fence, and [`heavy`] on the rare
-//! side is `membarrier(PRIVATE_EXPEDITED)`, which runs a full fence on every core that runs a thread of this process.
+//! A checkout and a return must not pay for a full fence (20 cycles and more). Yet they need one against the rare
+//! thread that reclaims a thread cache: the owner stores *busy* and then loads *permit*, the cold side stores *permit*
+//! and then loads *busy*, and at least one of the two must see the other's store (Dekker's pattern, which needs
+//! store-load order on both sides). So the rare side pays for both: [`light`] on the frequent side is a compiler fence,
+//! and [`heavy`] on the rare side is `membarrier(PRIVATE_EXPEDITED)`, which runs a full fence on every core that runs a
+//! thread of this process.
 //!
-//! There are three modes, because not every environment has, or understands, that call:
+//! There are three modes, because some environments lack that call, and some tools do not understand it:
 //!
 //! | mode | when | `light` | `heavy` |
 //! | --- | --- | --- | --- |
 //! | membarrier | the kernel registered it | compiler fence | the call |
-//! | fences | loom (which models only fences as sequentially consistent), and kernels without the call | `fence(SeqCst)` | `fence(SeqCst)` |
-//! | read-modify-write | `--cfg pinpool_rmw`: sanitizers, which do not model fences | see `freelist::cache` | see there |
+//! | fences | loom, and kernels without the call | `fence(SeqCst)` | `fence(SeqCst)` |
+//! | read-modify-write | sanitizers (`--cfg pinpool_rmw`) | see `freelist::cache` | see there |
 //!
-//! What only the first mode exercises is the pairing of `light` with the system call; `tests/threads.rs` runs it on
-//! threads. Models go the first mode's way, with fences in place of the call, and some of them the second's
-//! ([`model_fenced`]).
+//! (Loom models only fences as sequentially consistent. Sanitizers do not model fences at all.)
+//!
+//! Only the first mode exercises the pairing of `light` with the system call. `tests/threads.rs` runs that on real
+//! threads. Models follow the first mode's code, with fences in place of the call; some models follow the second mode's
+//! (`model_fenced`).
 //!
 //! # When the call is refused later
 //!
-//! A sandbox that is put up after the first pool was built (seccomp) can refuse a call that was granted before. Pools
-//! that are built from then on find that out at once, and are of the second mode. A pool that was built before finds
-//! out when it works on thread caches for the first time ([`heavy`] says `false`), and goes over to the second mode for
-//! good, where that is sound. Owners of that pool's caches have paid for no fence so far, so each of them must be known
-//! to have seen that its permit is gone, and what it wrote must be visible. That is known of
+//! A sandbox (seccomp) that is installed after the first pool was built can refuse a call that the kernel granted
+//! before. Pools that are built after that find it out at once, and use the second mode. A pool that was built before
+//! finds out when it first works on thread caches ([`heavy`] returns `false`). It then goes over to the second mode for
+//! good, where that is sound. Owners of that pool's caches have executed no fence so far. So of each owner it must be
+//! known that it has seen its permit revoked, and that what it wrote is visible. This is known
 //!
-//! - a cache that no thread leases: leases begin and end under the pool's lock, which is held;
-//! - the cache of the very thread that asks;
-//! - an owner that has come to its cache since, found its permit gone, and has fenced (`freelist::cache`,
+//! - of a cache that no thread leases: leases begin and end under the pool's lock, which the cold side holds;
+//! - of the cache of the thread that asks;
+//! - of an owner that has come to its cache since, found no permit, and executed a fence (`freelist::cache`,
 //!   `Gate::enter`);
-//! - an owner that is blocked in the kernel, by the kernel's own word ([`is_blocked`](crate::os::barrier::is_blocked)).
+//! - of an owner that is blocked in the kernel, as the kernel reports ([`is_blocked`](crate::os::barrier::is_blocked)).
 //!
-//! All others are waited for, and come under one of the last two sooner or later, unless they compute without a system
-//! call. After [`PROOF_TIMEOUT`], or where `/proc` does not tell, nothing is left that is sound: the process is
-//! aborted, with the reason on stderr. (No other call will do in its place: a change of protection interrupts other
-//! processors no more on all of them, and a sandbox that refuses this call may refuse any.) What other pools find out
-//! makes no difference: each goes over by itself.
+//! The cold side waits for all other owners. Each of them sooner or later meets one of the last two conditions, unless
+//! it computes without a system call. After [`PROOF_TIMEOUT`], or where `/proc` does not tell, no sound way is left:
+//! the process is aborted, with the reason on stderr. (No other call would do: a change of page protection no longer
+//! interrupts the other processors on every machine, and a sandbox that refuses this call may refuse any.) What one
+//! pool finds out changes nothing for other pools: each goes over by itself.
 //!
 //! # Under loom
 //!
-//! Loom runs its threads by turns on one thread of the system, so thread-locals are loom's too, and so is parking. What
+//! Loom runs a model's threads by turns on one thread of the system. So thread-locals and parking are loom's, too. What
 //! is no part of a protocol stays std's (`Arc`, counters of names): loom sees neither a race nor an ordering there.
+//!
+//! # Which thread this is
+//!
+//! The end of the module tells which of the crate's own threads the calling thread is ([`own`]), so that code that
+//! would wait for that very thread is refused.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
@@ -54,17 +62,18 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, 
 #[cfg(all(test, loom))]
 pub(crate) use loom::cell::UnsafeCell;
 
-/// A mutex whose lock is just `lock()`: parking_lot's with a deferral of foreign code, or loom's in its clothes.
+/// A mutex that is locked by `lock()`: parking_lot's with a deferral of foreign code, or loom's with the same
+/// interface.
 #[cfg(not(loom))]
 pub(crate) use crate::locks::{Mutex, MutexGuard};
 
-/// Loom's mutex with parking_lot's interface. Locking it after it was dropped fails, as far as the memory is still
-/// there (a model keeps a `Weak` to that end).
+/// Loom's mutex with parking_lot's interface. Locking it after its drop panics, as long as the memory is still there (a
+/// model keeps a `Weak` for that).
 #[cfg(loom)]
 #[derive(Debug, Default)]
 pub(crate) struct Mutex<T> {
     inner: loom::sync::Mutex<T>,
-    gone: std::sync::atomic::AtomicBool,
+    dropped: std::sync::atomic::AtomicBool,
 }
 
 /// Loom's guard.
@@ -74,13 +83,13 @@ pub(crate) type MutexGuard<'a, T> = loom::sync::MutexGuard<'a, T>;
 #[cfg(loom)]
 impl<T> Mutex<T> {
     pub(crate) fn new(value: T) -> Self {
-        Self { inner: loom::sync::Mutex::new(value), gone: false.into() }
+        Self { inner: loom::sync::Mutex::new(value), dropped: false.into() }
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         let guard = self.inner.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        // Looked at inside, where loom has had its chance to let others go first.
-        assert!(!self.gone.load(Ordering::Relaxed), "locked after it was dropped");
+        // Checked after locking, where loom has had its chance to run other threads first.
+        assert!(!self.dropped.load(Ordering::Relaxed), "locked after it was dropped");
         guard
     }
 
@@ -90,7 +99,7 @@ impl<T> Mutex<T> {
 
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let guard = self.inner.try_lock().ok()?;
-        assert!(!self.gone.load(Ordering::Relaxed), "locked after it was dropped");
+        assert!(!self.dropped.load(Ordering::Relaxed), "locked after it was dropped");
         Some(guard)
     }
 }
@@ -98,11 +107,11 @@ impl<T> Mutex<T> {
 #[cfg(loom)]
 impl<T> Drop for Mutex<T> {
     fn drop(&mut self) {
-        self.gone.store(true, Ordering::Relaxed);
+        self.dropped.store(true, Ordering::Relaxed);
     }
 }
 
-/// Thread-locals: std's, or loom's, which are each model thread's own.
+/// Thread-locals: std's, or loom's, of which each thread of a model has its own.
 #[cfg(not(loom))]
 pub(crate) use std::thread_local;
 #[cfg(loom)]
@@ -114,7 +123,7 @@ macro_rules! model_local {
 #[cfg(loom)]
 pub(crate) use model_local as thread_local;
 
-/// Parking threads.
+/// Parking and unparking threads.
 pub(crate) mod thread {
     #[cfg(not(loom))]
     pub(crate) use std::thread::{Thread, current};
@@ -144,7 +153,7 @@ pub(crate) mod thread {
         CURRENT.with(Clone::clone)
     }
 
-    /// Parks this thread until it is unparked, the deadline passes, or for no reason at all.
+    /// Parks this thread until it is unparked or the deadline passes. May return earlier for no reason.
     pub(crate) fn park_until(deadline: Option<Instant>) {
         #[cfg(loom)]
         {
@@ -159,7 +168,7 @@ pub(crate) mod thread {
     }
 }
 
-/// Lets another thread run while this one waits for it.
+/// Lets another thread run while this thread waits for it.
 pub(crate) fn yield_now() {
     #[cfg(loom)]
     loom::thread::yield_now();
@@ -167,10 +176,10 @@ pub(crate) fn yield_now() {
     std::thread::yield_now();
 }
 
-/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. Asked when a pool is
-/// built; a pool that was told `false` keeps `THREAD_FENCED` set for good.
+/// Whether this process fences with a system call, so that [`light`] may be a compiler fence. A pool asks this when it
+/// is built. After `false` its gate keeps `mode::FENCED` set for good.
 pub(crate) fn asymmetric() -> bool {
-    // Models have fences on both sides in place of the call, and go the way that has it.
+    // Models follow the code that uses the call, with fences on both sides in its place.
     #[cfg(all(test, loom))]
     {
         !THREAD_FENCED.get()
@@ -182,12 +191,13 @@ pub(crate) fn asymmetric() -> bool {
     #[cfg(not(any(loom, pinpool_rmw)))]
     {
         static REGISTERED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-        // Tried each time: a sandbox may have been put up since.
+        // The call is tried each time: a sandbox may have been installed since the last time.
         *REGISTERED.get_or_init(crate::os::barrier::membarrier_register) && crate::os::barrier::membarrier()
     }
 }
 
-/// The frequent side's fence where [`asymmetric`] holds: orders the compiler only, but in models.
+/// The frequent side's fence where [`asymmetric`] holds. It orders the compiler only, except in models. Pairs with
+/// [`heavy`].
 #[inline(always)]
 pub(crate) fn light() {
     #[cfg(not(loom))]
@@ -200,8 +210,8 @@ pub(crate) fn light() {
     }
 }
 
-/// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a full fence. `false`:
-/// the call is refused, and nothing is known of threads that have only [`light`].
+/// The rare side's fence. Pairs with [`light`] (through the system call), or, with `both`, with a full fence on the
+/// frequent side. `false`: the call is refused, and nothing is known of threads that execute only [`light`].
 #[must_use = "owners may not have fenced"]
 pub(crate) fn heavy(both: bool) -> bool {
     fence(Ordering::SeqCst);
@@ -220,38 +230,39 @@ pub(crate) fn heavy(both: bool) -> bool {
     }
 }
 
-/// For how long owners are waited for where the call is refused: see the page.
+/// For how long the cold side waits for owners where the call is refused. See the head of this module.
 pub(crate) const PROOF_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);
 
-/// The number of this thread, for [`is_known`]. (Loom's threads are all of one number.)
+/// The number of this thread, for [`is_known`]. (All threads of a model have one number.)
 pub(crate) fn thread_number() -> u32 {
     if cfg!(loom) { 0 } else { crate::os::barrier::thread_number() }
 }
 
-/// Whether what a thread with this number has written is visible here, and what was written here to it: it is this one,
-/// or blocked in the kernel. (In models, where there is no kernel, of none.)
+/// Whether all that the thread with this number has written is visible to the calling thread, and all that the calling
+/// thread has written is visible to it: it is the calling thread, or it is blocked in the kernel. (Models have no
+/// kernel: there this holds of no thread.)
 pub(crate) fn is_known(thread: u32) -> bool {
     !cfg!(loom) && (thread == thread_number() || crate::os::barrier::is_blocked(thread))
 }
 
-/// Waits a little for other threads to do something.
+/// Waits briefly for other threads to go on.
 pub(crate) fn pause() {
     #[cfg(loom)]
     loom::thread::yield_now();
-    // Asleep, and so blocked, should they wait for this one to be.
+    // Asleep and thus blocked: another cold side may be waiting to see this thread blocked.
     #[cfg(not(loom))]
     std::thread::sleep(std::time::Duration::from_micros(100));
 }
 
-/// Which of the crate's own threads this is. Code of the caller's runs there too (wakers, owners that are dropped), and
-/// must not wait for what only that very thread does.
+/// The kinds of the crate's own threads. Foreign code (wakers, drops of owned values) runs on them too, and must not
+/// wait for what only the thread that it runs on does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Own {
-    /// Pins, allocates, drops what others own.
+    /// The region thread: pins, allocates, and drops the program's values.
     Worker,
-    /// Finds out what is done.
+    /// The reaper: finds out what is complete.
     Reaper,
-    /// Submits what is pushed to a copy queue.
+    /// The thread that submits what is pushed to a copy queue.
     Submitter,
 }
 
@@ -259,28 +270,30 @@ std::thread_local! {
     static OWN: std::cell::Cell<Option<Own>> = const { std::cell::Cell::new(None) };
 }
 
-/// This thread is one of the crate's own, for good.
+/// Notes that this thread is one of the crate's own, for good.
 pub(crate) fn enter(own: Own) {
     OWN.set(Some(own));
 }
 
-/// Whether, and which. Any thread is as the reaper while it does what that one does.
+/// Which of the crate's own threads this is, if any. A thread counts as the reaper while it does the reaper's work.
 pub(crate) fn own() -> Option<Own> {
     OWN.get().or_else(|| LANDING.with(std::cell::Cell::get).then_some(Own::Reaper))
 }
 
-/// Whether this thread finds out what is done, for good or just now, and so must not wait for that.
+/// Whether this thread is the reaper or does the reaper's work now. Such a thread must not wait for a completion.
 pub(crate) fn finds_out() -> bool {
     OWN.get() == Some(Own::Reaper) || LANDING.with(std::cell::Cell::get)
 }
 
-// Whether this thread does for others what follows from what it has found out. In models threads take turns on one.
+// Whether this thread now does what follows from a completion. Loom's in models, whose threads share one system thread.
 thread_local! {
     static LANDING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// Does what follows from having found out what is done, or that it never will be: others' code runs meanwhile, on
-/// whatever thread that is, which may be about to wake more of them, and may have what whoever waits would wait for.
+/// Runs what follows from a completion, or from knowing that there will be none: returns of segments, wakes, drops.
+/// Foreign code runs meanwhile on the calling thread. If that code waited for another completion, it could wait for
+/// ever: the wake, or the segment, may be one that this very thread has yet to deliver. [`finds_out`] lets such waits
+/// be refused.
 pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
     struct Before(bool);
     impl Drop for Before {
@@ -294,10 +307,10 @@ pub(crate) fn landing<R>(run: impl FnOnce() -> R) -> R {
 
 /// A point where the threads of a model may overtake each other: put before each step of a model.
 ///
-/// To find out which orders matter, loom remembers the last access to each atomic only. A thread that loads a word and
-/// then changes it hides an earlier load of another thread that way, and the order with that load last is never tried.
-/// These points are all on one word that everyone changes, so every order of the steps is tried; the order relaxes
-/// nothing and synchronises nothing.
+/// To find out which orders matter, loom remembers only the last access to each atomic. So a thread that loads a word
+/// and then changes it hides an earlier load of another thread, and the order with that load last is never tried. All
+/// these points change one word, so loom tries every order of the steps. The access is relaxed: it synchronises
+/// nothing.
 #[cfg(all(test, loom))]
 pub(crate) fn step() {
     loom::lazy_static! {
@@ -308,13 +321,13 @@ pub(crate) fn step() {
 
 #[cfg(all(test, loom))]
 std::thread_local! {
-    /// The model that runs is one of a machine without the call.
+    /// The running model is of a machine without the call.
     static THREAD_FENCED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
-    /// The model that runs is one of a machine that refuses the call after it was granted.
+    /// The running model is of a machine that refuses the call after it granted it.
     static REFUSED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
-/// The same as [`model`] for a machine that refuses the call when it is first made.
+/// The same as [`model`], for a machine that refuses the call when it is first made.
 #[cfg(all(test, loom))]
 pub(crate) fn model_refused(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
     REFUSED.set(true);
@@ -322,7 +335,7 @@ pub(crate) fn model_refused(name: &'static str, preemptions: usize, run: impl Fn
     REFUSED.set(false);
 }
 
-/// The same as [`model`] for a machine without the asymmetric fence. (Loom's threads are all on this one.)
+/// The same as [`model`], for a machine without the asymmetric fence. (All threads of a model run on this one.)
 #[cfg(all(test, loom))]
 pub(crate) fn model_fenced(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
     THREAD_FENCED.set(true);
@@ -331,10 +344,10 @@ pub(crate) fn model_fenced(name: &'static str, preemptions: usize, run: impl Fn(
 }
 
 /// Runs a loom model: every interleaving with at most `preemptions` switches away from a thread that could have gone on
-/// (`LOOM_MAX_PREEMPTIONS` overrides that), and says how many there were.
+/// (`LOOM_MAX_PREEMPTIONS` overrides that). Prints how many executions there were.
 ///
-/// A model that fails ends the process, with the reason and status 101: what the model left behind can be neither used
-/// nor dropped outside of loom, so unwinding would only end in an abort that hides the reason.
+/// A model that fails ends the process with the reason and status 101. What the model leaves behind can be neither used
+/// nor dropped outside of loom, so unwinding would end in an abort that hides the reason.
 #[cfg(all(test, loom))]
 pub(crate) fn model(name: &'static str, preemptions: usize, run: impl Fn() + Sync + Send + 'static) {
     use std::cell::Cell;
@@ -349,7 +362,7 @@ pub(crate) fn model(name: &'static str, preemptions: usize, run: impl Fn() + Syn
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             let Some((name, runs)) = RUNNING.get() else { return before(info) };
-            // Not by `eprintln!`: the harness would keep that to itself.
+            // Not by `eprintln!`: the test harness would capture that.
             let _ = writeln!(std::io::stderr(), "\nloom model \"{name}\" FAILED in execution {runs}: {info}");
             std::process::exit(101);
         }));

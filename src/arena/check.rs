@@ -1,10 +1,13 @@
-//! The check of every invariant: what [`Pool::check`](crate::Pool::check) and the tests walk.
+//! The check of every invariant of the arena, for [`Pool::check`](crate::Pool::check) and the tests.
+//!
+//! It walks the page map of each extent from run to run, and each run's descriptors in the order of their addresses. It
+//! adds up what it finds and compares that with what the arena has counted.
 
 use super::*;
 
 impl Arena {
-    /// Walks every invariant. `outside` are the free descriptors in thread caches and transfer caches, by address;
-    /// `visit` sees every descriptor.
+    /// Checks every invariant. `outside` are the free descriptors in thread caches and transfer caches, by address.
+    /// `visit` sees every descriptor, the bytes of its segment, and whether the segment is free.
     ///
     /// # Errors
     /// The first violation, in words.
@@ -25,10 +28,12 @@ impl Arena {
                         return Err(format!("extent {i}: two free runs meet at page {at}"));
                     }
                     if pages == 0 || at + pages > e.pages || e.map[(at + pages - 1) as usize] != entry {
-                        return Err(format!("extent {i}: free run at page {at} has no end"));
+                        return Err(format!("extent {i}: the free run at page {at} has no valid last page"));
                     }
                     if !self.free.contains(&(pages, i as u32, at)) {
-                        return Err(format!("extent {i}: free run at page {at} cannot be found"));
+                        return Err(format!(
+                            "extent {i}: the free run at page {at} is not in the set of free runs"
+                        ));
                     }
                     free_pages += pages as usize;
                     (at, was_free) = (at + pages, true);
@@ -51,7 +56,7 @@ impl Arena {
                     run.list.iter().map(|s| std::ptr::from_ref(s).addr()).collect();
                 if listed.len() != run.list.len() as usize {
                     return Err(format!(
-                        "run {entry}: its list counts {} but holds {}",
+                        "run {entry}: its list counts {} segments but holds {}",
                         run.list.len(),
                         listed.len()
                     ));
@@ -65,12 +70,12 @@ impl Arena {
                     let here = std::ptr::from_ref(descriptor).addr();
                     if descriptor.run() != entry {
                         return Err(format!(
-                            "a descriptor of run {entry} says it is of run {}",
+                            "a descriptor of run {entry} says that it belongs to run {}",
                             descriptor.run()
                         ));
                     }
                     if descriptor.class().is_none() && run.alone == 0 {
-                        continue; // A single segment that is back, its tail out.
+                        continue; // A single segment that is back while its tail is out.
                     }
                     if base % SEGMENT_ALIGN != 0 || base < below || base + bytes > end {
                         return Err(format!(
@@ -83,12 +88,10 @@ impl Arena {
                     seen += usize::from(listed.contains(&here));
                     found_outside += usize::from(outside.contains(&here));
                     let state = descriptor.word().state();
-                    // A segment is free exactly if it stands in a list.
+                    // A segment is free exactly if it is in one list.
                     if places > 1 || places == 1 && state != state::HOST {
                         let state = state::name(state);
-                        return Err(format!(
-                            "run {entry}: segment {n} is {state} and stands in {places} lists"
-                        ));
+                        return Err(format!("run {entry}: segment {n} is {state} and is in {places} lists"));
                     }
                     visit(descriptor, bytes, places == 1);
                 }
@@ -97,7 +100,7 @@ impl Arena {
                 }
                 if covered + run.cut != end - start {
                     return Err(format!(
-                        "run {entry}: {covered} covered + {} cut != {}",
+                        "run {entry}: {covered} bytes covered + {} cut are not {}",
                         run.cut,
                         end - start
                     ));
@@ -106,7 +109,7 @@ impl Arena {
                     let known = self.partial[class.index()].contains(&(run.extent, run.first, entry));
                     if known == run.list.is_empty() {
                         return Err(format!(
-                            "run {entry} has {} free segments, findable: {known}",
+                            "run {entry} has {} free segments; in the set of its class: {known}",
                             run.list.len()
                         ));
                     }
@@ -122,15 +125,15 @@ impl Arena {
         let kept = (self.total, self.cut, self.free_slot_bytes, self.free_pages, self.idle, self.runs.len());
         if sums != kept {
             return Err(format!(
-                "(total, cut, free descriptors, free pages, idle, runs) are {sums:?}, kept as {kept:?}"
+                "(total, cut, bytes of free segments, free pages, idle, runs) are {sums:?}, counted as {kept:?}"
             ));
         }
         if self.free.iter().map(|f| f.0 as usize).sum::<usize>() != free_pages {
-            return Err("the free runs that can be found are not those that exist".into());
+            return Err("the set of free runs has others than the page maps".into());
         }
         if found_outside != outside.len() {
             return Err(format!(
-                "{} segments are cached, {found_outside} of them are the arena's",
+                "{} segments are cached, and {found_outside} of them belong to the arena",
                 outside.len()
             ));
         }

@@ -1,15 +1,16 @@
-//! The outlook: what could be served if segments came back, which they may or may not do.
+//! Feasibility: whether a request could be served if segments came back, which they may or may not do.
 //!
-//! Who asks decides by it whether to wait, or to take back what others have cached. So `false` is certain here, and
-//! `true` is not: a wait that can never end has to end with an error, and a request that would be in vain costs others
-//! nothing; one that may succeed is tried.
+//! The central pool decides by it whether a request may wait, and whether it may reclaim what other threads have
+//! cached. So `false` is certain here, and `true` is not. A wait that can never succeed ends with an error, and a
+//! reclaim that cannot help is not made, so that it costs other threads nothing. A wait or a reclaim that may succeed
+//! is tried.
 
 use super::*;
 
 impl Arena {
-    /// Whether so many of a placement could be served if everything that is not quarantined came back. `false` is
-    /// certain; `true` is not, for more than one, since what is aligned or of other classes may be in the way. `stuck`
-    /// says what is quarantined, if anything is.
+    /// Whether `count` segments of a placement could be served if every segment that is not quarantined came back.
+    /// `false` is certain. `true` is not certain for a `count` above one, since aligned segments and other classes may
+    /// be in the way. `stuck` tells which segments are quarantined; `None` if none is.
     pub(crate) fn could_serve(
         &self,
         placement: Placement,
@@ -17,7 +18,7 @@ impl Arena {
         stuck: Option<&dyn Fn(&Descriptor) -> bool>,
     ) -> bool {
         let descriptors = |run: &Run| (0..run.count).map(|i| self.descriptor(run, i)).collect::<Vec<_>>();
-        // SAFETY: descriptors of a run are alive as long as it is.
+        // SAFETY: the descriptors of a run are alive as long as the run.
         let is_stuck = |descriptor: &NonNull<Descriptor>| {
             stuck.is_some_and(|stuck| stuck(unsafe { descriptor.as_ref() }))
         };
@@ -57,8 +58,8 @@ impl Arena {
         found >= count
     }
 
-    /// Whether a placement could be served if so many segments of each class came back from where they are cached.
-    /// `false` is certain; `true` is not, since nobody knows of which runs they are.
+    /// Whether a placement could be served if `cached(class)` segments of each class came back from the caches. `false`
+    /// is certain. `true` is not, since it is not known which runs the cached segments belong to.
     pub(crate) fn could_reclaim(&self, placement: Placement, cached: impl Fn(Class) -> usize) -> bool {
         let (need, align) = placement.fresh_pages();
         if let Placement::Class(class) = placement {
@@ -79,10 +80,12 @@ impl Arena {
                 }
                 let run = &self.runs[entry as usize];
                 let end = at + run.pages as usize;
-                // A single segment that is back has its tail out, or there would be no run.
+                // In a single segment's run only the tail counts. If the single segment is back, its tail is out: else
+                // the run would be dissolved.
                 let segments = if Self::is_single(run) { 1 } else { run.count as usize };
                 let out = segments.saturating_sub(run.list.len() as usize);
-                // What of it stays where it is. Of a class's run, as little as possible: the first pages.
+                // The pages of the run that stay in use. For a class's run it assumes the best case: what stays out
+                // lies in the first pages.
                 let stays = match run.class {
                     Some(class) if run.alone == 0 => {
                         let out = out.saturating_sub(cached[class.index()]);

@@ -1,4 +1,4 @@
-//! The arena: extents, cut into runs, cut into segments.
+//! The arena: the pool's extents, which it cuts into runs, and these into segments.
 //!
 //! ```text
 //!   region  |<------------------------------ pinned at once ------------------------------>|
@@ -7,26 +7,40 @@
 //!   segment | s | s | s | s |       | s                | ssssssssssss |
 //! ```
 //!
-//! An extent is divided completely into runs of whole [`PAGE`]s. A run is free, or belongs to one size class, or to one
-//! segment that is large or aligned. Free runs are always joined with free neighbours, and never across an extent's
-//! edge: a copy that crossed two registrations would be refused by the driver. Free runs are kept ordered by size and
-//! then address, so a request takes the smallest that fits (best fit) in logarithmic time, however many holes there
-//! are.
+//! Runs of whole [`PAGE`]s cover an extent completely. A run is free, or belongs to one size class, or to one segment
+//! that is large or aligned (a *single segment*). The arena joins a free run with its free neighbours at once, but
+//! never across an extent's edge: a driver refuses a copy that crosses two registrations. It keeps free runs ordered by
+//! size and then address. So a request takes the smallest run that fits (best fit) in logarithmic time, however many
+//! holes there are.
 //!
-//! A class takes segments from its run at the lowest address first, which lets the others drain. A run whose segments
-//! are all back is dissolved at once if its class has another to take from; a last one is kept, so that a class used by
-//! one buffer at a time does not cut a run each time, until [`Arena::release_idle`] needs its pages. Where even that is
-//! not enough, [`Arena::shorten_runs`] gives up what lies behind the last used segment of each run: else the first
-//! buffer of a class could keep all that a small pool has, and whoever holds it while asking for the next would wait
-//! for itself.
+//! A class takes segments from its run at the lowest address first, so that its other runs drain. A run whose segments
+//! are all back is *idle*. The arena dissolves it at once if its class has another run to take from. It keeps the last
+//! one until [`Arena::release_idle`] needs its pages, so that a class with one buffer at a time does not cut a run for
+//! each checkout. Where even that is not enough, [`Arena::shorten_runs`] frees what lies behind the last used segment
+//! of each run. Otherwise the first buffer of a class could keep all the memory of a small pool, and a thread that
+//! holds that buffer and asks for another would wait for itself.
 //!
-//! A small aligned segment leaves much of its last page over; that tail becomes a segment of the largest class that
-//! fits, and goes its own way.
+//! A small aligned segment needs only a part of its last page. The rest, its *tail*, becomes a segment of the largest
+//! class that fits, and is taken and returned like any other segment of that class.
 //!
-//! The tables: 4 bytes a page, 32 bytes a segment ([`Descriptor`]), some 80 bytes a run, together below 1% of the
-//! memory for segments of 4 KiB and more. Nothing is ever written into the pinned memory itself.
+//! The tables take 4 bytes a page, 32 bytes a segment ([`Descriptor`]) and some 80 bytes a run. Together they are below
+//! 1% of the memory for segments of 4 KiB and more. The arena never reads or writes the pinned memory itself.
 //!
-//! Everything here happens under the central pool's lock. [`Arena::check`] walks every invariant.
+//! # Invariants
+//!
+//! - Segments do not overlap. Each lies inside one run, and each run inside one extent.
+//! - Two free runs of an extent are never neighbours.
+//! - A segment that its run's list does not hold counts as given out, also while a thread cache or a transfer cache
+//!   holds it. A run is dissolved only when none of its segments is given out, so descriptors outside are alive.
+//! - Given out, free and cut bytes are the total, at any time.
+//!
+//! [`Arena::check`] walks all of them.
+//!
+//! # Reading order
+//!
+//! This file (runs and segments), `pages` (extents and free runs), `feasibility` (what could be served if segments came
+//! back), `visit` (counting and listing what is out), `check`. Only the central pool calls the arena, and always under
+//! its lock.
 
 #![allow(unsafe_code)]
 
@@ -46,13 +60,13 @@ use crate::freelist::{Chain, Descriptor, state};
 use crate::region::RegionId;
 use crate::segment::{CLASSES, Class, PAGE, Placement, SEGMENT_ALIGN};
 
-/// Marks a page-map entry as the edge of a free run; the rest is its length in pages.
+/// The bit of a page-map entry at the edge of a free run. The other bits are the run's length in pages.
 const FREE: u32 = 1 << 31;
 
-/// Pages in an extent at most: the map's entries need their top bit.
+/// The largest length of an extent, in bytes: a page-map entry has no more bits for it.
 pub(crate) const MAX_EXTENT: usize = (FREE as usize - 1) * PAGE;
 
-/// Aligned segments of up to this many pages give the rest of their last page away.
+/// Single segments of up to this many pages have a tail.
 const TAIL_PAGES: usize = 16;
 
 #[derive(Debug)]
@@ -61,8 +75,8 @@ struct ArenaExtent {
     pages: u32,
     region: RegionId,
     pinned: bool,
-    /// For the first and the last page of each run: the run's number, or [`FREE`] and its length. Other entries are
-    /// stale.
+    /// For the first and the last page of each run: the run's number, or [`FREE`] and the run's length. Other entries
+    /// are stale.
     map: Vec<u32>,
 }
 
@@ -71,52 +85,55 @@ struct Run {
     extent: u32,
     first: u32,
     pages: u32,
-    /// The class of the descriptors in `list`: the run's, or that of a single segment's tail.
+    /// The class of the descriptors in `list`: the run's class, or that of a single segment's tail.
     class: Option<Class>,
-    /// Bytes of the single segment that has this run, while it is out; 0 for a class's run.
+    /// Bytes of the single segment that has this run, while it is out; 0 in a class's run.
     alone: usize,
     descriptors: NonNull<Descriptor>,
-    /// Descriptors in use as such, and descriptors in the table: a run that was shortened leaves some over.
+    /// Number of descriptors in use, and in the table. A run that was shortened uses fewer than its table has.
     count: u32,
     table: u32,
-    /// The free descriptors that are not cached elsewhere.
+    /// The free descriptors, except those in thread caches and transfer caches.
     list: Chain,
     /// Bytes that no segment covers.
     cut: usize,
 }
 
-/// The bytes of the arena, by what they are to it. Segments in thread caches and transfer caches count as given out.
+/// The bytes of the arena, by use. Segments in thread caches and transfer caches count as given out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ArenaBytes {
     pub(crate) total: usize,
     pub(crate) unpinned: usize,
-    /// In free runs and in free segments of runs.
+    /// In free runs, and in the segments of the runs' lists.
     pub(crate) free: usize,
+    /// In runs, but covered by no segment.
     pub(crate) cut: usize,
+    /// In the largest free run.
     pub(crate) largest_free: usize,
 }
 
-/// See the module's page.
+/// See the head of this module.
 #[derive(Debug)]
 pub(crate) struct Arena {
     extents: Slab<ArenaExtent>,
     runs: Slab<Run>,
     /// Free runs: pages, extent, first page.
     free: BTreeSet<(u32, u32, u32)>,
-    /// Runs with free descriptors, by class: extent, first page, run.
+    /// Runs whose list is not empty, by class: extent, first page, run.
     partial: Vec<BTreeSet<(u32, u32, u32)>>,
-    /// Runs that are kept though all their segments are back.
+    /// Number of idle runs.
     idle: usize,
     total: usize,
     unpinned: usize,
     cut: usize,
     free_pages: usize,
     free_slot_bytes: usize,
-    /// Where new descriptors start, so that a token of a dissolved run fits no later one.
+    /// The generation of new descriptors. It is above those of all dissolved runs, so that a state word of a dissolved
+    /// run equals no later one.
     generation: u64,
 }
 
-// SAFETY: the raw pointers are to descriptor tables that the arena owns (Descriptor is Sync), and to memory that it
+// SAFETY: the raw pointers point to descriptor tables that the arena owns (Descriptor is Sync), and to memory that it
 // only does arithmetic on.
 unsafe impl Send for Arena {}
 
@@ -149,7 +166,8 @@ impl Arena {
 
     // --- runs --------------------------------------------------------------------------------------------------------
 
-    /// Makes a run of `pages` at `first`, with descriptors at the given offsets. They start out of every list.
+    /// Makes a run of `pages` pages at page `first`, with descriptors of segments at the given offsets in bytes. The
+    /// new descriptors are in no list.
     fn make_run(
         &mut self,
         extent: u32,
@@ -164,11 +182,11 @@ impl Arena {
         let number = entry.key() as u32;
         let generation = self.generation;
         let table: Box<[Descriptor]> = descriptors
-            // SAFETY: offsets are within the run's pages.
+            // SAFETY: the offsets are within the run's pages.
             .map(|(offset, class)| Descriptor::new(unsafe { start.add(offset) }, class, number, generation))
             .collect();
         let count = table.len() as u32;
-        // The table is reached by raw pointers from now on, until `drop_table` makes it a box again.
+        // From here on only raw pointers reach the table, until `drop_table` makes it a box again.
         let descriptors = NonNull::from(Box::leak(table)).cast();
         entry.insert(Run {
             extent,
@@ -190,12 +208,12 @@ impl Arena {
 
     fn descriptor(&self, run: &Run, index: u32) -> NonNull<Descriptor> {
         debug_assert!(index < run.count);
-        // SAFETY: the table has `count` descriptors.
+        // SAFETY: the table has at least `count` descriptors.
         unsafe { run.descriptors.add(index as usize) }
     }
 
-    /// Cuts a fresh run for a class and puts its segments on the run's list, lowest address first. Where no run of the
-    /// class's shape is free, the longest one that is, if it holds a segment.
+    /// Cuts a new run for a class and puts its segments into the run's list, lowest address first. Where no free run is
+    /// as long as the class's shape, it takes the longest free run, if that holds a segment.
     fn cut_run(&mut self, class: Class) -> Option<u32> {
         let stride = class.stride();
         let longest = self.free.last().map_or(0, |f| f.0);
@@ -225,7 +243,8 @@ impl Arena {
         Some(number)
     }
 
-    /// Gives a run's pages back. All its descriptors are on its list, or it is a single segment's and that is back too.
+    /// Frees a run's pages. All its descriptors are in its list, or it is the run of a single segment that is back,
+    /// too.
     fn dissolve(&mut self, number: u32) {
         let run = self.runs.remove(number as usize);
         if let Some(class) = run.class {
@@ -244,9 +263,10 @@ impl Arena {
     /// Frees a run's descriptors.
     fn drop_table(&mut self, run: &Run) {
         let table = std::ptr::slice_from_raw_parts_mut(run.descriptors.as_ptr(), run.table as usize);
-        // SAFETY: the box leaked in `make_run`, made a box again once; no descriptor of it is in any list.
+        // SAFETY: `make_run` leaked this box, and a run's table is freed once. No descriptor of it is used again: no
+        // cache hands one out, and the run's list is not read any more.
         let table = unsafe { Box::from_raw(table) };
-        // Generations of a later run at this number start above all of these.
+        // The generations of later descriptors start above all of these.
         let highest = table.iter().map(|descriptor| descriptor.word().generation()).max();
         self.generation = self.generation.max(highest.map_or(0, |g| g + 1));
     }
@@ -258,7 +278,8 @@ impl Arena {
 
     // --- segments ----------------------------------------------------------------------------------------------------
 
-    /// Up to `count` segments of a class, neighbours where possible: from the run at the lowest address, or a new one.
+    /// Takes up to `count` segments of a class, neighbours where possible: from the class's run at the lowest address,
+    /// or from a new run.
     pub(crate) fn take_batch(&mut self, class: Class, count: u32) -> Chain {
         let number = match self.partial[class.index()].first() {
             Some(&(_, _, number)) => number,
@@ -283,7 +304,7 @@ impl Arena {
         chain
     }
 
-    /// One segment for a placement.
+    /// Takes one segment for a placement. `None`: no free memory fits.
     pub(crate) fn take(&mut self, placement: Placement) -> Option<NonNull<Descriptor>> {
         match placement {
             Placement::Class(class) => self.take_batch(class, 1).pop(),
@@ -291,14 +312,14 @@ impl Arena {
         }
     }
 
-    /// One segment of a class from a run that is in use anyway, so that taking it costs nobody a run.
+    /// Takes one segment of a class from a run that is not idle, so that no other request loses a run by it.
     pub(crate) fn take_from_partly_used(&mut self, class: Class) -> Option<NonNull<Descriptor>> {
         let mut runs = self.partial[class.index()].iter();
         let &(_, _, number) = runs.find(|r| !Self::is_idle(&self.runs[r.2 as usize]))?;
         self.take_from(number, class, 1).pop()
     }
 
-    /// A run with one segment, whose last page is shared with a tail where that is worth it.
+    /// Takes a single segment. Its run has a tail where that is worth a descriptor.
     fn take_alone(&mut self, span: usize, align: usize) -> Option<NonNull<Descriptor>> {
         let pages = span.div_ceil(PAGE);
         let own = span.next_multiple_of(SEGMENT_ALIGN);
@@ -325,12 +346,12 @@ impl Arena {
         Some(self.runs[number as usize].descriptors)
     }
 
-    /// Bytes that a segment was given.
+    /// Bytes that were given to a segment.
     ///
     /// # Safety
     /// The descriptor is of this arena and alive.
     pub(crate) unsafe fn granted(&self, descriptor: NonNull<Descriptor>) -> usize {
-        // SAFETY: alive by the caller's word.
+        // SAFETY: alive by this function's contract.
         let descriptor = unsafe { descriptor.as_ref() };
         match descriptor.class() {
             Some(class) => class.stride(),
@@ -338,26 +359,27 @@ impl Arena {
         }
     }
 
-    /// Whether the segment's memory is really locked.
+    /// Whether the segment's memory is pinned, and not plain memory in its place.
     ///
     /// # Safety
     /// The descriptor is of this arena and alive.
     pub(crate) unsafe fn pinned(&self, descriptor: NonNull<Descriptor>) -> bool {
-        // SAFETY: alive by the caller's word.
+        // SAFETY: alive by this function's contract.
         let run = &self.runs[unsafe { descriptor.as_ref() }.run() as usize];
         self.extents[run.extent as usize].pinned
     }
 
-    /// A segment back to its run. Its word already says free.
+    /// Puts a segment back into its run. Its state is HOST already.
     ///
     /// # Safety
-    /// The descriptor is of this arena, alive, free, in no list; it may be gone when this returns.
+    /// The descriptor is of this arena, alive, free and in no list. The caller does not use it afterwards: it may be
+    /// freed when this returns.
     pub(crate) unsafe fn give(&mut self, descriptor: NonNull<Descriptor>) {
-        // SAFETY: alive by the caller's word.
+        // SAFETY: alive by this function's contract.
         let (number, class) = unsafe { (descriptor.as_ref().run(), descriptor.as_ref().class()) };
         let Some(class) = class else { return self.give_alone(number) };
         let run = &mut self.runs[number as usize];
-        // SAFETY: free and in no list by the caller's word.
+        // SAFETY: alive, free and in no list by this function's contract.
         unsafe { run.list.push(descriptor) };
         self.free_slot_bytes += class.stride();
         let (key, first, single) =
@@ -366,7 +388,7 @@ impl Arena {
             self.partial[class.index()].insert(key);
         }
         if single {
-            // A tail came back. Whether its head is out decides what becomes of the run.
+            // A tail is back. The run stays as long as its single segment is out.
             if self.runs[number as usize].alone == 0 {
                 self.dissolve(number);
             }
@@ -380,20 +402,20 @@ impl Arena {
         }
     }
 
-    /// Whether the run is a single segment's with a tail (its first descriptor has no class).
+    /// Whether the run is that of a single segment: then its first descriptor has no class.
     fn is_single(run: &Run) -> bool {
         // SAFETY: a run's table has at least one descriptor and lives as long as the run.
         unsafe { run.descriptors.as_ref() }.class().is_none()
     }
 
-    /// The single segment of a run is back.
+    /// Takes back the single segment of a run.
     fn give_alone(&mut self, number: u32) {
         let run = &mut self.runs[number as usize];
         let own = std::mem::take(&mut run.alone);
         if run.count == 1 || run.list.len() == 1 {
             return self.dissolve(number);
         }
-        // Its tail is still out: keep the page that the tail is in, and free those before.
+        // The tail is still out: the run keeps the page that the tail is in, and the pages before become free.
         let (extent, first) = (run.extent, run.first);
         let before = (own / PAGE) as u32;
         let tail = run.class.map_or(0, Class::stride);
@@ -411,18 +433,18 @@ impl Arena {
         }
     }
 
-    /// A chain back to its runs.
+    /// Puts the segments of a chain back into their runs.
     ///
     /// # Safety
     /// As for [`Arena::give`], for each descriptor.
     pub(crate) unsafe fn give_chain(&mut self, mut chain: Chain) {
         while let Some(descriptor) = chain.pop() {
-            // SAFETY: by the caller's word.
+            // SAFETY: this function's contract, and just popped, so in no list.
             unsafe { self.give(descriptor) };
         }
     }
 
-    /// Gives up the runs that are kept only for the next segment of their class. `true` if there were any.
+    /// Dissolves all idle runs. `true` if there were any.
     pub(crate) fn release_idle(&mut self) -> bool {
         if self.idle == 0 {
             return false;
@@ -440,7 +462,7 @@ impl Arena {
         !idle.is_empty()
     }
 
-    /// Gives up the pages behind the last segment of each run that is in use. `true` if there were any.
+    /// Frees the pages behind the last used segment of each run that is not idle. `true` if there were any.
     pub(crate) fn shorten_runs(&mut self) -> bool {
         let partial: Vec<(u32, Class)> = Class::all()
             .flat_map(|class| self.partial[class.index()].iter().map(move |r| (r.2, class)))
@@ -467,24 +489,25 @@ impl Arena {
         let before = run.list.len() as usize;
         while run.list.pop().is_some() {}
         for at in (0..keep).rev().filter(|&at| free[at]) {
-            // SAFETY: within the table; free, and in no list now. The others stay free and are never seen again.
+            // SAFETY: within the table, alive, free, and just taken off the list. The descriptors beyond `keep` stay in
+            // the table, free and in no list, and are not used again.
             unsafe { run.list.push(run.descriptors.add(at)) };
         }
         self.free_slot_bytes -= (before - run.list.len() as usize) * stride;
         self.cut -= run.cut;
         run.cut = pages as usize * PAGE - keep * stride;
         self.cut += run.cut;
-        let (extent, first, gone) = (run.extent, run.first, run.pages - pages);
+        let (extent, first, freed) = (run.extent, run.first, run.pages - pages);
         (run.count, run.pages) = (keep as u32, pages);
         if run.list.is_empty() {
             self.partial[class.index()].remove(&(extent, first, number));
         }
         self.extents[extent as usize].map[(first + pages - 1) as usize] = number;
-        self.give_pages(extent, first + pages, gone);
+        self.give_pages(extent, first + pages, freed);
         true
     }
 
-    /// Bytes of the tables beside the memory.
+    /// Bytes of the tables that lie beside the pinned memory.
     #[cfg(all(test, not(loom)))]
     pub(crate) fn table_bytes(&self) -> usize {
         let maps: usize = self.extents.iter().map(|(_, e)| e.map.len() * size_of::<u32>()).sum();

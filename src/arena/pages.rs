@@ -1,17 +1,17 @@
-//! Pages: extents come and go, and are divided into runs that are free and runs that are not.
+//! Pages: adding and removing extents, and dividing them into free runs and runs in use.
 //!
-//! Each extent has a map with an entry for each page, of which the first and the last of a run count: so who frees
-//! pages sees in two looks whether their neighbours are free, and joins them, within the extent. Free runs are kept
-//! ordered by size and then address beside it, for who looks for the smallest that fits.
+//! Each extent has a map with an entry for each page. Only the entries of a run's first and last page are valid. So
+//! freeing pages takes two look-ups to see whether the neighbours in the extent are free, and joins those that are. A
+//! set beside the maps keeps all free runs ordered by size and then address, to find the smallest that fits.
 
 use super::*;
 
 impl Arena {
-    /// Adds `len` bytes at `base`, both multiples of [`PAGE`], `len` at most [`MAX_EXTENT`].
+    /// Adds an extent of `len` bytes at `base`. Both are multiples of [`PAGE`], and `len` is at most [`MAX_EXTENT`].
     ///
     /// # Safety
-    /// The memory stays mapped until the extent was taken out by [`Arena::retire`] or the arena is gone, and nobody
-    /// else uses it.
+    /// The memory stays mapped until [`Arena::retire`] has removed the extent or the arena is dropped, and nothing but
+    /// the arena's segments uses it.
     pub(crate) unsafe fn add_extent(
         &mut self,
         region: RegionId,
@@ -31,8 +31,9 @@ impl Arena {
         self.insert_free(extent, 0, pages);
     }
 
-    /// Takes a region's extents out, if nothing of them is in use: their memory is the caller's again. `None`, too, for
-    /// a region that is not here any more: of several who want one gone only the first has it to give away.
+    /// Removes a region's extents, if no segment of them is given out. Their memory is the caller's again: base, length
+    /// in bytes, and whether it is pinned. `None` also for a region that is not here any more: of several callers that
+    /// remove one region only the first gets it.
     pub(crate) fn retire(&mut self, region: RegionId) -> Option<Vec<(NonNull<u8>, usize, bool)>> {
         self.release_idle();
         let whole = |e: &ArenaExtent| e.map[0] == FREE | e.pages;
@@ -58,7 +59,7 @@ impl Arena {
         Some(out.collect())
     }
 
-    /// The regions, and how many of their bytes are in free runs.
+    /// The regions, each with its bytes and how many of them are in free runs.
     pub(crate) fn regions(&self) -> Vec<(RegionId, usize, usize)> {
         let mut list: Vec<(RegionId, usize, usize)> = Vec::new();
         for (i, e) in &self.extents {
@@ -89,7 +90,7 @@ impl Arena {
         self.free_pages -= pages as usize;
     }
 
-    /// Where in a free run an aligned start lies, if it and `pages` after it fit.
+    /// The first aligned page of a free run, if `pages` pages from it on fit into the run. `align` is in pages.
     pub(super) fn aligned_start(&self, run: (u32, u32, u32), pages: u32, align: usize) -> Option<u32> {
         let (len, extent, first) = run;
         let page = self.extents[extent as usize].base.as_ptr().addr() / PAGE + first as usize;
@@ -97,7 +98,8 @@ impl Arena {
         (skip + pages as usize <= len as usize).then(|| first + skip as u32)
     }
 
-    /// The smallest free run that fits, cut to size. The rest on both sides stays free.
+    /// Takes `pages` pages from the smallest free run that fits. What lies before and after them stays free. Returns
+    /// the extent and the first page. `align` is in pages.
     pub(super) fn take_pages(&mut self, pages: usize, align: usize) -> Option<(u32, u32)> {
         let pages = u32::try_from(pages).ok()?;
         let mut fitting = self.free.range((pages, 0, 0)..);
@@ -118,7 +120,7 @@ impl Arena {
         Some((extent, start))
     }
 
-    /// Frees pages and joins them with what is free beside them.
+    /// Frees pages and joins them with the free runs beside them.
     pub(super) fn give_pages(&mut self, extent: u32, mut first: u32, mut pages: u32) {
         let e = &self.extents[extent as usize];
         if let Some(left) = first.checked_sub(1).map(|p| e.map[p as usize]).filter(|m| m & FREE != 0) {

@@ -1,10 +1,11 @@
-//! Property tests of the arithmetic: no byte is touched.
+//! Tests of the arena, many of them property tests. The arena only does arithmetic on addresses, so no memory is
+//! mapped.
 
 use super::*;
 use proptest::prelude::*;
 use std::collections::HashSet;
 
-/// An address range that nobody touches: the arena only does arithmetic on it.
+/// The address of a page. No thread accesses the memory there: the arena only does arithmetic on it.
 fn base(page: usize) -> NonNull<u8> {
     NonNull::new(std::ptr::without_provenance_mut(page * PAGE)).unwrap()
 }
@@ -15,7 +16,7 @@ fn arena(extents: &[usize]) -> Arena {
     for (i, &pages) in extents.iter().enumerate() {
         // SAFETY: nothing dereferences the memory in these tests.
         unsafe { arena.add_extent(RegionId(i as u64), base(page), pages * PAGE, true) };
-        page += pages; // The next extent follows at once, so that joining across the edge would show.
+        page += pages; // The next extent follows at once, so that a test would see runs joined across the edge.
     }
     arena
 }
@@ -26,7 +27,7 @@ fn take(arena: &mut Arena, len: usize, align: usize) -> Option<NonNull<Descripto
 }
 
 fn give(arena: &mut Arena, descriptor: NonNull<Descriptor>) {
-    // SAFETY: the tests give each descriptor back once.
+    // SAFETY: each test returns each descriptor once.
     unsafe { arena.give(descriptor) };
 }
 
@@ -59,7 +60,7 @@ fn an_aligned_segment_gives_its_tail_away() {
     let mut arena = arena(&[64]);
     let head = take(&mut arena, 4096, 4096).unwrap();
     let small = take(&mut arena, 3800, 64).unwrap();
-    // SAFETY: both are out.
+    // SAFETY: both are out, so alive.
     let (h, s) = unsafe { (head.as_ref(), small.as_ref()) };
     assert_eq!(h.base().as_ptr().addr() % 4096, 0);
     assert_eq!(h.run(), s.run(), "the small segment lies in the aligned one's last page");
@@ -80,8 +81,8 @@ fn a_run_gives_up_what_lies_behind_its_last_segment() {
     assert!(arena.shorten_runs());
     assert_eq!(arena.bytes().largest_free, 60 * PAGE, "three segments need four pages");
     arena.check(&HashSet::new(), |_, _, _| {}).unwrap();
-    assert!(!arena.shorten_runs(), "nothing more to give");
-    // What was free before the last is still there, and the run ends like any other.
+    assert!(!arena.shorten_runs(), "nothing more to free");
+    // The free segment before the last used one is still there, and the run is dissolved like any other.
     assert_eq!(take(&mut arena, 5000, 64), Some(held[1]));
     for descriptor in held {
         give(&mut arena, descriptor);
@@ -119,7 +120,7 @@ fn a_region_goes_only_when_nothing_of_it_is_used() {
     assert_eq!(arena.retire(RegionId(1)).unwrap().len(), 1);
     give(&mut arena, descriptor);
     assert_eq!(arena.retire(RegionId(0)).unwrap(), vec![(base(1 << 20), 16 * PAGE, true)]);
-    assert!(arena.retire(RegionId(0)).is_none(), "it is gone");
+    assert!(arena.retire(RegionId(0)).is_none(), "it was removed already");
     assert_eq!(arena.bytes(), ArenaBytes::default());
 }
 
@@ -131,10 +132,10 @@ fn what_could_be_gathered_is_known() {
     let class = Class::of(5000).unwrap();
     let cached = |n: usize| move |c: Class| if c == class { n } else { 0 };
     let pages = |n: usize| Placement::of(n * PAGE - 32, 4096).unwrap();
-    assert!(arena.could_reclaim(pages(34), cached(3)), "behind the large one");
-    assert!(!arena.could_reclaim(pages(35), cached(3)), "it is in the way");
-    assert!(arena.could_reclaim(pages(32), cached(2)), "the last may be the first of the run");
-    assert!(!arena.could_reclaim(pages(33), cached(2)), "and two pages are its own");
+    assert!(arena.could_reclaim(pages(34), cached(3)), "34 pages lie behind the large segment");
+    assert!(!arena.could_reclaim(pages(35), cached(3)), "the large segment is in the way");
+    assert!(arena.could_reclaim(pages(32), cached(2)), "the third small segment may be the first of its run");
+    assert!(!arena.could_reclaim(pages(33), cached(2)), "and then needs two pages");
     assert!(arena.could_reclaim(Placement::Class(class), cached(1)));
     small.into_iter().chain([large]).for_each(|descriptor| give(&mut arena, descriptor));
 }
@@ -146,7 +147,7 @@ fn what_can_be_served_is_known() {
     let quarantined = |s: &Descriptor| s.word().state() == state::QUARANTINED;
     let whole = Placement::of(64 * PAGE - 32, 4096).unwrap();
     assert!(arena.could_serve(whole, 1, Some(&quarantined)));
-    // SAFETY: out, and ours.
+    // SAFETY: out, so alive.
     unsafe { stuck.as_ref() }.set(state::QUARANTINED);
     assert!(!arena.could_serve(whole, 1, Some(&quarantined)));
     assert!(arena.could_serve(Placement::of(59 * PAGE - 32, 4096).unwrap(), 1, Some(&quarantined)));
@@ -155,7 +156,7 @@ fn what_can_be_served_is_known() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
-    /// What comes back from where it is cached serves nothing that was said to be out of reach.
+    /// Where `could_reclaim` says `false`, returning the cached segments does not help the request.
     #[test]
     fn what_could_be_gathered_is_never_denied(
         extents in prop::collection::vec(1usize..200, 1..4),
@@ -180,7 +181,7 @@ proptest! {
             let descriptor = descriptor.or_else(|| { arena.release_idle(); arena.take(placement) });
             descriptor.or_else(|| { arena.shorten_runs(); arena.take(placement) })
         };
-        // SAFETY: held.
+        // SAFETY: out, so alive.
         let class = |descriptor: &NonNull<Descriptor>| unsafe { descriptor.as_ref() }.class();
         if take_any(&mut arena).is_none() {
             let back = |i: usize, descriptor| cached >> (i % 64) & 1 == 1 && class(descriptor).is_some();
@@ -206,11 +207,12 @@ proptest! {
             match what {
                 0..=6 => {
                     if let Some(descriptor) = take(&mut arena, len, align) {
-                        // SAFETY: just taken.
-                        let (start, bytes) = unsafe { (descriptor.as_ref().base().as_ptr().addr(), arena.granted(descriptor)) };
+                        // SAFETY: just taken, so alive.
+                        let (base, bytes) = unsafe { (descriptor.as_ref().base(), arena.granted(descriptor)) };
+                        let start = base.as_ptr().addr();
                         prop_assert!(start % align == 0 && bytes >= len.next_multiple_of(32) + 32);
                         for &(other, n) in &held {
-                            // SAFETY: held.
+                            // SAFETY: out, so alive.
                             let o = unsafe { other.as_ref() }.base().as_ptr().addr();
                             prop_assert!(start + bytes <= o || o + n <= start);
                         }

@@ -1,14 +1,15 @@
-//! Looking at the segments that were cut, for who counts or lists them. Nothing is changed.
+//! Visiting the segments of all runs, to count or to list them. Nothing is changed.
 
 use super::*;
 
 impl Arena {
-    /// Visits segments that are not in their runs, so that they are out or cached, with their places and the bytes that
-    /// they were given. A place is a number that no other segment has at the same time; they are visited in its order.
+    /// Visits segments that are given out: those that their run's list does not hold. `visit` gets a segment's place,
+    /// its descriptor and the bytes that it was given. A place is a number that no other segment has at the same time;
+    /// segments are visited in its order.
     ///
-    /// Begins with the run of number `from` and ends with a run after which `enough` descriptors or more were looked
-    /// at. The number to go on from, if there may be more. `elsewhere` are those to leave out, by their runs and
-    /// addresses.
+    /// Begins with the run of number `from` and stops behind the run with which it has looked at `enough` descriptors
+    /// or more. Returns the number to go on from, if there may be more. `elsewhere` are segments to leave out, by their
+    /// runs' numbers and their descriptors' addresses.
     pub(crate) fn for_each_given(
         &self,
         from: usize,
@@ -16,7 +17,7 @@ impl Arena {
         elsewhere: &[(u32, usize)],
         mut visit: impl FnMut(u64, &Descriptor, usize),
     ) -> Option<usize> {
-        // Which runs, and where in the table of those to leave out each of them begins.
+        // The runs to visit, and where in `absent` the flags of each of them begin.
         let (mut runs, mut descriptors, mut next) = (Vec::new(), 0, None);
         for number in from..self.runs.capacity() {
             let run = self.runs.get(number);
@@ -30,7 +31,7 @@ impl Arena {
         let mut absent = vec![false; descriptors];
         let mut leave_out = |run: &Run, start: usize, descriptor: usize| {
             let index = (descriptor - run.descriptors.as_ptr().addr()) / size_of::<Descriptor>();
-            // One that a shortened run has lost is not there at all.
+            // A descriptor that a shortened run no longer uses has no flag.
             if index < run.count as usize {
                 absent[start + index] = true;
             }
@@ -49,10 +50,10 @@ impl Arena {
         for (number, run) in (from as u64..).zip(runs) {
             let Some((run, start)) = run else { continue };
             for n in (0..run.count).filter(|n| !absent[start + *n as usize]) {
-                // SAFETY: the run's own descriptor, alive as long as the run.
+                // SAFETY: the run's own descriptor, which is alive as long as the run.
                 let descriptor = unsafe { self.descriptor(run, n).as_ref() };
                 let granted = descriptor.class().map_or(run.alone, Class::stride);
-                // A single segment that is back, its tail out, is none any more.
+                // A single segment that is back while its tail is out has no bytes.
                 if granted > 0 {
                     visit(number << 32 | u64::from(n), descriptor, granted);
                 }
@@ -61,7 +62,8 @@ impl Arena {
         next
     }
 
-    /// How many segments of each class were cut, and how many of these lie in their run, run by run.
+    /// Visits each run that has segments of a class: the class, how many there are, and how many of them its list
+    /// holds.
     pub(crate) fn for_each_class(&self, mut visit: impl FnMut(Class, u64, u64)) {
         for (_, run) in &self.runs {
             if let Some(class) = run.class {
@@ -71,12 +73,12 @@ impl Arena {
         }
     }
 
-    /// Bytes of the regions that have a descriptor for which `pred` holds.
+    /// Bytes of all regions that have a descriptor for which `pred` holds.
     pub(crate) fn regions_with(&self, pred: &dyn Fn(&Descriptor) -> bool) -> usize {
         let mut found: Vec<RegionId> = Vec::new();
         for (_, run) in &self.runs {
             let region = self.extents[run.extent as usize].region;
-            // SAFETY: descriptors of a run are alive as long as it is.
+            // SAFETY: the descriptors of a run are alive as long as the run.
             if !found.contains(&region)
                 && (0..run.count).any(|i| pred(unsafe { self.descriptor(run, i).as_ref() }))
             {

@@ -1,14 +1,14 @@
-//! Looking at a central pool: its bytes and counts, by size class too, and everything that is out.
+//! The census: the bytes and counts of a central pool, by size class too, and a list of everything that is out.
 //!
-//! What threads count in their thread caches is added up without stopping them. Under the central pool's lock nothing
-//! moves on the slow path meanwhile; calls on the fast path do, so each part is exact when nobody moves, and otherwise
-//! off by no more than the calls that are made while it is looked: one segment each, or, where a call fills or empties
-//! a thread's list, as many as that list may hold. Each thread cache's numbers are read once, and everything is worked
-//! out from that one reading. So the parts sum to the whole at any time.
+//! A snapshot adds up what the thread caches have counted, without stopping their owners. It holds the central pool's
+//! lock, so nothing moves on the slow path meanwhile. Calls on the fast path go on. So each part is exact while no such
+//! call is under way, and otherwise off by no more than the calls that are: one segment for a call, or, where a call
+//! fills or empties a thread's list, as many as that list may hold. The snapshot reads each thread cache's numbers once
+//! and derives everything from that one reading. So the parts sum to the whole at any time.
 //!
-//! Looking at all that is out takes longer, and goes piece by piece: under the lock, and for a moment with everyone
-//! kept out of the thread caches to learn what these cache, a piece is put down in numbers; what follows from them is
-//! worked out with the lock released. So nobody waits longer than for a piece, whatever the pool's size.
+//! Listing all that is out takes longer, and goes batch by batch. Under the lock, and for a moment with all owners shut
+//! out of their thread caches to learn what these cache, a batch of descriptors is copied. Everything else is derived
+//! with the lock released. So no other thread waits longer than for one batch, no matter how large the pool is.
 
 use std::time::{Duration, Instant};
 
@@ -18,14 +18,15 @@ use crate::segment::{CLASSES, Class};
 use crate::telemetry::counters::Histogram;
 use crate::telemetry::ledger::{CheckoutSite, LedgerEntry, TrackedCheckout};
 
-/// Descriptors that are looked at in one go, under the lock, at least.
+/// The least number of descriptors in a batch of a look.
 const CENSUS_BATCH: usize = if cfg!(loom) { 1 } else { 4096 };
 
-/// Segments of one size class. `None` for those without: large or aligned ones, which have a run of their own.
+/// Segments of one size class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ClassCount {
+    /// `None`: the large and aligned segments, which have a run of their own.
     pub(crate) class: Option<Class>,
-    /// Segments that were cut and can be checked out.
+    /// Segments of runs that can be checked out.
     pub(crate) free: u64,
     /// Of these, those in thread caches and transfer caches.
     pub(crate) cached: u64,
@@ -40,17 +41,17 @@ pub(crate) struct ClassCount {
 /// A segment that is out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutSegment {
-    /// Stands for its descriptor. Only to be compared.
+    /// The descriptor's address. It is only compared.
     pub(crate) descriptor: usize,
     pub(crate) state: u16,
     pub(crate) granted: usize,
-    /// How long it had been out when it was seen.
+    /// How long the segment had been out when the look saw it.
     pub(crate) age: Duration,
-    /// What the ledger has on it.
+    /// The segment's entry in the ledger.
     pub(crate) entry: LedgerEntry,
 }
 
-/// A segment that is out, as it is put down under the lock.
+/// A segment that is out, as it is copied under the lock.
 #[derive(Debug)]
 struct FoundDescriptor {
     place: u64,
@@ -59,30 +60,30 @@ struct FoundDescriptor {
     granted: usize,
 }
 
-/// What a look puts down of one piece. Kept from one to the next for its memory's sake.
+/// What a look copies in one batch. A look uses one value for all batches, to allocate its memory once.
 #[derive(Debug, Default)]
 struct CensusBatch {
-    /// The runs and addresses of all that is cached.
+    /// The runs and descriptor addresses of all cached segments.
     cached: Vec<(u32, usize)>,
     found: Vec<FoundDescriptor>,
-    /// Those of them that are entered in the ledger: their index, and the entry.
+    /// Those of `found` that are in the ledger: the index in `found`, and the entry.
     entered: Vec<(usize, LedgerEntry)>,
-    /// Segments that came back so far, by class and, last, without one.
+    /// Number of segments that came back so far, by class; the last is for segments without a class.
     returns: Vec<u64>,
 }
 
-/// What stands for a descriptor.
+/// The number that identifies a descriptor: its address.
 fn name(descriptor: &Descriptor) -> usize {
     std::ptr::from_ref(descriptor).addr()
 }
 
 impl CentralPool {
-    /// Bytes and counts. Exact when nobody moves; otherwise the parts still sum to the whole.
+    /// Bytes and counts. Exact while no call is under way; the parts sum to the whole at any time.
     pub(crate) fn snapshot(&self) -> CentralSnapshot {
         self.count(&self.core.lock(), None)
     }
 
-    /// The same, with the parts by size class, of which those that were ever used are listed.
+    /// The same, with the size classes that were ever used.
     pub(crate) fn snapshot_by_class(&self) -> (CentralSnapshot, Vec<ClassCount>) {
         let mut classes = Vec::new();
         let snapshot = self.count(&self.core.lock(), Some(&mut classes));
@@ -112,11 +113,11 @@ impl CentralPool {
             }
         }
         if let (Some(classes), Some(by_class)) = (classes, by_class) {
-            classes.extend(by_class.into_iter().map(ClassCount::settled).filter(ClassCount::is_used));
-            // The sum of the parts, each as it is shown.
+            classes.extend(by_class.into_iter().map(ClassCount::divided).filter(ClassCount::is_used));
+            // The sum of the classes as they are reported, so that the two agree.
             out = classes.iter().map(|c| c.out_bytes as u64).sum();
         }
-        // A call under way may be counted on one side only: never below nothing, never more than there is.
+        // A call under way may be counted on one side only: the result is clamped to what is possible.
         let taken = (out as i64).max(0) as usize;
         let taken = taken.min(bytes.total - bytes.cut).max(core.quarantined);
         let free = bytes.total - bytes.cut - taken;
@@ -139,7 +140,7 @@ impl CentralPool {
         }
     }
 
-    /// How long requests waited for memory, and how long buffers that were timed were out.
+    /// How long requests waited for memory, and how long timed buffers were out.
     pub(crate) fn histograms(&self) -> (Histogram, Histogram) {
         let core = self.core.lock();
         (*core.queue.waited(), *core.ledger.holding())
@@ -150,14 +151,14 @@ impl CentralPool {
         self.config.track
     }
 
-    /// Enters a checkout in the ledger, before anybody else has the buffer.
+    /// Enters a checkout in the ledger, before any other thread has the buffer.
     pub(crate) fn enter(fresh: &mut Fresh, origin: CheckoutSite) {
-        fresh.watch();
+        fresh.track();
         let segment = fresh.segment();
         segment.central().core.lock().ledger.enter(name(segment.descriptor()), segment.len(), origin);
     }
 
-    /// The same for a segment that may be in it already: then its entry starts anew, else none is made.
+    /// Starts the ledger's entry of a segment anew, if it has one.
     pub(crate) fn enter_again(&self, segment: &Segment, origin: CheckoutSite) {
         let mut core = self.core.lock();
         if core.ledger.has(name(segment.descriptor())) {
@@ -165,26 +166,27 @@ impl CentralPool {
         }
     }
 
-    /// Everything that has been out for at least `threshold`, as far as that is known, in no certain order. Walks all
-    /// segments that were cut; the module's page says how. What comes and goes meanwhile may be there or not.
+    /// Lists the segments that are known to have been out for at least `threshold`, in no particular order. Walks the
+    /// segments of all runs; the head of this module says how. A segment that goes out or comes back meanwhile may be
+    /// listed or not.
     pub(crate) fn out_for(&self, threshold: Duration) -> Vec<OutSegment> {
         let mut out = Vec::new();
         if crate::os::forked() {
             return out;
         }
-        // Who else looks waits for us. Nobody who holds a lock of ours comes here.
+        // Another look waits here for this one. No caller holds another lock of the crate.
         let mut sightings = self.sightings.lock();
         let mut look = sightings.look();
-        let (mut piece, mut next) = (CensusBatch::default(), Some(0));
+        let (mut batch, mut next) = (CensusBatch::default(), Some(0));
         while let Some(from) = next {
-            next = self.put_down(from, &mut piece);
-            // Later than all that was seen, so that nothing is taken to have been seen for longer than it was.
+            next = self.copy_batch(from, &mut batch);
+            // After the batch was copied, so that no segment counts as seen earlier than it was.
             let now = Instant::now();
-            let mut entered = piece.entered.iter().peekable();
-            for (i, found) in piece.found.iter().enumerate() {
+            let mut entered = batch.entered.iter().peekable();
+            for (i, found) in batch.found.iter().enumerate() {
                 let entry = match entered.next_if(|(index, _)| *index == i) {
                     Some((_, entry)) => *entry,
-                    None => look.see(found.checkout(&piece.returns), now),
+                    None => look.see(found.checkout(&batch.returns), now),
                 };
                 let age = now.saturating_duration_since(entry.since);
                 if age >= threshold {
@@ -197,10 +199,10 @@ impl CentralPool {
         out
     }
 
-    /// Puts down what is out of the runs from this number on, as many as make a piece. Where to go on, if there are
-    /// more.
-    fn put_down(&self, from: usize, piece: &mut CensusBatch) -> Option<usize> {
-        let CensusBatch { cached, found, entered, returns } = piece;
+    /// Copies what is out of the runs from the number `from` on, as many runs as make a batch. Returns the number to go
+    /// on from, if there are more.
+    fn copy_batch(&self, from: usize, batch: &mut CensusBatch) -> Option<usize> {
+        let CensusBatch { cached, found, entered, returns } = batch;
         cached.clear();
         found.clear();
         entered.clear();
@@ -212,12 +214,13 @@ impl CentralPool {
             Class::all().for_each(|class| held.for_each(class, &mut note));
         }
         self.transfers.iter().for_each(|transfer| transfer.for_each(&mut note));
-        // With what is cached: what comes back from here on has been out, and shows in the next look's numbers.
+        // Counted while owners are still shut out: a segment that comes back after this shows in the next look's
+        // counts.
         returns.extend(Class::all().map(Some).chain([None]).map(|class| core.returns(class)));
         self.gate.readmit(mode::INSPECT, &core.table);
-        // From here on hits go on: what is cached now may go out, and the other way round, but nothing enters or leaves
-        // a run as long as we have the lock.
-        // As many as are cached at least, since each piece looks at all of these.
+        // From here on hits go on: a cached segment may go out, and the other way round. But nothing enters or leaves a
+        // run as long as this thread holds the lock. The batch has at least as many descriptors as are cached, since
+        // each batch looks at all of these.
         core.arena.for_each_given(
             from,
             CENSUS_BATCH.max(cached.len()),
@@ -236,26 +239,26 @@ impl CentralPool {
         )
     }
 
-    /// Books bytes that several timelines hold together, which none of them counts.
+    /// Counts a change of the bytes that several timelines hold at once. None of these timelines counts them.
     pub(crate) fn joint_in_flight(&self, change: isize) {
         // Relaxed: a sum, not a signal.
         self.joint.fetch_add(change as u64, StdOrdering::Relaxed);
     }
 
-    /// Makes a change that takes several steps, so that a check does not take it half-way.
+    /// Makes a change in several steps, and tells checks meanwhile that it is under way.
     pub(crate) fn in_one<R>(&self, change: impl FnOnce(&Self) -> R) -> R {
-        // AcqRel, release: as for a lock. Pairs with the load in `joint_bytes`.
+        // AcqRel, then release: as for a lock. Pairs with the load in `joint_bytes`.
         self.halfway.fetch_add(1, StdOrdering::AcqRel);
         let made = change(self);
         self.halfway.fetch_sub(1, StdOrdering::Release);
         made
     }
 
-    /// What is reserved there, and whether no change is half-way.
+    /// The bytes that several timelines hold at once, and whether no change of them is under way.
     pub(crate) fn joint_bytes(&self) -> (usize, bool) {
         // Acquire: pairs with `in_one`.
-        let settled = self.halfway.load(StdOrdering::Acquire) == 0;
-        (self.joint.load(StdOrdering::Relaxed) as usize, settled)
+        let stable = self.halfway.load(StdOrdering::Acquire) == 0;
+        (self.joint.load(StdOrdering::Relaxed) as usize, stable)
     }
 }
 
@@ -264,7 +267,7 @@ impl FoundDescriptor {
         TrackedCheckout {
             place: self.place,
             generation: self.word.generation(),
-            // On its way it cannot have been returned and checked out again: that would be another generation.
+            // A segment in flight cannot have been returned and checked out again: that would be another generation.
             returns: (self.word.state() == state::HOST)
                 .then(|| returns[self.word.class().map_or(CLASSES, Class::index)]),
         }
@@ -272,21 +275,22 @@ impl FoundDescriptor {
 }
 
 impl Core {
-    /// Segments of a class that came back so far. Exact while everyone is kept out.
+    /// Number of segments of a class that came back so far. Exact while all owners are shut out.
     fn returns(&self, class: Option<Class>) -> u64 {
         let here = self.classes.of(class).1;
         let caches = self.table.caches().filter_map(|cache| class.map(|class| cache.count(class).puts));
         caches.fold(here, u64::wrapping_add)
     }
 
-    /// What is counted under the lock, for each class by its index, and then for what has none.
+    /// What is counted under the lock, for each class by its index; the last is for segments without a class.
     fn by_class(&self) -> Vec<ClassCount> {
         let count = |class: Option<Class>| {
             let (takes, puts) = self.classes.of(class);
             ClassCount { class, free: 0, cached: 0, out: 0, out_bytes: 0, takes, puts }
         };
         let mut all: Vec<ClassCount> = Class::all().map(Some).chain([None]).map(count).collect();
-        // All that were cut, until it is known how many of them are out.
+        // Here `free` holds all segments of the class's runs, and `cached` those that the runs' lists do not hold.
+        // `divided` subtracts those that are out.
         self.arena.for_each_class(|class, segments, in_runs| {
             all[class.index()].free += segments;
             all[class.index()].cached += segments - in_runs;
@@ -300,14 +304,14 @@ impl Core {
 }
 
 impl ClassCount {
-    /// Divides what was cut into what is out and what is free.
-    fn settled(mut self) -> Self {
+    /// Divides the segments of the class's runs into those that are out and those that are free.
+    fn divided(mut self) -> Self {
         if let Some(class) = self.class {
             let out = (self.takes.wrapping_sub(self.puts) as i64).max(0) as u64;
             self.out = out.min(self.free);
             self.out_bytes = self.out as usize * class.stride();
             self.free -= self.out;
-            // What is not in its run is out or cached.
+            // A segment that its run's list does not hold is out or cached.
             self.cached = self.cached.saturating_sub(self.out);
         }
         self

@@ -1,9 +1,8 @@
-//! The check of every invariant: what [`Pool::check`](crate::Pool::check) and the tests walk.
+//! The check of every invariant of a central pool, for [`Pool::check`](crate::Pool::check) and the tests.
 //!
-//! All owners are kept out of their thread caches meanwhile, and under the lock nothing else moves. So what thread
-//! caches and transfer caches cache is put down first, each descriptor once; the arena's own check then finds each of
-//! them outside of its run, and nothing else but what is out; and what is out is as many as were taken and are not
-//! back.
+//! The check holds the lock and shuts all owners out of their thread caches, so nothing moves. It first collects what
+//! thread caches and transfer caches hold, each descriptor once. Then the arena's own check must find exactly these and
+//! the segments that are out outside of their runs. And as many segments must be out as takes exceed returns.
 
 use std::collections::HashSet;
 
@@ -13,7 +12,8 @@ use crate::segment::Class;
 use crate::sync::{MutexGuard, Ordering};
 
 impl CentralPool {
-    /// Walks every invariant while everyone is kept out; `visit` sees each segment's state (`None`: free) and bytes.
+    /// Checks every invariant while all owners are shut out. `visit` sees each segment's state (`None`: free) and
+    /// bytes.
     ///
     /// # Errors
     /// The first violation, in words.
@@ -48,7 +48,7 @@ impl CentralPool {
             }
             if bytes > self.config.thread_cache {
                 return Err(format!(
-                    "a thread cache caches {bytes} bytes of at most {}",
+                    "a thread cache holds {bytes} bytes of at most {}",
                     self.config.thread_cache
                 ));
             }
@@ -58,7 +58,7 @@ impl CentralPool {
             transfer.for_each(|descriptor| note(class, descriptor));
             let Some(segments) = transfer.reserved() else {
                 return Err(format!(
-                    "a transfer cache of {class:?} has more on a slot than that has reserved"
+                    "a slot of the transfer cache of {class:?} holds more segments than it has reserved"
                 ));
             };
             reserved += segments * class.stride() as u64;
@@ -83,7 +83,7 @@ impl CentralPool {
             return Err(format!("{takes} takes less {puts} returns are not the {out} segments that are out"));
         }
         if core.outstanding.is_some_and(|n| n != out) {
-            return Err(format!("{:?} are said to be outstanding, {out} are", core.outstanding));
+            return Err(format!("{:?} segments are counted as outstanding, {out} are", core.outstanding));
         }
         if self.gate.mode() & mode::WAITING != 0 && (core.queue.is_empty() || !outside.is_empty()) {
             return Err(format!(

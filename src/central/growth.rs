@@ -1,10 +1,11 @@
-//! Where a central pool's memory comes from and goes to: regions are pinned for who asks while the capacity has room,
-//! and those that are idle go where the capacity is used up and a request fits none that there is.
+//! Growth: where a central pool's memory comes from and where it goes. A request that finds no memory has a region
+//! pinned while the capacity has room. Where the capacity is used up and the request fits into no region, idle regions
+//! are unpinned to make room for one that fits.
 //!
-//! What is planned is decided under the lock and counts at once: a new region's bytes as *growing*, those of regions
-//! that go as *leaving*, so that what is pinned never exceeds the capacity, whoever plans meanwhile. It is carried out
-//! after the lock is released, by the device's worker, which unpins before it pins; a device without threads does it
-//! right then. Each extent serves those who wait as it comes.
+//! A plan is made under the lock and counts at once: a new region's bytes as *growing*, the bytes of regions that are
+//! to go as *leaving*. So what is pinned never exceeds the capacity, no matter how many threads plan. The plan is
+//! carried out after the lock is released, by the region thread of the device, which unpins before it pins. On a device
+//! without threads the caller does it at once. Each extent serves waiters as soon as it is pinned.
 
 use std::ops::DerefMut;
 use std::ptr::NonNull;
@@ -18,53 +19,53 @@ use crate::error::{Error, RegisterError, Result};
 use crate::region::{Adoptee, RegionId, RegionInfo};
 use crate::segment;
 
-/// A region to be made: these go first, then so many bytes are pinned.
+/// A plan: the regions `going` (with their bytes) are unpinned first, then `bytes` bytes are pinned.
 #[derive(Debug)]
 pub(crate) struct Growth {
     going: Vec<(RegionId, usize)>,
     bytes: usize,
 }
 
-/// The unit in which memory comes from the system, in bytes.
+/// The unit in which regions are mapped, in bytes.
 fn page() -> usize {
     crate::os::page_size().max(crate::segment::PAGE)
 }
 
-/// Bytes that a region for all of these must have at least.
+/// The least number of bytes of a region that can serve all of these.
 pub(super) fn least(wants: &[Want]) -> usize {
     let bytes = sum(wants.iter().map(|w| w.placement.bytes()));
     bytes.checked_next_multiple_of(page()).unwrap_or(usize::MAX).max(page())
 }
 
 impl CentralPool {
-    /// Counts bytes that are about to be pinned, whatever the capacity.
+    /// Counts bytes as growing that the caller is about to have pinned. The capacity is not looked at.
     pub(crate) fn plan_bytes(&self, bytes: usize) {
         self.core.lock().growing += bytes;
     }
 
-    /// Whether there is room for another region for these wants, and nothing known against one. Then what is cached
-    /// where it is in use stays there: see [`super::reclaim`].
+    /// Whether the capacity has room for another region for these wants, and the last growth did not fail. Then the
+    /// caches of busy threads are not reclaimed: see [`super::reclaim`].
     pub(crate) fn may_grow(&self, wants: &[Want]) -> bool {
         let core = self.core.lock();
         core.step > 0 && core.growth_failure.is_none() && core.room() >= least(wants)
     }
 
-    /// Has another region pinned for these wants, in place of idle ones where the capacity is used up. Whether one is
-    /// on its way (or, without threads, there).
+    /// Has another region pinned for these wants, in place of idle regions where the capacity is used up. `true`: it is
+    /// being pinned (or, on a device without threads, is pinned).
     pub(crate) fn grow(self: &Arc<Self>, wants: &[Want]) -> bool {
         let growth = {
             let mut core = self.core.lock();
-            // Who comes without waiting does not make others wait longer.
+            // While others wait, a request that is not in the queue takes no idle region away from them.
             let idle = core.queue.is_empty();
             core.plan(wants, idle)
         };
         growth.map(|growth| self.carry_out(growth)).is_some()
     }
 
-    /// Not under the lock: without threads all of it happens now.
+    /// Carries a plan out. Not under the lock: on a device without threads all of it happens here.
     pub(super) fn carry_out(self: &Arc<Self>, growth: Growth) {
         if let Some(regions) = &self.regions {
-            // The worker unpins these before it pins what is planned.
+            // The region thread unpins these before it pins what is planned.
             growth.going.into_iter().for_each(|(id, len)| {
                 regions.remove(id);
                 self.left(len);
@@ -73,21 +74,25 @@ impl CentralPool {
         self.pin(growth.bytes);
     }
 
-    /// Has the worker pin bytes that were planned; each extent is used as soon as it is there.
+    /// Has the region thread pin bytes that were planned. Each extent serves requests as soon as it is pinned.
     pub(crate) fn pin(self: &Arc<Self>, bytes: usize) {
         let Some(regions) = &self.regions else { return };
         let (central, also) = (self.clone(), self.clone());
         let serve = move |id, base, len, pinned| {
-            // SAFETY: an extent of our own regions, which stay until the central pool is gone; it is handed over once.
+            // SAFETY: an extent of this central pool's own regions, which live until the central pool is freed. It is
+            // handed over once.
             unsafe { central.add_extent(id, base, len, pinned) };
-            // Nobody needs the rest of a pool that was closed meanwhile.
+            // A pool that was closed meanwhile does not need the rest.
             !central.closed()
         };
         regions.pin(bytes, serve, move |came, error| also.grown(bytes - came, error.as_ref()));
     }
 
-    /// Pins memory that the caller has, as far as the capacity has room for it, and serves from it. Waits for the
-    /// worker.
+    /// Pins memory of the caller and serves requests from it. Waits for the region thread.
+    ///
+    /// # Errors
+    /// [`Error::OverCapacity`] if the capacity has no room for it, [`Error::Closed`], [`Error::Forked`], and what the
+    /// region thread answers. The error carries the memory back.
     pub(crate) fn adopt<T>(&self, memory: T) -> Result<RegionInfo, RegisterError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -113,7 +118,7 @@ impl CentralPool {
         let adopted = regions.adopt(adoptee).inspect_err(|_| self.grown(len, None))?;
         let info = adopted.info;
         for (base, len, pinned) in adopted.pieces() {
-            // SAFETY: an extent of a region, which stays until the central pool is gone; it is handed over once.
+            // SAFETY: an extent of a region, which lives until the central pool is freed. It is handed over once.
             unsafe { self.add_extent(info.id, base, len, pinned) };
         }
         regions.served(info.id);
@@ -121,16 +126,16 @@ impl CentralPool {
         Ok(info)
     }
 
-    /// Adds memory and serves those who wait for it.
+    /// Adds an extent and serves waiters from it.
     ///
     /// # Safety
-    /// As for [`Arena::add_extent`]; the memory stays until the central pool is gone or [`CentralPool::retire`] gave it
-    /// back.
+    /// As for [`Arena::add_extent`]. The memory stays until the central pool is freed or [`CentralPool::retire`] has
+    /// removed it.
     pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         core.growing = core.growing.saturating_sub(len);
-        // SAFETY: the caller's word.
+        // SAFETY: this function's contract.
         unsafe { core.arena.add_extent(region, base, len, pinned) };
         core.serve(&mut wakes);
         self.stop_waiting(&core);
@@ -138,14 +143,14 @@ impl CentralPool {
         wakes.into_iter().for_each(Wake::wake);
     }
 
-    /// Growing is over; `missing` of the planned bytes never came, because of `error`. Those who wait and cannot be
-    /// served by anything that will ever come back get it.
+    /// Ends a growth. `missing` of the planned bytes were not pinned, because of `error`. Waiters that nothing that may
+    /// come back can serve get this error.
     pub(crate) fn grown(&self, missing: usize, error: Option<&Error>) {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         core.growing = core.growing.saturating_sub(missing);
         if let Some(error) = error {
-            // Kept for those who have asked for this growth and have not joined the queue yet.
+            // Kept for requests that have caused this growth and have not joined the queue yet.
             core.growth_failure = Some(error.clone());
             core.stats.growth_failures += 1;
         }
@@ -163,11 +168,11 @@ impl CentralPool {
         wakes.into_iter().for_each(Wake::wake);
     }
 
-    /// Takes a region out, if nothing of it is used. Its bytes, which are returned, [are to leave](Self::left) before
-    /// they count as room.
+    /// Removes a region, if none of it is used, and returns its bytes. They count as leaving, and not as room, until
+    /// the caller says that they [have left](Self::left).
     pub(crate) fn retire(&self, region: RegionId) -> Option<usize> {
         let mut core = self.core.lock();
-        // While someone waits, memory is short: nothing goes.
+        // While a request waits, memory is short: no region is removed.
         if !core.queue.is_empty() {
             return None;
         }
@@ -176,20 +181,20 @@ impl CentralPool {
         Some(len)
     }
 
-    /// The worker was told to unpin so many of the bytes that were taken out. What it is told to pin from now on comes
-    /// after that, so that what is pinned never exceeds the capacity.
+    /// Ends the leaving of so many bytes: the region thread was told to unpin them. It does that before anything that
+    /// it is told to pin from now on, so what is pinned never exceeds the capacity.
     pub(crate) fn left(&self, bytes: usize) {
         let mut wakes = Vec::new();
         let mut core = self.core.lock();
         core.leaving -= bytes;
-        // Whoever joined in between has found no room.
+        // A waiter that joined in between has found no room.
         core.serve(&mut wakes);
         self.stop_waiting(&core);
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
     }
 
-    /// Regions, their bytes and how many of these are free. Collects what is cached first.
+    /// The regions, each with its bytes and how many of them are free. Reclaims everything that is cached first.
     pub(crate) fn region_use(&self) -> Vec<(RegionId, usize, usize)> {
         let mut core = self.core.lock();
         self.reclaim_all(&mut core);
@@ -199,12 +204,12 @@ impl CentralPool {
 }
 
 impl Core {
-    /// Where there is room for a region for the head, since others have taken what was pinned for it, or where there
-    /// would be in place of regions that are idle by now: has it made, after the lock. Not after growing has just
-    /// failed; and regions move once for a waiter, since it may be for nothing.
+    /// Plans a region for the head of the queue, to be carried out after the unlock: other requests may have taken what
+    /// was pinned for it, and regions may be idle by now. Not after growing has just failed. For each waiter idle
+    /// regions are replaced at most once, since it may not help. `true`: a region is planned.
     pub(super) fn grow_for_head(&mut self, wakes: &mut Vec<Wake>) -> bool {
         let Some((wants, moved)) = self.queue.head() else { return false };
-        // Tells most cases apart at once.
+        // These cheap tests decide most cases.
         if self.step == 0
             || self.growth_failure.is_some()
             || self.room() + self.arena.bytes().free < least(wants)
@@ -220,13 +225,13 @@ impl Core {
         true
     }
 
-    /// Bytes that could still be pinned.
+    /// Bytes that could be pinned now.
     pub(super) fn room(&self) -> usize {
         let held = self.arena.bytes().total + self.growing + self.leaving;
         self.capacity.saturating_sub(held) / page() * page()
     }
 
-    /// Bytes that could be pinned if everything came back and the regions that are idle then went.
+    /// Bytes that could be pinned if every segment came back and all regions that are idle then were unpinned.
     pub(super) fn movable(&self) -> usize {
         if self.step == 0 {
             return 0;
@@ -239,9 +244,9 @@ impl Core {
         self.capacity.saturating_sub(kept + self.growing) / page() * page()
     }
 
-    /// Plans a region for these wants: its bytes count as growing until [`CentralPool::grown`]. Where the capacity has
-    /// no room for it, regions of which nothing is used are taken out, the last to come first, if `may_move` and if
-    /// that helps; but not while another is being made, nor for what a region has room for, if not now.
+    /// Plans a region for these wants. Its bytes count as growing until [`CentralPool::grown`]. Where the capacity has
+    /// no room for it, idle regions are removed, the newest first, if `may_move` and if that helps. But none is removed
+    /// while another region is being pinned, nor for wants that the present regions can serve once segments come back.
     fn plan(&mut self, wants: &[Want], may_move: bool) -> Option<Growth> {
         let least = least(wants);
         let mut going = Vec::new();
@@ -267,11 +272,11 @@ impl Core {
                 return None;
             }
             going.retain(|(id, _)| self.arena.retire(*id).is_some());
-            // Ours, but nobody else's before it is really gone.
+            // This plan may count on these bytes. For other plans they are leaving, and no room yet.
             left = self.room();
             self.leaving += going.iter().map(|(_, len)| len).sum::<usize>();
         }
-        // The region is cut at its extents' edges: what does not fit before one comes after it.
+        // A segment does not cross the edge of an extent: what does not fit before an edge comes after it.
         let need = wants.iter().fold(0usize, |at, w| {
             let (pages, align) = w.placement.fresh_pages();
             let bytes = (pages + align - 1) * segment::PAGE;
@@ -280,7 +285,7 @@ impl Core {
             at.saturating_add(bytes)
         });
         let need = need.checked_next_multiple_of(page()).unwrap_or(usize::MAX);
-        // What alignment adds is an upper bound: a region starts well aligned.
+        // `need` counts the worst case of each alignment, so it is an upper bound: regions start well aligned.
         let bytes = self.step.max(need).min(left);
         self.growing += bytes;
         self.stats.growths += 1;

@@ -1,14 +1,19 @@
-//! Which thread cache of which pool this thread has.
+//! Leases: which thread caches of which pools this thread has.
 //!
-//! Three thread-locals. `CURRENT_CACHE` is the thread cache of the pool that this thread used last, and all that a hit
-//! reads: whether it is one of the right pool, the gate finds out by the comparison that it makes anyway. `HOT` is a
-//! bare table of the last few pools used, for threads that use several by turns. `LEASES` owns the leases and ends them
-//! when the thread does: it has a destructor, which costs a check on each access. A buffer may be dropped inside
-//! another thread-local's destructor, after `LEASES` is gone: then the other two are empty, `LEASES` cannot be reached,
-//! and the return takes the shared path under the central pool's lock.
+//! There are three thread-locals:
 //!
-//! Entries are found by the central pool's address. It cannot be another central pool's by now: an entry in `HOT` has a
-//! lease in `LEASES`, whose weak count keeps the address taken, and goes no later than that.
+//! - `CURRENT_CACHE` is the thread cache of the pool that this thread used last. A hit reads nothing else: the gate's
+//!   comparison tells whether the cache belongs to the right pool.
+//! - `HOT` is a small table of the pools used last, for threads that use several pools by turns.
+//! - `LEASES` owns the leases and ends them when the thread ends. It has a destructor, which costs a check on each
+//!   access.
+//!
+//! A buffer may be dropped inside the destructor of another thread-local, after `LEASES` is destroyed. Then the other
+//! two are empty, `LEASES` cannot be reached, and the return goes to the runs under the central pool's lock.
+//!
+//! Entries of `HOT` are found by the address of their central pool. No other central pool can have that address: an
+//! entry in `HOT` has a lease in `LEASES`, and the lease's weak count keeps the allocation. The entry is removed before
+//! the lease.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Weak};
@@ -19,14 +24,14 @@ use crate::freelist::ThreadCache;
 use crate::freelist::cache::NO_CACHE;
 use crate::sync::thread_local;
 
-/// Pools that one thread can use by turns for some instructions more.
+/// Number of pools that one thread can use by turns at the cost of a few more instructions.
 const WAYS: u64 = 4;
 
 type HotEntry = Cell<(*const CentralPool, *const ThreadCache)>;
 
 #[cfg(not(loom))]
 const NO_CACHE_PTR: *const ThreadCache = &raw const NO_CACHE;
-/// There are no constant thread caches in models.
+/// Models have no constant thread caches.
 #[cfg(loom)]
 const NO_CACHE_PTR: *const ThreadCache = std::ptr::null();
 
@@ -37,9 +42,10 @@ thread_local! {
     static LEASES: Leases = const { Leases(RefCell::new(Vec::new())) };
 }
 
-/// Where in `HOT` a central pool's entry is. Pools made one after the other have different ways.
+/// Calls `f` with the place of a central pool's entry in `HOT`. Pools that were made one after the other have different
+/// places.
 fn way<R>(number: u64, f: impl FnOnce(&HotEntry) -> R) -> Option<R> {
-    // Without a destructor there is always an entry (but under loom, once a thread's locals are gone).
+    // `HOT` has no destructor, so it can always be reached (except under loom, once a thread's locals are destroyed).
     HOT.try_with(|hot| f(&hot[(number % WAYS) as usize])).ok()
 }
 
@@ -66,45 +72,45 @@ fn forget(entry: &HotEntry) {
     entry.set((std::ptr::null(), std::ptr::null()));
 }
 
-/// This thread finds no thread cache any more without asking `LEASES`.
+/// Empties `CURRENT_CACHE` and `HOT`: from here on this thread finds a thread cache only through `LEASES`.
 pub(super) fn forget_all() {
-    // They have no destructors, so this cannot fail (but under loom, where then nothing is left to be emptied).
+    // They have no destructors, so this cannot fail (except under loom, where then nothing is left to be emptied).
     let _ = CURRENT_CACHE.try_with(|current| current.set(NO_CACHE_PTR));
     let _ = HOT.try_with(|hot| hot.iter().for_each(forget));
 }
 
-/// The thread cache that this thread used last, of whichever pool, or nobody's.
+/// The thread cache that this thread used last, which may be of any pool, or [`NO_CACHE`].
 #[inline(always)]
 pub(super) fn current<'a>() -> Option<&'a ThreadCache> {
     #[cfg(not(loom))]
     let cache = CURRENT_CACHE.get();
     #[cfg(loom)]
     let cache = CURRENT_CACHE.try_with(Cell::get).ok().filter(|cache| !cache.is_null())?;
-    // SAFETY: nobody's, which is static, or backed by a lease in LEASES, which keeps it alive on this thread until its
-    // end has reset CURRENT; the caller uses it only within a call on this thread. Neither is null.
+    // SAFETY: it is `NO_CACHE`, which is static, or a lease in `LEASES` keeps it alive on this thread; the end of the
+    // lease resets `CURRENT_CACHE` first. The caller uses it only within a call on this thread. Neither is null.
     Some(unsafe {
         std::hint::assert_unchecked(!cache.is_null());
         &*cache
     })
 }
 
-/// This thread's thread cache of the central pool, if it was used lately. It is the current one from here on.
+/// This thread's cache of the central pool, if the pool was used lately. The cache becomes the current one.
 pub(super) fn hot<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
     let (owner, cache) = way(central.number(), Cell::get)?;
     if !std::ptr::eq(owner, central) {
         return None;
     }
     let _ = CURRENT_CACHE.try_with(|current| current.set(cache));
-    // SAFETY: an entry in HOT is backed by a lease in LEASES, as in `current`.
+    // SAFETY: a lease in `LEASES` keeps an entry of `HOT` alive, as in `current`.
     unsafe { cache.as_ref() }
 }
 
-/// The same, leasing one if there is none yet. `None` while this thread's locals are being destroyed, and in the child
-/// of a fork.
+/// The same through `LEASES`, with a new lease if this thread has none. `None` while this thread's locals are being
+/// destroyed, in the child of a fork, and where a closed pool would have to make a lease.
 ///
 /// The caller must not hold the central pool's lock.
 pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
-    // With the other two emptied at the fork, a child that never has one from here hits nothing.
+    // The fork has emptied the other two in the child. Since the child gets no cache here either, it never has a hit.
     if crate::os::forked() {
         return None;
     }
@@ -118,9 +124,9 @@ pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
                     leases.retain(|lease| {
                         let alive = lease.owner.strong_count() > 0;
                         if !alive {
-                            // Its entry goes before its address does.
-                            let gone = lease.owner.as_ptr();
-                            way(lease.central, |e| (e.get().0 == gone).then(|| forget(e)));
+                            // The entry is removed first: without the lease the address may be used again.
+                            let freed = lease.owner.as_ptr();
+                            way(lease.central, |e| (e.get().0 == freed).then(|| forget(e)));
                             let _ = CURRENT_CACHE.try_with(|current| {
                                 (current.get() == Arc::as_ptr(&lease.cache))
                                     .then(|| current.set(NO_CACHE_PTR))
@@ -143,7 +149,7 @@ pub(super) fn obtain<'a>(central: &CentralPool) -> Option<&'a ThreadCache> {
         .flatten()
 }
 
-/// Ends this thread's leases as the thread's end does. For models: loom's `join` does not wait for thread-locals.
+/// Ends this thread's leases, as the end of the thread does. For models: loom's `join` does not wait for thread-locals.
 #[cfg(all(test, loom))]
 pub(crate) fn end() {
     drop(LEASES.with(|leases| Leases(RefCell::new(leases.0.take()))));

@@ -1,8 +1,9 @@
-//! Loom models of the central pool: leases and their end, closing, and the queue of those who wait.
+//! Loom models of the central pool: leases and their end, reclaiming, transfer caches, closing, counting and waiting.
 //!
-//! All on a central pool as pools have it, over addresses that nobody touches; instead, each segment has a cell that
-//! whoever has the segment out writes to. A thread's thread cache is leased, used and given up through loom's
-//! thread-locals as it is through the system's; `sync::Mutex` fails a model that locks a central pool which is gone.
+//! Each model has a central pool like that of a real pool, over addresses that no thread accesses. In place of its
+//! memory each segment has a cell, and the thread that has the segment out writes to it. A thread leases, uses and
+//! gives up its thread cache through loom's thread-locals, in the way of real threads. `sync::Mutex` fails a model that
+//! locks a central pool which was freed.
 
 use std::sync::Arc;
 use std::task::{Wake as TaskWake, Waker};
@@ -19,12 +20,12 @@ use crate::telemetry::ledger::CheckoutSite;
 
 /// A length of the first class that thread caches have lists for.
 const LEN: usize = 1300;
-/// As many segments as a page has of that class.
+/// The number of segments of that class in a page.
 const ALL: usize = 3;
-/// Room for two segments of a class in a thread cache, which come one at a time.
+/// Bytes of a thread cache that give room for two segments of a class. (A batch is then one segment.)
 const TWO: usize = 8 * 2 * 1344;
 
-/// A pool's face: a central pool of one page, and the memory of its segments.
+/// A central pool of one page, and the memory of its segments.
 struct Store {
     central: Arc<CentralPool>,
     memory: Arc<Memory>,
@@ -54,7 +55,7 @@ impl Store {
         Self::with(thread_cache, shared_cache, true)
     }
 
-    /// Without a clock everyone counts as idle; with one, nobody does.
+    /// Without a clock (`timeless`) every owner counts as idle; with a clock, no owner does.
     fn with(thread_cache: usize, shared_cache: usize, timeless: bool) -> Self {
         let config = CentralConfig {
             capacity: PAGE,
@@ -81,7 +82,7 @@ impl Store {
         Out { segment: fresh.into_segment(), memory: self.memory.clone() }.written()
     }
 
-    /// As a checkout: a hit, or whatever is free.
+    /// A checkout: a hit, or any free segment.
     fn take(&self) -> Option<Out> {
         step();
         let want = self.want();
@@ -96,35 +97,35 @@ impl Store {
         }
     }
 
-    /// Everything back and the central pool closed, whoever did what: is all accounted for, and did the outstanding
-    /// reference leave once?
+    /// Ends this thread's leases and closes the central pool, with all segments back. Checks that every segment is
+    /// accounted for and that the outstanding reference was dropped once.
     fn finish(self) {
         lease::end();
         self.central.close();
         assert_eq!(self.central.outstanding(), 0);
         self.central.check(|_, _| ()).unwrap();
         assert_eq!(self.central.snapshot().out, 0);
-        assert_eq!(Arc::strong_count(&self.central), 1, "the outstanding reference was given up once");
+        assert_eq!(Arc::strong_count(&self.central), 1, "the outstanding reference was dropped once");
     }
 }
 
 impl Out {
-    /// Uses the memory.
+    /// Writes to the memory.
     fn written(self) -> Self {
         let number = (self.segment.base().addr().get() - PAGE) / self.segment.class().unwrap().stride();
-        // SAFETY: loom fails the model if anyone else is at it.
+        // SAFETY: loom fails the model if another thread accesses the cell at the same time.
         self.memory.0[number].with_mut(|p| unsafe { *p += 1 });
         self
     }
 
     fn put(self) {
         step();
-        // SAFETY: ours, and nothing uses it.
+        // SAFETY: `self` owns the segment, and nothing uses it.
         unsafe { self.written().segment.release() }
     }
 }
 
-/// A thread whose leases end with it, before it can be joined.
+/// Spawns a thread that ends its leases before it can be joined.
 fn worker<T: 'static>(run: impl FnOnce() -> T + 'static) -> JoinHandle<T> {
     spawn(move || {
         let value = run();
@@ -146,7 +147,7 @@ fn task(thread: thread::Thread) -> Waker {
 
 // --- threads that end ------------------------------------------------------------------------------------------------
 
-fn exit_against_take_back() {
+fn exit_against_reclaim() {
     let store = Store::new(TWO, PAGE);
     let other = worker({
         let store = store.clone();
@@ -163,12 +164,12 @@ fn exit_against_take_back() {
 
 #[test]
 fn loom_exit_against_take_back() {
-    model("exit: a thread ends while its thread cache is taken back", 4, exit_against_take_back);
+    model("exit: a thread ends while its thread cache is taken back", 4, exit_against_reclaim);
 }
 
 #[test]
 fn loom_fenced_exit_against_take_back() {
-    model_fenced("exit: the same where owners fence for themselves", 3, exit_against_take_back);
+    model_fenced("exit: the same where owners fence for themselves", 3, exit_against_reclaim);
 }
 
 #[test]
@@ -199,25 +200,25 @@ fn loom_exit_against_close() {
             let store = store.clone();
             move || {
                 let out = store.take();
-                // The pool's last handle may go here, and its central pool with the last segment.
+                // The pool's last handle may be dropped here, and the last segment then frees the central pool.
                 let Store { central, .. } = store;
                 drop(central);
                 out.into_iter().for_each(Out::put);
             }
         });
-        let gone = Arc::downgrade(&store.central);
+        let freed = Arc::downgrade(&store.central);
         step();
         store.central.close();
         drop(store);
         other.join().unwrap();
-        assert_eq!(gone.strong_count(), 0, "nobody is left to free the central pool");
+        assert_eq!(freed.strong_count(), 0, "the last return frees the central pool");
     });
 }
 
-// --- taking back -----------------------------------------------------------------------------------------------------
+// --- reclaiming ------------------------------------------------------------------------------------------------------
 
-/// One who takes and returns, and has more in its thread cache then; another who needs one of these.
-fn gathered(timeless: bool) {
+/// One thread takes and returns, and then caches segments. Another thread needs one of these.
+fn reclaimed(timeless: bool) {
     let store = Store::with(TWO, PAGE, timeless);
     let first = store.take().unwrap();
     let other = worker({
@@ -228,7 +229,7 @@ fn gathered(timeless: bool) {
         }
     });
     step();
-    // There is one for each at any time, wherever it is cached, but where the other has two.
+    // Unless the other thread has two, there is a segment for this one, no matter where it is cached.
     let second = store.take();
     second.into_iter().for_each(Out::put);
     other.join().unwrap();
@@ -239,22 +240,22 @@ fn gathered(timeless: bool) {
 
 #[test]
 fn loom_gather_from_the_idle() {
-    model("gather: from one who counts as idle and is not", 3, || gathered(true));
+    model("gather: from one who counts as idle and is not", 3, || reclaimed(true));
 }
 
 #[test]
 fn loom_gather_from_the_busy() {
-    model("gather: from one at work", 3, || gathered(false));
+    model("gather: from one at work", 3, || reclaimed(false));
 }
 
 #[test]
 fn loom_fenced_gather() {
-    model_fenced("gather: the same where owners fence for themselves", 2, || gathered(false));
+    model_fenced("gather: the same where owners fence for themselves", 2, || reclaimed(false));
 }
 
-// --- what hangs between threads --------------------------------------------------------------------------------------
+// --- transfer caches -------------------------------------------------------------------------------------------------
 
-/// As one whose thread cache is full does: leaves a segment for others, if that may hang there.
+/// Moves a segment of this thread's cache to the transfer cache, as a thread with a full list does. `false`: refused.
 fn offload(store: &Store) -> bool {
     step();
     let Placement::Class(class) = store.want().placement else { unreachable!() };
@@ -262,7 +263,7 @@ fn offload(store: &Store) -> bool {
     store.central.offload(class, &mut held, 1)
 }
 
-/// One who has a segment in its thread cache and wants to leave it for others.
+/// Spawns a thread that returns a segment into its cache and offloads it.
 fn leaver(store: &Store, out: Out) -> JoinHandle<bool> {
     let store = store.clone();
     worker(move || {
@@ -282,14 +283,19 @@ fn loom_booking_refused() {
         let [one, two] = [store.take().unwrap(), store.take().unwrap()];
         let leavers = [leaver(&store, one), leaver(&store, two)];
         let left = leavers.map(|leaver| leaver.join().unwrap());
-        assert_eq!(left.iter().filter(|left| **left).count(), 1, "there is room for one, and it is used");
+        assert_eq!(
+            left.iter().filter(|left| **left).count(),
+            1,
+            "there is room for one segment, and it is used"
+        );
         store.finish();
     });
 }
 
 #[test]
 fn loom_booking_passes_on() {
-    // Whether it was left, in some execution, and whether not. Not the model's own.
+    // Whether the segment was refused in some execution, and offloaded in some. Std's atomics, since they are no part
+    // of the model.
     static SEEN: [StdAtomicU64; 2] = [const { StdAtomicU64::new(0) }; 2];
     model(
         "transfer caches: one leaves a segment while the one that takes all the room is taken down",
@@ -300,14 +306,14 @@ fn loom_booking_passes_on() {
             one.put();
             assert!(offload(&store));
             let leaver = leaver(&store, two);
-            // There is one that was never taken, too: but what hangs there comes first.
+            // A third segment was never taken, but the transfer cache comes before the runs.
             let got = store.take().unwrap();
             let left = leaver.join().unwrap();
             SEEN[usize::from(left)].store(1, StdOrdering::Relaxed);
             store.central.check(|_, _| ()).unwrap();
-            // The room of what was taken down is there for the next, whoever it is.
+            // The room of the segment that was taken from the slot is there for any thread.
             got.put();
-            assert!(left || offload(&store), "all that is reserved is in use");
+            assert!(left || offload(&store), "the reservation of the empty slot can be used again");
             store.finish();
         },
     );
@@ -349,9 +355,9 @@ fn loom_fenced_close_counts() {
 #[test]
 fn loom_close_frees_under_returns() {
     model("close: the overflow of a thread cache while the pool is dropped", 4, || {
-        // No transfer caches: what a thread cache cannot hold goes to the runs.
+        // Without transfer caches: what a thread cache cannot hold goes to the runs.
         let store = Store::new(TWO, 0);
-        let gone = Arc::downgrade(&store.central);
+        let freed = Arc::downgrade(&store.central);
         let other = worker({
             let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
             assert_eq!(outs.len(), ALL);
@@ -361,14 +367,14 @@ fn loom_close_frees_under_returns() {
         store.central.close();
         drop(store);
         other.join().unwrap();
-        assert_eq!(gone.strong_count(), 0, "nobody is left to free the central pool");
+        assert_eq!(freed.strong_count(), 0, "the last return frees the central pool");
     });
 }
 
 #[test]
 fn loom_check_finds_everything() {
     model("check: the overflow of a thread cache while everything is counted", 3, || {
-        // No transfer caches, as above.
+        // Without transfer caches, as above.
         let store = Store::new(TWO, 0);
         let outs: Vec<Out> = (0..ALL).filter_map(|_| store.take()).collect();
         let other = worker(move || outs.into_iter().for_each(Out::put));
@@ -381,7 +387,7 @@ fn loom_check_finds_everything() {
 
 // --- counting --------------------------------------------------------------------------------------------------------
 
-/// How many takes and returns have begun and ended. Read by a read-modify-write, which sees the latest.
+/// Counts of the takes and returns that have begun and ended. Reads are read-modify-writes, which see the latest value.
 struct Progress([std::sync::Arc<AtomicU64>; 4]);
 
 impl Progress {
@@ -389,7 +395,7 @@ impl Progress {
         Self(std::array::from_fn(|_| std::sync::Arc::new(AtomicU64::new(0))))
     }
     fn note(&self, which: usize) {
-        // AcqRel, here and below: whoever sees that a call has ended sees what it counted.
+        // AcqRel, here and below: a thread that sees that a call has ended sees what the call counted.
         self.0[which].fetch_add(1, Ordering::AcqRel);
     }
     fn read(&self) -> [u64; 4] {
@@ -429,15 +435,14 @@ fn loom_sums_hold() {
         let before = progress.read();
         let (s, classes) = store.central.snapshot_by_class();
         let after = progress.read();
-        assert_eq!(s.free + s.out + s.quarantined + s.cut, s.total, "the parts are the whole: {s:?}");
+        assert_eq!(s.free + s.out + s.quarantined + s.cut, s.total, "the parts sum to the whole: {s:?}");
         let out: u64 = classes.iter().map(|class| class.out).sum();
         let bytes: usize = classes.iter().map(|class| class.out_bytes).sum();
-        assert_eq!(bytes, s.out + s.quarantined, "the classes are the whole: {s:?}, {classes:?}");
+        assert_eq!(bytes, s.out + s.quarantined, "the classes' bytes sum to the whole: {s:?}, {classes:?}");
         let sums = classes.iter().fold((0, 0), |(t, p), c| (t + c.takes, p + c.puts));
-        assert_eq!(sums, (s.takes, s.puts), "and so are their counts");
-        assert_eq!(s.takes - s.puts, out, "what was taken and is not back is out: {s:?}, {classes:?}");
-        // Off by no more than the calls under way, of which each may move one segment to or from a transfer cache
-        // besides.
+        assert_eq!(sums, (s.takes, s.puts), "the classes' counts sum to the whole");
+        assert_eq!(s.takes - s.puts, out, "takes less returns are out: {s:?}, {classes:?}");
+        // Each call under way may be off by one, and may also move one segment to or from a transfer cache.
         let moving = after[TAKES] - before[TAKEN] + after[PUTS] - before[PUT];
         let within = |count: u64, least: u64, most: u64| least <= count && count <= most + moving;
         assert!(within(s.takes, before[TAKEN], after[TAKES]), "{} of {before:?} to {after:?}", s.takes);
@@ -446,7 +451,11 @@ fn loom_sums_hold() {
             user.join().unwrap();
         }
         let (s, classes) = store.central.snapshot_by_class();
-        assert_eq!((s.takes, s.puts, s.out, s.requested), (4, 4, 0, 0), "exact at rest: {classes:?}");
+        assert_eq!(
+            (s.takes, s.puts, s.out, s.requested),
+            (4, 4, 0, 0),
+            "exact with no call under way: {classes:?}"
+        );
         store.finish();
     });
 }
@@ -467,11 +476,10 @@ fn loom_ledger_closes() {
             let other = worker(move || out.put());
             step();
             let found = store.central.out_for(Duration::ZERO);
-            // As long as it is out its entry is there, but for the moment in which it is closed and the segment not
-            // back yet.
+            // A segment that is out has its entry, except between the end of the entry and the return of the segment.
             assert!(found.iter().all(|one| one.descriptor == descriptor), "{found:?}");
             other.join().unwrap();
-            assert_eq!(store.central.histograms().1.count(), 1, "its time was counted, once");
+            assert_eq!(store.central.histograms().1.count(), 1, "the time of the checkout was counted once");
             assert!(store.central.out_for(Duration::ZERO).is_empty());
             store.finish();
         },
@@ -480,7 +488,7 @@ fn loom_ledger_closes() {
 
 // --- waiting ---------------------------------------------------------------------------------------------------------
 
-/// Waits as a task does, from its place in the queue on.
+/// Waits as a task does, after it has joined the queue.
 fn wait_as_task(store: &Store, key: usize) -> Result<Vec<Out>> {
     let waker = task(thread::current());
     loop {
@@ -565,29 +573,29 @@ fn loom_wait_in_order() {
     model("wait: first come, first served", 3, || {
         let store = Store::new(TWO, PAGE);
         let [one, two, three] = [store.take().unwrap(), store.take().unwrap(), store.take().unwrap()];
-        // The first needs two, the second would be content with one.
+        // The first waiter needs two segments, the second one.
         let first = join(&store, 2).unwrap();
         let second = join(&store, 1).unwrap();
         let givers = [one, two].map(|out| {
             let store = store.clone();
             worker(move || {
                 out.put();
-                assert!(store.take().is_none(), "took what another waits for");
+                assert!(store.take().is_none(), "a checkout took a segment that a waiter waits for");
             })
         });
         step();
         if let WaitOutcome::Granted(_) = store.central.look(second, None) {
-            panic!("the second was served, and there is not enough for both");
+            panic!("the second waiter was served, and there is not enough for both");
         }
         for giver in givers {
             giver.join().unwrap();
         }
         let WaitOutcome::Granted(grants) = store.central.look(first, None) else {
-            panic!("the first was forgotten")
+            panic!("the first waiter was not served")
         };
         three.put();
         let WaitOutcome::Granted(last) = store.central.look(second, None) else {
-            panic!("the second was forgotten")
+            panic!("the second waiter was not served")
         };
         grants.into_iter().chain(last).for_each(|grant| store.out(grant).put());
         store.finish();

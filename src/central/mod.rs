@@ -1,32 +1,43 @@
-//! The central pool: what buffers drop into.
+//! The central pool: a store of segments, and how requests get them. A pool has one central pool for each NUMA node of
+//! its devices and one for each reserve.
 //!
-//! It joins the free lists, the arena and the queue of those who wait into one store of segments, and decides how a
-//! request is served, cheapest first:
+//! It joins thread caches, transfer caches, the arena and the queue of waiters. It tries to serve a request in this
+//! order, cheapest first:
 //!
-//! 1. *hit*: this thread's thread cache has a segment ([`crate::freelist::cache`]: plain loads and stores);
-//! 2. *exchange*: the thread cache takes over a batch that another thread left on a transfer cache (two atomic
+//! 1. *hit*: this thread's cache has a segment ([`crate::freelist::cache`]: plain loads and stores);
+//! 2. *exchange*: this thread's cache takes a batch that another thread left in a transfer cache (two atomic
 //!    operations; `transfer`);
-//! 3. *batch*: under the lock, a batch of neighbours from a run, one to be used and the others into the thread cache;
-//! 4. *gather*: what is cached where nobody misses it is taken back to its runs, idle runs are dissolved, and the
-//!    request is tried again (`reclaim`);
-//! 5. what is left is the pool's decision: to grow (`growth`), to take back what is cached where it is in use, too, to
-//!    wait (`waiting`, `queue`), or to do without.
+//! 3. *batch*: under the lock, a batch of neighbours from a run; the request gets one, and the thread cache the others;
+//! 4. *reclaim*: cached segments that other threads will hardly miss go back to their runs, idle runs are dissolved,
+//!    and the request is tried again (`reclaim`);
+//! 5. the rest is the pool's decision: to grow (`growth`), to reclaim the caches of busy threads too, to wait
+//!    (`waiting`, `queue`), or to do without.
 //!
-//! Returns go the same way down: the thread cache, a transfer cache, the runs. While anybody waits the mode word sends
-//! all returns to the lock, so that each segment that comes back meets the queue.
+//! Returns go the same way down: to the thread cache, to a transfer cache, to the runs. While a request waits, the mode
+//! word sends all returns to the lock, so that each segment that comes back meets the queue.
 //!
 //! # How long a central pool lives
 //!
-//! Buffers hold a bare pointer to their central pool, since a reference count would cost more than everything else on a
+//! A buffer holds a bare pointer to its central pool, since a reference count would cost more than everything else in a
 //! hit together. All buffers together hold one strong count, *the outstanding reference*. When the pool closes, the
-//! mode word makes every return slow from then on, so those still out can be counted exactly, and the last one to come
-//! back gives up the outstanding reference. A buffer that never comes back (leaked, or quarantined) keeps the central
-//! pool and its memory for good, which is what it must do.
+//! mode word makes every return slow from then on. So the segments that are still out can be counted exactly, and the
+//! return of the last one drops the outstanding reference. A buffer that never comes back (leaked, or quarantined)
+//! keeps the central pool and its memory for good, as it must.
 //!
-//! # Counting
+//! # Invariants
 //!
-//! Takes and returns are counted where they happen, in thread caches and, for the slow path, under the lock. Bytes out
-//! are takes less returns times stride; free bytes are what is left. So the parts always sum to the whole.
+//! - Each segment is in one place: in its run, in a thread cache, in a transfer cache, or out.
+//! - Takes and returns are counted where they happen: in thread caches, and under the lock for the slow path. Bytes out
+//!   are takes less returns, times stride; free bytes are the rest. So the parts sum to the whole at any time.
+//! - While the mode word says WAITING, nothing is cached.
+//! - No driver call, no wake and no foreign code under the lock: the slow path collects a list of [`Wake`]s and carries
+//!   them out after the unlock.
+//!
+//! # Reading order
+//!
+//! This file (taking, returning, closing), `lease` (which cache this thread has), `transfer`, `reclaim`, `queue` and
+//! `waiting`, `growth`, `raw` (the segment as a value), `census`, `check`, `token`. The pool calls all of it. Buffers
+//! and timelines only hold [`Segment`]s and return them.
 
 #![allow(unsafe_code)]
 
@@ -76,44 +87,45 @@ use transfer::Reservations;
 /// How a central pool is set up.
 #[derive(Clone, Debug)]
 pub(crate) struct CentralConfig {
-    /// Bytes that the central pool may hold at most; for messages and for [`Error::Impossible`].
+    /// The most bytes that the central pool may hold.
     pub(crate) capacity: usize,
-    /// Bytes that one thread's thread cache may cache at most.
+    /// The most bytes that one thread cache may cache.
     pub(crate) thread_cache: usize,
-    /// Bytes that may hang in transfer caches, between threads, at most.
+    /// The most bytes that all transfer caches together may hold.
     pub(crate) shared_cache: usize,
-    /// The longest request that an extent could ever serve.
+    /// The longest request that an extent can serve, in bytes.
     pub(crate) largest: usize,
-    /// Bytes to grow by; 0: it has all that it will ever get.
+    /// Bytes to grow by. 0: the central pool never grows.
     pub(crate) step: usize,
-    /// Ignore the clock where it would decide something.
+    /// Ignore the clock where it would decide something, so that a seed reproduces a run.
     pub(crate) timeless: bool,
     /// The devices served, by [`crate::device::context::Context::id`].
     pub(crate) serves: Vec<u64>,
-    /// Every checkout is entered in the ledger. There is no thread cache then.
+    /// Every checkout is entered in the ledger. Then there are no thread caches.
     pub(crate) track: bool,
 }
 
-/// See the module's page.
+/// See the head of this module.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct CentralPool {
-    /// First, so that its address, which a hit compares, is the central pool's own.
+    /// First, so that its address, which a hit compares, is the central pool's address.
     gate: Gate,
-    // Read often, written hardly ever: together, and away from what is written.
+    // Often read and rarely written: together, and in other cache lines than what is often written.
     number: u64,
     config: CentralConfig,
     transfers: Vec<TransferCache>,
     reservations: crossbeam::utils::CachePadded<Reservations>,
-    /// Bytes held by several timelines at once; what one timeline holds, it counts itself.
+    /// Bytes that several timelines hold at once. What one timeline holds alone, it counts itself.
     joint: StdAtomicU64,
-    /// Changes of that which are being made together with a segment's word. Only checks look.
+    /// Changes of `joint` that are under way together with a change of a segment's word. Only checks read it.
     halfway: StdAtomicU64,
     me: Weak<Self>,
-    /// What those remember who look at all that is out. Locked before the core.
+    /// What earlier looks at all segments that are out have seen. Locked before the core.
     sightings: Mutex<Sightings>,
+    /// What "the lock" protects.
     core: crossbeam::utils::CachePadded<Mutex<Core>>,
-    /// Kept until nobody can reach the memory any more.
+    /// Kept until nothing can reach the memory any more.
     regions: Option<Arc<Regions>>,
 }
 
@@ -128,26 +140,28 @@ struct Core {
     /// The same by class.
     classes: ClassTally,
     ledger: Ledger,
-    /// Granted and requested bytes taken less returned on the slow path (wrapping, since a hit may return them).
+    /// Granted and requested bytes that the slow path gave out, less those that it took back (wrapping, since a hit may
+    /// take and the slow path return).
     granted: u64,
     requested: u64,
+    /// Bytes of quarantined segments.
     quarantined: usize,
     quarantined_segments: u64,
-    /// As configured.
+    /// In bytes, from the configuration; `extent` is the length of an extent.
     capacity: usize,
     extent: usize,
     step: usize,
     me: Weak<CentralPool>,
-    /// After closing: segments that are not back yet.
+    /// After closing: the number of segments that are still out.
     outstanding: Option<u64>,
     /// Bytes of regions that are being pinned.
     growing: usize,
-    /// Bytes that were taken out, and that the worker has not been told to unpin yet.
+    /// Bytes of regions that were retired, and that the region thread has not been told to unpin yet.
     leaving: usize,
-    /// Why growing failed last, until it is tried again.
+    /// Why the last growth failed, until the next one begins.
     growth_failure: Option<Error>,
     stats: Stats,
-    /// Segments that went out as tokens.
+    /// Segments that are out as tokens.
     tokens: Slab<Deposit>,
 }
 
@@ -157,12 +171,12 @@ pub(crate) struct Stats {
     pub(crate) reclaims: u64,
     pub(crate) waits: u64,
     pub(crate) timeouts: u64,
-    /// Regions that were asked of the system for a request, and those that came in part or not at all.
+    /// Regions that were planned for requests, and those that came in part or not at all.
     pub(crate) growths: u64,
     pub(crate) growth_failures: u64,
 }
 
-/// A central pool's bytes and counts at one moment.
+/// The bytes and counts of a central pool at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CentralSnapshot {
     pub(crate) total: usize,
@@ -170,7 +184,7 @@ pub(crate) struct CentralSnapshot {
     pub(crate) free: usize,
     /// Of the free bytes, those in thread caches and transfer caches.
     pub(crate) cached: usize,
-    /// Checked out or in flight: all that was taken and is neither back nor quarantined.
+    /// Checked out or in flight: taken, and neither returned nor quarantined.
     pub(crate) out: usize,
     pub(crate) requested: usize,
     pub(crate) quarantined: usize,
@@ -188,14 +202,14 @@ pub(crate) struct CentralSnapshot {
 #[derive(Debug)]
 pub(crate) enum Take {
     Got(Fresh),
-    /// Nothing free, and nothing cached within reach that would help.
+    /// No segment is free, and no cached segment within the reclaim level helps.
     Empty,
 }
 
 impl CentralPool {
     pub(crate) fn new(config: CentralConfig, regions: Option<Arc<Regions>>) -> Arc<Self> {
         static NUMBERS: StdAtomicU64 = StdAtomicU64::new(1);
-        // Relaxed: only to be different.
+        // Relaxed: the numbers need only differ.
         let number = NUMBERS.fetch_add(1, StdOrdering::Relaxed);
         let central = Arc::new_cyclic(|me| Self {
             gate: Gate::new(sync::asymmetric()),
@@ -233,7 +247,7 @@ impl CentralPool {
             config,
         });
         crate::os::empty_in_child(lease::forget_all);
-        // the outstanding reference count: see "How long a central pool lives".
+        // The outstanding reference: see "How long a central pool lives".
         std::mem::forget(central.clone());
         central
     }
@@ -257,50 +271,51 @@ impl CentralPool {
 
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// A hit: this thread's thread cache has a segment. Everything else is [`CentralPool::try_take`]'s.
+    /// A hit: takes a segment from this thread's cache. `None`: the caller goes on with [`CentralPool::refill`] and
+    /// [`CentralPool::try_take`].
     #[inline(always)]
     pub(crate) fn hit(&self, class: Class, len: usize) -> Option<Fresh> {
-        // The ways join with a descriptor, which fits a register, and not with what is made of it: see the note in
-        // `Pool`.
+        // Both branches yield a descriptor, which fits into a register, and not a `Fresh`: see the note in `Pool`.
         let descriptor = match self.gate.enter_by_permit(lease::current()?) {
             Some(mut inside) => inside.take(class, len)?,
             None => self.hit_other(class, len)?,
         };
-        // SAFETY: taken from this central pool just now, and of the class.
+        // SAFETY: just taken from this central pool, of this class, and no other thread has it.
         Some(unsafe { Fresh::of_list(self, Grant { descriptor, len }, list_of(class)) })
     }
 
-    /// The same where this thread has used another pool since, or has to fence for itself.
+    /// The same, where this thread has used another pool since, or where owners execute a fence of their own.
     #[cold]
     #[inline(never)]
     fn hit_other(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
         self.gate.enter(lease::hot(self)?)?.take(class, len)
     }
 
-    /// Hands out what was taken just now.
+    /// Turns a grant that was just made into a segment to hand out.
     #[inline(always)]
     fn fresh(&self, grant: Grant) -> Fresh {
-        // SAFETY: only called with grants of this central pool, once each, by who has just taken them from a list.
+        // SAFETY: every caller passes a grant of this central pool, once, that it has just taken from a list.
         unsafe { Fresh::new(self, grant) }
     }
 
-    /// Checks what can be refused without looking at the memory.
+    /// Turns a request into a [`Want`], and refuses what this central pool can never serve. Lengths and alignments are
+    /// in bytes.
     pub(crate) fn place(&self, len: usize, align: usize) -> Result<Want> {
-        // What overflows is too long for any pool: for this one by its own measure.
+        // A length that overflows is too long for any pool. The error tells what is the longest for this one.
         let placement = Placement::of(len, align).map_err(|error| match error {
             Error::TooLong { len, largest } => {
                 Error::TooLong { len, largest: largest.min(self.config.largest) }
             }
             error => error,
         })?;
-        // Where regions start less well aligned than that, a part of an extent is lost in front.
+        // Where regions are aligned to less than that, a part of an extent before the segment is lost.
         let lost = self.regions.as_ref().map_or(0, |regions| align.saturating_sub(regions.aligned()));
         let largest = self.config.largest.saturating_sub(lost);
         if len > largest {
             return Err(Error::TooLong { len, largest });
         }
         let placement = match placement {
-            // The length fits into an extent and the class's stride does not: it gets a run of its own.
+            // The length fits into an extent and the class's stride does not: the segment gets a run of its own.
             Placement::Class(class) if class.stride() > largest + 32 => {
                 Placement::Pages { span: segment::span(len)?, align: 1 }
             }
@@ -314,7 +329,7 @@ impl CentralPool {
         if self.closed() { Err(Error::Closed) } else { Ok(()) }
     }
 
-    /// A segment, if one is free anywhere, or cached within reach, and nobody has to wait for it first.
+    /// Takes a segment if one is free, or is cached within the reclaim level, and no waiter has a right to it.
     ///
     /// # Errors
     /// [`Error::Closed`], [`Error::Forked`].
@@ -326,12 +341,12 @@ impl CentralPool {
                 return Ok(Take::Got(self.fresh(Grant { descriptor, len: want.len })));
             }
         }
-        // Obtained before the lock is taken: leasing takes it too.
+        // Before the lock: leasing a thread cache takes the lock, too.
         let cache = self.cache();
         let mut core = self.core.lock();
         self.refuse_if_shut()?;
         if !core.queue.is_empty() && !cfg!(pinpool_planted = "take_overtakes") {
-            // First come, first served, but for what the head cannot use.
+            // First come, first served, except for a segment that the head of the queue cannot use.
             let Core { arena, queue, .. } = &mut *core;
             let passed = queue.overtake(arena, &[want]);
             return Ok(passed.map_or(Take::Empty, |g| Take::Got(self.fresh(core.took(g.descriptor, g.len)))));
@@ -350,7 +365,10 @@ impl CentralPool {
         })
     }
 
-    /// All of several, or none.
+    /// Takes a segment for each of `wants`, or none at all. `None`: not now.
+    ///
+    /// # Errors
+    /// As for [`CentralPool::try_take`].
     pub(crate) fn try_take_all(&self, wants: &[Want], level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         self.refuse_if_shut()?;
         let cache = self.cache();
@@ -371,23 +389,24 @@ impl CentralPool {
 
     // --- returning ---------------------------------------------------------------------------------------------------
 
-    /// Returns a segment. This may be the last anyone does with the central pool: it can be gone when this returns.
+    /// Returns a segment. If it is the last one that is out of a closed pool, this frees the central pool.
     ///
     /// # Safety
-    /// `this` is the descriptor's central pool; the descriptor is out and the caller's to give, `len` what it was taken
-    /// for, `list` its list; the caller touches neither afterwards.
+    /// `this` is the descriptor's central pool. The descriptor is out and owned by the caller; `len` is the length that
+    /// it was taken for, `list` its list (or [`LISTS`], to note the return in the ledger). The caller touches neither
+    /// `this` nor the descriptor afterwards.
     #[inline(always)]
     pub(crate) unsafe fn put(this: NonNull<Self>, descriptor: NonNull<Descriptor>, len: usize, list: usize) {
-        // SAFETY: a descriptor that is out keeps its central pool alive (the outstanding reference) until it is counted
-        // as returned.
+        // SAFETY: a descriptor that is out keeps its central pool alive (by the outstanding reference) until it is
+        // counted as returned.
         let central = unsafe { this.as_ref() };
         if let Some(mut inside) = lease::current().and_then(|cache| central.gate.enter_by_permit(cache)) {
-            // SAFETY: alive, in no list, and the caller's.
+            // SAFETY: alive, out, in no list, and owned by the caller, who passes it on.
             if let Put::Kept = unsafe { inside.put(descriptor, len, list) } {
                 return;
             }
         }
-        // SAFETY: the caller's word, passed on.
+        // SAFETY: this function's contract is that of `put_slow`, and nothing was done yet.
         unsafe { Self::put_slow(this, descriptor, len, list) }
     }
 
@@ -398,11 +417,11 @@ impl CentralPool {
         if crate::os::forked() {
             return;
         }
-        // SAFETY: alive, and the caller's.
+        // SAFETY: alive, and owned by the caller.
         let class = unsafe { descriptor.as_ref() }.class();
         if let Some(class) = class {
             if list == LISTS {
-                // Not for want of a list, but because somebody wants to know when it comes back.
+                // The segment was handed out without a list, so that its return comes here and closes its ledger entry.
                 #[cfg(not(pinpool_planted = "ledger_left_open"))]
                 central.core.lock().ledger.close(descriptor.addr().get());
             }
@@ -419,14 +438,14 @@ impl CentralPool {
         central.core.lock().queue.head_wake().into_iter().for_each(Wake::wake);
         let mut wakes = Vec::new();
         let mut core = central.core.lock();
-        // SAFETY: the descriptor is alive until it is given.
+        // SAFETY: the descriptor is alive until the arena gets it back.
         let (granted, class) = unsafe { (core.arena.granted(descriptor), descriptor.as_ref().class()) };
         core.granted = core.granted.wrapping_sub(granted as u64);
         core.classes.gave(class, granted);
         core.ledger.close(descriptor.addr().get());
         core.requested = core.requested.wrapping_sub(len as u64);
         core.puts += 1;
-        // SAFETY: alive, the caller's, in no list.
+        // SAFETY: alive, owned by the caller, in no list.
         unsafe {
             descriptor.as_ref().returned();
             core.arena.give(descriptor);
@@ -437,30 +456,30 @@ impl CentralPool {
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the outstanding reference, given up by the last of the outstanding reference; nothing is touched
-            // afterwards. (Not by way of `this`, which may come from a reference, and then reaches the central pool and
-            // not its counts.)
+            // SAFETY: this drops the outstanding reference, once: the last segment is back. Nothing is touched
+            // afterwards. (`me` and not `this` gives the pointer: `this` may be derived from a reference, which is
+            // valid for the central pool and not for the reference counts beside it.)
             unsafe { Arc::decrement_strong_count(central.me.as_ptr()) };
         }
     }
 
-    /// Returns into this thread's thread cache: it may have used another pool since, or has to fence for itself.
-    /// `false`: nothing was done.
+    /// Returns a segment into this thread's cache, where this thread has used another pool since, or where owners
+    /// execute a fence of their own. `false`: nothing was done.
     ///
     /// # Safety
-    /// The descriptor is alive, out, of this class, in no list, and the caller's.
+    /// The descriptor is alive, out, of this class, in no list, and owned by the caller.
     unsafe fn keep(&self, class: Class, descriptor: NonNull<Descriptor>, len: usize) -> bool {
         let held = self.cache().and_then(|cache| self.gate.enter(cache));
-        // SAFETY: the caller's word.
+        // SAFETY: this function's contract.
         held.is_some_and(|mut held| matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept))
     }
 
-    /// Events a segment as never to be reused. It stays taken for good.
+    /// Counts a segment as quarantined. It stays taken for good, and waiters that need its memory get an error.
     ///
     /// # Safety
     /// `this` is the descriptor's central pool, and the descriptor is in a state that only the caller leaves.
     pub(crate) unsafe fn quarantine(this: NonNull<Self>, descriptor: NonNull<Descriptor>) {
-        // SAFETY: a descriptor that is not back keeps its central pool alive.
+        // SAFETY: a descriptor that is out keeps its central pool alive.
         let central = unsafe { this.as_ref() };
         if crate::os::forked() {
             return;
@@ -486,7 +505,7 @@ impl CentralPool {
         Some(self.core.lock().table.lease(&self.gate))
     }
 
-    /// A thread ends: what it cached goes back to the runs.
+    /// Ends the lease of a thread that ends, by a call on that thread. What its cache holds goes back to the runs.
     fn end_lease(&self, cache: &Arc<ThreadCache>) {
         if crate::os::forked() {
             return;
@@ -501,7 +520,7 @@ impl CentralPool {
             // SAFETY: free and alive, if it were this thread's to drain.
             unsafe { arena.give_chain(chain) };
         }
-        // SAFETY: what a thread cache caches is free and alive.
+        // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
         table.give_up(cache, |_, chain| unsafe { arena.give_chain(chain) });
         core.serve(&mut wakes);
         self.stop_waiting(&core);
@@ -511,7 +530,8 @@ impl CentralPool {
 
     // --- the end -----------------------------------------------------------------------------------------------------
 
-    /// Closes the central pool: no checkout succeeds any more, waits end, and the last return frees it.
+    /// Closes the central pool. From here on no checkout succeeds, waiters get [`Error::Closed`], and the last return
+    /// frees the central pool.
     pub(crate) fn close(self: &Arc<Self>) {
         if crate::os::forked() {
             return;
@@ -526,24 +546,24 @@ impl CentralPool {
         self.reclaim_quiet(&mut core);
         core.queue.fail(&mut wakes, |_| Some(Error::Closed));
         self.stop_waiting(&core);
-        // Not before everyone is kept out: from here on returns are counted one by one.
+        // Only after all owners are shut out: from here on returns are counted one by one.
         let (takes, puts) = early.unwrap_or_else(|| core.counted());
         core.outstanding = Some(takes - puts);
         let last = core.came_back(0);
         drop(core);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the outstanding reference; the outstanding reference is empty, and the caller holds a count of
-            // its own.
+            // SAFETY: this drops the outstanding reference, once: no segment is out. The caller holds a count of its
+            // own.
             unsafe { Arc::decrement_strong_count(Arc::as_ptr(self)) };
         }
     }
 
-    /// Segments that are not back yet.
+    /// Number of segments that are out.
     pub(crate) fn outstanding(&self) -> u64 {
         let core = self.core.lock();
         core.outstanding.unwrap_or_else(|| {
-            // While owners are at work a return may be counted before the checkout that it ends.
+            // While owners work, a return may be counted before the checkout that it ends.
             let (takes, puts) = core.counted();
             (takes.wrapping_sub(puts) as i64).max(0) as u64
         })
@@ -551,17 +571,17 @@ impl CentralPool {
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// Whether its memory keeps the device with this context open.
+    /// Whether the memory of this central pool keeps the device with this context open.
     pub(crate) fn keeps(&self, context: u64) -> bool {
         self.regions.as_ref().is_some_and(|regions| regions.keep(context))
     }
 
-    /// Bytes that a segment was given.
+    /// Bytes that were given to a segment.
     ///
     /// # Safety
-    /// `this` is the descriptor's central pool, and the descriptor is not back yet.
+    /// `this` is the descriptor's central pool, and the descriptor is out.
     pub(crate) unsafe fn granted(this: NonNull<Self>, descriptor: NonNull<Descriptor>) -> usize {
-        // SAFETY: by the caller's word both are alive.
+        // SAFETY: a descriptor that is out is alive and keeps its central pool alive.
         let (central, class) = unsafe { (this.as_ref(), descriptor.as_ref().class()) };
         match class {
             Some(class) => class.stride(),
@@ -570,22 +590,22 @@ impl CentralPool {
         }
     }
 
-    /// Whether the memory at this address, which is of a segment that is out, is the driver's managed memory.
+    /// Whether the memory at this address is the driver's managed memory. The address lies in a segment that is out.
     pub(crate) fn is_managed(&self, at: NonNull<u8>) -> bool {
         self.regions.as_ref().is_some_and(|regions| regions.is_managed(at))
     }
 
-    /// Whether a segment's memory is really locked.
+    /// Whether a segment's memory is pinned, and not plain memory in its place.
     ///
     /// # Safety
     /// As for [`CentralPool::granted`].
     pub(crate) unsafe fn pinned(this: NonNull<Self>, descriptor: NonNull<Descriptor>) -> bool {
-        // SAFETY: by the caller's word both are alive.
+        // SAFETY: a descriptor that is out is alive and keeps its central pool alive.
         !crate::os::forked() && unsafe { this.as_ref().core.lock().arena.pinned(descriptor) }
     }
 
-    /// Books another requested length for a segment that stays out.
-    fn rebook(&self, from: usize, to: usize) {
+    /// Changes the requested length of a segment that stays out.
+    fn change_requested(&self, from: usize, to: usize) {
         let mut core = self.core.lock();
         core.requested = core.requested.wrapping_add(to as u64).wrapping_sub(from as u64);
     }
@@ -595,7 +615,7 @@ impl Core {
     /// Counts a segment that the slow path gives out.
     fn took(&mut self, descriptor: NonNull<Descriptor>, len: usize) -> Grant {
         self.takes += 1;
-        // SAFETY: just taken from its run: alive, and ours alone.
+        // SAFETY: just taken from its run: alive, and no other thread has it.
         let (granted, class) = unsafe {
             descriptor.as_ref().taken();
             (self.arena.granted(descriptor), descriptor.as_ref().class())
@@ -606,7 +626,7 @@ impl Core {
         Grant { descriptor, len }
     }
 
-    /// Takes and returns over all threads.
+    /// Takes and returns, of all threads and of the slow path. Exact while all owners are shut out.
     fn counted(&self) -> (u64, u64) {
         let mut sum = (self.takes, self.puts);
         for cache in self.table.caches() {
@@ -618,7 +638,7 @@ impl Core {
         sum
     }
 
-    /// After closing: so many are back. Whether those were the last.
+    /// After closing: counts `n` segments as back. `true`: no segment is out any more.
     fn came_back(&mut self, n: u64) -> bool {
         match &mut self.outstanding {
             Some(left) => {
@@ -630,7 +650,7 @@ impl Core {
     }
 }
 
-/// A sum that ends at the largest number: many requests together can ask for more than there are addresses.
+/// A saturating sum: many requests together can ask for more bytes than there are addresses.
 pub(crate) fn sum(bytes: impl Iterator<Item = usize>) -> usize {
     bytes.fold(0, usize::saturating_add)
 }

@@ -1,12 +1,12 @@
-//! Who waits for memory, and who is next.
+//! The queue: the requests that wait for memory, and which of them is next.
 //!
-//! First come, first served. The one exception: while the head waits for something large, a later request may take a
-//! segment of a run that is in use anyway and that the head could not use as it is; this costs the head nothing now,
-//! but keeps that run in use, so nothing overtakes a head that was passed [`PASSES`] times or has waited
-//! [`OVERTAKING_TIME`]. Several buffers of one request are granted together or not at all, and only at the head.
+//! First come, first served, with one exception. While the head waits for something large, a later request may take a
+//! segment of a run that is in use anyway and that the head cannot use as it is. This costs the head nothing now, but
+//! it keeps that run in use. So no request overtakes a head that was overtaken [`MAX_OVERTAKES`] times or has waited
+//! for [`OVERTAKING_TIME`]. Several buffers of one request are granted together or not at all, and only at the head.
 //!
-//! The queue only decides. It is a part of the central pool's core, under its lock, and hands out whom to wake; the
-//! waking is done after the lock is released.
+//! The queue only decides. It belongs to the central pool's core, under its lock, and collects the wakes that follow.
+//! The caller makes them after it has released the lock.
 
 use std::collections::VecDeque;
 use std::ptr::NonNull;
@@ -25,34 +25,36 @@ use crate::segment::Placement;
 use crate::sync::thread::Thread;
 use crate::telemetry::counters::Histogram;
 
-/// A head that was passed so often is passed no more.
-pub(crate) const PASSES: u32 = 64;
-/// Nor one that has waited so long.
+/// No request overtakes a head that was overtaken this often.
+pub(crate) const MAX_OVERTAKES: u32 = 64;
+/// No request overtakes a head that has waited this long.
 pub(crate) const OVERTAKING_TIME: Duration = Duration::from_millis(10);
 
-/// One segment asked for.
+/// A request for one segment.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Want {
+    /// Requested bytes.
     pub(crate) len: usize,
     pub(crate) placement: Placement,
 }
 
-/// A segment given.
+/// A segment that was taken for a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grant {
     pub(crate) descriptor: NonNull<Descriptor>,
+    /// Requested bytes.
     pub(crate) len: usize,
 }
 
-// SAFETY: a grant is the ownership of a segment, whose descriptor is Sync.
+// SAFETY: a grant is the ownership of a segment, and the segment's descriptor is Sync.
 unsafe impl Send for Grant {}
 
-/// What to do once the lock is released: above all, how to wake a waiter.
+/// What the caller does once the lock is released: above all, how it wakes a waiter.
 #[derive(Debug)]
 pub(crate) enum Wake {
     Thread(Thread),
     Task(Task),
-    /// Has a region made for who waits.
+    /// Carries out the plan of a region for the head of the queue.
     Grow(Weak<CentralPool>, Growth),
 }
 
@@ -83,21 +85,22 @@ struct Waiter {
     wants: Vec<Want>,
     outcome: WaitOutcome,
     wake: Option<Wake>,
-    passed: u32,
-    /// Regions were moved for it.
+    /// How often other requests have overtaken it.
+    overtaken: u32,
+    /// Idle regions were replaced for it.
     moved: bool,
     since: Instant,
 }
 
-/// See the module's page.
+/// See the head of this module.
 #[derive(Debug, Default)]
 pub(crate) struct WaitQueue {
     waiters: Slab<Waiter>,
-    /// Keys of those still waiting, in order of arrival.
+    /// Keys of the waiters that still wait, in the order in which they joined.
     order: VecDeque<usize>,
-    /// Pools on a stepped device ignore the clock, so that a seed reproduces.
+    /// Ignore the clock: pools on a stepped device do so, so that a seed reproduces a run.
     timeless: bool,
-    /// How long those waited who wait no more, whatever they got.
+    /// How long each wait that has ended took, with any outcome.
     waited: Histogram,
 }
 
@@ -106,7 +109,7 @@ impl WaitQueue {
         Self { timeless, ..Self::default() }
     }
 
-    /// Whether nobody waits.
+    /// Whether no request waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.order.is_empty()
     }
@@ -115,19 +118,19 @@ impl WaitQueue {
         self.order.len()
     }
 
-    /// Times from joining to the end of the wait: a grant, an error, or giving up.
+    /// Times from joining to the end of the wait: a grant, an error, or leaving.
     pub(crate) fn waited(&self) -> &Histogram {
         &self.waited
     }
 
-    /// Joins at the end.
+    /// Adds a waiter at the end. Returns its key.
     pub(crate) fn join(&mut self, wants: Vec<Want>, wake: Wake) -> usize {
         let since = Instant::now();
         let key = self.waiters.insert(Waiter {
             wants,
             outcome: WaitOutcome::Waiting,
             wake: Some(wake),
-            passed: 0,
+            overtaken: 0,
             moved: false,
             since,
         });
@@ -135,8 +138,8 @@ impl WaitQueue {
         key
     }
 
-    /// Replaces how a waiter is woken; if it waits no more, takes its outcome and removes it. The other half is what
-    /// the caller is to drop after releasing the lock.
+    /// The outcome of a waiter. A waiter that still waits is woken by `wake` from now on, if that is given. A waiter
+    /// that waits no more is removed. The second value is a wake that the caller drops after it has released the lock.
     pub(crate) fn look(&mut self, key: usize, wake: Option<Wake>) -> (WaitOutcome, Option<Wake>) {
         let waiter = &mut self.waiters[key];
         if matches!(waiter.outcome, WaitOutcome::Waiting) {
@@ -152,8 +155,8 @@ impl WaitQueue {
         matches!(self.waiters[key].outcome, WaitOutcome::Waiting)
     }
 
-    /// Leaves the queue. What was granted meanwhile comes out with it, and as in [`WaitQueue::look`] what is to be
-    /// dropped after the lock.
+    /// Removes a waiter. Returns its outcome, with what was granted meanwhile, and as in [`WaitQueue::look`] a wake to
+    /// be dropped after the lock is released.
     pub(crate) fn leave(&mut self, key: usize) -> (WaitOutcome, Option<Wake>) {
         self.order.retain(|&k| k != key);
         let Waiter { outcome, wake, since, .. } = self.waiters.remove(key);
@@ -169,12 +172,13 @@ impl WaitQueue {
         self.waiters[*self.order.front()?].wake.take()
     }
 
-    /// What the head asks for, and whether regions were moved for it already.
+    /// The head's wants, and whether idle regions were replaced for it already.
     pub(crate) fn head(&self) -> Option<(&[Want], bool)> {
         let head = &self.waiters[*self.order.front()?];
         Some((&head.wants, head.moved))
     }
 
+    /// Notes that idle regions are replaced for the head.
     pub(crate) fn head_moved(&mut self) {
         if let Some(&head) = self.order.front() {
             self.waiters[head].moved = true;
@@ -197,7 +201,7 @@ impl WaitQueue {
         wakes.extend(waiter.wake.take());
     }
 
-    /// Grants whatever can be granted now. `taken` sees each segment that is given out.
+    /// Grants everything that can be granted now. `taken` sees each segment that is given out.
     pub(crate) fn serve(
         &mut self,
         arena: &mut Arena,
@@ -211,7 +215,7 @@ impl WaitQueue {
             }
             self.finish(head, WaitOutcome::Granted(grants), wakes);
         }
-        // The head cannot be served as things are. Who may pass it?
+        // The head cannot be served now. Later requests may overtake it.
         let mut at = 1;
         while at < self.order.len() {
             let key = self.order[at];
@@ -228,12 +232,13 @@ impl WaitQueue {
         }
     }
 
-    /// What a request that is not at the head may have all the same: one segment of a run that is in use anyway, of a
-    /// class that the head has not asked for.
+    /// Takes what a request may have that is not at the head: one segment of a run that is in use anyway, of a class
+    /// that the head does not ask for.
     pub(crate) fn overtake(&mut self, arena: &mut Arena, wants: &[Want]) -> Option<Grant> {
         let head = &mut self.waiters[*self.order.front()?];
-        let tired = head.passed >= PASSES || (!self.timeless && head.since.elapsed() >= OVERTAKING_TIME);
-        if tired {
+        let exempt =
+            head.overtaken >= MAX_OVERTAKES || (!self.timeless && head.since.elapsed() >= OVERTAKING_TIME);
+        if exempt {
             return None;
         }
         let &[Want { len, placement: Placement::Class(class) }] = wants else { return None };
@@ -241,7 +246,7 @@ impl WaitQueue {
             return None;
         }
         let descriptor = arena.take_from_partly_used(class)?;
-        head.passed += 1;
+        head.overtaken += 1;
         Some(Grant { descriptor, len })
     }
 
@@ -255,7 +260,8 @@ impl WaitQueue {
     }
 }
 
-/// A segment for a placement, giving up what runs do not use where that is what it takes.
+/// Takes a segment for a placement. Where none is free, idle runs are dissolved first, and then runs in use are
+/// shortened.
 pub(crate) fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNull<Descriptor>> {
     let again = |arena: &mut Arena, more: bool| if more { arena.take(placement) } else { None };
     let mut taken = arena.take(placement);
@@ -270,7 +276,7 @@ pub(crate) fn take_one(arena: &mut Arena, placement: Placement) -> Option<NonNul
     taken
 }
 
-/// All of them or none.
+/// Takes a segment for each of `wants`, or none at all.
 pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> {
     let mut grants = Vec::with_capacity(wants.len());
     for want in wants {
@@ -278,7 +284,7 @@ pub(crate) fn take_all(arena: &mut Arena, wants: &[Want]) -> Option<Vec<Grant>> 
             Some(descriptor) => grants.push(Grant { descriptor, len: want.len }),
             None => {
                 for grant in grants {
-                    // SAFETY: just taken, never shown to anyone, still marked free.
+                    // SAFETY: just taken: alive, in no list, its state still free, and no other thread has seen it.
                     unsafe { arena.give(grant.descriptor) };
                 }
                 return None;

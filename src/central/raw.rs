@@ -1,4 +1,4 @@
-//! A segment that is out, as a bare value: what buffers and timelines pass to each other.
+//! A segment that is out, as a bare value. Buffers and timelines pass it to each other.
 
 use std::ptr::NonNull;
 
@@ -6,29 +6,29 @@ use super::{CentralPool, Grant};
 use crate::freelist::{Descriptor, LISTS};
 use crate::segment::Class;
 
-/// The address without [`WATCHED_BIT`]. A descriptor's is not zero without it.
-fn unwatched(descriptor: NonNull<Descriptor>) -> NonNull<Descriptor> {
-    NonNull::new(descriptor.as_ptr().map_addr(|at| at & !WATCHED_BIT)).unwrap_or(descriptor)
+/// The address without [`TRACKED_BIT`]. It is not zero, since a descriptor's address is not.
+fn without_bit(descriptor: NonNull<Descriptor>) -> NonNull<Descriptor> {
+    NonNull::new(descriptor.as_ptr().map_addr(|at| at & !TRACKED_BIT)).unwrap_or(descriptor)
 }
 
-/// The right to a segment that is out. Not `Drop`: who holds it decides what becomes of it, and forgetting it leaks the
-/// segment, never more.
+/// The right to a segment that is out. It has no `Drop`: its holder decides what becomes of the segment. Forgetting it
+/// leaks the segment, and nothing else.
 ///
 /// # Invariant
-/// The descriptor is of this central pool and not back, so both are alive.
+/// The descriptor is of this central pool and out, so both are alive.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a forgotten segment is lost to the pool"]
 pub(crate) struct Segment {
     central: NonNull<CentralPool>,
     descriptor: NonNull<Descriptor>,
-    /// Bytes that were asked for, and below them which list of a thread cache it belongs to: a return that had to load
-    /// that from the descriptor would find its list, and with it whatever it reads and writes, only after the checkout
-    /// has found the descriptor.
+    /// The requested bytes, and in the lowest bits the index of the segment's list in a thread cache. A return that had
+    /// to load the index from the descriptor would have to wait for that load before it could touch the list, and with
+    /// it for the checkout that found the descriptor.
     tag: u64,
 }
 
-/// Bits of a tag that the list has: a byte, which processors can take off a word by itself. The longest extent has 43
-/// bits, so a length has room above.
+/// Bits of a tag that hold the list: a byte, which processors can extract by itself. The length of the longest extent
+/// has 43 bits, so a length has room above.
 const LIST: u32 = 8;
 const _: () = assert!(LISTS < 1 << LIST);
 
@@ -37,29 +37,29 @@ fn tag(len: usize, list: usize) -> u64 {
     (len as u64) << LIST | list as u64
 }
 
-/// In the address of a descriptor on its way: the return is watched.
-const WATCHED_BIT: usize = 1;
-const _: () = assert!(align_of::<Descriptor>() > WATCHED_BIT);
+/// A bit in the address of a descriptor between `into_parts` and `from_parts`: the ledger tracks the segment's return.
+const TRACKED_BIT: usize = 1;
+const _: () = assert!(align_of::<Descriptor>() > TRACKED_BIT);
 
 // SAFETY: the central pool and the descriptor are Sync, and a segment is owned by one place at a time.
 unsafe impl Send for Segment {}
 // SAFETY: a shared segment only gives out addresses and atomics.
 unsafe impl Sync for Segment {}
 
-/// A segment that was checked out just now: host-ready, nothing written, and no other name for it. What a buffer is
-/// made of.
+/// A segment that was just checked out: host-ready, nothing written, and no [alias](Segment::alias). A buffer is made
+/// of it.
 #[derive(Debug)]
 #[must_use = "a forgotten segment is lost to the pool"]
 pub(crate) struct Fresh(Segment);
 
 impl Fresh {
     /// # Safety
-    /// The grant is this central pool's, made just now, and nobody else uses it.
+    /// The grant is of this central pool, was just made, and is used nowhere else.
     #[inline(always)]
     pub(super) unsafe fn new(central: &CentralPool, grant: Grant) -> Self {
         // SAFETY: granted, so alive.
         let list = unsafe { grant.descriptor.as_ref() }.list();
-        // SAFETY: the caller's word.
+        // SAFETY: this function's contract, and the list is the descriptor's.
         unsafe { Self::of_list(central, grant, list) }
     }
 
@@ -75,21 +75,21 @@ impl Fresh {
     }
 
     /// # Safety
-    /// From [`Segment::into_parts`], once: of a segment with this length, of which nothing has been written that
-    /// counts.
-    // Never inlined: what the slow path then leaves in registers costs the hit two of its own.
+    /// The parts are from [`Segment::into_parts`] and are used once. The segment has this length, and no byte of it
+    /// counts as written.
+    // Never inlined: else the slow path's values would take two registers from the hit.
     #[cold]
     #[inline(never)]
     pub(crate) unsafe fn from_parts(
         (central, descriptor): (NonNull<CentralPool>, NonNull<Descriptor>),
         len: usize,
     ) -> Self {
-        let watched = descriptor.addr().get() & WATCHED_BIT != 0;
-        let descriptor = if watched { unwatched(descriptor) } else { descriptor };
-        // SAFETY: a segment that is out keeps its central pool alive, and the caller's word.
+        let tracked = descriptor.addr().get() & TRACKED_BIT != 0;
+        let descriptor = if tracked { without_bit(descriptor) } else { descriptor };
+        // SAFETY: a segment that is out keeps its central pool alive; the rest is this function's contract.
         let mut fresh = unsafe { Self::new(central.as_ref(), Grant { descriptor, len }) };
-        if watched {
-            fresh.watch();
+        if tracked {
+            fresh.track();
         }
         fresh
     }
@@ -103,14 +103,14 @@ impl Fresh {
         &self.0
     }
 
-    /// Has its return take the slow path, so that it can be noted there: to this name of it no list belongs.
-    pub(super) fn watch(&mut self) {
+    /// Sends the segment's return to the slow path, where the ledger sees it: the segment is handed out without a list.
+    pub(super) fn track(&mut self) {
         self.0.tag = tag(self.0.len(), LISTS);
     }
 }
 
 impl Segment {
-    /// Bytes that were asked for.
+    /// The requested bytes.
     #[inline(always)]
     pub(crate) fn len(&self) -> usize {
         (self.tag >> LIST) as usize
@@ -121,11 +121,11 @@ impl Segment {
         (self.tag & ((1 << LIST) - 1)) as usize
     }
 
-    /// Its addresses. Two of them, and no length: so much a function can return in registers. Whether its return is
-    /// watched is in a bit that a descriptor's address does not use.
+    /// The segment's two addresses, without its length: a function can return so much in registers. A bit that the
+    /// address of a descriptor does not use tells whether the ledger tracks the return.
     pub(crate) fn into_parts(self) -> (NonNull<CentralPool>, NonNull<Descriptor>) {
-        let watched = if self.list() == LISTS { WATCHED_BIT } else { 0 };
-        (self.central, self.descriptor.map_addr(|at| at | watched))
+        let tracked = if self.list() == LISTS { TRACKED_BIT } else { 0 };
+        (self.central, self.descriptor.map_addr(|at| at | tracked))
     }
 
     /// First byte.
@@ -145,7 +145,7 @@ impl Segment {
         unsafe { self.central.as_ref() }
     }
 
-    /// Whether both are of one central pool.
+    /// Whether both segments are of one central pool.
     pub(crate) fn shares_central(&self, other: &Self) -> bool {
         self.central == other.central
     }
@@ -154,47 +154,47 @@ impl Segment {
         self.descriptor().class()
     }
 
-    /// Bytes that the segment was given.
+    /// Bytes that were given to the segment.
     pub(crate) fn granted(&self) -> usize {
         // SAFETY: the invariant.
         unsafe { CentralPool::granted(self.central, self.descriptor) }
     }
 
-    /// Whether its memory is really locked.
+    /// Whether its memory is pinned, and not plain memory in its place.
     pub(crate) fn pinned(&self) -> bool {
         // SAFETY: the invariant.
         unsafe { CentralPool::pinned(self.central, self.descriptor) }
     }
 
-    /// A second name for the same segment, for the two parties that meet in its state word.
+    /// A second value for the same segment: the handle and the timeline, which meet in its state word, have one each.
     pub(crate) fn alias(&self) -> Self {
         Self { ..*self }
     }
 
-    /// Another name's length, after [`Segment::rebook`] through this one's alias.
+    /// Changes the length of this value only, after [`Segment::rebook`] of its alias.
     pub(crate) fn relabel(&mut self, len: usize) {
         self.tag = tag(len, self.list());
     }
 
-    /// Changes what it counts as asked for, for a claimer that asks for another length.
+    /// Changes the requested length, in the statistics too, for a claim that asks for another length.
     pub(crate) fn rebook(&mut self, len: usize) {
-        self.central().rebook(self.len(), len);
+        self.central().change_requested(self.len(), len);
         self.relabel(len);
     }
 
-    /// Returns it to the pool.
+    /// Returns the segment to the pool.
     ///
     /// # Safety
-    /// The caller owns the segment in its present state, no device uses it, and no other name for it is used again.
+    /// The caller owns the segment in its present state, no device uses it, and no alias of it is used again.
     #[inline(always)]
     pub(crate) unsafe fn release(self) {
-        // SAFETY: the invariant, and the caller's word.
+        // SAFETY: the invariant, and this function's contract.
         unsafe { CentralPool::put(self.central, self.descriptor, self.len(), self.list()) }
     }
 
-    /// Takes it out of use for good. Its word already says so.
+    /// Takes the segment out of use for good. Its state is QUARANTINED already.
     pub(crate) fn quarantine(self) {
-        // SAFETY: the invariant; a quarantined segment is never returned.
+        // SAFETY: the invariant; no thread takes a segment out of QUARANTINED.
         unsafe { CentralPool::quarantine(self.central, self.descriptor) }
     }
 }

@@ -1,18 +1,20 @@
-//! What threads cache: how much of it, where a batch comes from, and when it is taken back.
+//! Reclaiming: how much a thread may cache, where its batches come from, and when they go back to their runs.
 //!
-//! A cached segment is of use to its thread alone, or between threads to its class alone. Any other request that finds
-//! nothing else has to have it taken back to its run, and that has a price for those who cached it: an owner who is
-//! kept out of its thread cache meanwhile takes the slow path for once, and one whose list is empty then misses once
-//! more. So [`CentralPool::reclaim`] takes first what nobody misses, and stops as soon as the request is served:
+//! A segment in a thread cache serves only that thread, and a segment in a transfer cache only its class. Any other
+//! request that finds no free memory needs it back in its run, and that costs the threads that cached it something: an
+//! owner that is shut out of its cache meanwhile takes the slow path once, and an owner whose list is then empty misses
+//! once more. So [`CentralPool::reclaim`] begins with what other threads will hardly miss, and stops as soon as the
+//! request is served:
 //!
-//! 1. what hangs in transfer caches, and what the asking thread itself has;
-//! 2. the thread caches of threads that are idle: that come by less than once in a millisecond;
-//! 3. for a segment of a class, half of what the thread has of it that has most;
-//! 4. everything, and for a class or for pages that can then not be had for certain, nothing.
+//! 1. the transfer caches, and the cache of the thread that asks;
+//! 2. the caches of idle threads, which use the pool less than once in a millisecond;
+//! 3. for a segment of a class: half of that class's segments in the thread cache that has most of them;
+//! 4. everything that is cached, unless it is certain that this would not serve the request.
 //!
-//! The last is for who cannot have it otherwise ([`ReclaimLevel::All`]). As long as the pool may grow it grows instead,
-//! so that a growing pool leaves its threads alone; where it can grow no more, all that is cached is within anybody's
-//! reach. (Parts of it would not do in 4: what a large request needs is neighbours, and these may be anywhere.)
+//! Step 4 is for requests that cannot be served otherwise ([`ReclaimLevel::All`]). As long as the pool may grow, it
+//! grows instead, so that a growing pool leaves its threads' caches alone. Where it can grow no more, every request may
+//! reclaim everything. (A part of it would not do in step 4: a large request needs neighbours, and these may be in any
+//! cache.)
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -23,21 +25,22 @@ use crate::freelist::{CacheTable, Descriptor, ThreadCache, mode};
 use crate::segment::{Class, Placement};
 use crate::sync::Ordering;
 
-/// How far a request may reach for what others have cached.
+/// How much of what other threads have cached a request may reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReclaimLevel {
-    /// What they will not miss, and a part of their segments of the very class.
+    /// What they will hardly miss, and half of one thread's segments of the requested class: steps 1 to 3.
     Idle,
-    /// All of it.
+    /// All of it: steps 1 to 4.
     All,
 }
 
 impl CentralPool {
+    /// This thread's cache, with a new lease if it has none. Not under the lock.
     pub(super) fn cache(&self) -> Option<&ThreadCache> {
         lease::hot(self).or_else(|| lease::obtain(self))
     }
 
-    /// A batch from a run: one to be used, the others into this thread's thread cache.
+    /// Takes a batch from a run. Returns one segment and moves the others into this thread's cache.
     pub(super) fn batch(
         &self,
         core: &mut Core,
@@ -52,14 +55,15 @@ impl CentralPool {
                 Some(mut held) => held.fill(class, chain),
                 None => chain,
             };
-            // SAFETY: just taken from their run, still free.
+            // SAFETY: just taken from their run, so alive and free, and the chain is their only list.
             unsafe { core.arena.give_chain(rest) };
         }
         Some(descriptor)
     }
 
-    /// How many segments of a class this thread cache may hold; grants room for a class used for the first time, at the
-    /// cost of the other classes where the thread cache's bytes are all granted.
+    /// The number of segments of a class that this thread cache may hold. A class that is used for the first time gets
+    /// room here. Where the bytes of the thread cache are all granted, the other classes lose theirs, and the cache is
+    /// emptied.
     pub(super) fn limit(&self, core: &mut Core, cache: &ThreadCache, class: Class) -> u32 {
         let Some(mut held) = self.gate.enter(cache) else { return 0 };
         let limit = held.limit(class);
@@ -75,7 +79,7 @@ impl CentralPool {
         let granted: usize = Class::all().map(|c| held.limit(c) as usize * c.stride()).sum();
         if granted + limit as usize * stride > budget {
             let arena = &mut core.arena;
-            // SAFETY: what a thread cache caches is free and alive.
+            // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
             held.drain_all(|_, chain| unsafe { arena.give_chain(chain) });
             Class::all().for_each(|c| held.set_limit(c, 0));
         }
@@ -83,9 +87,9 @@ impl CentralPool {
         limit
     }
 
-    // --- taking back -------------------------------------------------------------------------------------------------
+    // --- reclaiming --------------------------------------------------------------------------------------------------
 
-    /// A segment made of what is cached: see the module's page.
+    /// Takes a segment after reclaiming what is cached, in the steps of the head of this module.
     pub(super) fn reclaim(
         &self,
         core: &mut Core,
@@ -110,15 +114,15 @@ impl CentralPool {
         None
     }
 
-    /// Whether anything is cached. Exact while nobody moves.
+    /// Whether anything is cached. Exact while no call is under way on the fast path.
     fn any_cached(&self, core: &Core) -> bool {
-        // Pairs with those who take reservations away.
+        // Acquire: pairs with the releases in `unreserve` and `drain_transfers`.
         self.reservations.bytes.load(Ordering::Acquire) > 0
             || core.table.caches().any(|cache| cache.any_cached())
     }
 
-    /// Whether a request might be served by what transfer caches have and these thread caches. `false` is as good as
-    /// certain: owners at work may have a segment more by now.
+    /// Whether the segments in transfer caches and in these thread caches might serve a request. `false` is almost
+    /// certain: an owner that works now may have one segment more.
     fn could_help<'a>(
         &self,
         core: &Core,
@@ -127,13 +131,13 @@ impl CentralPool {
     ) -> bool {
         core.arena.could_reclaim(placement, |class| {
             let listed = caches.clone().map(|cache| cache.cached(class) as usize).sum::<usize>();
-            // Batches that were on their way to a slot, or from one, a moment ago.
+            // The reserved bytes count also batches that are being moved to a slot, or from one.
             listed + self.reservations.bytes.load(Ordering::Relaxed) as usize / class.stride()
         })
     }
 
-    /// Takes back what nobody misses: what is between threads, what this one has, and what idle ones have (not, if that
-    /// cannot help the request). `false` if that was nothing.
+    /// Reclaims what other threads will hardly miss: the transfer caches, this thread's cache, and the caches of idle
+    /// threads (these only if that may help the request). `false`: there was nothing.
     pub(super) fn reclaim_idle(
         &self,
         core: &mut Core,
@@ -144,7 +148,7 @@ impl CentralPool {
         if let Some(cache) = mine {
             CacheTable::mine(cache).drain_all(|_, chain| {
                 any = true;
-                // SAFETY: what a thread cache caches is free and alive.
+                // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
                 unsafe { core.arena.give_chain(chain) };
             });
         }
@@ -163,7 +167,8 @@ impl CentralPool {
         any
     }
 
-    /// A segment of a class from the thread that has most of them, half of which go to their runs.
+    /// Takes a segment of a class after half of the class's segments in one thread cache, which has most of them, have
+    /// gone back to their runs.
     fn reclaim_half(&self, core: &mut Core, class: Class) -> Option<NonNull<Descriptor>> {
         let Core { arena, table, stats, .. } = core;
         let most = table.caches().max_by_key(|cache| cache.cached(class))?;
@@ -173,14 +178,14 @@ impl CentralPool {
         let most = most.clone();
         self.gate.revoke(std::slice::from_ref(&most), table, |mut held| {
             let half = most.cached(class).div_ceil(2) as u32;
-            // SAFETY: what a thread cache caches is free and alive.
+            // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
             unsafe { arena.give_chain(held.drain(class, half)) };
         });
         stats.reclaims += 1;
         arena.take(Placement::Class(class))
     }
 
-    /// Takes back everything that thread caches and transfer caches cache. `false` if that was nothing.
+    /// Reclaims everything in thread caches and transfer caches. `false`: there was nothing.
     pub(super) fn reclaim_all(&self, core: &mut Core) -> bool {
         if !self.any_cached(core) {
             return false;
@@ -192,14 +197,14 @@ impl CentralPool {
         any
     }
 
-    /// The same, where the owners are kept out already.
+    /// The same, where all owners are shut out already.
     pub(super) fn reclaim_quiet(&self, core: &mut Core) -> bool {
         let mut any = false;
         let Core { arena, table, .. } = &mut *core;
         for mut held in table.quiet() {
             held.drain_all(|_, chain| {
                 any = true;
-                // SAFETY: what a thread cache caches is free and alive.
+                // SAFETY: segments in a thread cache are free and alive, and draining takes them off its lists.
                 unsafe { arena.give_chain(chain) };
             });
         }

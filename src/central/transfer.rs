@@ -1,15 +1,15 @@
-//! What threads leave for each other: how a thread cache is filled from a transfer cache, and how it is relieved.
+//! The exchange between threads: how a thread cache is filled from a transfer cache, and how it makes room by one.
 //!
-//! A thread that takes more than it returns finds its thread cache empty and takes over a batch that another left on
-//! the class's transfer cache; one that returns more than it takes finds it full and hangs up half of the list
-//! ([`crate::freelist::transfer`]). Neither needs the lock, and neither decides who comes first: while anybody waits no
-//! thread cache can be entered. What finds no slot goes to its runs, under the lock.
+//! A thread that takes more than it returns finds its cache empty, and takes a batch that another thread has left in
+//! the class's transfer cache. A thread that returns more than it takes finds its list full, and moves half of it to
+//! the transfer cache ([`crate::freelist::transfer`]). Neither needs the lock, and neither can overtake a waiter: while
+//! a request waits, no thread cache can be entered. A batch that finds no slot goes to its runs, under the lock.
 //!
-//! What all transfer caches hold together is bounded ([`CentralConfig::shared_cache`](super::CentralConfig)), so each
-//! batch is reserved before it is hung up. Slots keep their reservations when they are emptied, since the next batch is
-//! coming; so what is reserved may be for classes that nobody uses any more, and who is refused takes those
-//! reservations away and asks once more. Where there are none, all that is reserved hangs, and the next few who are
-//! refused do not look.
+//! The bytes in all transfer caches together are bounded ([`CentralConfig::shared_cache`](super::CentralConfig)), so a
+//! batch is reserved before it is moved. A slot keeps its reservation when it is emptied, since the next batch is
+//! likely to come. So reservations may be left for classes that no thread uses any more. A thread whose reservation is
+//! refused drops the reservations of empty slots and tries once more. If no empty slot has one, every reservation is in
+//! use, and the next few threads that are refused do not look.
 
 use std::cell::Cell;
 use std::ptr::NonNull;
@@ -21,32 +21,33 @@ use crate::freelist::{Descriptor, list_of, listed};
 use crate::segment::Class;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
-/// So many who are refused take it that all reservations are in use, after one who has looked and found it so.
+/// After a look that found all reservations in use, this many refused threads assume the same and do not look.
 const LOOKS_SKIPPED: u32 = if cfg!(loom) { 1 } else { 15 };
 
 /// What the transfer caches of a central pool have reserved together.
 #[derive(Debug)]
 pub(super) struct Reservations {
-    /// Bytes: no fewer than hang there. Who brings it down, having emptied what was reserved, does so by a release,
-    /// which pairs with the acquire in [`CentralPool::any_cached`]: who finds nothing reserved sees where it went. All
-    /// else is a sum, and relaxed.
+    /// Reserved bytes: at least those that the slots hold. A thread that has emptied slots subtracts their reservations
+    /// by a release, which pairs with the acquire in [`CentralPool::any_cached`]: a thread that finds nothing reserved
+    /// sees where the segments went. All other changes only keep a sum, and are relaxed.
     pub(super) bytes: AtomicU64,
-    /// How many are still to take it that all of them are in use. A hint: whoever loses an update of it looks a little
-    /// earlier or later, so it is relaxed, and pairs with nothing.
-    rest: AtomicU32,
+    /// How many refused threads will still assume that all reservations are in use. It is a hint: a lost update makes a
+    /// thread look a little earlier or later. So it is relaxed and pairs with nothing.
+    skips_left: AtomicU32,
 }
 
 impl Reservations {
     pub(super) fn new() -> Self {
-        Self { bytes: AtomicU64::new(0), rest: AtomicU32::new(0) }
+        Self { bytes: AtomicU64::new(0), skips_left: AtomicU32::new(0) }
     }
 }
 
 impl CentralPool {
     // --- taking ------------------------------------------------------------------------------------------------------
 
-    /// A segment from this thread's thread cache after filling that from a transfer cache. No lock, and no decision who
-    /// comes first: while anybody waits no thread cache can be entered. In the child of a fork there is none.
+    /// Takes a segment from this thread's cache, which is filled from a transfer cache if it is empty. Without the
+    /// lock, and never before a waiter: while a request waits, no thread cache can be entered. `None` in the child of a
+    /// fork.
     pub(crate) fn refill(&self, class: Class, len: usize) -> Option<Fresh> {
         if self.gate.mode() != 0 {
             return None;
@@ -54,11 +55,11 @@ impl CentralPool {
         self.take_via_transfer(class, len).map(|descriptor| self.fresh(Grant { descriptor, len }))
     }
 
-    /// Fills this thread's thread cache from a transfer cache and takes one of it.
+    /// The same without looking at the mode first.
     pub(super) fn take_via_transfer(&self, class: Class, len: usize) -> Option<NonNull<Descriptor>> {
         let cache = self.cache()?;
         let mut held = self.gate.enter(cache)?;
-        // Not everyone has tried for a hit: requests for a reserve have not, nor has this thread since it reaped.
+        // Some callers have not tried for a hit: requests for a reserve, and a thread that has completed copies since.
         if let Some(descriptor) = held.take(class, len) {
             return Some(descriptor);
         }
@@ -74,9 +75,9 @@ impl CentralPool {
         if !rest.is_empty() {
             let mut wakes = Vec::new();
             let mut core = self.core.lock();
-            // SAFETY: it hung in a transfer cache, so it is free and alive.
+            // SAFETY: just taken from a transfer cache, so free and alive.
             unsafe { core.arena.give_chain(rest) };
-            // Whoever has begun to wait since has not found it.
+            // A request that has begun to wait meanwhile has not found these.
             core.serve(&mut wakes);
             self.stop_waiting(&core);
             drop(core);
@@ -87,47 +88,48 @@ impl CentralPool {
 
     // --- returning ---------------------------------------------------------------------------------------------------
 
-    /// Returns into this thread's thread cache after making room in it: half of the list goes to a transfer cache, or
-    /// to its runs. `false`: nothing was done.
+    /// Returns a segment into this thread's cache after making room in it: half of the list goes to a transfer cache,
+    /// or to its runs. `false`: the segment is still out, and the caller returns it otherwise.
     ///
     /// # Safety
-    /// The descriptor is alive, out, of this class, in no list, and the caller's.
+    /// The descriptor is alive, out, of this class, in no list, and owned by the caller.
     pub(super) unsafe fn make_room(&self, class: Class, descriptor: NonNull<Descriptor>, len: usize) -> bool {
         let Some(cache) = self.cache() else { return false };
         let Some(mut held) = self.gate.enter(cache) else { return false };
         let limit = held.limit(class);
         if limit == 0 {
             drop(held);
-            // A thread that only returns has been granted no room yet.
+            // The class has no room in this cache yet, as in a thread that has only returned segments so far.
             let mut core = self.core.lock();
             if self.limit(&mut core, cache, class) == 0 {
                 return false;
             }
-            // The lock is released last, and who frees the central pool has to take it first.
+            // The lock is released last: a thread that frees the central pool has to take it first.
             let Some(mut held) = self.gate.enter(cache) else { return false };
-            // SAFETY: the caller's word.
+            // SAFETY: this function's contract.
             return matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept);
         }
-        // What finds no slot stays here until the lock is ours, so that it can be found at any time.
+        // A half that finds no slot stays in the list until this thread has the lock, so that a check or another thread
+        // that reclaims finds it at any time.
         let overflows = !self.offload(class, &mut held, limit.div_ceil(2));
         #[cfg(pinpool_planted = "room_counts_first")]
         if overflows {
             let half = held.drain(class, limit.div_ceil(2));
-            // SAFETY: the caller's word.
+            // SAFETY: this function's contract.
             let kept = matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept);
             drop(held);
-            // SAFETY: drained from our thread cache, so free and alive.
+            // SAFETY: drained from this thread's cache, so free and alive.
             unsafe { self.core.lock().arena.give_chain(half) };
             return kept;
         }
         drop(held);
-        // While our segment is still out the central pool is certain to live; once it is counted as returned, it may be
-        // gone.
+        // The room is made before the segment is returned: as long as the segment is out, the central pool is alive.
+        // Once it counts as returned, the central pool may be freed.
         if overflows {
             let mut core = self.core.lock();
-            // Kept out only if it was all taken back meanwhile.
+            // The owner is kept out only after all of it was reclaimed.
             if let Some(mut held) = self.gate.enter(cache) {
-                // SAFETY: drained from our thread cache, so free and alive.
+                // SAFETY: drained from this thread's cache, so free and alive.
                 unsafe { core.arena.give_chain(held.drain(class, limit.div_ceil(2))) };
             }
             let mut wakes = Vec::new();
@@ -137,17 +139,17 @@ impl CentralPool {
             wakes.into_iter().for_each(Wake::wake);
         }
         let Some(mut held) = self.gate.enter(cache) else { return false };
-        // SAFETY: the caller's word.
+        // SAFETY: this function's contract.
         matches!(unsafe { held.put(descriptor, len, list_of(class)) }, Put::Kept)
     }
 
-    /// Leaves some of a thread cache's segments on a transfer cache, as long as transfer caches hold no more than their
-    /// share.
+    /// Moves up to `count` segments of a thread cache to the class's transfer cache, within the bound on all transfer
+    /// caches. `false`: no segment was moved.
     pub(super) fn offload(&self, class: Class, held: &mut HeldCache<'_>, count: u32) -> bool {
         let (transfer, stride) = (&self.transfers[list_of(class)], class.stride() as u64);
         let refused = Cell::new(false);
-        // Booked beforehand, so that all together stay within the bound. (Looked at first and reserved then, two would
-        // pass.)
+        // Added first and compared then, so that all reservations together stay within the bound. (If each thread
+        // compared first, two could pass at once.)
         let reserve = |more: u32| {
             let bytes = u64::from(more) * stride;
             #[cfg(not(pinpool_planted = "book_looks_first"))]
@@ -168,55 +170,55 @@ impl CentralPool {
         if held.offload(class, count, transfer, reserve) > 0 {
             return true;
         }
-        // What is reserved may be for classes that nobody uses any more.
+        // Empty slots of other classes may hold reservations that no thread uses any more.
         refused.get() && self.unreserve() && held.offload(class, count, transfer, reserve) > 0
     }
 
     // --- reservations ------------------------------------------------------------------------------------------------
 
-    /// Takes away what empty slots have reserved, for who is refused. `false` if that was nothing, or was nothing a
-    /// moment ago: where the bound is used up by what hangs, a look at all slots would cost each return more than all
-    /// else.
+    /// Drops the reservations of empty slots, for a thread whose reservation was refused. `false`: there were none, or
+    /// there were none a moment ago. (Where full slots use up the bound, looking at all slots would cost each return
+    /// more than everything else.)
     fn unreserve(&self) -> bool {
-        let Reservations { bytes, rest } = &*self.reservations;
-        // Tells at once where nothing is reserved, or may be.
+        let Reservations { bytes, skips_left } = &*self.reservations;
+        // Spares the look where nothing is reserved, or no transfer cache is allowed.
         if bytes.load(Ordering::Relaxed) == 0 {
             return false;
         }
-        let left = rest.load(Ordering::Relaxed);
+        let left = skips_left.load(Ordering::Relaxed);
         if left > 0 {
-            rest.store(left - 1, Ordering::Relaxed);
+            skips_left.store(left - 1, Ordering::Relaxed);
             return false;
         }
         let mut any = false;
         for (class, transfer) in listed().zip(&self.transfers) {
             let reserved = transfer.unreserve_idle();
             if reserved > 0 {
-                // Pairs with `any_cached`.
+                // Release: pairs with the acquire in `any_cached`.
                 bytes.fetch_sub(u64::from(reserved) * class.stride() as u64, Ordering::Release);
                 any = true;
             }
         }
         if !any {
-            rest.store(LOOKS_SKIPPED, Ordering::Relaxed);
+            skips_left.store(LOOKS_SKIPPED, Ordering::Relaxed);
         }
         any
     }
 
-    /// Takes down what hangs in transfer caches, with what it reserved. Where owners are at it meanwhile, what they
-    /// have in their hands just then is left. `false` if there was nothing.
+    /// Moves all batches in transfer caches to their runs, and drops their reservations. A batch that an owner is
+    /// moving meanwhile is left. `false`: there was nothing.
     pub(super) fn drain_transfers(&self, core: &mut Core) -> bool {
         let mut any = false;
         for (class, transfer) in listed().zip(&self.transfers) {
             let (chain, reserved) = transfer.drain();
             any |= !chain.is_empty();
             if reserved > 0 {
-                // Pairs with `any_cached`.
+                // Release: pairs with the acquire in `any_cached`.
                 self.reservations
                     .bytes
                     .fetch_sub(u64::from(reserved) * class.stride() as u64, Ordering::Release);
             }
-            // SAFETY: what hangs in a transfer cache is free and alive.
+            // SAFETY: just taken from a transfer cache, so free and alive.
             unsafe { core.arena.give_chain(chain) };
         }
         any
@@ -262,19 +264,20 @@ mod tests {
         }
         match central.try_take(want, ReclaimLevel::Idle).unwrap() {
             Take::Got(fresh) => fresh,
-            Take::Empty => panic!("there is enough"),
+            Take::Empty => panic!("the memory should be enough"),
         }
     }
 
-    /// Takes so many, and returns them all: more than a thread cache keeps goes to the transfer cache.
+    /// Takes `count` segments and returns them all. What a thread cache cannot hold goes to the transfer cache.
     fn burst(central: &CentralPool, len: usize, count: usize) {
         let out: Vec<Fresh> = (0..count).map(|_| take(central, len)).collect();
-        // SAFETY: ours, and nothing uses them.
+        // SAFETY: this test owns them, and nothing uses them.
         out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
         central.check(|_, _| ()).unwrap();
     }
 
-    fn hanging(central: &CentralPool, len: usize) -> usize {
+    /// Segments in the transfer cache of the class of `len`.
+    fn transferred(central: &CentralPool, len: usize) -> usize {
         let mut count = 0;
         central.transfers[list_of(Class::of(len).unwrap())].for_each(|_| count += 1);
         count
@@ -291,12 +294,12 @@ mod tests {
         for shared in [0, 10_000, 40_000, 1 << 20] {
             let central = central(shared);
             burst(&central, LEN, 100);
-            let hangs = hanging(&central, LEN) * (LEN + 64);
-            assert!(hangs <= shared, "{hangs} bytes of at most {shared}");
-            assert_eq!(hangs > 0, shared > 0, "a list has few segments here, so that a batch of them fits");
-            // Some slots are emptied, and filled again.
+            let bytes = transferred(&central, LEN) * (LEN + 64);
+            assert!(bytes <= shared, "{bytes} bytes of at most {shared}");
+            assert_eq!(bytes > 0, shared > 0, "a list has few segments here, so that a batch of them fits");
+            // This empties some slots and fills them again.
             burst(&central, LEN, 100);
-            assert!(hanging(&central, LEN) * (LEN + 64) <= shared);
+            assert!(transferred(&central, LEN) * (LEN + 64) <= shared);
             end(&central);
         }
     }
@@ -307,14 +310,14 @@ mod tests {
         const OTHER: usize = 8192;
         let central = central(40_000);
         burst(&central, LEN, 100);
-        let hung = hanging(&central, LEN);
-        // All of it out: the slots are empty, and what they have reserved leaves no room for others.
-        assert!(hung * (LEN + 64) + OTHER + 64 > 40_000);
+        let count = transferred(&central, LEN);
+        // With all segments out the slots are empty, and their reservations leave no room for the other class.
+        assert!(count * (LEN + 64) + OTHER + 64 > 40_000);
         let out: Vec<Fresh> = (0..100).map(|_| take(&central, LEN)).collect();
-        assert_eq!(hanging(&central, LEN), 0);
+        assert_eq!(transferred(&central, LEN), 0);
         burst(&central, OTHER, 40);
-        assert!(hanging(&central, OTHER) > 0, "the others' reservations were in the way");
-        // SAFETY: ours, and nothing uses them.
+        assert!(transferred(&central, OTHER) > 0, "reservations of empty slots were in the way");
+        // SAFETY: this test owns them, and nothing uses them.
         out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
         central.check(|_, _| ()).unwrap();
         end(&central);
@@ -325,16 +328,16 @@ mod tests {
         const LEN: usize = 4096;
         let central = central(20_000);
         burst(&central, LEN, 100);
-        let hung = hanging(&central, LEN);
-        assert!(hung > 0 && central.reservations.bytes.load(Ordering::Relaxed) + LEN as u64 + 64 > 20_000);
-        // Up to here there may have been looks in vain, and after this one there was one certainly.
-        (0..=LOOKS_SKIPPED).for_each(|_| assert!(!central.unreserve(), "all of it hangs"));
+        let count = transferred(&central, LEN);
+        assert!(count > 0 && central.reservations.bytes.load(Ordering::Relaxed) + LEN as u64 + 64 > 20_000);
+        // Before this there may have been looks in vain. One of these calls certainly looks.
+        (0..=LOOKS_SKIPPED).for_each(|_| assert!(!central.unreserve(), "all reservations are in use"));
         let out: Vec<Fresh> = (0..100).map(|_| take(&central, LEN)).collect();
-        assert_eq!(hanging(&central, LEN), 0);
+        assert_eq!(transferred(&central, LEN), 0);
         let looks = (1..).find(|_| central.unreserve()).unwrap();
         assert!((1..=LOOKS_SKIPPED + 1).contains(&looks), "{looks}");
         assert_eq!(central.reservations.bytes.load(Ordering::Relaxed), 0);
-        // SAFETY: ours, and nothing uses them.
+        // SAFETY: this test owns them, and nothing uses them.
         out.into_iter().for_each(|fresh| unsafe { fresh.into_segment().release() });
         central.check(|_, _| ()).unwrap();
         end(&central);

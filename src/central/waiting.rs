@@ -1,9 +1,9 @@
-//! Waiting for memory, seen from the central pool: joining and leaving the queue, serving it, and ending waits that
-//! nothing can serve any more. Who is next is decided by [`super::queue`].
+//! Waiting for memory: joining and leaving the queue, serving it, and ending waits that nothing can serve any more.
+//! [`super::queue`] decides which waiter is next.
 //!
-//! While anybody waits, the mode word keeps all threads out of their thread caches, and what these cached is back in
-//! its runs: each segment that comes back meets the queue under the lock. Not so while memory for the only waiters is
-//! on its way from the system: then nobody else needs to hurry.
+//! While a request waits, the mode word keeps all threads out of their thread caches, and what these held is back in
+//! its runs. So each segment that comes back meets the queue, under the lock. There is one exception: while memory for
+//! all waiters is being pinned, other threads keep their caches.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -17,8 +17,12 @@ use crate::freelist::Descriptor;
 use crate::sync;
 
 impl CentralPool {
-    /// Joins the queue, served at once if that is possible. With `covered`, memory for it is on its way from the
-    /// system, so nobody else needs to hurry: other threads keep their thread caches.
+    /// Joins the queue, and is served at once if possible. Returns the waiter's key. With `covered`, memory for it is
+    /// being pinned already, so other threads keep their thread caches.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`] or the error of the last growth if nothing can ever
+    /// serve it.
     pub(crate) fn join(&self, wants: Vec<Want>, wake: Wake, covered: bool) -> Result<usize> {
         self.refuse_if_shut()?;
         let mut wakes = Vec::new();
@@ -39,7 +43,8 @@ impl CentralPool {
         Ok(key)
     }
 
-    /// Sends everyone to the queue, and brings all that is cached to the runs.
+    /// Sends all requests and returns to the queue, and moves everything that is cached to its runs. Does nothing if no
+    /// request waits, or if the mode says WAITING already.
     pub(super) fn start_waiting(&self, core: &mut Core) {
         if core.queue.is_empty() || self.gate.mode() & mode::WAITING != 0 {
             return;
@@ -52,26 +57,27 @@ impl CentralPool {
         self.reclaim_quiet(core);
     }
 
-    /// Whether a request waits here that what comes back is to go to. `false` while the memory for all that wait is on
-    /// its way from the system.
+    /// Whether segments that come back go to a waiter. `false` also while memory for all waiters is being pinned.
     pub(crate) fn awaited(&self) -> bool {
         self.gate.mode() & mode::WAITING != 0
     }
 
+    /// Admits owners to their thread caches again if no request waits any more.
     pub(super) fn stop_waiting(&self, core: &Core) {
         if core.queue.is_empty() && self.gate.mode() & mode::WAITING != 0 {
             self.gate.readmit(mode::WAITING, &core.table);
         }
     }
 
-    /// What became of a waiter. Anything but [`WaitOutcome::Waiting`] ends it.
+    /// The outcome of a waiter so far. Any but [`WaitOutcome::Waiting`] ends the wait, and the key. A waiter that still
+    /// waits is woken through `waker` from now on, if that is given.
     pub(crate) fn look(&self, key: usize, waker: Option<&Waker>) -> WaitOutcome<Fresh> {
-        // In the child of a fork the lock may be anyone's, and nothing comes any more.
+        // In the child of a fork a thread that no longer exists may hold the lock, and no segment comes back any more.
         if crate::os::forked() {
             return WaitOutcome::Failed(Error::Forked);
         }
         let wake = waker.map(|w| Wake::Task(Task::of(w)));
-        // The one that is replaced goes after the lock, since a task may go with it, and buffers with the task.
+        // The replaced waker is dropped after the unlock: its task may be dropped with it, and buffers with the task.
         let (outcome, replaced) = self.core.lock().queue.look(key, wake);
         drop(replaced);
         match outcome {
@@ -83,12 +89,12 @@ impl CentralPool {
         }
     }
 
-    /// Whether a waiter still waits. To be followed by [`CentralPool::look`] or [`CentralPool::leave`].
+    /// Whether a waiter still waits. The caller then calls [`CentralPool::look`] or [`CentralPool::leave`].
     pub(crate) fn waits(&self, key: usize) -> bool {
         self.core.lock().queue.waits(key)
     }
 
-    /// Ends a wait early; what was granted meanwhile goes back.
+    /// Ends a wait early. What was granted meanwhile goes back to its runs.
     pub(crate) fn leave(&self, key: usize, timed_out: bool) {
         if crate::os::forked() {
             return;
@@ -97,11 +103,11 @@ impl CentralPool {
         let mut core = self.core.lock();
         core.stats.timeouts += u64::from(timed_out);
         let mut last = false;
-        // Its waker goes after the lock, since a task may go with it, and buffers with the task.
+        // The waker is dropped after the unlock, as in `look`.
         let (outcome, waker) = core.queue.leave(key);
         if let WaitOutcome::Granted(grants) = outcome {
             for Grant { descriptor, len } in grants {
-                // SAFETY: granted, so out and alive, and the waiter never saw it.
+                // SAFETY: granted, so out and alive, and no other code has it: the waiter never saw it.
                 unsafe {
                     let granted = core.arena.granted(descriptor);
                     core.granted = core.granted.wrapping_sub(granted as u64);
@@ -114,7 +120,7 @@ impl CentralPool {
                 last |= core.came_back(1);
             }
         }
-        // What it gives back may be what the next waits for, and its place what held that up.
+        // The next waiter may be waiting for what this one gives back, or for its place at the head.
         if !cfg!(pinpool_planted = "leave_serves_nobody") {
             core.serve(&mut wakes);
         }
@@ -123,16 +129,16 @@ impl CentralPool {
         drop(waker);
         wakes.into_iter().for_each(Wake::wake);
         if last {
-            // SAFETY: the outstanding reference, given up by the last of the outstanding reference. The caller holds a
-            // count of its own.
+            // SAFETY: this drops the outstanding reference, once: the last segment is back. The caller holds a count of
+            // its own.
             unsafe { Arc::decrement_strong_count(self.me.as_ptr()) };
         }
     }
 
-    /// Waits for a place in the queue to be served.
+    /// Waits on this thread until the waiter is served. `since` is when the request began, for the error.
     ///
     /// # Errors
-    /// What ended the wait; [`Error::Timeout`] when the deadline passed.
+    /// The error that ended the wait; [`Error::Timeout`] when the deadline has passed.
     pub(crate) fn wait(&self, key: usize, deadline: Option<Instant>, since: Instant) -> Result<Vec<Fresh>> {
         loop {
             match self.look(key, None) {
@@ -148,12 +154,13 @@ impl CentralPool {
         }
     }
 
-    /// The error for who does not wait.
+    /// The error for a request that finds nothing and does not wait.
     pub(crate) fn exhausted(&self, len: usize) -> Error {
         let growth = self.core.lock().growth_failure.clone().map(Box::new);
         Error::Exhausted { len, capacity: self.config.capacity, growth }
     }
 
+    /// [`Error::Impossible`] if nothing that may come back, or may still be pinned, can serve these wants.
     pub(super) fn hopeless(&self, core: &Core, wants: &[Want]) -> Option<Error> {
         let total = sum(wants.iter().map(|w| w.placement.bytes()));
         let error = |len| {
@@ -162,13 +169,14 @@ impl CentralPool {
         if total > self.config.capacity.saturating_sub(core.quarantined) {
             return error(sum(wants.iter().map(|w| w.len)));
         }
-        // What is on its way, or could still be, may serve them; and regions that are idle one day can go for it.
+        // A region that is being pinned, or could still be, may serve them, also one in place of regions that get idle.
         if core.growing > 0 || core.room() + core.leaving >= least(wants) || core.movable() >= least(wants) {
             return None;
         }
         core.never(wants).and_then(|w| error(w.len))
     }
 
+    /// Ends the waits that have become impossible, and serves those that this lets forward.
     pub(super) fn fail_hopeless(&self, core: &mut Core, wakes: &mut Vec<Wake>) {
         if core.queue.is_empty() {
             return;
@@ -180,16 +188,16 @@ impl CentralPool {
     }
 }
 
-/// What growing failed with, for wants that nothing there is can ever serve. Whoever could be served by what will come
-/// back waits for that.
+/// The error of the last growth, for wants that no segment that may come back can ever serve. Other wants wait for
+/// segments to come back.
 pub(super) fn growth_failure(core: &Core, wants: &[Want]) -> Option<Error> {
     let error = core.growth_failure.as_ref().filter(|_| core.growing == 0)?;
     core.never(wants).map(|_| error.clone())
 }
 
 impl Core {
-    /// The first of these that cannot be had together with its like, whatever comes back: what is quarantined is in the
-    /// way.
+    /// The first want that cannot be served together with the others of the same placement, even if every segment that
+    /// is not quarantined comes back.
     pub(super) fn never<'a>(&self, wants: &'a [Want]) -> Option<&'a Want> {
         let stuck = |descriptor: &Descriptor| descriptor.word().state() == state::QUARANTINED;
         let stuck: Option<&dyn Fn(&Descriptor) -> bool> =
@@ -200,15 +208,16 @@ impl Core {
         })
     }
 
-    /// Grants what can be granted to those who wait.
+    /// Grants waiters what can be granted, and ends waits at the head that can never be served. The caller makes the
+    /// wakes after the unlock.
     pub(super) fn serve(&mut self, wakes: &mut Vec<Wake>) {
         while !self.queue.is_empty() {
             self.grant(wakes);
             if self.growing > 0 || self.grow_for_head(wakes) {
                 break;
             }
-            // With nothing out and nothing on its way, what cannot be had now never can: `never` knows that at once for
-            // one buffer, but not how several fit together.
+            // With nothing out and nothing being pinned, a wait that cannot be served now never can be. (`never` knows
+            // that for one buffer, but not how several fit together.)
             if self.leaving > 0 || self.anything_out() {
                 break;
             }
@@ -221,7 +230,7 @@ impl Core {
         }
     }
 
-    /// Whether any segment can still come back. Of use only while nothing is cached.
+    /// Whether any segment can still come back. Valid only while nothing is cached.
     fn anything_out(&self) -> bool {
         let bytes = self.arena.bytes();
         bytes.free + bytes.cut + self.quarantined < bytes.total
@@ -231,7 +240,7 @@ impl Core {
         let Self { arena, queue, takes, granted, requested, classes, .. } = self;
         queue.serve(arena, wakes, |arena, grant| {
             *takes += 1;
-            // SAFETY: just taken from its run: alive, and ours alone.
+            // SAFETY: just taken from its run: alive, and no other thread has it.
             let (bytes, class) = unsafe {
                 grant.descriptor.as_ref().taken();
                 (arena.granted(grant.descriptor), grant.descriptor.as_ref().class())

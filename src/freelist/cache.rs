@@ -1,45 +1,49 @@
-//! Thread caches: a few free segments of each class that one thread takes and returns by plain loads and stores.
+//! Thread caches: a few free segments of each size class, which one thread takes and returns by plain loads and stores.
 //!
 //! # How a hit costs no atomic read-modify-write
 //!
 //! A thread cache belongs to the pool and is leased to one thread at a time. That thread, the *owner*, is nearly always
-//! the only one to touch it, so nearly always a lock would protect against nobody. Yet the pool must be able to take
-//! back what an idle thread caches, to close, and to send everyone to the queue when somebody waits. So the thread
-//! cache has a lock whose whole price is on the other side:
+//! the only one that touches the cache, so an ordinary lock would nearly always cost a read-modify-write for nothing.
+//! Yet the pool must be able to reclaim what an idle thread caches, to close, and to send all memory through the queue
+//! while a request waits. The thread that does one of these is the *cold side*. It holds the central pool's lock, so
+//! there is at most one. The lock of a thread cache puts its whole price on the cold side:
 //!
 //! ```text
-//!   owner (each checkout and return)          the cold side (rare; one at a time, under the central pool's lock)
-//!   busy = 1                                  mode |= bits; of every thread cache: pass = nobody's
-//!   light fence (the compiler only)           heavy fence (membarrier: a full fence on every running thread)
-//!   if pass != my pool { busy = 0; take the   wait until every busy == 0
-//!                  slow path }                work on the thread caches' lists
-//!   work on the thread cache's lists                 mode &= !bits; if mode == 0, of every thread cache: pass = the pool (release)
-//!   busy = 0                (release)
+//!   owner (each checkout and return)              cold side (rare; under the central pool's lock)
+//!   busy = 1                                      mode |= bits; of each thread cache: permit = null
+//!   light fence (the compiler only)               heavy fence (membarrier: a full fence on every running thread)
+//!   if permit != my pool { busy = 0; slow path }  wait until every busy == 0
+//!   work on the cache's lists                     work on the caches' lists
+//!   busy = 0                (release)             mode &= !bits; if mode == 0, of each thread cache:
+//!                                                                            permit = the pool (release)
 //! ```
 //!
-//! Either the owner's load of `permit` comes after the heavy fence and finds it taken away, and the owner keeps out; or
-//! it came before, and then its `busy = 1` is visible to the cold side, which waits. `permit` is in the thread cache,
-//! and it is the pool's address: one comparison says both that this thread's thread cache is one of this pool and that
-//! nobody keeps it out. [`crate::sync`] has the fence and its three modes; without `membarrier` the bit
-//! [`mode::FENCED`] is always set, so no thread cache ever has its pass, and owners come in through [`Gate::enter`],
-//! where they pay for a real fence. A gate whose `membarrier` is refused later gets that bit then, for good
-//! ([`Gate::quiesce`] and [`Gate::revoke`] see to it).
+//! If the owner's load of `permit` comes after the heavy fence, it finds null, and the owner stays out. If it comes
+//! before, then the owner's `busy = 1` is visible to the cold side, which waits for the owner to leave. `permit` lies
+//! in the thread cache, and its value is the address of the pool's gate: one comparison tells that the cache belongs to
+//! this pool and that the cold side does not work on it.
+//!
+//! [`crate::sync`] describes the fence and its three modes. Without `membarrier` the bit [`mode::FENCED`] is always
+//! set. Then no thread cache has a permit, and owners come in through [`Gate::enter`], where they execute a real fence.
+//! A gate whose `membarrier` is refused later sets that bit at that moment, for good ([`Gate::quiesce`] and
+//! [`Gate::revoke`] do so).
 //!
 //! # What a hit writes
 //!
-//! A list is a stack in an array, and its height is the difference of two counters: how many segments ever came, and
-//! how many ever went. A checkout writes only the second and a return only the first. A word that both wrote would be
-//! changed twice by each pair, and the processor has to wait each time until what it has just stored can be loaded
-//! again: two such waits are what two atomic increments cost. The counters serve the statistics, too.
+//! A list is a stack in an array. Its height is the difference of two counters: how many segments ever came into the
+//! list, and how many ever went out of it. A checkout writes only the second counter, and a return only the first. A
+//! single counter would change twice in each pair of checkout and return, and each time the processor would have to
+//! wait until the value that it has just stored can be loaded again. Two such waits are what two atomic increments
+//! cost. The counters also serve the statistics.
 //!
-//! The owner's last access to a thread cache is `busy = 0`: a pool that is being freed waits for it.
+//! The owner's last access to a thread cache is `busy = 0`: the thread that frees the pool waits for it.
 //!
-//! # Some thread caches, or all
+//! # Revoking the permits of some thread caches, or of all
 //!
-//! Whoever is kept out takes the slow path for once, and whose list is emptied misses once more. So where a few thread
-//! caches will do, only these lose their pass ([`Gate::revoke`]), the mode stays as it is, and the owners of the others
-//! go on. Which owners are idle anyway, the [`CacheTable`] finds out by comparing what each has counted with what it
-//! had when it was last looked at.
+//! An owner without a permit takes the slow path once, and an owner whose list was emptied misses once more. So where a
+//! few thread caches are enough, only these lose their permits ([`Gate::revoke`]). The mode stays as it is, and the
+//! owners of the other caches go on. [`CacheTable`] finds out which owners are idle: it compares what each owner has
+//! counted with what that owner had counted at an earlier look.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -52,96 +56,99 @@ use super::{CacheTable, LISTS, list_of, listed};
 use crate::segment::Class;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering, light, yield_now};
 
-/// Why the owners of thread caches are kept out.
+/// Why the owners of thread caches are kept out: the bits of a gate's mode word.
 pub(crate) mod mode {
     /// The pool is closed: every return is slow, and the last one frees the central pool.
     pub(crate) const CLOSED: u32 = 1;
-    /// Somebody waits for memory: all of it goes through the queue.
+    /// A request waits for memory: every return goes through the queue.
     pub(crate) const WAITING: u32 = 2;
-    /// Somebody is looking into the thread caches just now.
+    /// The cold side works on the thread caches now.
     pub(crate) const INSPECT: u32 = 4;
-    /// No asymmetric fence here: owners fence for themselves. Alone it keeps nobody out.
+    /// There is no asymmetric fence: owners execute a fence of their own. Alone this bit keeps no owner out.
     pub(crate) const FENCED: u32 = 8;
 }
 
 /// One class's list in a thread cache.
 ///
-/// The fields are atomics so that a snapshot may read them at any time; only who holds the thread cache writes them, by
-/// a load and a store, both relaxed.
+/// The fields are atomics so that a snapshot may read them at any time. Only the thread that holds the thread cache
+/// writes them, by a load and a store, both relaxed.
 ///
 /// # Invariant
-/// `came - went`, the segments in the list, is at most `limit`; so many places of the stack, from the second on, have
-/// descriptors that are alive. (From the second on, because the topmost is then found without a subtraction.) The stack
-/// has at least `limit + 1` places.
+/// `came - went`, the number of segments in the list, is at most `limit`. That many places of the stack, from the
+/// second on, hold descriptors that are alive. (The first place stays unused, so that the topmost descriptor is found
+/// without a subtraction.) The stack has at least `limit + 1` places.
 #[derive(Debug)]
 #[repr(align(32))]
 struct ClassList {
     stack: AtomicPtr<AtomicPtr<Descriptor>>,
-    /// Segments returned and filled in since the thread cache was made.
+    /// Segments that came into the list since the thread cache was made: returned or filled in.
     came: AtomicU64,
-    /// Segments taken and drained since.
+    /// Segments that went out of the list since then: taken or drained.
     went: AtomicU64,
-    /// How many segments the list may hold. 0 until the central pool has granted room for this class.
+    /// Number of segments that the list may hold. 0 until the central pool has granted room for this class.
     limit: AtomicU64,
 }
 
-/// What a hit does not need of a list.
+/// The fields of a list that a hit does not need.
 #[derive(Debug)]
 struct ClassCounts {
-    /// Of those that came, those that were filled in; of those that went, those that were drained.
+    /// The part of `came` that was filled in, and the part of `went` that was drained.
     filled: AtomicU64,
     drained: AtomicU64,
-    /// Places that the stack has.
+    /// Number of places in the stack.
     places: AtomicU64,
 }
 
-/// What `fetch_add` would do, where nobody else writes (wrapping).
+/// Adds to a counter that no other thread writes (wrapping): a load and a store in place of a `fetch_add`.
 #[inline(always)]
 fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Relaxed);
 }
 
-/// The same for what was filled and drained, after it was counted as come and gone. Release: pairs with the acquire in
+/// The same for `filled` and `drained`, after `came` and `went` were changed. Release: pairs with the acquire in
 /// `ThreadCache::count`.
 fn note(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Ordering::Relaxed).wrapping_add(n), Ordering::Release);
 }
 
-/// How often counters that change while they are read are read again. (Not in models, where each read is a step.)
+/// How often counters that change during a read are read again. (Never in models, where each read is a step.)
 const COUNT_READS: usize = if cfg!(loom) { 0 } else { 8 };
 
-/// A thread cache. Its own cache lines: nobody else writes there while its owner works.
+/// A thread cache. It has cache lines of its own: no other thread writes to them while the owner works.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct ThreadCache {
-    /// The gate that its owner may pass just now, if any.
+    /// The gate whose thread caches the owner may enter now: the cache's own gate, or null.
     permit: AtomicPtr<Gate>,
+    /// 1 while the owner is inside, or tries to enter.
     busy: AtomicU32,
     /// Spreads threads over the slots of a transfer cache.
     number: u32,
-    /// Sums of the requested lengths taken and returned here (wrapping). Two, because a sum that each hit changed twice
-    /// would make the second change wait for the first.
+    /// Sums of the requested lengths, in bytes, that were taken and returned here (wrapping). There are two, because
+    /// the second change of a single sum would wait for the first.
     requested: AtomicU64,
     returned: AtomicU64,
-    /// The last one is for what has no list: its limit is 0.
+    /// The last list stands for segments that have no list: its limit is 0.
     class_lists: [ClassList; LISTS + 1],
     class_counts: [ClassCounts; LISTS],
-    /// The gate that the thread cache belongs to; only compared.
+    /// The gate that the thread cache belongs to. It is only compared.
     home: *const Gate,
-    /// The owner has found the gate's [`mode::FENCED`] and has fenced: what sees this sees all that it did before, and
-    /// its next way in is by a fence, too.
+    /// 1 once the owner has found [`mode::FENCED`] in the gate's mode and has executed a fence. A thread that sees this
+    /// sees all that the owner did before, and the owner's next way in is by a fence, too.
     knows_fenced: AtomicU32,
-    /// Written, in models, by whoever works on the lists: loom fails the model where two are not ordered.
+    /// In models, each thread that works on the lists writes here: loom fails the model where two such accesses are not
+    /// ordered.
     #[cfg(all(test, loom))]
     exclusive: crate::sync::UnsafeCell<()>,
 }
 
-// SAFETY: `home` is not dereferenced, and the stacks' descriptors are Sync and belong to who holds the thread cache.
+// SAFETY: `home` is not dereferenced. The stacks' descriptors are Sync and belong to the thread that holds the thread
+// cache.
 unsafe impl Send for ThreadCache {}
 // SAFETY: as above.
 unsafe impl Sync for ThreadCache {}
 
-/// Makes all of a thread cache but its addresses, in a constant or not.
+/// Makes a thread cache from its number, its addresses and its lists, in a constant or elsewhere.
 macro_rules! blank {
     ($number:expr, $permit:expr, $home:expr, $class_lists:expr, $class_counts:expr) => {
         ThreadCache {
@@ -160,7 +167,7 @@ macro_rules! blank {
     };
 }
 
-/// What a thread has that has no thread cache: nobody passes a gate with it, which spares the hit a look for null.
+/// The thread cache of a thread that leases none. No gate admits it, so a hit need not compare with null.
 #[cfg(not(loom))]
 pub(crate) static NO_CACHE: ThreadCache = blank!(
     0,
@@ -190,7 +197,7 @@ impl ClassList {
         }
     }
 
-    /// Segments in the list. Wrong for a moment where the owner is at work.
+    /// Number of segments in the list. Inexact while another thread works on the list.
     fn count(&self) -> u64 {
         let went = self.went.load(Ordering::Relaxed);
         self.came.load(Ordering::Relaxed).wrapping_sub(went)
@@ -199,20 +206,22 @@ impl ClassList {
     /// The stack's place at `at`.
     ///
     /// # Safety
-    /// It is at most the limit, and the caller holds the thread cache.
+    /// `at` is at most the limit, and the caller holds the thread cache.
     #[inline(always)]
     unsafe fn place(&self, at: u64) -> &AtomicPtr<Descriptor> {
-        // SAFETY: the caller's word.
+        // SAFETY: by this function's contract `at` is at most the limit, and the stack has `limit + 1` places; only the
+        // holder of the thread cache replaces the stack.
         unsafe { &*self.stack.load(Ordering::Relaxed).add(at as usize) }
     }
 
-    /// Fails, with debug assertions, where more are said to be in the list than it may hold: then two have been at it.
+    /// Panics, with debug assertions, if the list counts more segments than it may hold: then two threads have worked
+    /// on it at once.
     #[inline(always)]
     fn check(&self, count: u64) {
-        debug_assert!(count <= self.limit.load(Ordering::Relaxed), "two were at one list: {self:?}");
+        debug_assert!(count <= self.limit.load(Ordering::Relaxed), "two threads used one list: {self:?}");
     }
 
-    /// Puts a segment on top and leaves the counting to the caller. `false`: there is no room.
+    /// Puts a segment on top. The caller counts what it is returned or filled in as. `false`: there is no room.
     #[inline(always)]
     fn push(&self, descriptor: NonNull<Descriptor>) -> bool {
         let came = self.came.load(Ordering::Relaxed);
@@ -221,7 +230,7 @@ impl ClassList {
             self.check(count);
             return false;
         }
-        // SAFETY: at most the limit, which the stack has places for.
+        // SAFETY: `count` is below the limit, so this place is at most the limit; the caller holds the thread cache.
         unsafe { self.place(count + 1) }.store(descriptor.as_ptr(), Ordering::Relaxed);
         self.came.store(came.wrapping_add(1), Ordering::Relaxed);
         true
@@ -236,20 +245,21 @@ impl ClassList {
             return None;
         }
         self.check(count);
-        // SAFETY: the topmost place that has a descriptor.
+        // SAFETY: the topmost place that holds a descriptor (the invariant of `ClassList`), so not null; the caller
+        // holds the thread cache.
         let descriptor = unsafe { NonNull::new_unchecked(self.place(count).load(Ordering::Relaxed)) };
         self.went.store(went.wrapping_add(1), Ordering::Relaxed);
         Some(descriptor)
     }
 
-    /// Frees the stack, whose descriptors are the caller's by now.
+    /// Frees the stack. The caller has taken over its descriptors.
     ///
     /// # Safety
-    /// It has so many places, and the caller holds the thread cache.
+    /// The stack has `places` places, and the caller holds the thread cache.
     unsafe fn free(&self, places: u64) {
         let stack = self.stack.load(Ordering::Relaxed);
         if !stack.is_null() {
-            // SAFETY: leaked by `set_limit` with so many places.
+            // SAFETY: `set_limit` leaked this box with that many places, and no other thread has the cache.
             drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(stack, places as usize)) });
         }
     }
@@ -269,7 +279,8 @@ impl ClassCounts {
 impl Drop for ThreadCache {
     fn drop(&mut self) {
         for (class_list, counts) in self.class_lists.iter().zip(&self.class_counts) {
-            // SAFETY: nobody else has the thread cache any more; what it cached was taken back, or goes with the arena.
+            // SAFETY: no other thread has the thread cache any more. What it cached was reclaimed, or is freed with the
+            // arena.
             unsafe { class_list.free(counts.places.load(Ordering::Relaxed)) };
         }
     }
@@ -283,11 +294,11 @@ pub(crate) struct CacheCounts {
     pub(crate) cached: u64,
 }
 
-/// What the owner found.
+/// What became of a return into a thread cache.
 #[derive(Debug)]
 pub(crate) enum Put {
     Kept,
-    /// The list is full; the segment was not counted.
+    /// The list is full. The segment is still the caller's and was not counted.
     Full,
 }
 
@@ -295,7 +306,7 @@ impl ThreadCache {
     pub(super) fn new(number: usize, gate: &Gate) -> Self {
         blank!(
             number as u32,
-            // Relaxed: it changes under the central pool's lock, which the caller holds.
+            // Relaxed: the mode changes under the central pool's lock, which the caller holds.
             gate.permit(gate.mode.load(Ordering::Relaxed)),
             std::ptr::from_ref(gate),
             std::array::from_fn(|_| ClassList::new()),
@@ -311,23 +322,25 @@ impl ThreadCache {
     #[inline(always)]
     fn class_list(&self, list: usize) -> &ClassList {
         debug_assert!(list <= LISTS);
-        // SAFETY: lists are numbered below `LISTS`, which itself stands for none; that many cells and one there are.
+        // SAFETY: lists are numbered below `LISTS`, and `LISTS` itself stands for none. The array has `LISTS + 1`
+        // elements.
         unsafe { self.class_lists.get_unchecked(list) }
     }
 
-    /// What was counted. Exact while nobody moves. Otherwise never less than what was counted when the call began.
+    /// What was counted for a class. Exact while no thread works on the list. Otherwise no number is less than it was
+    /// when the call began.
     ///
-    /// The four counters belong together and are read one after the other. What the owner does in between would show as
-    /// if so many segments were out, or back, so where that was more than one call it is read again: a reader that lost
-    /// its processor in between would report nonsense.
+    /// The four counters belong together and are read one after the other. What the owner does between two of these
+    /// reads appears as if that many segments were out, or back. So where the owner made more than one call in between,
+    /// the counters are read again: a reader that lost its processor in between would otherwise report nonsense.
     pub(crate) fn count(&self, class: Class) -> CacheCounts {
         let list = list_of(class);
         let (Some(class_list), Some(counts)) = (self.class_lists.get(list), self.class_counts.get(list))
         else {
             return CacheCounts::default();
         };
-        // Acquire: pairs with the releases in `note`. What was filled and drained is read first, so that it is never
-        // more than what came and went. The other two keep their order by it.
+        // Acquire: pairs with the releases in `note`. `filled` and `drained` are read first, so that they never exceed
+        // `came` and `went`. The acquires also keep `came` before `went`.
         let read = || {
             [&counts.filled, &counts.drained, &class_list.came, &class_list.went]
                 .map(|n| n.load(Ordering::Acquire))
@@ -348,45 +361,46 @@ impl ThreadCache {
         }
     }
 
-    /// Numbers of which each take and each return changes one.
+    /// Two numbers. Each take and each return changes one of them.
     pub(super) fn tally(&self) -> (u64, u64) {
-        // Relaxed: compared with what they are another time.
+        // Relaxed: the caller only compares them with their values at another time.
         (self.requested.load(Ordering::Relaxed), self.returned.load(Ordering::Relaxed))
     }
 
-    /// Whether anything is in its lists. Exact while nobody moves.
+    /// Whether any list holds a segment. Exact while no thread works on the lists.
     pub(crate) fn any_cached(&self) -> bool {
         self.class_lists.iter().any(|class_list| class_list.count() > 0)
     }
 
-    /// Segments in a class's list. Exact while nobody moves.
+    /// Number of segments in a class's list. Exact while no thread works on the list.
     pub(crate) fn cached(&self, class: Class) -> u64 {
-        // More than there are, if the owner is at work in between.
+        // The difference of the counters can exceed the limit while the owner works, hence the minimum.
         self.class_lists
             .get(list_of(class))
             .map_or(0, |class_list| class_list.count().min(class_list.limit.load(Ordering::Relaxed)))
     }
 
-    /// Requested lengths taken less returned here; meaningful only in the sum over all thread caches (wrapping).
+    /// Requested bytes that were taken here, less those that were returned here (wrapping). Only the sum over all
+    /// thread caches has a meaning, since a segment may be returned to another cache.
     pub(crate) fn requested(&self) -> u64 {
         self.requested.load(Ordering::Relaxed).wrapping_sub(self.returned.load(Ordering::Relaxed))
     }
 }
 
-/// Access to a thread cache's lists: its owner's inside the gate, or the cold side's that found it quiet.
+/// Access to a thread cache's lists: the owner's inside the gate, or the cold side's after it has shut the owner out.
 #[derive(Debug)]
 pub(crate) struct HeldCache<'a> {
     cache: &'a ThreadCache,
 }
 
 impl<'a> HeldCache<'a> {
-    /// For the cold side that has found it quiet, and for its owner outside of the gate.
+    /// For the cold side after it has shut the owner out, and for the owner outside of the gate.
     pub(super) fn of(cache: &'a ThreadCache) -> Self {
         Self { cache }
     }
 }
 
-/// The owner's access, from the gate on.
+/// The owner's access inside the gate. Its drop is the way out.
 #[derive(Debug)]
 pub(crate) struct EnteredCache<'a>(HeldCache<'a>);
 
@@ -408,13 +422,14 @@ impl DerefMut for EnteredCache<'_> {
 impl Drop for EnteredCache<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        // Release: pairs with the acquire in `Gate::quiesce`, which then sees the lists as we left them.
+        // Release: pairs with the acquire in `Gate::revoke_and_wait`, so that the cold side sees the lists as the owner
+        // left them.
         self.0.cache.busy.store(0, Ordering::Release);
     }
 }
 
 impl HeldCache<'_> {
-    /// The list, to be worked on.
+    /// The list at this index. The caller works on it.
     #[inline(always)]
     fn class_list(&self, list: usize) -> &ClassList {
         #[cfg(all(test, loom))]
@@ -422,17 +437,17 @@ impl HeldCache<'_> {
         self.cache.class_list(list)
     }
 
-    /// The same with what is beside it, unless that stands for no list.
+    /// A class's list and its counts. `None` for a class without a list.
     fn both(&self, class: Class) -> Option<(&ClassList, &ClassCounts)> {
         let list = list_of(class);
         self.cache.class_counts.get(list).map(|counts| (self.class_list(list), counts))
     }
 
-    /// Takes a segment, counted as checked out.
+    /// Takes a segment and counts it as checked out.
     #[inline(always)]
     pub(crate) fn take(&mut self, class: Class, requested: usize) -> Option<NonNull<Descriptor>> {
         let descriptor = self.class_list(list_of(class)).pop()?;
-        // SAFETY: what was in the list is alive.
+        // SAFETY: a descriptor in a list is alive.
         unsafe { descriptor.as_ref() }.taken();
         add(&self.cache.requested, requested as u64);
         Some(descriptor)
@@ -441,7 +456,7 @@ impl HeldCache<'_> {
     /// Returns a segment, unless the list is full.
     ///
     /// # Safety
-    /// The descriptor is alive, out, and in no list; it is the caller's to give, and `list` is its list.
+    /// The descriptor is alive, out, in no list, and owned by the caller. `list` is its list.
     #[inline(always)]
     pub(crate) unsafe fn put(
         &mut self,
@@ -452,31 +467,33 @@ impl HeldCache<'_> {
         if !self.class_list(list).push(descriptor) {
             return Put::Full;
         }
-        // SAFETY: alive by the caller's word, and nobody else takes it from the list before we leave.
+        // SAFETY: alive by this function's contract, and no other thread takes it from the list before the owner
+        // leaves.
         unsafe { descriptor.as_ref() }.returned();
         add(&self.cache.returned, requested as u64);
         Put::Kept
     }
 
-    /// How many segments of this class the thread cache may hold.
+    /// Number of segments of this class that the thread cache may hold.
     pub(crate) fn limit(&self, class: Class) -> u32 {
         self.cache.class_list(list_of(class)).limit.load(Ordering::Relaxed) as u32
     }
 
-    /// Changes how many segments of this class the thread cache may hold; not to fewer than it does.
+    /// Changes how many segments of this class the thread cache may hold. The limit does not fall below the number that
+    /// the list holds now.
     pub(crate) fn set_limit(&mut self, class: Class, limit: u32) {
         let Some((class_list, counts)) = self.both(class) else { return };
         let (limit, places) = (u64::from(limit), counts.places.load(Ordering::Relaxed));
         if limit >= places {
             let count = class_list.count();
             let descriptor = |at| match (1..=count).contains(&at) {
-                // SAFETY: one of those that have descriptors.
+                // SAFETY: at most the count, so at most the limit.
                 true => unsafe { class_list.place(at) }.load(Ordering::Relaxed),
                 false => std::ptr::null_mut(),
             };
             let stack: Box<[AtomicPtr<Descriptor>]> =
                 (0..=limit).map(|at| AtomicPtr::new(descriptor(at))).collect();
-            // SAFETY: ours, and what it held was copied.
+            // SAFETY: the thread cache is held, the stack has `places` places, and its descriptors were copied.
             unsafe { class_list.free(places) };
             class_list.stack.store(Box::into_raw(stack).cast(), Ordering::Relaxed);
             counts.places.store(limit + 1, Ordering::Relaxed);
@@ -484,18 +501,19 @@ impl HeldCache<'_> {
         class_list.limit.store(limit.max(class_list.count()), Ordering::Relaxed);
     }
 
-    /// Whether this thread cache has a list for the class at all.
+    /// Whether thread caches have a list for the class at all.
     pub(crate) fn has(&self, class: Class) -> bool {
         list_of(class) < LISTS
     }
 
-    /// Adds a chain to the list without counting it as returned. What there is no room for comes back.
+    /// Moves a chain into the list, without counting its segments as returned. Returns the part that there is no room
+    /// for.
     #[must_use = "dropping a chain loses its segments"]
     pub(crate) fn fill(&mut self, class: Class, mut chain: Chain) -> Chain {
         let Some((class_list, counts)) = self.both(class) else { return chain };
         while let Some(descriptor) = chain.pop() {
             if !class_list.push(descriptor) {
-                // SAFETY: just popped.
+                // SAFETY: just popped from a chain, so alive, free and in no list.
                 unsafe { chain.push(descriptor) };
                 break;
             }
@@ -504,22 +522,21 @@ impl HeldCache<'_> {
         chain
     }
 
-    /// Takes up to `count` segments off the list without counting them as checked out.
+    /// Takes up to `count` segments from the list, without counting them as checked out.
     pub(crate) fn drain(&mut self, class: Class, count: u32) -> Chain {
         let mut chain = Chain::new();
         let Some((class_list, counts)) = self.both(class) else { return chain };
         while chain.len() < count {
             let Some(descriptor) = class_list.pop() else { break };
             note(&counts.drained, 1);
-            // SAFETY: what was in the list is alive, free, and by now in no list.
+            // SAFETY: it was in the list, so it is alive and free, and now it is in no list.
             unsafe { chain.push(descriptor) };
         }
         chain
     }
 
-    /// Leaves up to `count` segments, and no more than [`BATCH`], on a transfer cache; which half of the list it is
-    /// makes no difference to who takes them. How many; 0: the transfer cache is full, the list empty, or `reserve`
-    /// refuses them.
+    /// Moves up to `count` segments, and at most [`BATCH`], from the top of the list to a transfer cache. Returns how
+    /// many: 0 if the transfer cache is full, the list is empty, or `reserve` refuses the batch.
     pub(crate) fn offload(
         &mut self,
         class: Class,
@@ -530,7 +547,7 @@ impl HeldCache<'_> {
         let Some((class_list, counts)) = self.both(class) else { return 0 };
         let (have, count) = (class_list.count(), u64::from(count).min(BATCH as u64));
         let from = have.saturating_sub(count);
-        // SAFETY: those that have descriptors.
+        // SAFETY: places up to the count, which is at most the limit.
         let batch = (from as usize..have as usize).map(|at| unsafe { class_list.place(at as u64 + 1) });
         let batch = batch.map(|place| place.load(Ordering::Relaxed));
         if have == 0 || !transfer.put(self.cache.number as usize, batch, reserve) {
@@ -541,8 +558,8 @@ impl HeldCache<'_> {
         (have - from) as u32
     }
 
-    /// Takes a batch off a transfer cache into the list, all of it at once. How many; 0: there was none. What there is
-    /// no room for comes with it.
+    /// Moves a batch from a transfer cache into the list. Returns how many segments the batch had (0: there was no
+    /// batch), and those that the list has no room for.
     pub(crate) fn take_batch(&mut self, class: Class, transfer: &TransferCache) -> (u32, Chain) {
         let mut rest = Chain::new();
         let Some((class_list, counts)) = self.both(class) else { return (0, rest) };
@@ -551,7 +568,7 @@ impl HeldCache<'_> {
             let room = class_list.limit.load(Ordering::Relaxed).saturating_sub(have) as usize;
             let (fits, over) = batch.split_at(room.min(batch.len()));
             for (at, descriptor) in (have + 1..).zip(fits) {
-                // SAFETY: at most the limit, which the stack has places for.
+                // SAFETY: at most the limit; the thread cache is held.
                 unsafe { class_list.place(at) }.store(descriptor.load(Ordering::Relaxed), Ordering::Relaxed);
             }
             add(&class_list.came, fits.len() as u64);
@@ -559,14 +576,14 @@ impl HeldCache<'_> {
             for descriptor in
                 over.iter().filter_map(|descriptor| NonNull::new(descriptor.load(Ordering::Relaxed)))
             {
-                // SAFETY: it hung in the transfer cache, so it is alive and free, and by now in no list.
+                // SAFETY: it was in the transfer cache, so it is alive and free, and now it is in no list.
                 unsafe { rest.push(descriptor) };
             }
         });
         (count, rest)
     }
 
-    /// Everything that the thread cache caches.
+    /// Empties all lists. `sink` gets the segments of each class as a chain.
     pub(crate) fn drain_all(&mut self, mut sink: impl FnMut(Class, Chain)) {
         for class in listed() {
             let chain = self.drain(class, u32::MAX);
@@ -576,11 +593,11 @@ impl HeldCache<'_> {
         }
     }
 
-    /// Visits the descriptors of one list. For `check()`.
+    /// Visits the descriptors of one list. For `check()` and the census.
     pub(crate) fn for_each(&self, class: Class, mut visit: impl FnMut(&Descriptor)) {
         let class_list = self.class_list(list_of(class));
         for at in 1..=class_list.count() {
-            // SAFETY: one of those that have descriptors, which are alive.
+            // SAFETY: a place up to the count, which holds a descriptor that is alive.
             visit(unsafe { &*class_list.place(at).load(Ordering::Relaxed) });
         }
     }
@@ -588,7 +605,7 @@ impl HeldCache<'_> {
 
 /// The pool's mode word, and the way into its thread caches.
 ///
-/// It stays where it is as long as it has thread caches, which know it by its address.
+/// A gate does not move as long as it has thread caches, since these know it by its address.
 #[derive(Debug)]
 pub(crate) struct Gate {
     mode: AtomicU32,
@@ -601,33 +618,34 @@ impl Gate {
 
     /// The bits that are set, less [`mode::FENCED`].
     pub(crate) fn mode(&self) -> u32 {
-        // Acquire: pairs with the read-modify-writes of who sets and clears bits. What is decided by it outside of the
-        // lock is looked at again inside.
+        // Acquire: pairs with the read-modify-writes by which the cold side sets and clears bits. A caller that decides
+        // by it outside of the lock looks again inside.
         self.mode.load(Ordering::Acquire) & !mode::FENCED
     }
 
-    /// What thread caches have as their pass in this mode.
+    /// The value of a thread cache's permit in this mode.
     fn permit(&self, mode: u32) -> *mut Self {
         if mode == 0 { std::ptr::from_ref(self).cast_mut() } else { std::ptr::null_mut() }
     }
 
-    /// The way in for the thread that owns the thread cache, be it one of this pool or of another. `None`: it is of
-    /// another, its owner is kept out just now, or has to come by [`Gate::enter`].
+    /// The way in for the owner of a thread cache, which may belong to this pool or to another. `None`: the cache
+    /// belongs to another pool, the owner is kept out now, or the owner has to come by [`Gate::enter`].
     #[inline(always)]
     pub(crate) fn enter_by_permit<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
-        // Pairs with the load in `quiesce`.
+        // Pairs with the load of `busy` in `revoke_and_wait`. Relaxed: `light`, which pairs with the heavy fence there,
+        // orders this store before the load of the permit.
         cache.busy.store(1, Ordering::Relaxed);
         light();
-        // Its drop is the way out, whether we get in or not.
+        // Dropping it is the way out, also where the owner does not get in.
         let inside = EnteredCache(HeldCache { cache });
-        // Acquire: pairs with the release in `readmit`, so that we see the lists as the cold side left them.
+        // Acquire: pairs with the release in `restore_permits`, so that the lists are as the cold side left them.
         if std::ptr::eq(cache.permit.load(Ordering::Acquire), self) { Some(inside) } else { None }
     }
 
-    /// The same, also where owners fence for themselves.
+    /// The same, also for gates in [`mode::FENCED`], whose owners execute a fence of their own.
     #[inline(never)]
     pub(crate) fn enter<'a>(&self, cache: &'a ThreadCache) -> Option<EnteredCache<'a>> {
-        // Relaxed: once it is set it stays. An owner that does not see it yet finds no pass, or is waited for in
+        // Relaxed: once the bit is set it stays. An owner that does not see it yet finds no permit, or is waited for in
         // `go_over_to_fences`.
         if self.mode.load(Ordering::Relaxed) & mode::FENCED == 0 {
             return self.enter_by_permit(cache);
@@ -635,24 +653,24 @@ impl Gate {
         if !std::ptr::eq(cache.home, self) {
             return None;
         }
-        // Pairs with the load in `quiesce`.
+        // As in `enter_by_permit`, but the fence below, or the read-modify-write, orders it before the load of the
+        // mode.
         cache.busy.store(1, Ordering::Relaxed);
         let inside = EnteredCache(HeldCache { cache });
         #[cfg(pinpool_rmw)]
-        // A read-modify-write instead of a fence, for tools that do not model fences: it either follows the cold side's
-        // own in the word's order and sees its bits, or precedes it, and then (release, acquire) the cold side sees
-        // busy = 1.
+        // A read-modify-write in place of a fence, for tools that do not model fences. Either it follows the cold
+        // side's read-modify-write in the word's modification order and sees its bits. Or it precedes it, and then
+        // (release, acquire) the cold side sees busy = 1.
         let seen = self.mode.fetch_add(0, Ordering::AcqRel);
         #[cfg(not(pinpool_rmw))]
         let seen = {
             // Store busy, fence, load mode: pairs with store mode, fence, load busy in `quiesce` and `revoke`.
             #[cfg(not(pinpool_planted = "fallback_no_fence"))]
             crate::sync::fence(Ordering::SeqCst);
-            // Acquire: pairs with the releases in `readmit` and `revoke`, so that we see the lists as the cold side
-            // left them.
+            // Acquire: pairs with the releases in `readmit` and `revoke`, as in `enter_by_permit`.
             self.mode.load(Ordering::Acquire)
         };
-        // Looked at first: nearly always it is set.
+        // Loaded first, to spare the store: it is nearly always set.
         if cache.knows_fenced.load(Ordering::Relaxed) == 0 {
             // Release: pairs with the acquire in `go_over_to_fences`.
             cache.knows_fenced.store(1, Ordering::Release);
@@ -660,32 +678,32 @@ impl Gate {
         if seen == mode::FENCED { Some(inside) } else { None }
     }
 
-    /// Sets `bits` and waits until no owner is inside. The caller holds the central pool's lock, and until
-    /// [`Gate::readmit`] has cleared every keeping-out bit, owners stay out and the cold side may hold the thread
-    /// caches.
+    /// Shuts all owners out: sets `bits`, revokes all permits, and waits until no owner is inside. The caller holds the
+    /// central pool's lock. Owners stay out, and the cold side may hold the thread caches, until [`Gate::readmit`] has
+    /// cleared all bits but [`mode::FENCED`].
     pub(crate) fn quiesce(&self, bits: u32, table: &CacheTable) {
-        // AcqRel: see `enter` under `pinpool_rmw`; elsewhere the fence orders it.
+        // AcqRel: pairs with the read-modify-write in `enter` under `pinpool_rmw`; elsewhere the fence orders it.
         self.mode.fetch_or(bits, Ordering::AcqRel);
         self.revoke_and_wait(table.caches(), bits, table);
     }
 
-    /// Clears `bits`, and lets owners in again if they were the last. The caller holds the central pool's lock.
+    /// Clears `bits`, and admits owners again if no other bit is left. The caller holds the central pool's lock.
     pub(crate) fn readmit(&self, bits: u32, table: &CacheTable) {
-        // Release: pairs with the acquire of who looks at the mode.
+        // Release: pairs with the acquires of the mode in `enter` and `mode`.
         let left = self.mode.fetch_and(!bits, Ordering::Release) & !bits;
         self.restore_permits(left, table.caches());
     }
 
-    /// Works on some thread caches while the owners of all others go on. The caller holds the central pool's lock.
+    /// Runs `work` on some thread caches while other owners go on. The caller holds the central pool's lock.
     ///
-    /// Where owners fence for themselves, they look at the mode, which is one for all: then all are kept out.
+    /// In [`mode::FENCED`] owners look at the mode, which is the same for all: then all owners are kept out.
     pub(crate) fn revoke(
         &self,
         caches: &[Arc<ThreadCache>],
         table: &CacheTable,
         mut work: impl FnMut(HeldCache<'_>),
     ) {
-        // Relaxed: set under the lock alone, for good.
+        // Relaxed: the bit is set under the lock only, for good.
         let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0
             && !cfg!(pinpool_planted = "hush_by_pass_alone");
         if fenced {
@@ -698,14 +716,15 @@ impl Gate {
             // Release: as in `readmit`.
             self.mode.fetch_and(!mode::INSPECT, Ordering::Release) & !mode::INSPECT
         } else {
-            // Relaxed: changes under the lock alone.
+            // Relaxed: the mode changes under the lock only.
             self.mode.load(Ordering::Relaxed)
         };
         self.restore_permits(left, caches.iter());
     }
 
-    /// Takes these thread caches' passes away, and waits until none of their owners is inside. Where there is a mode to
-    /// be set, it is set before. Whether owners fence for themselves only from here on: then `bits` were set, too.
+    /// Revokes the permits of these thread caches and waits until none of their owners is inside. A caller that sets
+    /// bits of the mode has set them before. `true`: the gate has gone over to [`mode::FENCED`] in this call, and then
+    /// `bits` were set, too.
     fn revoke_and_wait<'a>(
         &self,
         caches: impl Iterator<Item = &'a Arc<ThreadCache>> + Clone,
@@ -714,7 +733,7 @@ impl Gate {
     ) -> bool {
         // Relaxed: before the fence, which pairs with `light` in `enter_by_permit`.
         caches.clone().for_each(|cache| cache.permit.store(std::ptr::null_mut(), Ordering::Relaxed));
-        // Relaxed: set under the lock alone, for good.
+        // Relaxed: the bit is set under the lock only, for good.
         let fenced = self.mode.load(Ordering::Relaxed) & mode::FENCED != 0;
         let refused = !crate::sync::heavy(fenced);
         if refused {
@@ -722,7 +741,7 @@ impl Gate {
         }
         #[cfg(not(pinpool_planted = "shard_no_wait"))]
         for cache in caches {
-            // Acquire: pairs with the release when the owner leaves.
+            // Acquire: pairs with the release by which the owner leaves (the drop of `EnteredCache`).
             while cache.busy.load(Ordering::Acquire) != 0 {
                 yield_now();
             }
@@ -730,11 +749,12 @@ impl Gate {
         refused
     }
 
-    /// Has all owners fence for themselves, for good: the barrier is refused. Returns when each owner is known to have
-    /// seen that; where that cannot be had, the process ends. (`crate::sync` says how it is known.)
+    /// Goes over to [`mode::FENCED`] for good, since `membarrier` is refused: from here on owners execute a fence of
+    /// their own. Returns when each owner is known to have seen that. Where this cannot be known, the process is
+    /// aborted. (`crate::sync` says how it is known.)
     #[cold]
     fn go_over_to_fences(&self, bits: u32, table: &CacheTable) {
-        // Before the mode, which releases it: an owner that sees that mode finds no pass.
+        // Before the mode, whose release covers these stores: an owner that sees the new mode finds no permit.
         table.caches().for_each(|cache| cache.permit.store(std::ptr::null_mut(), Ordering::Relaxed));
         // AcqRel: as in `quiesce`.
         self.mode.fetch_or(mode::FENCED | bits, Ordering::AcqRel);
@@ -746,9 +766,9 @@ impl Gate {
             while cache.knows_fenced.load(Ordering::Acquire) == 0 && !crate::sync::is_known(owner) {
                 if since.is_some_and(|since| since.elapsed() > crate::sync::PROOF_TIMEOUT) {
                     crate::os::barrier::die(
-                        "the system call membarrier is refused, which was granted when the pool was built, and a thread that \
-                         uses the pool cannot be seen to have let go of its cache: a second owner of its buffers cannot be \
-                         ruled out. Put up the sandbox before the first pool is built, or let it grant membarrier.",
+                        "the system call membarrier is refused, although it was granted when the pool was built, and a \
+                         thread that uses the pool cannot be shown to have left its cache: a buffer could get two \
+                         owners. Install the sandbox before the first pool is built, or let it grant membarrier.",
                     );
                 }
                 crate::sync::pause();
@@ -756,12 +776,13 @@ impl Gate {
         }
         crate::foreign::warn!(
             target: "pinpool::pool::membarrier",
-            "membarrier is refused, which was granted when the pool was built: checkouts fence for themselves from here on, and \
-             are slower; put up sandboxes before the first pool is built, or let them grant membarrier"
+            "membarrier is refused, although it was granted when the pool was built: from here on each checkout and \
+             return executes a fence and is slower; install sandboxes before the first pool is built, or let them \
+             grant membarrier"
         );
     }
 
-    /// Gives them their passes again, if the mode has it.
+    /// Gives these thread caches their permits again, unless the mode keeps owners out.
     fn restore_permits<'a>(&self, mode: u32, caches: impl Iterator<Item = &'a Arc<ThreadCache>>) {
         if mode == 0 {
             // Release: pairs with the acquire in `enter_by_permit`.
@@ -769,7 +790,7 @@ impl Gate {
         }
     }
 
-    /// Sets bits without keeping anyone out.
+    /// Sets bits without keeping any owner out.
     pub(crate) fn force(&self, bits: u32) {
         // AcqRel: as in `quiesce`.
         self.mode.fetch_or(bits, Ordering::AcqRel);

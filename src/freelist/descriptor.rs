@@ -1,7 +1,7 @@
-//! What the pool knows of one segment: 32 bytes, beside the memory, never in it.
+//! Segment descriptors: what the pool knows of one segment, in 32 bytes beside the pinned memory, never in it.
 //!
-//! A hit only reads a descriptor: where its memory is, and which list it belongs to. So descriptors that lie in one
-//! cache line may be in the hands of different threads, and none of them slows another down.
+//! A hit only reads a descriptor: where the memory is, and which list the segment belongs to. So different threads may
+//! own descriptors that lie in one cache line, and none of these threads slows another down.
 //!
 //! # The state word
 //!
@@ -13,11 +13,11 @@
 //! ```
 //!
 //! The generation grows by one whenever the segment goes in flight, so a timeline's entry for an earlier flight names a
-//! word that no longer exists. (It wraps after 2^40 flights of one segment: twelve days of nothing else at one per
-//! microsecond.) The class is fixed for the descriptor's life; [`LARGE`] stands for a segment that has a run of its
-//! own.
+//! word that no longer exists. (The generation wraps after 2^40 flights of one segment. At one flight a microsecond
+//! that takes twelve days.) The class is fixed for the descriptor's life; [`LARGE`] stands for a segment that has a run
+//! of its own.
 //!
-//! # The states, and who may leave them
+//! # The states, and what leaves them
 //!
 //! ```text
 //!                 submit               drop the handle
@@ -30,12 +30,12 @@
 //!   FLIGHT, DETACHED, CLAIMED --> QUARANTINED: the device is lost, or no event can be made. Nothing leaves it.
 //! ```
 //!
-//! HOST says that no device is at it, and not whether it is free or checked out: it is free exactly when it stands in a
-//! list (a thread cache's, a transfer cache's, its run's), and a word that said so too would be written twice by each
-//! hit. (Builds with debug assertions write it all the same, and fail where a segment is taken or returned twice:
-//! [`Descriptor::taken`].) Either way it has one owner, the list or the handle, who changes the word by plain stores.
-//! Between FLIGHT and its successors two parties meet, the handle and whoever completes the sequence number, and both
-//! use compare-and-swap.
+//! HOST says that no device uses the segment. It does not say whether the segment is free or checked out: a segment is
+//! free exactly when it is in a list (a thread cache's, a transfer cache's, its run's). A word that said so too would
+//! be written twice by each hit. (Builds with debug assertions do note it, and panic where a segment is taken or
+//! returned twice: [`Descriptor::taken`].) In HOST the segment has one owner, the list or the handle, and only the
+//! owner changes the word, by plain stores. Between FLIGHT and its successors two parties meet: the handle, and the
+//! thread that completes the sequence number. Both use compare-and-swap.
 
 use std::ptr::NonNull;
 
@@ -66,12 +66,12 @@ pub(crate) mod state {
     }
 }
 
-/// Stands in for the class of a segment that has a run of its own.
+/// The class byte of a segment that has a run of its own.
 pub(crate) const LARGE: u8 = u8::MAX;
 
 const GENERATION: u64 = 1 << 24;
 
-/// In `list`, with debug assertions: the segment is out.
+/// A bit of `list`, with debug assertions only: the segment is out.
 const OUT: u32 = 1 << 31;
 
 /// A state word's value.
@@ -93,7 +93,7 @@ impl Word {
     pub(crate) fn with(self, state: u16) -> Self {
         Self(self.0 & !0xFFFF | u64::from(state))
     }
-    /// In flight, as never before.
+    /// The word of the next flight: FLIGHT, in the next generation.
     fn departed(self) -> Self {
         Self(self.with(state::FLIGHT).0.wrapping_add(GENERATION))
     }
@@ -105,15 +105,15 @@ pub(crate) struct Descriptor {
     word: AtomicU64,
     /// First byte of the segment. Fixed.
     base: NonNull<u8>,
-    /// The next descriptor of whichever list this one is in. Belongs to that list.
+    /// The next descriptor in the chain that this one is in. Belongs to that chain.
     link: AtomicPtr<Descriptor>,
-    /// The run in the arena's table. Fixed.
+    /// The run's index in the arena's table. Fixed.
     run: u32,
-    /// Which list of a thread cache it belongs to; [`super::LISTS`] if to none. Fixed but for [`OUT`].
+    /// The index of the segment's list in a thread cache, [`super::LISTS`] for none. Fixed but for the bit [`OUT`].
     list: AtomicU32,
 }
 
-// SAFETY: `base` is only handed on as an address; the memory behind it belongs to whoever owns the segment by the state
+// SAFETY: `base` is only passed on as an address; the memory behind it belongs to the owner of the segment by the state
 // word. All other fields are atomics or constant.
 unsafe impl Send for Descriptor {}
 // SAFETY: as above.
@@ -141,8 +141,8 @@ impl Descriptor {
         self.run
     }
 
-    /// The word as it is. Acquire: pairs with the releasing exchanges below, so whoever sees a state sees what led to
-    /// it.
+    /// The word now. Acquire: pairs with the releasing stores and exchanges below, so a thread that sees a state sees
+    /// what led to it.
     pub(crate) fn word(&self) -> Word {
         Word(self.word.load(Ordering::Acquire))
     }
@@ -153,27 +153,28 @@ impl Descriptor {
         Word(self.word.load(Ordering::Relaxed)).class()
     }
 
-    /// Which list of a thread cache it belongs to: at most [`super::LISTS`], which stands for none.
+    /// The index of the segment's list in a thread cache: at most [`super::LISTS`], which stands for none.
     pub(crate) fn list(&self) -> usize {
-        // Relaxed, here and below: what is fixed was there before anyone had the descriptor, and the bit is its
-        // owner's.
+        // Relaxed, here and below: the index was written before any other thread had the descriptor, and the bit
+        // belongs to the segment's owner.
         (self.list.load(Ordering::Relaxed) & !OUT) as usize
     }
 
-    /// From a list into the hands of whoever asked. With debug assertions it fails where the segment was out already.
+    /// Notes that the segment leaves its list and goes out. With debug assertions it panics if the segment was out
+    /// already.
     ///
-    /// By a load and a store, since a read-modify-write would order what surrounds it, and hide from tests where that
-    /// needs an order of its own.
+    /// It uses a load and a store. A read-modify-write would order what surrounds it, and so hide from tests where the
+    /// surrounding code needs an order of its own.
     #[inline(always)]
     pub(crate) fn taken(&self) {
         if cfg!(debug_assertions) {
             let list = self.list.load(Ordering::Relaxed);
-            assert!(list & OUT == 0, "a segment is given out that is out: {self:?}");
+            assert!(list & OUT == 0, "a segment is given out that is out already: {self:?}");
             self.list.store(list | OUT, Ordering::Relaxed);
         }
     }
 
-    /// Back to a list. With debug assertions it fails where the segment was back already.
+    /// Notes that the segment goes back to a list. With debug assertions it panics if the segment was not out.
     #[inline(always)]
     pub(crate) fn returned(&self) {
         if cfg!(debug_assertions) {
@@ -183,14 +184,16 @@ impl Descriptor {
         }
     }
 
-    /// To FLIGHT, in the next generation, by the one who owns the segment. Release: as for [`Descriptor::set`].
+    /// Changes the state to FLIGHT, in the next generation. For the segment's owner. Release: as for
+    /// [`Descriptor::set`].
     pub(crate) fn depart(&self) -> Word {
         let word = Word(self.word.load(Ordering::Relaxed)).departed();
         self.word.store(word.0, Ordering::Release);
         word
     }
 
-    /// To `to`, by the one who owns the segment. Release: pairs with the exchanges of whoever meets it there.
+    /// Changes the state to `to`, in the same generation. For the segment's owner. Release: pairs with the acquire of
+    /// the load and of the exchange of the party that meets this state.
     #[inline(always)]
     pub(crate) fn set(&self, to: u16) -> Word {
         let word = Word(self.word.load(Ordering::Relaxed)).with(to);
@@ -198,7 +201,8 @@ impl Descriptor {
         word
     }
 
-    /// From exactly `from`, generation included, to the same generation's state `to`; else what is there instead.
+    /// Changes the word from exactly `from`, generation included, to the state `to` of the same generation. If the word
+    /// differs from `from`, it stays, and the error is its value.
     ///
     /// Acquire and release: the two parties that meet in a state hand the segment, and all that was done to its memory,
     /// to each other through this word.
@@ -219,8 +223,8 @@ impl Descriptor {
     }
 }
 
-/// A list of free descriptors of one class that somebody owns. Links are plain (relaxed): who hands a chain to another
-/// thread does so through a lock or a releasing exchange.
+/// A list of free descriptors of one class, linked through the descriptors. The owner of the chain owns them. Links are
+/// relaxed: a thread that hands a chain to another thread does so through a lock or a releasing exchange.
 ///
 /// # Invariant
 /// Every descriptor in a chain is alive: its run is not dissolved while a descriptor of it is anywhere but in the run's
@@ -253,7 +257,7 @@ impl Chain {
     /// # Safety
     /// The descriptor is alive, free, and in no list.
     pub(crate) unsafe fn push(&mut self, descriptor: NonNull<Descriptor>) {
-        // SAFETY: alive by the caller's word.
+        // SAFETY: alive by this function's contract.
         unsafe { descriptor.as_ref() }.set_next(self.head);
         self.head = descriptor.as_ptr();
         self.count += 1;
@@ -268,7 +272,7 @@ impl Chain {
         Some(descriptor)
     }
 
-    /// Splits off the first `count` descriptors.
+    /// Splits off the first `count` descriptors, or all if there are fewer.
     pub(crate) fn split(&mut self, count: u32) -> Self {
         let mut front = Self::new();
         while front.count < count {
@@ -279,7 +283,7 @@ impl Chain {
         front
     }
 
-    /// Every descriptor, front to back, without taking any.
+    /// Iterates over the descriptors, front to back. The chain stays as it is.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Descriptor> {
         // SAFETY: descriptors in a chain are alive (the invariant).
         let first = unsafe { self.head.as_ref() };
@@ -301,7 +305,7 @@ mod tests {
         let descriptor = descriptor();
         for _ in 0..2 {
             descriptor.taken();
-            assert_eq!(descriptor.list(), 3, "whether it is out or not");
+            assert_eq!(descriptor.list(), 3, "the index is the same while the segment is out");
             descriptor.returned();
             assert_eq!(descriptor.list(), 3);
         }

@@ -1,9 +1,9 @@
 //! Loom models of the parts without a lock: transfer caches, and thread caches with the gate that keeps their owners
 //! out.
 //!
-//! Each model ends by looking for every segment: it must be in exactly one place. Besides, each segment has a cell that
-//! whoever takes the segment writes to, as the owner of a buffer would; loom fails the model where two owners of a
-//! segment, one after the other, are not ordered.
+//! At its end each model looks for every segment: each must be in exactly one place. Besides, each segment has a cell.
+//! The thread that takes the segment writes to the cell, as the owner of a buffer would. Loom fails the model where two
+//! such writes are not ordered.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::cache::Put;
 use super::*;
 use crate::sync::{Mutex, Ordering, UnsafeCell, model, model_refused, step};
 
-/// Segments outside of any list, numbered by what their descriptors have as the run.
+/// Segments outside of any list. The field `run` of their descriptors holds their number.
 struct Segments {
     descriptors: Vec<Descriptor>,
     memory: Vec<UnsafeCell<u32>>,
@@ -37,27 +37,27 @@ impl Segments {
         NonNull::from(&self.descriptors[i])
     }
 
-    /// A chain of these.
+    /// A chain of the segments with these numbers.
     fn chain(&self, numbers: &[usize]) -> Chain {
         let mut chain = Chain::new();
         for &i in numbers {
-            // SAFETY: the caller has them, so they are in no list.
+            // SAFETY: the caller owns them, so they are in no list.
             unsafe { chain.push(self.at(i)) };
         }
         chain
     }
 
-    /// Uses a segment's memory, which must be ours. Its number.
+    /// Writes to the memory of a segment that this thread owns. Returns the segment's number.
     fn write(&self, descriptor: NonNull<Descriptor>) -> usize {
-        // SAFETY: alive: the descriptors live as long as `self`.
+        // SAFETY: alive, since the descriptors live as long as `self`.
         let number = unsafe { descriptor.as_ref() }.run() as usize;
-        // SAFETY: loom fails the model if anyone else is at it.
+        // SAFETY: loom fails the model if another thread accesses the cell at the same time.
         self.memory[number].with_mut(|p| unsafe { *p += 1 });
         number
     }
 
-    /// Takes a batch down and uses each of its segments. Their numbers.
-    fn take_down(&self, transfer: &TransferCache, hint: usize) -> Vec<usize> {
+    /// Takes a batch and writes to each of its segments. Returns their numbers.
+    fn take_batch(&self, transfer: &TransferCache, hint: usize) -> Vec<usize> {
         let mut found = Vec::new();
         transfer.take(hint, |batch| {
             let descriptors =
@@ -67,17 +67,17 @@ impl Segments {
         found
     }
 
-    /// A batch of these.
+    /// A batch of the segments with these numbers.
     fn batch<'a>(&'a self, numbers: &'a [usize]) -> impl ExactSizeIterator<Item = *mut Descriptor> + 'a {
         numbers.iter().map(|&i| self.at(i).as_ptr())
     }
 
-    /// Takes a chain apart, using each segment. Their numbers.
+    /// Takes a chain apart and writes to each segment. Returns their numbers.
     fn unlink(&self, mut chain: Chain) -> Vec<usize> {
         let count = chain.len();
         let numbers: Vec<usize> =
             std::iter::from_fn(|| chain.pop()).map(|descriptor| self.write(descriptor)).collect();
-        assert_eq!(numbers.len(), count as usize, "a chain is as long as it says");
+        assert_eq!(numbers.len(), count as usize, "a chain counts its segments");
         numbers
     }
 }
@@ -98,14 +98,14 @@ fn loom_rack_hands_over() {
                     segments.write(segments.at(i));
                 }
                 step();
-                assert!(transfer.put(0, segments.batch(numbers), |_| true), "there are slots for all");
+                assert!(transfer.put(0, segments.batch(numbers), |_| true), "each batch has a slot");
             })
         };
         let givers = [give(&[0, 1]), give(&[2])];
         let mut found = Vec::new();
         for _ in 0..2 {
             step();
-            found.extend(segments.take_down(&transfer, 1));
+            found.extend(segments.take_batch(&transfer, 1));
         }
         for giver in givers {
             giver.join().unwrap();
@@ -124,15 +124,15 @@ fn loom_rack_recycles() {
         let transfer = Arc::new(TransferCache::new());
         assert!(transfer.put(0, segments.batch(&[0, 1]), |_| true));
         assert!(transfer.put(0, segments.batch(&[2]), |_| true));
-        // Takes a batch, turns it round and puts it back; keeps it where all slots looked taken. Both begin at the same
-        // slot, or they would never meet.
+        // Takes a batch, reverses it and puts it back. Keeps it where no slot looked empty. Both threads begin at the
+        // same slot, or they would never meet.
         let turn = || {
             let (segments, transfer) = (segments.clone(), transfer.clone());
             move || {
                 let mut kept = Vec::new();
                 for _ in 0..2 {
                     step();
-                    let mut numbers = segments.take_down(&transfer, 0);
+                    let mut numbers = segments.take_batch(&transfer, 0);
                     numbers.reverse();
                     step();
                     if !numbers.is_empty() && !transfer.put(0, segments.batch(&numbers), |_| true) {
@@ -157,7 +157,7 @@ fn loom_rack_books() {
         "transfer cache: one takes and puts back, another takes away what empty slots have reserved",
         3,
         || {
-            // What is reserved. Not the model's own: only to be summed up.
+            // The sum of all reservations. Std's atomic, since it is no part of the model.
             static SUM: StdAtomicU64 = StdAtomicU64::new(0);
             let reserve = |n: u32| {
                 SUM.fetch_add(n.into(), StdOrdering::Relaxed);
@@ -170,11 +170,11 @@ fn loom_rack_books() {
             let other = spawn({
                 let (segments, transfer) = (segments.clone(), transfer.clone());
                 move || {
-                    let numbers = segments.take_down(&transfer, 0);
+                    let numbers = segments.take_batch(&transfer, 0);
                     step();
                     assert!(
                         transfer.put(0, segments.batch(&numbers[1..]), reserve),
-                        "nobody else hangs anything up"
+                        "no other thread puts a batch"
                     );
                     numbers[0]
                 }
@@ -186,10 +186,10 @@ fn loom_rack_books() {
             assert_eq!(
                 transfer.reserved(),
                 Some(reserved),
-                "what hangs is reserved, and what is reserved is known"
+                "each slot has reserved what it holds, and the sum is right"
             );
-            let (chain, stripped) = transfer.drain();
-            assert_eq!(u64::from(stripped), reserved);
+            let (chain, dropped) = transfer.drain();
+            assert_eq!(u64::from(dropped), reserved);
             found.extend(segments.unlink(chain));
             found.sort_unstable();
             assert_eq!(found, [0, 1]);
@@ -197,7 +197,7 @@ fn loom_rack_books() {
     );
 }
 
-/// A gate, its thread caches, and the list that thread caches are filled from and drained to.
+/// A gate, its thread caches, and, under the lock, the list that thread caches are filled from and drained to.
 struct Store {
     gate: Gate,
     cold: Mutex<(CacheTable, Vec<usize>)>,
@@ -209,7 +209,7 @@ impl Store {
         Self::with(Gate::new(true), count)
     }
 
-    /// Of a machine without the asymmetric fence.
+    /// The store of a machine without the asymmetric fence.
     fn fenced(count: u32) -> Arc<Self> {
         Self::with(Gate::new(false), count)
     }
@@ -222,7 +222,7 @@ impl Store {
         })
     }
 
-    /// A thread cache with these segments.
+    /// Leases a thread cache that holds the segments with these numbers.
     fn lease(&self, numbers: &[usize]) -> Arc<ThreadCache> {
         let cache = self.cold.lock().0.lease(&self.gate);
         let mut held = self.gate.enter(&cache).unwrap();
@@ -232,7 +232,7 @@ impl Store {
         cache
     }
 
-    /// The owner's: a segment from its thread cache, or under the lock.
+    /// For the owner: takes a segment from its thread cache, or from the list under the lock.
     fn take(&self, cache: &ThreadCache) -> Option<NonNull<Descriptor>> {
         step();
         let hit = self.gate.enter(cache).and_then(|mut held| held.take(class(), 1));
@@ -243,12 +243,12 @@ impl Store {
         descriptor
     }
 
-    /// The owner's: a segment back to its thread cache, or under the lock.
+    /// For the owner: returns a segment to its thread cache, or to the list under the lock.
     fn put(&self, cache: &ThreadCache, descriptor: NonNull<Descriptor>) {
         let number = self.segments.write(descriptor);
         step();
         if let Some(mut held) = self.gate.enter(cache) {
-            // SAFETY: ours, and in no list.
+            // SAFETY: the owner has taken it, and it is in no list.
             if let Put::Kept = unsafe { held.put(descriptor, 1, list_of(class())) } {
                 return;
             }
@@ -256,8 +256,8 @@ impl Store {
         self.cold.lock().1.push(number);
     }
 
-    /// The cold side's: everything that thread caches have goes to the list.
-    fn take_back(&self) {
+    /// For the cold side: moves everything that thread caches hold to the list.
+    fn reclaim(&self) {
         step();
         let mut cold = self.cold.lock();
         let (table, list) = &mut *cold;
@@ -268,8 +268,8 @@ impl Store {
         self.gate.readmit(mode::INSPECT, table);
     }
 
-    /// The cold side's: one segment of one thread cache goes to the list, and other owners are not disturbed.
-    fn take_one_back(&self, cache: &Arc<ThreadCache>) {
+    /// For the cold side: moves one segment of one thread cache to the list. The other owners go on.
+    fn reclaim_one(&self, cache: &Arc<ThreadCache>) {
         step();
         let mut cold = self.cold.lock();
         let (table, list) = &mut *cold;
@@ -278,17 +278,17 @@ impl Store {
         });
     }
 
-    /// Where every segment is, when all is quiet.
+    /// The numbers of all segments, reclaimed from the thread caches. The caller has joined the owners.
     fn all(&self) -> Vec<usize> {
-        self.take_back();
+        self.reclaim();
         let mut all = self.cold.lock().1.clone();
         all.sort_unstable();
         all
     }
 }
 
-/// One owner, from whom everything is taken back twice.
-fn taken_back(store: &Arc<Store>) {
+/// One owner, whose thread cache is reclaimed twice.
+fn reclaimed(store: &Arc<Store>) {
     let cache = store.lease(&[0, 1]);
     let owner = spawn({
         let (store, cache) = (store.clone(), cache.clone());
@@ -300,15 +300,15 @@ fn taken_back(store: &Arc<Store>) {
             }
         }
     });
-    store.take_back();
-    store.take_back();
+    store.reclaim();
+    store.reclaim();
     owner.join().unwrap();
     let count = cache.count(class());
     assert!(count.takes <= 2 && count.puts <= 2);
     assert_eq!(store.all(), [0, 1]);
 }
 
-/// Two owners, of whom one is hushed.
+/// Two owners. The permit of one is revoked.
 fn revoked(store: &Arc<Store>) {
     let caches = [store.lease(&[0, 1]), store.lease(&[2])];
     let owners = caches.clone().map(|cache| {
@@ -318,19 +318,19 @@ fn revoked(store: &Arc<Store>) {
             one.into_iter().for_each(|descriptor| store.put(&cache, descriptor));
         })
     });
-    store.take_one_back(&caches[0]);
+    store.reclaim_one(&caches[0]);
     for owner in owners {
         owner.join().unwrap();
     }
     assert_eq!(store.all(), [0, 1, 2]);
 }
 
-/// An owner that has fenced by the system's call alone, which is refused when everything is taken back for the first
-/// time. The owner takes no lock, since it cannot be seen to be blocked here, but comes again until it has met the
+/// An owner that has relied on `membarrier`, which is refused when the cold side first reclaims. In a model the cold
+/// side cannot see that an owner is blocked. So the owner takes no lock, and enters again until it has executed a
 /// fence.
 #[test]
 fn loom_shard_refused() {
-    let run = |take_back: fn(&Store, &Arc<ThreadCache>)| {
+    let run = |reclaim: fn(&Store, &Arc<ThreadCache>)| {
         move || {
             let store = Store::new(2);
             let cache = store.lease(&[0, 1]);
@@ -344,7 +344,7 @@ fn loom_shard_refused() {
                         let Some(descriptor) = descriptor else { continue };
                         let number = store.segments.write(descriptor);
                         step();
-                        // SAFETY: ours, and in no list.
+                        // SAFETY: the owner has taken it, and it is in no list.
                         let put = store
                             .gate
                             .enter(&cache)
@@ -360,30 +360,30 @@ fn loom_shard_refused() {
                     left
                 }
             });
-            take_back(&store, &cache);
-            take_back(&store, &cache);
+            reclaim(&store, &cache);
+            reclaim(&store, &cache);
             let mut all = owner.join().unwrap();
             all.extend(store.all());
             all.sort_unstable();
             assert_eq!(all, [0, 1]);
         }
     };
-    model_refused("thread cache: one owner, the call is refused", 3, run(|store, _| store.take_back()));
+    model_refused("thread cache: one owner, the call is refused", 3, run(|store, _| store.reclaim()));
     model_refused(
         "thread cache: the same, one thread cache hushed",
         3,
-        run(|store, cache| store.take_one_back(cache)),
+        run(|store, cache| store.reclaim_one(cache)),
     );
 }
 
 #[test]
 fn loom_shard_taken_back() {
-    model("thread cache: one owner, taken back twice", 3, || taken_back(&Store::new(2)));
+    model("thread cache: one owner, taken back twice", 3, || reclaimed(&Store::new(2)));
 }
 
 #[test]
 fn loom_fenced_shard_taken_back() {
-    model("thread cache: the same where owners fence for themselves", 3, || taken_back(&Store::fenced(2)));
+    model("thread cache: the same where owners fence for themselves", 3, || reclaimed(&Store::fenced(2)));
 }
 
 #[test]
@@ -412,7 +412,7 @@ fn loom_shards_taken_back() {
             })
         };
         let owners = [owner(&[0, 1]), owner(&[2])];
-        store.take_back();
+        store.reclaim();
         for owner in owners {
             owner.join().unwrap();
         }

@@ -1,16 +1,30 @@
-//! The lock-free parts: free segments, and who may move them without a lock.
+//! The lock-free parts: lists of free segments that threads use without the central pool's lock.
 //!
-//! A free segment is always in exactly one of three places, and each place says who may touch it:
+//! A free segment is in exactly one of three places. The place says which thread may touch the segment:
 //!
-//! | place | whose | how |
+//! | place | which thread | how |
 //! | --- | --- | --- |
-//! | a [`cache`] | one thread's, leased from the pool | plain loads and stores, guarded by the asymmetric [`Gate`] |
-//! | a [`transfer`] | nobody's: batches that thread caches gave away | two atomic operations for a batch |
-//! | its run, in the arena | the central pool's lock | ordinary code |
+//! | a thread cache ([`cache`]) | its *owner*, the thread that leases it | plain loads and stores behind the [`Gate`] |
+//! | a transfer cache ([`transfer`]) | any thread that is inside the gate | two atomic operations for a batch |
+//! | its run, in the arena | the thread that holds the central pool's lock | ordinary code |
 //!
-//! Segments move between the first two without any lock, a batch at a time, so a thread that only frees feeds a thread
-//! that only takes. There is no device in here and no policy: how long a list may get, and when lists are taken back,
-//! is the central pool's to say.
+//! Segments move between the first two places without a lock, a batch at a time. So a thread that only returns segments
+//! feeds a thread that only takes them. This module knows no device and decides no policy: the central pool decides how
+//! long a list may get and when lists are reclaimed.
+//!
+//! # Invariants
+//!
+//! - A free segment is in exactly one list. A segment that is *out* (checked out, in flight, quarantined) is in none.
+//! - One thread at a time writes to a thread cache's lists: its owner inside the gate, or the thread that holds the
+//!   central pool's lock and has shut the owner out.
+//! - A descriptor in a list is alive: the arena frees a run's descriptors only when all of them are in the run's own
+//!   list.
+//!
+//! # Reading order
+//!
+//! [`descriptor`] (what the pool knows of one segment), [`cache`] (the fast path and its gate), [`transfer`], and
+//! `table` (the thread caches of a pool). `loom_models` checks the orderings. The central pool calls all of it, and the
+//! arena owns the descriptors. The modules above the central pool read and change state words only.
 
 #![allow(unsafe_code)]
 
@@ -26,8 +40,9 @@ pub(crate) use transfer::TransferCache;
 
 use crate::segment::{CLASSES, Class};
 
-/// The classes that thread caches and transfer caches have lists for, by their index: all. Under loom these two, whose
-/// runs have six segments and four in two pages, so that models stay small; other classes then take the slow path.
+/// The classes that thread caches and transfer caches have lists for, by index: all of them. Loom models have lists for
+/// two classes only, whose runs have six and four segments in two pages, so that models stay small. The other classes
+/// take the slow path there.
 const LISTED_CLASSES: std::ops::Range<usize> = if cfg!(loom) { 18..20 } else { 0..CLASSES };
 
 /// The classes that thread caches and transfer caches have lists for.
@@ -35,11 +50,11 @@ pub(crate) fn listed() -> impl DoubleEndedIterator<Item = Class> + ExactSizeIter
     Class::all().take(LISTED_CLASSES.end).skip(LISTED_CLASSES.start)
 }
 
-/// How many these are.
+/// Number of classes that have lists.
 pub(crate) const LISTS: usize = LISTED_CLASSES.end - LISTED_CLASSES.start;
 
-/// Which list of a thread cache, or which transfer cache, is this class's; [`LISTS`] if there is none. Outside of
-/// models it is the class's index.
+/// The index of a class's list in a thread cache, and of its transfer cache. [`LISTS`] for a class without a list.
+/// Outside of models it is the class's index.
 #[inline(always)]
 pub(crate) fn list_of(class: Class) -> usize {
     if cfg!(loom) { class.index().wrapping_sub(LISTED_CLASSES.start).min(LISTS) } else { class.index() }

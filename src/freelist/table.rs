@@ -1,4 +1,7 @@
-//! The thread caches of a pool: which threads lease them, and which of these are idle.
+//! The thread caches of a pool: which threads lease them, and which of these threads are idle.
+//!
+//! The table lives under the central pool's lock. A thread cache is made when a thread needs one and none is left over
+//! from a thread that has ended. It stays in the table until the pool is freed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,29 +11,30 @@ use super::cache::{Gate, HeldCache};
 use super::descriptor::Chain;
 use crate::segment::Class;
 
-/// For how long an owner must have done nothing to count as idle. What it then finds its thread cache emptied of costs
-/// it one miss, which is nothing to who comes so rarely. (In models, where time is none, nobody ever is.)
+/// An owner that has done nothing for this long counts as idle. A thread cache that is emptied meanwhile costs its
+/// owner one miss, which is little for a thread that uses the pool so rarely. (Models have no time: there no owner gets
+/// idle.)
 const IDLE: Duration = if cfg!(loom) { Duration::MAX } else { Duration::from_millis(1) };
 
-/// A thread cache's place in the roster.
+/// A thread cache and its lease.
 #[derive(Debug)]
 struct TableRow {
     cache: Arc<ThreadCache>,
     leased: bool,
-    /// The thread that leases it, or did last.
+    /// The number of the thread that leases it, or leased it last.
     owner: u32,
-    /// What the owner had counted when this was first seen, and when that was.
+    /// What the owner had counted at an earlier look, and when a look first found that.
     seen: Option<((u64, u64), Instant)>,
 }
 
-/// The thread caches of a pool and who leases them. Lives under the central pool's lock.
+/// The thread caches of a pool and the threads that lease them.
 #[derive(Debug, Default)]
 pub(crate) struct CacheTable {
     rows: Vec<TableRow>,
 }
 
 impl CacheTable {
-    /// A thread cache for a thread: one that nobody leases, or a new one.
+    /// Leases a thread cache to the calling thread: one that no thread leases, or a new one.
     pub(crate) fn lease(&mut self, gate: &Gate) -> Arc<ThreadCache> {
         let owner = crate::sync::thread_number();
         if let Some(row) = self.rows.iter_mut().find(|row| !row.leased) {
@@ -42,7 +46,7 @@ impl CacheTable {
         cache
     }
 
-    /// Ends a lease; the owner's own call, on its thread. What the thread cache cached goes to `sink`.
+    /// Ends a lease. The owner makes this call, on its own thread. `sink` gets what the thread cache cached.
     pub(crate) fn give_up(&mut self, cache: &Arc<ThreadCache>, sink: impl FnMut(Class, Chain)) {
         Self::mine(cache).drain_all(sink);
         if let Some(row) = self.rows.iter_mut().find(|row| Arc::ptr_eq(&row.cache, cache)) {
@@ -50,7 +54,7 @@ impl CacheTable {
         }
     }
 
-    /// Planted: a thread cache is drained by its owner as if nobody else could be at it.
+    /// Planted: the owner drains its thread cache without the central pool's lock.
     #[cfg(pinpool_planted = "exit_drains_unlocked")]
     pub(crate) fn drain_unlocked(cache: &ThreadCache) -> Vec<Chain> {
         let mut chains = Vec::new();
@@ -58,7 +62,7 @@ impl CacheTable {
         chains
     }
 
-    /// The thread caches that are leased, each with its owner.
+    /// The thread caches that are leased, each with its owner's thread number.
     pub(super) fn leases(&self) -> impl Iterator<Item = (&Arc<ThreadCache>, u32)> {
         self.rows.iter().filter(|row| row.leased).map(|row| (&row.cache, row.owner))
     }
@@ -68,20 +72,20 @@ impl CacheTable {
         self.rows.iter().map(|row| &row.cache)
     }
 
-    /// The thread caches to work on, after [`Gate::quiesce`] and before [`Gate::readmit`].
+    /// All thread caches, for the cold side to work on: after [`Gate::quiesce`] and before [`Gate::readmit`].
     pub(crate) fn quiet(&self) -> impl Iterator<Item = HeldCache<'_>> {
         self.caches().map(|cache| HeldCache::of(cache))
     }
 
-    /// A thread cache, for the thread that leases it and that holds the central pool's lock: it is here and not inside
-    /// the gate, and the cold side works only under that lock.
+    /// Access to a thread cache for its owner outside of the gate. The owner holds the central pool's lock, and the
+    /// cold side works only under that lock. So no other thread works on the cache.
     pub(crate) fn mine(cache: &ThreadCache) -> HeldCache<'_> {
         HeldCache::of(cache)
     }
 
-    /// The thread caches in which something is cached and whose owners have done nothing for a while, as far as that
-    /// was looked at: the first look at an owner that works only notes that it does. `None`: there is no clock, and all
-    /// are idle.
+    /// The thread caches that hold segments and whose owners are idle: a look at least [`IDLE`] before `now` found the
+    /// same counts. So the first look at an owner after it has worked only notes the counts. With `now` as `None` there
+    /// is no clock, and all owners count as idle.
     pub(crate) fn idle(&mut self, now: Option<Instant>) -> Vec<Arc<ThreadCache>> {
         let mut idle = Vec::new();
         for TableRow { cache, seen, .. } in &mut self.rows {

@@ -1,22 +1,23 @@
-//! Where thread caches leave batches for each other.
+//! Transfer caches: through them thread caches pass batches of free segments to each other.
 //!
-//! A thread that returns more than it takes fills its thread cache; a thread that takes more than it returns empties
-//! its own. Between them hangs a transfer cache for each class: a few slots, each with room for one batch. A batch is
-//! moved as an array of addresses: neither side touches the descriptors themselves, whose lines the other's cache may
-//! have, and thirty-two segments change hands for the price of a few lines.
+//! A thread that returns more than it takes fills its thread cache. A thread that takes more than it returns empties
+//! its own. Between them each class has a transfer cache: a few slots, each with room for one batch. A batch moves as
+//! an array of addresses. Neither thread touches the descriptors themselves, whose cache lines another core may have,
+//! so 32 segments change their thread for the price of a few cache lines.
 //!
-//! A slot goes from EMPTY to MOVING to FULL and, by way of MOVING again, back. Who has made it MOVING has its array for
-//! itself; others go on to the next slot, so nobody waits for anybody. A transfer cache has a fixed number of slots,
-//! and what finds none free goes back to its runs under the central pool's lock.
+//! A slot goes from EMPTY to MOVING to FULL, and by way of MOVING back to EMPTY. The thread that has made the slot
+//! MOVING has its array to itself. Other threads go on to the next slot, so no thread waits for another. A transfer
+//! cache has a fixed number of slots. A batch that finds no empty slot goes back to its runs under the central pool's
+//! lock.
 //!
-//! All that hangs in transfer caches has a bound, so each slot *reserves* what it holds. A reservation stays when its
-//! batch is taken down, since the next one is coming: a sum that each batch changed twice would travel between the two
-//! threads as often as the slot itself. For the same reason an empty slot that has room reserved comes before one
-//! without, whoever left it. Who finds everything reserved takes the reservations of empty slots away
-//! ([`TransferCache::unreserve_idle`]).
+//! The bytes in all transfer caches of a pool have a bound, so each slot *reserves* what it holds. A reservation stays
+//! when its batch is taken, since the next batch is likely to come: a sum that each batch changed twice would travel
+//! between the two threads' cores as often as the slot itself. For the same reason `put` prefers an empty slot whose
+//! reservation is large enough, no matter which thread made it. A thread that finds the whole bound reserved drops the
+//! reservations of empty slots ([`TransferCache::unreserve_idle`]).
 //!
-//! Owners of thread caches touch transfer caches inside the [`super::Gate`] only, so who has closed it finds no slot
-//! MOVING. Whoever takes batches back without closing it leaves what is MOVING where it is.
+//! Owners of thread caches touch transfer caches inside the [`super::Gate`] only. So a cold side that has shut all
+//! owners out finds no slot MOVING. A cold side that has not leaves slots that are MOVING as they are.
 
 use std::ptr::NonNull;
 use std::sync::OnceLock;
@@ -24,26 +25,28 @@ use std::sync::OnceLock;
 use super::descriptor::{Chain, Descriptor};
 use crate::sync::{AtomicPtr, AtomicU32, Ordering};
 
-/// Batches that hang at most in a transfer cache. Few, because they are memory that no other class can use until it is
-/// collected.
+/// Number of slots in a transfer cache. There are few, because other classes cannot use the memory in them until it is
+/// reclaimed.
 pub(crate) const SLOTS: usize = if cfg!(loom) { 2 } else { 8 };
 
-/// Segments in a batch at most.
+/// The largest number of segments in a batch.
 pub(crate) const BATCH: usize = if cfg!(loom) { 2 } else { 32 };
 
 const EMPTY: u32 = 0;
 const MOVING: u32 = 1;
 const FULL: u32 = 2;
 
-/// Two lines apart, since neighbouring lines are fetched in pairs.
+/// Aligned to two cache lines, since processors fetch neighbouring lines in pairs.
 #[derive(Debug)]
 #[repr(align(128))]
 struct TransferSlot {
     state: AtomicU32,
-    /// Belongs, with what follows, to whoever has made the slot MOVING; so these accesses are relaxed.
+    /// Segments in the slot. This field and those below belong to the thread that has made the slot MOVING, so accesses
+    /// to them are relaxed.
     count: AtomicU32,
-    /// Segments that there is leave to hang here: no fewer than do. Others peek at it: a nonzero that is old is read
-    /// again by who has made the slot MOVING, and a zero that is old is passed over.
+    /// Segments that the slot has reserved room for: at least `count`. Other threads also read it without the slot. A
+    /// stale value does no harm: the thread reads the field again once it has made the slot MOVING, and a slot with a
+    /// stale zero is left out once.
     reserved: AtomicU32,
     descriptors: [AtomicPtr<Descriptor>; BATCH],
 }
@@ -58,15 +61,16 @@ impl TransferSlot {
         }
     }
 
-    /// Makes the slot ours, if it is in this state.
+    /// Makes the slot MOVING if it is in the state `from`. `true`: the slot belongs to this thread until it calls
+    /// `leave`.
     fn enter(&self, from: u32) -> bool {
-        // Acquire: pairs with the release in `leave`, so that a taker sees the batch, and a giver writes after the last
-        // taker has read.
+        // Acquire: pairs with the release in `leave`. So the thread that takes a batch sees it, and the thread that
+        // puts one writes after the last taker has read.
         #[cfg(not(pinpool_planted = "rack_take_relaxed"))]
         let order = Ordering::Acquire;
         #[cfg(pinpool_planted = "rack_take_relaxed")]
         let order = Ordering::Relaxed;
-        // Looked at first: a failing exchange would take the line away from others for nothing.
+        // Loaded first: an exchange that fails would take the cache line from another core for nothing.
         self.state.load(Ordering::Relaxed) == from
             && self.state.compare_exchange(from, MOVING, order, Ordering::Relaxed).is_ok()
     }
@@ -80,7 +84,7 @@ impl TransferSlot {
         self.state.store(to, order);
     }
 
-    /// Gives up the reservation of an empty slot that is ours. How many segments it was for.
+    /// Drops the reservation of an empty slot that belongs to this thread. Returns how many segments it was for.
     fn unreserve(&self) -> u32 {
         let reserved = self.reserved.load(Ordering::Relaxed);
         self.reserved.store(0, Ordering::Relaxed);
@@ -93,7 +97,7 @@ impl TransferSlot {
     }
 }
 
-/// The slots of one class, made when the first batch comes.
+/// The slots of one class. They are made when the first batch comes.
 #[derive(Debug, Default)]
 pub(crate) struct TransferCache {
     slots: OnceLock<Box<[TransferSlot; SLOTS]>>,
@@ -102,7 +106,7 @@ pub(crate) struct TransferCache {
 impl TransferCache {
     pub(crate) fn new() -> Self {
         let transfer = Self::default();
-        // Loom does not see that making something once comes before its use by others.
+        // Loom does not see that initialising a `OnceLock` comes before its use by other threads.
         if cfg!(loom) {
             transfer.slots();
         }
@@ -113,8 +117,8 @@ impl TransferCache {
         self.slots.get_or_init(|| Box::new(std::array::from_fn(|_| TransferSlot::new())))
     }
 
-    /// Hangs up a batch of these, of which there are at most [`BATCH`]; `false` where all slots are taken, or where
-    /// none has reserved so many and `reserve` refuses what one lacks. `hint` spreads threads over the slots.
+    /// Puts a batch of at most [`BATCH`] segments into a slot. `false`: no slot is empty, or no empty slot has a large
+    /// enough reservation and `reserve` refuses the segments that are missing. `hint` spreads threads over the slots.
     pub(super) fn put<'a>(
         &self,
         hint: usize,
@@ -127,8 +131,8 @@ impl TransferCache {
             let mut order = (0..SLOTS).map(|i| &slots[hint.wrapping_add(i) % SLOTS]);
             order.find(|slot| suits(slot) && slot.enter(EMPTY))
         };
-        // One that has room reserved, if there is any: else each thread would reserve anew beside what another has
-        // left.
+        // A slot with a large enough reservation first: else each thread would make a reservation of its own beside
+        // those that other threads have left.
         let reserved = find(&|slot| slot.reserved.load(Ordering::Relaxed) >= count);
         let Some(slot) = reserved.or_else(|| find(&|_| true)) else { return false };
         let reserved = slot.reserved.load(Ordering::Relaxed);
@@ -148,7 +152,8 @@ impl TransferCache {
         true
     }
 
-    /// Takes a batch down, and shows it before anyone else may write there. How many there were; 0: there is no batch.
+    /// Takes a batch. `sink` sees it while the slot still belongs to this thread. Returns how many segments the batch
+    /// has; 0: there is no batch.
     pub(super) fn take(&self, hint: usize, sink: impl FnOnce(&[AtomicPtr<Descriptor>])) -> u32 {
         let Some(slots) = self.slots.get() else { return 0 };
         let Some(slot) =
@@ -163,8 +168,8 @@ impl TransferCache {
         count
     }
 
-    /// Takes all batches down as a chain, and gives up all reservations, but for slots that others are at. The chain,
-    /// and how many segments were reserved.
+    /// Takes all batches as one chain and drops all reservations, except in slots that another thread is moving.
+    /// Returns the chain, and how many segments the dropped reservations were for.
     pub(crate) fn drain(&self) -> (Chain, u32) {
         let (mut chain, mut reserved) = (Chain::new(), 0);
         for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
@@ -174,8 +179,7 @@ impl TransferCache {
                     .iter()
                     .filter_map(|descriptor| NonNull::new(descriptor.load(Ordering::Relaxed)))
                 {
-                    // SAFETY: what hangs in a transfer cache is alive, free and in no other list, and it was just taken
-                    // down.
+                    // SAFETY: a segment in a slot is alive, free and in no other list, and the slot is emptied here.
                     unsafe { chain.push(descriptor) };
                 }
                 reserved += slot.unreserve();
@@ -185,11 +189,11 @@ impl TransferCache {
         (chain, reserved + self.unreserve_idle())
     }
 
-    /// Gives up the reservations of empty slots. How many segments they were for.
+    /// Drops the reservations of empty slots. Returns how many segments they were for.
     pub(crate) fn unreserve_idle(&self) -> u32 {
         let mut reserved = 0;
         for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
-            // Looked at first, as in `enter`.
+            // Loaded first, as in `enter`.
             if slot.reserved.load(Ordering::Relaxed) == 0 {
                 continue;
             }
@@ -206,7 +210,8 @@ impl TransferCache {
         reserved
     }
 
-    /// Segments that the slots have reserved; `None` where one has more than it reserved. For `check()`, as `for_each`.
+    /// Segments that the slots have reserved; `None` if a slot holds more than it has reserved. For `check()`, under
+    /// the conditions of `for_each`.
     pub(crate) fn reserved(&self) -> Option<u64> {
         let mut sum = 0;
         for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
@@ -221,7 +226,7 @@ impl TransferCache {
         Some(sum)
     }
 
-    /// Segments on the slots. Exact only while nobody moves.
+    /// Segments in the slots. Exact while no thread moves a batch.
     #[cfg(all(test, loom))]
     pub(crate) fn count(&self) -> usize {
         let mut count = 0;
@@ -229,8 +234,8 @@ impl TransferCache {
         count
     }
 
-    /// Visits every descriptor on the slots. For `check()`: under the central pool's lock, with every thread cache
-    /// quiet.
+    /// Visits every descriptor in the slots. For `check()` and the census: under the central pool's lock, with all
+    /// owners shut out.
     pub(crate) fn for_each(&self, mut visit: impl FnMut(&Descriptor)) {
         for slot in self.slots.get().into_iter().flat_map(|slots| slots.iter()) {
             // Acquire: pairs with the release in `leave`.
@@ -238,7 +243,7 @@ impl TransferCache {
                 continue;
             }
             for descriptor in slot.descriptors() {
-                // SAFETY: nobody moves by the caller's word, and what hangs in a transfer cache is alive.
+                // SAFETY: no batch moves meanwhile (the caller sees to that), and a segment in a slot is alive.
                 if let Some(descriptor) = unsafe { descriptor.load(Ordering::Relaxed).as_ref() } {
                     visit(descriptor);
                 }
@@ -257,17 +262,17 @@ mod tests {
         let put = |hint: usize, count: usize, reserve: &dyn Fn(u32) -> bool| {
             transfer.put(hint, vec![NonNull::dangling().as_ptr(); count].into_iter(), reserve)
         };
-        let nothing_more = |more| panic!("{more} reserved, and there was room");
-        assert!(put(0, 4, &|more| more == 4), "the first reserves");
+        let nothing_more = |more| panic!("{more} reserved although a slot has room reserved");
+        assert!(put(0, 4, &|more| more == 4), "the first batch reserves");
         assert_eq!(transfer.take(0, |_| ()), 4);
-        assert!(put(5, 3, &nothing_more), "whoever it is");
-        assert!(!put(5, 4, &|more| more != 4), "it is in use, and a second one is refused");
-        assert!(put(5, 4, &|more| more == 4), "or granted");
+        assert!(put(5, 3, &nothing_more), "another thread uses the reservation");
+        assert!(!put(5, 4, &|more| more != 4), "that slot is in use, and a second reservation is refused");
+        assert!(put(5, 4, &|more| more == 4), "a second reservation is granted");
         assert_eq!((transfer.take(5, |_| ()), transfer.take(5, |_| ())), (4, 3));
         assert_eq!(transfer.reserved(), Some(8));
         assert!(
             put(1, 5, &|more| more == 5 || more == 1),
-            "where none has enough, the rest of it or all is reserved"
+            "where no slot has enough, the missing part or the whole is reserved"
         );
     }
 }
