@@ -3,14 +3,6 @@
 //! A pool rounds each request up to a *size class*, and cuts its memory into *runs* of segments of one class. This
 //! module tells which class a length has, and what a class costs. The classes are the same on every device.
 //!
-//! ```
-//! use pinpool::segment::Class;
-//!
-//! let class = Class::of(4000).expect("4000 bytes have a class");
-//! assert_eq!(class.stride(), 4160); // bytes from one segment to the next
-//! assert_eq!(class.capacity(), 4128); // the longest request of this class
-//! ```
-//!
 //! # The rule
 //!
 //! A segment for `len` bytes spans at least `align_up(len, 32) + 32` bytes and starts on a multiple of 64. CANN demands
@@ -70,28 +62,10 @@ pub const CLASSES: usize = LINEAR_CLASSES + (LAST_DOUBLING - FIRST_DOUBLING) as 
 pub const LARGEST_CLASS_LEN: usize = stride_at(CLASSES - 1) - 32;
 
 /// A size class: all segments of a class have the same length. There are [`CLASSES`] of them, ordered by size.
-///
-/// ```
-/// use pinpool::segment::{CLASSES, Class};
-///
-/// assert_eq!(Class::all().len(), CLASSES);
-/// let class = Class::of(64 << 10).expect("64 KiB have a class");
-/// assert_eq!(class.stride(), (64 << 10) + 64);
-/// assert!(Class::of(65_600) > Some(class), "65,600 bytes need a larger one");
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Class(u8);
 
 /// The shape of one run of a class: how long it is, and how many segments it holds.
-///
-/// ```
-/// use pinpool::segment::{Class, PAGE};
-///
-/// let class = Class::of(4096).expect("4 KiB have a class");
-/// let shape = class.shape();
-/// assert_eq!((shape.pages, shape.segments), (64, 63));
-/// assert!(shape.segments as usize * class.stride() <= shape.pages as usize * PAGE);
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     /// Pages of [`PAGE`] bytes in a run.
@@ -214,14 +188,6 @@ impl Class {
 
 /// The smallest span of a segment for `len` bytes, in bytes: `align_up(len, 32) + 32`.
 ///
-/// ```
-/// use pinpool::segment::span;
-///
-/// assert_eq!(span(1000)?, 1024 + 32);
-/// assert!(span(0).is_err());
-/// # Ok::<(), pinpool::Error>(())
-/// ```
-///
 /// # Errors
 /// [`Error::ZeroLength`] for 0, and [`Error::TooLong`] where the arithmetic would overflow.
 pub fn span(len: usize) -> Result<usize> {
@@ -237,17 +203,6 @@ pub fn span(len: usize) -> Result<usize> {
 }
 
 /// Where a pool serves a request from: a run that other segments of the class share, or pages of its own.
-///
-/// ```
-/// use pinpool::segment::{Class, PAGE, Placement};
-///
-/// let small = Placement::of(1000, 64)?;
-/// assert_eq!(small, Placement::Class(Class::of(1000).unwrap()));
-/// let aligned = Placement::of(1000, 4096)?; // alignments above 64 bytes get pages of their own
-/// assert_eq!(aligned, Placement::Pages { span: 1056, align: 1 });
-/// assert_eq!(aligned.bytes(), PAGE);
-/// # Ok::<(), pinpool::Error>(())
-/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// A segment of this class.
