@@ -22,7 +22,7 @@ static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     /// Whether this is one of the crate's own threads.
-    static OWN_THREAD: Cell<bool> = const { Cell::new(false) };
+    static ACL_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The right to make calls, for as long as it exists.
@@ -42,13 +42,13 @@ impl Drop for Pass {
 
 /// Notes that this is one of the crate's own threads.
 pub(super) fn enter() {
-    OWN_THREAD.set(true);
+    ACL_THREAD.set(true);
 }
 
 /// The right to make calls. `None`: the process ends.
 pub(super) fn pass() -> Option<Pass> {
     // A thread whose thread-locals are destroyed is about to end, and counts as one of the program's.
-    let counted = OWN_THREAD.try_with(Cell::get).unwrap_or(false);
+    let counted = ACL_THREAD.try_with(Cell::get).unwrap_or(false);
     if counted {
         UNDER_WAY.fetch_add(1, Ordering::SeqCst);
     }

@@ -70,7 +70,7 @@ const HOST_NUMA_ID: c_int = 134;
 
 thread_local! {
     /// Whether this is one of the crate's threads, which has the context current and is in relaxed mode for good.
-    static OWN_THREAD: Cell<bool> = const { Cell::new(false) };
+    static CUDA_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
 /// One context of a GPU.
@@ -195,7 +195,7 @@ impl<'a> CudaCurrent<'a> {
     }
 
     fn relax(&mut self) {
-        if let (Some(exchange), false) = (self.api.exchange_capture_mode, OWN_THREAD.get()) {
+        if let (Some(exchange), false) = (self.api.exchange_capture_mode, CUDA_THREAD.get()) {
             let mut mode = RELAXED;
             // SAFETY: exchanges this thread's mode with a number.
             if unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS {
@@ -316,7 +316,7 @@ impl Driver for Cuda {
         if let Some(exchange) = self.api.exchange_capture_mode {
             let mut mode = RELAXED;
             // SAFETY: exchanges this thread's mode with a number.
-            OWN_THREAD.set(unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS);
+            CUDA_THREAD.set(unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS);
         }
     }
 
@@ -513,7 +513,7 @@ impl Drop for Cuda {
         }
         let (api, device) = (self.api, self.device);
         // One of the crate's own threads may block for this.
-        self.ending.end(&self.name, OWN_THREAD.get(), move || {
+        self.ending.end(&self.name, CUDA_THREAD.get(), move || {
             let _relaxed = CudaCurrent::relaxed(api, false);
             // After an error the driver is shutting down, and nothing is left to do. SAFETY: retained once when this
             // was made.
