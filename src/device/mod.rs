@@ -20,9 +20,9 @@
 //!
 //! # What may call it
 //!
-//! `region`, `stream` and `copy` call a [`Driver`] through a [`Context`](context::Context), and the modules `cuda` and
-//! `acl` of the public face call what only their vendor has. [`handle`] is a layer of its own: it uses `stream`, which
-//! is above the contract.
+//! The modules above this one (`region`, `central`, `stream`, `buffer`, `pool`, `copy`) call a [`Driver`], mostly
+//! through a [`Context`](context::Context). Only the public modules `cuda`, `cudarc` and `acl` call what one vendor
+//! has. [`handle`] is a layer of its own: it uses `stream`, which is above the contract.
 //!
 //! # The rules that every driver keeps
 //!
@@ -310,7 +310,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     fn can_use(&self, kind: HostKind) -> Result<()>;
 
     /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers
-    /// promise no alignment that we could use.
+    /// promise no useful alignment.
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>>;
 
     /// Frees what [`Driver::allocate_host`] gave. After an error it is never freed.

@@ -54,8 +54,8 @@
 // The files, in the order in which to read them. `node`: the machine, and the public handle to it. `unit`: one device's
 // streams, memory and events, whether it is alive or hung. `stream`: a queue of operations, and how they run. `event`
 // and `memory`: an event table without locks; device memory behind addresses of its own. `driver`: the contract's
-// calls. `fault`: armed faults and traces. All of it but copies and heap memory is safe code. The crate calls this
-// through `Driver`, and a program through `HostNode`.
+// calls. `fault`: armed faults and traces. `node`, `unit`, `event` and `fault` have no unsafe code. The crate calls
+// this through `Driver`, and a program through `HostNode`.
 mod driver;
 mod event;
 mod fault;
