@@ -306,7 +306,7 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Whether the device can work with host memory of this kind.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) with the reason.
+    /// [`Error::Unsupported`] with the reason.
     fn can_use(&self, kind: HostKind) -> Result<()>;
 
     /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers
