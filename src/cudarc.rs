@@ -1,8 +1,8 @@
-//! cudarc beside the pool: one context, one stream, and copies between the pool's buffers and cudarc's slices.
+//! cudarc beside the pool: copies between the pool's buffers and cudarc's slices, on cudarc's streams.
 //!
-//! A server that already computes through [cudarc](https://docs.rs/cudarc) hands the pool its context and its streams
-//! and goes on as before. Its kernels and the pool's copies then follow each other in stream order, and what the pool
-//! uploads is in the server's own `CudaSlice`.
+//! A server that already computes through [cudarc](https://docs.rs/cudarc) gives the pool its context and its streams,
+//! and keeps them. Its kernels and the pool's copies are then ordered by the stream, and an upload goes into the
+//! server's own `CudaSlice`.
 //!
 //! ```no_run
 //! # fn demo(
@@ -14,7 +14,7 @@
 //! use pinpool::Pool;
 //! use pinpool::cudarc::CudarcStream;
 //!
-//! // SAFETY: the server captures none of its streams, or not while another thread is in a call of the pool's.
+//! // SAFETY: the server captures none of its streams.
 //! let stream = unsafe { CudarcStream::new(&server_stream)? }; // an Arc<CudaStream>
 //! let pool = Pool::builder(stream.device()).build()?;
 //!
@@ -31,65 +31,65 @@
 //! # How cudarc's slices stay safe
 //!
 //! A `CudaSlice` belongs to a stream, on which it is freed, and cudarc keeps two events with it, so that work on other
-//! streams waits for what was done to it. It does that only while its context *manages synchronisation*: with event
-//! tracking on, and more than the default stream in use. A copy of ours is therefore made under cudarc's own guard,
+//! streams waits for earlier uses of the slice. It does that only while its context *manages synchronisation*: with
+//! event tracking on, and more than the default stream in use. A copy here is therefore made under cudarc's own guard,
 //! like a copy of cudarc's: the guard makes the stream wait beforehand, and records the event afterwards. Where cudarc
-//! records nothing, only the slice's own stream orders what is done to it, and a copy on another stream is refused. So
-//! the slice is borrowed only while a copy is submitted: dropping it afterwards, or giving it to a kernel, is ordered
-//! after the copy.
+//! records nothing, only the slice's own stream orders its uses, and a copy on another stream is refused. So the slice
+//! is borrowed only while a copy is submitted: its drop, or a kernel that uses it, is ordered after the copy.
 //!
-//! The events of a slice that was only just allocated are recorded nowhere, and nothing tells them from events that are
-//! complete; meanwhile older work on the slice's own stream may still use its memory. So a copy on another stream waits
-//! for all that the slice's own stream was told so far as well (by an event of the pool's; the caller does not wait).
-//! To overlap with other streams' work, let the stream that copies allocate the slices that it copies to, and have the
-//! others use them: on a slice's own stream nothing has to be waited for.
+//! The events of a slice that was just allocated were never recorded, and look the same as events that are complete;
+//! meanwhile older work on the slice's own stream may still use its memory. So a copy on another stream also waits for
+//! all work that was queued on the slice's own stream so far (by an event of the pool's, on the device; the caller does
+//! not wait). To overlap with other streams' work, let the stream that copies allocate the slices that it copies to: on
+//! a slice's own stream a copy waits for no other.
 //!
 //! Refused as [`Error::Unordered`] are slices of another stream where cudarc tracks nothing, those of the default
 //! stream of another `CudaContext` object (which stops tracking with its last stream), and those of the per-thread
 //! default stream, which is another stream on each thread.
 //!
-//! cudarc keeps one event for the reads of a slice, that of the last. A download here waits for the read before it, so
-//! that its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream while a
-//! download of it is in flight, wait for the download before the slice is written or dropped.
+//! cudarc keeps one event for the reads of a slice, that of the last read. A download here waits for the read before
+//! it, so that its own event covers both; cudarc's own reads do not. So where cudarc reads a slice on a second stream
+//! while a download of it is in flight, wait for the download before the slice is written or dropped.
 //!
 //! # Waiting
 //!
-//! cudarc's own pinned slice waits for its event before it lets the CPU read, also where the event was never recorded,
-//! and such an event counts as complete: on the default stream, and with event tracking off, it shows bytes that have
-//! not landed (seen with 0.19.10). The pool does not rely on cudarc's events: [`InFlight`] waits for a mark of its own.
+//! cudarc's own pinned slice waits for its event before it lets the CPU read. It does so even where the event was never
+//! recorded, and such an event reads as complete: on the default stream, and with event tracking off, it shows bytes
+//! that are not copied yet (seen with 0.19.10). The pool does not depend on cudarc's events: [`InFlight`] waits for an
+//! event of the pool's.
 //!
-//! # Handing a buffer to cudarc
+//! # Passing a buffer to cudarc
 //!
 //! cudarc's `memcpy_htod` takes any `&[T]` and returns at once, since the driver takes a copy of memory that is not
-//! pinned. Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be in other
-//! hands. **Never hand a slice of a pinned buffer to cudarc's own copies.** [`CudarcStream::upload_to`] and
+//! pinned. Of pinned memory it takes none: `memcpy_htod(&buf[..], ..)` reads the buffer later, when it may be checked
+//! out again. **Never pass a slice of a pinned buffer to cudarc's own copies.** [`CudarcStream::upload_to`] and
 //! [`CudarcStream::download_from`] take the buffer for as long as the copy needs it, and
 //! [`CudarcStream::upload_to_blocking`] and [`CudarcStream::download_from_blocking`] borrow it and return when the
-//! device has let go. ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's on purpose: cudarc skips the wait
-//! that such a slice asks for while its context has an error on record, and returns `Ok` with the copy under way, seen
-//! with 0.19.10.)
+//! device will not touch it again. ([`PinnedBuf`](crate::PinnedBuf) is no `HostSlice` of cudarc's on purpose: cudarc
+//! skips the wait that such a slice asks for while its context has an error on record, and returns `Ok` with the copy
+//! under way, seen with 0.19.10.)
 //!
 //! # Captures
 //!
 //! While a stream is captured all copies here are refused before anything is done to it or to the slice's own stream.
-//! But cudarc's `begin_capture` and `end_capture` are safe to call, on any thread, also between our look at the stream
-//! and our copy. The copy would then be a part of the graph, which reads the buffer again with each launch, long after
-//! it has gone back to the pool. A second look does not help: of a stream whose capture has ended the driver says only
-//! that there is none. So [`CudarcStream::new`] is `unsafe`, and rests on [what the one who captures
-//! promises](crate::cuda#what-the-one-who-captures-promises), as [`cuda::adopt_stream`](crate::cuda::adopt_stream)
-//! does. That costs no copy anything. (No call that submits is documented to be refused by a capture. Driver 580
-//! refuses `cuMemcpyBatchAsync`, but that needs CUDA 12.8 and takes no default stream. A capture of our own around each
-//! copy, whose number would tell whether there were others, costs many times what the copy does.)
+//! But cudarc's `begin_capture` and `end_capture` are safe to call, on any thread, even between the check of the stream
+//! and the copy. The copy would then be a part of the graph, which reads the buffer again with each launch, long after
+//! it has returned to the pool. A second check does not help: after a capture has ended the driver says only that there
+//! is none. So [`CudarcStream::new`] is `unsafe`, and depends on [the promise about
+//! captures](crate::cuda#the-promise-about-captures), as [`cuda::adopt_stream`](crate::cuda::adopt_stream) does. That
+//! adds nothing to the cost of a copy. (By the documentation no capture makes the driver refuse a submit. Driver 580
+//! refuses `cuMemcpyBatchAsync`, but that needs CUDA 12.8 and takes no default stream. A capture of the crate's around
+//! each copy, whose number would show whether there were others, costs many times what the copy does.)
 //!
 //! Without a stream of cudarc's there is nothing to promise: `device(&context)?.stream()` makes a stream that no other
 //! code can reach, for copies to and from memory of [`Device::alloc`].
 //!
 //! # Features
 //!
-//! A program has one cudarc, built with all features that anybody in it asks for, and many of these exclude each other.
-//! This crate asks for those that go with any others: `fallback-dynamic-loading`, and the version of CUDA that the
-//! build system has, else the latest. The pool itself calls the driver through its own table (see the page of
-//! `device::cuda`), so that it works, and fails, in the same way with this feature and without.
+//! A program has one cudarc, built with all features that any crate in it asks for, and many of these exclude each
+//! other. This crate asks for those that go with any others: `fallback-dynamic-loading`, and the version of CUDA that
+//! the build system has, else the latest. The pool itself does not call the driver through cudarc, so it works, and
+//! fails, in the same way with this feature and without.
 
 #![allow(unsafe_code)]
 
@@ -109,11 +109,19 @@ use crate::device::handle::Device;
 use crate::error::{Error, ErrorClass, Result, SubmitError};
 use crate::stream::Stream;
 
-/// The device that works in a context of cudarc's. If it is the GPU's primary context, as `CudaContext::new` makes it,
-/// this is the same device as [`Device::open`] gives. The device keeps the context alive.
+/// The device that works in a context of cudarc's. If that is the GPU's primary context, as `CudaContext::new` makes
+/// it, this is the same device as [`Device::open`] gives. The device keeps the context alive.
 ///
 /// # Errors
 /// As for [`cuda::adopt_context`](crate::cuda::adopt_context).
+///
+/// ```no_run
+/// # fn demo(context: std::sync::Arc<cudarc::driver::CudaContext>) -> pinpool::Result<()> {
+/// let device = pinpool::cudarc::device(&context)?;
+/// let stream = device.stream()?; // a stream of the crate's, in cudarc's context
+/// # drop(stream);
+/// # Ok(()) }
+/// ```
 pub fn device(context: &Arc<CudaContext>) -> Result<Device> {
     // SAFETY: the context is alive, and the device keeps it so.
     unsafe { crate::cuda::adopt_context_with(context.cu_ctx().cast(), context.clone()) }
@@ -129,21 +137,35 @@ struct Taken<'a> {
     same: bool,
 }
 
-/// A stream of cudarc's in the pool's terms, which keeps it.
+/// A stream of cudarc's as a [`Stream`], which keeps it.
 ///
 /// # Safety
-/// The stream is of the device's context, and [what the one who captures
-/// promises](crate::cuda#what-the-one-who-captures-promises) holds for it.
+/// The stream is of the device's context, and [the promise about captures](crate::cuda#the-promise-about-captures)
+/// holds for it.
 unsafe fn adopted(device: &Device, stream: &Arc<CudaStream>) -> Result<Stream> {
-    // SAFETY: the stream is alive, and kept so; the rest is the caller's word.
+    // SAFETY: the stream is alive, and its clone keeps it so; the caller promises the rest.
     unsafe { crate::cuda::adopt_stream_with(device, stream.cu_stream().cast(), stream.clone()) }
 }
 
-/// A stream of cudarc's as a stream of the pool's, kept alive until everything on it is done. Everything that can be
-/// done with a [`Stream`] can be done with it.
+/// A stream of cudarc's, kept alive until everything on it is complete. It derefs to a [`Stream`].
+///
+/// ```no_run
+/// # fn demo(server_stream: std::sync::Arc<cudarc::driver::CudaStream>) -> pinpool::Result<()> {
+/// use pinpool::cudarc::CudarcStream;
+///
+/// // SAFETY: the server captures none of its streams.
+/// let stream = unsafe { CudarcStream::new(&server_stream)? };
+/// let zeros = stream.cudarc().alloc_zeros::<f32>(100).expect("cudarc's memory");
+/// let mut numbers = [1_u8; 400];
+/// stream.download_from_blocking(&zeros, &mut numbers)?;
+/// assert_eq!(numbers, [0; 400]);
+/// # Ok(()) }
+/// ```
 #[derive(Clone)]
 pub struct CudarcStream {
+    /// The crate's handle to the stream.
     ours: Stream,
+    /// cudarc's handle to the same stream.
     theirs: Arc<CudaStream>,
 }
 
@@ -159,7 +181,7 @@ impl CudarcStream {
     /// # Ok(()) }
     /// ```
     ///
-    /// Safe code cannot, since cudarc lets it capture the stream at any time:
+    /// The call is `unsafe`, since cudarc lets safe code capture the stream at any time:
     ///
     /// ```compile_fail,E0133
     /// # fn demo(server_stream: std::sync::Arc<cudarc::driver::CudaStream>) -> pinpool::Result<()> {
@@ -173,37 +195,39 @@ impl CudarcStream {
     /// As for [`device`]; [`Error::Unsupported`] for the per-thread default stream; [`Error::Capturing`].
     ///
     /// # Safety
-    /// - [What the one who captures promises](crate::cuda#what-the-one-who-captures-promises) holds for this stream,
-    ///   and for the own streams of the slices that are copied on it: none of them enters or leaves a capture while a
-    ///   thread is in a call of this crate that submits to the stream. (cudarc's `begin_capture` and `end_capture` take
-    ///   a stream in and out; so do its `join` and `wait` for a stream or an event of a capture, and work that is given
-    ///   slices of a captured stream.) Otherwise a graph may keep reading and writing a buffer that has gone back to
-    ///   the pool. A lock that both sides take keeps the promise, and so does capturing on the thread that copies, or
+    /// - [The promise about captures](crate::cuda#the-promise-about-captures) holds for this stream, and for the own
+    ///   streams of the slices that are copied on it: none of them enters or leaves a capture while a thread is in a
+    ///   call of this crate that submits to the stream. (cudarc's `begin_capture` and `end_capture` take a stream in
+    ///   and out; so do its `join` and `wait` for a stream or an event of a capture, and work that is given slices of a
+    ///   captured stream.) Otherwise a graph may keep reading and writing a buffer that has returned to the pool. A
+    ///   lock that is taken around both keeps the promise, and so does capturing on the thread that copies, or
     ///   capturing only streams that no copy is made on.
     /// - cudarc does not count streams of [`CudaContext::wrap_borrowed_stream`], and stops tracking slices when a
     ///   context has no other. Where a slice of such a stream is copied on another stream, or another stream's slice on
-    ///   such a one, the slice's `CudaContext` keeps a stream of [`CudaContext::new_stream`] until the copy is done.
+    ///   such a stream, the slice's `CudaContext` keeps a stream of [`CudaContext::new_stream`] until the copy is
+    ///   complete.
     pub unsafe fn new(stream: &Arc<CudaStream>) -> Result<Self> {
         let device = device(stream.context())?;
-        // SAFETY: the stream is alive, and ours keeps it so. The rest is the caller's word.
+        // SAFETY: the stream is alive, and `ours` keeps it so. The caller promises the rest.
         let ours = unsafe { adopted(&device, stream) }?;
         Ok(Self { ours, theirs: stream.clone() })
     }
 
-    /// cudarc's own.
+    /// cudarc's own handle to the stream.
     #[must_use]
     pub fn cudarc(&self) -> &Arc<CudaStream> {
         &self.theirs
     }
 
-    /// Copies all that was written to `src` to the front of a `CudaSlice` or `CudaViewMut`, which must be at least as
-    /// long. What is done to the slice afterwards, by cudarc or by the pool, comes after the copy.
+    /// Copies the written bytes of `src` to the front of a `CudaSlice` or `CudaViewMut`, which must be at least as
+    /// long. Later uses of the slice, by cudarc or by the pool, come after the copy.
     ///
     /// # Errors
-    /// As for [`Stream::upload`], [`Error::Capturing`] also where the slice's own stream is captured; with the buffer
-    /// [`Error::Unordered`] for a slice of another stream where nothing would keep the order, [`Error::WrongDevice`]
-    /// for one of another context, what the driver says where one stream cannot be made to wait for the other, and what
-    /// cudarc's context has noted ([`CudaContext::check_err`]), which would break the order.
+    /// Each carries the buffer back. As for [`Stream::upload`], with [`Error::Capturing`] also where the slice's own
+    /// stream is captured. [`Error::Unordered`] for a slice of another stream where nothing would keep the order,
+    /// [`Error::WrongDevice`] for a slice of another context, what the driver says where one stream cannot be made to
+    /// wait for the other, and an error that cudarc's context has on record ([`CudaContext::check_err`]), which would
+    /// break the order.
     pub fn upload_to<B: Lend, T: bytemuck::AnyBitPattern>(
         &self,
         src: B,
@@ -219,8 +243,8 @@ impl CudarcStream {
         }
     }
 
-    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into `landing`, which must be at least as long. What is done
-    /// to the slice afterwards, by cudarc or by the pool, comes after the copy.
+    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into `landing`, which must be at least as long. Later uses of
+    /// the slice, by cudarc or by the pool, come after the copy.
     ///
     /// # Errors
     /// As for [`Stream::download`] and [`upload_to`](Self::upload_to).
@@ -240,7 +264,7 @@ impl CudarcStream {
     }
 
     /// Copies borrowed memory, pinned or not, to the front of a `CudaSlice` or `CudaViewMut` in stream order, and
-    /// returns when the device has let go of it, on an error too.
+    /// returns when the device will not touch the memory again, on an error too.
     ///
     /// # Errors
     /// As for [`Stream::upload_blocking`] and [`upload_to`](Self::upload_to).
@@ -255,8 +279,8 @@ impl CudarcStream {
         done
     }
 
-    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into borrowed memory in stream order, and returns when it has
-    /// landed. After an error the contents of `dst` are undefined.
+    /// Copies a `CudaSlice`, `CudaView` or `CudaViewMut` into borrowed memory in stream order, and returns when the
+    /// copy is complete. After an error the contents of `dst` are undefined.
     ///
     /// # Errors
     /// As for [`Stream::download_blocking`] and [`upload_to`](Self::upload_to).
@@ -273,9 +297,9 @@ impl CudarcStream {
         let (address, guard) = src.device_ptr(&self.theirs);
         let mut waited = Ok(());
         if let SyncOnDrop::Record(Some((read, _))) = &guard {
-            // On the slice's own stream too: the guard's record takes the place of one that another stream made.
+            // On the slice's own stream too: the guard's record replaces one that another stream may have made.
             waited = match self.said("cuStreamWaitEvent", self.theirs.wait(read)) {
-                // Recorded in a capture that is over, it stands for no read.
+                // Recorded in a capture that has ended, the event stands for no read.
                 Err(error) if same && error.class() == ErrorClass::Capture => Ok(()),
                 said => said,
             };
@@ -291,7 +315,7 @@ impl CudarcStream {
         self.take(&owner, address, bytes, guard, Ok(()))
     }
 
-    /// The length of a slice of our context.
+    /// The length, in bytes, of a slice of this stream's context.
     fn bytes<T>(&self, slice: &impl DeviceSlice<T>) -> Result<usize> {
         if slice.stream().context().cu_ctx() != self.theirs.context().cu_ctx() {
             return Err(Error::WrongDevice { device: self.ours.device().name().into() });
@@ -302,14 +326,16 @@ impl CudarcStream {
         }
     }
 
-    /// Whether it is our stream.
+    /// Whether `owner` is this stream.
     fn is_same(&self, owner: &CudaStream) -> bool {
         owner.cu_stream() == self.theirs.cu_stream()
     }
 
-    /// Before the guard, which makes our stream wait: that spoils a capture of ours, and for events that the slice's
-    /// own stream has recorded into a capture it draws ours into that. Whether the slice's own stream is ours; another
-    /// one is waited for.
+    /// Checks for captures, and makes this stream wait for the slice's own stream if that is another one. Returns
+    /// whether it is the same.
+    ///
+    /// It runs before cudarc's guard, which makes this stream wait. That wait would spoil a capture of this stream; and
+    /// a wait for an event that the slice's own stream has recorded into a capture would draw this stream into it.
     fn enter(&self, owner: &Arc<CudaStream>) -> Result<bool> {
         const WHAT: &str = "a copy of a slice of cudarc's";
         const OUTSIDE_CAPTURE: &str = "submit it outside the capture";
@@ -317,7 +343,8 @@ impl CudarcStream {
         let same = self.is_same(owner);
         if !same {
             self.orders(owner)?;
-            // SAFETY: the stream is alive, since the slice has it, and is kept so. Captures are as `new` has it.
+            // SAFETY: the stream is alive, since the slice has it, and the adopted stream keeps it so. The promise
+            // about captures is `new`'s.
             let owner = unsafe { adopted(self.ours.device(), owner) };
             owner.and_then(|owner| self.ours.wait_for(&owner)).map_err(|error| match error.class() {
                 ErrorClass::Capture => Error::Capturing { what: WHAT, remedy: OUTSIDE_CAPTURE },
@@ -328,12 +355,12 @@ impl CudarcStream {
         Ok(same)
     }
 
-    /// Whether cudarc has the slice's later uses, and its end, wait for the event of a copy on another stream than its
-    /// own.
+    /// An error, unless cudarc makes the slice's later uses, and its end, wait for the event of a copy on a stream that
+    /// is not its own.
     fn orders(&self, owner: &CudaStream) -> Result<()> {
         let (handle, ours) = (owner.cu_stream() as usize, self.theirs.context());
-        // The slice's own context is asked each time, and tracks for as long as it has a stream: this one, unless it is
-        // a default stream, or ours, if both are of one `CudaContext`.
+        // cudarc asks the slice's own context each time. That tracks for as long as it has a stream: the slice's,
+        // unless that is a default stream, or this one, if both are of one `CudaContext`.
         let lasts = handle > PER_THREAD || Arc::ptr_eq(owner.context(), ours);
         let tracked = [owner.context(), ours].iter().all(|c| c.is_managing_stream_synchronization());
         match tracked && lasts && handle != PER_THREAD {
@@ -346,7 +373,8 @@ impl CudarcStream {
         Error::Unordered { device: self.ours.device().name().into() }
     }
 
-    /// The guard notes it where our stream could not be made to wait, and does not even try while anything is noted.
+    /// An error if cudarc's contexts have one on record. The guard records one there where this stream could not be
+    /// made to wait, and does not even try while there is one.
     fn nothing_noted(&self, owner: &CudaStream) -> Result<()> {
         for context in [self.theirs.context(), owner.context()] {
             self.said("a call that cudarc noted", context.check_err())?;
@@ -354,7 +382,7 @@ impl CudarcStream {
         Ok(())
     }
 
-    /// What a call of cudarc's came back with, as the pool says it.
+    /// The result of a call of cudarc's, as a [`Result`] of this crate's.
     fn said(&self, call: &'static str, result: std::result::Result<(), DriverError>) -> Result<()> {
         let context = self.ours.timeline().context();
         match (result, context.driver().as_any().downcast_ref::<Cuda>()) {
@@ -363,17 +391,18 @@ impl CudarcStream {
         }
     }
 
-    /// The copy was submitted: has the slice's event recorded, or else waits, so that the slice's next use comes after
-    /// it either way.
+    /// Called once the copy is submitted: records the slice's event, or else waits. Either way the slice's next use
+    /// comes after the copy.
     fn release(&self, mut guard: SyncOnDrop<'_>, same: bool) {
         let SyncOnDrop::Record(target) = &mut guard else { return };
         let context = self.theirs.context();
-        // On another stream it was promised, whatever became of that meanwhile.
+        // `orders` has promised the event to a slice of another stream, even if its context stopped tracking meanwhile.
         let wanted = !same || context.is_managing_stream_synchronization();
         let Some((event, stream)) = target.take().filter(|_| wanted) else { return };
         if let Err(error) = event.record(stream) {
-            // A waker must not wait for what its own thread finds out; the driver's wait needs nobody. Where that fails
-            // too the stream is lost, mostly with its device, which copies nothing any more.
+            // `synchronize` fails in a waker, which must not wait for its own thread; the driver's own wait needs no
+            // thread of this process. Where that fails too the stream is lost, mostly with its device, which copies
+            // nothing any more.
             if self.ours.synchronize().is_err() {
                 let _ = self.theirs.synchronize();
             }
@@ -381,8 +410,8 @@ impl CudarcStream {
         }
     }
 
-    /// A slice as memory that a copy can use, if our stream waits for what was before, and what comes later is known to
-    /// come after the copy.
+    /// A slice as memory that a copy can use, if this stream waits for earlier uses, and later uses are known to come
+    /// after the copy.
     fn take<'a>(
         &self,
         owner: &CudaStream,
@@ -394,19 +423,19 @@ impl CudarcStream {
         let same = self.is_same(owner);
         let usable = waited.and_then(|()| {
             self.nothing_noted(owner)?;
-            // Made while its context tracked nothing, it has no event.
+            // A slice that was made while its context tracked nothing has no event.
             if !same && !matches!(guard, SyncOnDrop::Record(Some(_)) | SyncOnDrop::Sync(Some(_))) {
                 return Err(self.unordered());
             }
-            // SAFETY: the slice is borrowed, so that it is not freed before the copy was submitted; freeing it later
-            // happens on its own stream, which is this one or waits for the event that the guard records.
+            // SAFETY: the slice is borrowed, so it is not freed before the copy is submitted. Later it is freed on its
+            // own stream, which is this one or waits for the event that the guard records.
             unsafe { self.ours.device().raw_memory(address, bytes, ()) }.map_err(Error::from)
         });
         match usable {
             Ok(range) => Ok(Taken { range, guard, same }),
             Err(error) => {
-                // There is no copy. Recorded by the guard, the event would stand no more for the use that was before,
-                // which our stream may not wait for.
+                // There is no copy. If the guard recorded the event, it would no longer stand for the use before, and
+                // this stream may not wait for that.
                 std::mem::forget(guard);
                 Err(error)
             }
@@ -427,11 +456,31 @@ impl fmt::Debug for CudarcStream {
     }
 }
 
-/// What can be copied from: `CudaSlice`, `CudaView`, `CudaViewMut`. Sealed: cudarc's own trait can be implemented for
-/// anything, by safe code that makes an address up.
+/// A source of copies on a [`CudarcStream`]: `CudaSlice`, `CudaView`, `CudaViewMut`. The trait is sealed, since safe
+/// code can implement cudarc's own trait for any type, with an invented address.
+///
+/// ```no_run
+/// use pinpool::cudarc::{CudarcStream, Slice};
+///
+/// /// Any of the three types.
+/// fn read(stream: &CudarcStream, src: &impl Slice<f32>) -> pinpool::Result<Vec<u8>> {
+///     let mut bytes = vec![0; src.num_bytes()];
+///     stream.download_from_blocking(src, &mut bytes)?;
+///     Ok(bytes)
+/// }
+/// ```
 pub trait Slice<T>: DevicePtr<T> + sealed::SealedSlice {}
 
-/// What can be copied to: `CudaSlice`, `CudaViewMut`. Sealed.
+/// A target of copies on a [`CudarcStream`]: `CudaSlice`, `CudaViewMut`. The trait is sealed, like [`Slice`].
+///
+/// ```no_run
+/// use pinpool::cudarc::{CudarcStream, SliceMut};
+///
+/// /// Either type.
+/// fn write(stream: &CudarcStream, bytes: &[u8], dst: &mut impl SliceMut<f32>) -> pinpool::Result<()> {
+///     stream.upload_to_blocking(bytes, dst)
+/// }
+/// ```
 pub trait SliceMut<T>: DevicePtrMut<T> + sealed::SealedSlice {}
 
 mod sealed {

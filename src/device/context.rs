@@ -1,4 +1,8 @@
-//! An opened device: its driver, its worker, its events, and whether it is still alive.
+//! An opened device: its driver, its worker, its events, and whether it is lost.
+//!
+//! Every layer above calls the driver through a [`Context`]. [`Context::noting`] looks at the outcome of each call: it
+//! counts errors, and the first error that says that the device is lost makes every later [`Context::alive`] fail.
+//! Timelines, allocations and registrations keep the context; [`Holds`] outlives it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +16,7 @@ use super::{Driver, EventHandle, Transfer};
 use crate::error::{Error, ErrorClass, Result};
 use crate::telemetry::counters::{ErrorTally, SharedHistogram};
 
-/// Events that are kept for reuse. More than this were in use at once only in a burst.
+/// Events that are kept for reuse. More than these were in use at once only in a burst.
 const KEPT_EVENTS: usize = 1024;
 
 /// See the module's page.
@@ -23,17 +27,18 @@ pub(crate) struct Context {
     worker: Arc<Worker>,
     /// Events that were seen complete or never recorded, so that they may be recorded.
     events: Mutex<Vec<EventHandle>>,
+    /// The error that the device was lost with.
     poison: OnceLock<Error>,
-    /// What there is that keeps the device open. It outlives this.
+    /// What keeps the device open. It outlives the context.
     holds: Arc<Holds>,
-    /// What the driver answered with an error.
+    /// The errors that the driver answered with.
     errors: ErrorTally,
-    /// Times from submitting to being seen complete, of a sample.
+    /// Times from a submit until it was seen complete, of a sample.
     flights: SharedHistogram,
-    /// What was submitted to, and completed on, streams that are no more.
+    /// The counts of streams that have ended: submitted, and completed.
     past: [AtomicU64; 2],
-    /// Bytes of the copies that the driver accepted, to the device and from it. On a line of their own: every copy
-    /// counts here, next to a driver call that costs many times as much.
+    /// Bytes of the copies that the driver accepted, to the device and from it. On a cache line of their own: every
+    /// copy counts here, next to a driver call that costs many times as much.
     copied: CachePadded<[AtomicU64; 2]>,
 }
 
@@ -75,7 +80,7 @@ impl Context {
         self.driver.name()
     }
 
-    /// What there is that keeps the device open.
+    /// What keeps the device open.
     pub(crate) fn holds(&self) -> &Arc<Holds> {
         &self.holds
     }
@@ -88,16 +93,16 @@ impl Context {
         &self.flights
     }
 
-    /// What was submitted to, and completed on, streams that are no more.
+    /// The counts of streams that have ended: submitted, and completed.
     pub(crate) fn past(&self) -> [u64; 2] {
-        // Acquire: pairs with the release below, so that what completed was submitted in this reading, too.
+        // Acquire: pairs with the release below, so that whatever this reading has as completed, it has as submitted.
         let completed = self.past[1].load(Ordering::Acquire);
         [self.past[0].load(Ordering::Relaxed), completed]
     }
 
-    /// A stream ends.
+    /// Adds the counts of a stream that ends.
     pub(crate) fn count_past(&self, submitted: u64, completed: u64) {
-        // Relaxed: ordered by the next.
+        // Relaxed: the release below orders it.
         self.past[0].fetch_add(submitted, Ordering::Relaxed);
         // Release: pairs with the acquire above.
         self.past[1].fetch_add(completed, Ordering::Release);
@@ -109,7 +114,7 @@ impl Context {
         [self.copied[0].load(Ordering::Relaxed), self.copied[1].load(Ordering::Relaxed)]
     }
 
-    /// The driver accepted these copies. What does not cross the link is not counted.
+    /// Counts copies that the driver accepted. Copies that do not cross the link are not counted.
     pub(crate) fn count_copied<'a>(&self, transfers: impl IntoIterator<Item = &'a Transfer>) {
         let mut sums = [0; 2];
         for transfer in transfers {
@@ -131,12 +136,13 @@ impl Context {
         self.poison.get()
     }
 
-    /// An error at once where the device is lost.
+    /// An error if the device is lost.
     pub(crate) fn alive(&self) -> Result<()> {
         self.poisoned().map_or(Ok(()), |e| Err(e.clone()))
     }
 
-    /// Looks at the outcome of a driver call: a sticky error means that the device is lost from here on.
+    /// Counts the error of a driver call. After one of class [`ErrorClass::DeviceLost`] or [`ErrorClass::Shutdown`] the
+    /// device is lost for good.
     pub(crate) fn noting<R>(&self, result: Result<R>) -> Result<R> {
         if let Err(error) = &result {
             self.errors.note(error);
@@ -150,7 +156,7 @@ impl Context {
 
     /// An event that may be recorded.
     pub(crate) fn event(&self) -> Result<EventHandle> {
-        // Popped in a statement of its own: no driver call is made under the lock.
+        // A statement of its own, which ends with the lock: no driver call is made under it.
         let kept = self.events.lock().pop();
         match kept {
             Some(event) => Ok(event),
@@ -174,7 +180,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         let events = std::mem::take(self.events.get_mut());
-        // A lost device lets go of them, whatever it answers; a driver that has ended is not to be called.
+        // A lost device lets go of its events, whatever it answers. A driver that has shut down must not be called.
         let ended = self.poison.get().is_some_and(|error| error.class() == ErrorClass::Shutdown);
         if ended || events.is_empty() || crate::os::forked() {
             return;
@@ -184,7 +190,7 @@ impl Drop for Context {
     }
 }
 
-/// On the worker.
+/// Runs on the worker.
 fn destroy(driver: &dyn Driver, holds: &Holds, event: EventHandle) {
     if let Err(error) = driver.destroy_event(event) {
         holds.leaked(1);

@@ -1,9 +1,10 @@
-//! How a driver's last reference ends, where the driver has a device to let go of and may keep something for others:
-//! the same on every accelerator.
+//! The end of an accelerator's driver: it lets go of the device, and then drops what it keeps for others. CUDA and
+//! Ascend share it.
 //!
-//! Letting go may take the whole device down for this process, which takes time, and dropping never blocks; and it may
-//! change what is current on the thread. So the call is made on a thread of its own. What waits for the end hears of it
-//! after that call.
+//! The call that lets go of a device may take the whole device down for this process, which takes time, and it may
+//! change the context that is current on the thread. A drop must do neither. So the call is made on a thread of its
+//! own. [`Last`] is dropped after that call, and a thread that waits in [`Device::close`](crate::Device::close) wakes
+//! then.
 
 use std::sync::{Arc, OnceLock};
 
@@ -14,9 +15,9 @@ use crate::os;
 /// What a driver drops when it ends.
 #[derive(Debug)]
 pub(super) struct Ending {
-    /// What keeps a context of the server's alive, if it said so.
+    /// What keeps an adopted context alive, if the program gave something.
     keep_alive: OnceLock<KeepAlive>,
-    /// Behind the keeper, which may make a call.
+    /// The field after `keep_alive`, and so dropped after it: the drop of `keep_alive` may make a driver call.
     last: OnceLock<Last>,
 }
 
@@ -25,7 +26,7 @@ impl Ending {
         Self { keep_alive: OnceLock::new(), last: OnceLock::new() }
     }
 
-    /// The first that is left: a later one says the same about the same context, and is not needed.
+    /// Keeps the first of these. A later one is for the same context, and is not needed.
     pub(super) fn keep(&self, keep_alive: KeepAlive) {
         let _ = self.keep_alive.set(keep_alive);
     }
@@ -34,13 +35,13 @@ impl Ending {
         let _ = self.last.set(last);
     }
 
-    /// Something of the device's stays for good.
+    /// Notes that something of the device's stays for good.
     pub(super) fn leaked(&self) {
         self.last.get().into_iter().for_each(Last::leaked);
     }
 
-    /// Makes the last call: `let_go` says whether the device was let go of. On this thread, or on one of its own; where
-    /// none can be started the device stays.
+    /// Makes the last call: `let_go` says whether the device was let go of. With `here` it runs on this thread, else on
+    /// one of its own. Where no thread can be started the device is leaked.
     pub(super) fn end(&mut self, device: &str, here: bool, let_go: impl FnOnce() -> bool + Send + 'static) {
         let last = Arc::new(self.last.take());
         let goes = last.clone();
@@ -62,7 +63,7 @@ impl Ending {
 impl Drop for Ending {
     fn drop(&mut self) {
         if os::forked() {
-            // The parent's.
+            // They belong to the parent.
             std::mem::forget((self.keep_alive.take(), self.last.take()));
         }
     }

@@ -1,4 +1,12 @@
-//! An opened device as its users have it: its driver's context, and the reaper of its streams.
+//! The public [`Device`]: an opened device's context, and the reaper of its streams. `closing.rs` has
+//! [`Device::close`].
+//!
+//! A process-wide table has each open device under a key: a device opened by name under its driver's name, an adopted
+//! context under a key of its own. So a device that is opened twice is one device with one reaper. The table holds weak
+//! references: it keeps no device open.
+//!
+//! This module uses `stream` (for the reaper). The modules above `stream` use this one: `buffer`, `config`, `pool`,
+//! `copy`, `telemetry`. A `Stream` keeps its `Device`, and does not call it.
 
 #![allow(unsafe_code)]
 
@@ -36,24 +44,34 @@ pub use closing::{CloseError, HeldBy};
 /// same for Ascend.
 ///
 /// In the child of a fork nothing of this crate can be used if the fork came after the process had begun to open a
-/// device (any device, by whatever call, a [`HostNode`] included): every call that could block, take memory or reach a
-/// driver answers [`Error::Forked`] at once, opening a device among them, and dropping what was inherited does nothing.
-/// So a server that forks its workers opens devices in these, or starts them as programs by `std::process::Command`,
-/// which is not affected.
+/// device (any device, by any call, a [`HostNode`] included). Every call that could block, take memory or reach a
+/// driver, [`Device::open`] too, answers [`Error::Forked`] at once, and the drop of an inherited value does nothing. So
+/// a server that forks its workers opens devices in the workers. A program that is started by `std::process::Command`
+/// is not affected.
 ///
-/// Cloning gives another handle to the same device, and so does opening it again while it is open. It is let go of when
-/// the last handle is gone, and all that came from it; [`Device::close`] waits for that.
+/// Cloning gives another handle to the same device, and so does opening it again while it is open. The driver's device
+/// is let go of after the last handle is dropped, and everything that came from it; [`Device::close`] waits for that.
+///
+/// ```
+/// # use pinpool::Device;
+/// let device = Device::open("host")?;
+/// assert_eq!(device.name(), "host:0");
+/// let stream = device.stream()?;
+/// let memory = device.alloc(1 << 10)?; // bytes of device memory
+/// # drop((stream, memory));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Device(Arc<DeviceInner>);
 
 struct DeviceInner {
     context: Arc<Context>,
     reaper: Reaper,
-    /// Streams that others can reach, by the driver's number for each, which is never another's.
+    /// The adopted streams, by the driver's number for each, which no other stream has or had.
     streams: Mutex<HashMap<u64, Weak<Timeline>>>,
 }
 
-/// Devices that are open, by what stands for each: a driver's name, or a context that others made.
+/// The devices that are open, by key: the driver's name, or the key of an adopted context.
 static OPENED: Mutex<Option<HashMap<String, Weak<DeviceInner>>>> = Mutex::new(None);
 
 impl Device {
@@ -81,7 +99,7 @@ impl Device {
         let open = open.get_or_insert_with(HashMap::new);
         let known = open.get(&key).and_then(Weak::upgrade);
         if let Some(inner) = known {
-            // Whatever the new one has to undo belongs to the device that is open.
+            // The new driver may have a context to let go of, too: the device that is open waits for that.
             driver.leave(inner.context.holds().last());
             return Ok(Self(inner));
         }
@@ -91,7 +109,7 @@ impl Device {
         Ok(device)
     }
 
-    /// The device of a context that others made.
+    /// The device of an adopted context.
     pub(crate) fn adopted(context: AdoptedContext, keep_alive: Option<KeepAlive>) -> Result<Self> {
         match context {
             AdoptedContext::Default(name) => Self::open(&name),
@@ -105,11 +123,20 @@ impl Device {
         }
     }
 
-    /// A device of a host node made by hand, for tests. (Those of two nodes have the same names, and so the same
-    /// metrics.)
+    /// A device of a host node, for tests. (The devices of two nodes have the same names, and so the same metrics.)
     ///
     /// # Errors
     /// [`Error::UnknownDevice`] for an ordinal that the node does not have; [`Error::Forked`].
+    ///
+    /// ```
+    /// # use pinpool::Device;
+    /// use pinpool::host::{HostConfig, HostNode};
+    ///
+    /// let node = HostNode::new(HostConfig::new().devices(2))?;
+    /// let second = Device::on(&node, 1)?;
+    /// assert_eq!(second.name(), "host:1");
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     pub fn on(node: &HostNode, ordinal: u32) -> Result<Self> {
         crate::os::watch_forks()?;
         Self::start(Context::new(node.driver(ordinal)?)?)
@@ -120,7 +147,7 @@ impl Device {
         Ok(Self(Arc::new(DeviceInner { context, reaper, streams: Mutex::new(HashMap::new()) })))
     }
 
-    /// The timeline that is known by this number, or a new one.
+    /// The timeline of the adopted stream with this number, or a new one.
     pub(crate) fn known_stream(&self, id: u64, make: impl FnOnce() -> Arc<Timeline>) -> Arc<Timeline> {
         let mut streams = self.0.streams.lock();
         if let Some(timeline) = streams.get(&id).and_then(Weak::upgrade) {
@@ -140,7 +167,7 @@ impl Device {
         self.0.reaper.listing()
     }
 
-    /// The device is told what keeps it open, beside its own handles.
+    /// Adds something that keeps the device open, beside its own handles.
     pub(crate) fn enter(&self, tenant: Arc<dyn Tenant>) {
         self.context().holds().enter(tenant);
     }
@@ -151,23 +178,23 @@ impl Device {
         self.0.context.name()
     }
 
-    /// The host's NUMA node that the device hangs on, as its driver or the system knows it; pools take their memory
-    /// from there. `None`: nobody says, or the device is the host.
+    /// The host's NUMA node that the device is attached to, as its driver or the system says; pools take their memory
+    /// from there. `None`: neither says, or the device is the host.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
         self.context().driver().numa_node()
     }
 
     /// The device's place on the PCI bus as Linux spells it (`0000:65:00.0`: domain, bus, device, function), which is
-    /// its name under `/sys/bus/pci/devices`. On CUDA from `cuDeviceGetPCIBusId`. `None`: it has none, or nobody says,
-    /// as in the child of a fork.
+    /// its name under `/sys/bus/pci/devices`. On CUDA from `cuDeviceGetPCIBusId`. `None`: it has none, the driver does
+    /// not say, or this is the child of a fork.
     #[must_use]
     pub fn pci_address(&self) -> Option<String> {
         crate::os::check_fork().ok()?;
         self.context().driver().pci_address()
     }
 
-    /// A new stream of our own. Costly on some devices: make streams at start-up.
+    /// A new stream, which the crate owns. The call is slow on some devices: make streams at start-up.
     ///
     /// # Errors
     /// What the driver says; the device's loss.
@@ -175,8 +202,9 @@ impl Device {
         Stream::create(self)
     }
 
-    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, there for every stream at once.
-    /// Allocating and freeing may synchronise the device: [`Stream::alloc`] does not.
+    /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least, usable on every stream at once.
+    /// Allocating and freeing may synchronise the device: [`Stream::alloc`] does not. The call blocks until the memory
+    /// is there.
     ///
     /// # Errors
     /// [`Error::ZeroLength`]; what the driver says, out of memory among it; the device's loss.
@@ -184,24 +212,24 @@ impl Device {
         DeviceBuffer::new(&self.0.context, len)
     }
 
-    /// Device memory that somebody else allocated, for use in every copy call: a raw `CUdeviceptr`, the runtime API's
-    /// pointers, another library's tensor. The one way in for addresses: what a copy call takes is always a
-    /// [`DeviceSlice`], which has been checked and is kept by whoever uses it.
+    /// Device memory that the program or another library allocated, for use in every copy call: a raw `CUdeviceptr`, a
+    /// pointer of the runtime API, another library's tensor. This is the one way in for addresses: a copy call takes a
+    /// [`DeviceSlice`], which has been checked and keeps the memory.
     ///
-    /// `owner` is whatever keeps the memory allocated, by value or as an `Arc`; `()` where something else sees to that.
-    /// It is dropped when the last handle is gone and the last copy in flight is done, on the device's worker thread,
-    /// which may wait for it. (Where a stream was lost and its device lives on, and in the child of a fork, it is
-    /// leaked: nobody knows whether the memory is still used.) On a GPU the device's context is current
-    /// there, and what it frees disturbs no capture. Its drop must not wait for a buffer of a pool: the pool
-    /// grows on that very thread.
+    /// `owner` is the value that keeps the memory allocated, by value or as an `Arc`; `()` where something else sees to
+    /// that. It is dropped after the last handle is dropped and the last copy is complete, on the device's worker
+    /// thread, where its drop may block. On a GPU the device's context is current there, and what the drop frees
+    /// disturbs no capture. The drop must not wait for a buffer of a pool, since the pool grows on that very thread.
+    /// Where a stream was lost and its device lives on, and in the child of a fork, the owner is leaked: the memory may
+    /// still be in use.
     ///
     /// The range is checked here, once: on a GPU by `cuPointerGetAttributes`. Memory of `cuMemAlloc`, `cuMemAllocAsync`
-    /// and `cuMemMap` passes, and so does managed memory. The check takes a microsecond or so and never waits. What an
-    /// address means can change afterwards, which the owner is there to prevent.
+    /// and `cuMemMap` passes, and so does managed memory. The check takes a microsecond or so and never waits. The
+    /// owner prevents that the address comes to mean other memory later.
     ///
     /// # Ordering
-    /// None is added: copies are ordered with other work on their own stream. Make streams of others and ours wait for
-    /// each other where they use the memory both.
+    /// None is added: copies are ordered with other work on their own stream. Where streams of the program and of the
+    /// crate both use the memory, make them wait for each other.
     ///
     /// # Errors
     /// With the owner: [`Error::BadAddress`], whose [`AddressFault`](crate::AddressFault) says what is wrong (a host
@@ -209,28 +237,41 @@ impl Device {
     /// [`Error::Empty`] for a length of zero; the device's loss.
     ///
     /// # Safety
-    /// Until `owner` is dropped, or with an owner that keeps nothing until the last handle is dropped and everything
-    /// that used one was seen complete:
+    /// Until `owner` is dropped (with an owner that keeps nothing: until the last handle is dropped and everything that
+    /// used one was seen complete):
     /// - `address..address + len` stays allocated;
-    /// - nobody else reads or writes it while a copy of this crate writes it, or writes it while one reads it: neither
-    ///   kernels, nor other libraries, nor, for managed memory, the CPU;
-    /// - whoever reads it as values of some type gets along with the bytes that copies wrote there.
+    /// - no kernel, no other library and, for managed memory, no CPU reads or writes it while a copy of this crate
+    ///   writes it, or writes it while a copy reads it;
+    /// - code that reads it as values of some type accepts the bytes that copies wrote there.
+    ///
+    /// ```
+    /// # use pinpool::Device;
+    /// # let device = Device::open("host")?;
+    /// # let theirs = device.alloc(100)?;
+    /// # let (address, len) = (theirs.address(), theirs.len());
+    /// // SAFETY: `theirs` keeps the memory allocated, and nothing else uses it.
+    /// let memory = unsafe { device.raw_memory(address, len, theirs) }?;
+    /// assert_eq!((memory.address(), memory.len()), (address, 100));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     pub unsafe fn raw_memory<O: Send + 'static>(
         &self,
         address: u64,
         len: usize,
         owner: O,
     ) -> Result<DeviceSlice, SubmitError<O>> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises what `foreign` asks for: its contract is this function's.
         unsafe { DeviceSlice::foreign(self.context(), address, len, owner) }
             .map_err(|(error, owner)| SubmitError::refused(error, owner))
     }
 
-    /// Looks at every stream of the device on this thread: closes what is open, asks what is done, returns what landed.
-    /// The reaper does that by itself; a stepped device has no reaper, there this is how buffers come back. Whether
-    /// anything landed.
+    /// Looks at every stream of the device on this thread: records events for what was submitted, asks the driver what
+    /// is complete, and returns the buffers of what is. Says whether anything was seen complete.
+    ///
+    /// A thread of the crate does that by itself. A [stepped](crate::host) device has no such thread, and there this
+    /// call is how buffers come back.
     pub fn reap(&self) -> bool {
-        // In the child of a fork the locks may be anyone's.
+        // In the child of a fork the locks may be held by threads that do not exist there.
         !crate::os::forked() && self.listing().advance()
     }
 

@@ -1,12 +1,14 @@
-//! What keeps a device open, for whoever closes it: counts of what there is, and the news that the last call was made.
+//! What keeps a device open: counts for [`Device::close`](crate::Device::close), and the news that the last driver call
+//! has returned.
 //!
-//! A driver is let go by whoever needs it last: a region that is unpinned, a stream that is destroyed, an event. All of
-//! these keep their driver until their own call has returned. So when the driver itself is gone, everything was given
-//! back, and nothing else needs to be kept in step for that: [`Last`] goes with the driver, after the call that lets go
-//! of the device, and says so here.
+//! The end needs no count. Each thing that makes a call when it ends (a region that is unpinned, a stream or an event
+//! that is destroyed) keeps a reference to its driver until that call has returned. So when the driver is dropped, all
+//! of them have ended. The driver owns a [`Last`] and drops it after the call that lets go of the device, and that drop
+//! wakes the threads in [`Holds::wait`].
 //!
-//! The counts only tell what is still to come. They are changed where things begin and end, next to a driver call each,
-//! and none of them decides anything but what is told.
+//! The counts say what is still to be given back. Each is changed next to a driver call, where a thing begins or ends.
+//! They go into the report of a close that fails, and decide whether waiting on is of any use; no memory is freed by
+//! them.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -17,19 +19,32 @@ use crate::locks::{Condvar, Mutex};
 
 use crate::error::Error;
 
-/// A pool that keeps a device open.
+/// A pool that keeps a device open: one entry of [`HeldBy::pools`](crate::HeldBy::pools).
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// let pool = Pool::builder(&device).name("kv").capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let buffer = pool.checkout(100)?;
+/// let error = device.close(std::time::Duration::ZERO).unwrap_err();
+/// let held = &error.held_by().pools[0];
+/// assert_eq!((held.name.as_str(), held.open, held.buffers, held.quarantined), ("kv", true, 1, 0));
+/// # drop(buffer);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeldPool {
     /// The pool's name.
     pub name: String,
-    /// Whether there are handles to the pool; else buffers that came from it keep its memory.
+    /// Whether there are handles to the pool. If not, buffers that came from it keep its memory.
     pub open: bool,
-    /// Its buffers that are checked out or in flight, those included that never come back.
+    /// The number of its buffers that are checked out or in flight, quarantined ones included.
     pub buffers: u64,
-    /// Of these, those that never come back, since nobody can prove that the device is done with them.
+    /// The number of its buffers that are quarantined: they never come back, since the device cannot be shown to be
+    /// done with them.
     pub quarantined: u64,
-    /// The bytes of these.
+    /// The bytes of the quarantined buffers.
     pub quarantined_bytes: usize,
 }
 
@@ -38,7 +53,7 @@ pub(crate) trait Tenant: Send + Sync {
     /// What of it keeps the device with this context open, if anything does.
     fn holds(&self, context: u64) -> Option<HeldPool>;
 
-    /// Whether it is gone for good.
+    /// Whether it has ended for good.
     fn is_gone(&self) -> bool;
 }
 
@@ -49,32 +64,34 @@ pub(crate) struct Holds {
     memory: AtomicUsize,
     /// Bytes of callers' values that are registered.
     registered: AtomicUsize,
-    /// What the worker has still to do.
+    /// Jobs that the worker has still to do.
     jobs: AtomicUsize,
-    /// What could not be given back.
+    /// Things that could not be given back.
     leaks: AtomicU64,
-    /// Whether there is something that never comes back and is no pool's.
+    /// Whether something that belongs to no pool never comes back.
     has_quarantined: AtomicBool,
     lost: OnceLock<Error>,
     tenants: Mutex<Vec<Arc<dyn Tenant>>>,
-    /// Drivers that have not made their last call: the one that is in use, and those of other openings that found it.
+    /// Drivers that have not made their last call: the one that is in use, and those that were made by a later open,
+    /// which found the device open already.
     drivers: Mutex<usize>,
     news: Condvar,
 }
 
 impl Holds {
-    /// Of a device that is being opened.
+    /// For a device that is being opened.
     pub(crate) fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// What a driver of the device is to drop last. The first when the device is opened; others while it is open.
+    /// What a driver of the device drops last. The first is made when the device is opened, others while it is open.
     pub(crate) fn last(self: &Arc<Self>) -> Last {
         *self.drivers.lock() += 1;
         Last(self.clone())
     }
 
-    // Relaxed, here and below: sums, not signals. What was done before the end is seen by who sees the end.
+    // Relaxed, here and below: sums, not signals. A thread that sees the end has taken the lock of `drivers` after the
+    // drop of `Last`, and so sees all that was counted before.
 
     pub(crate) fn memory(&self) -> usize {
         self.memory.load(Ordering::Relaxed)
@@ -116,7 +133,7 @@ impl Holds {
         self.leaks.load(Ordering::Relaxed)
     }
 
-    /// The driver did not take something back, or may not be asked to: it stays for good.
+    /// Counts things that the driver did not take back, or that may not be given back: they stay for good.
     pub(crate) fn leaked(&self, things: usize) {
         self.leaks.fetch_add(things as u64, Ordering::Relaxed);
     }
@@ -125,7 +142,7 @@ impl Holds {
         self.has_quarantined.load(Ordering::Relaxed)
     }
 
-    /// Something never comes back and keeps the device open for good.
+    /// Notes that something never comes back and keeps the device open for good.
     pub(crate) fn note_quarantined(&self) {
         self.has_quarantined.store(true, Ordering::Relaxed);
     }
@@ -138,31 +155,31 @@ impl Holds {
         let _ = self.lost.set(error.clone());
     }
 
-    /// Something that keeps the device open for as long as it says so.
+    /// Adds something that keeps the device open for as long as it says so.
     pub(crate) fn enter(&self, tenant: Arc<dyn Tenant>) {
         if crate::os::forked() {
             return;
         }
-        // What goes is dropped after the lock is released.
-        let gone: Vec<_> = {
+        // The tenants that have ended are dropped after the lock is released.
+        let ended: Vec<_> = {
             let mut tenants = self.tenants.lock();
-            let (gone, mut here): (Vec<_>, Vec<_>) =
+            let (ended, mut here): (Vec<_>, Vec<_>) =
                 std::mem::take(&mut *tenants).into_iter().partition(|tenant| tenant.is_gone());
             here.push(tenant);
             *tenants = here;
-            gone
+            ended
         };
-        drop(gone);
+        drop(ended);
     }
 
     /// The pools that keep the device with this context open.
     pub(crate) fn pools(&self, context: u64) -> Vec<HeldPool> {
-        // In a statement of its own: asking takes locks of the pools.
+        // A statement of its own, which ends with the lock: `holds` takes locks of the pools.
         let tenants = self.tenants.lock().clone();
         tenants.iter().filter_map(|tenant| tenant.holds(context)).collect()
     }
 
-    /// Waits until the last call was made, but not past `until`. Whether it was.
+    /// Waits until the last driver call has returned, but not past `until`. Whether it has.
     pub(crate) fn wait(&self, until: Instant) -> bool {
         let mut drivers = self.drivers.lock();
         while *drivers > 0 {
@@ -188,7 +205,7 @@ impl fmt::Debug for Holds {
 pub(crate) struct Last(Arc<Holds>);
 
 impl Last {
-    /// Letting go of the device failed, or was not tried.
+    /// Notes that letting go of the device failed, or was not tried.
     pub(crate) fn leaked(&self) {
         self.0.leaked(1);
     }
@@ -199,7 +216,7 @@ impl Drop for Last {
         if crate::os::forked() {
             return;
         }
-        // Under the lock, so that who waits sees all that was done before.
+        // Under the lock: a thread in `wait` then sees everything that was done before.
         *self.0.drivers.lock() -= 1;
         self.0.news.notify_all();
     }

@@ -1,17 +1,19 @@
-//! Device memory, kept alive by whoever uses it: handles are counted, and each hold on a timeline has one, so a buffer
-//! that is dropped early is freed late.
+//! Device memory. Its handles are counted, and each copy in flight has one, so memory whose buffer is dropped early is
+//! freed late.
 //!
-//! An allocation comes from one of three places, and all three are used alike in copies:
+//! An [`Allocation`] has one of three origins. Copies use all three alike:
 //!
-//! - *Plain*: ours, there for every stream at once, and freed by a call that may synchronise the device.
-//! - *Ordered*: ours, there in the order of the stream that it was allocated on, its [`Home`], and freed in that order.
-//!   Another stream that uses it is first made to wait for the home's. When it is freed every hold is gone, the home's
-//!   own for the allocation among them, so all was seen complete, and it does not matter which stream used it. Where
-//!   others can reach the home it is not freed there, since nobody can tell them when that happens.
-//! - *Foreign*: somebody else's. We keep what owns it, and let that go where we would free.
+//! - *Plain*: the crate allocated it. It may be used on every stream at once, and the call that frees it may
+//!   synchronise the device.
+//! - *Ordered*: the crate allocated it in the order of a stream, its [`Home`]. Another stream that is about to use it
+//!   first waits for the home (an event, on the device). It is freed in the home's order. By then every handle has been
+//!   dropped, the one that the home's timeline had for the allocation too; so all work was seen complete, and it does
+//!   not matter which streams used the memory. Where the program can reach the home's driver stream, the memory is
+//!   freed like plain memory, since the program may have destroyed that stream, or may be capturing it.
+//! - *Foreign*: the crate did not allocate it. It keeps the owner, and drops the owner where it would free memory.
 //!
-//! Whatever the end is, it happens on the device's worker: the last handle may be dropped anywhere, under locks of the
-//! caller's or on a thread of the driver's.
+//! The end of an allocation is a job of the device's worker, whatever its origin: the last handle may be dropped on any
+//! thread, under locks of the caller's or in a callback of the driver's.
 
 use std::fmt;
 use std::ops::{Bound, RangeBounds};
@@ -25,31 +27,31 @@ use crate::error::{AddressFault, Error, ErrorClass, Result};
 
 /// The stream that memory was allocated on.
 pub(crate) trait Home: fmt::Debug + Send + Sync {
-    /// The stream in whose order memory is freed. `None` where others can reach it: they may destroy it when all of its
-    /// work is done, or capture it at any time.
+    /// The stream in whose order memory is freed. `None` where the program can reach the driver's stream: it may
+    /// destroy the stream when all work on it is complete, or capture it at any time.
     fn handle(&self) -> Option<StreamHandle>;
 
-    /// Sees to it that later work on the stream `user`, of the same device, comes after everything that was submitted
-    /// here up to `seq`.
+    /// Orders later work on the stream `user`, of the same device, behind everything that was submitted here up to
+    /// `seq`.
     fn admit(self: Arc<Self>, seq: u64, user: StreamHandle) -> Result<()>;
 
     /// An error, unless everything that was submitted here up to `seq` is known to be complete.
     fn is_there(self: Arc<Self>, seq: u64) -> Result<()>;
 }
 
-/// Where memory comes from, and so where it goes.
+/// Where memory comes from, and so how it ends.
 enum AllocationOrigin {
     Plain,
-    /// There from `seq` on, which is told at the end of making it.
+    /// Usable from `seq` on. `seq` is set once the allocating call has its sequence number.
     Ordered {
         home: Arc<dyn Home>,
         seq: OnceLock<u64>,
     },
-    /// The owner, if it is told. (The lock is never taken: it makes any owner `Sync`.)
+    /// The owner, if its drop does anything. (The lock is never taken: it makes any owner `Sync`.)
     Foreign(Option<Mutex<Box<dyn Send>>>),
 }
 
-/// One allocation on a device, let go with its last handle, by the device's worker.
+/// One allocation on a device. The device's worker frees it after its last handle is dropped.
 pub(crate) struct Allocation {
     context: Arc<Context>,
     ptr: DevicePtr,
@@ -82,16 +84,16 @@ impl Drop for Allocation {
         if matches!(origin, AllocationOrigin::Foreign(None)) {
             return;
         }
-        // In the child of a fork whatever the job owns is forgotten, since none of that is there.
+        // In the child of a fork `send` leaks the job, since none of what it owns exists there.
         let (context, ptr) = (self.context.clone(), self.ptr);
         self.context.worker().send(move || {
-            // A driver that has ended is not called any more.
+            // A driver that has shut down must not be called.
             let ended = context.poisoned().is_some_and(|error| error.class() == ErrorClass::Shutdown);
             let freed = match origin {
                 AllocationOrigin::Foreign(owner) => return crate::foreign::discard(owner),
                 _ if ended => return,
                 AllocationOrigin::Plain => context.driver().free(ptr),
-                // The stream goes only after that, if this was the last that needed it.
+                // `home` is dropped after the call, and only then may the stream be destroyed.
                 AllocationOrigin::Ordered { home, .. } => match home.handle() {
                     Some(stream) => context.driver().free_on(stream, ptr),
                     None => context.driver().free(ptr),
@@ -105,17 +107,43 @@ impl Drop for Allocation {
     }
 }
 
-/// Memory of a device.
+/// Memory of a device, from [`Device::alloc`](crate::Device::alloc), or in a stream's order from
+/// [`Stream::alloc`](crate::Stream::alloc).
 ///
-/// Freed when the last handle is gone: this one, its [slices](DeviceBuffer::slice), and those that copies in flight
-/// hold. Its contents are undefined until a copy has written them.
+/// It is freed after the last handle is dropped: this one and its clones, its [slices](DeviceBuffer::slice), and those
+/// that copies in flight hold. Dropping a handle never blocks. The contents are undefined until a copy has written
+/// them.
 ///
-/// From [`Device::alloc`](crate::Device::alloc), or in a stream's order from [`Stream::alloc`](crate::Stream::alloc).
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let stream = device.stream()?;
+/// let weights = device.alloc(1 << 10)?;
+/// let mut buffer = pool.checkout(4)?;
+/// buffer.extend_from_slice(b"data");
+/// let copy = stream.upload(buffer, weights.slice(..4)?)?;
+/// drop(weights); // the copy has a handle: the memory is freed after it
+/// copy.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct DeviceBuffer(DeviceSlice);
 
-/// A range of a [`DeviceBuffer`], or of memory that somebody else allocated
-/// ([`Device::raw_memory`](crate::Device::raw_memory)); a counted handle that keeps the memory alive.
+/// A range of a [`DeviceBuffer`], or of memory that the crate did not allocate
+/// ([`Device::raw_memory`](crate::Device::raw_memory)). It is a counted handle: the memory stays allocated while it
+/// exists.
+///
+/// ```
+/// # use pinpool::{Device, Error};
+/// # let device = Device::open("host")?;
+/// let weights = device.alloc(100)?;
+/// let second_half = weights.slice(50..)?;
+/// assert_eq!((second_half.len(), second_half.address()), (50, weights.address() + 50));
+/// assert_eq!(second_half.slice(..10)?.len(), 10);
+/// assert!(matches!(weights.slice(50..101), Err(Error::OutOfRange { .. })));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct DeviceSlice {
     allocation: Arc<Allocation>,
@@ -128,7 +156,7 @@ impl DeviceBuffer {
         Ok(Self(DeviceSlice { allocation: Allocation::plain(context, len)?, offset: 0, len }))
     }
 
-    /// What was allocated in a stream's order, by a call that is to get a sequence number there.
+    /// Memory that was allocated in a stream's order, by a call that has no sequence number on `home` yet.
     pub(crate) fn ordered(context: &Arc<Context>, ptr: DevicePtr, len: usize, home: Arc<dyn Home>) -> Self {
         let origin = AllocationOrigin::Ordered { home, seq: OnceLock::new() };
         let allocation = Allocation::new(context, ptr, len, origin);
@@ -139,14 +167,14 @@ impl DeviceBuffer {
         self.0.allocation()
     }
 
-    /// The call got its sequence number. Before the buffer is anybody's.
+    /// Sets the sequence number of the allocating call. Called before the buffer is given to the caller.
     pub(crate) fn there_from(&self, now: u64) {
         if let AllocationOrigin::Ordered { seq, .. } = &self.0.allocation.origin {
             let _ = seq.set(now);
         }
     }
 
-    /// Where it starts in the device's memory. See [`DeviceSlice::address`].
+    /// The device address of its first byte. See [`DeviceSlice::address`].
     #[must_use]
     pub fn address(&self) -> u64 {
         self.0.address()
@@ -159,7 +187,7 @@ impl DeviceBuffer {
         self.0.len
     }
 
-    /// A range of it.
+    /// A range of it, in bytes.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a range that leaves the buffer, [`Error::Empty`] for an empty one.
@@ -169,8 +197,8 @@ impl DeviceBuffer {
 }
 
 impl DeviceSlice {
-    /// Memory of somebody else, once the driver has said that its copies can use it. After an error the owner comes
-    /// back.
+    /// Memory that the crate did not allocate, once the driver has said that its copies can use it. An error carries
+    /// the owner back.
     ///
     /// # Safety
     /// As for [`Device::raw_memory`](crate::Device::raw_memory).
@@ -197,10 +225,10 @@ impl DeviceSlice {
         Ok(Self { allocation, offset: 0, len })
     }
 
-    /// Where it starts in the device's memory, for kernels and copies of your own: on a GPU a `CUdeviceptr`. It is no
-    /// address that the CPU could read.
+    /// The device address of its first byte, for kernels and copies of the program's own: on a GPU a `CUdeviceptr`. The
+    /// CPU cannot read there.
     ///
-    /// What uses it must be done before the last handle to the memory is dropped. And what was allocated by
+    /// Work that uses the address must be complete before the last handle to the memory is dropped. Memory of
     /// [`Stream::alloc`](crate::Stream::alloc) must be used behind that call: on the same stream, or on one that
     /// [waits](crate::Stream::wait_for) for it.
     #[must_use]
@@ -208,8 +236,8 @@ impl DeviceSlice {
         self.ptr().0
     }
 
-    /// Makes a stream that is about to use the memory wait until it is there. Before every use: for most memory, and on
-    /// most streams, there is nothing to do.
+    /// Makes the stream `user` wait until the memory may be used. Called before every use. For most memory, and on most
+    /// streams, it has nothing to do.
     pub(crate) fn admit(&self, user: StreamHandle) -> Result<()> {
         match &self.allocation.origin {
             AllocationOrigin::Ordered { home, seq } => home.clone().admit(told(seq), user),
@@ -217,7 +245,7 @@ impl DeviceSlice {
         }
     }
 
-    /// The same for a graph, which may be launched on any stream: so it has to be there already.
+    /// An error, unless the memory may be used on every stream already. For a graph, which may be launched on any.
     pub(crate) fn is_there(&self) -> Result<()> {
         match &self.allocation.origin {
             AllocationOrigin::Ordered { home, seq } => home.clone().is_there(told(seq)),
@@ -232,7 +260,7 @@ impl DeviceSlice {
         self.len
     }
 
-    /// A range of it.
+    /// A range of it, in bytes.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a range that leaves the slice, [`Error::Empty`] for an empty one.
@@ -266,7 +294,7 @@ impl DeviceSlice {
         self.allocation
     }
 
-    /// Stands for the allocation: no two that exist have the same.
+    /// A number for the allocation. No two allocations that exist at a time have the same.
     pub(crate) fn allocation_number(&self) -> u64 {
         Arc::as_ptr(&self.allocation).addr() as u64
     }

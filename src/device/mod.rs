@@ -1,33 +1,53 @@
-//! The contract: what a device must do.
+//! Devices. The trait [`Driver`] is the contract: what a device must do.
 //!
-//! Everything below this module (regions, timelines, the pool) is written against [`Driver`] and nothing else, so the
-//! host device, CUDA and Ascend differ only behind this trait. A driver is told what to do and says what happened; it
-//! keeps no policy: when to mark a stream, when a buffer is free, who waits, is decided above the contract.
+//! Regions, timelines and the pool are written against [`Driver`] and nothing else, so the host device, CUDA and Ascend
+//! differ only behind this trait. A driver does what it is told and reports what happened. It keeps no policy: the
+//! modules above decide when to record an event, when a buffer is free, and which thread waits.
+//!
+//! # The files, in the order in which to read them
+//!
+//! | file | what is in it |
+//! | --- | --- |
+//! | this one | the contract |
+//! | `host/` | the host device, in plain Rust: the shortest driver, and the one that tests make fail |
+//! | `cuda/`, `acl/` | the drivers of CUDA and Ascend: the only modules that call a vendor's library |
+//! | `worker.rs` | the region thread: the one thread of a device on which calls are made that may block |
+//! | `context.rs` | an opened device: its driver, its region thread, its events, and whether it is lost |
+//! | `memory.rs` | device memory, kept allocated by counted handles |
+//! | `holds.rs`, `ending.rs` | what keeps a device open, and how its driver makes its last call |
+//! | `callback.rs` | a copy that a driver's own thread makes, for both accelerators |
+//! | `handle.rs`, `handle/` | the public [`Device`](handle::Device): opening and closing |
+//!
+//! # What may call it
+//!
+//! The modules above this one (`region`, `central`, `stream`, `buffer`, `pool`, `copy`) call a [`Driver`], mostly
+//! through a [`Context`](context::Context). Only the public modules `cuda`, `cudarc` and `acl` call what one vendor
+//! has. [`handle`] is a layer of its own: it uses `stream`, which is above the contract.
 //!
 //! # The rules that every driver keeps
 //!
-//! 1. *Order.* What is submitted to one stream happens in that order. Nothing orders two streams but
-//!    [`Driver::wait_event`].
-//! 2. *Lateness.* A copy may read its source and write its target at any time between the call and the moment when an
-//!    event recorded after it is complete. No one may assume that it happened earlier.
-//! 3. *Events.* [`Driver::record`] covers all that was submitted to the stream before. An event may be recorded again
-//!    once it was seen complete. An event never recorded asks as complete, so nobody asks about one that was not.
-//! 4. *Errors never read as done.* [`Driver::query`] says `Ok(true)` only if the work is over.
+//! 1. *Order.* The work that is submitted to one stream happens in that order. Two streams have no order between them
+//!    but that of [`Driver::wait_event`].
+//! 2. *Lateness.* A copy may read its source and write its target at any time from the call on, until an event that was
+//!    recorded after it is complete. No caller assumes that it happened earlier.
+//! 3. *Events.* [`Driver::record`] covers all work that was submitted to the stream before. An event may be recorded
+//!    again once it was seen complete. An event that was never recorded reads as complete, so no caller asks about one.
+//! 4. *Errors never read as complete.* [`Driver::query`] says `Ok(true)` only if the work is complete.
 //! 5. *A failed submit decides nothing.* After an error from [`Driver::copy`] the copy may or may not run.
 //! 6. *Blocking calls let go.* [`Driver::copy_blocking`] returns only when the device will not touch the memory again,
 //!    with an error as well as without.
 //! 7. *Threads.* All calls may come from any thread. Calls that may block or synchronise a device ([`Driver::pin`],
 //!    [`Driver::unpin`], [`Driver::register`], [`Driver::unregister`], [`Driver::allocate`], [`Driver::free`],
 //!    [`Driver::allocate_host`], [`Driver::free_host`], destroying) come from the device's [`Worker`](worker::Worker)
-//!    only, and none is made under a lock of ours. [`Driver::allocate_on`] comes from the
-//!    caller's thread: it takes its place in the stream's order there and then, it synchronises nothing, and behind
-//!    the worker it could wait for seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since
-//!    whoever drops memory last may be anywhere, a callback of the driver's included.
-//! 8. *Sticky.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
+//!    only. No call is made under a lock of the crate. [`Driver::allocate_on`] comes from the caller's thread: it takes
+//!    its place in the stream's order there and then, it synchronises nothing, and behind the worker it could wait for
+//!    seconds until a region is pinned. [`Driver::free_on`] comes from the worker, since the last handle to memory may
+//!    be dropped on any thread, in a callback of the driver's too.
+//! 8. *Loss.* After an error of class [`DeviceLost`](crate::ErrorClass::DeviceLost) every later call on that device
 //!    fails with that class, and no copy of that device touches host memory any more.
 //! 9. *Captures.* Where [`Driver::capturing`] says so, nothing is submitted to the stream or recorded on it but what is
-//!    to be a part of the graph. An event that was recorded all the same is never complete: asked about, it is an error
-//!    of class [`Capture`](crate::ErrorClass::Capture).
+//!    to be a part of the graph. An event that was recorded there all the same is never complete: a query of it is an
+//!    error of class [`Capture`](crate::ErrorClass::Capture).
 
 #![allow(unsafe_code)]
 
@@ -72,7 +92,7 @@ pub(crate) enum Transfer {
     Download { src: DevicePtr, dst: *mut u8, len: usize },
     /// Within the device.
     OnDevice { src: DevicePtr, dst: DevicePtr, len: usize },
-    /// From host memory to other host memory, in the stream's order. Not by [`Driver::copy_blocking`].
+    /// From host memory to other host memory, in the stream's order. [`Driver::copy_blocking`] does not take it.
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
@@ -86,9 +106,9 @@ impl Transfer {
         *len
     }
 
-    /// How far behind this one's bytes those of another are, on the host and on the device, where both go the same way,
-    /// are equally long, and the other one's lie behind this one's on both sides. Copies at even distances are the rows
-    /// of a rectangle.
+    /// How many bytes the copy `next` lies behind this one, on the host and on the device. `None` unless both go the
+    /// same way, are equally long, and `next` lies wholly behind this one on both sides. Copies at even distances are
+    /// the rows of a rectangle.
     pub(crate) fn distance(&self, next: &Self) -> Option<(u64, u64)> {
         let (from, to, len) = match (*self, *next) {
             (Self::Upload { src, dst, len }, Self::Upload { src: host, dst: device, len: same })
@@ -108,18 +128,19 @@ impl Transfer {
     }
 }
 
-// SAFETY: addresses, which mean the same on every thread; who hands them to a driver vouches for what is there.
+// SAFETY: addresses, which mean the same on every thread; the caller that hands them to a driver vouches for what is
+// there.
 unsafe impl Send for Transfer {}
 // SAFETY: as above.
 unsafe impl Sync for Transfer {}
 
-/// What a driver calls when a graph is gone: from a callback, so it neither blocks nor calls the driver.
+/// What a driver calls when a graph has been destroyed: from a callback, so it neither blocks nor calls the driver.
 pub(crate) type GraphEnd = Box<dyn FnOnce() + Send>;
 /// How a driver is asked to allocate page-locked memory: the flags of `cuMemHostAlloc`, in any combination. (That call
 /// is the driver API's form of `cudaHostAlloc`, and without any flag of `cudaMallocHost`.)
 ///
-/// On the platforms that the crate supports all addresses are unified: there this memory is portable and mapped
-/// whatever is asked for (driver API manual, "Unified Addressing"). The flags are passed on as they are.
+/// On the platforms that the crate supports all addresses are unified: there this memory is portable and mapped with
+/// any flags (driver API manual, "Unified Addressing"). The flags are passed on as they are.
 ///
 /// ```
 /// # use pinpool::{Backing, HostAllocFlags};
@@ -143,23 +164,24 @@ pub struct HostAllocFlags {
 pub(crate) enum HostKind {
     /// Page-locked.
     Locked(HostAllocFlags),
-    /// Managed: one address for the host and the devices; its pages move to who uses them, so they are not locked.
+    /// Managed: one address for the host and the devices. Its pages move to the processor that uses them, so they are
+    /// not locked.
     Managed,
 }
 
-/// A context that somebody else made.
+/// A context that the program or another library made.
 pub(crate) enum AdoptedContext {
-    /// The one that the device with this name works in, if that is opened.
+    /// The context that the crate works in when it opens the device with this name.
     Default(String),
-    /// Another one, under a name for it that is the same each time.
+    /// Another one, under a key that is the same each time it is adopted.
     Other { key: String, driver: std::sync::Arc<dyn Driver> },
 }
 
 impl AdoptedContext {
-    /// The number by which the name of the context at this address differs from others', since metrics and logs know a
-    /// device by its name. The first address of a context that is adopted in this process has 1, and keeps it for
-    /// whatever context is there later: so a server that adopts its contexts in the same order finds the same names
-    /// after a restart, and one that makes them anew does not fill its metrics with names.
+    /// The number that tells the name of the context at this address from the names of others, since metrics and logs
+    /// know a device by its name. The first address that is adopted in this process has 1, and a later context at the
+    /// same address has the same number. So a server that adopts its contexts in the same order finds the same names
+    /// after a restart, and a server that makes contexts anew does not fill its metrics with names.
     pub(crate) fn number(context: usize) -> usize {
         static SEEN: crate::locks::Mutex<Vec<usize>> = crate::locks::Mutex::new(Vec::new());
         let mut seen = SEEN.lock();
@@ -179,7 +201,8 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Devices of one family can share pinned memory.
     fn family(&self) -> &'static str;
 
-    /// A device that does nothing by itself: work happens when [`Stepped::step`] is called. `None` for all others.
+    /// This driver as a device that does nothing by itself: work happens when [`Stepped::step`] is called. `None` for
+    /// all others.
     fn stepped(&self) -> Option<&dyn Stepped> {
         None
     }
@@ -192,42 +215,43 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         false
     }
 
-    /// Whether the device takes hold of the pages that are registered and reads them by itself. `false`: the CPU reads
-    /// through the mapping, and a mapped file that becomes shorter kills the process.
+    /// Whether the device itself keeps the pages that are registered, and reads them. `false`: the CPU reads through
+    /// the mapping, and a mapped file that becomes shorter kills the process.
     fn holds_pages(&self) -> bool {
         true
     }
 
-    /// Keeps something until the last call for the device has returned, the one that lets go of it included, and drops
-    /// it then, on any thread. Called once, before any other call. In the child of a fork it is forgotten.
+    /// Keeps `last` until the last call for the device has returned, the call that lets go of the device included, and
+    /// drops it then, on any thread. Called once, before any other call. In the child of a fork `last` is forgotten.
     fn leave(&self, last: holds::Last);
 
-    /// Keeps what keeps a context of others alive, and drops it after the last call in that. Only of contexts that
-    /// others made; the first that is left.
+    /// Keeps what keeps an adopted context alive, and drops it after the last call in that context. Only for contexts
+    /// that the crate did not make. The first `keep_alive` is kept, and later ones are dropped.
     fn keep(&self, keep_alive: ending::KeepAlive) {
         drop(keep_alive);
     }
 
-    /// Called once, and first, on each thread of ours that makes calls: the driver may set the thread up for good.
+    /// Called once, and first, on each of the crate's threads that makes calls: the driver may set the thread up for
+    /// good.
     fn enter_thread(&self) {}
 
-    /// Whether recording an event can block the caller (then ticks are closed at submit, not by the reaper).
+    /// Whether recording an event can block the caller (then a submit closes its sequence number, not the reaper).
     fn record_may_block(&self) -> bool {
         false
     }
 
-    /// Bytes that one call of [`Driver::pin`] can pin at most.
+    /// The most bytes that one call of [`Driver::pin`] can pin.
     fn longest_pin(&self) -> usize {
         usize::MAX
     }
 
-    /// Whether pools are to take memory that the driver allocates, where nothing else is asked for: it is the better
-    /// one here, or not all devices of the kind can do with other memory.
+    /// Whether pools take memory that the driver allocates, where nothing else is asked for: that memory is the better
+    /// one here, or not all devices of the kind can use other memory.
     fn allocates(&self) -> bool {
         false
     }
 
-    /// The NUMA node of the host that the device hangs on, if that is known.
+    /// The NUMA node of the host that the device is attached to, if that is known.
     fn numa_node(&self) -> Option<u32> {
         None
     }
@@ -270,27 +294,27 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Whether the device can work with host memory of this kind.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) with the reason.
+    /// [`Error::Unsupported`] with the reason.
     fn can_use(&self, kind: HostKind) -> Result<()>;
 
     /// Host memory of the driver's own: `len` bytes, a multiple of the system's page size, uninitialised. Drivers
-    /// promise no alignment that we could use.
+    /// promise no useful alignment.
     fn allocate_host(&self, len: usize, kind: HostKind) -> Result<NonNull<u8>>;
 
     /// Frees what [`Driver::allocate_host`] gave. After an error it is never freed.
     ///
     /// # Safety
-    /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and nobody uses the
-    /// memory.
+    /// The arguments are those of one earlier successful `allocate_host`, freed at most once, and no thread and no
+    /// device uses the memory.
     unsafe fn free_host(&self, base: NonNull<u8>, len: usize, kind: HostKind) -> Result<()>;
 
-    /// Writes zeros over `len` bytes of pinned, registered or allocated host memory, or of any other, and returns when
-    /// they are there. The CPU does it, unless the device has the memory for its own.
+    /// Writes zeros over `len` bytes of host memory, pinned or not, and returns when they are written. The CPU does it,
+    /// unless the device has the memory for its own.
     ///
     /// # Safety
-    /// The range can be written, and nobody else uses it.
+    /// The range can be written, and no other thread and no device uses it.
     unsafe fn zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises that the range can be written and is not in use.
         unsafe { at.write_bytes(0, len) };
         Ok(())
     }
@@ -302,9 +326,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Device memory of `len` bytes, uninitialised, aligned to 256 bytes at least.
     fn allocate(&self, len: usize) -> Result<DevicePtr>;
 
-    /// Frees device memory, that of [`Driver::allocate_on`] too. It must not be in use, and an allocation in a stream's
-    /// order must have been seen complete: nothing is waited for then (CUDA programming guide on `cudaFree` and such
-    /// memory).
+    /// Frees device memory, that of [`Driver::allocate_on`] too. The memory must not be in use. An allocation in a
+    /// stream's order must have been seen complete: the call waits for nothing then (CUDA programming guide on
+    /// `cudaFree` and such memory).
     fn free(&self, ptr: DevicePtr) -> Result<()>;
 
     /// Whether this device has memory in the order of its streams, by the two calls below.
@@ -312,18 +336,19 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         false
     }
 
-    /// Device memory as for [`Driver::allocate`], which is there for what is submitted to `stream` after this call, and
-    /// for other work once that is ordered behind an event recorded after this call.
+    /// Device memory as for [`Driver::allocate`]. Work that is submitted to `stream` after this call may use it, and
+    /// other work that is ordered behind an event recorded after this call.
     fn allocate_on(&self, _stream: StreamHandle, _len: usize) -> Result<DevicePtr> {
         Err(Error::Unsupported(format!("{} has no memory in stream order", self.name())))
     }
 
-    /// Frees what [`Driver::allocate_on`] gave for this stream, when its earlier work is done. Nothing else uses it.
+    /// Frees what [`Driver::allocate_on`] gave for this stream, once the stream's earlier work is complete. No other
+    /// work uses the memory.
     fn free_on(&self, _stream: StreamHandle, _ptr: DevicePtr) -> Result<()> {
         Err(Error::Unsupported(format!("{} has no memory in stream order", self.name())))
     }
 
-    /// Whether this device's copies can use memory that others allocated. Never blocks.
+    /// Whether this device's copies can use memory that the crate did not allocate. Never blocks.
     ///
     /// # Errors
     /// [`Error::BadAddress`], or what the driver says.
@@ -334,10 +359,11 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// A new stream.
     fn create_stream(&self) -> Result<StreamHandle>;
 
-    /// Destroys a stream of ours when all its work is done; memory that it is still to free is freed all the same.
+    /// Destroys a stream that the crate made, once all its work is complete. Memory that it has still to free is freed
+    /// all the same.
     fn destroy_stream(&self, stream: StreamHandle) -> Result<()>;
 
-    /// Submits a copy. Returns before it has happened.
+    /// Submits a copy. Returns before the copy has happened.
     ///
     /// # Safety
     /// Host memory named by `transfer` is valid, not written (as a source) and not touched (as a target) until an
@@ -345,9 +371,9 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     unsafe fn copy(&self, stream: StreamHandle, transfer: Transfer) -> Result<()>;
 
     /// Submits several copies, which have no order among each other: nothing that one of them writes is read or written
-    /// by another. Each is submitted, or reported to `failed` with its place and an error that decides as much as one
-    /// of [`Driver::copy`]. In the order of the stream they come after what was submitted before, and an event recorded
-    /// after the call covers them all.
+    /// by another. Each is submitted, or reported to `failed` with its place and an error that decides as little as an
+    /// error of [`Driver::copy`]. In the order of the stream they come after what was submitted before, and an event
+    /// that is recorded after the call covers them all.
     ///
     /// # Safety
     /// As for [`Driver::copy`], for each of them.
@@ -358,17 +384,17 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         failed: &mut dyn FnMut(usize, Error),
     ) {
         for (place, transfer) in transfers.iter().enumerate() {
-            // SAFETY: the caller's word.
+            // SAFETY: the caller promises for each transfer what `copy` asks for.
             if let Err(error) = unsafe { self.copy(stream, *transfer) } {
                 failed(place, error);
             }
         }
     }
 
-    /// Copies in stream order and returns when the device has let go of the memory, on an error too.
+    /// Copies in stream order and returns when the device will not touch the memory again, on an error too.
     ///
     /// # Safety
-    /// Host memory named by `transfer` is valid, and not written (as a source) or touched (as a target) by others,
+    /// Host memory named by `transfer` is valid, and no other code writes it (as a source) or touches it (as a target),
     /// until this call returns. It need not be pinned.
     unsafe fn copy_blocking(&self, stream: StreamHandle, transfer: Transfer) -> Result<()>;
 
@@ -381,14 +407,14 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Records `event` on `stream`.
     fn record(&self, event: EventHandle, stream: StreamHandle) -> Result<()>;
 
-    /// Whether all that `event` covers is done. `Ok(false)`: not yet. Never blocks.
+    /// Whether all work that `event` covers is complete. `Ok(false)`: not yet. Never blocks.
     fn query(&self, event: EventHandle) -> Result<bool>;
 
-    /// Work submitted to `stream` from now on starts only after `event` is complete.
+    /// Work that is submitted to `stream` from now on starts only after `event` is complete.
     fn wait_event(&self, stream: StreamHandle, event: EventHandle) -> Result<()>;
 
-    /// Whether `stream` is being captured into a graph, spoiled captures included. Only asked about streams that others
-    /// can reach. Never blocks, and harms no capture.
+    /// Whether `stream` is being captured into a graph, by a spoiled capture too. Called only for streams that the
+    /// program can reach. Never blocks, and harms no capture.
     fn capturing(&self, _stream: StreamHandle) -> Result<bool> {
         Ok(false)
     }
@@ -398,17 +424,17 @@ pub(crate) trait Driver: fmt::Debug + Send + Sync + 'static {
         Ok(None)
     }
 
-    /// Makes the graph that `stream` is being captured into keep something: `gone` is called when that graph,
-    /// everything made from it, and every launch of these is gone. Gives the capture's number; `None`: the stream is in
-    /// no capture. After `None` and after an error `gone` is dropped or called, at any time.
-    fn keep_with_graph(&self, _stream: StreamHandle, gone: GraphEnd) -> Result<Option<u64>> {
-        drop(gone);
+    /// Makes the graph that `stream` is being captured into keep something: `ended` is called when that graph,
+    /// everything made from it, and every launch of these has ended. Gives the capture's number; `None`: the stream is
+    /// in no capture. After `None` and after an error `ended` is dropped or called, at any time.
+    fn keep_with_graph(&self, _stream: StreamHandle, ended: GraphEnd) -> Result<Option<u64>> {
+        drop(ended);
         Ok(None)
     }
 }
 
 /// A device that a test moves by hand.
 pub(crate) trait Stepped {
-    /// Lets something happen, chosen by the device's own seed. `false`: nothing can.
+    /// Makes one piece of outstanding work happen, chosen by the device's own seed. `false`: none can.
     fn step(&self) -> bool;
 }

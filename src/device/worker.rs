@@ -1,9 +1,12 @@
-//! The one thread of a device on which calls are made that may block or synchronise the whole device: pinning,
-//! unpinning, allocating and freeing device memory, destroying streams.
+//! The worker of a device, also called the region thread: the one thread on which calls are made that may block or
+//! synchronise the whole device. It pins, unpins, allocates and frees device memory, and destroys streams.
 //!
-//! Everything that is dropped anywhere in the crate and owns such a resource sends a job here, so drop never blocks and
-//! no driver call is made from a callback or under somebody's lock. A stepped device has no threads: there the job runs
-//! at once, on the caller's thread, or where that one puts foreign code off, right after that.
+//! Each value of the crate that owns such a resource sends a job here when it is dropped. So a drop never blocks, and
+//! no driver call is made from a callback or under a lock. Jobs run in the order in which they were sent, and each one
+//! holds whatever it needs.
+//!
+//! A stepped device has no threads: the job runs at once, on the caller's thread. Where the caller's thread must not
+//! run foreign code at that moment, the job runs as soon as it may.
 
 use std::sync::{Arc, mpsc};
 use std::thread::ThreadId;
@@ -17,19 +20,18 @@ use crate::foreign;
 
 type WorkerJob = Box<dyn FnOnce() + Send>;
 
-/// See the module's page. Jobs run in the order in which they were sent; the thread ends when the worker is dropped and
-/// its jobs are done.
+/// See the module's page. The thread ends when the worker is dropped and its jobs are done.
 #[derive(Debug)]
 pub(crate) struct Worker {
     jobs: Option<Sender<WorkerJob>>,
-    /// The thread that runs them, if there is one.
+    /// The thread that runs the jobs, if there is one.
     thread: Option<ThreadId>,
-    /// Where jobs are counted that are still to be done.
+    /// Counts the jobs that are still to be done.
     holds: Arc<Holds>,
 }
 
 impl Worker {
-    /// Starts the thread of a device. A stepped one does without.
+    /// Starts the thread of a device. A stepped device has none.
     pub(crate) fn start(driver: &Arc<dyn Driver>, holds: &Arc<Holds>) -> Result<Self> {
         let holds = holds.clone();
         if driver.stepped().is_some() {
@@ -59,24 +61,25 @@ impl Worker {
         self.jobs.is_none()
     }
 
-    /// Runs a job later (on a stepped device now, or where foreign code is put off, right after that).
+    /// Runs a job later. On a stepped device it runs now, or as soon as this thread may run foreign code.
     pub(crate) fn send(&self, job: impl FnOnce() + Send + 'static) {
         if crate::os::forked() {
-            // There is no thread, and the queue may be as another thread had left it: whatever the job owns is leaked.
+            // There is no thread, and the fork may have copied the queue in the middle of another thread's change. So
+            // the job is leaked, with what it owns.
             return std::mem::forget(job);
         }
         match &self.jobs {
             Some(jobs) => {
                 self.holds.count_job();
                 if let Err(job) = jobs.send(Box::new(job)) {
-                    // The thread is gone, and with it what could undo what the job owns.
+                    // The thread has ended, and no other thread may give back what the job owns.
                     self.holds.count_job_done();
                     self.holds.leaked(1);
                     std::mem::forget(job);
-                    foreign::error!(target: "pinpool::device::leak", "the device's worker thread is gone: what it was to free is leaked");
+                    foreign::error!(target: "pinpool::device::leak", "the device's worker thread has ended: what it was to free is leaked");
                 }
             }
-            // The caller may be in the midst of a submission, and the job may call anything.
+            // The caller may be in the middle of a submit, and the job may call foreign code.
             None => foreign::when_allowed(Box::new(move || run(Box::new(job)))),
         }
     }
@@ -87,7 +90,8 @@ impl Worker {
         job: impl FnOnce() -> Result<R> + Send + 'static,
     ) -> Result<R> {
         crate::os::check_fork()?;
-        // Jobs wake those who wait for memory, and a waker may be anything: on this thread it cannot wait for itself.
+        // A job wakes the waiters for memory, and a waker is foreign code, which may call this: the thread cannot wait
+        // for itself.
         if self.thread.is_some_and(|thread| thread == std::thread::current().id()) {
             return job();
         }
@@ -98,7 +102,7 @@ impl Worker {
         let (tell, told) = mpsc::sync_channel(1);
         self.send(move || drop(tell.send(job())));
         told.recv().unwrap_or_else(|_| {
-            Err(Error::Internal("the device's worker thread is gone, or a job of it panicked"))
+            Err(Error::Internal("the device's worker thread has ended, or a job of it panicked"))
         })
     }
 }
@@ -113,7 +117,8 @@ impl Drop for Worker {
 
 const JOB_PANICKED: &str = "a job of the worker thread panicked: what it owned may be leaked";
 
-/// Jobs guard the foreign code that they call: what panics is a mistake of the crate's. The thread goes on.
+/// Jobs catch the panics of the foreign code that they call, so a panic here is a mistake of the crate's. The thread
+/// goes on.
 fn run(job: WorkerJob) {
     _ = foreign::survive(JOB_PANICKED, job);
 }

@@ -1,19 +1,20 @@
-//! Contexts and streams that others made.
+//! Contexts and streams that the program made.
 //!
 //! # Contexts
 //!
-//! Most servers are in their device's default context (`aclrtSetDevice`). Where the device is open here, it is
-//! recognised: adopting it is opening the device. Where it is not, nothing is tried to find out: setting a device and
-//! resetting it, the only way to be told its default context, ends it for everybody who has made a context there
-//! without setting it. So any other context is worked in as it is, and never destroyed here. Our threads make calls
-//! until the last buffer that came from it is gone, and a little longer, so its owner can leave something with us that
-//! is dropped after the last call: the *keep_alive*.
+//! Most servers work in their device's default context (`aclrtSetDevice`). Where the device is open here, that context
+//! is recognised: adopting it opens the device. Where the device is not open, the crate does not try to find out. The
+//! only way to learn a default context is to set the device and to reset it, and that would end the device under code
+//! that has made a context there without setting it. So the crate works in any other context as it is, and never
+//! destroys it. The crate's threads make calls until the last buffer that came from it is dropped, and a little longer.
+//! So its owner can leave a value with the device, the *keep-alive*, which is dropped after the last call.
 //!
 //! # Streams
 //!
-//! The library has no number for a stream that no other stream has or had, so nothing is concluded from two handles
-//! being equal: each adoption stands for itself. Nor does it tell a stream's context; but an event can only be recorded
-//! on a stream of the current one (107003), and recording one does no harm. So that is how a stream is looked at.
+//! The library has no number for a stream that no other stream has or had, so two equal handles are taken for two
+//! streams: each adoption is a stream of its own. Nor does the library name a stream's context. But an event can only
+//! be recorded on a stream of the current context (107003), and recording one does no harm: the crate checks a stream
+//! in that way.
 
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -27,7 +28,7 @@ use super::{Acl, AclCurrent, FoundContext, check, host, on_other_thread, stream}
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 
-/// Handles of streams that others made.
+/// Handles of adopted streams.
 #[derive(Debug, Default)]
 pub(super) struct Foreign(Mutex<HashSet<u64>>);
 
@@ -41,7 +42,7 @@ impl Foreign {
     }
 }
 
-/// The driver of a context that somebody else made.
+/// A driver for a context that the program made.
 ///
 /// # Safety
 /// `context` is a context of AscendCL, and is not destroyed before the driver is dropped.
@@ -56,7 +57,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     let api = AclApi::get(&name)?;
     let theirs = FoundContext { context, on_device: false };
     let (ordinal, found) = on_other_thread(&name, || {
-        // As a whole, so that it may go to the thread.
+        // Captured as a whole: only the whole struct may be sent to the thread.
         let theirs = { theirs };
         let _current = AclCurrent::enter(api, &name, theirs.context, None)?;
         let mut ordinal = -1;
@@ -84,8 +85,8 @@ impl Acl {
         self.context
     }
 
-    /// The handle by which a stream of this context is called, after everything was looked at that can be looked at.
-    /// Null is the context's default stream.
+    /// The handle to use for a stream of this context, after every check that is possible. Null is the context's
+    /// default stream.
     ///
     /// # Errors
     /// [`Error::WrongContext`]; what the library says.
@@ -97,7 +98,7 @@ impl Acl {
         let event = self.event_create()?;
         let recorded = self.event_record(event, handle);
         if let Err(error) = recorded {
-            // Destroying waits for nothing, whatever became of it.
+            // Destroying an event waits for nothing.
             let destroyed = self.event_destroy(event);
             return match error {
                 Error::Device(error) if error.code == i64::from(AclCode::STREAM_CONTEXT.0) => {
@@ -116,7 +117,7 @@ impl Acl {
         stream(on)
     }
 
-    /// What there is to know about the library and the device.
+    /// The facts about the library and the device.
     pub(crate) fn about(&self) -> ContextFacts {
         let api = self.api;
         let version = api.version.and_then(|ask| {

@@ -1,21 +1,21 @@
-//! The library's entry points that the pool calls, looked up one by one.
+//! The library's entry points that the crate calls, looked up one by one.
 //!
 //! The C interface has kept its signatures since 2022 (those of the calls below are the same in `acl_rt.h` of January
-//! 2022 and of CANN 9.2), so one table serves every version. What was there in January 2022 is required, and its
-//! absence is an error that names the call; what came later is looked up and may be missing. A result is a number,
-//! never a Rust enum: newer libraries have codes and statuses that are not known here.
+//! 2022 and of CANN 9.2), so one table serves every version. The calls of January 2022 are required, and a missing one
+//! is an error with its name. Later calls are looked up and may be missing. A result is a number, never a Rust enum:
+//! newer libraries have codes and statuses that are not known here.
 //!
 //! # Which library
 //!
-//! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` tells it where), else in the toolkit that
-//! `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path given to
+//! `libascendcl.so`, as the system's loader finds it (CANN's `set_env.sh` sets its search path), else in the toolkit
+//! that `ASCEND_TOOLKIT_HOME` or `ASCEND_HOME_PATH` names, else where CANN's installers put it. A path given to
 //! [`use_library`], or by the environment variable `PINPOOL_LIBASCENDCL`, comes before all that, and then nothing else
 //! is tried. The choice is made once in a process. A library that was loaded is never unloaded.
 //!
 //! # Beginning and ending
 //!
-//! `aclInit` is called here. Whoever called it first, the second call says so (100002), and that is success.
-//! `aclFinalize` is never called: it ends the library for everybody in the process, at once.
+//! `aclInit` is called here. A second call in a process, by this crate or by the program, returns 100002, and that is
+//! success. `aclFinalize` is never called: it ends the library for the whole process, at once.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::ManuallyDrop;
@@ -60,7 +60,7 @@ pub(super) struct PointerAttributes {
 }
 
 impl PointerAttributes {
-    /// Of no kind that there is.
+    /// Attributes of no kind that exists, for the library to overwrite.
     pub(super) fn unknown() -> Self {
         Self { location_type: -1, ..Self::default() }
     }
@@ -69,10 +69,10 @@ impl PointerAttributes {
 const _: () = assert!(size_of::<MallocAttribute>() == 12 && size_of::<MallocConfig>() == 16);
 const _: () = assert!(size_of::<PointerAttributes>() == 28);
 
-/// Names the library to load.
+/// The environment variable that names the library to load.
 const LIBRARY_VARIABLE: &str = "PINPOOL_LIBASCENDCL";
 const FILE: &str = "libascendcl.so";
-/// Where CANN's environment script says that it is, and where its installers put it by default.
+/// The variables that CANN's environment script sets, and the folders in which its installers put the library.
 const HOMES: [&str; 2] = ["ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"];
 const USUAL: [&str; 4] = [
     "/usr/local/Ascend/ascend-toolkit/latest",
@@ -149,9 +149,9 @@ table! {
     memset = "aclrtMemset": fn(*mut c_void, usize, i32, usize);
     }
     optional {
-    /// August 2022. The status that it gives has the opposite polarity of `aclrtQueryEvent`'s.
+    /// August 2022. Its status has the opposite polarity of `aclrtQueryEvent`'s.
     event_query_status = "aclrtQueryEventStatus": fn(AclEvent, *mut c_int);
-    /// August 2022. An event whose resource is taken here, not when it is recorded.
+    /// August 2022. An event that takes its resource here, not when it is recorded.
     event_create_with_flag = "aclrtCreateEventWithFlag": fn(*mut AclEvent, u32);
     /// End of 2023. An event that may be recorded again, and that no resource of the hardware limits.
     event_create_ex = "aclrtCreateEventExWithFlag": fn(*mut AclEvent, u32);
@@ -173,8 +173,8 @@ table! {
     }
 }
 
-/// Chooses the library to load. Safe in itself: what is chosen is loaded later, by the word of the public function's
-/// caller.
+/// Chooses the library to load. The call itself is safe: the library is loaded later, and the caller of the public
+/// function has vouched for it.
 ///
 /// # Errors
 /// [`Error::Config`]: another one was chosen before, or loading was tried.
@@ -199,7 +199,7 @@ pub(crate) fn use_library(path: &Path) -> Result<()> {
     )))
 }
 
-/// The library that a program or its environment has named, and what to do if that is of no use.
+/// The library that the program or its environment has named, and the remedy if it cannot be used.
 fn named() -> Option<(PathBuf, &'static str)> {
     let chosen = CHOSEN.get().map(|path| (path.clone(), "it was chosen by acl::use_library"));
     chosen.or_else(|| {
@@ -208,7 +208,7 @@ fn named() -> Option<(PathBuf, &'static str)> {
     })
 }
 
-/// Where the library may be, if nobody has named one.
+/// The files to try if no library is named.
 fn usual() -> Vec<PathBuf> {
     let homes = HOMES.iter().filter_map(std::env::var_os).filter(|home| !home.is_empty());
     let homes = homes.map(PathBuf::from).chain(USUAL.iter().map(PathBuf::from));
@@ -216,7 +216,7 @@ fn usual() -> Vec<PathBuf> {
     std::iter::once(PathBuf::from(FILE)).chain(files).collect()
 }
 
-/// What is tried, in this order.
+/// The files to try, in this order.
 pub(crate) fn library_candidates() -> Vec<PathBuf> {
     named().map_or_else(usual, |(path, _)| vec![path])
 }
@@ -230,8 +230,8 @@ impl AclApi {
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
         let api = ACL_API.get_or_init(|| Self::load(named()));
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
-        // Each time: after the first it only says so, and what it failed for may have been put right.
-        // SAFETY: no configuration is given, which is allowed.
+        // Each time: after a success the call does nothing, and after a failure the cause may have been mended. SAFETY:
+        // no configuration is given, which is allowed.
         match unsafe { (api.init)(std::ptr::null()) } {
             code @ (AclCode::SUCCESS | AclCode::REPEAT_INITIALIZE) => {
                 if code == AclCode::REPEAT_INITIALIZE {
@@ -265,8 +265,8 @@ impl AclApi {
         let candidates = named.map_or_else(usual, |(path, _)| vec![path]);
         let mut tried = Vec::new();
         for file in candidates {
-            // SAFETY: AscendCL's initialisers have no preconditions; another library is vouched for by the caller of
-            // the unsafe `use_library`, or by the environment, which is trusted (`crate::acl` says so).
+            // SAFETY: AscendCL's initialisers have no preconditions; the caller of the unsafe `use_library` vouches for
+            // any other library, or else the environment, which is trusted (`crate::acl` says so).
             let library = match unsafe { Library::new(&file) } {
                 Ok(library) => library,
                 Err(error) => {
@@ -274,7 +274,7 @@ impl AclApi {
                     continue;
                 }
             };
-            // For good: the library has threads and exit handlers of its own, whatever it answers below.
+            // Never unloaded: the library may have threads and exit handlers of its own by now.
             let library = ManuallyDrop::new(library);
             return Self::resolve(&library, file.clone()).map_err(|symbol| {
                 format!(
@@ -286,19 +286,19 @@ impl AclApi {
         Err(format!("{}: {remedy}", tried.join("; ")))
     }
 
-    /// The library's own message about what has failed last on this thread. Read once: then it is gone.
+    /// The library's own message about the last error on this thread. Reading the message removes it.
     pub(super) fn recent(&self) -> Option<String> {
         // SAFETY: the call takes nothing.
         let text = unsafe { self.recent_message?() };
         if text.is_null() {
             return None;
         }
-        // SAFETY: a string that is there until the next such call on this thread.
+        // SAFETY: a string that stays valid until the next such call on this thread.
         let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
     }
 
-    /// A call was refused, as it may be: what the library has to say about that is not to be told with a later error.
+    /// Removes the message of a refusal that is no error here, so that a later error does not show it.
     pub(super) fn expected(&self) {
         let _ = self.recent();
     }

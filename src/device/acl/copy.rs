@@ -1,21 +1,22 @@
-//! Copies, and which of them the device may do by itself.
+//! Copies, and which of them may be asynchronous.
 //!
 //! `aclrtMemcpyAsync` is for page-locked host memory and, by the documentation of CANN 6.0 to 9.0, for addresses on
-//! multiples of 64 bytes on both sides. What breaks the former is not refused by every version, and fails in ways that
-//! nobody can foresee. So everything else is copied *here*, in its place on the stream and before the call returns: the
-//! stream is drained, then `aclrtMemcpy` copies, which takes any memory. (What another thread submits to the stream at
-//! the very same time comes before or after it, as it may.) So are the copies of borrowed memory.
+//! multiples of 64 bytes on both sides. Not every version refuses pageable memory, and the copy then fails in
+//! unpredictable ways. So every other copy is made *in place*: the call drains the stream, then copies by
+//! `aclrtMemcpy`, which takes any memory, and returns when the copy is complete. (Work that another thread submits to
+//! the stream at the same time comes before or after the copy, as it may anyway.) Copies of borrowed memory are made in
+//! this way, too.
 //!
-//! The library is told that the target has room for exactly what is copied (`destMax`): both ranges were checked by who
-//! knows how long they are, before the driver hears of the copy, and the host's is looked up as a whole in the list of
-//! what is page-locked.
+//! The crate tells the library that the target has room for exactly the bytes of the copy (`destMax`). The callers,
+//! which know the lengths, have checked both ranges, and the host's range is looked up as a whole in the list of
+//! page-locked memory.
 //!
-//! # Between host memory
+//! # From host to host
 //!
-//! The library refuses to copy from host to host on a stream (207000). Newer ones run a function of ours in the
-//! stream's order (`aclrtLaunchHostFunc`); it makes no call of the library's. On streams of others the older way of
-//! having functions run may be in use, and the two must not meet on one stream: there, and with older libraries, the
-//! stream is drained and the caller's thread copies.
+//! The library refuses such a copy on a stream (207000). Newer libraries run a function of the crate's in the stream's
+//! order (`aclrtLaunchHostFunc`); it makes no call of the library's. On an adopted stream the program may use the older
+//! way of running functions, and the two must not meet on one stream. There, and with older libraries, the caller's
+//! thread drains the stream and copies.
 
 use std::ffi::{c_int, c_void};
 
@@ -26,7 +27,7 @@ use crate::device::callback;
 use crate::device::{DevicePtr, StreamHandle, Transfer};
 use crate::error::Result;
 
-/// What an asynchronous copy's addresses are multiples of, on the device as on the host.
+/// The addresses of an asynchronous copy are multiples of this many bytes, on the device and on the host.
 const COPY_ALIGN: usize = 64;
 
 /// acl_rt.h: aclrtMemcpyKind.
@@ -34,7 +35,7 @@ const HOST_TO_DEVICE: c_int = 1;
 const DEVICE_TO_HOST: c_int = 2;
 const DEVICE_TO_DEVICE: c_int = 3;
 
-/// A copy that has the device on one side at least, as the library is told.
+/// The arguments of the library's copy calls, for a copy with the device on one side or both.
 #[derive(Clone, Copy)]
 struct CopyCall {
     dst: *mut c_void,
@@ -63,16 +64,16 @@ impl Acl {
             Transfer::OnDevice { src, dst, len } => {
                 (CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }, true)
             }
-            // SAFETY: the caller's word.
+            // SAFETY: the caller promises both ranges, as `copy_on_host` asks for.
             Transfer::OnHost { src, dst, len } => return unsafe { self.copy_on_host(on, src, dst, len) },
         };
         if !locked || call.dst.addr() % COPY_ALIGN != 0 || call.src.addr() % COPY_ALIGN != 0 {
-            // SAFETY: the caller's word, which holds for longer than this call.
+            // SAFETY: the caller's promise holds for longer than this call.
             return unsafe { self.copy_in_place(on, call) };
         }
         let _current = self.current()?;
         let CopyCall { dst, src, len, kind } = call;
-        // SAFETY: the caller's word for host memory, which is page-locked; the device's is within its allocation.
+        // SAFETY: the caller promises the host memory, which is page-locked; the device's is within its allocation.
         let code = unsafe { (self.api.copy_async)(dst, len, src, len, kind, stream(on)) };
         self.said("aclrtMemcpyAsync", code)
     }
@@ -90,21 +91,22 @@ impl Acl {
             Transfer::OnDevice { src, dst, len } => {
                 CopyCall { dst: device(dst), src: device(src), len, kind: DEVICE_TO_DEVICE }
             }
-            // SAFETY: the caller's word.
+            // SAFETY: the caller promises both ranges until this returns.
             Transfer::OnHost { src, dst, len } => return unsafe { self.copy_by_cpu(on, src, dst, len) },
         };
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises the host memory until this returns.
         unsafe { self.copy_in_place(on, call) }
     }
 
-    /// Copies when the stream's earlier work is done, and returns when the device has let go, on an error too.
+    /// Copies after the stream's earlier work, and returns when the device will not touch the memory again, on an error
+    /// too.
     ///
     /// # Safety
-    /// Host memory is valid, and nobody else writes it (as a source) or touches it (as a target), until this returns.
+    /// Host memory is valid, and nothing else writes it (as a source) or touches it (as a target), until this returns.
     unsafe fn copy_in_place(&self, on: StreamHandle, call: CopyCall) -> Result<()> {
         let copied = {
             let _current = self.current()?;
-            // Nothing of this copy was submitted when it fails.
+            // Where this fails nothing of the copy was submitted.
             self.drained_stream(on)?;
             let host: *const u8 =
                 if call.kind == HOST_TO_DEVICE { call.src.cast() } else { call.dst.cast_const().cast() };
@@ -114,7 +116,7 @@ impl Acl {
                 let (dst, src) = (call.dst.wrapping_byte_add(from), call.src.wrapping_byte_add(from));
                 let len = to - from;
                 from = to;
-                // SAFETY: the caller's word; the device's memory is within its allocation.
+                // SAFETY: the caller promises the host memory; the device's is within its allocation.
                 self.said("aclrtMemcpy", unsafe { (self.api.copy)(dst, len, src, len, call.kind) })
             })
         };
@@ -124,8 +126,8 @@ impl Acl {
         copied
     }
 
-    /// After a copy that failed nobody says whether it still runs: until the device has nothing to do, or is lost, its
-    /// memory is not the caller's again.
+    /// Waits until the device has nothing to do, or is lost. A copy that failed may still run, so its memory cannot go
+    /// back to the caller earlier.
     #[cold]
     fn let_go(&self) {
         let mut attempt = 0_u64;
@@ -148,22 +150,22 @@ impl Acl {
     /// As for [`Driver::copy`](crate::device::Driver::copy).
     unsafe fn copy_on_host(&self, on: StreamHandle, src: *const u8, dst: *mut u8, len: usize) -> Result<()> {
         let Some(launch) = self.api.launch_host.filter(|_| !self.foreign.has(on)) else {
-            // SAFETY: the caller's word, which holds for longer than this call.
+            // SAFETY: the caller's promise holds for longer than this call.
             return unsafe { self.copy_by_cpu(on, src, dst, len) };
         };
         let _current = self.current()?;
         let (run, place) = callback::copy(src, dst, len);
         let on: AclStream = stream(on);
-        // SAFETY: the function finds what it is to copy by its place; the ranges are the caller's word.
+        // SAFETY: the function finds its copy by the key `place`; the caller promises both ranges.
         self.said("aclrtLaunchHostFunc", unsafe { launch(on, run, place) })
     }
 
     /// # Safety
-    /// Both ranges are valid, and nobody else writes the source or touches the target, until this returns.
+    /// Both ranges are valid, and nothing else writes the source or touches the target, until this returns.
     unsafe fn copy_by_cpu(&self, on: StreamHandle, src: *const u8, dst: *mut u8, len: usize) -> Result<()> {
         let _current = self.current()?;
         self.drained_stream(on)?;
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises both ranges, and the stream's earlier work is complete.
         unsafe { dst.copy_from_nonoverlapping(src, len) };
         Ok(())
     }

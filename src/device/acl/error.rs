@@ -1,11 +1,12 @@
-//! What a code of the library means, and the words for it.
+//! The library's error codes: their classes, and texts for them.
 //!
-//! A code alone decides the class, so that one table says what is retried, what is one call's own affair, and what ends
-//! a device. Where the documentation leaves open whether a device lives on (a core's exception, a lost heartbeat), it
-//! is taken for dead: then nothing that was in flight is used again, and this crate makes no further call there.
+//! A code alone decides the class, so that one table says which errors are retried, which concern one call only, and
+//! which end a device. Where the documentation leaves open whether a device lives on (a core's exception, a lost
+//! heartbeat), it is taken for lost: then nothing that was in flight is used again, and the crate makes no further call
+//! there.
 //!
-//! The library keeps a message for the last error of each thread and forgets it when it was read, and the next error
-//! overwrites it (`aclGetRecentErrMsg`). So it is read at once, before any other call on the thread.
+//! The library keeps a message for the last error of each thread (`aclGetRecentErrMsg`). A read removes it, and the
+//! next error overwrites it. So it is read at once, before any other call on the thread.
 
 use std::ffi::c_int;
 
@@ -21,9 +22,9 @@ pub(crate) struct AclCode(pub c_int);
 impl AclCode {
     pub(super) const SUCCESS: Self = Self(0);
     pub(super) const UNINITIALIZED: Self = Self(100_001);
-    /// `aclInit` was called before, by whomever.
+    /// `aclInit` was called before in this process.
     pub(super) const REPEAT_INITIALIZE: Self = Self(100_002);
-    /// Also what an address or size is refused with that the device cannot work with.
+    /// Also the answer to an address or size that the device cannot work with.
     pub(super) const PARAM_INVALID: Self = Self(107_000);
     pub(super) const CONTEXT_NULL: Self = Self(107_002);
     /// The stream is of another context.
@@ -35,7 +36,7 @@ impl AclCode {
     pub(super) const DRV_INTERNAL: Self = Self(507_899);
     pub(super) const ALREADY_REGISTERED: Self = Self(507_910);
 
-    /// What it means. A code that is not listed is the call's own affair.
+    /// The class of the error. A code that is not listed concerns the one call only.
     pub(super) fn class(self) -> ErrorClass {
         match self.0 {
             // Waits and tasks that timed out; memory of the host and the device, and the device's events, streams,
@@ -50,13 +51,13 @@ impl AclCode {
             | 207_018
             | 207_020 => ErrorClass::Transient,
             300_000 | 507_002 | 507_004 | 507_006 | 507_012 | 507_046 | 507_047 => ErrorClass::Transient,
-            // Not initialised (any more), and a context that is gone: ours are current when a call needs one, so
-            // somebody has finalised the library or reset the device by force.
+            // Not initialised (any more), and no current context: a call that needs one has set it, so the program has
+            // finalised the library or reset the device by force.
             100_001 | 107_002 => ErrorClass::Shutdown,
             107_024..=107_034 | 107_036 | 107_038 | 107_045 | 507_903 => ErrorClass::Capture,
             // Tasks of the device being aborted; the task scheduler, heartbeats, DMA; timeouts, exceptions and traps of
             // every kind of core; set-up; copies and messages between host and device; memory and links of the
-            // hardware; the device's service gone.
+            // hardware; the loss of the device's service.
             107_022 | 107_035 | 507_001 | 507_010 | 507_011 | 507_013..=507_018 | 507_033..=507_036 => {
                 ErrorClass::DeviceLost
             }
@@ -65,14 +66,14 @@ impl AclCode {
         }
     }
 
-    /// Its name in the library's headers, if it has one there.
+    /// The code's name in the library's headers, if it has one there.
     pub(super) fn name(self) -> &'static str {
         let known = NAMES.binary_search_by_key(&self.0, |name| name.0);
         known.map_or("a code that the headers have no name for", |at| NAMES[at].1)
     }
 }
 
-/// What limits host memory, for a message that says it was refused (207001).
+/// The limits of host memory, for the message of an allocation that was refused (207001).
 pub(super) fn host_memory_limits(wanted: usize) -> String {
     let bytes =
         |bytes: Option<u64>, none: &str| bytes.map_or_else(|| none.to_owned(), |n| format!("{n} bytes"));

@@ -1,24 +1,29 @@
 //! Events, of the best kind that the library has.
 //!
 //! The contract wants events that can be recorded again and again. Those of `aclrtCreateEventExWithFlag` can, by the
-//! documentation: recording one again overwrites what it stood for, and waits that were submitted before keep to that.
-//! No resource of the hardware limits their number.
+//! documentation: a new recording replaces the old one, and waits that were submitted before keep to the old one. No
+//! resource of the hardware limits their number.
 //!
-//! Of older kinds nobody says that they can be recorded twice, and each that is recorded takes one of the device's
-//! resources until it is destroyed: 1,023 on the smallest devices, for everybody together. So there a handle of ours
-//! stands for no event at all until it is recorded; then one is made, and it is destroyed as soon as it was seen
-//! complete (destroying never blocks, and does not need a context). An event of `aclrtCreateEventWithFlag` takes its
-//! resource when it is made, and when none is left that is an error (207007). One of `aclrtCreateEvent` takes it when
-//! it is recorded, and that may *block* until there is one; so it is recorded by whoever submits, never by the device's
-//! thread, and of both kinds this crate has no more at a time than seven eighths of what the device has.
+//! The documentation does not say that events of the older kinds can be recorded twice, and each recorded event takes
+//! one of the device's resources until it is destroyed: 1,023 on the smallest devices, for all programs together. So an
+//! [`EventHandle`] of these kinds names no event of the library's until it is recorded. The record call creates one,
+//! and the query that sees it complete destroys it (destroying never blocks, and needs no context).
 //!
-//! # Asking
+//! An event of `aclrtCreateEventWithFlag` takes its resource when it is created, and if none is left that is an error
+//! (207007). An event of `aclrtCreateEvent` takes it when it is recorded, and that call may *block* until there is one.
+//! So the submitting thread records it, never the reaper ([`Driver::record_may_block`]). Of both kinds the crate has at
+//! most seven eighths of the device's number at a time.
 //!
-//! Two calls tell whether an event is complete, and their answers have opposite polarity: of `aclrtQueryEventStatus` 1
-//! is complete, of the older `aclrtQueryEvent` 0. What is neither of both is not complete, and an error is an error.
+//! # Queries
 //!
-//! Recording and asking by two threads may be seen in the wrong order, the documentation says; an event is asked about
-//! only after the call that recorded it has returned, which is how marks are published.
+//! Two calls say whether an event is complete, and their answers have opposite polarity: `aclrtQueryEventStatus`
+//! returns 1 for complete, the older `aclrtQueryEvent` 0. Any other status means that it is not complete, and an error
+//! is reported as such.
+//!
+//! By the documentation, a record and a query on two threads may be seen in the wrong order. A timeline publishes an
+//! event only after the call that recorded it has returned, so no query comes too early.
+//!
+//! [`Driver::record_may_block`]: crate::device::Driver::record_may_block
 
 use std::ffi::c_int;
 
@@ -48,18 +53,18 @@ type Create = unsafe extern "C" fn(*mut AclEvent, u32) -> AclCode;
 enum EventKind {
     /// Recorded again and again.
     Lasting(Create),
-    /// A new one for each recording, whose resource is taken when it is made.
+    /// A new event for each recording. It takes its resource when it is created.
     Flagged(Create),
-    /// A new one for each recording, which may block.
+    /// A new event for each recording. It takes its resource when it is recorded, and that may block.
     Plain,
 }
 
 /// The events of a device, in one of the older kinds.
 #[derive(Debug, Default)]
 struct Brief {
-    /// By handle: what it stands for just now.
+    /// By handle: the library's event that it names just now.
     slots: Slab<Option<Raw>>,
-    /// Events there are.
+    /// The number of the library's events that exist.
     made: usize,
 }
 
@@ -72,16 +77,16 @@ unsafe impl Send for Raw {}
 #[derive(Debug)]
 pub(super) struct AclEvents {
     kind: EventKind,
-    /// Events of the older kinds at a time.
+    /// The most events of the older kinds at a time.
     most: usize,
     brief: Mutex<Brief>,
-    /// Those that were recorded to find something out, and are used again once they are complete.
+    /// Events that were recorded to check a stream. They are used again once they are complete.
     aside: Mutex<Vec<EventHandle>>,
 }
 
 impl AclEvents {
     pub(super) fn of(api: &AclApi) -> Self {
-        // Those that last can only be asked about by the newer call.
+        // Events that can be recorded again can only be queried by the newer call.
         let kind = match (api.event_create_ex, api.event_query_status, api.event_create_with_flag) {
             (Some(create), Some(_), _) => EventKind::Lasting(create),
             (_, _, Some(create)) => EventKind::Flagged(create),
@@ -90,16 +95,17 @@ impl AclEvents {
         Self { kind, most: most(api.soc().as_deref()), brief: Mutex::default(), aside: Mutex::default() }
     }
 
-    /// Whether recording one may wait for others to be destroyed.
+    /// Whether recording an event may wait until others are destroyed.
     pub(super) fn may_block(&self) -> bool {
         matches!(self.kind, EventKind::Plain)
     }
 
-    /// For later: it may not be complete.
+    /// Keeps an event that may not be complete, to be used again later.
     pub(super) fn set_aside(&self, event: EventHandle) {
         self.aside.lock().push(event);
     }
 
+    /// The library's call that creates events.
     pub(super) fn call(&self) -> &'static str {
         match self.kind {
             EventKind::Lasting(_) => "aclrtCreateEventExWithFlag",
@@ -109,10 +115,10 @@ impl AclEvents {
     }
 }
 
-/// How many events of the older kinds this crate may have at a time on a chip.
+/// The most events of the older kinds that the crate may have at a time on a chip.
 fn most(soc: Option<&str>) -> usize {
     let all = match soc.map(|name| name.trim_start_matches("Ascend")) {
-        // Ascend 310 and 310P; the 310B is a different one.
+        // Ascend 310 and 310P. The 310B is a different chip.
         Some(name) if name.starts_with("310") && !name.starts_with("310B") => 1023,
         Some(_) => 65_535,
         None => 1023,
@@ -130,7 +136,7 @@ fn raw(handle: EventHandle) -> AclEvent {
 
 impl Acl {
     pub(super) fn event_create(&self) -> Result<EventHandle> {
-        // Taken in a statement of its own: no call is made under the lock.
+        // A statement of its own, which ends with the lock: no call is made under it.
         let aside = self.events.aside.lock().pop();
         if let Some(event) = aside {
             match self.event_query(event) {
@@ -154,11 +160,11 @@ impl Acl {
         }
     }
 
-    /// Nothing is in flight any more, and the device is about to be let go.
+    /// Destroys the events that were set aside. Nothing is in flight any more, and the driver is being dropped.
     pub(super) fn events_end(&self) {
         let aside = std::mem::take(&mut *self.events.aside.lock());
         for event in aside {
-            // What others have queued before it may still run; destroying waits for nothing.
+            // Work that the program queued before it may still run; destroying an event waits for nothing.
             if let Err(error) = self.event_destroy(event) {
                 self.leaked();
                 crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
@@ -176,7 +182,7 @@ impl Acl {
         match self.events.kind {
             EventKind::Lasting(_) => {
                 let _pass = self.alive()?;
-                // SAFETY: made by us, destroyed once.
+                // SAFETY: created by this driver, destroyed once.
                 self.said("aclrtDestroyEvent", unsafe { (self.api.event_destroy)(raw(handle)) })
             }
             EventKind::Flagged(_) | EventKind::Plain => {
@@ -186,12 +192,12 @@ impl Acl {
         }
     }
 
-    /// Destroys an event of an older kind, which no handle stands for any more.
+    /// Destroys an event of an older kind, which no handle names any more.
     fn event_drop(&self, event: Raw) -> Result<()> {
         let _pass = self.alive()?;
-        // SAFETY: made by us, destroyed once.
+        // SAFETY: created by this driver, destroyed once.
         self.said("aclrtDestroyEvent", unsafe { (self.api.event_destroy)(event.0) })?;
-        // Only now: one that is not destroyed keeps its resource.
+        // Only now: an event that is not destroyed keeps its resource.
         self.events.brief.lock().made -= 1;
         Ok(())
     }
@@ -220,7 +226,7 @@ impl Acl {
         create: impl FnOnce(*mut AclEvent) -> AclCode,
     ) -> Result<AclEvent> {
         let at = handle.0 as usize;
-        // It may be there still where its recording had failed.
+        // The last event may still be there where its recording had failed.
         let last = self.events.brief.lock().slots.get_mut(at).and_then(Option::take);
         if let Some(last) = last {
             self.event_drop(last).inspect_err(|_| self.leaked())?;
@@ -248,7 +254,7 @@ impl Acl {
         }
     }
 
-    /// As the library says it, and before it would block.
+    /// The library's own error for this, before the library would block.
     #[cold]
     fn event_limit(&self) -> Error {
         let code = AclCode::NO_EVENT_RESOURCE;
@@ -284,7 +290,7 @@ impl Acl {
         if complete && !matches!(self.events.kind, EventKind::Lasting(_)) {
             let last = self.events.brief.lock().slots.get_mut(at).and_then(Option::take);
             if let Some(Err(error)) = last.map(|event| self.event_drop(event)) {
-                // It is complete all the same.
+                // The event is complete all the same.
                 self.leaked();
                 crate::foreign::warn!(target: "pinpool::device", device = &*self.name, %error, "an event is leaked");
             }
@@ -312,7 +318,7 @@ impl Acl {
             EventKind::Flagged(_) | EventKind::Plain => {
                 match self.events.brief.lock().slots.get(handle.0 as usize).copied().flatten() {
                     Some(event) => event.0,
-                    // Complete, and so there is nothing to wait for.
+                    // It is complete, so there is nothing to wait for.
                     None => return Ok(()),
                 }
             }

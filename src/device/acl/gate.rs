@@ -1,8 +1,8 @@
-//! The process's end. Threads of ours may be in the middle of freeing something when a program returns from `main`, and
-//! the library's own handlers then take it down under them (calls after that have been seen to crash). So a handler
-//! that runs before these shuts a gate: from there on no call is made, and what is still there goes with the process.
-//! It waits for calls of our own threads that are under way, but not for long; calls on the program's threads are the
-//! program's affair.
+//! The end of the process. The crate's threads may be in the middle of freeing something when a program returns from
+//! `main`, and the library's own exit handlers then take the library down under them (calls after that have been seen
+//! to crash). So an exit handler of the crate runs before these and shuts a gate: from then on no call is made, and the
+//! rest is freed with the process. The handler waits for calls of the crate's own threads that are under way, but not
+//! for long. It does not wait for calls on the program's threads: the program must not return from `main` during these.
 
 use std::cell::Cell;
 use std::sync::Once;
@@ -11,20 +11,21 @@ use std::time::{Duration, Instant};
 
 use crate::os;
 
-/// How long the process's end waits for calls that are under way.
+/// How long the exit handler waits for calls that are under way.
 const GATE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Sequentially consistent, like `UNDER_WAY`: who passes counts first and looks here then, the handler shuts first and
-/// looks at the count then; so one of the two sees the other.
+/// Sequentially consistent, like `UNDER_WAY`: `pass` adds to the count and then reads this flag, the handler sets the
+/// flag and then reads the count. So at least one of the two sees the other.
 static SHUT: AtomicBool = AtomicBool::new(false);
+/// The number of passes that the crate's own threads have.
 static UNDER_WAY: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// Whether this is a thread of ours.
-    static HELD_BY_THIS_THREAD: Cell<bool> = const { Cell::new(false) };
+    /// Whether this is one of the crate's own threads.
+    static ACL_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Leave to make calls, while it lives.
+/// The right to make calls, for as long as it exists.
 #[must_use]
 pub(super) struct Pass {
     counted: bool,
@@ -33,21 +34,21 @@ pub(super) struct Pass {
 impl Drop for Pass {
     fn drop(&mut self) {
         if self.counted {
-            // Pairs with the handler's look; see there.
+            // Pairs with the load in `shut`, which then sees everything that the call has done.
             UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
         }
     }
 }
 
-/// This is a thread of ours.
+/// Notes that this is one of the crate's own threads.
 pub(super) fn enter() {
-    HELD_BY_THIS_THREAD.set(true);
+    ACL_THREAD.set(true);
 }
 
-/// `None`: the process ends.
+/// The right to make calls. `None`: the process ends.
 pub(super) fn pass() -> Option<Pass> {
-    // Where a thread's own values are gone it is about to end, and counts as anybody's.
-    let counted = HELD_BY_THIS_THREAD.try_with(Cell::get).unwrap_or(false);
+    // A thread whose thread-locals are destroyed is about to end, and counts as one of the program's.
+    let counted = ACL_THREAD.try_with(Cell::get).unwrap_or(false);
     if counted {
         UNDER_WAY.fetch_add(1, Ordering::SeqCst);
     }
@@ -55,7 +56,8 @@ pub(super) fn pass() -> Option<Pass> {
     (!SHUT.load(Ordering::SeqCst)).then_some(pass)
 }
 
-/// Has the gate shut at the process's end, before the handlers of the library, which was loaded before.
+/// Makes the gate shut at the end of the process. Exit handlers run in reverse order, and the library was loaded
+/// before, so this one runs before the library's.
 pub(super) fn watch() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -67,7 +69,7 @@ pub(super) fn watch() {
 
 extern "C" fn shut() {
     if os::forked() {
-        // The child of a fork has none of our threads, but maybe their count.
+        // The child of a fork has none of the crate's threads, but may have their count.
         return;
     }
     SHUT.store(true, Ordering::SeqCst);

@@ -1,37 +1,39 @@
-//! Host memory: what the library allocates, what it registers, and which of it is known to be page-locked.
+//! Host memory: allocated by the library, registered with it, and a list of what is page-locked.
 //!
 //! # Allocating
 //!
-//! `aclrtMallocHost` is how page-locked memory is had on every Ascend device and with every version, so it is where
-//! pools take theirs from by default. It promises a start on a multiple of 64 bytes, and in RC mode (the program runs
-//! on the device, whose memory is the host's) not even that. The pool wants whole pages. So where an allocation does
-//! not start on one, it is made again with a page more, and so are all that follow; in RC mode from the first. With
-//! segments that start on multiples of 64 and are 32 bytes and rounding longer than what is asked for, that is the
-//! vendor's rule for memory that is cut up (documentation of aclrtMallocHost).
+//! `aclrtMallocHost` gives page-locked memory on every Ascend device and with every version, so pools take their memory
+//! from it by default. It promises a start on a multiple of 64 bytes, and in RC mode (the program runs on the device,
+//! whose memory is the host's) not even that. The pool wants whole pages. So an allocation that does not start on a
+//! page is made again with a page more, and so are all later ones; in RC mode the first one too. Segments start on
+//! multiples of 64, and are 32 bytes and rounding longer than what is asked for: that is the vendor's rule for memory
+//! that is cut up (documentation of aclrtMallocHost).
 //!
-//! Newer libraries have `aclrtMallocHostWithCfg`, by which host and device get one address for it (VA_FLAG). It is
-//! tried first; drivers that cannot do it say 207000.
+//! Newer libraries have `aclrtMallocHostWithCfg`, which gives the memory one address for host and device (VA_FLAG). It
+//! is tried first; drivers that do not support it return 207000.
 //!
 //! # Registering
 //!
 //! `aclrtHostRegister` takes whole pages of 4 KiB only, and refuses a page that is registered. Values start and end
-//! anywhere, so the pages around their ends are registered with them; a value on a page of another one is refused.
-//! There is no registration for reading only, and memory that is mapped so is refused.
+//! anywhere, so the pages around their ends are registered with them, and a value on a page of another one is refused.
+//! There is no registration for reading only, and memory that is mapped read-only is refused.
 //!
-//! Their neighbours on those pages may be borrowed for a blocking copy, page-locked in a part of them. The library asks
-//! where an address is and takes the rest to be there too; so such a copy is made in pieces ([`cuts`]).
+//! Other values on those pages may be borrowed for a blocking copy, and then a part of the borrowed memory is
+//! page-locked. The library looks up one address and takes all bytes of the copy to be of that kind. So such a copy is
+//! made in pieces ([`cuts`]).
 //!
 //! # What is page-locked
 //!
-//! An asynchronous copy of pageable memory does not fail loudly everywhere (CANN 7 and 8: "unpredictable errors" when
-//! it runs). So all that this crate has page-locked is written down here, for all devices of the process together, and
-//! a copy of anything else is never made that way. The list is read by every copy and changed with regions only.
+//! An asynchronous copy of pageable memory is not refused by every version (CANN 7 and 8: "unpredictable errors" when
+//! it runs). So this module lists all memory that the crate has page-locked, for all devices of the process together,
+//! and copies of other memory are never asynchronous. Every copy reads the list; it changes with regions and
+//! registrations only.
 //!
 //! # Freeing
 //!
-//! `aclrtFreeHost` waits for nobody, and has been seen to fail just after an event said that the last copy was done. So
-//! every device that is open is drained first. That is for the device's worker thread, and can take as long as the work
-//! that is queued there.
+//! `aclrtFreeHost` waits for no work, and has been seen to fail just after an event said that the last copy was
+//! complete. So every open device is drained first. The device's worker thread does that, and it can take as long as
+//! the work that is queued there.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -48,10 +50,9 @@ use super::{Acl, advise};
 use crate::error::{Error, ErrorClass, Result};
 use crate::os;
 
-/// What `aclrtHostRegister` takes: pages of that size, whatever the system's are.
+/// `aclrtHostRegister` takes pages of this size, with system pages of any size.
 const REGISTER_PAGE: usize = 4096;
-/// How often a device that cannot be waited for just now is tried again before memory is freed: for half a second in
-/// all.
+/// How often a wait for a device that fails is tried again before memory is freed: for half a second in all.
 const OPEN_TRIES: u32 = 9;
 /// acl_rt.h: aclrtHostRegisterType's ACL_HOST_REGISTER_MAPPED; the others are reserved.
 const REGISTER_MAPPED: c_int = 0;
@@ -69,22 +70,22 @@ struct LockedMemory {
 enum MemorySource {
     /// Allocated by the library, at this address.
     Allocated { at: usize },
-    /// Registered, with the pages around it: from where to where, for which device, and where that sees its start.
+    /// Registered, with the pages around it (`from..to`), for device `ordinal`, which sees its start at `device`.
     Registered { from: usize, to: usize, ordinal: i32, device: Option<u64> },
 }
 
-/// All of it, by its first byte. No two overlap.
+/// All page-locked memory, by its first byte. No two entries overlap.
 static LOCKED: RwLock<BTreeMap<usize, LockedMemory>> = RwLock::new(BTreeMap::new());
 
 /// The drivers of devices that are open, to be drained before host memory is freed.
 static OPEN_DEVICES: Mutex<Vec<Weak<Acl>>> = Mutex::new(Vec::new());
 
-/// What the allocations of a device were like so far.
+/// What earlier allocations of a device have shown.
 #[derive(Debug)]
 pub(super) struct Host {
-    /// They do not start on pages.
+    /// Allocations do not start on pages.
     pads: AtomicBool,
-    /// One address for both is not to be had.
+    /// The driver cannot give one address for host and device.
     plain: AtomicBool,
 }
 
@@ -101,7 +102,7 @@ pub(super) fn opened(driver: &Arc<Acl>) {
     open.push(Arc::downgrade(driver));
 }
 
-/// Whether it is the default context of a device that is open.
+/// Whether this is the default context of a device that is open.
 pub(super) fn is_default(context: AclContext) -> bool {
     let open: Vec<Arc<Acl>> = OPEN_DEVICES.lock().iter().filter_map(Weak::upgrade).collect();
     open.iter().any(|driver| driver.default && driver.context == context)
@@ -120,7 +121,7 @@ pub(super) fn is_locked(at: *const u8, len: usize) -> bool {
     locked(at.addr(), len).is_some()
 }
 
-/// Where in a range page-locked memory begins or ends, in bytes from its start, in order.
+/// The places in a range where page-locked memory begins or ends, in bytes from the start, in order.
 pub(super) fn cuts(at: *const u8, len: usize) -> Vec<usize> {
     let (at, end) = (at.addr(), at.addr() + len);
     let mut cuts = Vec::new();
@@ -139,7 +140,7 @@ pub(super) fn cuts(at: *const u8, len: usize) -> Vec<usize> {
 impl Acl {
     pub(super) fn host_allocate(&self, len: usize) -> Result<NonNull<u8>> {
         let page = os::page_size();
-        // Relaxed, here and below: what is found out again costs one more call.
+        // Relaxed, here and below: a thread that reads an old value makes one more call.
         if !self.host.pads.load(Ordering::Relaxed) {
             let at = self.host_malloc(len)?;
             if at.as_ptr().addr() % page == 0 {
@@ -153,7 +154,7 @@ impl Acl {
                 return Ok(at);
             }
             self.host.pads.store(true, Ordering::Relaxed);
-            // SAFETY: allocated just now; nobody uses it.
+            // SAFETY: allocated just now, and not in use.
             unsafe { self.host_free_at(at) }.inspect_err(|_| self.leaked())?;
         }
         let longer = len
@@ -161,7 +162,7 @@ impl Acl {
             .ok_or_else(|| Error::OutOfMemory { wanted: len, text: "no allocation can be as long".into() })?;
         let at = self.host_malloc(longer)?;
         let front = at.as_ptr().addr().next_multiple_of(page) - at.as_ptr().addr();
-        // SAFETY: less than a page, and the allocation has a page more than was asked for.
+        // SAFETY: `front` is less than a page, and the allocation has a page more than was asked for.
         let base = unsafe { at.add(front) };
         let source = MemorySource::Allocated { at: at.as_ptr().expose_provenance() };
         LOCKED.write().insert(base.as_ptr().addr(), LockedMemory { len, source });
@@ -197,7 +198,7 @@ impl Acl {
     }
 
     /// # Safety
-    /// Allocated once, freed once, and nobody uses it.
+    /// Allocated once, freed once, and not in use.
     pub(super) unsafe fn host_free(&self, base: NonNull<u8>) -> Result<()> {
         let found = LOCKED.read().get(&base.as_ptr().addr()).copied();
         let Some(LockedMemory { source: MemorySource::Allocated { at }, .. }) = found else {
@@ -207,41 +208,42 @@ impl Acl {
             )));
         };
         self.drain_all()?;
-        // First, since others may be given the same addresses at once.
+        // Before the call: another thread may be given the same addresses at once.
         let entry = LOCKED.write().remove(&base.as_ptr().addr());
         let start = NonNull::new(std::ptr::with_exposed_provenance_mut(at)).unwrap_or(base);
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise, and `start` is the address that the library gave.
         let freed = unsafe { self.host_free_at(start) };
         if let (Err(_), Some(entry)) = (&freed, entry) {
-            // It stays, and stays what it is.
+            // The memory stays, and stays page-locked.
             LOCKED.write().insert(base.as_ptr().addr(), entry);
         }
         freed
     }
 
     /// # Safety
-    /// As for `host_free`, of the library's own address.
+    /// As for `host_free`, with the address that the library gave.
     unsafe fn host_free_at(&self, at: NonNull<u8>) -> Result<()> {
         let _current = self.current()?;
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises that the library allocated it, that it is freed once, and that it is not in use.
         self.said("aclrtFreeHost", unsafe { (self.api.host_free)(at.as_ptr().cast()) })
     }
 
-    /// Waits until no device of this process has anything to do. A lost one is not waited for: what was in flight there
-    /// is quarantined, and so is never freed.
+    /// Waits until no device of this process has anything to do, but not for a lost one: what was in flight there is
+    /// quarantined, and so is never freed.
     fn drain_all(&self) -> Result<()> {
         self.drained_in_the_end()?;
         let open: Vec<Arc<Self>> = OPEN_DEVICES.lock().iter().filter_map(Weak::upgrade).collect();
         let mut others =
             open.iter().filter(|other| other.context != self.context && other.lost.get().is_none());
         others.try_for_each(|other| match other.drained_in_the_end() {
-            // It was lost only now.
+            // The device was lost during the wait.
             Err(error) if error.is_device_lost() => Ok(()),
             drained => drained,
         })
     }
 
-    /// After one refusal it is tried again: what cannot be freed is gone for good.
+    /// Waits until the device has nothing to do, and tries again after a refusal: memory that is not freed now is
+    /// leaked.
     fn drained_in_the_end(&self) -> Result<()> {
         let mut attempt = 0;
         loop {
@@ -259,7 +261,7 @@ impl Acl {
     }
 
     /// # Safety
-    /// The range is mapped, and stays so until it was unregistered.
+    /// The range is mapped, and stays so until it is unregistered.
     pub(super) unsafe fn host_register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
         let (Some(register), Some(_)) = (self.api.host_register, self.api.host_unregister) else {
             return Err(Error::Unsupported(format!(
@@ -296,7 +298,8 @@ impl Acl {
         let mut device = std::ptr::null_mut();
         {
             let _current = self.current()?;
-            // SAFETY: the caller's word; the rest of the pages at both ends is mapped because its neighbours are.
+            // SAFETY: the caller promises the range; the rest of the pages at both ends is mapped, since a system page
+            // is mapped as a whole.
             let code =
                 unsafe { register(pages.cast(), (to - from) as u64, REGISTER_MAPPED, &raw mut device) };
             self.said("aclrtHostRegister", code).map_err(|error| refused(code, error))?;
@@ -320,10 +323,11 @@ impl Acl {
         {
             let _current = self.current()?;
             let pages = base.as_ptr().map_addr(|_| from);
-            // SAFETY: the caller's word.
+            // SAFETY: the caller promises that no copy uses it; `pages` is the address that was registered.
             self.said("aclrtHostUnregister", unsafe { unregister(pages.cast()) })?;
         }
-        // Only now: after an error its pages are registered still. Nobody is given the addresses before we return.
+        // After the call: on an error the pages are still registered. The addresses are given to no other caller before
+        // this returns.
         LOCKED.write().remove(&base.as_ptr().addr());
         Ok(())
     }
@@ -347,21 +351,21 @@ impl Acl {
     }
 
     /// # Safety
-    /// The range can be written, and nobody else uses it.
+    /// The range can be written, and nothing else uses it.
     pub(super) unsafe fn host_zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
-        // Where the memory is the device's too, the library does it; elsewhere the CPU, whose memory it is.
+        // In RC mode page-locked memory is the device's too, and the library writes it. Elsewhere the CPU does.
         if !self.on_device || !is_locked(at.as_ptr(), len) {
-            // SAFETY: the caller's word.
+            // SAFETY: the caller promises that the range can be written and is not in use.
             unsafe { at.write_bytes(0, len) };
             return Ok(());
         }
         let _current = self.current()?;
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises that the range can be written and is not in use.
         self.said("aclrtMemset", unsafe { (self.api.memset)(at.as_ptr().cast(), len, 0, len) })
     }
 }
 
-/// A refusal to register, with what to do.
+/// A refusal to register, with its remedy.
 fn refused(code: AclCode, error: Error) -> Error {
     let old = os::kernel().filter(|kernel| *kernel <= (5, 10));
     let kernel = old.map_or_else(String::new, |(major, minor)| {
@@ -379,7 +383,7 @@ fn refused(code: AclCode, error: Error) -> Error {
             "a part of it is registered already, by this crate or another library: register it once and share the value \
              (Arc), or copy by way of a pool's buffer",
         ),
-        // Here and now it cannot be done at all.
+        // This device or driver cannot register memory at all.
         AclCode::NOT_SUPPORTED => Error::Unsupported(format!("{error}; {needs}")),
         AclCode::DRV_INTERNAL | AclCode::PARAM_INVALID => advise(error, &needs),
         AclCode::MEMORY_ALLOCATION => advise(error, "the host's memory, or its memlock limit, is used up"),

@@ -1,10 +1,10 @@
-//! The device's memory: allocating, and telling what an address is.
+//! Device memory: allocations, and the check of an address that the crate did not allocate.
 //!
-//! `aclrtMalloc` promises starts on multiples of 64 bytes, the contract wants 256; so what starts elsewhere is
-//! allocated again with as much more, and freed by the library's own address.
+//! `aclrtMalloc` promises starts on multiples of 64 bytes, and the contract wants 256. So an allocation that starts
+//! elsewhere is made again with 256 bytes more, and is freed by the library's own address.
 //!
-//! What an address is, newer libraries tell (`aclrtPointerGetAttributes`), without saying how far the allocation goes,
-//! and with an error for memory that they do not know. What was allocated here is known here, with its length.
+//! Newer libraries say what an address is (`aclrtPointerGetAttributes`), but not how long its allocation is, and they
+//! return an error for memory that they do not know. The crate's own allocations are listed here, with their lengths.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -18,7 +18,7 @@ use crate::device::DevicePtr;
 use crate::error::{AddressFault, Error, Result};
 use crate::os;
 
-/// What the contract promises.
+/// The contract's alignment of allocations, in bytes.
 const ALLOCATION_ALIGN: u64 = 256;
 /// acl_rt.h: aclrtMemMallocPolicy's ACL_MEM_MALLOC_HUGE_FIRST.
 const HUGE_FIRST: c_int = 0;
@@ -28,17 +28,17 @@ const LOCATION_DEVICE: c_int = 1;
 const MANAGED: c_int = 3;
 const HOST_NUMA: c_int = 4;
 
-/// One allocation of ours.
+/// One allocation of the crate's.
 #[derive(Clone, Copy, Debug)]
 struct AclAllocation {
     len: usize,
     ordinal: i32,
-    /// The library's own address of it.
+    /// The address that the library gave.
     at: u64,
 }
 
-/// All of them, of every device, by their first byte. (Devices have one range of addresses together, each its own
-/// part.)
+/// All allocations of all devices, by device and first byte. (The devices share one range of addresses, of which each
+/// has its own part.)
 static ALLOCATIONS: RwLock<BTreeMap<(i32, u64), AclAllocation>> = RwLock::new(BTreeMap::new());
 
 impl Acl {
@@ -80,11 +80,11 @@ impl Acl {
 
     fn free_at(&self, at: u64) -> Result<()> {
         let _pass = self.alive()?;
-        // SAFETY: allocated by us, freed once, and no longer in use by the contract. It needs no context.
+        // SAFETY: allocated by this driver, freed once, and by the contract no longer in use. It needs no context.
         self.said("aclrtFree", unsafe { (self.api.free)(std::ptr::with_exposed_provenance_mut(at as usize)) })
     }
 
-    /// Whether copies of this device can use memory that others allocated.
+    /// Whether copies of this device can use memory that the crate did not allocate.
     pub(super) fn memory_examine(&self, ptr: DevicePtr, len: usize) -> Result<()> {
         let _pass = self.alive()?;
         let fault = self.fault(ptr.0, len)?;
@@ -111,8 +111,7 @@ impl Acl {
             _ => AddressFault::Unknown,
         };
         let Some(ask) = self.api.pointer_attributes else {
-            // Nobody can tell: what is not the host's may be the device's, and where the program runs there, all may
-            // be.
+            // This library has no answer. Memory that is not the host's may be the device's, and in RC mode any may be.
             let is_host = os::is_host_memory(address) == Some(true) && !self.on_device;
             return Ok((is_host || address < os::page_size() as u64).then(plain));
         };
@@ -122,7 +121,7 @@ impl Acl {
         let code = unsafe { ask(std::ptr::without_provenance(address as usize), &raw mut found) };
         match self.said("aclrtPointerGetAttributes", code) {
             Err(error) if error.is_device_lost() => return Err(error),
-            // Memory that it does not know is an error in some versions.
+            // Some versions return an error for memory that they do not know.
             Err(_) => return Ok(Some(plain())),
             Ok(()) => {}
         }
@@ -140,7 +139,7 @@ impl Acl {
     }
 }
 
-/// The allocation of ours that an address lies in, with its first byte.
+/// The crate's allocation that an address lies in, with its first byte.
 fn allocation(address: u64) -> Option<(u64, AclAllocation)> {
     let all = ALLOCATIONS.read();
     let covers = |start: u64, found: &AclAllocation| (start..start + found.len as u64).contains(&address);

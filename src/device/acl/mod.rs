@@ -1,29 +1,38 @@
-//! Ascend NPUs, through AscendCL (the C interface `libascendcl.so` of Huawei's CANN).
+//! The driver of Ascend NPUs, through AscendCL (the C interface `libascendcl.so` of Huawei's CANN).
 //!
-//! [`api`] finds the library at run time; here its calls are made to keep the contract's rules. What is relied on is
-//! what its documentation and headers say, from 2022 on; no hardware was at hand, and the crate's documentation says
-//! so.
+//! The code depends on the documentation and the headers of that library, from 2022 on. No hardware was at hand, and
+//! the crate's documentation says so.
+//!
+//! # The files, in the order in which to read them
+//!
+//! | file | what is in it |
+//! | --- | --- |
+//! | `api.rs` | the library, loaded at run time, and its entry points |
+//! | `error.rs`, `names.rs` | classes and names of its error codes |
+//! | this one | opening a device, the current context; streams |
+//! | `host.rs` | host memory: allocated by the library, registered, and which of it is page-locked |
+//! | `memory.rs` | device memory, and the check of memory that the crate did not allocate |
+//! | `copy.rs` | copies, and which of them may be asynchronous |
+//! | `event.rs` | events of three kinds, by what the library has |
+//! | `adopt.rs` | contexts and streams that the program made |
+//! | `gate.rs` | the end of the process |
+//!
+//! The crate calls this through [`Driver`]. The public module `acl` also calls what only Ascend has ([`Driver::acl`]).
 //!
 //! # Contexts
 //!
-//! A context is current on each thread by itself. The pool works in the device's *default* context, the one that
-//! `aclrtSetDevice` gives to every thread and that the frameworks use; it is counted once by `aclrtSetDevice` when the
-//! device is opened and let go by `aclrtResetDevice` when the last thing that needs it is gone. `aclrtSetDevice`
-//! changes what is current, and a thread cannot be made to have nothing current again. So that call is made on a thread
-//! that ends at once, and every other call looks what is current, sets ours where that is not it, and puts the caller's
-//! back. A thread that had none keeps ours: that is all that the library offers.
+//! Each thread has a current context of its own. The crate works in the device's *default* context, the one that
+//! `aclrtSetDevice` gives to every thread and that the frameworks use. `aclrtSetDevice` counts it once when the device
+//! is opened, and `aclrtResetDevice` releases it after the last reference to the driver is dropped. `aclrtSetDevice`
+//! also changes the current context, and no call can make a thread have none again. So that call is made on a thread
+//! that ends at once. Every other call reads the current context, sets the driver's where it is another one, and
+//! restores the caller's. A thread that had none keeps the driver's: the library offers nothing better.
 //!
 //! # A device that is lost
 //!
-//! After an error that ends the device, or the library, no further call is made for it, whatever it is: nothing is
-//! freed, unregistered or destroyed, since the documentation does not say that the hardware has let go. All of it stays
-//! for good.
-//!
-//! # Files
-//!
-//! [`api`]: the library. [`error`], [`names`]: its codes. [`host`]: page-locked memory, and what is known to be such.
-//! [`memory`]: the device's. [`copy`]: copies, and which of them may run by themselves. [`event`]: events of three
-//! kinds, by what the library has. [`adopt`]: contexts and streams of others. [`gate`]: the process's end.
+//! After an error that ends the device, or the library, no further call of any kind is made for it. Nothing is freed,
+//! unregistered or destroyed, since the documentation does not say that the hardware touches memory no more. All of it
+//! stays for good.
 
 mod adopt;
 mod api;
@@ -54,10 +63,10 @@ use crate::error::{DeviceError, Error, ErrorClass, Result};
 const RUN_ON_DEVICE: c_int = 0;
 /// acl_rt.h: aclrtStreamStatus's ACL_STREAM_STATUS_COMPLETE.
 const STREAM_COMPLETE: c_int = 0;
-/// How long a stream that is to be destroyed is waited for, in milliseconds. What others have queued there should be
-/// done.
+/// How long a call waits for a stream that is to be destroyed, in milliseconds. Work that the program has queued there
+/// should be complete by then.
 const LAST_WAIT_MS: i32 = 10_000;
-/// More than one allocation can have: some 200 GB and more were refused on machines with as much to spare.
+/// The most bytes of one allocation: some 200 GB and more were refused on machines with as much free.
 const LONGEST_PIN: usize = 128 << 30;
 
 /// One context of an Ascend device.
@@ -65,28 +74,28 @@ const LONGEST_PIN: usize = 128 << 30;
 pub(crate) struct Acl {
     api: &'static AclApi,
     name: Arc<str>,
-    /// Counted as the library counts those that the process may see.
+    /// The device's number, as the library counts those that the process may see.
     ordinal: i32,
     context: AclContext,
     /// Whether the program runs on the device itself ("RC mode").
     on_device: bool,
     events: AclEvents,
     host: host::Host,
-    /// Handles that others made streams under.
+    /// Handles of adopted streams.
     foreign: adopt::Foreign,
-    /// The device's default context, counted once. Others are the server's.
+    /// Whether this is the device's default context, counted once. Another one is the program's.
     default: bool,
-    /// What the device was lost with.
+    /// The error that the device was lost with.
     lost: OnceLock<DeviceError>,
     ending: Ending,
 }
 
-// SAFETY: a context may be current on any thread, on several at once; the library does its own locking.
+// SAFETY: a context may be current on any thread, on several at once; the library takes its own locks.
 unsafe impl Send for Acl {}
 // SAFETY: as above.
 unsafe impl Sync for Acl {}
 
-/// The driver of Ascend device `ordinal`.
+/// Opens Ascend device `ordinal`.
 ///
 /// # Errors
 /// [`Error::Unavailable`] without a usable library or without any device, [`Error::UnknownDevice`] for a bad ordinal,
@@ -97,12 +106,12 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let mut count = 0;
     // SAFETY: writes a number.
     match unsafe { (api.device_count)(&raw mut count) } {
-        // Some say so where there is none.
+        // Some versions answer with this code where there is no device.
         AclCode::NO_DEVICE => {
             api.expected();
             count = 0;
         }
-        // Of no device in particular: the next one would have the same.
+        // Not an error of this device: `auto` need not try the next ordinal.
         code => check(api, &name, "aclrtGetDeviceCount", code)
             .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?,
     }
@@ -116,7 +125,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     Ok(driver)
 }
 
-/// Why no device can be opened where there are `count`.
+/// The error for a name whose ordinal is not below `count`, the number of devices.
 fn no_such(name: &str, count: u32) -> Error {
     match count {
         0 => Error::Unavailable {
@@ -130,7 +139,7 @@ fn no_such(name: &str, count: u32) -> Error {
     }
 }
 
-/// A context, and what is asked in it.
+/// A context, and an answer that the library gives while the context is current.
 struct FoundContext {
     context: AclContext,
     on_device: bool,
@@ -153,7 +162,7 @@ impl FoundContext {
         })
     }
 
-    /// What is current on this thread.
+    /// The context that is current on this thread.
     fn current(api: &AclApi, name: &Arc<str>) -> Result<Self> {
         let mut context = std::ptr::null_mut();
         // SAFETY: writes a handle.
@@ -165,7 +174,7 @@ impl FoundContext {
     }
 }
 
-/// Runs something on a thread of its own, so that no caller's thread has its device changed.
+/// Runs something on a thread of its own, so that the current context of the caller's thread does not change.
 fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + Send) -> Result<R> {
     let unavailable = |why: String| Error::Unavailable { device: name.to_string(), why };
     std::thread::scope(|scope| {
@@ -175,11 +184,11 @@ fn on_other_thread<R: Send>(name: &Arc<str>, run: impl FnOnce() -> Result<R> + S
     })
 }
 
-/// Takes back one `aclrtSetDevice`. On a thread of ours. Whether it was.
+/// Undoes one `aclrtSetDevice`, on one of the crate's threads. Whether it succeeded.
 fn reset(api: &AclApi, name: &Arc<str>, ordinal: i32) -> bool {
     gate::enter();
     let Some(_pass) = gate::pass() else { return false };
-    // SAFETY: the call takes a number, and is one for one that set it.
+    // SAFETY: the call takes a number, and there is one such call for each `aclrtSetDevice`.
     let reset = check(api, name, "aclrtResetDevice", unsafe { (api.reset_device)(ordinal) });
     if let Err(error) = &reset {
         crate::foreign::warn!(target: "pinpool::device", device = &**name, %error, "a device stays set");
@@ -191,7 +200,7 @@ fn check(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> 
     if code == AclCode::SUCCESS { Ok(()) } else { Err(Error::Device(failed(api, device, call, code))) }
 }
 
-/// With the library's own message, which the next call on this thread may overwrite.
+/// The error of a call, with the library's own message. The next call on this thread may overwrite that message.
 #[cold]
 fn failed(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) -> DeviceError {
     let text = match api.recent() {
@@ -201,7 +210,7 @@ fn failed(api: &AclApi, device: &Arc<str>, call: &'static str, code: AclCode) ->
     DeviceError { device: device.clone(), call, code: code.0.into(), text: text.into(), class: code.class() }
 }
 
-/// Adds to the library's words what to do.
+/// Adds the remedy to the library's text.
 fn advise(error: Error, remedy: &str) -> Error {
     match error {
         Error::Device(error) => {
@@ -212,7 +221,7 @@ fn advise(error: Error, remedy: &str) -> Error {
     }
 }
 
-/// Our context is current on this thread, for as long as this lives. Then the caller's is again, if there was one.
+/// While this exists, the driver's context is current on this thread. Its drop restores the caller's, if there was one.
 #[must_use]
 struct AclCurrent<'a> {
     api: &'a AclApi,
@@ -240,7 +249,7 @@ impl<'a> AclCurrent<'a> {
             }
             code => return Err(Error::Device(failed(api, name, "aclrtGetCurrentContext", code))),
         };
-        // SAFETY: a context that is kept for as long as the driver is there.
+        // SAFETY: a context that exists for as long as the driver does.
         check(api, name, "aclrtSetCurrentContext", unsafe { (api.context_set)(context) })?;
         Ok(Self { api, theirs, _pass: pass })
     }
@@ -249,8 +258,8 @@ impl<'a> AclCurrent<'a> {
 impl Drop for AclCurrent<'_> {
     fn drop(&mut self) {
         if let Some(theirs) = self.theirs {
-            // It can only fail for a context that was destroyed meanwhile.
-            // SAFETY: what was current when this was made.
+            // It can only fail for a context that was destroyed meanwhile. SAFETY: the context that was current when
+            // this was made.
             if unsafe { (self.api.context_set)(theirs) } != AclCode::SUCCESS {
                 self.api.expected();
             }
@@ -275,7 +284,7 @@ impl Acl {
         }
     }
 
-    /// Every outcome of a call for this device comes by here: after the one that ends it there is no other.
+    /// Every outcome of a call for this device passes here. After an outcome that ends the device no call is made.
     fn said(&self, call: &'static str, code: AclCode) -> Result<()> {
         if code == AclCode::SUCCESS {
             return Ok(());
@@ -287,7 +296,7 @@ impl Acl {
         Err(Error::Device(error))
     }
 
-    /// Leave to make a call. An error, if the device was lost or the process ends.
+    /// A pass to make a call. An error, if the device was lost or the process ends.
     fn alive(&self) -> Result<gate::Pass> {
         if let Some(error) = self.lost.get() {
             return Err(Error::Device(error.clone()));
@@ -303,7 +312,7 @@ impl Acl {
         })
     }
 
-    /// Makes our context current, for a call that needs one.
+    /// Makes the driver's context current, for a call that needs one.
     fn current(&self) -> Result<AclCurrent<'_>> {
         let pass = self.alive()?;
         AclCurrent::enter(self.api, &self.name, self.context, Some(pass)).inspect_err(|error| {
@@ -315,7 +324,7 @@ impl Acl {
         })
     }
 
-    /// Something of the device's stays for good.
+    /// Notes that something of the device's stays for good.
     fn leaked(&self) {
         self.ending.leaked();
     }
@@ -333,11 +342,11 @@ impl Acl {
         self.said("aclrtSynchronizeStream", unsafe { (self.api.stream_synchronize)(stream(handle)) })
     }
 
-    /// Waits for the last work on a stream that is to be destroyed, if others have left some there.
+    /// Waits for the last work on a stream that is to be destroyed: the program may have left some there.
     fn last_work(&self, handle: StreamHandle) -> Result<()> {
         if let Some(query) = self.api.stream_query {
             let mut status = !STREAM_COMPLETE;
-            // SAFETY: a stream of ours, and a place for a number.
+            // SAFETY: a stream of this driver that is alive, and a place for a number.
             self.said("aclrtStreamQuery", unsafe { query(stream(handle), &raw mut status) })?;
             if status == STREAM_COMPLETE {
                 return Ok(());
@@ -345,7 +354,7 @@ impl Acl {
         }
         match self.api.stream_synchronize_timeout {
             Some(wait) => {
-                // SAFETY: a stream of ours.
+                // SAFETY: a stream of this driver that is alive.
                 let code = unsafe { wait(stream(handle), LAST_WAIT_MS) };
                 self.said("aclrtSynchronizeStreamWithTimeout", code)
             }
@@ -382,8 +391,8 @@ impl Driver for Acl {
     fn enter_thread(&self) {
         gate::enter();
         let Some(_pass) = gate::pass() else { return };
-        // Where it fails the thread is like any other, and each call does it for itself.
-        // SAFETY: our context, which is kept for as long as the driver is there.
+        // Where it fails the thread is like any other, and each call sets the context itself. SAFETY: the driver's
+        // context, which exists for as long as the driver does.
         if unsafe { (self.api.context_set)(self.context) } != AclCode::SUCCESS {
             self.api.expected();
         }
@@ -402,22 +411,23 @@ impl Driver for Acl {
     }
 
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        // SAFETY: the caller's word: mapped, and stays so.
+        // SAFETY: the caller promises that the range is mapped, and stays so.
         unsafe { self.host_register(base, len, false) }
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        // SAFETY: the caller's word: registered once, unregistered once.
+        // SAFETY: the caller promises that the range was registered, that this is the one call that unregisters it, and
+        // that no copy uses it.
         unsafe { self.host_unregister(base) }
     }
 
     unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
-        // SAFETY: the caller's word: mapped, and stays so.
+        // SAFETY: as in `pin`.
         unsafe { self.host_register(base, len, read_only) }
     }
 
     unsafe fn unregister(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        // SAFETY: the caller's word: registered once, unregistered once.
+        // SAFETY: as in `unpin`.
         unsafe { self.host_unregister(base) }
     }
 
@@ -437,12 +447,12 @@ impl Driver for Acl {
     }
 
     unsafe fn free_host(&self, base: NonNull<u8>, _len: usize, _kind: HostKind) -> Result<()> {
-        // SAFETY: the caller's word: allocated once, freed once, and nobody uses it.
+        // SAFETY: the caller promises that it was allocated once, is freed once, and is not in use.
         unsafe { self.host_free(base) }
     }
 
     unsafe fn zero(&self, at: NonNull<u8>, len: usize) -> Result<()> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises that the range can be written and is not in use.
         unsafe { self.host_zero(at, len) }
     }
 
@@ -468,7 +478,7 @@ impl Driver for Acl {
         // SAFETY: writes a handle.
         self.said("aclrtCreateStream", unsafe { (self.api.stream_create)(&raw mut stream) })?;
         let handle = StreamHandle(stream as usize as u64);
-        // Whatever had that handle before is gone.
+        // An adopted stream with that handle has been destroyed.
         self.foreign.forget(handle);
         Ok(handle)
     }
@@ -476,17 +486,17 @@ impl Driver for Acl {
     fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {
         let _current = self.current()?;
         self.last_work(handle)?;
-        // SAFETY: made by us, destroyed once, and its context is current.
+        // SAFETY: created by this driver, destroyed once, and its context is current.
         self.said("aclrtDestroyStream", unsafe { (self.api.stream_destroy)(stream(handle)) })
     }
 
     unsafe fn copy(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises what `submit_copy` asks for: its contract is this function's.
         unsafe { self.submit_copy(handle, transfer) }
     }
 
     unsafe fn copy_blocking(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises what `copy_here` asks for: its contract is this function's.
         unsafe { self.copy_here(handle, transfer) }
     }
 
@@ -516,7 +526,7 @@ impl Drop for Acl {
         if crate::os::forked() {
             return;
         }
-        // A lost device stays set, as everything there stays.
+        // A lost device stays set, like everything else there.
         if self.lost.get().is_some() {
             return self.leaked();
         }

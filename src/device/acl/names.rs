@@ -1,6 +1,6 @@
 //! The names of the error codes, as `acl_base_rt.h` and `error_codes/rt_error_codes.h` have them (CANN 8.5 to 9.2).
 //!
-//! The library has no call that names a code, and its own message is not always there; a number alone helps nobody.
+//! The library has no call that names a code, its own message may be missing, and a number alone says too little.
 
 /// Sorted by number.
 #[rustfmt::skip]

@@ -1,21 +1,22 @@
-//! Contexts and streams that others made.
+//! Contexts and streams that the program made.
 //!
 //! # Contexts
 //!
-//! Most servers are in the primary context, which is recognised: adopting it is opening the device. Any other context
-//! is worked in as it is, and never destroyed here. Our threads make calls until the last buffer that came from it is
-//! gone, and a little longer, so its owner can leave something with us that is dropped after the last call: the
-//! *keep_alive*.
+//! Most servers work in the primary context, which is recognised: adopting it opens the device. The crate works in any
+//! other context as it is, and never destroys it. The crate's threads make calls until the last buffer that came from
+//! it is dropped, and a little longer. So its owner can leave a value with the device, the *keep-alive*, which is
+//! dropped after the last call.
 //!
-//! Each has a name of its own, with a [number](AdoptedContext::number).
+//! Each adopted context has a name of its own, with a [number](AdoptedContext::number).
 //!
 //! # Streams
 //!
-//! A handle does not name a stream for good: the driver gives the handle of a destroyed stream to a new one. What does
-//! is the driver's stream id (`cuStreamGetId`, CUDA 12.0), so that is what a stream is known by; without it nothing is
-//! concluded from two handles being equal.
+//! A handle does not name a stream for good: the driver gives the handle of a destroyed stream to a new one. The
+//! driver's stream id (`cuStreamGetId`, CUDA 12.0) does, so the crate knows a stream by its id. Without an id, two
+//! equal handles are taken for two streams.
 //!
-//! `CU_STREAM_PER_THREAD` names another stream on every thread, and our marks are recorded by several: it is refused.
+//! `CU_STREAM_PER_THREAD` names another stream on every thread, and several of the crate's threads record events: it is
+//! refused.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Arc;
@@ -26,14 +27,14 @@ use crate::device::ending::Ending;
 use crate::device::{AdoptedContext, StreamHandle};
 use crate::error::{Error, Result};
 
-/// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that we use.
+/// cuda.h: CU_STREAM_LEGACY, which 0 stands for in the entry points that the crate uses.
 const LEGACY: usize = 1;
 /// cuda.h: CU_STREAM_PER_THREAD.
 const PER_THREAD: usize = 2;
 /// cuda.h: CUDA_ERROR_NOT_SUPPORTED.
 const NOT_SUPPORTED: CudaCode = CudaCode(801);
 
-/// The driver of a context that somebody else made.
+/// A driver for a context that the program made.
 ///
 /// # Safety
 /// `context` is a CUDA context, and is not destroyed before the driver is dropped.
@@ -48,7 +49,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     let api = CudaApi::get(&name)?;
     let said = |call, code| check(api, &name, call, code);
     let device = {
-        // SAFETY: the caller's word: a context.
+        // SAFETY: the caller promises that it is a context.
         said("cuCtxPushCurrent", unsafe { (api.ctx_push)(context) })?;
         let _current = CudaCurrent::relaxed(api, true);
         let mut device: CUdevice = 0;
@@ -78,7 +79,7 @@ pub(crate) unsafe fn adopt(context: *mut c_void) -> Result<AdoptedContext> {
     Ok(AdoptedContext::Other { key, driver: Arc::new(driver) })
 }
 
-/// Which of the devices, counted as [`super::driver`] counts them, has this handle.
+/// The ordinal of the device with this handle, as [`super::driver`] counts.
 fn ordinal(api: &CudaApi, name: &Arc<str>, device: CUdevice) -> Result<u32> {
     let mut count: c_int = 0;
     // SAFETY: writes a number.
@@ -103,7 +104,7 @@ fn is_primary(api: &CudaApi, name: &Arc<str>, device: CUdevice, context: CUconte
     let code = unsafe { (api.primary_state)(device, &raw mut flags, &raw mut active) };
     check(api, name, "cuDevicePrimaryCtxGetState", code)?;
     if active == 0 {
-        // Not asked further: retaining it would make it.
+        // No further question: retaining the primary context would create it.
         return Ok(false);
     }
     let _relaxed = CudaCurrent::relaxed(api, false);
@@ -111,7 +112,7 @@ fn is_primary(api: &CudaApi, name: &Arc<str>, device: CUdevice, context: CUconte
     // SAFETY: writes a handle.
     let code = unsafe { (api.primary_retain)(&raw mut primary, device) };
     check(api, name, "cuDevicePrimaryCtxRetain", code)?;
-    // SAFETY: retained above. It is somebody else's too, so this is never the last.
+    // SAFETY: retained above. It was active before, so another reference remains.
     let code = unsafe { (api.primary_release)(device) };
     check(api, name, "cuDevicePrimaryCtxRelease", code)?;
     Ok(primary == context)
@@ -127,11 +128,11 @@ impl Cuda {
         let mut status: c_uint = 0;
         // SAFETY: a stream that is alive, and a place for a number.
         let code = unsafe { (self.api.stream_is_capturing)(stream(on), &raw mut status) };
-        // Spoiled is capturing too: nothing can be submitted before the capture was ended.
+        // A spoiled capture is one too: nothing can be submitted before it is ended.
         self.said("cuStreamIsCapturing", code).map(|()| status != 0)
     }
 
-    /// The handle by which a stream of this context is called, after everything was looked at that can be looked at.
+    /// The handle to use for a stream of this context, after every check that is possible.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for the per-thread default stream, [`Error::WrongContext`], [`Error::Capturing`].
@@ -151,10 +152,10 @@ impl Cuda {
             other => StreamHandle(other as u64),
         };
         {
-            // Current, since it is what the special handles mean.
+            // The special handles mean streams of the context that is current.
             let _current = self.relaxed()?;
             let mut context: CUcontext = std::ptr::null_mut();
-            // SAFETY: a stream that is alive, by the caller's word, and a place for a handle.
+            // SAFETY: a stream that is alive, as the caller promises, and a place for a handle.
             let code = unsafe { (self.api.stream_context)(stream(handle), &raw mut context) };
             self.said("cuStreamGetCtx", code)?;
             if context != self.context {

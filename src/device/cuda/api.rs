@@ -1,10 +1,10 @@
-//! The driver's entry points that the pool calls, looked up one by one.
+//! The driver's entry points that the crate calls, looked up one by one.
 //!
-//! Not through cudarc's bindings, for these reasons: cudarc panics where libcuda, or one symbol of it, is missing; it
-//! takes results as a Rust enum straight from the driver, so a code newer than its bindings is undefined behaviour; its
-//! own lookup exists in only one of its link modes, which the server chooses, not we; and it needs a newer Rust than
-//! this crate does. Here a missing library or a missing required call is an error with its name, a missing optional
-//! call is `None`, and a result is a number. The handles are the same pointers there and here.
+//! The crate does not use cudarc's bindings, for these reasons: cudarc panics where libcuda, or one symbol of it, is
+//! missing; it takes results as a Rust enum straight from the driver, so a code newer than its bindings is undefined
+//! behaviour; its own lookup exists in only one of its link modes, which the program chooses, not this crate; and it
+//! needs a newer Rust than this crate does. Here a missing library or a missing required call is an error with its
+//! name, a missing optional call is `None`, and a result is a number. The handles are the same pointers in both crates.
 //!
 //! # Which library
 //!
@@ -30,7 +30,7 @@ pub(crate) type CUhostFn = unsafe extern "C" fn(*mut c_void);
 pub(crate) type CUgraph = *mut c_void;
 pub(crate) type CUuserObject = *mut c_void;
 
-/// How the copies of a batch are made: cuda.h's `CUmemcpyAttributes`, of which each location is a type and a number.
+/// How the copies of a batch are made: cuda.h's `CUmemcpyAttributes`. Each location is a type and a number.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct CUmemcpyAttributes {
@@ -40,7 +40,8 @@ pub(crate) struct CUmemcpyAttributes {
     pub(crate) flags: c_uint,
 }
 
-/// cuda.h's `CUDA_MEMCPY2D`: rows of so many bytes at even distances (pitches), each side in host or device memory.
+/// cuda.h's `CUDA_MEMCPY2D`: `height` rows of `width` bytes at even distances (pitches), each side in host or device
+/// memory.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct CUDA_MEMCPY2D {
@@ -50,7 +51,7 @@ pub(crate) struct CUDA_MEMCPY2D {
     pub(crate) height: usize,
 }
 
-/// One side of it. (In cuda.h these are fields of the whole.)
+/// One side of a [`CUDA_MEMCPY2D`]. (In cuda.h these are fields of the whole.)
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(crate) struct Side2D {
@@ -64,7 +65,7 @@ pub(crate) struct Side2D {
     pub(crate) pitch: usize,
 }
 
-/// Names the library to load in place of `libcuda.so.1`.
+/// The environment variable that names the library to load in place of `libcuda.so.1`.
 const LIBRARY_VARIABLE: &str = "PINPOOL_LIBCUDA";
 /// The oldest driver that the calls below are known to work with, as `cuDriverGetVersion` counts.
 const OLDEST: c_int = 11_000;
@@ -80,17 +81,17 @@ impl CudaCode {
     pub(crate) const SUCCESS: Self = Self(0);
     pub(crate) const NOT_READY: Self = Self(600);
 
-    /// What it means. The numbers are those of cuda.h; one that is not listed is the call's own affair.
+    /// The class of the error. The numbers are those of cuda.h; one that is not listed concerns the one call only.
     pub(crate) fn class(self) -> ErrorClass {
         match self.0 {
             // Out of memory; device taken by another process; the node's services still starting; too many clients; not
             // ready; a launch that waited too long for a capture to go on.
             2 | 46 | 600 | 802 | 807..=809 | 909 => ErrorClass::Transient,
-            // Deinitialised, and not initialised: a process that ends, or the child of a fork.
+            // Not initialised, and deinitialised: a process that ends, or the child of a fork.
             3 | 4 => ErrorClass::Shutdown,
             900..=908 => ErrorClass::Capture,
-            // Memory and link errors of the hardware, a destroyed context, everything that a kernel can die of, and the
-            // service between us and the device gone.
+            // Memory and link errors of the hardware, a destroyed context, every error that ends a kernel, and the loss
+            // of the service between the process and the device.
             214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 | 721 | 810 | 911 => ErrorClass::DeviceLost,
             _ => ErrorClass::Argument,
         }
@@ -168,13 +169,13 @@ table! {
     error_string = "cuGetErrorString": fn(CudaCode, *mut *const c_char);
     }
     optional {
-    /// Relaxed capture mode for our threads, so that asking breaks nobody's capture.
+    /// Sets relaxed capture mode, so that queries spoil no capture.
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_uint);
     /// Memory in stream order, since CUDA 11.2.
     mem_alloc_async = "cuMemAllocAsync": fn(*mut CUdeviceptr, usize, CUstream);
     mem_free_async = "cuMemFreeAsync": fn(CUdeviceptr, CUstream);
-    /// 12.8: many copies by one call. Targets, sources, lengths, how many; attributes, the first copy of each, how
-    /// many; where it failed; the stream.
+    /// 12.8: many copies by one call. Targets, sources, lengths, their number; attributes, the first copy of each,
+    /// their number; the place where the call failed; the stream.
     copy_batch = "cuMemcpyBatchAsync": fn(
         *mut CUdeviceptr, *mut CUdeviceptr, *mut usize, usize,
         *mut CUmemcpyAttributes, *mut usize, usize, *mut usize, CUstream,
@@ -184,11 +185,11 @@ table! {
         *const CUdeviceptr, *const CUdeviceptr, *const usize, usize,
         *mut CUmemcpyAttributes, *mut usize, usize, CUstream,
     );
-    /// A rectangle.
+    /// The rows of a rectangle.
     copy_rows = "cuMemcpy2DAsync_v2": fn(*const CUDA_MEMCPY2D, CUstream);
     /// 12.0. A stream's number, which no other stream of the process has or had.
     stream_id = "cuStreamGetId": fn(CUstream, *mut u64);
-    /// 11.3, of which CUDA 13 has no declaration any more: status, id, graph, dependencies and how many.
+    /// 11.3, and not declared in CUDA 13's header any more: status, id, graph, dependencies and their number.
     capture_info_v2 = "cuStreamGetCaptureInfo_v2": fn(
         CUstream, *mut c_uint, *mut u64, *mut CUgraph, *mut *const c_void, *mut usize,
     );
@@ -196,7 +197,7 @@ table! {
     capture_info_v3 = "cuStreamGetCaptureInfo_v3": fn(
         CUstream, *mut c_uint, *mut u64, *mut CUgraph, *mut *const c_void, *mut *const c_void, *mut usize,
     );
-    /// 11.3, and the two below: something that graphs keep, and a call when none does any more.
+    /// 11.3, and the two below: an object that graphs keep, with a callback for when no graph keeps it any more.
     user_object_create = "cuUserObjectCreate": fn(
         *mut CUuserObject, *mut c_void, unsafe extern "C" fn(*mut c_void), c_uint, c_uint,
     );
@@ -215,7 +216,7 @@ impl CudaApi {
         let unavailable = |why: String| Error::Unavailable { device: device.into(), why };
         let api = CUDA_API.get_or_init(|| Self::load(std::env::var_os(LIBRARY_VARIABLE)));
         let api = api.as_ref().map_err(|why| unavailable(why.clone()))?;
-        // Each time: it costs nothing when it has succeeded before, and what it failed for may have been put right.
+        // Each time: after a success it costs nothing, and after a failure the cause may have been mended.
         api.start().map_err(unavailable)?;
         Ok(api)
     }
@@ -233,11 +234,11 @@ impl CudaApi {
             ),
         };
         let shown = file.to_string_lossy().into_owned();
-        // SAFETY: libcuda's initialisers have no preconditions; another library is vouched for by the environment,
-        // which is trusted (`crate::cuda` says so).
+        // SAFETY: libcuda's initialisers have no preconditions; the environment vouches for any other library, and is
+        // trusted (`crate::cuda` says so).
         let library = unsafe { Library::new(&file) }
             .map_err(|error| format!("{shown} could not be loaded ({error}): {remedy}"))?;
-        // For good: the driver has threads and exit handlers of its own, whatever it answers below.
+        // Never unloaded: the driver may have threads and exit handlers of its own by now.
         let library = ManuallyDrop::new(library);
         Self::resolve(&library).map_err(|symbol| {
             format!(
@@ -247,7 +248,7 @@ impl CudaApi {
         })
     }
 
-    /// Makes the driver ready, if it is one that we can work with.
+    /// Initialises the driver, if it is new enough.
     fn start(&self) -> std::result::Result<(), String> {
         let mut found: c_int = 0;
         // SAFETY: writes a number; may be called before cuInit.
@@ -272,7 +273,7 @@ impl CudaApi {
     pub(crate) fn text(&self, code: CudaCode) -> String {
         let ask = |call: unsafe extern "C" fn(CudaCode, *mut *const c_char) -> CudaCode| {
             let mut text: *const c_char = std::ptr::null();
-            // SAFETY: `text` is written with null or a string of the library's that lives as long as it.
+            // SAFETY: the call writes null or a string of the library's to `text`, and the library is never unloaded.
             unsafe {
                 call(code, &raw mut text);
                 (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
@@ -303,7 +304,7 @@ impl CudaApi {
     }
 }
 
-/// Why no GPU can be opened where there are `count`, for ordinal `ordinal`.
+/// The error for a name whose ordinal is not below `count`, the number of GPUs.
 pub(crate) fn no_such(name: &str, count: c_int) -> Error {
     match count {
         ..=0 => Error::Unavailable { device: name.into(), why: NO_GPU.into() },
@@ -312,7 +313,7 @@ pub(crate) fn no_such(name: &str, count: c_int) -> Error {
     }
 }
 
-/// As people write it: 12080 is 12.8.
+/// A version as CUDA's documentation writes it: 12080 is 12.8.
 fn version(number: c_int) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
 }

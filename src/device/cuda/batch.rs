@@ -1,11 +1,13 @@
 //! Many copies by one call: `cuMemcpyBatchAsync`.
 //!
-//! A call of its own costs a small copy some 2.5 us, a place in a batch 0.3 us. The driver's conditions (driver API
-//! manual on the call) are kept above and here: a stream of ours, never the default one and never captured; no length
-//! of zero; nothing that depends on another copy of the batch. There are two forms of the call, of CUDA 12.8 and of
-//! 13.0, which differ in whether it says where it failed. That place is not used: after an error nobody knows which
-//! copies of the batch were submitted, so each is submitted again by itself. A copy that runs twice writes the same
-//! bytes twice, since its source is not written meanwhile; and then each error is its own copy's.
+//! A small copy costs some 2.5 us as a call of its own, and 0.3 us in a batch. The driver's conditions (driver API
+//! manual on the call) are kept by the callers and here: a stream of the crate's, never the default one and never
+//! captured; no length of zero; no copy that depends on another copy of the batch.
+//!
+//! The call has two forms, of CUDA 12.8 and of 13.0. The older one also says where it failed. That place is not used:
+//! after an error it is unknown which copies of the batch were submitted, so each is submitted again by itself. A copy
+//! that runs twice writes the same bytes twice, since its source is not written meanwhile; and each error then belongs
+//! to one copy.
 //!
 //! Copies that are the rows of a rectangle are taken out first, and go by a call of their own (`rows.rs`).
 
@@ -21,7 +23,7 @@ use crate::error::{Error, Result};
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read in stream order, not earlier.
 const IN_STREAM_ORDER: i32 = 1;
 
-/// The call's arguments.
+/// The call's three lists of arguments.
 #[derive(Default)]
 struct Lists {
     targets: Vec<CUdeviceptr>,
@@ -30,7 +32,7 @@ struct Lists {
 }
 
 thread_local! {
-    /// Kept, so that a batch allocates nothing.
+    /// Kept between batches, so that a batch allocates nothing.
     static BATCH_LISTS: RefCell<Lists> = RefCell::new(Lists::default());
 }
 
@@ -57,7 +59,8 @@ impl Lists {
     }
 }
 
-/// Whether a call for all of these settles them: it was taken, or nothing will be taken any more.
+/// Whether the outcome of one call for all of these is final: the call was accepted, or the device is lost. After any
+/// other error the copies are to be submitted in another way.
 fn concluded(said: Result<()>, transfers: &[Transfer], failed: &mut dyn FnMut(usize, Error)) -> bool {
     match said {
         Ok(()) => true,
@@ -86,7 +89,7 @@ impl Cuda {
             from = part.end;
             let (first, part) = (part.start, &transfers[part]);
             let mut failed = |place, error| failed(first + place, error);
-            // SAFETY: the caller's word.
+            // SAFETY: the caller's promise covers each transfer, and a part has those of `transfers`.
             let done = is_rectangle
                 && unsafe { self.try_rows(handle, part) }
                     .is_some_and(|said| concluded(said, part, &mut failed));
@@ -97,7 +100,7 @@ impl Cuda {
         }
     }
 
-    /// The same for copies that are no rectangle.
+    /// As [`Driver::copy_many`], for copies that are no rectangle.
     ///
     /// # Safety
     /// As there.
@@ -107,10 +110,10 @@ impl Cuda {
         transfers: &[Transfer],
         failed: &mut dyn FnMut(usize, Error),
     ) {
-        // A batch of one would cost more than a copy. What is within the host is a host function's.
+        // A batch of one would cost more than a copy. A copy from host to host is made by a host function.
         let batched = transfers.len() > 1
             && !transfers.iter().any(|transfer| matches!(transfer, Transfer::OnHost { .. }))
-            // SAFETY: the caller's word.
+            // SAFETY: the caller's promise, handed on.
             && unsafe { self.try_batch(handle, transfers) }.is_some_and(|said| {
                 match &said {
                     Err(error) if !error.is_device_lost() => crate::foreign::debug!(
@@ -125,14 +128,15 @@ impl Cuda {
             return;
         }
         for (place, transfer) in transfers.iter().enumerate() {
-            // SAFETY: the caller's word.
+            // SAFETY: the caller's promise covers each transfer. A copy that an earlier call may have submitted writes
+            // the same bytes again.
             if let Err(error) = unsafe { self.copy(handle, *transfer) } {
                 failed(place, error);
             }
         }
     }
 
-    /// All of them by one call. `None`: this driver has none.
+    /// Submits all of them by one call. `None`: this driver has no such call.
     ///
     /// # Safety
     /// As for [`Driver::copy_many`].
@@ -145,7 +149,7 @@ impl Cuda {
             Ok(current) => current,
             Err(error) => return Some(Err(error)),
         };
-        // One set of attributes for all, which begins with the first copy. Where memory lies the driver sees by itself.
+        // One set of attributes for all copies, from the first on. The driver finds out by itself where memory lies.
         let mut attributes =
             CUmemcpyAttributes { source_order: IN_STREAM_ORDER, source: [0; 2], target: [0; 2], flags: 0 };
         let mut first = 0;
@@ -154,7 +158,7 @@ impl Cuda {
             let Lists { targets, sources, lengths } = lists;
             let (count, stream) = (transfers.len(), stream(handle));
             let code = if let Some(call) = newer {
-                // SAFETY: the caller's word for the copies; the lists are read before the call returns.
+                // SAFETY: the caller promises the copies; the lists are read before the call returns.
                 unsafe {
                     call(
                         targets.as_ptr(),

@@ -1,13 +1,14 @@
 //! Graphs that keep what their copies use.
 //!
-//! A copy that was captured reads its buffer whenever the graph is launched, so the buffer is needed for as long as the
-//! graph, its executable forms and their launches are there. The driver counts these itself for *user objects*
-//! (`cuUserObjectCreate`, CUDA 11.3): a reference that a graph has goes over to what is made from it, and when the last
-//! is gone a callback comes, from a thread of the driver's. Nothing may be called from there, so all it does is to run
-//! [`GraphEnd`], which hands things to a thread of ours.
+//! A copy that was captured reads its buffer with each launch of the graph, so the buffer is needed for as long as the
+//! graph, its executable forms and their launches exist. The driver counts these itself for *user objects*
+//! (`cuUserObjectCreate`, CUDA 11.3): a graph's reference is inherited by everything that is made from the graph, and
+//! after the last one is released the driver calls back, on a thread of its own. No driver call is allowed there, so
+//! the callback only runs [`GraphEnd`], which sends the buffers to one of the crate's threads.
 //!
-//! The graph is given a reference of its own (not ours, by `CU_GRAPH_USER_OBJECT_MOVE`), and ours is given back in any
-//! case: so nothing is released twice where the driver reports an error for what it has done.
+//! The graph gets a reference of its own (the crate's is not moved to it by `CU_GRAPH_USER_OBJECT_MOVE`), and the crate
+//! releases its reference in any case. So nothing is released twice where the driver reports an error for a call that
+//! it has carried out.
 
 use std::ffi::{c_uint, c_void};
 
@@ -17,27 +18,27 @@ use crate::device::{GraphEnd, StreamHandle};
 use crate::error::{Error, Result};
 use crate::foreign;
 
-/// cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which must be given: nobody can wait for the destructor.
+/// cuda.h: CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, which must be given: the program cannot wait for the destructor.
 const NO_DESTRUCTOR_SYNC: c_uint = 1;
 /// cuda.h: CU_STREAM_CAPTURE_STATUS_ACTIVE.
 const ACTIVE: c_uint = 1;
 
-/// A capture that goes on.
+/// A capture that is active.
 pub(super) struct Capture {
     pub(super) id: u64,
     graph: CUgraph,
 }
 
-/// The driver's callback: the last graph is gone.
-unsafe extern "C" fn gone(object: *mut c_void) {
-    // SAFETY: made by `keep` out of such a box, and called once.
-    let gone = unsafe { Box::from_raw(object.cast::<GraphEnd>()) };
-    // Unwinding into the driver would be undefined. It only sends, so there is nothing to be said about a panic.
-    _ = foreign::survive("telling that a graph is gone panicked: its buffers are leaked", gone);
+/// The driver's callback: the last graph that kept the object was destroyed.
+unsafe extern "C" fn graph_ended(object: *mut c_void) {
+    // SAFETY: `keep` made the object out of such a box, and the driver calls this once.
+    let ended = unsafe { Box::from_raw(object.cast::<GraphEnd>()) };
+    // Unwinding into the driver would be undefined behaviour. After a panic the driver needs no answer.
+    _ = foreign::survive("the end of a graph could not be reported: its buffers are leaked", ended);
 }
 
 impl Cuda {
-    /// The capture that a stream is in, if it is in one that is not spoiled.
+    /// The capture that a stream is in, if it is in one that is active. A spoiled one is not.
     pub(super) fn capture(&self, on: StreamHandle) -> Result<Option<Capture>> {
         let (mut status, mut id): (c_uint, u64) = (0, 0);
         let mut graph: CUgraph = std::ptr::null_mut();
@@ -45,9 +46,10 @@ impl Cuda {
         let mut count = 0_usize;
         let _current = self.current()?;
         let (v2, v3) = (self.api.capture_info_v2, self.api.capture_info_v3);
-        // All that can be asked for is asked for: leaving out the edges makes the call fail where there are some.
+        // Every argument is given: without a place for the edges the call fails where there are any.
         if let Some(ask) = v3 {
-            // SAFETY: a stream that is alive, and places for all of it. The lists are the driver's, and not looked at.
+            // SAFETY: a stream that is alive, and places for all results. The lists stay the driver's, and are not
+            // read.
             let code = unsafe {
                 ask(
                     stream(on),
@@ -83,15 +85,15 @@ impl Cuda {
         let _current = self.relaxed()?;
         let mut object: CUuserObject = std::ptr::null_mut();
         let boxed = Box::into_raw(Box::new(call));
-        // SAFETY: `gone` takes such a box, once.
-        let code = unsafe { create(&raw mut object, boxed.cast(), gone, 1, NO_DESTRUCTOR_SYNC) };
+        // SAFETY: `graph_ended` takes such a box, once.
+        let code = unsafe { create(&raw mut object, boxed.cast(), graph_ended, 1, NO_DESTRUCTOR_SYNC) };
         self.said("cuUserObjectCreate", code).inspect_err(|_| {
-            // SAFETY: there is no object, so nobody else will take the box.
+            // SAFETY: there is no object, so the callback never takes the box.
             drop(unsafe { Box::from_raw(boxed) });
         })?;
-        // SAFETY: the graph of a capture that goes on may be given references, says cuStreamGetCaptureInfo.
+        // SAFETY: the graph of an active capture may be given references, by the manual on cuStreamGetCaptureInfo.
         let retained = self.said("cuGraphRetainUserObject", unsafe { retain(capture.graph, object, 1, 0) });
-        // SAFETY: the reference that it was made with. Where the graph has none, the callback comes now.
+        // SAFETY: the reference that the object was made with. Where the graph has none, the callback comes now.
         let released = self.said("cuUserObjectRelease", unsafe { release(object, 1) });
         if let Err(error) = released {
             crate::foreign::warn!(

@@ -3,19 +3,20 @@
 //! # Registering
 //!
 //! `cuMemHostRegister` takes ranges that start and end anywhere, refuses those that overlap a registered one by a byte,
-//! and lets two live on one page. A copy that starts in one registration and ends outside of it is refused, even where
-//! another begins: so what is to be copied in one piece is registered in one piece. Everything is registered as
-//! portable, that is, for every context of the process.
+//! and allows two on one page. A copy that starts in one registration and ends outside of it is refused, even where
+//! another registration begins: so a range that is copied in one piece is registered in one piece. Every range is
+//! registered as portable, that is, for every context of the process.
 //!
-//! No flag asks for a mapping into the device's address space. Where addresses are unified, which they are on every
+//! No flag asks for a mapping into the device's address space. Where addresses are unified, as they are on every
 //! platform that this crate supports, all registered memory is mapped (runtime API manual, `cudaHostRegisterDefault`;
 //! seen on driver 580).
 //!
 //! # Refusals
 //!
-//! The driver says little about why it refuses: 1 stands for a range that is not mapped, for one that cannot be written
-//! to, for a shared mapping of a file whose file system does not let its pages be pinned for writing (ext4 and its like
-//! on newer kernels; memory file systems do), and for memory of the driver's own. The error lists the remedies.
+//! The driver says little about why it refuses: code 1 stands for a range that is not mapped, for one that cannot be
+//! written to, for a shared mapping of a file whose file system does not let its pages be pinned for writing (ext4 and
+//! its like on newer kernels; memory file systems do), and for memory that the driver allocated. The error lists the
+//! remedies.
 
 use std::ffi::c_int;
 use std::ptr::NonNull;
@@ -48,7 +49,7 @@ const INVALID_VALUE: CudaCode = CudaCode(1);
 const NOT_SUPPORTED: CudaCode = CudaCode(801);
 
 impl Cuda {
-    /// Whether the device has an attribute. One that the driver does not know it has not.
+    /// Whether the device has an attribute. It has none that the driver does not know.
     fn has(&self, attribute: c_int) -> Result<bool> {
         let mut value: c_int = 0;
         // SAFETY: writes a number.
@@ -59,7 +60,7 @@ impl Cuda {
     }
 
     /// # Safety
-    /// The range is mapped, and stays so until it was unregistered.
+    /// The range is mapped, and stays so until it is unregistered.
     pub(super) unsafe fn host_register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
         let _current = self.relaxed()?;
         // Where the device does not know the flag, memory that can be written to is registered without it.
@@ -67,7 +68,7 @@ impl Cuda {
             true => REGISTER_PORTABLE | REGISTER_READ_ONLY,
             false => REGISTER_PORTABLE,
         };
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises that the range is mapped, and stays so.
         let code = unsafe { (self.api.host_register)(base.as_ptr().cast(), len, flags) };
         self.said("cuMemHostRegister", code).map_err(|error| advise(error, remedy(code, read_only)))
     }
@@ -76,7 +77,7 @@ impl Cuda {
     /// Registered once, unregistered once, and no copy uses it.
     pub(super) unsafe fn host_unregister(&self, base: NonNull<u8>) -> Result<()> {
         let _current = self.relaxed()?;
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises that it is registered, and that no copy uses it.
         let code = unsafe { (self.api.host_unregister)(base.as_ptr().cast()) };
         self.said("cuMemHostUnregister", code)
     }
@@ -112,7 +113,7 @@ impl Cuda {
                 // SAFETY: writes an address.
                 let code = unsafe { (self.api.managed_alloc)(&raw mut at, len, ATTACH_GLOBAL) };
                 self.said("cuMemAllocManaged", code)?;
-                // An address of both the host and the device.
+                // One address, for the host and the device.
                 ("cuMemAllocManaged", std::ptr::with_exposed_provenance_mut(at as usize))
             }
         };
@@ -121,17 +122,17 @@ impl Cuda {
     }
 
     /// # Safety
-    /// Allocated once as this kind, freed once, and nobody uses it.
+    /// Allocated once as this kind, freed once, and not in use.
     pub(super) unsafe fn host_free(&self, base: NonNull<u8>, kind: HostKind) -> Result<()> {
         let _current = self.relaxed()?;
         match kind {
             HostKind::Locked(_) => {
-                // SAFETY: the caller's word.
+                // SAFETY: the caller promises that it is host memory of the driver's, freed once and not in use.
                 self.said("cuMemFreeHost", unsafe { (self.api.host_free)(base.as_ptr().cast()) })
             }
             HostKind::Managed => {
                 let address = base.as_ptr().expose_provenance() as u64;
-                // SAFETY: the caller's word.
+                // SAFETY: the caller promises that it is managed memory, freed once and not in use.
                 self.said("cuMemFree", unsafe { (self.api.mem_free)(address) })
             }
         }
@@ -158,7 +159,7 @@ impl Cuda {
     }
 }
 
-/// What to do where registering is refused with that code.
+/// The remedy where registering is refused with that code.
 fn remedy(code: CudaCode, read_only: bool) -> Option<&'static str> {
     match code {
         ALREADY_REGISTERED => Some(
@@ -180,7 +181,7 @@ fn remedy(code: CudaCode, read_only: bool) -> Option<&'static str> {
     }
 }
 
-/// Adds to a driver's words what to do.
+/// Adds the remedy to the driver's text.
 fn advise(error: Error, remedy: Option<&str>) -> Error {
     match (error, remedy) {
         (Error::Device(error), Some(remedy)) => {

@@ -2,12 +2,12 @@
 //!
 //! # Copies between host memory
 //!
-//! The driver has a call for them, and it is of no use here: `cuMemcpyAsync` between two host ranges keeps its caller
-//! until the stream has come to it, pinned or not ("fully synchronous with respect to the host", as the API's page on
+//! The driver's call for them is of no use here: `cuMemcpyAsync` between two host ranges blocks its caller until the
+//! stream has come to it, with pinned memory or not ("fully synchronous with respect to the host", as the API's page on
 //! synchronisation says; measured, too: behind half a second of other work it took half a second, and so did
-//! `cuMemcpyDtoDAsync` given the same memory as device pointers). A host function does what the contract asks for: it
-//! is queued at once, it runs in the stream's order on a thread of the driver's, and it makes no driver call. After an
-//! error of the device it is never called; then what it was to copy is quarantined with everything else there.
+//! `cuMemcpyDtoDAsync` with the same memory as device pointers). A host function does what the contract asks for: it is
+//! queued at once, it runs in the stream's order on one of the driver's threads, and it makes no driver call. After an
+//! error of the device it is never called; its buffers are then quarantined with everything else there.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl Cuda {
         len: usize,
     ) -> Result<()> {
         let (run, place) = callback::copy(src, dst, len);
-        // SAFETY: the function finds what it is to copy by its place; the ranges are the caller's word.
+        // SAFETY: the function finds its copy by the key `place`; the caller promises both ranges.
         self.said("cuLaunchHostFunc", unsafe { (self.api.launch_host)(stream, run, place) })
     }
 
@@ -61,7 +61,7 @@ impl Cuda {
     pub(super) fn pool_free(&self, stream: CUstream, ptr: DevicePtr) -> Result<()> {
         let Some(free) = self.api.mem_free_async else { return Err(self.no_pools()) };
         let _current = self.relaxed()?;
-        // SAFETY: allocated by us on this stream, freed once, and no longer in use by the contract.
+        // SAFETY: allocated by this driver on this stream, freed once, and by the contract no longer in use.
         self.said("cuMemFreeAsync", unsafe { free(ptr.0, stream) })
     }
 
@@ -72,7 +72,7 @@ impl Cuda {
         ))
     }
 
-    /// Bytes of the device-side heap.
+    /// The size of the device-side heap, in bytes.
     pub(crate) fn heap_limit(&self) -> Result<usize> {
         let _current = self.relaxed()?;
         let mut bytes = 0;
@@ -81,7 +81,7 @@ impl Cuda {
         self.said("cuCtxGetLimit", code).map(|()| bytes)
     }
 
-    /// Sets it. May synchronise the device.
+    /// Sets the size of the device-side heap. May synchronise the device.
     pub(crate) fn set_heap_limit(&self, bytes: usize) -> Result<()> {
         let _current = self.relaxed()?;
         // SAFETY: takes numbers only.

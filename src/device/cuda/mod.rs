@@ -1,31 +1,39 @@
-//! NVIDIA GPUs, through the CUDA driver API.
+//! The driver of NVIDIA GPUs, through the CUDA driver API.
 //!
-//! [`api`] finds the driver at run time, so that the crate builds and starts without one; here its calls are made to
-//! keep the contract's rules.
+//! # The files, in the order in which to read them
+//!
+//! | file | what is in it |
+//! | --- | --- |
+//! | `api.rs` | the library, loaded at run time, and its entry points; classes of error codes |
+//! | this one | opening a GPU, the current context, capture modes; streams, events and single copies |
+//! | `host.rs` | host memory: registered, allocated by the driver, managed |
+//! | `memory.rs` | device memory in a stream's order, copies from host to host, the device-side heap |
+//! | `batch.rs`, `rows.rs` | many copies by one call: any copies, and the rows of a rectangle |
+//! | `pointers.rs` | the check of memory that the crate did not allocate |
+//! | `adopt.rs`, `graph.rs` | contexts and streams that the program made; buffers tied to a captured graph |
+//!
+//! The crate calls this through [`Driver`]. The public modules `cuda` and `cudarc` also call what only CUDA has
+//! ([`Driver::cuda`]).
 //!
 //! # Contexts
 //!
-//! The pool works in the device's primary context, the one that the runtime API, cudarc and the frameworks use too: it
-//! is retained when the device is opened and released when the last thing that needs it is gone. A context that the
-//! server made can be [adopted](adopt()) instead; that is never destroyed here. A thread of ours has it current all the
-//! time. On other threads each call pushes it, unless it is current already, and pops it again, so that
-//! the caller's context is as it was.
+//! The crate works in the device's primary context, the one that the runtime API, cudarc and the frameworks use too. It
+//! is retained when the device is opened, and released after the last reference to the driver is dropped. A context
+//! that the program made can be [adopted](adopt()) instead; the crate never destroys that. On the crate's own threads
+//! the context is always current. On other threads each call pushes it, unless it is current already, and pops it
+//! again, so the caller's context is as it was.
 //!
 //! # Captures
 //!
-//! While somebody records a graph in global mode, many calls are forbidden to every thread and would spoil the
-//! recording, asking about an event among them. A thread can say that its calls have nothing to do with any recording:
-//! relaxed mode. Our threads are in it all the time, others for the length of a call that needs it. Drivers without
-//! that call know no capture modes.
-//!
-//! # Batches
-//!
-//! Where the driver has a call for many copies at once, [`batch`] makes it.
+//! While any thread captures a graph in global mode, many calls are forbidden to every thread and would spoil the
+//! capture (CUDA says: invalidate it); a query of an event is one of them. In relaxed mode a thread declares that its
+//! calls have nothing to do with any capture. The crate's threads are in that mode all the time, and others for the
+//! length of a call that needs it. Drivers without the call that changes the mode have no capture modes.
 //!
 //! # What is leaked
 //!
-//! Where the driver ends before we do (a process that exits, a fork), nothing is called any more and everything is left
-//! as it is.
+//! Where the driver has shut down first (a process that exits, a fork), the crate calls nothing any more and leaves
+//! everything as it is.
 
 mod adopt;
 mod api;
@@ -62,8 +70,8 @@ const RELAXED: u32 = 2;
 const HOST_NUMA_ID: c_int = 134;
 
 thread_local! {
-    /// Whether this is a thread of ours, which is in relaxed mode for good.
-    static PUSHED_HERE: Cell<bool> = const { Cell::new(false) };
+    /// Whether this is one of the crate's threads, which has the context current and is in relaxed mode for good.
+    static CUDA_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
 /// One context of a GPU.
@@ -71,24 +79,24 @@ thread_local! {
 pub(crate) struct Cuda {
     api: &'static CudaApi,
     name: Arc<str>,
-    /// Counted as the driver counts.
+    /// The GPU's number, as the driver counts.
     ordinal: c_int,
     device: CUdevice,
     context: CUcontext,
     numa_node: Option<u32>,
-    /// Whether it has memory in stream order, and the driver the calls for it.
+    /// Whether the device has memory in stream order, and the driver the calls for it.
     pools: bool,
-    /// The device's primary context, retained once. Others are the server's.
+    /// Whether this is the device's primary context, which the crate has retained once. Another one is the program's.
     primary: bool,
     ending: Ending,
 }
 
-// SAFETY: a context may be used from any thread; the driver does its own locking.
+// SAFETY: a context may be used from any thread; the driver takes its own locks.
 unsafe impl Send for Cuda {}
 // SAFETY: as above.
 unsafe impl Sync for Cuda {}
 
-/// The driver of GPU `ordinal`, counted as the driver counts those that the process may see.
+/// Opens GPU `ordinal`, counted as the driver counts those that the process may see.
 ///
 /// # Errors
 /// [`Error::Unavailable`] without a usable driver or without any GPU, [`Error::UnknownDevice`] for a bad ordinal, and
@@ -101,7 +109,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     let mut count: c_int = 0;
     // SAFETY: writes a number.
     said("cuDeviceGetCount", unsafe { (api.device_count)(&raw mut count) })
-        // Of no device in particular: the next one would have the same.
+        // Not an error of this device: `auto` need not try the next ordinal.
         .map_err(|error| Error::Unavailable { device: name.to_string(), why: error.to_string() })?;
     let index = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
     if index >= count {
@@ -128,7 +136,7 @@ pub(crate) fn driver(ordinal: u32) -> Result<Arc<dyn Driver>> {
     }))
 }
 
-/// The host's node that a GPU hangs on: as the driver knows it, or as the system does.
+/// The host's NUMA node that a GPU is attached to, as the driver says, else as the system says.
 fn numa_node(api: &CudaApi, device: CUdevice) -> Option<u32> {
     let mut node: c_int = -1;
     // SAFETY: writes a number.
@@ -141,16 +149,16 @@ fn numa_node(api: &CudaApi, device: CUdevice) -> Option<u32> {
 
 /// The GPU's place on the PCI bus, in the system's spelling.
 fn pci_address(api: &CudaApi, device: CUdevice) -> Option<String> {
-    // As domain:bus:device.function, and a zero.
+    // The driver writes domain:bus:device.function, and a zero.
     let mut bus = [0_u8; 32];
-    // SAFETY: writes at most as many characters as there is room for.
+    // SAFETY: writes at most as many characters as the array has.
     let code = unsafe { (api.device_pci_bus_id)(bus.as_mut_ptr().cast(), bus.len() as c_int, device) };
     let bus = CStr::from_bytes_until_nul(&bus).ok().filter(|_| code == CudaCode::SUCCESS)?;
     Some(bus.to_str().ok()?.to_ascii_lowercase())
 }
 
-/// Bytes that one registration may have. The kernel module fails from 512 GiB on (its list of pages outgrows what it
-/// can allocate in one piece), and Linux 6.11 to 6.13 fails from 2 GiB on.
+/// The most bytes that one registration may have. The kernel module fails from 512 GiB on (its list of pages outgrows
+/// what it can allocate in one piece), and Linux 6.11 to 6.13 fails from 2 GiB on.
 fn longest_pin(kernel: Option<(u32, u32)>) -> usize {
     match kernel {
         Some((6, 11..=13)) => 1 << 30,
@@ -168,7 +176,8 @@ fn failed(api: &CudaApi, device: &Arc<str>, call: &'static str, code: CudaCode) 
     Error::Device(DeviceError { device: device.clone(), call, code: code.0.into(), text, class })
 }
 
-/// Our context is current on this thread, for as long as this lives. Then the caller's is again.
+/// While this exists, the crate's context is current on this thread. Its drop restores the caller's context and capture
+/// mode.
 #[must_use]
 struct CudaCurrent<'a> {
     api: &'a CudaApi,
@@ -178,8 +187,8 @@ struct CudaCurrent<'a> {
 }
 
 impl<'a> CudaCurrent<'a> {
-    /// For calls that a capture elsewhere could forbid, or be spoiled by. `pushed`: whether a context was pushed
-    /// before.
+    /// Relaxed mode, for calls that a capture on another thread could forbid, or that could spoil it. `pushed`: whether
+    /// the caller has pushed a context, which the drop is to pop.
     fn relaxed(api: &'a CudaApi, pushed: bool) -> Self {
         let mut current = Self { api, pushed, mode: None };
         current.relax();
@@ -187,9 +196,9 @@ impl<'a> CudaCurrent<'a> {
     }
 
     fn relax(&mut self) {
-        if let (Some(exchange), false) = (self.api.exchange_capture_mode, PUSHED_HERE.get()) {
+        if let (Some(exchange), false) = (self.api.exchange_capture_mode, CUDA_THREAD.get()) {
             let mut mode = RELAXED;
-            // SAFETY: exchanges a number of this thread's.
+            // SAFETY: exchanges this thread's mode with a number.
             if unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS {
                 self.mode = Some(mode);
             }
@@ -200,12 +209,12 @@ impl<'a> CudaCurrent<'a> {
 impl Drop for CudaCurrent<'_> {
     fn drop(&mut self) {
         if let (Some(mode), Some(exchange)) = (&mut self.mode, self.api.exchange_capture_mode) {
-            // SAFETY: exchanges a number of this thread's.
+            // SAFETY: exchanges this thread's mode with a number.
             unsafe { exchange(&raw mut *mode) };
         }
         if self.pushed {
             let mut popped: CUcontext = std::ptr::null_mut();
-            // SAFETY: pops what was pushed when this was made.
+            // SAFETY: pops the context that was pushed when this was made.
             unsafe { (self.api.ctx_pop)(&raw mut popped) };
         }
     }
@@ -216,41 +225,41 @@ impl Cuda {
         check(self.api, &self.name, call, code)
     }
 
-    /// What a call of somebody else's in this context came back with.
+    /// The error of a call that another library made in this context.
     #[cfg(feature = "cudarc")]
     pub(crate) fn theirs(&self, call: &'static str, code: u32) -> Error {
         failed(self.api, &self.name, call, CudaCode(code))
     }
 
-    /// Makes our context current.
+    /// Makes this context current.
     fn current(&self) -> Result<CudaCurrent<'_>> {
         let mut current: CUcontext = std::ptr::null_mut();
         // SAFETY: writes a handle.
         self.said("cuCtxGetCurrent", unsafe { (self.api.ctx_get)(&raw mut current) })?;
         let pushed = current != self.context;
         if pushed {
-            // SAFETY: our retained primary context.
+            // SAFETY: the retained primary context, or an adopted one that stays alive until this is dropped.
             self.said("cuCtxPushCurrent", unsafe { (self.api.ctx_push)(self.context) })?;
         }
         Ok(CudaCurrent { api: self.api, pushed, mode: None })
     }
 
-    /// The same, for a call that a capture elsewhere could forbid, or be spoiled by.
+    /// Makes this context current, for a call that a capture on another thread could forbid, or that could spoil it.
     fn relaxed(&self) -> Result<CudaCurrent<'_>> {
         let mut current = self.current()?;
         current.relax();
         Ok(current)
     }
 
-    /// Waits until the stream has nothing to do, whatever the driver says in between: the memory is borrowed.
+    /// Waits until the stream has nothing to do, and tries again after an error: the memory is borrowed.
     ///
     /// # Errors
-    /// The device is lost. Then it touches nothing any more.
+    /// The device is lost. Then it touches no memory any more.
     fn drain(&self, handle: StreamHandle) -> Result<()> {
         let mut attempt = 0_u64;
         loop {
             let waited = self.relaxed().and_then(|_current| {
-                // SAFETY: a stream of ours.
+                // SAFETY: a stream of this context that is alive.
                 self.said("cuStreamSynchronize", unsafe { (self.api.stream_synchronize)(stream(handle)) })
             });
             match waited {
@@ -300,15 +309,15 @@ impl Driver for Cuda {
     }
 
     fn enter_thread(&self) {
-        // Where one of these fails the thread is like any other, and each call does it for itself.
-        // SAFETY: our retained primary context.
+        // Where one of these fails the thread is like any other, and each call sets its context and mode itself.
+        // SAFETY: the retained primary context, or an adopted one that stays alive until this is dropped.
         if unsafe { (self.api.ctx_set)(self.context) } != CudaCode::SUCCESS {
             return;
         }
         if let Some(exchange) = self.api.exchange_capture_mode {
             let mut mode = RELAXED;
-            // SAFETY: exchanges a number of this thread's.
-            PUSHED_HERE.set(unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS);
+            // SAFETY: exchanges this thread's mode with a number.
+            CUDA_THREAD.set(unsafe { exchange(&raw mut mode) } == CudaCode::SUCCESS);
         }
     }
 
@@ -325,22 +334,23 @@ impl Driver for Cuda {
     }
 
     unsafe fn pin(&self, base: NonNull<u8>, len: usize) -> Result<()> {
-        // SAFETY: the caller's word: mapped, and stays so.
+        // SAFETY: the caller promises that the range is mapped, and stays so.
         unsafe { self.host_register(base, len, false) }
     }
 
     unsafe fn unpin(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        // SAFETY: the caller's word: registered once, unregistered once.
+        // SAFETY: the caller promises that the range was registered, that this is the one call that unregisters it, and
+        // that no copy uses it.
         unsafe { self.host_unregister(base) }
     }
 
     unsafe fn register(&self, base: NonNull<u8>, len: usize, read_only: bool) -> Result<()> {
-        // SAFETY: the caller's word: mapped, and stays so.
+        // SAFETY: as in `pin`.
         unsafe { self.host_register(base, len, read_only) }
     }
 
     unsafe fn unregister(&self, base: NonNull<u8>, _len: usize) -> Result<()> {
-        // SAFETY: the caller's word: registered once, unregistered once.
+        // SAFETY: as in `unpin`.
         unsafe { self.host_unregister(base) }
     }
 
@@ -353,7 +363,8 @@ impl Driver for Cuda {
     }
 
     unsafe fn free_host(&self, base: NonNull<u8>, _len: usize, kind: HostKind) -> Result<()> {
-        // SAFETY: the caller's word: allocated once, freed once.
+        // SAFETY: the caller promises that the memory was allocated as this kind, that this is the one call that frees
+        // it, and that it is not in use.
         unsafe { self.host_free(base, kind) }
     }
 
@@ -371,7 +382,7 @@ impl Driver for Cuda {
 
     fn free(&self, ptr: DevicePtr) -> Result<()> {
         let _current = self.relaxed()?;
-        // SAFETY: allocated by us, freed once, and no longer in use by the contract.
+        // SAFETY: allocated by this driver, freed once, and by the contract no longer in use.
         let code = unsafe { (self.api.mem_free)(ptr.0) };
         self.said("cuMemFree", code)
     }
@@ -402,7 +413,7 @@ impl Driver for Cuda {
 
     fn destroy_stream(&self, handle: StreamHandle) -> Result<()> {
         let _current = self.relaxed()?;
-        // SAFETY: made by us, destroyed once.
+        // SAFETY: created by this driver, destroyed once.
         self.said("cuStreamDestroy", unsafe { (self.api.stream_destroy)(stream(handle)) })
     }
 
@@ -412,7 +423,8 @@ impl Driver for Cuda {
         let (api, stream) = (self.api, stream(handle));
         match transfer {
             Transfer::Upload { src, dst, len } => {
-                // SAFETY: the caller's word for the source; the target is within an allocation of ours.
+                // SAFETY: the caller promises the source; the target is within an allocation that the copy's handle
+                // keeps.
                 self.said("cuMemcpyHtoDAsync", unsafe {
                     (api.copy_to_device)(dst.0, src.cast(), len, stream)
                 })
@@ -422,10 +434,10 @@ impl Driver for Cuda {
                 self.said("cuMemcpyDtoHAsync", unsafe { (api.copy_to_host)(dst.cast(), src.0, len, stream) })
             }
             Transfer::OnDevice { src, dst, len } => {
-                // SAFETY: both within allocations of ours.
+                // SAFETY: both are within allocations that the copy's handles keep.
                 self.said("cuMemcpyDtoDAsync", unsafe { (api.copy_on_device)(dst.0, src.0, len, stream) })
             }
-            // SAFETY: the caller's word for both.
+            // SAFETY: the caller promises both.
             Transfer::OnHost { src, dst, len } => unsafe { self.copy_on_host(stream, src, dst, len) },
         }
     }
@@ -436,12 +448,12 @@ impl Driver for Cuda {
         transfers: &[Transfer],
         failed: &mut dyn FnMut(usize, Error),
     ) {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller promises what `copy_batch` asks for: its contract is this function's.
         unsafe { self.copy_batch(handle, transfers, failed) }
     }
 
     unsafe fn copy_blocking(&self, handle: StreamHandle, transfer: Transfer) -> Result<()> {
-        // SAFETY: the caller's word holds until we return.
+        // SAFETY: the caller's promise holds until this returns, and `drain` waits until the copy is complete.
         let copied = unsafe { self.copy(handle, transfer) };
         // After an error too: the copy may be under way all the same.
         self.drain(handle).and(copied)
@@ -457,19 +469,19 @@ impl Driver for Cuda {
 
     fn destroy_event(&self, handle: EventHandle) -> Result<()> {
         let _current = self.relaxed()?;
-        // SAFETY: made by us, destroyed once.
+        // SAFETY: created by this driver, destroyed once.
         self.said("cuEventDestroy", unsafe { (self.api.event_destroy)(event(handle)) })
     }
 
     fn record(&self, handle: EventHandle, on: StreamHandle) -> Result<()> {
         let _current = self.current()?;
-        // SAFETY: handles of ours, of one context.
+        // SAFETY: an event and a stream of this context, both alive.
         self.said("cuEventRecord", unsafe { (self.api.event_record)(event(handle), stream(on)) })
     }
 
     fn query(&self, handle: EventHandle) -> Result<bool> {
         let _current = self.relaxed()?;
-        // SAFETY: a handle of ours.
+        // SAFETY: an event of this context that is alive.
         match unsafe { (self.api.event_query)(event(handle)) } {
             CudaCode::NOT_READY => Ok(false),
             code => self.said("cuEventQuery", code).map(|()| true),
@@ -478,7 +490,7 @@ impl Driver for Cuda {
 
     fn wait_event(&self, on: StreamHandle, handle: EventHandle) -> Result<()> {
         let _current = self.current()?;
-        // SAFETY: handles of ours.
+        // SAFETY: as in `record`.
         self.said("cuStreamWaitEvent", unsafe { (self.api.stream_wait_event)(stream(on), event(handle), 0) })
     }
 
@@ -490,8 +502,8 @@ impl Driver for Cuda {
         Ok(self.capture(on)?.map(|capture| capture.id))
     }
 
-    fn keep_with_graph(&self, on: StreamHandle, gone: GraphEnd) -> Result<Option<u64>> {
-        self.keep(on, gone)
+    fn keep_with_graph(&self, on: StreamHandle, ended: GraphEnd) -> Result<Option<u64>> {
+        self.keep(on, ended)
     }
 }
 
@@ -501,11 +513,11 @@ impl Drop for Cuda {
             return;
         }
         let (api, device) = (self.api, self.device);
-        // A thread of ours may wait for the driver.
-        self.ending.end(&self.name, PUSHED_HERE.get(), move || {
+        // One of the crate's own threads may block for this.
+        self.ending.end(&self.name, CUDA_THREAD.get(), move || {
             let _relaxed = CudaCurrent::relaxed(api, false);
-            // After an error the driver is ending, and nothing is left to do.
-            // SAFETY: retained once when this was made.
+            // After an error the driver is shutting down, and nothing is left to do. SAFETY: retained once when this
+            // was made.
             unsafe { (api.primary_release)(device) == CudaCode::SUCCESS }
         });
     }

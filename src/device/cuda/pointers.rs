@@ -1,16 +1,16 @@
-//! What an address is, as the driver sees it: the check for memory that somebody else allocated.
+//! The check of an address that the crate did not allocate.
 //!
-//! One call tells everything: `cuPointerGetAttributes`, which unlike its singular does not fail for addresses that the
-//! driver knows nothing of. (Seen on driver 580: for those it says success, gives no type, and leaves the range as it
-//! was.) Such an address is one of three things. Ordinary host memory is found in the process's own table of mappings.
-//! What is left has been freed, or is memory that a kernel's `malloc` gave: the driver owns that heap as a whole and
-//! knows nothing of what is in it, and no copy call accepts it. The two cannot be told apart from outside, so the error
-//! names both.
+//! One call answers it: `cuPointerGetAttributes`, which unlike `cuPointerGetAttribute` does not fail for an address
+//! that the driver does not know. (Seen on driver 580: for such an address it returns success, gives no type, and
+//! leaves the range as it was.) An unknown address is one of three things. Ordinary host memory is found in the
+//! process's own table of mappings. Otherwise the memory was freed, or it came from a kernel's `malloc`: the driver
+//! owns that heap as a whole and does not know its parts, and no copy call accepts them. These two look the same from
+//! outside, so the error names both.
 //!
-//! The type of memory is that of cuda.h's `CUmemorytype`; managed memory says `POINTER_DEVICE` and is told by an
-//! attribute of its own. Memory of pools and of `cuMemMap` belongs to no context (null), and is used in any of its
-//! device's. For the latter the driver gives the whole reservation as the range: whether every part of it is mapped, it
-//! finds out when it copies.
+//! The type of memory is that of cuda.h's `CUmemorytype`. Managed memory has the type `POINTER_DEVICE` and an attribute
+//! of its own. Memory of pools and of `cuMemMap` belongs to no context (null), and may be used in any context of its
+//! device. For `cuMemMap` the driver gives the whole reservation as the range, mapped or not: a copy to a part that is
+//! not mapped fails later.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -32,7 +32,7 @@ const RANGE_SIZE: c_int = 12;
 const POINTER_HOST: c_uint = 1;
 const POINTER_DEVICE: c_uint = 2;
 
-/// What the driver says about an address.
+/// The driver's answer about an address.
 #[derive(Debug)]
 struct Attributes {
     context: CUcontext,
@@ -44,7 +44,7 @@ struct Attributes {
 }
 
 impl Cuda {
-    /// Whether copies of this device can use memory that others allocated.
+    /// Whether copies of this device can use memory that the crate did not allocate.
     pub(super) fn examine_range(&self, ptr: DevicePtr, len: usize) -> Result<()> {
         let found = self.attributes(ptr)?;
         self.fault(ptr.0, len, &found).map_or(Ok(()), |fault| {
@@ -82,7 +82,7 @@ impl Cuda {
                 _ => AddressFault::Unknown,
             });
         }
-        // Managed memory moves between the devices, and says where it is at home.
+        // Managed memory moves between the devices; its ordinal is that of its home.
         if found.ordinal != self.ordinal && found.managed == 0 {
             return Some(AddressFault::OtherDevice { device: format!("cuda:{}", found.ordinal) });
         }
@@ -90,7 +90,7 @@ impl Cuda {
             return Some(AddressFault::OtherContext);
         }
         let (start, size) = (found.start, found.size);
-        // Where the driver gives no range there is nothing to hold against it.
+        // Where the driver gives no range, `len` cannot be checked.
         let left = (start as usize).wrapping_add(size).wrapping_sub(address as usize);
         let over = if size == 0 { 0 } else { len.saturating_sub(left) };
         (over > 0).then_some(AddressFault::PastEnd { start, size, over })

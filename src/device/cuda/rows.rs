@@ -1,16 +1,15 @@
 //! Copies at even distances by one call: `cuMemcpy2DAsync`.
 //!
-//! Pieces of one length whose places follow at even distances on both sides are the rows of a rectangle, as the blocks
-//! of one layer of a key-value cache are, or of packed segments whose bytes go to such. The device copies the rows of a
-//! rectangle at the link's full speed, and they cost their submitter next to nothing: where a batch of separate 4 KiB
-//! pieces reaches a fifth of the link, and of 16 KiB three quarters, rectangles of thousands reach 0.96 and 0.99 (H200,
-//! driver 580; the bench `queue`, rows `regular`). A call takes 2.5 us and some 0.1 us a row, so few rows are better
-//! off in a batch.
+//! Copies of one length at even distances on both sides are the rows of a rectangle. The blocks of one layer of a
+//! key-value cache lie like that, for example. The device copies the rows of a rectangle at the link's full speed, and
+//! they cost the submitting thread next to nothing: a batch of separate pieces of 4 KiB reaches a fifth of the link's
+//! speed, and of 16 KiB three quarters; rectangles of thousands of rows reach 0.96 and 0.99 (H200, driver 580; the
+//! bench `queue`, rows `regular`). A call takes 2.5 us and some 0.1 us a row, so a few rows are faster in a batch.
 //!
-//! The driver wants each side within one allocation, or one registered range, and says `CUDA_ERROR_INVALID_VALUE` where
-//! a rectangle reaches across two of them, or across what is in none, before it has copied anything (seen on driver
-//! 580). Neither is known here, so it is tried, and what is refused goes in a batch. A pitch that is longer than the
-//! device can (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`) is refused in the same way.
+//! The driver wants each side within one allocation, or one registered range. It answers `CUDA_ERROR_INVALID_VALUE`,
+//! before it has copied anything (seen on driver 580), where a rectangle reaches across two of them, or outside of any.
+//! The crate does not know their bounds here, so it tries the call, and submits what is refused as a batch. A pitch
+//! that is too long for the device (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`) is refused in the same way.
 
 #![allow(unsafe_code)]
 
@@ -23,15 +22,15 @@ use super::{Cuda, stream};
 use crate::device::{StreamHandle, Transfer};
 use crate::error::Result;
 
-/// Rows from which on a rectangle is faster than a place in a batch for each: on an H200 16 rows of 16 KiB take 7 us
-/// both ways, 64 rows 22 us, and 27 to 38 in a batch.
+/// The fewest rows for which a rectangle is faster than a batch: on an H200, 16 rows of 16 KiB take 7 us in either way;
+/// 64 rows take 22 us as a rectangle, and 27 to 38 us in a batch.
 const FEWEST_ROWS: usize = 32;
 
 /// `CU_MEMORYTYPE_HOST` and `CU_MEMORYTYPE_DEVICE`.
 const MEMORY_HOST: c_uint = 1;
 const MEMORY_DEVICE: c_uint = 2;
 
-/// How many copies from the front are rows of one rectangle: 1 at least, unless there are none.
+/// The number of copies from the front that are rows of one rectangle: at least 1, or 0 for an empty list.
 fn rows(transfers: &[Transfer]) -> usize {
     let mut neighbours = transfers.windows(2).map(|pair| pair[0].distance(&pair[1]));
     match neighbours.next() {
@@ -40,7 +39,8 @@ fn rows(transfers: &[Transfer]) -> usize {
     }
 }
 
-/// The next part of a list, from `from` on: a rectangle that is worth it (`true`), or all before the next such.
+/// The next part of a list, from `from` on: a rectangle with enough rows (`true`), or all copies before the next such
+/// rectangle (`false`).
 pub(super) fn part(transfers: &[Transfer], from: usize) -> (Range<usize>, bool) {
     let mut at = from;
     while at < transfers.len() {
@@ -62,7 +62,7 @@ fn side(kind: c_uint, at: u64, pitch: u64) -> Side2D {
 }
 
 impl Cuda {
-    /// Copies that [`part`] says are rows. `None`: this driver has no such call.
+    /// Submits copies that [`part`] found to be rows. `None`: this driver has no such call.
     ///
     /// # Safety
     /// As for [`Driver::copy_many`](crate::device::Driver::copy_many).
@@ -84,8 +84,8 @@ impl Cuda {
             Ok(current) => current,
             Err(error) => return Some(Err(error)),
         };
-        // SAFETY: the caller's word for each row, and no byte between the rows is touched; the description is read
-        // before the call returns.
+        // SAFETY: the caller promises each row, and no byte between the rows is touched; the description is read before
+        // the call returns.
         let code = unsafe { call(&raw const rectangle, stream(handle)) };
         Some(self.said("cuMemcpy2DAsync", code))
     }

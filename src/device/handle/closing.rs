@@ -1,10 +1,10 @@
-//! Closing a device: waiting until all that it has in its driver was given back, and saying what is in the way.
+//! Closing a device: a wait until everything that it has in its driver was given back, and a report of what is in the
+//! way.
 //!
 //! Nothing is closed by force. A device is open for as long as anything needs it, and each thing gives back its own
-//! when it is dropped, on the device's worker thread. So closing is to drop one handle and to wait: for the other
-//! handles, for what came from the device, for the worker, and for the last call. What is waited for is the end of the
-//! driver itself ([`crate::device::holds`]); the rest is looked at only to say what is in the way, and whether it can
-//! go at all.
+//! when it is dropped, on the device's worker thread. So `close` drops one handle and waits for the end of the driver
+//! itself ([`crate::device::holds`]), which comes after all others. The rest is looked at only for the report, and to
+//! find out whether waiting can help at all.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -15,45 +15,57 @@ use crate::device::holds::{HeldPool, Holds};
 use crate::error::Error;
 use crate::stream::reaper::Listing;
 
-/// Between two looks at whether what is in the way can go at all.
+/// The time between two looks at whether waiting can help at all.
 const CLOSE_POLL: Duration = Duration::from_millis(20);
-/// Longer than anybody waits.
+/// Stands for a timeout that is too long to be added to a time.
 const FOREVER: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
-/// What keeps a device open, or could not be given back: see [`Device::close`].
+/// What keeps a device open, or could not be given back: see [`Device::close`]. `Display` gives it in one line.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use pinpool::Device;
+/// # let device = Device::open("host")?;
+/// let memory = device.alloc(1000)?;
+/// let error = device.close(Duration::from_millis(1)).unwrap_err();
+/// assert_eq!(error.held_by().memory_bytes, 1000);
+/// println!("{}", error.held_by()); // 1000 bytes of device memory
+/// # drop(memory);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct HeldBy {
-    /// Handles to the device: each [`Device`], and those in every [`Stream`](crate::Stream), [`Pool`](crate::Pool),
-    /// [`CopyQueue`](crate::CopyQueue) and pipeline.
+    /// The number of handles to the device: each [`Device`], and those in every [`Stream`](crate::Stream),
+    /// [`Pool`](crate::Pool), [`CopyQueue`](crate::CopyQueue) and pipeline.
     pub handles: usize,
-    /// Streams, ours and adopted ones.
+    /// The number of streams, adopted ones included.
     pub streams: usize,
-    /// Of these, streams on which something is in flight.
+    /// The number of streams on which something is in flight.
     pub busy_streams: usize,
     /// Pools that are open or whose buffers have not all come back.
     pub pools: Vec<HeldPool>,
-    /// Bytes of device memory that somebody has a handle to, or that is kept for good, since nobody can prove that the
-    /// device is done with it. Memory of others ([`Device::raw_memory`]) counts.
+    /// Bytes of device memory that has a handle, or that is kept for good, since the device cannot be shown to be done
+    /// with it. The memory of [`Device::raw_memory`] counts.
     pub memory_bytes: usize,
     /// Bytes of values that are registered ([`Device::register`](crate::Device::register)), or that could not be
     /// unregistered.
     pub registered_bytes: usize,
-    /// Jobs of the device's worker thread that are still to be done: it frees, unpins and destroys, one after the
+    /// The number of jobs that the device's worker thread has still to do: it frees, unpins and destroys, one after the
     /// other.
     pub jobs: usize,
-    /// Things that the driver did not take back, or that may not be given back since the device may still use them.
-    /// Each of them was logged.
+    /// The number of things that the driver did not take back, or that may not be given back since the device may still
+    /// use them. Each of them was logged.
     pub leaked: u64,
-    /// What the device was lost with, if it was. What it had is leaked where its driver does not say that it has let
-    /// go.
+    /// The error that the device was lost with, if it was. What the device had is leaked where its driver does not say
+    /// that it has let go of it.
     pub lost: Option<Error>,
-    /// Whether this is the child of a fork, where nothing of the device is.
+    /// Whether this is the child of a fork, where nothing of the device exists.
     pub forked: bool,
 }
 
 impl HeldBy {
-    /// Whether nothing is left but what somebody is giving back just now.
+    /// Whether nothing is left but calls under way, which give something back just now.
     fn is_calls_alone(&self) -> bool {
         self.handles == 0
             && self.busy_streams == 0
@@ -73,7 +85,6 @@ impl HeldBy {
     }
 }
 
-/// In one line, without the device's name.
 impl fmt::Display for HeldBy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut parts = Vec::new();
@@ -106,21 +117,35 @@ impl fmt::Display for HeldBy {
         part(self.handles > 0, format!("{} handles to it in all", self.handles));
         part(self.jobs > 0, format!("{} jobs of its worker thread", self.jobs));
         if parts.is_empty() {
-            // What was in the way has gone while it was looked at, or is about to.
+            // What was in the way has ended during the look, or is about to.
             parts.push("its last calls".into());
         }
         f.write_str(&parts.join("; "))
     }
 }
 
-/// A device that is not closed, or whose driver has not got everything back. Dropping this changes nothing: the device
-/// closes by itself when what keeps it open is gone.
+/// A device that is not closed, or whose driver did not get everything back: the error of [`Device::close`]. It keeps
+/// nothing open, and dropping it changes nothing: the device closes by itself when everything that keeps it open has
+/// ended.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use pinpool::Device;
+/// # let device = Device::open("host")?;
+/// let stream = device.stream()?;
+/// let error = device.close(Duration::ZERO).unwrap_err();
+/// assert!(!error.is_closed());
+/// println!("{error}"); // host:0 is still open: 1 streams, ...
+/// drop(stream);
+/// error.wait(Duration::from_secs(10)).expect("nothing keeps it open");
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub struct CloseError(Box<Unclosed>);
 
 struct Unclosed {
     watch: HeldWatch,
     held: HeldBy,
-    /// Whether the last call was made.
+    /// Whether the last driver call was made.
     ended: bool,
 }
 
@@ -144,7 +169,7 @@ impl CloseError {
         self.0.ended
     }
 
-    /// Goes on waiting, as [`Device::close`] does. It keeps nothing open.
+    /// Goes on waiting, as [`Device::close`] does, for at most `timeout`.
     ///
     /// # Errors
     /// As for [`Device::close`].
@@ -177,14 +202,14 @@ impl fmt::Display for CloseError {
 
 impl std::error::Error for CloseError {}
 
-/// What there is to be known about a device without keeping it open.
+/// Looks at what keeps a device open, and keeps nothing open itself.
 struct HeldWatch {
     name: String,
     context: u64,
     holds: Arc<Holds>,
     device: Weak<DeviceInner>,
     listing: Listing,
-    /// It does nothing by itself.
+    /// Whether the device does nothing by itself.
     stepped: bool,
 }
 
@@ -193,7 +218,7 @@ impl HeldWatch {
         if crate::os::forked() {
             return HeldBy { forked: true, ..HeldBy::default() };
         }
-        // What is held for a moment here may be the last to go, which only sends a job.
+        // A reference that is held for a moment here may be the last one: its drop only sends a job.
         let streams = self.listing.known();
         HeldBy {
             handles: self.device.strong_count(),
@@ -219,13 +244,13 @@ impl HeldWatch {
             return Err(self.failed(held, false));
         }
         let now = Instant::now();
-        // Our own threads are among what is waited for.
+        // The crate's own threads do not wait: they are among what is waited for.
         let waits = crate::sync::own().is_none();
         let end = if waits { now.checked_add(timeout).unwrap_or(now + FOREVER) } else { now };
         let mut deadline = if self.stepped { now } else { end };
         loop {
             if self.holds.wait(deadline.min(Instant::now() + CLOSE_POLL)) {
-                // The job that let go of it may not be over, but made its last call.
+                // The job that let go of the device may not have ended, but it has made its last call.
                 let held = HeldBy { jobs: 0, ..self.held_by() };
                 if held.leaked == 0 && held.lost.is_none() {
                     return Ok(());
@@ -234,12 +259,12 @@ impl HeldWatch {
             }
             let held = self.held_by();
             if self.stepped {
-                // Nobody else moves it, but whoever is at its last calls goes on.
+                // No other thread steps the device, but a thread in the middle of its last calls goes on.
                 deadline = if held.is_calls_alone() { end } else { now };
             }
             let late = Instant::now() >= deadline;
             if late || held.is_hopeless(self.holds.has_quarantined()) {
-                // It may have ended while it was looked at.
+                // The device may have ended during the look.
                 if self.holds.wait(now) {
                     continue;
                 }
@@ -250,37 +275,47 @@ impl HeldWatch {
 }
 
 impl Device {
-    /// Drops this handle and waits, for at most so long, until everything that the device had in its driver was given
+    /// Drops this handle and waits, for at most `timeout`, until everything that the device had in its driver was given
     /// back and the device let go of: memory freed and unpinned, values unregistered, streams and events destroyed, and
-    /// the context given up (`cuDevicePrimaryCtxRelease`, `aclrtResetDevice`). It is how a server ends that wants its
-    /// driver to be left in order, before `main` returns and the driver's own exit handlers run.
+    /// the context released (`cuDevicePrimaryCtxRelease`, `aclrtResetDevice`). A server that wants to leave its driver
+    /// in order calls this before `main` returns and the driver's own exit handlers run.
     ///
     /// **Nothing is closed by force.** A device is open for as long as anything needs it: other handles, pools,
     /// buffers, device memory, copies in flight. So stop what submits, [shut the pools down](crate::Pool::shutdown),
-    /// drop all that came from the device, and call this last; whatever other threads drop meanwhile is waited for.
-    /// What is left when the time is over is told by the error, which can be [waited on](CloseError::wait) further and
-    /// keeps nothing open.
+    /// drop everything that came from the device, and call this last. The call waits for what other threads drop
+    /// meanwhile. The error says what is left when the time is over; it can be [waited on](CloseError::wait) further.
     ///
-    /// What never comes back is not waited for: when only quarantined buffers are left, and memory that a stream was
-    /// lost with, the call returns at once.
+    /// The call does not wait for what never comes back: when nothing is left but quarantined buffers, and memory that
+    /// a stream was lost with, it returns at once.
     ///
-    /// Several threads may close one device, each by a handle of its own: each waits for the others' to be dropped,
-    /// which they are at the beginning of their call. [`Device::open`] opens the device again, at any time: where it is
-    /// still open it gives another handle to it, which then is one more to wait for. The call blocks the thread; on
-    /// threads of this crate's, and in a waker or where an owner is dropped that was left with it, it does not wait,
-    /// and on a [stepped](crate::host) device, which is moved before, only for calls that somebody is making.
+    /// Several threads may close one device, each by a handle of its own. Each call drops its handle first and waits
+    /// for the others'. [`Device::open`] may open the device again at any time. Where the device is still open, that
+    /// gives another handle to it, and this call waits for that one too.
+    ///
+    /// The call blocks the thread. On threads of this crate, in a waker, and in the drop of an owner that was left with
+    /// the crate, it does not wait. On a [stepped](crate::host) device it first runs what is queued, and then waits
+    /// only for calls that other threads are making.
     ///
     /// # Ordering
     /// After `Ok` this crate makes no call for this opening of the device, and every call that it made has returned.
-    /// All that our threads did for it *happens before* this returns: owners and values that were left with buffers,
-    /// streams and memory have been dropped. (The threads themselves may be about to end.)
+    /// Everything that the crate's threads did for the device *happens before* this returns: owners and values that
+    /// were left with buffers, streams and memory have been dropped. (The threads themselves may be about to end.)
     ///
     /// # Errors
     /// [`CloseError`] says what is in the way:
-    /// - after the time is over, or where nothing is left but what never comes back, what keeps the device open;
-    /// - where the device was let go of ([`CloseError::is_closed`]), what could not be given back, or that the device
+    /// - after the time is over, or where nothing is left but what never comes back: what keeps the device open;
+    /// - where the device was let go of ([`CloseError::is_closed`]): what could not be given back, or that the device
     ///   was lost. Waiting longer changes nothing;
-    /// - in the child of a fork, that it is one, at once: what is there is the parent's.
+    /// - in the child of a fork, at once: that this is one. Everything there belongs to the parent.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use pinpool::Device;
+    /// let device = Device::open("host")?;
+    /// // ... serve, stop what submits, shut the pools down, drop everything ...
+    /// device.close(Duration::from_secs(30)).expect("everything was given back");
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     pub fn close(self, timeout: Duration) -> Result<(), CloseError> {
         let context = self.context();
         let watch = HeldWatch {
@@ -298,7 +333,8 @@ impl Device {
         let _entered = span.enter();
         let until = Instant::now().checked_add(timeout);
         if let Some(stepped) = context.driver().stepped() {
-            // When its last handle is gone nobody looks at it any more. (Looking records marks, which are steps too.)
+            // After its last handle is dropped no thread steps the device any more. (`reap` records events, which are
+            // steps too.)
             while (self.reap() | stepped.step()) && until.is_none_or(|until| Instant::now() < until) {}
         }
         drop(self);

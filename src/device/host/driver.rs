@@ -1,4 +1,5 @@
-//! The contract's calls: each passes the fault book and the check for a dead device, and checks its arguments.
+//! The contract's calls ([`Driver`]). Each passes the fault book and the check for a dead device, and checks its
+//! arguments. What a call queues is run by the stream ([`super::stream`]).
 
 use std::any::Any;
 use std::fmt;
@@ -18,11 +19,11 @@ use crate::device::{DevicePtr, Driver, EventHandle, HostKind, Stepped, StreamHan
 use crate::error::{AddressFault, Error, ErrorClass, Result};
 use crate::os;
 
-/// Numbers driver objects, which own streams.
+/// Numbers drivers. Each stream has the number of the driver that created it.
 static DRIVERS: AtomicU64 = AtomicU64::new(1);
 
-/// One device, as the rest of the crate sees it. When the last reference goes, streams that were left end without
-/// running what they have queued.
+/// One opening of a device, as the rest of the crate sees it. When it is dropped, streams that were not destroyed end
+/// without running what they have queued.
 pub(super) struct HostDriver {
     node: Arc<Node>,
     unit: Arc<HostUnit>,
@@ -35,9 +36,9 @@ pub(super) struct HostDriver {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Twist {
     None,
-    /// What it queues stalls.
+    /// The operation that it queues stalls.
     Stall,
-    /// It fails afterwards.
+    /// The operation is queued, and the call fails all the same.
     FailAfter,
 }
 
@@ -51,7 +52,7 @@ impl HostDriver {
         self.unit.error(call, refusal)
     }
 
-    /// What every call begins with.
+    /// Every call begins with this.
     #[inline]
     fn enter(&self, call: Call) -> Result<Twist> {
         let failure = self.node.faults.on_call(self.unit.ordinal, call);
@@ -75,7 +76,7 @@ impl HostDriver {
             Failure::Argument => refuse(ErrorClass::Argument, libc::EINVAL),
             Failure::Capture => refuse(ErrorClass::Capture, libc::EPERM),
             Failure::Stall => Ok(Twist::Stall),
-            // Nobody would know the address of what was allocated all the same.
+            // An allocation that fails and is made all the same could not be freed: its address is known nowhere.
             Failure::RunsAnyway if call.queues() && call != Call::AllocateOn => Ok(Twist::FailAfter),
             Failure::Transient | Failure::RunsAnyway => refuse(ErrorClass::Transient, libc::EAGAIN),
             Failure::DeviceLost => {
@@ -85,11 +86,11 @@ impl HostDriver {
         }
     }
 
-    /// What a call ends with that has queued something.
+    /// A call that has queued something ends with this.
     fn leave(&self, call: Call, twist: Twist) -> Result<()> {
         if twist == Twist::FailAfter {
             let text = "a fault was armed for this call, whose operation was queued all the same";
-            return Err(self.error(call, Refusal::moment(text)));
+            return Err(self.error(call, Refusal::transient(text)));
         }
         Ok(())
     }
@@ -108,7 +109,7 @@ impl HostDriver {
         Ok(())
     }
 
-    /// Checks a transfer.
+    /// Checks a transfer, and finds the allocations that it uses.
     fn job(&self, call: Call, transfer: Transfer) -> Result<StreamJob> {
         match transfer {
             Transfer::Upload { src, dst, len } => {
@@ -155,16 +156,16 @@ impl HostDriver {
     /// Enters a range as pinned and locks the pages that it is on.
     fn lock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
         self.node.enter_pin(self.unit.ordinal, range).map_err(|refusal| self.error(call, refusal))?;
-        // Outside of the lock: this can take seconds.
+        // Not under the lock of `pins`: this can take seconds.
         let (base, len) = outwards(base, range);
         os::lock(base, len).inspect_err(|_| {
-            // Entered above by us, so it is there.
+            // It cannot fail: the range was entered above.
             let _ = self.node.leave_pin(self.unit.ordinal, range);
         })
     }
 
-    /// Takes a pinned range out and unlocks the pages that no other range is on. (One that comes onto the same page at
-    /// this very moment may find it unlocked, which costs it speed at worst.)
+    /// Takes a pinned range out and unlocks the pages that no other range is on. (A range that is pinned on the same
+    /// page at this very moment may find it unlocked, which costs it speed at worst.)
     fn unlock(&self, call: Call, base: NonNull<u8>, range: &Range<usize>) -> Result<()> {
         if self.node.uses(range) {
             let text = format!("{range:#x?} is used by a copy that is queued or running");
@@ -260,7 +261,7 @@ impl Driver for HostDriver {
             Ok(())
         });
         entered.map(|()| base).inspect_err(|_| {
-            // SAFETY: mapped above, and known to nobody.
+            // SAFETY: mapped above, and its address was given to no caller.
             let _ = unsafe { os::unmap(base, len) };
         })
     }
@@ -277,7 +278,7 @@ impl Driver for HostDriver {
                 self.node.enter_block(self.unit.ordinal, &range, kind);
             })?;
         }
-        // SAFETY: mapped when it was allocated, and by the caller's word used by nobody.
+        // SAFETY: mapped when it was allocated, and not in use, as the caller promises.
         unsafe { os::unmap(base, len) }
     }
 
@@ -321,13 +322,14 @@ impl Driver for HostDriver {
     fn free_on(&self, stream: StreamHandle, ptr: DevicePtr) -> Result<()> {
         let call = Call::FreeOn;
         let twist = self.enter(call)?;
-        // A dead device gives it back at once, whatever became of the stream.
+        // A dead device frees at once, and does not look for the stream.
         let stream = self.unit.is_alive().then(|| self.unit.find(call, stream.0)).transpose()?;
         self.unit.memory.begin_free(ptr.0).map_err(|refusal| self.error(call, refusal))?;
-        // Dropped without having run, because the device died or the stream went, it gives the memory back as well.
-        let death = Freeing { unit: Arc::downgrade(&self.unit), address: ptr.0 };
+        // Its drop frees the memory, so the memory is freed too where the device dies or the stream ends before its
+        // turn.
+        let freeing = Freeing { unit: Arc::downgrade(&self.unit), address: ptr.0 };
         if let Some(stream) = stream {
-            self.unit.submit(call, &stream, StreamWork::Free(death), twist == Twist::Stall)?;
+            self.unit.submit(call, &stream, StreamWork::Free(freeing), twist == Twist::Stall)?;
         }
         self.leave(call, twist)
     }
@@ -432,7 +434,7 @@ impl Driver for HostDriver {
         let stream = self.unit.find(call, stream.0)?;
         match self.unit.events.last(event.0) {
             None => return self.unknown_event(call, event),
-            // Never recorded, which is as good as complete.
+            // Never recorded, which counts as complete.
             Some(None) => {}
             Some(Some((on, position))) => {
                 self.unit.submit(call, &stream, StreamWork::Wait { on, position }, twist == Twist::Stall)?;
@@ -446,7 +448,7 @@ impl Driver for HostDriver {
 fn outwards(base: NonNull<u8>, range: &Range<usize>) -> (NonNull<u8>, usize) {
     let page = os::page_size();
     let front = range.start % page;
-    // SAFETY: the start of the page that the first byte is on, which is mapped as that byte is.
+    // SAFETY: the result is the start of the page that the first byte is on, which is mapped as that byte is.
     let first = unsafe { base.sub(front) };
     (first, (front + range.len()).next_multiple_of(page))
 }
@@ -460,7 +462,7 @@ impl Stepped for HostDriver {
 impl Drop for HostDriver {
     fn drop(&mut self) {
         if os::forked() {
-            // Kept whole: the streams' threads do not exist, and locks may be theirs for ever.
+            // Nothing is dropped: the streams' threads do not exist here, and may have held locks at the fork.
             return std::mem::forget((self.last.take(), self.node.clone(), self.unit.clone()));
         }
         self.unit.abandon(self.id);

@@ -1,10 +1,10 @@
-//! Events: a table that is asked without a lock.
+//! Events: a table in which a query takes no lock.
 //!
-//! Asking is what everybody does most, from any thread, so it is a few atomic loads: an event's handle contains its
-//! slot's number, slots never move, and a slot counts its recordings. Each recording gets the next number; the
-//! operation that the recording puts into a stream stores that number as completed when its turn comes. The event is
-//! complete when the number completed is the number recorded, that is, when its *last* recording is: one that is
-//! recorded again on another stream before the first has passed is not taken for complete by the first.
+//! A query is the most frequent call, from any thread, so it is a few atomic loads: an event's handle contains its
+//! slot's number, slots never move, and a slot counts its recordings. Each recording gets the next number, and puts an
+//! operation into a stream; that operation stores the number as completed when its turn comes. The event is complete
+//! when the number completed is the number recorded, that is, when its *last* recording is complete. So an event that
+//! is recorded again on another stream does not read as complete when only its first recording is.
 //!
 //! A handle also contains its slot's generation, so a destroyed event's handle names nothing for good: a slot whose
 //! generations are used up is not used again. And it contains a number of its device, so that a handle is not mistaken
@@ -31,15 +31,15 @@ const EVENT_SLOTS: u32 = FIRST_CHUNK * ((1 << CHUNKS) - 1);
 const GENERATIONS: u32 = 1 << GENERATION_BITS;
 const _: () = assert!(EVENT_SLOTS <= 1 << INDEX_BITS);
 
-/// Where a recording sits: its stream, and its position there.
+/// The place of a recording: its stream, and its position there.
 pub(super) type Recorded = (Arc<HostStream>, u64);
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// The generation of the event that has the slot; 0: none has.
+    /// The generation of the event that has the slot; 0: no event has it.
     generation: AtomicU32,
-    /// Number of the last recording. Counts on across generations, so that a late completion of an event that is gone
-    /// means nothing to its successor.
+    /// Number of the last recording. It counts on across generations, so that the late completion of a destroyed event
+    /// does not complete the next event in the slot.
     recorded: AtomicU64,
     /// The largest number of a recording whose turn has come.
     completed: AtomicU64,
@@ -49,9 +49,9 @@ struct Slot {
 impl Slot {
     fn complete(&self, number: u64) {
         let mut seen = self.completed.load(Ordering::Relaxed);
-        // What `fetch_max` would do, which the thread sanitizer does not know to be atomic.
+        // By hand, since the thread sanitizer does not know that `fetch_max` is atomic.
         while seen < number {
-            // Release: who sees it sees all that the stream did before.
+            // Release: pairs with the acquire in `query`, which then sees everything that the stream did before.
             match self.completed.compare_exchange_weak(seen, number, Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(now) => seen = now,
@@ -62,9 +62,9 @@ impl Slot {
 
 #[derive(Debug, Default)]
 struct Free {
-    /// Slots to use again, with the generation to use.
+    /// Slots that are free again, each with the generation of its next event.
     slots: Vec<(u32, u32)>,
-    /// Slots ever used.
+    /// The number of slots that were ever used.
     made: u32,
 }
 
@@ -78,7 +78,7 @@ pub(super) struct HostEvents {
 }
 
 impl HostEvents {
-    /// `tag` tells this device's handles from others'.
+    /// `tag` tells this device's handles from those of other devices.
     pub(super) fn new(tag: u16) -> Self {
         Self {
             tag: u64::from(tag),
@@ -123,7 +123,7 @@ impl HostEvents {
             }
         };
         let slot = self.slot(index)?;
-        // A recording of the slot's last event may still be in a queue. The new event is complete without it.
+        // A recording of the slot's last event may still be in a queue. The new event does not wait for it.
         slot.complete(slot.recorded.load(Ordering::Relaxed));
         slot.generation.store(generation, Ordering::Release);
         self.live.fetch_add(1, Ordering::Relaxed);
@@ -161,7 +161,7 @@ impl HostEvents {
         if slot.generation.load(Ordering::Relaxed) != generation {
             return None;
         }
-        // Counted before it is queued, or the event would still ask as complete right after; taken back if refused.
+        // Counted before it is queued, or the event could still read as complete right after; uncounted if refused.
         let number = slot.recorded.load(Ordering::Relaxed) + 1;
         slot.recorded.store(number, Ordering::Release);
         Some(match enqueue(index, number) {
@@ -176,7 +176,7 @@ impl HostEvents {
         })
     }
 
-    /// The turn of a recording has come.
+    /// Notes that the turn of a recording has come.
     pub(super) fn complete(&self, index: u32, number: u64) {
         if let Some(slot) = self.slot(index) {
             slot.complete(number);
@@ -187,7 +187,7 @@ impl HostEvents {
     #[inline]
     pub(super) fn query(&self, handle: u64) -> Option<bool> {
         let (_, slot) = self.find(handle)?;
-        // In this order: a recording that comes in between makes a completed event look incomplete, never the reverse.
+        // In this order: a recording in between makes a complete event look incomplete, never the reverse.
         let completed = slot.completed.load(Ordering::Acquire);
         Some(completed >= slot.recorded.load(Ordering::Acquire))
     }
@@ -199,7 +199,7 @@ impl HostEvents {
     }
 }
 
-/// Chunk, place in it, and size of it.
+/// The chunk of a slot, its place in the chunk, and the chunk's size.
 fn place(index: u32) -> Option<(usize, usize, u32)> {
     let shifted = index.checked_add(FIRST_CHUNK)?;
     let chunk = shifted.ilog2() - FIRST_CHUNK.ilog2();

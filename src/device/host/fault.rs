@@ -1,7 +1,7 @@
 //! Faults that a test arms, and the trace of calls.
 //!
 //! Every call of every device of a node passes [`FaultBook::on_call`] once, before it does anything. As long as no
-//! fault is armed and no trace is kept, that is one relaxed load of a flag that nobody writes.
+//! fault is armed and no trace is kept, that is one relaxed load of a flag that no thread writes.
 
 #![deny(unsafe_code)]
 
@@ -9,46 +9,59 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::locks::Mutex;
 
-/// A call that a device serves: what a fault can be armed for, and what a trace is made of.
+/// A call that a device serves. A [`Fault`] is armed for one, and a trace is a list of them.
+///
+/// ```
+/// use pinpool::host::{Call, HostConfig, HostNode};
+/// # use pinpool::Device;
+///
+/// let node = HostNode::new(HostConfig::new())?;
+/// let device = Device::on(&node, 0)?;
+/// node.start_trace();
+/// let memory = device.alloc(100)?;
+/// assert_eq!(node.stop_trace(), [Call::Allocate]);
+/// # drop(memory);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Call {
-    /// Locking host pages, registering host memory.
+    /// Pins host pages, or registers host memory.
     Pin,
-    /// Unlocking host pages, unregistering host memory.
+    /// Unpins host pages, or unregisters host memory.
     Unpin,
-    /// Taking host memory of the device's own.
+    /// Allocates host memory, by the device.
     AllocateHost,
-    /// Giving host memory of the device's own back.
+    /// Frees host memory that the device allocated.
     FreeHost,
-    /// Asking where the device sees host memory.
+    /// Asks for the address at which the device sees host memory.
     DeviceAddress,
-    /// Taking device memory.
+    /// Allocates device memory.
     Allocate,
-    /// Giving device memory back.
+    /// Frees device memory.
     Free,
-    /// Taking device memory in a stream's order.
+    /// Allocates device memory in a stream's order.
     AllocateOn,
-    /// Giving device memory back in a stream's order.
+    /// Frees device memory in a stream's order.
     FreeOn,
-    /// Looking at memory that others allocated.
+    /// Checks memory that the crate did not allocate.
     Examine,
-    /// Making a stream.
+    /// Creates a stream.
     CreateStream,
-    /// Destroying a stream.
+    /// Destroys a stream.
     DestroyStream,
-    /// Submitting a copy.
+    /// Submits a copy.
     Copy,
-    /// Copying and waiting for it.
+    /// Copies, and waits for the copy.
     CopyBlocking,
-    /// Making an event.
+    /// Creates an event.
     CreateEvent,
-    /// Destroying an event.
+    /// Destroys an event.
     DestroyEvent,
-    /// Recording an event on a stream.
+    /// Records an event on a stream.
     Record,
-    /// Asking whether an event is complete.
+    /// Asks whether an event is complete.
     Query,
-    /// Making a stream wait for an event.
+    /// Makes a stream wait for an event.
     WaitEvent,
 }
 
@@ -76,7 +89,7 @@ impl Call {
         Self::WaitEvent,
     ];
 
-    /// The call's name, as errors show it.
+    /// The call's name, as errors show it, such as `copy_blocking`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -103,6 +116,8 @@ impl Call {
     }
 
     /// Whether the call puts an operation into a stream's queue.
+    ///
+    /// [`Failure::RunsAnyway`] and [`Failure::Stall`] differ from other failures for such a call only.
     #[must_use]
     pub const fn queues(self) -> bool {
         matches!(
@@ -117,7 +132,18 @@ impl Call {
     }
 }
 
-/// What an armed fault does to its call.
+/// What an armed [`Fault`] does to its call.
+///
+/// ```
+/// # use pinpool::{Device, Error, ErrorClass};
+/// # use pinpool::host::{Failure, HostConfig, HostNode};
+/// let node = HostNode::new(HostConfig::new())?;
+/// let device = Device::on(&node, 0)?;
+/// node.fail_any(0, Failure::Transient); // the next call, of any kind
+/// assert_eq!(device.alloc(100).unwrap_err().class(), ErrorClass::Transient);
+/// assert!(device.alloc(100).is_ok());
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Failure {
     /// Fails with class [`Argument`](crate::ErrorClass::Argument); nothing happens.
@@ -128,17 +154,29 @@ pub enum Failure {
     /// [`DeviceLost`](crate::ErrorClass::DeviceLost).
     DeviceLost,
     /// Fails with class [`Transient`](crate::ErrorClass::Transient), but the operation is queued and runs all the same.
-    /// For a call that queues nothing, and for an allocation, the same as [`Failure::Transient`].
+    /// For a call that queues nothing, and for an allocation, this is the same as [`Failure::Transient`].
     RunsAnyway,
     /// Fails with class [`Capture`](crate::ErrorClass::Capture); nothing happens.
     Capture,
     /// Succeeds, but the operation and all that follow it on that stream do not run until
     /// [`HostNode::resume`](super::HostNode::resume) or [`resume_stream`](super::HostNode::resume_stream). For a call
-    /// that queues nothing, no fault at all.
+    /// that queues nothing, this is no fault at all.
     Stall,
 }
 
-/// One call that is to fail.
+/// One call that is to fail: armed by [`HostNode::fail`](super::HostNode::fail).
+///
+/// ```
+/// # use pinpool::{Device, Error};
+/// use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+///
+/// let node = HostNode::new(HostConfig::new())?;
+/// let device = Device::on(&node, 0)?;
+/// node.fail(Fault { device: 0, call: Call::Allocate, nth: 1, failure: Failure::DeviceLost });
+/// assert!(device.alloc(100).is_ok(), "the first allocation from now");
+/// assert!(device.alloc(100).unwrap_err().is_device_lost(), "the second");
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fault {
     /// The device, counted from 0.
@@ -147,7 +185,7 @@ pub struct Fault {
     pub call: Call,
     /// Which of those calls, counted from now; 0 is the next one.
     pub nth: u64,
-    /// What happens to it.
+    /// What happens to that call.
     pub failure: Failure,
 }
 
@@ -169,16 +207,16 @@ struct Book {
 /// The faults of a node that have not struck yet, and its trace.
 #[derive(Debug, Default)]
 pub(super) struct FaultBook {
-    /// Whether there is anything in the book.
+    /// Whether a fault is armed or a trace is kept.
     active: AtomicBool,
     book: Mutex<Book>,
 }
 
 impl FaultBook {
-    /// Counts the call and says what is to become of it.
+    /// Counts the call, and takes the fault that strikes it.
     #[inline]
     pub(super) fn on_call(&self, device: u32, call: Call) -> Option<Failure> {
-        // Relaxed: whoever arms a fault for calls of other threads has told them by other means.
+        // Relaxed: a test that arms a fault for another thread's calls synchronises with that thread itself.
         if self.active.load(Ordering::Relaxed) { self.look_up(device, call) } else { None }
     }
 
@@ -189,7 +227,7 @@ impl FaultBook {
             trace.push(call);
             book.traced += 1;
         }
-        // One fault strikes a call, the one that was armed first; others due for the same call strike the next.
+        // One fault strikes a call, the one that was armed first. Others that are due strike later calls.
         let mut strikes = None;
         book.armed.retain_mut(|armed| {
             if armed.device.is_some_and(|d| d != device) || armed.call.is_some_and(|c| c != call) {
@@ -213,7 +251,7 @@ impl FaultBook {
         self.note_activity(&book);
     }
 
-    /// Forgets the faults that have not struck; says how many there were.
+    /// Disarms the faults that have not struck, and says how many there were.
     pub(super) fn disarm(&self) -> usize {
         let mut book = self.book.lock();
         let left = book.armed.len();
@@ -229,7 +267,7 @@ impl FaultBook {
         self.note_activity(&book);
     }
 
-    /// Ends the trace and hands it out.
+    /// Ends the trace and returns it.
     pub(super) fn stop_trace(&self) -> Vec<Call> {
         let mut book = self.book.lock();
         let trace = book.trace.take().unwrap_or_default();

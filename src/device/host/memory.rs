@@ -1,18 +1,19 @@
 //! Device memory: heap memory behind addresses that mean nothing to the CPU.
 //!
-//! *Addresses.* Each device has an address space of its own, told by the top 16 bits. Allocations are laid out one
-//! after the other with a gap between them, and the space is used up before any of it is used again, so an address that
-//! is stale, foreign or past an end is found out when the copy is submitted, instead of hitting a neighbour.
+//! *Addresses.* Each device has an address space of its own: the top 16 bits of an address name the device. Allocations
+//! are laid out one after the other with a gap between them, and no address is used again before all have been used. So
+//! an address that is stale, of another device, or past an end is refused when the copy is submitted, and hits no other
+//! allocation.
 //!
-//! *Races.* Two streams may be told to write the same bytes at once. On a real device that gives garbage; here it must
-//! not become a data race in the process that hosts the device. So all access goes through a lock per stripe of 1 MiB.
-//! Never are two of these locks held at once, which leaves nothing to deadlock; what a copy within the device has read
-//! waits in a buffer of its own until it is written.
+//! *Races.* Two streams may be told to write the same bytes at once. On a real device the result is garbage; here it
+//! must not become a data race in the process that hosts the device. So each access takes a lock, one for each stripe
+//! of 1 MiB. No thread holds two of these locks, so they cannot deadlock: a copy within the device reads into a buffer
+//! of its own, and then writes.
 //!
-//! *Life.* An operation in a queue keeps its allocation's memory alive. Running it after the memory was freed is an
-//! error that can be told, since a flag says so, and never an access to memory that somebody else has by now. Memory in
-//! a stream's order has its addresses from the call on, as a real driver's has, and is there when that stream comes to
-//! it: to run a copy on it before is the same error.
+//! *Lifetime.* A queued operation keeps its allocation's memory. A flag says that the memory was freed meanwhile, so an
+//! operation that runs late is a reported error, and never an access to memory with another owner. Memory in a stream's
+//! order has its address from the call on, as a real driver's has, and is there when that stream comes to the
+//! allocation: a copy that runs on it earlier is the same error.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
@@ -31,15 +32,15 @@ use crate::os;
 pub(super) const STRIPE: usize = 1 << 20;
 /// Alignment of allocations' addresses.
 const HOST_PAGE: u64 = 4096;
-/// Alignment of the heap memory behind them. Not more than `calloc` gives by itself: beyond it, std zeroes by hand, and
-/// all of a large allocation would be paged in at once.
+/// Alignment of the heap memory behind them. It is what `calloc` gives by itself: for more, std zeroes by hand, which
+/// would page in all of a large allocation at once.
 const HEAP_ALIGN: usize = 16;
 /// Addresses between two allocations that belong to neither.
 const ADDRESS_GAP: u64 = 1 << 20;
 /// Bits of an address below the device's number.
 const SPACE_BITS: u32 = 48;
 
-/// Allocations from here on are mappings of their own, on huge pages where the system has them.
+/// Allocations of this size and more are mappings of their own, on huge pages where the system has them.
 const MAPPED: usize = 2 << 20;
 
 /// One allocation.
@@ -48,9 +49,9 @@ pub(super) struct HostAllocation {
     layout: Layout,
     data: NonNull<u8>,
     stripes: Box<[RwLock<()>]>,
-    /// In a stream's order: not there yet. Set once, by [`Birth`].
+    /// In a stream's order: the stream has not come to the allocation. Cleared once, by [`Birth`].
     unborn: AtomicBool,
-    /// In a stream's order: to be freed there.
+    /// In a stream's order: the call that frees it is queued.
     dying: AtomicBool,
     freed: AtomicBool,
 }
@@ -65,7 +66,7 @@ impl HostAllocation {
         let layout = Layout::from_size_align(len, HEAP_ALIGN).ok().filter(|layout| layout.size() > 0)?;
         let data = if len >= MAPPED {
             let data = os::map(len, MAPPED).ok()?;
-            // Zeroing page by page is what most of a first copy's time would go into.
+            // Most of a first copy's time would go into zeroing small pages.
             os::advise_huge(data, len);
             data
         } else {
@@ -78,9 +79,9 @@ impl HostAllocation {
         Some(Self { address, layout, data, stripes, unborn, dying, freed })
     }
 
-    /// Whether the memory was given back or is not there yet, so that nothing should use it.
+    /// Whether the memory was freed or is not there yet, so that no copy may use it.
     pub(super) fn is_absent(&self) -> bool {
-        // Acquire: pair with the stores of whoever freed it, and of its `Birth`.
+        // Acquire: pairs with the release stores in `HostMemory::free` and `Birth::come`.
         self.freed.load(Ordering::Acquire) || self.unborn.load(Ordering::Acquire)
     }
 
@@ -90,7 +91,7 @@ impl HostAllocation {
 
     /// Calls `f` for each part of the range that lies in one stripe: stripe, offset, length.
     fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&RwLock<()>, usize, usize)) {
-        // Unreachable, since every range was checked when it was submitted; here it protects what is unsafe below.
+        // Unreachable, since every range was checked when it was submitted. The unsafe copies below depend on it.
         assert!(offset <= self.len() && len <= self.len() - offset, "range outside of its allocation");
         let (mut at, end) = (offset, offset + len);
         while at < end {
@@ -104,7 +105,7 @@ impl HostAllocation {
     /// Copies out of the allocation.
     ///
     /// # Safety
-    /// `to..to + len` is writable, nobody else uses it during the call, and it is not part of device memory.
+    /// `to..to + len` is writable, nothing else uses it during the call, and it is not part of device memory.
     unsafe fn read(&self, offset: usize, to: *mut u8, len: usize) {
         self.pieces(offset, len, |stripe, at, n| {
             let _shared = stripe.read();
@@ -117,12 +118,12 @@ impl HostAllocation {
     /// Copies into the allocation.
     ///
     /// # Safety
-    /// `from..from + len` is initialised, nobody writes it during the call, and it is not part of device memory.
+    /// `from..from + len` is initialised, nothing writes it during the call, and it is not part of device memory.
     unsafe fn write(&self, offset: usize, from: *const u8, len: usize) {
         self.pieces(offset, len, |stripe, at, n| {
             let _alone = stripe.write();
-            // SAFETY: `pieces` keeps `at..at + n` within the allocation, which the lock makes ours; the source is the
-            // caller's promise.
+            // SAFETY: `pieces` keeps `at..at + n` within the allocation, whose other readers and writers the lock keeps
+            // out; the source is the caller's promise.
             unsafe { std::ptr::copy_nonoverlapping(from.add(at - offset), self.data.as_ptr().add(at), n) }
         });
     }
@@ -131,13 +132,13 @@ impl HostAllocation {
 impl Drop for HostAllocation {
     fn drop(&mut self) {
         if self.len() >= MAPPED {
-            // SAFETY: mapped with this length, and nobody else has it any more.
+            // SAFETY: mapped with this length, and this was the last reference to it.
             if let Err(error) = unsafe { os::unmap(self.data, self.len()) } {
                 crate::foreign::warn!(target: "pinpool::device::leak", %error, "device memory is leaked");
             }
             return;
         }
-        // SAFETY: made by `alloc_zeroed` with this layout, and nobody else has it any more.
+        // SAFETY: made by `alloc_zeroed` with this layout, and this was the last reference to it.
         unsafe { dealloc(self.data.as_ptr(), self.layout) }
     }
 }
@@ -148,7 +149,7 @@ impl fmt::Debug for HostAllocation {
     }
 }
 
-/// A checked range of device memory, which keeps the memory alive.
+/// A checked range of device memory. It keeps the memory allocated.
 #[derive(Clone, Debug)]
 pub(super) struct HostPlace {
     allocation: Arc<HostAllocation>,
@@ -161,7 +162,7 @@ impl HostPlace {
         self.allocation.is_absent()
     }
 
-    /// Whether copying front to back from here to `to` would overwrite bytes before they are read.
+    /// Whether a copy from here to `to`, front to back, would overwrite bytes before they are read.
     pub(super) fn runs_into(&self, to: &Self) -> bool {
         Arc::ptr_eq(&self.allocation, &to.allocation)
             && self.offset < to.offset
@@ -187,7 +188,7 @@ impl HostPlace {
     }
 }
 
-/// Memory that is there from the moment on when its stream comes to this.
+/// The queued half of an allocation in a stream's order: the memory is there once the stream has come to it.
 #[derive(Debug)]
 pub(super) struct Birth(Arc<HostAllocation>);
 
@@ -231,7 +232,7 @@ impl HostMemory {
         self.enter(len, false).map(|allocation| allocation.address)
     }
 
-    /// Memory in a stream's order: its address now, itself when that stream comes to it.
+    /// Memory in a stream's order: its address now, the memory itself when that stream comes to the [`Birth`].
     pub(super) fn allocate_later(&self, len: usize) -> Result<(u64, Birth), Refusal> {
         self.enter(len, true).map(|allocation| (allocation.address, Birth(allocation)))
     }
@@ -251,7 +252,8 @@ impl HostMemory {
                 "no gap of {len} bytes among the device's addresses"
             )));
         };
-        // Under the lock, for the gap to stay ours. Large memory is only mapped here; the first use pages it in.
+        // Under the lock, or another allocation could take the gap. Large memory is only mapped here; the first use
+        // pages it in.
         let Some(allocation) = HostAllocation::new(address, len, unborn) else {
             return Err(Refusal::out_of_memory(format!("the system has no {len} bytes for device memory")));
         };
@@ -261,22 +263,22 @@ impl HostMemory {
         Ok(allocation)
     }
 
-    /// Says that memory is to be freed in a stream's order. From here on no new copy may name it.
+    /// Notes that memory is to be freed in a stream's order. From here on no new copy may name it.
     pub(super) fn begin_free(&self, address: u64) -> Result<(), Refusal> {
         let table = self.table.read();
-        // Relaxed: only told apart from a second call for the same memory.
+        // Relaxed: the swap only tells a first call from a second one for the same memory.
         match table.by_address.get(&address) {
             Some(allocation) if !allocation.dying.swap(true, Ordering::Relaxed) => Ok(()),
             _ => Err(self.no_such(address, "is not the start of an allocation")),
         }
     }
 
-    /// Whether a range that somebody names is memory of this device. `Err(None)`: it is no device's.
+    /// Whether a range of addresses is memory of this device. `Err(None)`: it is no device's.
     pub(super) fn examine(&self, address: u64, len: usize) -> Result<(), Option<AddressFault>> {
         let table = self.table.read();
         let below = table.by_address.range(..=address).next_back();
         let here = below.filter(|(start, allocation)| {
-            // Relaxed: a matter of when exactly it was asked.
+            // Relaxed: an answer just before the free is as right as one just after it.
             address - *start < allocation.len() as u64 && !allocation.dying.load(Ordering::Relaxed)
         });
         let Some((start, allocation)) = here else {
@@ -302,7 +304,7 @@ impl HostMemory {
             freed
         };
         match freed {
-            // The memory itself goes here, outside of the lock, or with the last operation that names it.
+            // The memory itself is freed by this drop, outside of the lock, or with the last operation that names it.
             Some(_) => Ok(()),
             None => Err(self.no_such(address, "is not the start of an allocation")),
         }
@@ -340,14 +342,14 @@ impl HostMemory {
         })
     }
 
-    /// The other device whose addresses it is among.
+    /// The other device that the address belongs to, if it belongs to one.
     fn owner(&self, address: u64) -> Option<u64> {
         let owner = (address >> SPACE_BITS).checked_sub(1)?;
         (owner != u64::from(self.ordinal) && owner < u64::from(super::MAX_DEVICES)).then_some(owner)
     }
 }
 
-/// First address of a device, and the first one past its last.
+/// The first address of a device, and the first one past its last.
 fn space(ordinal: u32) -> (u64, u64) {
     // Not from 0, so that a null address is never good.
     let start = (u64::from(ordinal) + 1) << SPACE_BITS;
@@ -360,7 +362,7 @@ impl Table {
         let (first, last) = space(ordinal);
         let need = len.checked_next_multiple_of(HOST_PAGE)?.checked_add(ADDRESS_GAP)?;
         if need > last - self.next {
-            // Once around. From here on addresses are used again, the lowest gap first.
+            // All addresses have been used. From here on they are used again, the lowest gap first.
             let mut at = first;
             for allocation in self.by_address.values() {
                 if allocation.address - at >= need {
@@ -420,7 +422,7 @@ mod tests {
         let place = memory.find(address, len).unwrap();
         let bytes: Vec<u8> = (0..2 * STRIPE + 3).map(|i| (i % 251) as u8).collect();
         let mut back = vec![0; bytes.len()];
-        // SAFETY: both vectors are ours alone and as long as the range.
+        // SAFETY: nothing else uses the two vectors, and they are as long as the range.
         unsafe {
             place.write(STRIPE - 1, bytes.as_ptr(), bytes.len());
             place.read(STRIPE - 1, back.as_mut_ptr(), back.len());

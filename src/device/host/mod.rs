@@ -1,37 +1,39 @@
 //! The host device: a device whose memory and streams are the host's own.
 //!
-//! It has two uses. On a machine without an accelerator it serves in earnest: each stream is a thread that copies at
+//! It has two uses. On a machine without an accelerator it is a working device: each stream is a thread that copies at
 //! the speed of `memcpy`, and a program written for pinned memory and streams runs unchanged. In tests it is the worst
-//! device that the rules allow: it copies as late as it may, lets streams overtake each other, refuses calls, hangs and
-//! dies, on demand. A server that embeds this crate can put its own code through the same.
+//! device that the rules allow: on demand it copies as late as it may, lets streams overtake each other, refuses calls,
+//! hangs and dies. A server that embeds this crate can test its own code with it.
 //!
 //! # Nodes
 //!
-//! A [`HostNode`] is a machine with one or more host devices. [`HostNode::system`] is the one that
-//! `Device::open("host")` finds; tests make nodes of their own with [`HostNode::new`], which share nothing with it nor
-//! with each other. Devices of a node are counted from 0 and are named `host:0`, `host:1` and so on.
+//! A [`HostNode`] is a machine with one or more host devices. `Device::open("host")` uses [`HostNode::system`]. Tests
+//! make nodes of their own with [`HostNode::new`], which share nothing with that one nor with each other, and open
+//! their devices by [`Device::on`](crate::Device::on). Devices of a node are counted from 0 and are named `host:0`,
+//! `host:1` and so on.
 //!
 //! # With threads
 //!
 //! By default each stream has an operating system thread (`pinpool-host-N`) that runs the stream's operations in order
 //! and sleeps when there are none. [`HostConfig::late`] makes the threads wait for a random time before each copy, so
-//! that other streams come first, and whoever does not wait for an event reads what is not there yet.
+//! that copies of other streams come first, and code that does not wait for an event reads bytes that are not written
+//! yet.
 //!
 //! # Stepped
 //!
 //! With [`HostConfig::stepped`] there are no threads. Operations stay queued until [`HostNode::step`] or
-//! [`HostNode::step_stream`] runs one; a copy reads its source and writes its target then and not before. From the same
-//! seed and the same calls follows the same order, so a failing test can be run again.
+//! [`HostNode::step_stream`] runs one; a copy reads its source and writes its target then and not before. The same seed
+//! and the same calls give the same order, so a failing test can be run again.
 //!
-//! A copy that its caller waits for runs the operations before it on its stream, and those of other streams that it
-//! must wait for. If it cannot, because something is hung or stalled, it is taken out of the queue and fails with
-//! class [`Transient`](crate::ErrorClass::Transient). (With threads it waits until the device is resumed.)
+//! A blocking copy runs the operations before it on its stream, and those of other streams that it must wait for. If it
+//! cannot, because something is hung or stalled, the copy is taken out of the queue and fails with class
+//! [`Transient`](crate::ErrorClass::Transient). (With threads it waits until the device is resumed.)
 //!
 //! # Host memory
 //!
-//! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and write the range down: two that
-//! overlap are refused, two that share a page are not. What the device allocates itself is a mapping, locked unless it
-//! is managed memory. The device sees all of it at the host's own addresses.
+//! Pinning and registering lock the pages (`mlock`, so the memlock limit applies) and record the range: two ranges that
+//! overlap are refused, two that share a page are not. Host memory that the device allocates is a mapping of its own,
+//! locked unless it is managed memory. The device sees all host memory at the host's own addresses.
 //!
 //! # Failing
 //!
@@ -40,15 +42,20 @@
 //! - [`HostNode::hang`] and [`HostNode::hang_stream`] keep queued operations from running until resumed.
 //! - [`HostNode::kill`] ends a device. Its queued operations are dropped, and once `kill` returns, or any call has
 //!   failed with class [`DeviceLost`](crate::ErrorClass::DeviceLost), none of its copies touches host memory any more.
-//!   Every later call fails so, with two exceptions: giving host pages and device memory back succeeds, and really
-//!   gives them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
+//!   Every later call fails with that class, with two exceptions: giving host pages and device memory back succeeds,
+//!   and really gives them back. Destroying a stream or an event fails as well, but the device lets go of them, so that
 //!   [`HostNode::live`] comes to zero.
 //! - A queued copy whose device memory was freed before the copy ran kills the device, as accelerators die of an
-//!   illegal address. So does one that runs on memory in a stream's order before that stream has come to the
+//!   illegal address. So does a copy that runs on memory in a stream's order before that stream has come to the
 //!   allocation.
 //!
-//! What is asked about a device that the node does not have reads as zero, and orders to it do nothing.
+//! A question about a device that the node does not have is answered with zero, and a command to it does nothing.
 
+// The files, in the order in which to read them. `node`: the machine, and the public handle to it. `unit`: one device's
+// streams, memory and events, whether it is alive or hung. `stream`: a queue of operations, and how they run. `event`
+// and `memory`: an event table without locks; device memory behind addresses of its own. `driver`: the contract's
+// calls. `fault`: armed faults and traces. `node`, `unit`, `event` and `fault` have no unsafe code. The crate calls
+// this through `Driver`, and a program through `HostNode`.
 mod driver;
 mod event;
 mod fault;
@@ -69,10 +76,10 @@ use crate::error::{Error, ErrorClass, Result};
 
 /// The most devices that a node can have.
 const MAX_DEVICES: u32 = 1024;
-/// Device memory where nothing was configured and the system has next to none.
+/// Bytes of device memory at least, where none is configured and the system has next to none.
 const LEAST_MEMORY: usize = 64 << 20;
 
-/// What a [`HostNode`] is to be like.
+/// The configuration of a [`HostNode`].
 ///
 /// ```
 /// use pinpool::host::{HostConfig, HostNode};
@@ -97,14 +104,14 @@ impl HostConfig {
         Self { devices: 1, memory: None, stepped: None, late: None }
     }
 
-    /// The number of devices, 1 to 1024. One unless told.
+    /// The number of devices, 1 to 1024. The default is 1.
     pub fn devices(mut self, devices: u32) -> Self {
         self.devices = devices;
         self
     }
 
-    /// Bytes of memory of each device. Unless told, three quarters of the memory that is available when the node is
-    /// made, shared out among its devices, and at least 64 MiB each. It is taken from the system as it is used.
+    /// The memory of each device, in bytes. The default is three quarters of the memory that is available when the node
+    /// is made, divided among its devices, and at least 64 MiB each. It is taken from the system as it is used.
     pub fn memory(mut self, bytes: usize) -> Self {
         self.memory = Some(bytes);
         self
@@ -116,11 +123,11 @@ impl HostConfig {
         self
     }
 
-    /// Each stream's thread waits before each copy, for a random time up to `max`. With a `max` of zero it only lets
-    /// other threads go first, which is for tests that make many copies.
+    /// Each stream's thread waits before each copy, for a random time up to `max`. With a `max` of zero it only yields
+    /// to other threads, which is for tests that make many copies.
     ///
-    /// Each stream's delays follow from the seed; what comes of them depends on the threads. Not together with
-    /// [`stepped`](Self::stepped), where everything is as late as it can be.
+    /// Each stream's delays follow from the seed; their effect depends on how the threads are scheduled. A node cannot
+    /// be [`stepped`](Self::stepped) as well, since there everything is as late as it can be.
     pub fn late(mut self, max: Duration, seed: u64) -> Self {
         self.late = Some((max, seed));
         self
@@ -159,7 +166,7 @@ impl Default for HostConfig {
     }
 }
 
-/// Why the device does not do what it was told, before it is known which call and device the error is to name.
+/// Why the device refuses a call. [`HostUnit::error`](unit::HostUnit::error) adds the names of the call and the device.
 #[derive(Debug)]
 struct Refusal {
     class: ErrorClass,
@@ -178,10 +185,10 @@ impl Refusal {
     }
 
     fn unknown(what: &str, handle: u64) -> Self {
-        Self::argument(format!("this device has no {what} {handle:#x}, or has it no more"))
+        Self::argument(format!("this device has no {what} {handle:#x}, or has destroyed it"))
     }
 
-    fn moment(text: impl Into<String>) -> Self {
+    fn transient(text: impl Into<String>) -> Self {
         Self { class: ErrorClass::Transient, code: libc::EAGAIN, text: text.into() }
     }
 

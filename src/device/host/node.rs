@@ -1,4 +1,4 @@
-//! Nodes: several devices, what they share, and the handle by which tests move them.
+//! Nodes: several devices, what they share, and [`HostNode`], the handle by which tests step, fail and hang them.
 
 #![deny(unsafe_code)]
 
@@ -17,7 +17,7 @@ use super::{HostConfig, Refusal};
 use crate::device::{Driver, HostKind};
 use crate::error::{Error, Result};
 
-/// What moves a node without threads.
+/// What a node without threads keeps between steps.
 #[derive(Debug)]
 struct Stepper {
     random: Random,
@@ -89,7 +89,7 @@ impl Node {
             .is_some_and(|stream| matches!(stream.step(unit, &mut stepper.scratch), StreamNext::Ready))
     }
 
-    /// Waits for an operation of the stream; on a stepped node, by running what must come before it.
+    /// Waits for an operation of the stream. On a stepped node it runs everything that must come before it.
     pub(super) fn finish(
         &self,
         unit: &HostUnit,
@@ -108,11 +108,11 @@ impl Node {
                     }
                     turn = match turn.step(unit, scratch) {
                         StreamNext::Ready => Arc::clone(stream),
-                        // Round and round is impossible: waits lead back in time.
+                        // A circle is impossible: an operation waits only for one that was submitted earlier.
                         StreamNext::Behind(other, _) => other,
                         StreamNext::Empty | StreamNext::Held | StreamNext::Over => {
                             stream.withdraw(position);
-                            // Settled by that, if it was not in the meantime.
+                            // The withdrawal has resolved the ticket, unless it was resolved already.
                             break ticket.wait();
                         }
                     };
@@ -123,13 +123,13 @@ impl Node {
             CopyOutcome::Done => Ok(()),
             CopyOutcome::Lost if !unit.is_alive() => Err(unit.lost(Call::CopyBlocking)),
             CopyOutcome::Lost => {
-                let text = "the stream is hung, stalled or waits for one that is; the copy was taken back";
-                Err(unit.error(Call::CopyBlocking, Refusal::moment(text)))
+                let text = "the stream is hung, stalled or waits for one that is; the copy was taken out of its queue";
+                Err(unit.error(Call::CopyBlocking, Refusal::transient(text)))
             }
         }
     }
 
-    /// Enters a pinned range, or says why it cannot be one.
+    /// Enters a pinned range, or says why it is refused.
     pub(super) fn enter_pin(&self, ordinal: u32, range: &Range<usize>) -> Result<(), Refusal> {
         let mut pins = self.pins.lock();
         if let Some((start, (end, owner))) = pins.range(..range.end).next_back() {
@@ -143,7 +143,7 @@ impl Node {
         Ok(())
     }
 
-    /// Takes a pinned range out again. The pages that it was on and no other one is.
+    /// Takes a pinned range out again. Returns the pages that it was on and that no other pinned range is on.
     pub(super) fn leave_pin(&self, ordinal: u32, range: &Range<usize>) -> Result<Range<usize>, Refusal> {
         let mut pins = self.pins.lock();
         if pins.get(&range.start) != Some(&(range.end, ordinal)) {
@@ -161,7 +161,7 @@ impl Node {
         Ok(start..end.max(start))
     }
 
-    /// Whether a pinned range has this address.
+    /// Whether this address is in a pinned range.
     pub(super) fn is_pinned(&self, address: usize) -> bool {
         let pins = self.pins.lock();
         pins.range(..=address).next_back().is_some_and(|(_, pin)| address < pin.0)
@@ -172,7 +172,7 @@ impl Node {
         self.blocks.lock().insert(range.start, (range.end, ordinal, kind));
     }
 
-    /// Takes it out again.
+    /// Takes host memory that a device allocated out again.
     pub(super) fn leave_block(
         &self,
         ordinal: u32,
@@ -187,7 +187,7 @@ impl Node {
         Ok(())
     }
 
-    /// Whether any device of the node has pinned the memory there.
+    /// Whether any device of the node has pinned the memory at this address.
     pub(super) fn has_pinned(&self, address: usize) -> bool {
         self.pins.lock().range(..=address).next_back().is_some_and(|(_, (end, _))| address < *end)
     }
@@ -207,30 +207,58 @@ impl Node {
     }
 }
 
-/// What a host device has that was not given back.
+/// What a host device has that was not given back: see [`HostNode::live`].
+///
+/// ```
+/// # use pinpool::Device;
+/// # use pinpool::host::{HostConfig, HostNode};
+/// let node = HostNode::new(HostConfig::new())?;
+/// let device = Device::on(&node, 0)?;
+/// let memory = device.alloc(100)?;
+/// let usage = node.live(0);
+/// assert_eq!((usage.allocations, usage.allocated_bytes, usage.streams), (1, 100, 0));
+/// # drop(memory);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HostUsage {
-    /// Streams created and not destroyed.
+    /// The number of streams created and not destroyed.
     pub streams: usize,
-    /// Events created and not destroyed.
+    /// The number of events created and not destroyed.
     pub events: usize,
-    /// Allocations of device memory.
+    /// The number of allocations of device memory.
     pub allocations: usize,
-    /// Their bytes.
+    /// The bytes of these allocations.
     pub allocated_bytes: usize,
     /// Bytes of host memory that the device has pinned.
     pub pinned_bytes: usize,
     /// Bytes of host memory that the device has allocated itself. Those that are page-locked count as pinned, too.
     pub host_bytes: usize,
-    /// Operations queued or running.
+    /// The number of operations queued or running.
     pub queued: usize,
 }
 
 /// A machine with host devices. Clones are the same machine.
 ///
 /// The [module's page](super) says what its devices do. All methods may be called from any thread. In the child of a
-/// fork they do nothing and find nothing.
+/// fork they do nothing, and report nothing.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// use pinpool::host::{HostConfig, HostNode};
+///
+/// let node = HostNode::new(HostConfig::new().stepped(7))?;
+/// let device = Device::on(&node, 0)?;
+/// # let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (stream, memory, mut buffer) = (device.stream()?, device.alloc(4)?, pool.checkout(4)?);
+/// # buffer.extend_from_slice(b"data");
+/// let copy = stream.upload(buffer, memory.slice(..)?)?;
+/// assert_eq!(node.queued(0), 1, "nothing runs by itself");
+/// assert!(node.step(), "the copy ran");
+/// # copy.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct HostNode(Arc<Node>);
 
@@ -245,19 +273,20 @@ impl HostNode {
         Ok(Self(Node::new(&config)))
     }
 
-    /// The node behind `Device::open("host")`: one device, with threads. Made when it is first asked for.
+    /// The node behind `Device::open("host")`: one device, with threads. The first call makes it.
     #[must_use]
     pub fn system() -> Self {
         static SYSTEM: OnceLock<HostNode> = OnceLock::new();
         let new = || Self(Node::new(&HostConfig::new()));
         if crate::os::watch_forks().is_err() {
-            // In the child of a fork none is made, which another thread of the parent may have been at.
+            // In the child of a fork none is put there: the fork may have copied the cell while another thread of the
+            // parent was filling it.
             return SYSTEM.get().cloned().unwrap_or_else(new);
         }
         SYSTEM.get_or_init(new).clone()
     }
 
-    /// What is there to be looked at or told: in the child of a fork nothing, where the locks may be anyone's.
+    /// The node, but not in the child of a fork, where its locks may be held by threads that do not exist there.
     fn here(&self) -> Option<&Arc<Node>> {
         Some(&self.0).filter(|_| !crate::os::forked())
     }
@@ -272,7 +301,7 @@ impl HostNode {
         self.0.units.len() as u32
     }
 
-    /// A driver of one device, for one opening of it: it ends with that.
+    /// A driver of one device, for one opening of it. It ends when that is closed.
     pub(crate) fn driver(&self, ordinal: u32) -> Result<Arc<dyn Driver>> {
         let Some(unit) = self.0.units.get(ordinal as usize) else {
             let known = match self.0.units.len() {
@@ -284,27 +313,29 @@ impl HostNode {
         Ok(Arc::new(HostDriver::new(&self.0, unit)))
     }
 
-    /// Runs one operation, of a device and stream chosen by the seed. `false`: none can run, or the node has threads.
+    /// Runs one operation, of a device and stream chosen by the seed. `false`: no operation can run, or the node has
+    /// threads.
     pub fn step(&self) -> bool {
         self.here().is_some_and(|node| node.step())
     }
 
-    /// Runs the next operation of the `nth` of the device's streams that have one that can run, counted from 0 in the
-    /// order in which they were created. `false`: there is no such stream, or the node has threads.
+    /// Runs the next operation of one stream. Only the streams whose next operation can run are counted, from 0 in the
+    /// order in which they were created; `nth` names one of them. `false`: there is no such stream, or the node has
+    /// threads.
     ///
-    /// This is for tests that choose the order themselves. With `nth` below [`runnable`](Self::runnable), something
+    /// This is for tests that choose the order themselves. With `nth` below [`runnable`](Self::runnable), an operation
     /// runs.
     pub fn step_stream(&self, device: u32, nth: usize) -> bool {
         self.here().is_some_and(|node| node.step_stream(device, nth))
     }
 
-    /// The device's operations that are queued or running.
+    /// The number of the device's operations that are queued or running.
     #[must_use]
     pub fn queued(&self, device: u32) -> usize {
         self.unit(device).map_or(0, |unit| unit.queued())
     }
 
-    /// The device's streams whose next operation can run.
+    /// The number of the device's streams whose next operation can run.
     #[must_use]
     pub fn runnable(&self, device: u32) -> usize {
         self.unit(device).map_or(0, |unit| unit.runnable().len())
@@ -318,7 +349,7 @@ impl HostNode {
         }
     }
 
-    /// Makes the `nth` call from now fail, of whatever kind and to whichever device of the node; 0 is the next one.
+    /// Makes the `nth` call from now fail, of any kind and to any device of the node; 0 is the next call.
     pub fn fail_any(&self, nth: u64, failure: Failure) {
         if let Some(node) = self.here() {
             node.faults.arm(None, None, nth, failure);
@@ -355,8 +386,8 @@ impl HostNode {
         self.here().map_or(0, |node| node.faults.calls())
     }
 
-    /// Kills the device for good. When this returns, its copies do not touch host memory any more. Waits for the part
-    /// of a copy that is under way, 1 MiB at most per stream.
+    /// Kills the device for good. When this returns, its copies do not touch host memory any more. The call waits for
+    /// the part of a copy that is under way, 1 MiB at most per stream.
     pub fn kill(&self, device: u32) {
         if let Some(unit) = self.unit(device) {
             unit.kill("the device was killed");
@@ -371,8 +402,8 @@ impl HostNode {
         }
     }
 
-    /// Lets everything on the device run again that [`hang`](Self::hang), [`hang_stream`](Self::hang_stream) or
-    /// [`Failure::Stall`] holds.
+    /// Lets everything on the device run again: it undoes [`hang`](Self::hang), [`hang_stream`](Self::hang_stream) and
+    /// [`Failure::Stall`].
     pub fn resume(&self, device: u32) {
         if let Some(unit) = self.unit(device) {
             unit.resume();
@@ -386,6 +417,7 @@ impl HostNode {
     }
 
     /// Undoes [`hang_stream`](Self::hang_stream) and [`Failure::Stall`] for one stream, counted in the same way.
+    /// `false`: there is no such stream.
     pub fn resume_stream(&self, device: u32, nth: usize) -> bool {
         self.hold_stream(device, nth, false)
     }
@@ -414,7 +446,7 @@ impl HostNode {
 
 #[cfg(all(test, not(loom)))]
 impl HostNode {
-    /// The device's streams, without keeping them alive as their threads do.
+    /// Weak references to the device's streams, which their threads keep.
     pub(super) fn watch_streams(&self, device: u32) -> Vec<std::sync::Weak<HostStream>> {
         self.unit(device).map_or_else(Vec::new, |unit| unit.streams().iter().map(Arc::downgrade).collect())
     }

@@ -1,15 +1,15 @@
 //! Streams: queues of operations, and what runs them.
 //!
-//! A stream is a queue under a lock and a count of the operations that are over. Whoever runs a stream (its own thread,
-//! or [`step`](super::node::Node::step) on a node without threads) takes the first operation out, runs it with the
-//! queue unlocked, and then counts it. Each operation has a position in its stream; an event that was recorded is the
-//! position of its recording, so *waiting for an event* is waiting until another stream's count has reached a position.
-//! A stream that must wait leaves its address with the other one and is woken from there. Waits cannot form a circle,
-//! since one can wait only for what was submitted before.
+//! A stream is a queue under a lock and a count of the operations that have ended. Its runner (its own thread, or
+//! [`step`](super::node::Node::step) on a node without threads) takes the first operation out, runs it with the queue
+//! unlocked, and then counts it. Each operation has a position in its stream. An event that was recorded stands for the
+//! position of its recording, so a stream *waits for an event* by waiting until another stream's count has reached a
+//! position. It leaves a reference to itself with the other stream, which wakes it. Waits cannot form a circle, since
+//! an operation waits only for one that was submitted before it.
 //!
-//! *Stopping.* A copy is cut into parts of at most 1 MiB, and each part runs under the stream's `running` lock, after a
-//! look at whether the device is alive. To kill a device is to say so first, then to take each stream's `running` lock
-//! once: after that no stream touches memory any more, and it took at most as long as one part takes.
+//! *Stopping.* A copy is cut into parts of at most 1 MiB. Each part runs under the stream's `running` lock, after a
+//! check that the device is alive. [`HostUnit::kill`] first changes the device's state, then takes each stream's
+//! `running` lock once. After that no stream touches memory any more, and the wait is at most the time of one part.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -22,9 +22,10 @@ use crate::locks::{Condvar, Mutex, MutexGuard};
 use super::memory::{Birth, HostPlace, STRIPE};
 use super::unit::HostUnit;
 
-/// Bytes that a copy moves between two looks at whether its device is alive.
+/// Bytes that a copy moves between two checks that its device is alive.
 const PART: usize = STRIPE;
-/// Bytes of the buffer through which a copy within the device goes: large enough for full speed, small enough for L2.
+/// Bytes of the buffer through which a copy within the device goes: large enough for full speed, small enough for the
+/// L2 cache.
 const BOUNCE: usize = 256 << 10;
 
 /// A copy, its device ranges checked.
@@ -36,14 +37,14 @@ pub(super) enum StreamJob {
     OnHost { src: *const u8, dst: *mut u8, len: usize },
 }
 
-// SAFETY: the host memory is the submitter's promise, made for whichever thread runs the job (`Driver::copy`).
+// SAFETY: the submitter promised the host memory for any thread that runs the job (`Driver::copy`).
 unsafe impl Send for StreamJob {}
 
 /// Why a copy stopped before its end.
 enum Stopped {
     /// The device died.
     Dead,
-    /// It was to use device memory that was not there: freed, or not yet allocated in its stream's order.
+    /// The copy uses device memory that is not there: freed, or not yet allocated in its stream's order.
     Absent,
 }
 
@@ -73,21 +74,22 @@ impl StreamJob {
         match *self {
             Self::Upload { src, ref to, len } => parts(len, PART, false, stream, unit, |at, n| {
                 // SAFETY: `at + n <= len`. The submitter promised (`Driver::copy`) that the source is valid and
-                // unwritten until an event after this operation is complete, and none completes before it is over. A
-                // device that dies says so only when it has let go (see the module's page).
+                // unwritten until an event after this operation is complete, and no such event completes before the
+                // operation has ended. A device that dies says so only when it touches no memory any more (see the
+                // module's page).
                 unsafe { to.write(at, src.add(at), n) }
             }),
             Self::Download { ref from, dst, len } => parts(len, PART, false, stream, unit, |at, n| {
-                // SAFETY: as above, for a target that nobody else touches.
+                // SAFETY: as above, for a target that nothing else touches.
                 unsafe { from.read(at, dst.add(at), n) }
             }),
             Self::OnDevice { ref from, ref to, len } => {
                 let bounce = scratch.bounce();
                 // Back to front where the front of the target is the end of the source, as memmove does.
                 parts(len, bounce.len(), from.runs_into(to), stream, unit, |at, n| {
-                    // SAFETY: the buffer is ours alone and has at least n bytes.
+                    // SAFETY: only this runner uses the buffer, and it has at least n bytes.
                     unsafe { from.read(at, bounce.as_mut_ptr(), n) };
-                    // SAFETY: as above, and they were just written.
+                    // SAFETY: as above, and the bytes were just written.
                     unsafe { to.write(at, bounce.as_ptr(), n) };
                 })
             }
@@ -135,7 +137,7 @@ impl Scratch {
     }
 }
 
-/// How a copy ended that somebody waits for.
+/// How a blocking copy ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CopyOutcome {
     /// It has run.
@@ -144,7 +146,7 @@ pub(super) enum CopyOutcome {
     Lost,
 }
 
-/// What a caller of `copy_blocking` waits at.
+/// The caller's half of a blocking copy: `copy_blocking` waits here.
 #[derive(Debug, Default)]
 pub(super) struct StreamTicket {
     outcome: Mutex<Option<CopyOutcome>>,
@@ -172,7 +174,7 @@ impl StreamTicket {
     }
 }
 
-/// The operation's end of a [`StreamTicket`]: an operation that goes without having run releases the waiter too.
+/// The operation's half of a [`StreamTicket`]: an operation that is dropped without having run wakes the waiter too.
 #[derive(Debug)]
 pub(super) struct Promise(pub(super) Arc<StreamTicket>);
 
@@ -182,7 +184,7 @@ impl Drop for Promise {
     }
 }
 
-/// Device memory that is to be freed when this goes, whether its turn has come or it is dropped with the queue.
+/// Device memory that is freed when this is dropped: when its turn comes, or with the queue.
 #[derive(Debug)]
 pub(super) struct Freeing {
     pub(super) unit: Weak<HostUnit>,
@@ -192,7 +194,7 @@ pub(super) struct Freeing {
 impl Drop for Freeing {
     fn drop(&mut self) {
         if let Some(unit) = self.unit.upgrade() {
-            // Checked when it was submitted, and nobody else frees it.
+            // It cannot fail: the address was checked at the submit, and `begin_free` refuses a second free.
             let _ = unit.memory.free(self.address);
         }
     }
@@ -211,19 +213,19 @@ pub(super) enum StreamWork {
 #[derive(Debug)]
 pub(super) struct Operation {
     position: u64,
-    /// Does not run until resumed, nor does what follows it.
+    /// Whether this operation, and all that follow it, wait until the stream is resumed.
     stalled: bool,
     work: StreamWork,
 }
 
-/// Whether a stream takes operations, and what becomes of those it has.
+/// Whether a stream takes operations, and whether it runs those it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamEnd {
     /// It takes and runs them.
     Open,
-    /// Destroyed: it takes none, runs those it has, and goes.
+    /// Destroyed: it takes none, runs those it has, and ends.
     Destroyed,
-    /// Its driver is gone: nothing runs any more.
+    /// Its driver was dropped: nothing runs any more.
     Abandoned,
     /// Its device died: nothing runs any more.
     Dead,
@@ -267,8 +269,9 @@ pub(super) struct HostStream {
     queue: Mutex<StreamQueue>,
     /// The stream's thread sleeps here.
     wake: Condvar,
-    /// Position of the last operation that is over; all before it are over too.
+    /// Position of the last operation that has ended; all before it have ended too.
     over: AtomicU64,
+    /// Held while a part of a copy runs.
     running: Mutex<()>,
 }
 
@@ -293,7 +296,7 @@ impl HostStream {
         })
     }
 
-    /// Whether all up to `position` is over; what it did is then visible to the caller.
+    /// Whether everything up to `position` has ended. Its effects are then visible to the caller.
     fn has_reached(&self, position: u64) -> bool {
         self.over.load(Ordering::Acquire) >= position
     }
@@ -303,7 +306,7 @@ impl HostStream {
         let mut queue = self.queue.lock();
         if queue.end != StreamEnd::Open {
             let end = queue.end;
-            // First the lock, then the operation: dropping it may wake somebody.
+            // The lock is released before the operation is dropped, which may wake a waiter.
             drop(queue);
             return Err(end);
         }
@@ -315,7 +318,8 @@ impl HostStream {
         Ok(position)
     }
 
-    /// Takes an operation back that has not begun. The caller sees to it that nobody runs the stream meanwhile.
+    /// Takes an operation that has not begun out of the queue, and drops it. The caller makes sure that no thread runs
+    /// the stream meanwhile.
     pub(super) fn withdraw(&self, position: u64) {
         let mut queue = self.queue.lock();
         let found = queue.operations.iter().position(|operation| operation.position == position);
@@ -324,8 +328,8 @@ impl HostStream {
         drop(withdrawn);
     }
 
-    /// Takes no further operations; those queued still run. `None`: that was so before. Otherwise, whether nothing is
-    /// left to run.
+    /// Destroys the stream: it takes no further operations, and those queued still run. `None`: it was destroyed
+    /// before. Otherwise, whether nothing is left to run.
     pub(super) fn destroy(&self) -> Option<bool> {
         let mut queue = self.queue.lock();
         if std::mem::replace(&mut queue.destroyed, true) {
@@ -335,10 +339,10 @@ impl HostStream {
             queue.end = StreamEnd::Destroyed;
         }
         let idle = queue.operations.is_empty() && queue.busy.is_none();
-        let gone = idle || queue.end != StreamEnd::Destroyed;
+        let ended = idle || queue.end != StreamEnd::Destroyed;
         drop(queue);
         self.wake.notify_one();
-        Some(gone)
+        Some(ended)
     }
 
     pub(super) fn is_destroyed(&self) -> bool {
@@ -351,12 +355,12 @@ impl HostStream {
         queue.end = end;
         let dropped = std::mem::take(&mut queue.operations);
         drop(queue);
-        // Outside of the lock, since this wakes those who wait for the operations.
+        // Not under the lock: this wakes the waiters for the operations.
         drop(dropped);
         self.wake.notify_one();
     }
 
-    /// Waits until the part of a copy that is under way is over. No other begins if the device has died before.
+    /// Waits until the part of a copy that is under way has ended. No further part begins if the device died before.
     pub(super) fn resolve(&self) {
         drop(self.running.lock());
     }
@@ -374,13 +378,13 @@ impl HostStream {
         self.wake.notify_one();
     }
 
-    /// Operations that are not over.
+    /// The number of operations that have not ended.
     pub(super) fn queued(&self) -> usize {
         let queue = self.queue.lock();
         queue.operations.len() + usize::from(queue.busy.is_some())
     }
 
-    /// Whether an operation that is not over uses any of these host addresses.
+    /// Whether an operation that has not ended uses any of these host addresses.
     pub(super) fn uses(&self, range: &Range<usize>) -> bool {
         let overlaps = |used: &[Range<usize>; 2]| {
             used.iter().any(|used| !used.is_empty() && used.start < range.end && range.start < used.end)
@@ -417,8 +421,8 @@ impl HostStream {
         matches!(self.next(&self.queue.lock(), unit), StreamNext::Ready)
     }
 
-    /// Runs the next operation if it may run. For nodes without threads; the caller sees to it that only one runs a
-    /// stream at a time.
+    /// Runs the next operation if it may run. For nodes without threads; the caller makes sure that one thread at a
+    /// time runs a stream.
     pub(super) fn step(&self, unit: &HostUnit, scratch: &mut Scratch) -> StreamNext {
         let mut queue = self.queue.lock();
         let next = self.next(&queue, unit);
@@ -437,7 +441,7 @@ impl HostStream {
                 let ran = MutexGuard::unlocked(queue, || job.run(self, unit, scratch));
                 queue.busy = None;
                 if let Err(stopped) = ran {
-                    // The operation is not over: nothing behind it may look complete.
+                    // The operation does not count as ended, so nothing behind it can look complete.
                     MutexGuard::unlocked(queue, || {
                         if matches!(stopped, Stopped::Absent) {
                             unit.kill(
@@ -459,14 +463,14 @@ impl HostStream {
                 birth.come();
                 None
             }
-            StreamWork::Free(death) => {
-                // The memory goes with the last that names it, which can be here: not under the lock.
-                MutexGuard::unlocked(queue, || drop(death));
+            StreamWork::Free(freeing) => {
+                // Not under the lock: this may be the last reference to the memory, which is then freed here.
+                MutexGuard::unlocked(queue, || drop(freeing));
                 None
             }
             StreamWork::Wait { .. } => None,
         };
-        // Release: who sees the position sees what was done up to it.
+        // Release: pairs with the acquire in `has_reached`. A thread that sees the position sees everything up to it.
         self.over.store(position, Ordering::Release);
         let mut woken = Vec::new();
         queue.followers.retain(|(awaited, follower)| {
@@ -476,33 +480,33 @@ impl HostStream {
             }
             !reached
         });
-        let gone = queue.end == StreamEnd::Destroyed && queue.operations.is_empty();
-        if woken.is_empty() && job.is_none() && !gone {
+        let ended = queue.end == StreamEnd::Destroyed && queue.operations.is_empty();
+        if woken.is_empty() && job.is_none() && !ended {
             return;
         }
         MutexGuard::unlocked(queue, || {
             if let Some((job, promise)) = job {
-                // The device memory may go with the job; let it go before anybody is told.
+                // The job may have the last reference to device memory: it is freed before the waiter is woken.
                 drop(job);
                 if let Some(promise) = promise {
                     promise.0.resolve(CopyOutcome::Done);
                 }
             }
             for follower in woken.iter().filter_map(Weak::upgrade) {
-                // With its lock taken once, it either has not looked yet or is asleep already.
+                // The lock is taken once, so the follower either looks later or sleeps already: no wake is lost.
                 drop(follower.queue.lock());
                 follower.wake.notify_one();
             }
-            if gone {
+            if ended {
                 unit.forget(self.id);
             }
         });
     }
 
-    /// Has `follower` woken when this stream comes to `position`.
+    /// Makes this stream wake `follower` when it comes to `position`.
     fn follow(&self, position: u64, follower: &Arc<Self>) {
         let mut queue = self.queue.lock();
-        // Under the lock, since the position is counted under it.
+        // Under the lock, since `over` changes under it.
         if !self.has_reached(position) {
             queue.followers.push((position, Arc::downgrade(follower)));
         }
@@ -519,7 +523,7 @@ pub(super) struct Delays {
 /// A stream's thread: runs what is queued, and sleeps when nothing can run.
 pub(super) fn serve(unit: &HostUnit, stream: &Arc<HostStream>, mut delays: Option<Delays>) {
     let mut scratch = Scratch::default();
-    // Positions of the operation that was delayed, and of the wait that was told to the other stream.
+    // The positions of the last operation that was delayed, and of the last wait that the other stream knows of.
     let (mut delayed, mut following) = (0, 0);
     let mut queue = stream.queue.lock();
     loop {
@@ -543,7 +547,7 @@ pub(super) fn serve(unit: &HostUnit, stream: &Arc<HostStream>, mut delays: Optio
                 match &mut delays {
                     Some(delays) if is_copy && delayed != position => {
                         delayed = position;
-                        // And then all is looked at again: it may have been hung or killed meanwhile.
+                        // The loop looks again after that: the device may have been hung or killed meanwhile.
                         delay(stream, &mut queue, delays);
                     }
                     _ => stream.run_first(&mut queue, unit, &mut scratch),
@@ -572,7 +576,7 @@ pub(super) struct Random(u64);
 
 impl Random {
     pub(super) fn new(seed: u64) -> Self {
-        // Spread, so that neighbouring seeds do not begin alike; never 0, which xorshift does not leave.
+        // Spread, so that neighbouring seeds do not begin alike. Never 0, since xorshift stays at 0.
         let spread = (seed ^ (seed >> 31)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         Self((spread ^ (spread >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) | 1)
     }

@@ -1,9 +1,9 @@
 //! One device of a node: its streams, events and memory, and how it dies.
 //!
-//! *Dying* has an order, because a caller who was told that the device is dead may free at once what copies were using.
-//! First the state says so, and no further part of a copy begins. Then each part that is under way is waited for. Then
-//! the queues are emptied, which releases those who wait for an operation. Only then do calls answer that the device
-//! is dead; one that comes in between waits, no longer than a copy of 1 MiB takes.
+//! [`HostUnit::kill`] keeps an order, because a caller that reads that the device is dead may free at once what copies
+//! were using. First the state changes, and no further part of a copy begins. Then `kill` waits for each part that is
+//! under way. Then it empties the queues, which wakes the waiters for operations. Only then do calls answer that the
+//! device is dead; a call in between waits, no longer than a copy of 1 MiB takes.
 
 #![deny(unsafe_code)]
 
@@ -25,7 +25,7 @@ const ALIVE: u8 = 0;
 const DYING: u8 = 1;
 const DEAD: u8 = 2;
 
-/// Numbers streams across all nodes, so that a handle of another device is never taken for one of this.
+/// Numbers streams across all nodes, so that a handle of another device is never taken for one of this device.
 static STREAMS: AtomicU64 = AtomicU64::new(1);
 /// Numbers devices across all nodes, for their events.
 static UNITS: AtomicU64 = AtomicU64::new(1);
@@ -48,11 +48,11 @@ pub(super) struct HostUnit {
     /// Why it died.
     cause: Mutex<Arc<str>>,
     hung: AtomicBool,
-    /// In the order of creation. A destroyed stream is here until its queue is empty.
+    /// In the order of creation. A destroyed stream stays here until its queue is empty.
     streams: RwLock<BTreeMap<u64, Arc<HostStream>>>,
-    /// Streams created and not destroyed.
+    /// The number of streams created and not destroyed.
     open: AtomicUsize,
-    /// Streams ever created.
+    /// The number of streams ever created.
     created: AtomicU64,
 }
 
@@ -62,7 +62,7 @@ impl HostUnit {
             name: format!("host:{ordinal}").into(),
             ordinal,
             memory: HostMemory::new(ordinal, capacity),
-            // Devices whose tags are equal after 65,535 others merely fail to tell a foreign event.
+            // Tags repeat after 65,535 devices. Two devices with one tag only fail to refuse each other's events.
             events: HostEvents::new((UNITS.fetch_add(1, Ordering::Relaxed) % 0xffff + 1) as u16),
             threaded: config.stepped.is_none(),
             late: config.late,
@@ -100,7 +100,7 @@ impl HostUnit {
         if self.is_alive() { Ok(()) } else { Err(self.lost(call)) }
     }
 
-    /// The error of a call to a dead device. Returns when nothing touches memory any more.
+    /// The error of a call to a dead device. Returns when no copy touches memory any more.
     #[cold]
     pub(super) fn lost(&self, call: Call) -> Error {
         drop(self.dying.lock());
@@ -119,7 +119,7 @@ impl HostUnit {
         }
         *self.cause.lock() = cause.into();
         self.state.store(DYING, Ordering::SeqCst);
-        // A stream that is being created is in the table by now, or will see the state before it goes in.
+        // A stream that is being created is in the table by now, or `create_stream` sees the state before it enters it.
         let streams = self.streams();
         for stream in &streams {
             stream.resolve();
@@ -144,7 +144,7 @@ impl HostUnit {
         crate::foreign::debug!(target: "pinpool::device", device = %self.name, "host device hangs");
     }
 
-    /// Lets all streams go on, whatever it was that held them.
+    /// Lets all streams go on: those of a hung device, hung streams, and stalled operations.
     pub(super) fn resume(&self) {
         self.hung.store(false, Ordering::Release);
         for stream in self.streams() {
@@ -152,7 +152,7 @@ impl HostUnit {
         }
     }
 
-    /// All streams that are not gone, oldest first.
+    /// All streams in the table, oldest first.
     pub(super) fn streams(&self) -> Vec<Arc<HostStream>> {
         self.streams.read().values().cloned().collect()
     }
@@ -177,7 +177,7 @@ impl HostUnit {
         self.streams.read().values().any(|stream| stream.uses(range))
     }
 
-    /// Streams created and not destroyed.
+    /// The number of streams created and not destroyed.
     pub(super) fn open_streams(&self) -> usize {
         self.open.load(Ordering::Relaxed)
     }
@@ -198,7 +198,7 @@ impl HostUnit {
         if let Err(error) = spawned {
             self.forget(stream.id);
             let text = format!("no thread for the stream: {error}");
-            return Err(self.error(Call::CreateStream, Refusal::moment(text)));
+            return Err(self.error(Call::CreateStream, Refusal::transient(text)));
         }
         self.open.fetch_add(1, Ordering::Relaxed);
         Ok(stream.id)
@@ -211,7 +211,7 @@ impl HostUnit {
         });
         let (unit, stream) = (Arc::clone(self), Arc::clone(stream));
         let name = format!("pinpool-host-{}", THREADS.fetch_add(1, Ordering::Relaxed));
-        // Detached: it ends by itself once its stream is over, and nobody waits for that.
+        // Detached: the thread ends by itself after its stream, and no thread waits for that.
         crate::os::thread::spawn(name, move || stream::serve(&unit, &stream, delays)).map(drop)
     }
 
@@ -242,20 +242,21 @@ impl HostUnit {
         match stream.destroy() {
             None => return Err(self.error(call, Refusal::unknown("stream", handle))),
             Some(true) => self.forget(handle),
-            // Whoever runs its last operation forgets it.
+            // The runner of its last operation forgets it.
             Some(false) => {}
         }
         self.open.fetch_sub(1, Ordering::Relaxed);
         Ok(())
     }
 
-    /// A destroyed stream has nothing more to run.
+    /// Takes a stream that has nothing more to run out of the table.
     pub(super) fn forget(&self, handle: u64) {
-        let gone = self.streams.write().remove(&handle);
-        drop(gone);
+        // A statement of its own: the stream is dropped after the lock is released.
+        let removed = self.streams.write().remove(&handle);
+        drop(removed);
     }
 
-    /// Ends the streams that a driver object has left, whose queued work nobody can ask about any more.
+    /// Ends the streams that a driver has left, since no caller can ask about their queued work any more.
     pub(super) fn abandon(&self, owner: u64) {
         let mut left = Vec::new();
         self.streams.write().retain(|_, stream| {

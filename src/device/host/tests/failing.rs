@@ -15,7 +15,7 @@ fn a_fault_strikes_the_call_it_was_armed_for() {
     let stream = rig.stream();
     assert_eq!(class(rig.driver.allocate(8)), ErrorClass::Transient);
     let b = rig.memory(8);
-    assert_eq!(rig.node.clear_faults(), 1, "the other device's has not struck");
+    assert_eq!(rig.node.clear_faults(), 1, "the fault of the other device has not struck");
     rig.close(&[stream], &[], &[a, b]);
 }
 
@@ -89,12 +89,12 @@ fn every_call_fails_as_told_and_does_nothing() {
             }
             rig.driver.free(memory).unwrap();
             rig.driver.free_on(stream, ordered).unwrap();
-            // Dead or not, the device lets go of these, once.
+            // Dead or not, the device lets go of streams and events, once.
             let _ = rig.driver.destroy_stream(stream);
             let _ = rig.driver.destroy_event(event);
             let _ = rig.driver.destroy_stream(stream);
             let _ = rig.driver.destroy_event(event);
-            // What a stream was still to free it frees, destroyed or not.
+            // A stream frees what it has still to free, destroyed or not.
             while rig.node.step() {}
             assert_eq!(rig.node.live(0), HostUsage::default(), "{call:?} {failure:?}");
         }
@@ -117,7 +117,7 @@ fn what_was_refused_may_run_all_the_same() {
     assert_eq!(rig.node.queued(0), 3);
     assert!(!rig.query(event));
     assert_eq!(class(rig.download_blocking(b, memory, &target)), ErrorClass::Transient);
-    assert!(target.all(6), "it came back with an error, and only when the copy was over");
+    assert!(target.all(6), "the call returned an error, and only after the copy had ended");
     assert!(rig.query(event));
     assert_eq!(class(rig.driver.allocate(8)), ErrorClass::Transient);
     rig.close(&[a, b], &[event], &[memory]);

@@ -24,7 +24,7 @@ fn locked(start: usize, len: usize) -> usize {
         if let Some((Some(a), Some(b))) = range.map(|(a, b)| (parse(a), parse(b))) {
             (from, to) = (a, b);
         } else if line.strip_prefix("VmFlags:").is_some_and(|flags| flags.split(' ').any(|f| f == "lo")) {
-            // The kernel may have joined it with its neighbours.
+            // The kernel may have joined the range with its neighbours.
             sum += to.min(start + len).saturating_sub(from.max(start));
         }
     }
@@ -52,7 +52,7 @@ fn ranges_of_bytes_share_pages_and_do_not_overlap() {
     }
     assert!(register(0, 0).is_err());
     assert_eq!(rig.node.live(0).pinned_bytes, page + 52);
-    // Only as a whole, and once.
+    // A range is unregistered only as a whole, and once.
     for (offset, len) in [(100, page - 1), (101, page), (0, 1)] {
         assert!(unregister(offset, len).is_err());
     }
@@ -65,7 +65,7 @@ fn ranges_of_bytes_share_pages_and_do_not_overlap() {
     unregister(3 * page - 1, 2).unwrap();
     unregister(100 + page, 50).unwrap();
     assert_eq!(rig.node.live(0), HostUsage::default());
-    // SAFETY: mapped above, and nobody uses it.
+    // SAFETY: mapped above, and nothing uses it.
     unsafe { crate::os::unmap(base, 4 * page).unwrap() };
 }
 
@@ -85,7 +85,7 @@ fn a_page_stays_locked_for_its_neighbour() {
         rig.driver.register(second, page, true).unwrap();
         assert_eq!(of_ours(), 3);
         rig.driver.unregister(base, page + 10).unwrap();
-        assert_eq!(of_ours(), 2, "the page that both are on is the other's still");
+        assert_eq!(of_ours(), 2, "the page that both are on is still the other's");
         rig.driver.unregister(second, page).unwrap();
         assert_eq!(of_ours(), 0);
         crate::os::unmap(base, 3 * page).unwrap();
@@ -101,7 +101,7 @@ fn allocated_memory_is_freed_as_what_it_was() {
             println!("skipped: the memlock limit is used up");
             continue;
         };
-        // SAFETY: ours, and as long.
+        // SAFETY: just allocated, with this length.
         unsafe { base.write_bytes(7, 2 * page) };
         let live = rig.node.live(0);
         let pinned = if kind == HostKind::Managed { 0 } else { 2 * page };

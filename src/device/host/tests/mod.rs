@@ -1,4 +1,5 @@
-//! The host device against the contract's rules, and against what its own page promises.
+//! The host device against the contract's rules, and against the promises of its own page. This file has the rig that
+//! all tests use, and what is checked before an operation runs; the files are by subject.
 
 mod failing;
 mod hostmem;
@@ -14,10 +15,10 @@ use super::*;
 use crate::device::{DevicePtr, Driver, EventHandle, HostKind, StreamHandle, Transfer};
 use crate::error::ErrorClass;
 
-/// Host memory that copies use while the test still has it. What the tests read and write, they do when no copy does.
+/// Host memory that copies use while the test still has it. The tests read and write it only while no copy does.
 struct Host(Box<[UnsafeCell<u8>]>);
 
-// SAFETY: see above.
+// SAFETY: the tests access the bytes only while no copy does.
 unsafe impl Sync for Host {}
 // SAFETY: plain bytes.
 unsafe impl Send for Host {}
@@ -40,7 +41,7 @@ impl Host {
     }
 
     fn set(&self, value: u8) {
-        // SAFETY: ours, and no copy uses it now.
+        // SAFETY: the box has `len` bytes, and no copy uses them now.
         unsafe { self.ptr().write_bytes(value, self.len()) }
     }
 
@@ -88,7 +89,7 @@ impl Rig {
     }
 
     fn try_upload(&self, stream: StreamHandle, from: &Host, to: DevicePtr) -> Result<()> {
-        // SAFETY: the tests keep the memory until the copy is over or dropped.
+        // SAFETY: the tests keep the memory until the copy has ended or is dropped.
         unsafe { self.driver.copy(stream, Transfer::Upload { src: from.ptr(), dst: to, len: from.len() }) }
     }
 
@@ -142,7 +143,7 @@ impl Rig {
         eventually(|| self.query(event));
     }
 
-    /// Gives back what the test made, and sees that nothing is left.
+    /// Gives back what the test made, and checks that nothing is left.
     fn close(&self, streams: &[StreamHandle], events: &[EventHandle], memory: &[DevicePtr]) {
         for &stream in streams {
             self.driver.destroy_stream(stream).unwrap();
@@ -157,7 +158,7 @@ impl Rig {
     }
 }
 
-/// Waits for something that threads bring about.
+/// Waits for something that other threads do.
 fn eventually(mut happened: impl FnMut() -> bool) {
     let end = Instant::now() + Duration::from_secs(20);
     while !happened() {
@@ -213,18 +214,18 @@ fn handles_that_name_nothing_are_refused() {
     let rig = Rig { driver: node.driver(0).unwrap(), node: node.clone() };
     let other = Rig { driver: node.driver(1).unwrap(), node };
     let (stream, event, memory, host) = (rig.stream(), rig.event(), rig.memory(8), Host::new(8, 1));
-    // Streams and events that are gone, that were made up, and that belong to another device.
-    let (gone_stream, gone_event) = (rig.stream(), rig.event());
-    rig.driver.destroy_stream(gone_stream).unwrap();
-    rig.driver.destroy_event(gone_event).unwrap();
-    for stream in [gone_stream, StreamHandle(0), StreamHandle(u64::MAX), other.stream()] {
+    // Streams and events that were destroyed, that never existed, and that belong to another device.
+    let (destroyed_stream, destroyed_event) = (rig.stream(), rig.event());
+    rig.driver.destroy_stream(destroyed_stream).unwrap();
+    rig.driver.destroy_event(destroyed_event).unwrap();
+    for stream in [destroyed_stream, StreamHandle(0), StreamHandle(u64::MAX), other.stream()] {
         assert_eq!(class(rig.try_upload(stream, &host, memory)), ErrorClass::Argument);
         assert_eq!(class(rig.upload_blocking(stream, &host, memory)), ErrorClass::Argument);
         assert_eq!(class(rig.driver.record(event, stream)), ErrorClass::Argument);
         assert_eq!(class(rig.driver.wait_event(stream, event)), ErrorClass::Argument);
         assert_eq!(class(rig.driver.destroy_stream(stream)), ErrorClass::Argument);
     }
-    for event in [gone_event, EventHandle(0), EventHandle(u64::MAX), other.event()] {
+    for event in [destroyed_event, EventHandle(0), EventHandle(u64::MAX), other.event()] {
         assert_eq!(class(rig.driver.record(event, stream)), ErrorClass::Argument);
         assert_eq!(class(rig.driver.query(event)), ErrorClass::Argument);
         assert_eq!(class(rig.driver.wait_event(stream, event)), ErrorClass::Argument);
@@ -309,7 +310,7 @@ fn pinning_is_accounted_and_does_not_overlap() {
         }
         other.pin(base.add(3 * page), page).unwrap();
         other.pin(base, page).unwrap();
-        // Only what was pinned, as it was pinned, by whom it was pinned.
+        // Only the whole range is unpinned, and only by the device that pinned it.
         assert_eq!(class(rig.driver.unpin(second, page)), ErrorClass::Argument);
         assert_eq!(class(other.unpin(second, 2 * page)), ErrorClass::Argument);
 

@@ -6,7 +6,7 @@ use crate::error::AddressFault;
 
 impl Rig {
     fn on_host(&self, stream: StreamHandle, src: &Host, dst: &Host) {
-        // SAFETY: the tests keep both until the copy is over or dropped.
+        // SAFETY: the tests keep both until the copy has ended or is dropped.
         unsafe {
             self.driver
                 .copy(stream, Transfer::OnHost { src: src.ptr(), dst: dst.ptr(), len: src.len() })
@@ -31,7 +31,7 @@ fn memory_is_there_in_its_streams_order() {
     rig.download(stream, memory, &target);
     rig.driver.free_on(stream, memory).unwrap();
     assert_eq!(rig.node.live(0).allocations, 1, "its turn has not come");
-    // Named from here on by nobody, though it is still there.
+    // From here on no call may name the memory, though it is still there.
     assert!(rig.try_upload(stream, &source, memory).is_err());
     assert_eq!(rig.address_fault(memory.0, 1), AddressFault::Unknown);
     assert!(rig.driver.free_on(stream, memory).is_err(), "twice");
@@ -46,7 +46,7 @@ fn using_it_before_its_turn_kills_the_device() {
     let rig = Rig::stepped();
     let (home, other, event) = (rig.stream(), rig.stream(), rig.event());
     let source = Host::new(4, 3);
-    // Behind an event all is well, whichever stream could run first.
+    // Behind an event the copy is allowed, in any order of the streams.
     let memory = rig.driver.allocate_on(home, 4).unwrap();
     rig.record(event, home);
     rig.driver.wait_event(other, event).unwrap();
@@ -60,7 +60,7 @@ fn using_it_before_its_turn_kills_the_device() {
     assert!(error.is_device_lost() && error.to_string().contains("not yet"), "{error}");
 }
 
-/// Called through the trait object.
+/// Whether a device still serves calls, by any of its drivers.
 trait Alive {
     fn check_alive(&self);
 }
@@ -137,7 +137,7 @@ fn copies_between_host_memory_are_late_too() {
     source.set(7);
     assert!(rig.node.step());
     assert!(target.all(7));
-    // What is queued uses both.
+    // The queued copy uses both.
     let page = crate::os::page_size();
     let [from, to] = [(); 2].map(|()| crate::os::map(page, 1).unwrap());
     for base in [from, to] {
@@ -145,7 +145,7 @@ fn copies_between_host_memory_are_late_too() {
         unsafe { rig.driver.pin(base, page).unwrap() };
     }
     let transfer = Transfer::OnHost { src: from.as_ptr(), dst: to.as_ptr(), len: page };
-    // SAFETY: both are mapped, and nobody else knows them.
+    // SAFETY: both are mapped, and nothing else uses them.
     unsafe { rig.driver.copy(stream, transfer).unwrap() };
     for base in [from, to] {
         // SAFETY: refused.

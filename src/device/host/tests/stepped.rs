@@ -1,4 +1,4 @@
-//! The device without threads: order, lateness, overtaking, and the same again from the same seed.
+//! The device without threads: order, lateness, overtaking, and equal runs from equal seeds.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn nothing_happens_before_it_is_stepped() {
     rig.download(stream, memory, &target);
     assert!(target.all(0));
     assert_eq!((rig.node.queued(0), rig.node.runnable(0)), (2, 1));
-    // The source is read when the copy runs, which is what catches whoever writes too early.
+    // The source is read when the copy runs: this is how the device shows a write that comes too early.
     source.set(9);
     assert!(rig.driver.stepped().unwrap().step());
     assert!(target.all(0));
@@ -76,7 +76,7 @@ fn a_recording_replaces_the_one_before() {
         rig.node.step();
         assert!(rig.query(event));
     }
-    // On two streams at once: only the later one counts, whichever runs first.
+    // On two streams at once: only the later recording counts, in either order.
     rig.record(event, a);
     rig.record(event, b);
     assert!(rig.node.step_stream(0, 0));
@@ -119,7 +119,7 @@ fn a_stream_waits_for_an_event_as_it_was_recorded() {
     rig.record(event, a);
     rig.driver.wait_event(b, event).unwrap();
     rig.download(b, memory, &target);
-    // Recorded again elsewhere and complete there; the stream still waits for what it was told to wait for.
+    // Recorded again on another stream and complete there; the first stream still waits for the first recording.
     rig.record(event, c);
     assert!(rig.node.step_stream(0, 1));
     assert!(rig.query(event));
@@ -135,7 +135,7 @@ fn a_blocking_copy_runs_what_must_come_before() {
     let (a, b, c) = (rig.stream(), rig.stream(), rig.stream());
     let (first, second) = (rig.event(), rig.event());
     let (memory, source, target) = (rig.memory(4), Host::new(4, 3), Host::new(4, 0));
-    // c waits for b, which waits for a; a has more behind that.
+    // c waits for b, which waits for a; a has more work behind that.
     rig.upload(a, &source, memory);
     rig.record(first, a);
     rig.upload(a, &source, memory);
@@ -144,7 +144,7 @@ fn a_blocking_copy_runs_what_must_come_before() {
     rig.driver.wait_event(c, second).unwrap();
     rig.download_blocking(c, memory, &target).unwrap();
     assert!(target.all(3));
-    assert_eq!(rig.node.queued(0), 1, "what nobody waits for is still late");
+    assert_eq!(rig.node.queued(0), 1, "an operation that no stream waits for is still late");
     rig.drain();
     rig.close(&[a, b, c], &[first, second], &[memory]);
 }
@@ -166,7 +166,7 @@ fn a_blocking_copy_that_cannot_run_lets_go() {
     assert!(!rig.node.step());
     rig.node.resume(0);
     rig.drain();
-    assert!(target.all(0), "a copy that was taken back never runs");
+    assert!(target.all(0), "a copy that was taken out of its queue never runs");
     rig.download_blocking(b, memory, &target).unwrap();
     assert!(target.all(3));
     rig.close(&[a, b], &[event], &[memory]);
@@ -176,7 +176,7 @@ fn a_blocking_copy_that_cannot_run_lets_go() {
 fn copies_within_the_device_move_overlapping_bytes_whole() {
     let rig = Rig::stepped();
     let stream = rig.stream();
-    // Longer than the buffer they go through, and across stripes.
+    // Longer than the buffer that the copies go through, and across stripes.
     let len = 3 << 20;
     let bytes: Vec<u8> = (0..len).map(|i: usize| (i % 253) as u8).collect();
     let (source, target, memory) = (Host::of(&bytes), Host::new(len, 0), rig.memory(len));
@@ -239,7 +239,7 @@ fn a_dropped_driver_drops_what_is_queued() {
         (0, 1, 1, 1),
         "leaks stay in sight"
     );
-    // The next driver of the device begins with nothing, and knows no stream of the one before.
+    // The next driver of the device begins with nothing, and knows no stream of the driver before.
     let rig = Rig { driver: node.driver(0).unwrap(), node };
     assert_eq!(class(rig.try_download(stream, memory, &target)), ErrorClass::Argument);
     let fresh = rig.stream();

@@ -115,14 +115,14 @@ fn nothing_is_written_once_a_device_is_known_to_be_dead() {
             rig.download(*stream, memory, target);
         }
         thread::sleep(Duration::from_micros(100 * round));
-        // Found out by a call on another thread than the one that kills it.
+        // The call that reads the loss is made on another thread than the kill.
         thread::scope(|scope| {
             scope.spawn(|| {
                 while rig.driver.query(EventHandle(0)).unwrap_err().class() != ErrorClass::DeviceLost {}
             });
             rig.node.kill(0);
         });
-        // Writing now is no race (the thread sanitizer would tell), and stays.
+        // Writing now is no race (the thread sanitizer would report one), and the bytes stay.
         targets.iter().for_each(|target| target.set(9));
         thread::sleep(Duration::from_millis(1));
         assert!(targets.iter().all(|target| target.all(9)));
@@ -200,7 +200,7 @@ fn a_destroyed_stream_runs_out_and_ends() {
 
 #[test]
 fn threads_end_with_their_streams_and_with_the_driver() {
-    // The thread keeps its stream alive, so this tells when it has ended.
+    // The thread keeps its stream, so the weak reference says when the thread has ended.
     let watch = |rig: &Rig| rig.node.watch_streams(0);
     let rig = Rig::threaded();
     let stream = rig.stream();
