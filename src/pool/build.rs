@@ -62,7 +62,9 @@ impl PoolBuilder {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
         let name = Name::take(&self.name.take().unwrap_or_else(number));
-        let span = crate::foreign::span!(INFO, target: "pinpool::pool", "build", pool = &*name, capacity = self.capacity);
+        let span = crate::foreign::span!(
+            INFO, target: "pinpool::pool", "build", pool = &*name, capacity = self.capacity
+        );
         let _entered = span.enter();
         // One callback for all stores: a region is registered elsewhere whichever store it is of.
         let before = self.before_unpin.take().map(Arc::new);
