@@ -235,7 +235,9 @@ impl PoolBuilder {
         let nodes = self.nodes().len();
         let share = down(left / nodes);
         if share == 0 {
-            return wrong(format!("a capacity of {left} bytes has no whole page for each of {nodes} NUMA nodes"));
+            return wrong(format!(
+                "a capacity of {left} bytes has no whole page for each of {nodes} NUMA nodes"
+            ));
         }
         let region = down(self.region.unwrap_or((left / 8).clamp(256 << 20, 1 << 30))).min(share);
         let longest = self.devices.iter().map(|d| d.context().driver().longest_pin()).min();

@@ -448,9 +448,7 @@ impl Pool {
             |s: &Store| requests.iter().map(|r| s.central.place(r.len, r.align)).collect::<Result<Vec<_>>>();
         let near = requests.first().and_then(|r| r.near);
         if requests.iter().any(|r| r.near != near) {
-            return Err(Error::Config(
-                "requests that are made together must be near the same device".into(),
-            ));
+            return Err(Error::Config("requests that are made together must be near the same device".into()));
         }
         let main = &self.0.main;
         let store = match near {

@@ -39,12 +39,12 @@ const FIRST: usize = 256 << 10;
 const SLACK: usize = 64;
 
 impl CopyQueue {
-    /// Copies many pieces of host memory, pinned or not, to device memory. The calling thread, with helpers of the queue's
-    /// where there is much to do ([`QueueOptions::packers`](crate::QueueOptions::packers)), packs them into segments of `pool`
-    /// of 2 MiB at most, those that are neighbours on the device into one copy, while earlier segments are on the wire. Each
-    /// thread uses two segments at most at a time; the call waits where these are on the wire, or where the pool or the
-    /// queue has no room. When this returns all bytes have been read, and the last of them are on their way: the handle says
-    /// when they are there.
+    /// Copies many pieces of host memory, pinned or not, to device memory. The calling thread, with helpers of the
+    /// queue where there is much to do ([`QueueOptions::packers`](crate::QueueOptions::packers)), packs them into
+    /// segments of `pool` of 2 MiB at most, while earlier segments are in flight; pieces that are neighbours on the
+    /// device become one copy. Each thread uses two segments at most at a time; the call waits where these are in
+    /// flight, or where the pool or the queue has no room. When this returns, all bytes have been read, and the last of
+    /// them are in flight: the handle tells when they are on the device.
     ///
     /// Each piece's device memory must be as long as the piece at least; what is beyond stays as it is. Where two pieces
     /// overlap there, either may win. Pieces of no bytes are left out.

@@ -108,7 +108,7 @@ impl Feed {
         Ok(())
     }
 
-    /// Sends what is left, waits until everything has arrived, and says how many bytes that were.
+    /// Sends what is left, waits until all bytes are on the device, and returns their number.
     ///
     /// # Errors
     /// What the transfer failed with.

@@ -32,20 +32,30 @@ use crate::segment::PAGE;
 /// Less than this is read through the cache in any case.
 const LEAST_DIRECT: usize = 256 << 10;
 
-/// How a file is read.
+/// How a file is read: [`FileSource::reading`].
+///
+/// ```
+/// use pinpool::pipeline::{FileSource, Reading};
+///
+/// let source = FileSource::open("Cargo.toml")?.reading(Reading::Direct);
+/// # drop(source);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
-    /// What is in the page cache from there, the rest past it, and where that is faster from where the cache has it.
+    /// Bytes in the page cache are read from there, or copied from where the cache has them if that is faster; the rest
+    /// is read past the cache.
     #[default]
     Auto,
-    /// Like everybody reads files.
+    /// By ordinary reads, through the page cache.
     Buffered,
     /// Past the page cache (`O_DIRECT`), where the file system can.
     Direct,
-    /// What is in the page cache is copied from where that has it, without moving a byte on the CPU, where the system and
-    /// the driver let us; the rest past it. That holds up other copies of the process, and is not done while foreground
-    /// transfers, or other bulk transfers than those of files, are about: then as [`Auto`](Self::Auto).
+    /// Bytes in the page cache are copied from where the cache has them, without the CPU moving them, where the system
+    /// and the driver allow it; the rest is read past the cache. That holds up other copies of the process. So it is
+    /// not done while there are foreground transfers, or bulk transfers of anything but files: then as
+    /// [`Auto`](Self::Auto).
     Mapped,
 }
 
@@ -64,8 +74,21 @@ pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
 /// another over its name is read as it was, since it is open. One that is shorter when its end is read is an error,
 /// [`Error::Shrunk`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut off and
 /// written up to its length again, the device gets old bytes here and new ones there, and the transfer ends well. Where
-/// somebody may write to it, compare checksums, or [`Metadata::modified`] before and after, which tells writes apart as far as
-/// the file system's clock does. (Checkpoints are looked at so when they are loaded as such.)
+/// another process may write to it, compare checksums, or [`Metadata::modified`] before and after, which tells writes
+/// apart as far as the file system's clock does. (The module `safetensors` does so for checkpoints.)
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// use pinpool::pipeline::FileSource;
+///
+/// let source = FileSource::open("Cargo.toml")?;
+/// let memory = device.alloc(source.len() as usize)?;
+/// pipeline.upload_file(source, &memory)?.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct FileSource {
     pub(super) file: Arc<File>,
@@ -372,9 +395,25 @@ fn advance(buf: &mut PinnedBuf, n: usize) {
 ///
 /// # What the end of a download means
 ///
-/// That the system has taken all bytes: whoever reads the file finds them. They are in the page cache and not on the disk
-/// yet. Should the machine stop now they are lost, and file systems that look for room only later (NFS, some quotas) have not
-/// said yet that there is none: they do when the file is closed, where nobody hears it, and to [`sync`](Self::sync).
+/// The system has taken all bytes: any process that reads the file finds them. They are in the page cache and not on
+/// the disk yet. Should the machine stop now, they are lost. File systems that look for room only later (NFS, some
+/// quotas) have not reported yet that there is none: they do when the file is closed, which this type cannot report,
+/// and to [`sync`](Self::sync), which can.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(4096)?);
+/// # let path = std::env::temp_dir().join(format!("pinpool-sink-{}", std::process::id()));
+/// use pinpool::pipeline::FileSink;
+///
+/// let sink = FileSink::create(&path)?.at(512); // behind a header, for example
+/// pipeline.download(&memory, sink)?.wait()?;
+/// assert_eq!(std::fs::metadata(&path)?.len(), 512 + 4096);
+/// # std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct FileSink {
     file: Arc<File>,
@@ -408,8 +447,8 @@ impl FileSink {
         self
     }
 
-    /// Waits until everything that was written to the file is on the disk (fsync(2)), and tells what went wrong on the way
-    /// there. The name of a new file is its folder's: whoever needs to find it after a crash syncs that too.
+    /// Waits until everything that was written to the file is on the disk (fsync(2)), and reports errors on the way
+    /// there. The name of a new file is part of its folder: to find the file after a crash, sync the folder too.
     ///
     /// ```
     /// # use pinpool::{pipeline::Pipeline, Device, Pool, Unpinned};

@@ -20,7 +20,31 @@ use crate::foreign;
 ///
 /// Implemented for owned bytes: `Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`. Implement it
 /// for object stores, decompressors, generators. Do not implement it by reading a mapped file: should the file become
-/// shorter, the process dies; a [`FileSource`](super::FileSource) does not.
+/// shorter, the process dies; a [`FileSource`](super::FileSource) reports an error.
+///
+/// ```
+/// use pinpool::pipeline::{Fill, Source};
+///
+/// /// A megabyte in which each byte is its offset, modulo 256.
+/// struct Ramp;
+///
+/// impl Source for Ramp {
+///     fn len(&self) -> u64 {
+///         1 << 20
+///     }
+///     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
+///         (offset..).take(into.remaining()).for_each(|at| _ = into.push(&[at as u8]));
+///         Ok(())
+///     }
+/// }
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+/// pipeline.upload(Ramp, &memory)?.wait()?;
+/// # assert_eq!(pipeline.download_vec(memory.slice(256..258))?, [0, 1]);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub trait Source: Send + Sync + 'static {
     /// Bytes that there are.
     fn len(&self) -> u64;
@@ -84,6 +108,30 @@ pub(super) mod ours {
 }
 
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
+///
+/// ```
+/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use pinpool::pipeline::Sink;
+///
+/// /// Sums the bytes up.
+/// #[derive(Default)]
+/// struct Sum(AtomicU64);
+///
+/// impl Sink for Sum {
+///     fn put(&self, _offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+///         self.0.fetch_add(bytes.iter().map(|byte| u64::from(*byte)).sum(), Ordering::Relaxed);
+///         Ok(())
+///     }
+/// }
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(1000)?);
+/// # pipeline.upload_slice(&[2; 1000], &memory)?;
+/// let sum = pipeline.download(&memory, Sum::default())?.wait()?;
+/// assert_eq!(sum.0.into_inner(), 2000);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub trait Sink: Send + Sync + 'static {
     /// What errors and progress call it.
     fn name(&self) -> Cow<'_, str> {
@@ -115,6 +163,17 @@ pub trait Sink: Send + Sync + 'static {
 
 /// The place in a pinned segment that a [`Source`] fills, from front to back. Also a [`std::io::Write`], which takes no
 /// more than fits.
+///
+/// ```
+/// use std::io::Read;
+/// use pinpool::pipeline::Fill;
+///
+/// /// Fills `into` from a reader, in the manner of [`Source::fill`](pinpool::pipeline::Source::fill).
+/// fn fill_from(reader: &mut impl Read, into: &mut Fill<'_>) -> std::io::Result<()> {
+///     let left = into.remaining() as u64;
+///     std::io::copy(&mut reader.take(left), into).map(drop)
+/// }
+/// ```
 #[derive(Debug)]
 pub struct Fill<'a> {
     buf: &'a mut PinnedBuf,
