@@ -1,4 +1,8 @@
-//! How a pool is set up, checked once when it is built.
+//! How a pool is set up.
+//!
+//! `PoolBuilder` collects the settings as they are given. `plan` checks them all at once when the pool is built, fills
+//! in the defaults, and gives a `PoolPlan`, which nothing checks again. An option is a field, a setter with its
+//! documentation and default, and a line in `plan`. The pool's `build` calls this module, and nothing else does.
 
 use crate::arena::MAX_EXTENT;
 use crate::device::HostAllocFlags;
@@ -7,7 +11,22 @@ use crate::error::{Error, Result};
 use crate::region::{Backing, BeforeUnpin, HugePages, RegionInfo, RegionOptions, Unpinned};
 use crate::segment::PAGE;
 
-/// Sets up a [`Pool`](crate::Pool). Sizes are bytes.
+/// Sets up a [`Pool`](crate::Pool): see [`Pool::builder`](crate::Pool::builder). Sizes are bytes. The settings are
+/// checked by [`build`](Self::build).
+///
+/// ```
+/// use pinpool::{Device, Pool, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// let pool = Pool::builder(&device)
+///     .name("weights")
+///     .capacity(64 << 20) // at most
+///     .initial(16 << 20) // at the start; the rest when requests need it
+///     .unpinned(Unpinned::Allow) // go on where the memlock limit is too low
+///     .build()?;
+/// assert_eq!(pool.name(), "weights");
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[must_use = "nothing happens until `build`"]
 pub struct PoolBuilder {
     pub(crate) devices: Vec<Device>,
@@ -26,10 +45,10 @@ pub struct PoolBuilder {
     pub(crate) track: bool,
 }
 
-/// Everything decided.
+/// The settings, checked and complete.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PoolPlan {
-    /// For the pool proper, reserves taken off; for each of the nodes.
+    /// Of each NUMA node's store, without the reserves.
     pub(crate) capacity: usize,
     pub(crate) initial: usize,
     pub(crate) region: usize,
@@ -59,127 +78,133 @@ impl PoolBuilder {
         }
     }
 
-    /// One more device that the pool serves. All must be of one family, and every buffer serves all of them.
+    /// Adds a device that the pool serves. All devices must be of one family (all CUDA, all Ascend, or the host), and
+    /// every buffer serves all of them.
     ///
-    /// Where the devices hang on several NUMA nodes, each node has an equal share of the capacity, in regions of its
-    /// own, and [`Request::near`](crate::Request::near) names the device whose node a buffer is to come from; without
-    /// it buffers come from the first device's.
+    /// Where the devices are on several NUMA nodes, each node has an equal share of the capacity, in regions of its
+    /// own. [`Request::near`](crate::Request::near) names the device that a buffer is to be near; without it, buffers
+    /// come from the first device's node.
     pub fn device(mut self, device: &Device) -> Self {
-        // Once each: what is in flight is summed up over the devices.
+        // Each device once: bytes in flight are summed over the devices.
         if self.devices.iter().all(|d| d.context().id() != device.context().id()) {
             self.devices.push(device.clone());
         }
         self
     }
 
-    /// Bytes that the pool may hold at most, reserves included; rounded down to whole pages. Default: 256 MiB.
+    /// The bytes that the pool may hold at most, reserves included; rounded down to whole pages. Default: 256 MiB.
     pub fn capacity(mut self, bytes: usize) -> Self {
         self.capacity = bytes;
         self
     }
 
-    /// Bytes to start with: [`build`](Self::build) returns when the first extent of them is pinned, the rest follows in
-    /// the background. Default: one region.
+    /// The bytes to start with. [`build`](Self::build) returns when the first extent of them is pinned; the rest is
+    /// pinned in the background. 0 pins nothing before the first checkout. Default: one [region](Self::region).
     pub fn initial(mut self, bytes: usize) -> Self {
         self.initial = Some(bytes);
         self
     }
 
-    /// Bytes to grow by. Default: an eighth of the capacity, at least 256 MiB and at most 1 GiB; all of the capacity
-    /// where that is less.
+    /// The bytes of a region, by which the pool grows. Default: an eighth of the capacity, at least 256 MiB and at most
+    /// 1 GiB; all of the capacity where that is less.
     ///
     /// A buffer lies in one region and takes a little more than its length (see
     /// [`Request::segment_bytes`](crate::Request::segment_bytes)), so a region of 2 MiB holds one buffer of 1 MiB, not
-    /// two. Regions should be many times as large as most buffers, or a little larger than what is to fit.
+    /// two. Make regions many times as large as most buffers, or a little larger than a whole number of them.
     pub fn region(mut self, bytes: usize) -> Self {
         self.region = Some(bytes);
         self
     }
 
-    /// Bytes pinned by one call at most, and so the largest segment that there can be. Default: 256 MiB, for which the
-    /// call takes a few milliseconds; other users of the driver may have to wait for so long. What the system or the
-    /// driver cannot pin in one call is cut smaller: on CUDA 256 GiB are the most, and 1 GiB on Linux 6.11 to 6.13; on
-    /// Ascend 128 GiB.
+    /// The bytes that one driver call pins at most. An extent is also the largest segment that there can be. Default:
+    /// 256 MiB, which take a few milliseconds to pin; other users of the driver may have to wait for that long. An
+    /// extent is made smaller where the system or the driver cannot pin as much in one call: CUDA pins at most 256 GiB,
+    /// and 1 GiB on Linux 6.11 to 6.13; Ascend 128 GiB.
     pub fn extent(mut self, bytes: usize) -> Self {
         self.extent = Some(bytes);
         self
     }
 
-    /// Bytes that one thread may keep for itself at most, so that its next checkouts cost nothing. Four times as much
-    /// may lie between threads, in batches that who returns leaves for who takes; so `n` threads and what is between
-    /// them keep `n + 4` times this at most, whichever way buffers flow. All of it is within reach of a request that
-    /// finds nothing else: first what lies between threads and what those keep who have been idle for a millisecond; of
-    /// a thread at work half of what it has of the very class; and everything, once the pool can grow no more or
-    /// anybody waits. A thread that ends leaves its part to the pool. A size class gets an eighth of it and 64 segments
-    /// at most; segments of up to a quarter are kept by twos at least, and larger ones not at all. So much for each
-    /// node where there are several, and for each reserve. Default: a 32nd of the capacity, at least 256 KiB and at
-    /// most 64 MiB.
+    /// The bytes that a thread may cache at most. A checkout that its thread's cache serves takes no lock, and a return
+    /// goes to the cache of the thread that makes it. 0 switches the caches off. Default: a 32nd of the capacity, at
+    /// least 256 KiB and at most 64 MiB; for each NUMA node where the pool has several, and for each reserve.
+    ///
+    /// - **Between threads**, up to four times as much is cached: batches of segments that one thread has returned and
+    ///   another may take. So `n` threads keep `n + 4` times this setting at most, whichever way buffers flow.
+    /// - **Within a cache**, one size class gets an eighth of the bytes at most, and 64 segments at most. Of a class
+    ///   whose segments take up to a quarter of the setting, at least two are cached; larger segments never are.
+    /// - **A request that finds nothing else** reaches all of it, in this order: what lies between threads, and the
+    ///   caches of threads that have been idle for a millisecond; half of the segments of its own class that an active
+    ///   thread has; and everything, once the pool can grow no more or a request waits.
+    ///
+    /// A thread that ends leaves its cache to the pool.
     pub fn thread_cache(mut self, bytes: usize) -> Self {
         self.thread_cache = Some(bytes);
         self
     }
 
-    /// What to do when the system refuses to lock pages. Default: an error.
+    /// What to do when the system refuses to lock pages. Default: [`Unpinned::Refuse`], an error.
     pub fn unpinned(mut self, policy: Unpinned) -> Self {
         self.unpinned = policy;
         self
     }
 
-    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest; on Ascend [`Backing::HostAlloc`],
-    /// which all devices have there. What is [adopted](crate::Pool::adopt) comes on top of it.
+    /// Where the memory comes from. Default: [`Backing::Registered`], the fastest to pin; on Ascend
+    /// [`Backing::HostAlloc`], which all devices have there. [Adopted](crate::Pool::adopt) memory comes on top of it.
     pub fn backing(mut self, backing: Backing) -> Self {
         self.backing = Some(backing);
         self
     }
 
-    /// Whether the memory is backed by huge pages, which make pinning several times faster where the system has them at
-    /// hand. Default: [`HugePages::Auto`].
+    /// Whether the memory is backed by huge pages, which make pinning several times faster where the system has them
+    /// free. Default: [`HugePages::Auto`].
     pub fn huge_pages(mut self, huge: HugePages) -> Self {
         self.huge_pages = huge;
         self
     }
 
-    /// Threads that touch pages while a region is made, beside the one that pins what was touched. They end with the
-    /// region's making. Default: as many as there are cores, at most 8.
+    /// The number of threads that touch pages while a region is made, beside the one that pins what was touched. They
+    /// end when the region is complete. Default: the number of cores, at most 8.
     pub fn pin_threads(mut self, threads: usize) -> Self {
         self.pin_threads = Some(threads);
         self
     }
 
-    /// Bytes, of the capacity, that only requests which name `name` may take; rounded up to whole pages. Pinned when
-    /// the pool is built. A reserve never grows: for a buffer of 1 MiB it needs 1 MiB and a page.
+    /// Sets aside bytes of the capacity, rounded up to whole pages, for requests that name this reserve
+    /// ([`Request::reserve`](crate::Request::reserve)). Such a request takes them only where the rest of the pool has
+    /// nothing free. A reserve is pinned whole before [`build`](Self::build) returns, and never grows: for a buffer of
+    /// 1 MiB it needs 1 MiB and a page. May be called several times, with different names.
     pub fn reserve(mut self, name: impl Into<String>, bytes: usize) -> Self {
         self.reserves.push((name.into(), bytes));
         self
     }
 
-    /// Called before a region is unpinned, on the device's worker thread, for those who registered it elsewhere too. It
-    /// must not call the pool.
+    /// A call to make before a region is unpinned, for a program that has registered the region elsewhere too (see
+    /// [`Pool::regions`](crate::Pool::regions)). It runs on the device's region thread, and must not call the pool.
     pub fn before_unpin(mut self, call: impl Fn(&RegionInfo) + Send + Sync + 'static) -> Self {
         self.before_unpin = Some(Box::new(call));
         self
     }
 
-    /// What the pool is called in events, statistics and reports. Default: `pool-N`, where N counts the process's
-    /// pools.
+    /// The pool's name in events, statistics and reports. Default: `pool-N`, where N counts the process's pools.
     ///
-    /// There it is told from all others: while a pool of this name lives, the next one is called `name#2`, and so on,
-    /// and [`Pool::name`](crate::Pool::name) says so. A name is free again once the last handle to its pool is dropped,
-    /// so a pool that is built anew goes on with its metrics. Of a longer name the first 100 characters count, and what
-    /// is no printable character is written out (`\u{1b}`).
+    /// No two pools have the same name at the same time: while a pool of this name is open, the next one is called
+    /// `name#2`, and so on; [`Pool::name`](crate::Pool::name) returns the name in use. A name is free again once the
+    /// last handle to its pool is dropped, so a pool that is built anew continues the metrics of the one before. A name
+    /// is cut after 100 characters, and characters that are not printable are escaped (`\u{1b}`).
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// Whether every checkout is entered in a ledger, with its time, its [tag](crate::Request::tag) and the place in
-    /// the program that asked for it, for [`Pool::stuck`](crate::Pool::stuck) and for the histogram of holding.
-    /// Default: no.
+    /// Whether the pool records every checkout: its time, its [tag](crate::Request::tag) and the place in the program
+    /// that made it. [`Pool::stuck`](crate::Pool::stuck) then has all of these, and the histogram of holding times
+    /// counts every buffer. Default: no, and a sample is recorded.
     ///
-    /// It is for finding leaks, and costs what the pool is otherwise built to avoid: threads keep nothing for
-    /// themselves ([`thread_cache`](Self::thread_cache) counts as 0, and every checkout as a miss), each checkout and
-    /// each return takes the pool's lock and reads the clock, so that the two together take up to a microsecond and not
-    /// some nanoseconds, and an entry takes about 100 bytes for as long as its buffer is out.
+    /// Tracking is for finding leaks, and costs what the pool otherwise avoids. Threads cache nothing
+    /// ([`thread_cache`](Self::thread_cache) counts as 0, and every checkout is a miss). Each checkout and each return
+    /// takes the pool's lock and reads the clock: the two together take up to a microsecond, not some nanoseconds. A
+    /// record takes about 100 bytes for as long as its buffer is out.
     pub fn track_checkouts(mut self, track: bool) -> Self {
         self.track = track;
         self
@@ -210,7 +235,9 @@ impl PoolBuilder {
         let nodes = self.nodes().len();
         let share = down(left / nodes);
         if share == 0 {
-            return wrong(format!("a capacity of {left} bytes does not go round among {nodes} NUMA nodes"));
+            return wrong(format!(
+                "a capacity of {left} bytes has no whole page for each of {nodes} NUMA nodes"
+            ));
         }
         let region = down(self.region.unwrap_or((left / 8).clamp(256 << 20, 1 << 30))).min(share);
         let longest = self.devices.iter().map(|d| d.context().driver().longest_pin()).min();
@@ -223,7 +250,7 @@ impl PoolBuilder {
             Some(bytes) if down(bytes) > left => {
                 return wrong(format!("{bytes} bytes to start with are more than the capacity of {left}"));
             }
-            // Each node has its part, if only a page.
+            // Each node starts with its part, at least a page.
             Some(bytes) => up(down(bytes).div_ceil(nodes)).min(share),
             None => region,
         };
@@ -269,8 +296,8 @@ impl PoolBuilder {
         })
     }
 
-    /// The NUMA nodes that the devices hang on, and which devices (by number) hang on each; the first device's comes
-    /// first. A device that does not know its node counts to the first's.
+    /// The NUMA nodes of the devices, each with the numbers of its devices; the first device's node comes first. A
+    /// device that does not know its node counts to that one.
     pub(crate) fn nodes(&self) -> Vec<(Option<u32>, Vec<usize>)> {
         let mut nodes: Vec<(Option<u32>, Vec<usize>)> = Vec::new();
         for (number, device) in self.devices.iter().enumerate() {

@@ -1,10 +1,13 @@
-//! What can go wrong, in one type.
+//! All errors of the crate, in one type.
 //!
-//! Whoever handles an error asks one question first: *what may I still do?* [`Error::class`] answers it, and it is
-//! the one place in the crate where errors are told apart. Every message names the cause and what to do about it.
+//! A caller needs to know first what it may still do. [`Error::class`] says that, and is the one place in the crate
+//! where errors are classified. Every message names the cause and the remedy.
 //!
-//! What a file, a driver or the system said is in the fields as it was said. In the message it is escaped and has an
-//! end ([`crate::escape`]): each field of text goes through `shown`, which a test holds every variant to.
+//! Text from a file, a driver or the system is kept in the fields as it was. In the message it is escaped and cut to a
+//! bounded length ([`crate::escape`]): each field of text goes through `shown`. A test makes every variant with hostile
+//! text and checks that.
+//!
+//! This module knows no other but `escape`; every module may use it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,27 +15,63 @@ use std::time::{Duration, Instant};
 
 use crate::escape::text as shown;
 
-/// A result of this crate.
+/// A result whose error is this crate's [`Error`], unless another is named.
+///
+/// ```
+/// fn staging_pool(device: &pinpool::Device) -> pinpool::Result<pinpool::Pool> {
+///     pinpool::Pool::builder(device).unpinned(pinpool::Unpinned::Allow).build()
+/// }
+/// # assert!(staging_pool(&pinpool::Device::open("host")?).is_ok());
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What an error means for what comes next.
+/// What an error means for what the caller may do next: [`Error::class`].
+///
+/// ```
+/// use pinpool::{Error, ErrorClass};
+///
+/// fn advice(error: &Error) -> &'static str {
+///     match error.class() {
+///         ErrorClass::Transient => "try again later",
+///         ErrorClass::DeviceLost | ErrorClass::Shutdown => "restart the process",
+///         _ => "change the call",
+///     }
+/// }
+/// assert_eq!(advice(&Error::ZeroLength), "change the call");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorClass {
-    /// This call was wrong; nothing was lost and nothing else is affected. Calling again unchanged fails again.
+    /// This call cannot succeed as it was made. Nothing was lost and nothing else is affected. The same call fails
+    /// again.
     Argument,
-    /// The stream is being captured into a graph and the call cannot be part of it. Only this call is affected.
+    /// The stream is being captured into a graph, and the call cannot be part of it. Only this call is affected. It may
+    /// succeed outside the capture.
     Capture,
-    /// A matter of the moment: out of memory, not ready, timed out. The same call may succeed later.
+    /// A condition that may pass: out of memory, not ready, timed out. The same call may succeed later.
     Transient,
-    /// The device (or the stream, after [`Error::Internal`]) is gone for good. Everything in flight there is
-    /// quarantined, and later calls fail at once.
+    /// The device (or the stream, after [`Error::Internal`]) cannot be used until the process ends. Everything in
+    /// flight there is quarantined, and later calls fail at once.
     DeviceLost,
-    /// The driver is shutting down under us. Memory is leaked rather than touched.
+    /// The driver is shutting down, since the process ends. Memory is leaked and not touched.
     Shutdown,
 }
 
-/// What a device's driver said.
+/// A driver call that failed. Part of [`Error::Device`].
+///
+/// ```
+/// use pinpool::Error;
+///
+/// fn code(error: &Error) -> Option<(&str, i64)> {
+///     match error {
+///         Error::Device(failed) => Some((failed.call, failed.code)),
+///         Error::Transfer { cause, .. } => code(cause),
+///         _ => None,
+///     }
+/// }
+/// # assert!(code(&Error::Closed).is_none());
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceError {
     /// The device, as [`Device::open`](crate::Device::open) names it.
@@ -41,9 +80,9 @@ pub struct DeviceError {
     pub call: &'static str,
     /// The driver's number for the error (an `errno` for the host device).
     pub code: i64,
-    /// What the driver or the system calls it.
+    /// The driver's or the system's text for the error.
     pub text: Arc<str>,
-    /// What it means.
+    /// What the error means.
     pub class: ErrorClass,
 }
 
@@ -64,34 +103,49 @@ impl fmt::Display for DeviceError {
 }
 
 /// Why an address names no memory that a device's copies can use. Part of [`Error::BadAddress`].
+///
+/// ```
+/// use pinpool::{AddressFault, Error};
+///
+/// fn over(error: &Error) -> Option<usize> {
+///     match error {
+///         Error::BadAddress { fault: AddressFault::PastEnd { over, .. }, .. } => Some(*over),
+///         _ => None,
+///     }
+/// }
+/// # assert!(over(&Error::Closed).is_none());
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AddressFault {
-    /// The address is zero.
+    /// The address is zero. Remedy: allocate first.
     #[error("it is null")]
     Null,
-    /// Memory of the host.
+    /// It is memory of the host. Remedy: name it as the host's side of a copy, in a buffer of a pool or to a blocking
+    /// copy.
     #[error(
-        "that is {}; it is the host's side of a copy: use a buffer of a pool, or the blocking copies, which take borrowed \
-         memory", if *.registered { "page-locked host memory" } else { "ordinary host memory" }
+        "that is {}; it is the host's side of a copy: use a buffer of a pool, or the blocking copies, which take \
+         borrowed memory", if *.registered { "page-locked host memory" } else { "ordinary host memory" }
     )]
     Host {
-        /// Whether the driver knows it, as memory that is page-locked.
+        /// Whether the driver knows it as page-locked memory.
         registered: bool,
     },
-    /// Memory of another device of the family. Copies between devices are not made, with or without peer access.
+    /// It is memory of another device of the family. Copies between devices are not made, with or without peer access.
+    /// Remedy: a stream of that device, or a copy through the host.
     #[error("that is memory of {}; copy on a stream of that device, or through the host", shown(device))]
     OtherDevice {
         /// The device whose memory it is.
         device: String,
     },
-    /// Memory of the same GPU that another context allocated than the one that the device works in.
+    /// It is memory of the same GPU that was allocated in another context than the device's. Remedy: allocate it in the
+    /// device's own context, which is the primary one.
     #[error(
-        "another context of the GPU allocated it, and only with peer access between the two could it be used here; allocate it \
-         in the device's own context, which is the primary one, like the runtime API's and the frameworks'"
+        "another context of the GPU allocated it, and only with peer access between the two could it be used here; \
+         allocate it in the device's own context, which is the primary one, like the runtime API's and the frameworks'"
     )]
     OtherContext,
-    /// The range leaves the allocation in which it starts.
+    /// The range ends behind the allocation in which it starts. Remedy: a shorter range.
     #[error(
         "the allocation there starts at {start:#x} and has {size} bytes, and the range leaves it by {over}"
     )]
@@ -103,26 +157,44 @@ pub enum AddressFault {
         /// How many bytes of the range lie past its end.
         over: usize,
     },
-    /// The driver knows of no memory there.
+    /// The driver knows of no memory there: it was freed, or a kernel allocated it by `malloc` or `new` (the
+    /// device-side heap), which no copy call accepts. Remedy: have a kernel copy it to memory of `cudaMalloc`,
+    /// `cuMemAlloc` or [`Device::alloc`](crate::Device::alloc), and name that.
     #[error(
-        "the driver knows no memory there; either a kernel's own malloc or new gave it (the device-side heap, which no copy \
-         call accepts: have a kernel copy it to memory of cudaMalloc, cuMemAlloc or `Device::alloc`, and name that), or it \
-         was freed"
+        "the driver knows no memory there; either a kernel's own malloc or new gave it (the device-side heap, which \
+         no copy call accepts: have a kernel copy it to memory of cudaMalloc, cuMemAlloc or `Device::alloc`, and name \
+         that), or it was freed"
     )]
     Unknown,
 }
 
-/// What went wrong. See [`Error::class`] for what it means.
+/// Every error of the crate. The documentation of each variant names the cause and the remedy, and so does its message.
+/// [`class`](Self::class) says what an error means for the caller.
+///
+/// ```
+/// use pinpool::{Device, Error, Pool, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()?;
+/// let all = pool.checkout(900 << 10)?;
+/// match pool.try_checkout(900 << 10) {
+///     Err(error @ Error::Exhausted { .. }) => assert!(error.is_retryable(), "when `all` has come back"),
+///     other => panic!("{other:?}"),
+/// }
+/// # drop(all);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A length of zero was asked for.
+    /// A buffer of length zero was asked for. Remedy: ask for at least one byte.
     #[error("a segment of 0 bytes was asked for; ask for at least 1")]
     ZeroLength,
-    /// The length is beyond what any segment can have.
+    /// The length is more than any segment of this pool can have. Remedy: a larger
+    /// [capacity](crate::PoolBuilder::capacity), larger [extents](crate::PoolBuilder::extent), or several buffers.
     #[error(
-        "{len} bytes are more than one segment can hold ({largest}); raise the capacity, configure larger extents, or split \
-         the request"
+        "{len} bytes are more than one segment can hold ({largest}); raise the capacity, configure larger extents, or \
+         split the request"
     )]
     TooLong {
         /// Bytes asked for.
@@ -130,7 +202,7 @@ pub enum Error {
         /// The largest length that the pool's capacity and extents can ever serve.
         largest: usize,
     },
-    /// The alignment is not a power of two, or beyond what regions guarantee.
+    /// The alignment is not a power of two, or larger than is served. Remedy: a power of two of at most `largest`.
     #[error("{align} is no alignment: it must be a power of two of at most {largest}")]
     BadAlignment {
         /// Alignment asked for, in bytes.
@@ -138,18 +210,19 @@ pub enum Error {
         /// The largest alignment served, in bytes.
         largest: usize,
     },
-    /// A setting makes no sense; the text names it and says which values do.
+    /// A setting, or a combination of arguments, makes no sense. The text names it, and says which values do.
     #[error("{}", shown(.0))]
     Config(String),
-    /// No device has this name.
+    /// No device has this name. Remedy: one of the names in `known`.
     #[error("unknown device \"{}\"; {}", shown(name), shown(known))]
     UnknownDevice {
-        /// What was asked for.
+        /// The name that was asked for.
         name: String,
-        /// Which names there are.
+        /// The names there are.
         known: String,
     },
-    /// The device exists by name, but cannot be used here.
+    /// The device has a valid name, but cannot be used here: a driver or a device is missing, or a thread could not be
+    /// started. `why` has the cause and the remedy; `pinpool doctor --device NAME` tells more.
     #[error("device {} is not available: {}", shown(device), shown(why))]
     Unavailable {
         /// The device.
@@ -157,10 +230,12 @@ pub enum Error {
         /// The cause and the remedy.
         why: String,
     },
-    /// This platform or device cannot do it.
+    /// This platform, this device or this thread cannot do it; the text says why, and what to do instead.
     #[error("unsupported: {}", shown(.0))]
     Unsupported(String),
-    /// The memlock limit refuses to lock the pages.
+    /// The memlock limit of the process does not allow to lock the pages. Remedy: a higher limit (`ulimit -l`,
+    /// `LimitMEMLOCK=infinity`, `--ulimit memlock=-1`, `CAP_IPC_LOCK`), or
+    /// [`Unpinned::Allow`](crate::Unpinned::Allow).
     #[error(
         "locking {wanted} bytes was refused: the memlock limit is {}; raise it (ulimit -l, LimitMEMLOCK=infinity, \
          --ulimit memlock=-1, CAP_IPC_LOCK) or allow unpinned memory in the configuration",
@@ -172,15 +247,17 @@ pub enum Error {
         /// The limit, as text (bytes, or "unlimited").
         limit: String,
     },
-    /// The system has no memory for a region.
+    /// The system has no memory for a region, a plain buffer, or a file's header. Remedy: free memory, or raise the
+    /// limit that the text names.
     #[error("the system refused {wanted} bytes: {}", shown(text))]
     OutOfMemory {
         /// Bytes asked for.
         wanted: usize,
-        /// What the system said.
+        /// The system's text.
         text: String,
     },
-    /// The pool has no free segment for this request now, and was not to wait.
+    /// The pool has no free segment for this request now, and the call does not wait. Remedy: wait, let buffers return,
+    /// or raise the capacity. [`Pool::stuck`](crate::Pool::stuck) lists what is out.
     #[error(
         "the pool has no room for {len} bytes now ({capacity} bytes of capacity); wait, return buffers, or raise the \
          capacity{}", .growth.as_ref().map_or_else(String::new, |e| format!("; growing failed: {e}"))
@@ -188,14 +265,15 @@ pub enum Error {
     Exhausted {
         /// Bytes asked for.
         len: usize,
-        /// Bytes that the pool proper may hold, or the reserve.
+        /// Bytes that the pool may hold without its reserves, or that the reserve holds, which the request named.
         capacity: usize,
-        /// Why the pool could not grow, where that was tried and failed last.
+        /// Why the pool did not grow, where it tried last and failed.
         growth: Option<Box<Error>>,
     },
-    /// Memory that was to be adopted has no whole page in it.
+    /// Memory that was to be adopted has no whole page in it. Remedy: a larger piece, or one that starts on a page.
     #[error(
-        "{len} bytes of memory to adopt have no whole page of {page} bytes in them; give a larger piece, or one that starts on a page"
+        "{len} bytes of memory to adopt have no whole page of {page} bytes in them; give a larger piece, or one that \
+         starts on a page"
     )]
     NoWholePage {
         /// Bytes to adopt.
@@ -203,67 +281,73 @@ pub enum Error {
         /// Bytes of a page.
         page: usize,
     },
-    /// Memory that was to be adopted is more than the capacity has left.
+    /// Memory that was to be adopted is more than the capacity has left. Remedy: [trim](crate::Pool::trim) the pool, or
+    /// raise the capacity.
     #[error(
-        "{len} bytes of memory to adopt are more than the {room} that the capacity of {capacity} bytes has left; trim the pool, \
-         or raise the capacity"
+        "{len} bytes of memory to adopt are more than the {room} that the capacity of {capacity} bytes has left; trim \
+         the pool, or raise the capacity"
     )]
     OverCapacity {
         /// Bytes to adopt.
         len: usize,
-        /// Bytes that the pool proper could still take, in whole pages.
+        /// Bytes that the pool could still take, in whole pages, without its reserves.
         room: usize,
-        /// Bytes that the pool proper may hold.
+        /// Bytes that the pool may hold without its reserves.
         capacity: usize,
     },
-    /// So many copies of the calling thread's wait in the queue or are in flight that it takes no more now, and was not
-    /// to wait.
+    /// The copy queue has `depth` copies of the calling thread that are not complete, and the call does not wait.
+    /// Remedy: wait for one of them, or configure a [deeper queue](crate::QueueOptions::depth).
     #[error(
-        "the copy queue has {depth} copies of this thread's (or of one that shares its lane) outstanding already; wait for one of them, or configure a deeper queue"
+        "the copy queue has {depth} copies of this thread (or of one that shares its lane) outstanding already; wait \
+         for one of them, or configure a deeper queue"
     )]
     QueueFull {
-        /// Copies that may be outstanding in a lane.
+        /// Copies that may be outstanding for each thread and direction.
         depth: usize,
     },
-    /// The copy queue was shut down.
+    /// The copy queue was shut down. Remedy: another queue.
     #[error("the copy queue is shut down; make another one by Device::copy_queue")]
     QueueClosed,
-    /// A mistake in this crate, which it has noticed: the text says where. What was in flight there is quarantined.
+    /// A mistake in this crate, noticed by the crate itself; the text says where. What was in flight there is
+    /// quarantined. Remedy: a report, with the lines of the log before it.
     #[error(
         "a mistake in pinpool: {0}; what was in flight there is quarantined; report it with the log's lines before it"
     )]
     Internal(&'static str),
-    /// The deadline passed first. How long the call waited: no less than it was told to, but on a
-    /// [stepped](crate::host) device, where a wait ends as soon as nothing can move any more.
+    /// The deadline passed before the wait was over. The field is the time waited: no less than the call was told to
+    /// wait, except on a [stepped](crate::host) device, where a wait ends as soon as nothing can move any more. Remedy:
+    /// a later deadline; where a pool was waited for, the same as for [`Exhausted`](Self::Exhausted).
     #[error("timed out after {0:?}")]
     Timeout(Duration),
-    /// Waiting cannot help, whatever comes back: the capacity is too small for what was asked for together, or what is
-    /// quarantined is in the way.
+    /// Waiting cannot help, whatever comes back: the capacity is too small for what was asked for together, or
+    /// quarantined bytes are in the way. Remedy: a larger capacity, or less at once.
     #[error(
-        "no amount of waiting makes room for {len} bytes within a capacity of {capacity} bytes, of which {quarantined} are \
-         quarantined; raise the capacity, or ask for less at once"
+        "no amount of waiting makes room for {len} bytes within a capacity of {capacity} bytes, of which \
+         {quarantined} are quarantined; raise the capacity, or ask for less at once"
     )]
     Impossible {
         /// Bytes asked for.
         len: usize,
-        /// Bytes that are never to be reused.
+        /// Bytes that are never used again.
         quarantined: usize,
-        /// Bytes that the pool proper may hold, or the reserve.
+        /// Bytes that the pool may hold without its reserves, or that the reserve holds, which the request named.
         capacity: usize,
     },
-    /// The pool was shut down.
-    #[error("the pool is shut down")]
+    /// The pool is shut down, by [`Pool::shutdown`](crate::Pool::shutdown) or since its last handle was dropped.
+    /// Remedy: another pool.
+    #[error("the pool is shut down; build another one")]
     Closed,
-    /// This is the child of a fork, and its parent had begun to open a device by then: nothing of this crate can be
-    /// used here, what the child would open itself included. Fork before the first device is opened, or start a program
-    /// ([`std::process::Command`]).
+    /// This process is the child of a fork, and its parent had begun to open a device before. Nothing of this crate can
+    /// be used here, devices that the child would open itself included. Remedy: fork before the first device is opened,
+    /// or start a program ([`std::process::Command`]).
     #[error(
-        "this process was forked from one that had opened a device, and can use none: fork before the first device is opened, \
-         or start another program"
+        "this process was forked from one that had opened a device, and can use none: fork before the first device is \
+         opened, or start another program"
     )]
     Forked,
-    /// The buffer belongs to a pool that does not serve this device, or the device memory or stream is another
-    /// device's. (Copies between devices are not made, with or without peer access.)
+    /// The buffer belongs to a pool that does not serve this device, or the device memory or the stream is another
+    /// device's. Copies between devices are not made, with or without peer access. Remedy: name the device to
+    /// [`PoolBuilder::device`](crate::PoolBuilder::device), or use memory and streams of one device together.
     #[error(
         "{} is another device: name it to Pool::builder where it is to use a pool's buffers, and use device memory and \
          streams with those of the same device only",
@@ -273,7 +357,8 @@ pub enum Error {
         /// The device that was to use it.
         device: String,
     },
-    /// A stream of another context than the device's.
+    /// The stream belongs to another context than the device works in. Remedy: adopt it with the device of its own
+    /// context (`adopt_context` in the modules `cuda` and `acl` gives it).
     #[error(
         "the stream belongs to another context than the one that {} works in; adopt the stream with the device of its \
          own context (adopt_context in the module cuda or acl gives it)",
@@ -283,11 +368,11 @@ pub enum Error {
         /// The device that the stream was to be adopted for.
         device: String,
     },
-    /// The stream is being captured into a graph, and this call can be no part of one. Nothing was submitted, and the
-    /// capture is as it was.
+    /// The stream is being captured into a graph, and this call cannot be part of one. Nothing was submitted, and the
+    /// capture is as it was. Remedy: `remedy`, which depends on the call.
     #[error(
-        "{what} was refused: the stream is being captured into a graph, where it would spoil the capture, or happen again with \
-         every launch; {remedy}"
+        "{what} was refused: the stream is being captured into a graph, where it would spoil the capture, or happen \
+         again with every launch; {remedy}"
     )]
     Capturing {
         /// What was refused.
@@ -295,7 +380,8 @@ pub enum Error {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// A call that makes something a part of the graph being captured, on a stream that is in no capture.
+    /// The call makes something a part of the graph that is being captured, and the stream is in no capture. Remedy:
+    /// `remedy`, which depends on the call.
     #[error("{what} needs a stream that is being captured into a graph, and this one is not; {remedy}")]
     NotCapturing {
         /// What was refused.
@@ -303,24 +389,26 @@ pub enum Error {
         /// What to do instead.
         remedy: &'static str,
     },
-    /// A slice of cudarc's on another stream than its own, where cudarc does not keep track of what is done to it.
+    /// A slice of cudarc was used on another stream than its own, where cudarc keeps no order between the two: its
+    /// event tracking is off, or was when the slice was made. Remedy: the slice's own stream.
     #[error(
-        "the slice belongs to another stream, and cudarc does not keep the order between the two on {} (event tracking is \
-         off, or was when the slice was made; there is no stream but the default one; the slice is the default stream's of \
-         another CudaContext, or a per-thread default stream's): nothing would order the slice's next use, or its end, after \
-         the copy; copy on the slice's own stream",
+        "the slice belongs to another stream, and cudarc does not keep the order between the two on {} (event \
+         tracking is off, or was when the slice was made; there is no stream but the default one; the slice is the \
+         default stream's of another CudaContext, or a per-thread default stream's): nothing would order the slice's \
+         next use, or its end, after the copy; copy on the slice's own stream",
         shown(device)
     )]
     Unordered {
         /// The device that the slice is on.
         device: String,
     },
-    /// A stream-ready buffer was used on another stream than the one it is ready on.
+    /// A stream-ready buffer was used on another stream than the one that it was checked out on. Remedy: that stream,
+    /// or wait for the buffer first.
     #[error(
         "a stream-ready buffer can be used only on the stream it was checked out on; wait for it to use it elsewhere"
     )]
     WrongStream,
-    /// A raw address that names no memory which this device's copies can use.
+    /// A raw address names no memory that this device's copies can use. [`AddressFault`] has the cause and the remedy.
     #[error("{len} bytes at address {address:#x} cannot be used as memory of {}: {fault}", shown(device))]
     BadAddress {
         /// The device that was to use it.
@@ -332,15 +420,17 @@ pub enum Error {
         /// What is wrong with it.
         fault: AddressFault,
     },
-    /// A token that names no segment checked out of this pool.
+    /// The token names no buffer that is checked out of this pool: it was redeemed before, or is of another pool, or
+    /// was made up. Remedy: redeem each token once, at its own pool.
     #[error(
         "the token names no segment that is checked out of this pool: it is stale, foreign or was redeemed before"
     )]
     StaleToken,
-    /// Nothing has been written to the buffer that was to be sent.
+    /// There is nothing to copy: nothing was written to the buffer, the range is empty, or a list has no entries.
+    /// Remedy: write to the buffer first (`extend_from_slice`, `assume_written` after a kernel).
     #[error("nothing to copy: the range is empty")]
     Empty,
-    /// A range that leaves what it is a range of.
+    /// A range does not lie within the thing that it is a range of. Remedy: a range within `0..len`.
     #[error("range {start}..{end} is outside of {len} bytes")]
     OutOfRange {
         /// First byte.
@@ -350,58 +440,63 @@ pub enum Error {
         /// Length of the whole.
         len: usize,
     },
-    /// The target is smaller than what was to be copied or written.
+    /// The target is smaller than what was to be copied or written. Remedy: a larger target, or a part of the source.
     #[error("{need} bytes do not fit into {have}")]
     TooSmall {
         /// Bytes needed.
         need: usize,
-        /// Bytes there.
+        /// Bytes that the target has.
         have: usize,
     },
-    /// The bytes cannot be viewed as that type.
+    /// The bytes cannot be viewed as that type: their number is no multiple of its size, or their address of its
+    /// alignment. The text says which. Remedy: another length, or [`Request::align`](crate::Request::align).
     #[error("the bytes cannot be viewed as this type: {}", shown(.0))]
     View(String),
-    /// The source of a transfer could not be read. If it had begun, only what `Progress::landed_to` says is on the
-    /// device.
+    /// The source of a transfer could not be read. Of a transfer that had begun, only the bytes that
+    /// [`Progress::landed_to`](crate::pipeline::Progress::landed_to) counts are on the device. Remedy: `text` and
+    /// `kind` have the system's reason; then start again.
     #[error("{} cannot be read at offset {offset}: {}", shown(what), shown(text))]
     Read {
-        /// The file, or what else was read.
+        /// The file, or the name of another source.
         what: String,
-        /// Where it was read.
+        /// The offset that was read, in bytes.
         offset: u64,
-        /// What the system calls the error.
+        /// The system's kind of error.
         kind: std::io::ErrorKind,
-        /// What the system says.
+        /// The system's text.
         text: String,
     },
-    /// The source of a transfer ends before it should.
+    /// The source of a transfer ends before the length that it had at first: a file was cut off meanwhile. Remedy: load
+    /// it again while no process writes to it.
     #[error(
-        "{} ends at byte {end}, not at {len}: it has become shorter since its length was taken; load it again when nobody \
-         writes to it",
+        "{} ends at byte {end}, not at {len}: it has become shorter since its length was taken; load it again while no \
+         process writes to it",
         shown(what)
     )]
     Shrunk {
-        /// The file, or what else was read.
+        /// The file, or the name of another source.
         what: String,
         /// Bytes that it has.
         end: u64,
-        /// Bytes that it had, or said that it had.
+        /// Bytes that it had, or reported.
         len: u64,
     },
-    /// The target of a transfer could not be written.
+    /// The target of a transfer could not be written; what it has of this transfer is incomplete. Remedy: make room
+    /// where `kind` says that there is none, and write it again.
     #[error("{} cannot be written at offset {offset}: {}{}", shown(what), shown(text), advice(*kind))]
     Write {
-        /// The file, or what else was written.
+        /// The file, or the name of another target.
         what: String,
-        /// Where it was written.
+        /// The offset that was written, in bytes.
         offset: u64,
-        /// What the system calls the error.
+        /// The system's kind of error.
         kind: std::io::ErrorKind,
-        /// What the system says.
+        /// The system's text.
         text: String,
     },
-    /// A file that is not what it says it is: a header that lies about what follows it, or an index about its files.
-    /// Nothing of it was loaded.
+    /// A file is not as it describes itself: its header does not agree with what follows, or an index not with its
+    /// files. Or it was written to since it was opened. Remedy: `why` names it; mostly, get the file again from where
+    /// it can be trusted.
     #[error(
         "{} is refused: {}{}", shown(what),
         .tensor.as_ref().map_or_else(String::new, |name| format!("tensor \"{}\" ", shown(name))), shown(why)
@@ -409,36 +504,36 @@ pub enum Error {
     Malformed {
         /// The file.
         what: String,
-        /// The tensor that the lie is about, where it is about one: its name as messages show it, escaped and with at
-        /// most 200 characters.
+        /// The tensor that the fault is in, where it is in one: its name as messages show it, escaped and cut to 200
+        /// characters.
         tensor: Option<Box<str>>,
-        /// What is wrong, and what to do about it.
+        /// The cause and the remedy.
         why: String,
     },
-    /// A chunk of a transfer failed on its way to or from the device.
+    /// A chunk of a transfer failed on its way to or from the device. `cause` has the cause, its remedy and its class.
     #[error("the transfer of {} failed at offset {offset}: {cause}", shown(what))]
     Transfer {
-        /// The file, or what else was moved.
+        /// The file, or the name of another source or target.
         what: String,
-        /// Where the chunk starts.
+        /// The offset where the chunk starts, in bytes.
         offset: u64,
-        /// What happened.
+        /// The error of the chunk.
         cause: Box<Error>,
     },
-    /// The transfer was cancelled before its end; what it was to fill is incomplete.
+    /// The transfer was cancelled before its end, and its target is incomplete. Remedy: start it again.
     #[error(
         "the transfer of {} was cancelled after {done} of {total} bytes; start it again for all of them",
         shown(what)
     )]
     Cancelled {
-        /// The file, or what else was moved.
+        /// The file, or the name of another source or target.
         what: String,
-        /// Bytes that had arrived.
+        /// Bytes whose copies were complete.
         done: u64,
         /// Bytes that were to be moved.
         total: u64,
     },
-    /// A driver call failed.
+    /// A driver call failed. [`DeviceError::class`] says whether the device can still be used.
     #[error("{0}")]
     Device(DeviceError),
 }
@@ -453,7 +548,7 @@ impl Error {
         }
     }
 
-    /// What the error means for what comes next. The one place where errors are told apart.
+    /// What the error means for what the caller may do next. The one place where errors are classified.
     #[must_use]
     pub fn class(&self) -> ErrorClass {
         match self {
@@ -477,7 +572,7 @@ impl Error {
         self.class() == ErrorClass::Transient
     }
 
-    /// Whether the device is gone for good.
+    /// Whether the device cannot be used until the process ends.
     #[must_use]
     pub fn is_device_lost(&self) -> bool {
         matches!(self.class(), ErrorClass::DeviceLost | ErrorClass::Shutdown)
@@ -499,14 +594,27 @@ impl From<Error> for std::io::Error {
     }
 }
 
-/// A refused submit: the error, and the buffer when nothing had been handed to the driver yet. (From
-/// [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the error, and after a
-/// timeout the handle.)
+/// The error of a submit, with the buffer where the driver was not called yet. (Of
+/// [`InFlight::wait_timeout`](crate::InFlight::wait_timeout): the error, and after a timeout the handle.)
 ///
-/// With `buffer: None` the driver was called and its answer leaves open whether the device still uses the buffer:
-/// the segment goes back to the pool by itself once a later event on that stream is seen complete.
+/// With `buffer: None` the driver was called, and its answer leaves open whether the device still uses the buffer. The
+/// segment returns to the pool by itself once a later event on that stream is seen complete.
+///
+/// ```
+/// # use pinpool::{Device, Error, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
+/// let empty = pool.checkout(4096)?; // nothing is written to it
+/// let refused = stream.upload(empty, &memory).expect_err("there is nothing to copy");
+/// assert_eq!(refused.error, Error::Empty);
+/// let mut buf = refused.buffer.expect("the driver was not called");
+/// buf.extend_from_slice(b"hello");
+/// stream.upload(buf, &memory)?.wait()?; // `?` makes an `Error` of it, and drops the buffer
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub struct SubmitError<B> {
-    /// What went wrong.
+    /// The error.
     pub error: Error,
     /// The buffer, if the device cannot be using it.
     pub buffer: Option<B>,
@@ -545,10 +653,20 @@ impl<B> From<SubmitError<B>> for Error {
     }
 }
 
-/// Memory of the caller's was not registered, by [`Pool::adopt`](crate::Pool::adopt) or
-/// [`Device::register`](crate::Device::register): the error, and the memory as it was.
+/// The error of [`Pool::adopt`](crate::Pool::adopt) and [`Device::register`](crate::Device::register), with the
+/// caller's memory as it was.
+///
+/// ```
+/// # use pinpool::{Device, Error, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// let refused = pool.adopt(vec![7_u8; 100]).expect_err("100 bytes have no whole page");
+/// assert!(matches!(refused.error, Error::NoWholePage { .. }));
+/// assert_eq!(refused.memory.expect("it was not registered").len(), 100);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub struct RegisterError<T> {
-    /// What went wrong.
+    /// The error.
     pub error: Error,
     /// The memory. `None` only where a part of it was registered and the driver refused to undo that: then it is
     /// leaked, since the device may still reach it, and the log says so.
@@ -582,8 +700,8 @@ impl<T> From<RegisterError<T>> for Error {
     }
 }
 
-/// What to do about something that could not be written. It may be a file that was complete before and still is, so
-/// nobody is told to remove anything.
+/// The remedy where a target could not be written. The target may be a file that was complete before and still is, so
+/// the message does not say to remove anything.
 fn advice(kind: std::io::ErrorKind) -> &'static str {
     use std::io::ErrorKind;
     match kind {

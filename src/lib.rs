@@ -1,23 +1,23 @@
 //! A pool of page-locked ("pinned") host memory for inference servers.
 //!
-//! Pinned memory is what accelerators copy from and to at full speed, and it is slow to get. So it is taken from the
-//! system in large *regions*, once; regions are cut into *segments* by size class; a segment is checked out, filled,
-//! copied to or from a device on a stream, and comes back by itself when the copy is done.
+//! Accelerators copy at full speed from and to pinned memory only, and the system takes long to pin memory. So the pool
+//! pins large *regions*, once, and cuts them into *segments* by size class. A segment is checked out as a buffer,
+//! filled, copied to or from a device on a stream, and returns to the pool by itself when the copy is complete.
 //!
 //! # The one rule
 //!
 //! **A host-ready buffer never has device work outstanding, and getting one never waits for a stream unless the caller
 //! chose to wait.** Stream order alone does not protect host memory: the CPU writes at once, while an earlier copy may
-//! still read. So what may be done with a buffer is its type:
+//! still read. So the type of a buffer says what may be done with it:
 //!
 //! | type | the CPU may | the device may |
 //! | --- | --- | --- |
 //! | [`PinnedBuf`], host-ready | read what was written, and write | do nothing |
 //! | [`StreamBuf`], stream-ready | do nothing | use it on one stream, in order |
-//! | [`InFlight`] | do nothing | read or write it at any time, until it is done |
+//! | [`InFlight`], in flight | do nothing | read or write it at any time, until the copy is complete |
 //!
-//! Submitting a copy takes the buffer; waiting for it, or awaiting it, gives it back; dropping the handle lets the
-//! segment return to the pool by itself.
+//! A copy takes the buffer. Waiting for the copy, or awaiting it, gives the buffer back. Dropping the handle lets the
+//! segment return to the pool when the copy is complete.
 //!
 //! # Example
 //!
@@ -25,16 +25,16 @@
 //! use pinpool::{Device, Pool, Unpinned};
 //!
 //! let device = Device::open("auto")?; // or "cuda:0", "acl:0", "host"
-//! // Refusing to go on without page locks is the default; this runs under any memlock limit.
+//! // By default a memlock limit that is too low is an error; with `Allow` the pool goes on with unpinned memory.
 //! let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
 //! let stream = device.stream()?;
 //! let weights = device.alloc(5)?;
 //!
-//! let mut buf = pool.checkout(5)?; // host-ready, and ours alone
+//! let mut buf = pool.checkout(5)?; // host-ready, and this thread's alone
 //! buf.extend_from_slice(b"hello");
-//! let sent = stream.upload(buf, weights.slice(..))?; // takes buf: nobody can write under the copy
-//! let buf = sent.wait()?; // have it back, to fill again
-//! drop(stream.upload(buf, weights.slice(..))?); // or let it return when the copy is done
+//! let sent = stream.upload(buf, weights.slice(..))?; // takes `buf`: no code can write to it during the copy
+//! let buf = sent.wait()?; // gives it back, to fill again
+//! drop(stream.upload(buf, weights.slice(..))?); // or it returns to the pool when the copy is complete
 //!
 //! let landing = pool.checkout_on(&stream, 5)?; // stream-ready: may still be in flight on this very stream
 //! let back = stream.download(weights.slice(..), landing)?.wait()?;
@@ -44,88 +44,47 @@
 //!
 //! # Where to look
 //!
-//! - Setting up: [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`]; device memory in a
-//!   stream's order by [`Stream::alloc`], that of others by [`Device::raw_memory`].
-//! - Checking out: [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms;
-//!   [`Pool::checkout_or_unpinned`] where plain memory is better than none. [`Request`] names alignment and reserve.
-//! - Where memory comes from: [`PoolBuilder::backing`] for the pool's own, [`Pool::adopt`] for memory that the pool may
-//!   cut up, [`Device::register`] for values that are copied from where they are.
-//! - Copying: [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms, [`Stream::hold`] for work
-//!   that others submit; [`Stream::copy_host`] from buffer to buffer.
-//! - Many small copies: [`Device::copy_queue`], to which many threads push, and which submits in batches;
-//!   [`CopyQueue::gather`], [`CopyQueue::scatter_blocking`] and their `_pinned` forms for thousands of pieces by one
-//!   call; [`Stream::wait_for_copy`] to order other work behind a copy.
-//! - Sharing: a server's own contexts and streams are adopted, and ours given out, by the modules `cuda` and `acl`
-//!   (features of the same names); [`Stream::upload_captured`] and its like tie buffers to a graph that is being
-//!   captured.
-//! - Much at once: the module [`pipeline`]; checkpoints in the safetensors format: the module `safetensors` (feature
-//!   `safetensors`).
-//! - Looking: [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]. For operators: [`telemetry`],
-//!   with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics.
-//! - Ending: [`Pool::trim`], [`Pool::shutdown`], and for a process that ends or loads its driver anew
-//!   [`Device::close`], which waits until everything has been given back. Dropping never waits, and buffers that are
-//!   out stay usable.
-//! - Errors: [`Error::class`] says what an error means for what comes next.
-//! - Testing: [`host`], a device that can be told to be late, to fail, to hang and to die.
+//! | to | see |
+//! | --- | --- |
+//! | set up | [`Device::open`], [`Pool::builder`], [`Device::stream`], [`Device::alloc`] |
+//! | check out | [`Pool::checkout`] and its `try_`, `_timeout`, `_async`, `_many` and `_on` forms; [`Request`] for alignment, reserve and NUMA node; [`Pool::checkout_or_unpinned`] where plain memory is better than none |
+//! | choose the memory | [`PoolBuilder::backing`]; [`Pool::adopt`] for memory that the pool may cut up, [`Device::register`] for values that are copied from where they are |
+//! | copy | [`Stream::upload`], [`Stream::download`], their `_part` and `_blocking` forms; [`Stream::copy_host`] from buffer to buffer |
+//! | run kernels on buffers | [`Stream::hold`] keeps a buffer until they are done; [`Stream::upload_captured`] and its like tie buffers to a graph that is being captured |
+//! | make many small copies | [`Device::copy_queue`]; [`CopyQueue::gather`] and [`CopyQueue::scatter_blocking`] for thousands of pieces in one call; [`Stream::wait_for_copy`] to order other work behind a copy |
+//! | move gigabytes | the module [`pipeline`]; for checkpoints in the safetensors format the module `safetensors` (feature of that name) |
+//! | share | the modules `cuda` and `acl` (features of these names) adopt contexts and streams of the program, and give out their own; [`Stream::alloc`] and [`Device::raw_memory`] for device memory |
+//! | watch | [`Pool::stats`], [`Pool::pinning`], [`Pool::regions`], [`Pool::check`]; [`telemetry`] with [`Pool::snapshot`], [`Pool::stuck`] and a [`Sampler`](telemetry::Sampler) that sends metrics |
+//! | end | [`Pool::trim`], [`Pool::shutdown`]; [`Device::close`] waits until the driver has everything back. Dropping never waits, and buffers that are out stay usable |
+//! | handle errors | [`Error::class`] |
+//! | test | [`host`], a device that can be told to be late, to fail, to hang and to die |
 //!
-//! # Foreign code
+//! The manual is in the folder `docs` of the repository and of the package: `operations.md` (setting up a machine,
+//! limits, forks and signals, trouble), `cuda.md`, `ascend.md`, `benchmarks.md`, and for a reader of the code
+//! `architecture.md`.
 //!
-//! The crate calls code of the program that embeds it: `tracing` subscribers, `metrics` recorders, wakers, sources and
-//! sinks, [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic,
-//! block, and call the crate. The rules:
+//! # Calls into the program
 //!
-//! - It runs under no lock of the crate, never between a driver's acceptance of work and the entry that keeps the
-//!   memory for it, and not on a thread that has lent borrowed memory to a device. What comes up there (an event, a
-//!   wake, a drop) runs on the same thread afterwards: wakes first, then the others in order. So a subscriber may ask
-//!   the pool whatever it likes, and run tasks until they are done.
-//! - A panic is caught, told by an event of the target `pinpool::foreign` (a subscriber's own is not), and costs that
-//!   one call: the event, the wake, the transfer whose source or sink it was. A payload whose drop panics is leaked.
-//! - The crate's threads go on after a panic. What a mistake of the crate's own leaves in doubt is quarantined, and
-//!   reads as [`Error::Internal`].
-//! - A waker that is called while this thread runs another waker waits for its turn: wakes are made by a loop. A waker
-//!   must not wait for a wake that the same thread is to make. Waits that would never end, since only this very thread
-//!   could end them, are refused with [`Error::Unsupported`].
-//! - The crate's threads block signals. Threads and processes that such code starts there begin with the same mask
-//!   (`std::process::Command` keeps it): a process that is to hear `SIGTERM` is given a mask of its own.
-//! - Code that a call is given for its own duration, and calls on the caller's thread (a reader for
-//!   [`upload_read`](pipeline::Pipeline::upload_read), a writer, a closure), may panic through that call, which first
-//!   waits for what it has under way.
+//! The crate calls code of the program: `tracing` subscribers, `metrics` recorders, wakers, sources and sinks,
+//! [`PoolBuilder::before_unpin`], and the drop of registered, adopted and lent values. Such code may panic, block, and
+//! call the crate. The rules:
 //!
-//! # The layer rule
-//!
-//! Each module knows only those above it in this table, so nothing calls upward; [`Pool`] puts them in order.
-//! (Two types are named from below, not called: `arena` marks extents with `region`'s number, and a `Stream` keeps its
-//! `device::handle::Device`.) Unsafe
-//! code is denied everywhere but in the modules that are marked, and there each block says why it is sound.
-//!
-//! | module | what it knows | unsafe |
-//! | --- | --- | --- |
-//! | `escape` | text of others, made fit to be shown | |
-//! | `error` | what can go wrong, and what that means | |
-//! | `sealed` | what methods of sealed traits take, so that only the crate calls them | |
-//! | `os` | the system calls, all of them | yes |
-//! | `foreign` | code that is not the crate's: each call of it, and when it must not run | yes |
-//! | `locks` | locks under which foreign code is put off | |
-//! | `sync` | atomics, locks and fences: the standard library's or loom's | |
-//! | `segment` | the segment rule and the size classes: integer arithmetic only | |
-//! | `telemetry::counters`, `telemetry::ledger` | what is counted where it happens; since when a segment is out: numbers only | |
-//! | `freelist` | the lock-free parts; no device and no policy | yes |
-//! | `arena` | extents, runs and segments, and a check of every invariant | yes |
-//! | `device` | the contract: what a device must do; below it, the devices | yes |
-//! | `region` | where pinned ranges come from, written against the contract | yes |
-//! | `central` | what buffers drop into: thread caches, waiters, returns | yes |
-//! | `stream` | timelines and holds, and who finds out what is done | yes |
-//! | `device::handle` | an opened device: its context, its reaper, its end | yes |
-//! | `cuda` | what only CUDA has: contexts and streams that others made | yes |
-//! | `buffer` | the types of buffers and of what is in flight | yes |
-//! | `config` | how a pool is set up | |
-//! | `telemetry::stuck` | the report on buffers that have been out for long | |
-//! | `pool` | the public face: trying, growing, waiting, ending | yes |
-//! | `copy` | copies between buffers and device memory; `copy::pipeline`: much of it | yes |
-//! | `safetensors` | files of tensors on the pipeline: what they hold, where it goes, when it is there | |
-//! | `cudarc` | cudarc's contexts, streams and slices beside the pool | yes |
-//! | `acl` | what only Ascend has: the library, contexts and streams that others made | yes |
-//! | `telemetry` | the snapshot, and the sampler that sends metrics | |
+//! - **When it runs.** It runs under no lock of the crate, never between a driver's acceptance of work and the entry
+//!   that keeps the memory for it, and not while its thread has lent borrowed memory to a device. A call that falls due
+//!   there is made on the same thread afterwards: wakes first, then the others in order. So a subscriber may call the
+//!   pool, and run tasks until they are done.
+//! - **Panics.** A panic is caught, and reported by an event of the target `pinpool::foreign` (but for a subscriber's
+//!   own). It ends that one call: the event, the wake, the transfer with that source or sink. A payload whose drop
+//!   panics is leaked.
+//! - **Threads of the crate** go on after a panic. If a mistake of the crate leaves the state of memory in doubt, the
+//!   memory is quarantined, and calls return [`Error::Internal`].
+//! - **Wakers.** A wake that falls due while the thread runs another waker is made after that one. A waker must not
+//!   wait for a wake that its own thread is to make. Waits that only their own thread could end are refused with
+//!   [`Error::Unsupported`].
+//! - **Signals.** The crate's threads block signals. Threads and processes that such code starts there inherit the mask
+//!   (`std::process::Command` keeps it): set another one for a process that is to receive `SIGTERM`.
+//! - **Code for one call**: a reader for [`upload_read`](pipeline::Pipeline::upload_read), a writer or a closure, which
+//!   runs on the caller's thread, may panic through that call. The call first waits for its copies.
 //!
 //! # Features
 //!
@@ -134,37 +93,76 @@
 //! | `acl` | yes | Ascend NPUs, as `acl:N`; the library is loaded at run time, nothing is needed to build or to start |
 //! | `cuda` | yes | NVIDIA GPUs, as `cuda:N`; the driver is loaded at run time, nothing is needed to build or to start |
 //! | `cudarc` | no | cudarc's contexts, streams and slices beside the pool, in the module `cudarc`; needs the Rust that cudarc needs (0.19.2 and later: 1.88) |
-//! | `metrics` | no | a [`Sampler`](telemetry::Sampler) feeds the recorder of the `metrics` facade, too |
+//! | `metrics` | no | a [`Sampler`](telemetry::Sampler) also feeds the recorder of the `metrics` facade |
 //! | `safetensors` | no | checkpoints in the safetensors format to device tensors, in the module `safetensors` |
 //! | `cli` | no | the `pinpool` command: `load` moves files to a device and back, `bench` measures how fast, `doctor` says what stands in the way of pinning, `top` shows the pools of a process that serves `/metrics`; with `safetensors` |
 //!
 //! The host device is always there. Features are additive.
 //!
-//! What was tried on what: CUDA on H200 GPUs and on a stand-in driver; Ascend on a stand-in library alone, written from
-//! CANN's documentation, since no hardware was at hand (`acl::hardware` says how to try it there).
+//! CUDA was tested on H200 GPUs and on a stand-in driver. Ascend was tested on a stand-in library alone, written from
+//! CANN's documentation, since no hardware was at hand; the module `acl::hardware` says how to test it there.
 //!
 //! # Events
 //!
-//! The crate logs through [`tracing`], and never for a hit or a copy. The page of [`telemetry`] lists the targets,
-//! levels and fields of all spans and of the events that an operator acts on, and all metrics.
+//! The crate logs through [`tracing`], and never for a hit or a copy. The page of [`telemetry`] lists all spans, the
+//! events that an operator acts on, and all metrics.
 //!
 //! # Platforms
 //!
-//! Linux on x86_64 and aarch64, Rust 1.85 or later. Elsewhere the crate compiles and [`Device::open`] says that it is
-//! unsupported.
+//! Linux on x86_64 and aarch64, Rust 1.85 or later. Elsewhere the crate compiles, and [`Device::open`] returns
+//! [`Error::Unsupported`].
 
 // Which feature a thing needs stands beside it on docs.rs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// Models use a part of the crate, other systems next to nothing; where there are no fences the system's barrier has no
-// caller, and without a vendor's feature neither has what only that vendor's driver calls.
+// The models (`loom`) use a part of the crate, and other systems use next to nothing of it. Where there are no fences
+// (`pinpool_rmw`), the system's barrier has no caller, and without a vendor's feature neither has what only that
+// vendor's driver calls.
 #![cfg_attr(
     any(loom, pinpool_rmw, not(target_os = "linux"), not(all(feature = "acl", feature = "cuda"))),
     allow(dead_code)
 )]
-// Foreign code, and locks, go through one module each: see `foreign`.
+// Code of the program is called by way of `foreign` alone, and locks are those of `locks`.
 #![cfg_attr(not(test), deny(clippy::disallowed_macros, clippy::disallowed_methods, clippy::disallowed_types))]
 
-// By name. The order of the layers is in the table above.
+// # The layers
+//
+// Each module uses only modules above it in this table, so that nothing calls upward. Two types are named from below,
+// and not called: `arena` marks extents with `region`'s number, and a `Stream` keeps its `device::handle::Device`.
+// Unsafe code is denied but in the modules that are marked; there each block says why it is sound.
+// docs/architecture.md has a picture of the layers, and two walks through them.
+//
+// | module              | what it has                                                                      | unsafe |
+// | ------------------- | -------------------------------------------------------------------------------- | ------ |
+// | escape              | text of a file, a driver or the system, escaped and cut, to be shown             |        |
+// | error               | the errors, and what each means for the caller                                   |        |
+// | sealed              | a key that methods of sealed traits take, so that only the crate calls them      |        |
+// | os                  | all system calls                                                                 | yes    |
+// | foreign             | all calls of the program's code, and when they must not be made                  | yes    |
+// | locks               | locks under which the program's code is put off                                  |        |
+// | sync                | atomics, locks and fences: the standard library's or loom's                      |        |
+// | segment             | the segment rule and the size classes: integer arithmetic only                   |        |
+// | telemetry::counters | histograms and counts: numbers only                                              |        |
+// | telemetry::ledger   | when segments were checked out: numbers only                                     |        |
+// | freelist            | the lock-free parts; no device and no policy                                     | yes    |
+// | arena               | extents, runs and segments, and a check of every invariant                       | yes    |
+// | device              | the contract that a device fulfils; below it, the devices                        | yes    |
+// | region              | where pinned ranges come from, written against the contract                      | yes    |
+// | central             | the central pool: leases of thread caches, reclaim, growth, the queue of waiters | yes    |
+// | stream              | timelines, holds and the reaper                                                  | yes    |
+// | device::handle      | an opened device: its context, its reaper, its end                               | yes    |
+// | cuda                | what only CUDA has: adopted contexts and streams                                 | yes    |
+// | buffer              | the types of buffers, and of what is in flight                                   | yes    |
+// | config              | how a pool is set up                                                             |        |
+// | telemetry::stuck    | the report on buffers that have been out for long                                |        |
+// | pool                | the public face: trying, growing, waiting, ending                                | yes    |
+// | copy                | copies between buffers and device memory; the pipeline, the copy queue           | yes    |
+// | safetensors         | checkpoints: what files hold, where on the device it goes, when it is there      |        |
+// | cudarc              | cudarc's contexts, streams and slices beside the pool                            | yes    |
+// | acl                 | what only Ascend has: the library, adopted contexts and streams                  | yes    |
+// | telemetry           | the snapshot, and the sampler that sends metrics                                 |        |
+//
+// Below, the modules are in alphabetical order. The command (`main.rs`, `cli`) uses the public face alone.
+
 #[cfg(feature = "acl")]
 pub mod acl;
 mod arena;
@@ -211,7 +209,7 @@ pub use region::{Backing, HugePages, Pinning, RegionId, RegionInfo, Unpinned};
 pub use stable_deref_trait::StableDeref;
 pub use stream::Stream;
 
-/// The examples of the README and of the pages in `docs` are compiled and run with the other examples.
+/// Compiles and runs the examples of the README and of the pages in `docs` with the other examples.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 #[doc = include_str!("../docs/operations.md")]

@@ -37,8 +37,21 @@ const HOLD_REMEDY: &str = "keep the buffer for as long as the graph instead: hol
 /// The sequence number of a submission whose driver call has not returned.
 const NOT_YET: u64 = u64::MAX;
 
-/// What names device memory in a copy: a [`DeviceSlice`], a [`DeviceBuffer`], a reference to one, or the result of
+/// Device memory as an argument of a copy: a [`DeviceSlice`], a [`DeviceBuffer`], a reference to one, or the result of
 /// slicing one, so that `stream.upload(buf, weights.slice(..))` reports a bad range as its own error. Sealed.
+///
+/// ```
+/// # use pinpool::{Device, DeviceRange, Pool, Stream, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
+/// fn zero(pool: &Pool, stream: &Stream, len: usize, memory: impl DeviceRange) -> pinpool::Result<()> {
+///     stream.upload(pool.checkout_zeroed(len)?, memory)?.wait().map(drop)
+/// }
+/// zero(&pool, &stream, 4096, &memory)?;
+/// zero(&pool, &stream, 16, memory.slice(32..48))?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub trait DeviceRange: range::Sealed {}
 
 mod range {
@@ -77,15 +90,26 @@ mod range {
 
 impl<T: range::Sealed> DeviceRange for T {}
 
-/// What a download can land in: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can
-/// be written to. Sealed.
+/// The target of a download: a [`PinnedBuf`], a [`StreamBuf`] of the same stream, or a [`Registered`] value that can be
+/// written to. Sealed.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (stream, memory) = (device.stream()?, device.alloc(4096)?);
+/// let host_ready = stream.download(&memory, pool.checkout(4096)?)?.wait()?;
+/// let stream_ready = stream.download(&memory, pool.checkout_on(&stream, 4096)?)?.wait()?;
+/// assert_eq!((host_ready.len(), stream_ready.len()), (4096, 4096)); // both are a `PinnedBuf` now
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[diagnostic::on_unimplemented(
     message = "a download cannot land in `{Self}`",
     label = "not a buffer that the device alone may write to",
     note = "downloads land in a `PinnedBuf`, a `StreamBuf` or a `Registered` value; `download_blocking` writes to borrowed memory"
 )]
 pub trait Landing: landing::Sealed {
-    /// What comes back when it has landed: the same, or for a stream-ready buffer a host-ready one.
+    /// What comes back when the download is complete: the same type, or for a stream-ready buffer a host-ready one.
     type Landed: Lend + From<Self::Half>;
 }
 
@@ -260,8 +284,8 @@ impl Stream {
         result.map(|()| flight).map_err(|error| SubmitError { error, buffer: None })
     }
 
-    /// Copies `src` into `landing`, which must be at least as long. When it has landed, the buffer's length is the
-    /// slice's. (A [`Registered`] value is as long as ever, and what lies behind the copy stays as it was.)
+    /// Copies `src` into `landing`, which must be at least as long. When the copy is complete, the buffer's length is
+    /// the slice's. (A [`Registered`] value keeps its length, and its bytes behind the copy stay as they were.)
     ///
     /// # Errors
     /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`] of another stream.
@@ -417,8 +441,8 @@ impl Stream {
         unsafe { self.driver_copy_blocking(transfer) }
     }
 
-    /// Copies device memory into borrowed memory in stream order, and returns when it has landed. `dst` must be as long
-    /// as `src` at least. After an error its contents are undefined.
+    /// Copies device memory into borrowed memory in stream order, and returns when the copy is complete. `dst` must be
+    /// at least as long as `src`. After an error its contents are undefined.
     ///
     /// # Errors
     /// As for [`upload_blocking`](Self::upload_blocking).

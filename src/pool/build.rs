@@ -1,4 +1,4 @@
-//! Making a pool: its stores, its first memory, and how its devices know that it keeps them open.
+//! Making a pool: its stores, its first memory, and the entry by which its devices know that the pool keeps them open.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -28,7 +28,7 @@ impl Store {
         Self { central: CentralPool::new(config, Some(regions.clone())), regions }
     }
 
-    /// Starts with so many bytes and waits for the first of them.
+    /// Has `bytes` pinned, and waits until the first extent of them is.
     fn start(&self, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -44,15 +44,17 @@ impl Store {
 }
 
 impl PoolBuilder {
-    /// Builds the pool. Returns when its first extent is usable; the rest of what it starts with follows.
+    /// Builds the pool. Returns when its first extent is pinned; the rest of the [`initial`](Self::initial) bytes is
+    /// pinned in the background.
     ///
-    /// A process that puts up a sandbox (seccomp) which refuses the system call `membarrier` does so before its first
-    /// pool, or lets it grant that. The pool notices a later refusal; it aborts the process, with the reason on stderr,
-    /// where a thread that uses the pool neither comes by nor blocks for 10 seconds after that.
+    /// Install a sandbox (seccomp) that refuses the system call `membarrier` before the first pool is built, or have it
+    /// allow that call. The pool notices a later refusal, and then needs each thread that uses it to make another call
+    /// to it, or to block. If one does neither for 10 seconds, the pool aborts the process, with the reason on stderr.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) for settings that make no sense; what made pinning fail,
-    /// [`Error::MemLock`](crate::Error::MemLock) above all; [`Error::Forked`](crate::Error::Forked).
+    /// [`Error::Config`](crate::Error::Config) for settings that make no sense; the error of the pinning, most often
+    /// [`Error::MemLock`](crate::Error::MemLock); a lost device's [`Error::Device`](crate::Error::Device);
+    /// [`Error::Forked`](crate::Error::Forked).
     pub fn build(mut self) -> Result<Pool> {
         crate::os::check_fork()?;
         let plan = self.plan()?;
@@ -60,13 +62,15 @@ impl PoolBuilder {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let number = || format!("pool-{}", NUMBERS.fetch_add(1, Ordering::Relaxed));
         let name = Name::take(&self.name.take().unwrap_or_else(number));
-        let span = crate::foreign::span!(INFO, target: "pinpool::pool", "build", pool = &*name, capacity = self.capacity);
+        let span = crate::foreign::span!(
+            INFO, target: "pinpool::pool", "build", pool = &*name, capacity = self.capacity
+        );
         let _entered = span.enter();
-        // One call for all stores: whoever registered a region elsewhere does not care whose it is.
+        // One callback for all stores: a region is registered elsewhere whichever store it is of.
         let before = self.before_unpin.take().map(Arc::new);
         let numbers = Arc::new(AtomicU64::new(0));
         let nodes = self.nodes();
-        // Pinned by the worker of a device on the node; by another's when all of those are lost.
+        // The region thread of a device on the node pins; that of another device does when all of those are lost.
         let regions = |(node, devices): &(Option<u32>, Vec<usize>)| {
             let before = before.clone();
             let call =
@@ -79,11 +83,11 @@ impl PoolBuilder {
             let first = self.devices[devices[0]].context().clone();
             Regions::new(first, others, options, call, numbers.clone())
         };
-        let proper = |node| Store::new(&self.devices, &plan, plan.capacity, plan.region, regions(node));
-        let main = proper(&nodes[0]);
+        let growing = |node| Store::new(&self.devices, &plan, plan.capacity, plan.region, regions(node));
+        let main = growing(&nodes[0]);
         let others = nodes[1..].iter().map(|node| {
             let contexts = node.1.iter().map(|number| self.devices[*number].context().id()).collect();
-            (contexts, proper(node))
+            (contexts, growing(node))
         });
         let others: Vec<(Vec<u64>, Store)> = others.collect();
         let page = crate::os::page_size().max(crate::segment::PAGE);
@@ -93,7 +97,7 @@ impl PoolBuilder {
         });
         let reserves: Vec<(String, Store, usize)> = reserves.collect();
         let sizes: Vec<usize> = reserves.iter().map(|r| r.2).collect();
-        // From here on dropping the pool cleans up.
+        // From here on, the drop of the pool cleans up.
         let pool = Pool(Arc::new(PoolInner {
             main,
             nodes: others,
@@ -114,7 +118,7 @@ impl PoolBuilder {
         }
         for ((_, store), bytes) in pool.0.reserves.iter().zip(sizes) {
             store.start(bytes)?;
-            // A reserve that is not there when it is needed is none.
+            // A reserve is pinned whole before the pool is built: it must be there when it is needed.
             if let Some(error) = store.regions.wait(None, |_| false)?.error {
                 return Err(error);
             }
@@ -133,7 +137,8 @@ impl Pool {
     }
 }
 
-/// A pool as what keeps its devices open: by its handles all of them, after these by its memory those that made that.
+/// What a pool enters with its devices. As long as it has handles it keeps all of its devices open, and after that
+/// those that pinned memory which is still out.
 struct Resident {
     name: String,
     pool: WeakPool,
@@ -152,7 +157,7 @@ impl Tenant for Resident {
             held.quarantined += snapshot.quarantined_segments;
             held.quarantined_bytes += snapshot.quarantined;
         }
-        // With neither, the worker has been told.
+        // A pool without handles and buffers keeps nothing open: the region thread has been told to unpin its memory.
         (open || held.buffers > 0).then_some(held)
     }
 

@@ -1,4 +1,8 @@
-//! Checking out as a task: a future that waits in the queue, and leaves no trace when it is dropped.
+//! Step 7 of a checkout for a task: a future that waits in the queue, and leaves it when it is dropped.
+//!
+//! A future owns its plan and no reference to a store: the plan names the central pool by its number. The first poll
+//! tries like a thread, and joins the queue if there is nothing; later polls look at the queue's entry. While memory
+//! for the main store is being pinned, a request for a reserve takes what comes there first.
 
 use std::fmt;
 use std::future::Future;
@@ -13,7 +17,29 @@ use crate::central::{CentralPool, Fresh, WaitOutcome, Wake, Want};
 use crate::error::{Error, Result};
 use crate::foreign::Task;
 
-/// The future of [`Pool::checkout_async`].
+/// The future of [`Pool::checkout_async`]. Dropped before it is ready, it leaves the queue.
+///
+/// ```
+/// # use pinpool::{Checkout, Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// # fn block_on<F: std::future::Future>(future: F) -> F::Output {
+/// #     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+/// #     let mut future = std::pin::pin!(future);
+/// #     loop {
+/// #         if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut cx) {
+/// #             return output;
+/// #         }
+/// #     }
+/// # }
+/// async fn fill(checkout: Checkout) -> pinpool::Result<usize> {
+///     let mut buf = checkout.await?;
+///     buf.extend_from_slice(b"hello");
+///     Ok(buf.len())
+/// }
+/// assert_eq!(block_on(fill(pool.checkout_async(4096)))?, 5);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "nothing happens until it is awaited"]
 pub struct Checkout(pub(super) CheckoutMany);
@@ -27,20 +53,43 @@ impl Future for Checkout {
     }
 }
 
-/// The future of [`Pool::checkout_many_async`]. Dropped before it is ready, it leaves the queue, and what it was
-/// granted meanwhile goes back.
+/// The future of [`Pool::checkout_many_async`]. Dropped before it is ready, it leaves the queue, and segments that it
+/// was granted meanwhile return to the pool.
+///
+/// ```
+/// # use pinpool::{CheckoutMany, Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// # fn block_on<F: std::future::Future>(future: F) -> F::Output {
+/// #     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+/// #     let mut future = std::pin::pin!(future);
+/// #     loop {
+/// #         if let std::task::Poll::Ready(output) = future.as_mut().poll(&mut cx) {
+/// #             return output;
+/// #         }
+/// #     }
+/// # }
+/// async fn count(checkout: CheckoutMany) -> pinpool::Result<usize> {
+///     Ok(checkout.await?.len())
+/// }
+/// assert_eq!(block_on(count(pool.checkout_many_async([4096.into(), 512.into()])))?, 2);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[must_use = "nothing happens until it is awaited"]
 pub struct CheckoutMany {
     pub(super) pool: Pool,
+    /// `None` after the first poll.
     pub(super) plan: Option<Result<OwnedPlan>>,
+    /// The central pool where the request waits, and its entry in the queue there.
     pub(super) waiting: Option<(Arc<CentralPool>, usize)>,
-    /// Wants for the pool proper, while memory for it is on its way.
+    /// The wants for the main store, while memory for it is being pinned.
     pub(super) first: Option<Vec<Want>>,
     pub(super) tags: Vec<Option<&'static str>>,
     pub(super) site: &'static Location<'static>,
 }
 
 impl CheckoutMany {
+    /// The first poll: tries, and joins the queue. `None`: the request waits.
     fn start(&mut self, cx: &Context<'_>) -> Result<Option<Vec<Fresh>>> {
         let Some(plan) = self.plan.take() else { return Ok(None) };
         let (first, number, wants) = plan?;

@@ -1,4 +1,4 @@
-//! The pool's memory and its end: how far pinning has come, regions, memory of the caller's, trimming, shutting down.
+//! The pool's memory and its end: how far pinning has come, regions, adopted memory, trimming, shutting down.
 
 use std::ops::DerefMut;
 use std::task::Poll;
@@ -13,7 +13,8 @@ use crate::region::{Pinning, RegionInfo};
 impl Pool {
     // --- the memory --------------------------------------------------------------------------------------------------
 
-    /// How far pinning has come.
+    /// How far pinning has come, summed over the pool's NUMA nodes; reserves are pinned before the pool is built, and
+    /// left out.
     #[must_use]
     pub fn pinning(&self) -> Pinning {
         let mut sum = Pinning::default();
@@ -30,11 +31,11 @@ impl Pool {
         sum
     }
 
-    /// Waits until nothing is being pinned any more.
+    /// Waits until nothing is being pinned any more, for at most `timeout`; `None`: for ever. If pinning ended early,
+    /// the result says why ([`Pinning::error`]); the call succeeds all the same.
     ///
     /// # Errors
-    /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Forked`](crate::Error::Forked). That pinning ended early is
-    /// in the result, not an error.
+    /// [`Error::Timeout`](crate::Error::Timeout), [`Error::Forked`](crate::Error::Forked).
     pub fn wait_pinned(&self, timeout: Option<Duration>) -> Result<Pinning> {
         let since = Instant::now();
         let deadline = timeout.and_then(|t| since.checked_add(t));
@@ -44,7 +45,7 @@ impl Pool {
         Ok(self.pinning())
     }
 
-    /// The same for a task. (In the child of a fork: nothing, at once.)
+    /// [`wait_pinned`](Self::wait_pinned) for a task, without a deadline. In the child of a fork it is ready at once.
     pub async fn pinned(&self) -> Pinning {
         for store in self.growing() {
             std::future::poll_fn(|cx| store.regions.poll(cx.waker()).map_or(Poll::Pending, Poll::Ready))
@@ -53,35 +54,60 @@ impl Pool {
         self.pinning()
     }
 
-    /// The regions there are, reserves included, for those who register them elsewhere too.
-    /// [`PoolBuilder::before_unpin`](crate::PoolBuilder::before_unpin) says when one goes.
+    /// The pool's regions, reserves included, for a program that registers them elsewhere too (with RDMA or io_uring).
+    /// [`PoolBuilder::before_unpin`](crate::PoolBuilder::before_unpin) is called before a region goes.
+    ///
+    /// ```
+    /// # use pinpool::{Device, Pool, Unpinned};
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # let mut registered = Vec::new();
+    /// for region in pool.regions() {
+    ///     registered.push((region.base, region.len));
+    /// }
+    /// # assert!(!registered.is_empty());
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     #[must_use]
     pub fn regions(&self) -> Vec<RegionInfo> {
         self.stores().flat_map(|s| s.regions.list()).collect()
     }
 
-    /// Lets the pool have memory of the caller's, to cut up and to overwrite: pinned where it is, it is a region like
-    /// any other from here on. It is taken by value, since it is the pool's alone until it goes: a `Vec<u8>`, a
-    /// `Box<[u8]>`, a writable mapping of a file or of shared memory (`memmap2::MmapMut` with that crate's feature
-    /// `stable_deref_trait`).
+    /// Makes memory of the caller a region of the pool: it is pinned where it is, and from then on the pool cuts it up
+    /// and its buffers overwrite it. It is taken by value, since it is the pool's alone until the region goes: a
+    /// `Vec<u8>`, a `Box<[u8]>`, a writable mapping of a file or of shared memory (`memmap2::MmapMut` with that crate's
+    /// feature `stable_deref_trait`). The pool uses the whole pages inside of it. Its address stays as it is, and so do
+    /// its contents until a segment of it is checked out.
     ///
-    /// Its address and its contents stay as they are until a segment of it is handed out. The pool uses the whole pages
-    /// inside of it. It counts against the capacity: leave room for it with
-    /// [`initial`](crate::PoolBuilder::initial). Like every region it goes when it is idle and [trimmed](Self::trim),
-    /// or makes way
-    /// for another, or with the pool: then it is unpinned and the value is dropped, on the device's worker thread. It
-    /// is never part of a reserve, and where the pool's devices hang on several NUMA nodes it counts to the first one's
-    /// share, wherever it lies. Forked children see it, unlike regions of the pool's own, as the system lets them.
+    /// Adopted memory counts against the capacity: leave room for it with [`initial`](crate::PoolBuilder::initial). It
+    /// is never part of a reserve. Where the pool's devices are on several NUMA nodes, it counts to the share of the
+    /// first device's node, wherever it lies. Children of a fork see it, as far as the system lets them; regions of the
+    /// pool's own they do not see.
     ///
-    /// Waits until all of it is pinned, one call for each [extent](crate::PoolBuilder::extent) with room for others in
-    /// between: at the system's speed of pinning, some seconds for tens of gigabytes.
+    /// The region goes like any other: when it is idle and [trimmed](Self::trim), when it makes way for another region,
+    /// or with the pool. Then the device's region thread unpins it and drops the value.
+    ///
+    /// The call blocks until all of the memory is pinned: some seconds for tens of gigabytes. Each
+    /// [extent](crate::PoolBuilder::extent) is a driver call of its own, so that other users of the driver get their
+    /// turn in between.
+    ///
+    /// ```
+    /// use pinpool::{Device, Pool, Unpinned};
+    ///
+    /// let device = Device::open("host")?;
+    /// let builder = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow);
+    /// let pool = builder.initial(0).build()?; // all of the capacity is left for adopted memory
+    /// let region = pool.adopt(vec![0_u8; 1 << 20])?;
+    /// assert!(region.len <= 1 << 20); // whole pages
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     ///
     /// # Errors
     /// With the memory, unpinned and as it was: [`Error::NoWholePage`](crate::Error::NoWholePage),
     /// [`Error::OverCapacity`](crate::Error::OverCapacity), [`Error::Closed`](crate::Error::Closed),
-    /// [`Error::Forked`](crate::Error::Forked), and what the driver says: CUDA refuses memory that is registered
-    /// already or is its own, and
-    /// shared mappings of files on file systems whose pages it cannot pin for writing.
+    /// [`Error::Forked`](crate::Error::Forked); [`Error::MemLock`](crate::Error::MemLock) and
+    /// [`Error::Device`](crate::Error::Device) with the driver's refusal. CUDA refuses memory that is registered
+    /// already, memory of its own, and shared mappings of files on file systems whose pages it cannot pin for writing.
     pub fn adopt<T>(&self, memory: T) -> Result<RegionInfo, RegisterError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,
@@ -94,15 +120,27 @@ impl Pool {
         self.0.main.central.adopt(memory)
     }
 
-    /// Gives idle regions back to the system, the last to come first, as long as at least `keep` bytes stay. Returns
-    /// how many bytes went. Regions with anything in use stay, and so do reserves, which `keep` does not count.
+    /// Gives idle regions back to the system, the newest first, as long as at least `keep` bytes stay. Returns how many
+    /// bytes are given back. A region with a segment in use stays. Reserves stay too, and do not count for `keep`.
+    /// Segments in thread caches are taken back first, so they do not keep a region. The region thread unpins the
+    /// memory after this call returns.
+    ///
+    /// ```
+    /// # use pinpool::{Device, Pool, Unpinned};
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+    /// # pool.wait_pinned(None)?;
+    /// assert_eq!(pool.trim(0), 16 << 20); // nothing is checked out
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     pub fn trim(&self, keep: usize) -> usize {
         if crate::os::forked() {
             return 0;
         }
         let mut regions = Vec::new();
         for store in self.growing() {
-            // One that the worker still adds to, or whose last extent is not served from yet, must stay.
+            // A region stays while the region thread adds extents to it, or while the central pool does not serve from
+            // its last extent yet.
             let made = store.regions.made();
             let complete =
                 store.central.region_use().into_iter().filter(|(id, len, _)| made.contains(&(*id, *len)));
@@ -110,30 +148,29 @@ impl Pool {
         }
         regions.sort_unstable_by_key(|r| std::cmp::Reverse(r.1));
         let mut total: usize = regions.iter().map(|r| r.2).sum();
-        let mut gone = 0;
+        let mut freed = 0;
         for (store, id, len, free) in regions {
             if free == len && total - len >= keep && store.central.retire(id).is_some() {
                 store.regions.remove(id);
                 store.central.left(len);
                 total -= len;
-                gone += len;
+                freed += len;
             }
         }
-        gone
+        freed
     }
 
     // --- the end -----------------------------------------------------------------------------------------------------
 
-    /// Closes the pool and waits until everything has come back, but not longer than `timeout`. What is still out then
-    /// keeps its memory; it is logged, and counted in the result. Checkouts fail from the start with
-    /// [`Error::Closed`](crate::Error::Closed).
-    /// In the child of a fork it returns at once.
+    /// Closes the pool, and waits until every buffer has come back, for at most `timeout`. Checkouts fail with
+    /// [`Error::Closed`](crate::Error::Closed) as soon as the call begins. Buffers that are still out at the end keep
+    /// their memory; they are logged, and counted in the result. The call blocks the thread. In the child of a fork it
+    /// returns at once.
     ///
-    /// Free memory stays pinned until [`trim(0)`](Self::trim), or until the last handle to the pool is dropped
-    /// and the device's worker thread has unpinned it, which [`Device::close`](crate::Device::close) waits for. The
-    /// call blocks the thread.
+    /// Free memory stays pinned until [`trim(0)`](Self::trim), or until the last handle to the pool is dropped and the
+    /// device's region thread has unpinned the memory, which [`Device::close`](crate::Device::close) waits for.
     pub fn shutdown(&self, timeout: Duration) -> Shutdown {
-        // Nothing is left to be waited for, nor to be asked.
+        // The devices and their threads are the parent's: nothing here can be waited for.
         if crate::os::forked() {
             return Shutdown { drained: false, outstanding: 0, quarantined_bytes: 0 };
         }

@@ -1,22 +1,42 @@
 //! The public face: building a pool, checking out, trimming, shutting down.
 //!
-//! The pool owns no mechanism. It puts those of the other modules in order, so that none of them calls upward:
+//! # How it works
 //!
-//! 1. try: a hit, or what the central pool can find ([`crate::central`]) without taking from threads at work what they
-//!    cache;
-//! 2. ask: let the streams say what is done, since buffers may be ready to come back;
-//! 3. claim, for a stream-ready request: take over a segment in flight on that very stream;
-//! 4. grow: have the worker pin another region, up to the capacity; where that is reached, take back all that is
-//!    cached;
-//! 5. wait: join the queue, as a thread or as a task.
+//! This module has no mechanism of its own. It puts those of the modules below it in order, so that none of them calls
+//! upward. A checkout goes through these steps, and ends with the first that finds memory:
+//!
+//! 1. *Hit*: a segment of the thread cache, or of a transfer cache.
+//! 2. *Try*: what the central pool ([`crate::central`]) finds without taking what active threads have cached.
+//! 3. *Claim* (stream-ready requests only): a segment that is in flight on that very stream.
+//! 4. *Reap*: ask the streams what is complete, since buffers may be ready to come back; then try again.
+//! 5. *Reclaim*: where the pool can grow no more, take back everything that threads have cached.
+//! 6. *Grow*: have the region thread pin another region, up to the capacity.
+//! 7. *Wait*: join the queue, as a thread or as a task.
+//!
+//! A pool has one or several *stores*: a central pool and the regions that feed it. The main store is on the NUMA node
+//! of the first device. Each further node of the pool's devices has one, and so has each reserve. A request is planned
+//! once ([`RequestPlan`]): the plan names the store where the request waits and, for a request that names a reserve,
+//! the main store, which is tried first.
+//!
+//! # Invariants
+//!
+//! - A request waits at one central pool only.
+//! - No clock is read and no shared counter written before the slow path (`checkout_slow`).
+//! - `PoolInner` goes with the last handle; its drop closes the central pools and waits for nothing. Buffers keep
+//!   their central pool alive.
+//!
+//! # Files, in the order to read them
 //!
 //! | module | what is in it |
 //! | --- | --- |
-//! | `build` | making the pool, and what keeps its devices open |
 //! | `request` | what is asked for |
-//! | `waiting`, `future` | steps 4 and 5 for a thread, and for a task |
+//! | here | the checkouts: steps 1 to 6 |
+//! | `waiting`, `future` | step 7 for a thread, and for a task |
+//! | `build`, `name` | making the pool, what keeps its devices open, and its name |
 //! | `memory` | pinning, regions, trimming, the end |
-//! | `stats` | numbers, and the check |
+//! | `stats` | numbers, and the check of the invariants |
+//!
+//! `copy`, `safetensors` and `telemetry` call this module, and so does the program.
 
 mod build;
 mod future;
@@ -52,34 +72,48 @@ pub use request::Request;
 pub use stats::{Census, PoolStats, Shutdown};
 use waiting::WaitLimit;
 
-/// A pool of page-locked memory. Cloning gives another handle to the same pool.
+/// A pool of page-locked memory. Cloning gives another handle to the same pool; a handle may be used by any thread.
 ///
-/// When the last handle is dropped the pool closes without waiting: buffers that are out stay usable, and the memory
-/// goes when the last of them is back.
+/// When the last handle is dropped the pool closes without waiting: buffers that are out stay usable, and their memory
+/// is unpinned when the last of them has come back.
+///
+/// ```
+/// use pinpool::{Device, Pool, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+///
+/// let mut buf = pool.checkout(4096)?; // 4096 bytes of capacity, none written yet
+/// buf.extend_from_slice(b"hello");
+/// drop(buf); // the segment returns to the pool
+/// assert_eq!(pool.stats().checked_out_bytes, 0);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Pool(Arc<PoolInner>);
 
 struct PoolInner {
-    /// What a hit needs, first.
+    /// The store of the first device's NUMA node. The first field, since a hit reads it.
     main: Store,
-    /// Where the devices hang on several NUMA nodes: a store for each of the nodes but the first device's, and the
-    /// contexts of the devices there.
+    /// Where the devices are on several NUMA nodes: a store for each of the other nodes, with the contexts of the
+    /// devices there.
     nodes: Vec<(Vec<u64>, Store)>,
     reserves: Vec<(String, Store)>,
     devices: Vec<Device>,
     name: Name,
+    /// Requests that the thread's own cache did not serve.
     misses: AtomicU64,
-    /// Of the misses, those that nothing cached could serve.
+    /// Checkouts that no cache served: the ledger samples by this count.
     slow: AtomicU64,
     fallbacks: AtomicU64,
     fallback_bytes: AtomicU64,
     errors: ErrorTally,
-    /// When the last report on what is stuck was made.
+    /// When the last report on stuck buffers was made.
     reported: crate::locks::Mutex<Option<Instant>>,
 }
 
-/// A central pool and the regions that feed it. The reserves have one each, since bytes that only some may take must
-/// not be in anybody's cache.
+/// A central pool and the regions that feed it. Each reserve has a store of its own: bytes that only some requests may
+/// take must not lie in a cache that serves all requests.
 #[derive(Clone)]
 struct Store {
     central: Arc<CentralPool>,
@@ -94,27 +128,32 @@ impl Pool {
 
     // --- checking out ------------------------------------------------------------------------------------------------
     //
-    // Inlined always: a hit is shorter than what a call costs that returns a buffer through memory, where it is written
-    // in words and read back in wider moves, which the processor cannot forward.
+    // Always inlined: a hit takes less time than a call that returns a buffer through memory. There the buffer is
+    // written in words and read back in wider moves, which the processor cannot forward.
 
-    /// A host-ready buffer. Waits, if need be for ever, until the pool has one: see
-    /// [`try_checkout`](Self::try_checkout), [`checkout_timeout`](Self::checkout_timeout) and
-    /// [`checkout_async`](Self::checkout_async) for the other ways.
+    /// Checks out a host-ready buffer with room for `len` bytes, none of which counts as written. Waits, if need be for
+    /// ever, until the pool has one. [`try_checkout`](Self::try_checkout) does not wait,
+    /// [`checkout_timeout`](Self::checkout_timeout) has a deadline, and [`checkout_async`](Self::checkout_async) is for
+    /// tasks.
+    ///
+    /// Requests that wait are served in the order in which they came.
     ///
     /// # Errors
-    /// [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`], [`Error::Config`] for an unknown reserve;
-    /// [`Error::Closed`], [`Error::Forked`]; [`Error::Impossible`], and what made growing fail, when no wait can help;
-    /// [`Error::Exhausted`] in place of a wait on a thread of this crate, and in a waker or where an owner is dropped
-    /// that was left with it, whatever thread that is on.
+    /// - [`Error::ZeroLength`], [`Error::TooLong`], [`Error::BadAlignment`]; [`Error::Config`] for an unknown reserve;
+    ///   [`Error::WrongDevice`] for [`Request::near`] a device that the pool does not serve.
+    /// - [`Error::Closed`], [`Error::Forked`].
+    /// - [`Error::Impossible`], or the error that made growing fail, where no wait can help.
+    /// - [`Error::Exhausted`] in place of a wait where a wait could never end: on a thread of this crate, in a waker,
+    ///   and in the drop of a value that was given to this crate.
     #[inline(always)]
     #[track_caller]
     pub fn checkout<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         self.checkout_with(request.into(), || WaitLimit::Forever)
     }
 
-    /// A host-ready buffer, if there is one. Where there is none, growing is started, so that a later try may succeed.
-    /// As long as the pool can grow, what threads at work keep for themselves does not count: see
-    /// [`PoolBuilder::thread_cache`].
+    /// Checks out a host-ready buffer if the pool has one now. If it has none, the pool starts to grow, so that a later
+    /// try may succeed. As long as the pool can grow, buffers that active threads have cached are not taken from them:
+    /// see [`PoolBuilder::thread_cache`].
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Exhausted`].
@@ -124,7 +163,7 @@ impl Pool {
         self.checkout_with(request.into(), || WaitLimit::None)
     }
 
-    /// A host-ready buffer, waiting for at most so long.
+    /// Checks out a host-ready buffer, and waits for at most `timeout`.
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::Timeout`].
@@ -138,21 +177,21 @@ impl Pool {
         self.checkout_with(request.into(), || WaitLimit::For(timeout))
     }
 
-    /// The ways join with what fits registers, and the result is made once, behind them: were it written by the slow
-    /// path too, it would be in memory, put there in words and moved on in wider pieces, for which the processor has to
-    /// wait.
+    /// The hit and the slow path both end with two pointers, which fit registers, and the result is made of them once.
+    /// Were the result written by the slow path too, it would pass through memory: written in words and read back in
+    /// wider moves, for which the processor has to wait.
     #[inline(always)]
     #[track_caller]
     #[allow(unsafe_code)]
-    fn checkout_with(&self, request: Request<'_>, patience: impl FnOnce() -> WaitLimit) -> Result<PinnedBuf> {
+    fn checkout_with(&self, request: Request<'_>, limit: impl FnOnce() -> WaitLimit) -> Result<PinnedBuf> {
         let fresh = match self.hit_with(request, CentralPool::hit) {
             Some(fresh) => fresh,
             None => {
                 let mut error = Error::Closed;
                 let Request { len, align, reserve, near, tag } = request;
                 let origin = CheckoutSite { tag, site: Some(Location::caller()) };
-                match self.checkout_slow(len, align, reserve, near, origin, patience(), &mut error) {
-                    // SAFETY: returned just now, for this request.
+                match self.checkout_slow(len, align, reserve, near, origin, limit(), &mut error) {
+                    // SAFETY: `checkout_slow` returned these parts just now, for this request.
                     Some(parts) => unsafe { Fresh::from_parts(parts, len) },
                     None => return Err(error),
                 }
@@ -161,58 +200,78 @@ impl Pool {
         Ok(fresh.into())
     }
 
-    /// A host-ready buffer, for a task. Any runtime will do. Dropping the future leaves no trace.
+    /// Checks out a host-ready buffer for a task, on any runtime. The request joins the queue when the future is first
+    /// polled. A future that is dropped leaves the queue, and a segment that it was granted meanwhile goes back.
+    ///
+    /// # Errors
+    /// Of the future: as for [`checkout`](Self::checkout).
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
     pub fn checkout_async<'a>(&self, request: impl Into<Request<'a>>) -> Checkout {
         Checkout(self.checkout_many_async([request.into()]))
     }
 
-    /// Several buffers together, or none: nobody holds half of what it needs while it waits for the other half.
+    /// Checks out several buffers together, or none: so two callers cannot each hold half of what they need and wait
+    /// for the other half. Waits for at most `timeout`; `None`: for ever. All requests must name the same reserve, or
+    /// none, and be [near](Request::near) the same device. The buffers come in the order of the requests.
+    ///
+    /// ```
+    /// # use pinpool::{Device, Pool, Unpinned};
+    /// # let device = Device::open("host")?;
+    /// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+    /// let bufs = pool.checkout_many(&[4096.into(), 8192.into()], None)?;
+    /// assert!(bufs[1].capacity() >= 8192);
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// As for [`checkout_timeout`](Self::checkout_timeout); all requests must name the same reserve or none.
+    /// As for [`checkout_timeout`](Self::checkout_timeout).
     #[track_caller]
     pub fn checkout_many(
         &self,
         requests: &[Request<'_>],
         timeout: Option<Duration>,
     ) -> Result<Vec<PinnedBuf>> {
-        let patience = timeout.map_or(WaitLimit::Forever, WaitLimit::For);
-        self.acquire(requests, patience, Location::caller())
+        let limit = timeout.map_or(WaitLimit::Forever, WaitLimit::For);
+        self.acquire(requests, limit, Location::caller())
     }
 
-    /// The same for a task.
+    /// [`checkout_many`](Self::checkout_many) for a task, without a deadline.
+    ///
+    /// # Errors
+    /// Of the future: as for [`checkout`](Self::checkout).
     #[must_use = "nothing happens until it is awaited"]
     #[track_caller]
     pub fn checkout_many_async<'a>(&self, requests: impl AsRef<[Request<'a>]>) -> CheckoutMany {
         let requests = requests.as_ref();
-        // What borrows the caller's string is looked up now; the future owns the rest.
+        // The reserve's name is borrowed, so it is looked up now; the future owns all that it keeps.
         let plan = self.plan(requests).map(|e| (e.first, e.store.central.number(), e.wants));
         let tags = requests.iter().map(|r| r.tag).collect();
         let site = Location::caller();
         CheckoutMany { pool: self.clone(), plan: Some(plan), waiting: None, first: None, tags, site }
     }
 
-    /// A host-ready buffer whose bytes are there already, all of them zero, and its length with them. Waits like
+    /// Checks out a host-ready buffer whose `len` bytes are written already, all of them zero. Waits like
     /// [`checkout`](Self::checkout). The CPU writes the zeros; where a program runs on the device itself (Ascend in RC
     /// mode) `aclrtMemset` does.
     ///
     /// # Errors
-    /// As for [`checkout`](Self::checkout); what the driver says, where it writes them.
+    /// As for [`checkout`](Self::checkout); [`Error::Device`] where the driver writes the zeros and fails.
     pub fn checkout_zeroed<'a>(&self, request: impl Into<Request<'a>>) -> Result<PinnedBuf> {
         let request = request.into();
         let buf = self.checkout(request)?;
-        // The first that lives: zeros are the same whoever writes them, and a lost one writes none.
+        // The first device that is not lost: a lost one writes no zeros.
         let alive = self.0.devices.iter().find(|device| device.lost().is_none());
         buf.zeroed(alive.unwrap_or(&self.0.devices[0]).context(), request.len)
     }
 
-    /// A buffer, pinned if there is one at once, else plain memory, which says so by its type and is counted. Plain
-    /// memory has no alignment to rely on, whatever was asked for.
+    /// Checks out a pinned buffer if the pool has one now, and else gives out plain memory. The type says which of the
+    /// two it is; plain buffers are counted in [`stats`](Self::stats) and logged. Plain memory has no particular
+    /// alignment, whatever was asked for.
     ///
     /// # Errors
-    /// As for [`try_checkout`](Self::try_checkout) but [`Error::Exhausted`]; [`Error::OutOfMemory`].
+    /// As for [`try_checkout`](Self::try_checkout), but without [`Error::Exhausted`] and [`Error::Impossible`], which
+    /// plain memory takes the place of; [`Error::OutOfMemory`].
     #[track_caller]
     pub fn checkout_or_unpinned<'a>(&self, request: impl Into<Request<'a>>) -> Result<HostBuf> {
         let request = request.into();
@@ -238,12 +297,15 @@ impl Pool {
         }
     }
 
-    /// A stream-ready buffer for `stream`: free, or in flight on that very stream alone. Waits like
-    /// [`checkout`](Self::checkout), but for less, since what is in flight on that stream can be had at once; unless a
-    /// request waits for memory: what is in flight is on its way to that one, and this request waits behind it.
+    /// Checks out a stream-ready buffer for `stream`: one that is free, or one that is in flight on that very stream
+    /// alone. Work submitted to the stream later may use it; the CPU may not.
     ///
-    /// It blocks the thread. A task asks [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
-    /// [`checkout_async`](Self::checkout_async): a download completes in a [`PinnedBuf`] as well.
+    /// Waits like [`checkout`](Self::checkout), but less often, since a segment in flight on the stream is taken at
+    /// once. The exception: while another request waits for memory, segments in flight are to serve that one, and this
+    /// request waits behind it.
+    ///
+    /// The call blocks the thread. A task calls [`try_checkout_on`](Self::try_checkout_on) first, and then awaits
+    /// [`checkout_async`](Self::checkout_async): a download takes a [`PinnedBuf`] as well.
     ///
     /// # Errors
     /// As for [`checkout`](Self::checkout), and [`Error::WrongDevice`] for a stream of a device that the pool does not
@@ -253,11 +315,11 @@ impl Pool {
         self.checkout_on_with(stream, request.into(), WaitLimit::Forever, Location::caller())
     }
 
-    /// The same without waiting.
+    /// [`checkout_on`](Self::checkout_on) without waiting.
     ///
     /// # Errors
-    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`], also where only what a waiting request is
-    /// to get is in flight on the stream.
+    /// As for [`checkout_on`](Self::checkout_on), and [`Error::Exhausted`], also where segments are in flight on the
+    /// stream but another request waits for memory.
     #[track_caller]
     pub fn try_checkout_on<'a>(&self, stream: &Stream, request: impl Into<Request<'a>>) -> Result<StreamBuf> {
         self.checkout_on_with(stream, request.into(), WaitLimit::None, Location::caller())
@@ -267,7 +329,7 @@ impl Pool {
         &self,
         stream: &Stream,
         request: Request<'_>,
-        patience: WaitLimit,
+        limit: WaitLimit,
         site: &'static Location<'static>,
     ) -> Result<StreamBuf> {
         let timeline = stream.timeline();
@@ -288,12 +350,12 @@ impl Pool {
         }
         if let Placement::Class(class) = plan.wants[0].placement {
             let stores = std::iter::once(plan.store).chain(plan.first.is_some().then_some(&self.0.main));
-            // A claim takes what is about to come back, and a waiter waits for just that: while there is one, this
-            // request joins the queue behind it.
+            // A claim takes a segment that is about to come back, which is what a waiter waits for. While a request
+            // waits, this one joins the queue behind it.
             for central in stores.map(|store| &store.central).filter(|central| !central.awaited()) {
                 if let Some((key, mut segment)) = timeline.claim(central, class) {
                     self.missed();
-                    // Both names of the segment, ours and the claim's, are to carry the new length.
+                    // The claim's entry and this segment both name the length; both get the new one.
                     timeline.rebook_claim(key, request.len);
                     segment.relabel(request.len);
                     central.enter_again(&segment, CheckoutSite { tag: request.tag, site: Some(site) });
@@ -301,22 +363,23 @@ impl Pool {
                 }
             }
         }
-        let bufs = self.acquire(&[request], patience, site)?;
+        let bufs = self.acquire(&[request], limit, site)?;
         bufs.into_iter().next().map(ready).ok_or(Error::ZeroLength)
     }
 
     /// Takes back a buffer that went out as a token.
     ///
     /// # Errors
-    /// [`Error::StaleToken`] for one of another pool, one redeemed before, or one made up: [`Token`] says what that
-    /// rests on; [`Error::Forked`].
+    /// [`Error::StaleToken`] for a token of another pool, one that was redeemed before, or one that was made up:
+    /// [`Token`] says how these are told apart; [`Error::Forked`].
     pub fn redeem(&self, token: Token) -> Result<PinnedBuf> {
         crate::os::check_fork()?;
-        // The secret tells the stores apart.
+        // The token's secret tells which store it is of.
         self.stores().find_map(|s| PinnedBuf::redeem(&s.central, token)).ok_or(Error::StaleToken)
     }
 
-    /// By way of `hit` only: in this thread's thread cache, or in a transfer cache.
+    /// Tries `hit` alone ([`CentralPool::hit`] or [`CentralPool::refill`]) at the store that the request names. `None`
+    /// also for requests that no cache serves: larger alignments, reserves, lengths beyond the size classes.
     #[inline(always)]
     fn hit_with(
         &self,
@@ -341,7 +404,8 @@ impl Pool {
         other.or_else(main)
     }
 
-    /// Everything else. Takes the request in parts: whole, it would be written to memory before each hit.
+    /// A checkout that the thread cache did not serve. Takes the request in parts: whole, it would be written to memory
+    /// before each hit.
     #[cold]
     #[inline(never)]
     #[allow(clippy::too_many_arguments, reason = "see above")]
@@ -352,17 +416,17 @@ impl Pool {
         reserve: Option<&str>,
         near: Option<(u64, &str)>,
         origin: CheckoutSite,
-        patience: WaitLimit,
+        limit: WaitLimit,
         error: &mut Error,
     ) -> Option<(NonNull<CentralPool>, NonNull<Descriptor>)> {
         let CheckoutSite { tag, site } = origin;
         let request = Request { len, align, reserve, near, tag };
-        // What another thread has left on a transfer cache costs little, and less than all that follows.
+        // A batch of a transfer cache costs less than all that follows.
         if let Some(fresh) = self.hit_with(request, CentralPool::refill) {
             self.missed();
             return Some(fresh.into_segment().into_parts());
         }
-        match self.acquire(&[request], patience, site.unwrap_or(Location::caller())) {
+        match self.acquire(&[request], limit, site.unwrap_or(Location::caller())) {
             Ok(mut bufs) => bufs.pop().map(PinnedBuf::into_segment).map(Segment::into_parts),
             Err(why) => {
                 *error = why;
@@ -371,21 +435,19 @@ impl Pool {
         }
     }
 
-    /// Checks requests, and finds where they may be served from.
+    /// Checks requests that are made together, and finds the stores that may serve them.
     fn plan(&self, requests: &[Request<'_>]) -> Result<RequestPlan<'_>> {
         let reserve = requests.first().and_then(|r| r.reserve);
         if requests.iter().any(|r| r.reserve != reserve) {
             return Err(Error::Config(
-                "buffers that are asked for together must name the same reserve".into(),
+                "requests that are made together must name the same reserve, or none".into(),
             ));
         }
         let place =
             |s: &Store| requests.iter().map(|r| s.central.place(r.len, r.align)).collect::<Result<Vec<_>>>();
         let near = requests.first().and_then(|r| r.near);
         if requests.iter().any(|r| r.near != near) {
-            return Err(Error::Config(
-                "buffers that are asked for together must be near the same device".into(),
-            ));
+            return Err(Error::Config("requests that are made together must be near the same device".into()));
         }
         let main = &self.0.main;
         let store = match near {
@@ -399,14 +461,14 @@ impl Pool {
         let (_, store) = known.ok_or_else(|| Error::Config(format!("the pool has no reserve {name:?}")))?;
         match (place(main), place(store)) {
             (first, Ok(wants)) => Ok(RequestPlan { first: first.ok(), store, wants }),
-            // Larger than the reserve: then it is like any other request.
+            // The request is larger than the reserve: it is served like one that names none.
             (Ok(wants), Err(_)) => Ok(RequestPlan { first: None, store: main, wants }),
             (Err(error), Err(_)) => Err(error),
         }
     }
 
-    /// Everything that can be had without waiting for anybody: from the pool proper, all that is cached included, and
-    /// then from the reserve.
+    /// Tries the stores of a plan without waiting. A request that names a reserve is tried at the main store first,
+    /// everything that is cached there included, and then at the reserve; for others there is one store.
     fn try_plan(&self, plan: &RequestPlan<'_>, level: ReclaimLevel) -> Result<Option<Vec<Fresh>>> {
         let first = plan.first.iter().map(|wants| (&self.0.main, wants, ReclaimLevel::All));
         for (store, wants, level) in first.chain([(plan.store, &plan.wants, level)]) {
@@ -418,19 +480,19 @@ impl Pool {
         Ok(None)
     }
 
-    /// The same, and if there is nothing: asks the streams what is done, and has the memory grow.
+    /// Steps 2 and 4 to 6 of the module's page.
     fn try_hard(&self, plan: &RequestPlan<'_>) -> Result<Obtained> {
         self.missed();
         if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
             return Ok(Obtained::Granted(got));
         }
-        // Memory is short: whatever is done must come back now.
+        // Memory is short, so what is complete comes back now.
         if self.reap() {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
                 return Ok(Obtained::Granted(got));
             }
         }
-        // Where no more can be had of the system, what other threads cache and use, too.
+        // The pool can grow no more, so the caches of active threads are reclaimed too.
         if !plan.store.central.may_grow(&plan.wants) {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::All)? {
                 return Ok(Obtained::Granted(got));
@@ -440,7 +502,7 @@ impl Pool {
             self.0.main.central.grow(wants);
         }
         let growing = plan.store.central.grow(&plan.wants);
-        // On a stepped device growing is over already.
+        // A stepped device has grown within the call.
         if self.stepped() {
             if let Some(got) = self.try_plan(plan, ReclaimLevel::Idle)? {
                 return Ok(Obtained::Granted(got));
@@ -449,11 +511,12 @@ impl Pool {
         Ok(Obtained::Nothing { growing })
     }
 
-    /// Counts a request, however often it is tried.
+    /// Counts a miss: once for each request, however often that is tried.
     fn missed(&self) {
         self.0.misses.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Whether the devices move only when a caller steps them (the host device in tests).
     fn stepped(&self) -> bool {
         self.0.devices[0].context().driver().stepped().is_some()
     }
@@ -471,13 +534,13 @@ impl Pool {
     fn acquire(
         &self,
         requests: &[Request<'_>],
-        patience: WaitLimit,
+        limit: WaitLimit,
         site: &'static Location<'static>,
     ) -> Result<Vec<PinnedBuf>> {
         // The deadline counts from here, and so does what a timeout says was waited: that is never less than was asked
         // for.
         let since = Instant::now();
-        match self.acquire_all(requests, patience, since) {
+        match self.acquire_all(requests, limit, since) {
             Ok(granted) => Ok(self.entered(granted, requests.iter().map(|r| r.tag), site)),
             Err(error) => {
                 self.failed(&error);
@@ -486,15 +549,17 @@ impl Pool {
         }
     }
 
-    /// Makes buffers of what was granted on the slow path, and enters some of them in the ledger, or all.
+    /// Makes buffers of what was granted on the slow path. Enters a sample of them in the ledger, or, where checkouts
+    /// are tracked, all.
     fn entered(
         &self,
         mut granted: Vec<Fresh>,
         tags: impl IntoIterator<Item = Option<&'static str>>,
         site: &'static Location<'static>,
     ) -> Vec<PinnedBuf> {
-        // Relaxed: any one of so many will do. Misses are not counted for it: others than these are among them, and
-        // where the two kinds take turns always the same numbers would come here.
+        // Relaxed: only the number matters, and any one in `SAMPLE` will do. The misses are not used for this count:
+        // they include other requests, and where two kinds of request take turns, the same residues would always come
+        // here.
         let sampled = self.0.slow.fetch_add(1, Ordering::Relaxed) % SAMPLE == 0;
         for (fresh, tag) in granted.iter_mut().zip(tags) {
             if sampled || fresh.segment().central().tracks() {
@@ -504,7 +569,8 @@ impl Pool {
         granted.into_iter().map(PinnedBuf::from).collect()
     }
 
-    /// A checkout ended with an error.
+    /// Counts a checkout that ended with an error. A timeout makes a report on stuck buffers, at most one in
+    /// [`stuck::REPORT_INTERVAL`].
     fn failed(&self, error: &Error) {
         self.0.errors.note(error);
         if let Error::Timeout(waited) = error {
@@ -518,14 +584,14 @@ impl Pool {
         }
     }
 
-    /// Closes what is open on the devices' streams and asks what is done. Whether anything came back.
+    /// Closes the open sequence numbers of the devices' streams and asks what is complete. Whether anything came back.
     pub(crate) fn reap(&self) -> bool {
         self.0.devices.iter().fold(false, |any, d| d.reap() | any)
     }
 
     // --- looking -----------------------------------------------------------------------------------------------------
 
-    /// What the pool is called in events, statistics and reports, which no other pool of the process is at the same
+    /// The pool's name in events, statistics and reports. No two pools of a process have the same name at the same
     /// time: see [`PoolBuilder::name`].
     #[must_use]
     pub fn name(&self) -> &str {
@@ -536,12 +602,12 @@ impl Pool {
         WeakPool(Arc::downgrade(&self.0))
     }
 
-    /// Whether a device can reach the pool's memory.
+    /// Whether the pool serves the device of this context.
     pub(crate) fn serves(&self, context: &crate::device::context::Context) -> bool {
         self.0.main.central.config().serves.contains(&context.id())
     }
 
-    /// The longest request that the pool proper could ever serve, in bytes.
+    /// The longest request that the main store could ever serve, in bytes.
     pub(crate) fn longest(&self) -> usize {
         self.0.main.central.config().largest
     }
@@ -555,7 +621,7 @@ impl Pool {
         self.growing().chain(self.0.reserves.iter().map(|r| &r.1))
     }
 
-    /// The pool proper, on each of its nodes.
+    /// All stores but the reserves: the main one, and those of the other NUMA nodes.
     fn growing(&self) -> impl Iterator<Item = &Store> {
         std::iter::once(&self.0.main).chain(self.0.nodes.iter().map(|node| &node.1))
     }
@@ -566,30 +632,30 @@ impl Pool {
         &self.0.devices
     }
 
-    /// Bytes that the pool proper may hold, reserves left out, and the longest buffer that it can ever serve.
+    /// Bytes that all stores but the reserves may hold, and the longest buffer that they can ever serve.
     pub(crate) fn room(&self) -> (usize, usize) {
         let capacity = self.growing().map(|s| s.central.config().capacity).sum();
         (capacity, self.0.main.central.config().largest)
     }
 }
 
-/// What was found without waiting.
+/// What a try found without waiting.
 enum Obtained {
     Granted(Vec<Fresh>),
     Nothing {
-        /// Whether memory for the request is on its way.
+        /// Whether memory for the request is being pinned.
         growing: bool,
     },
 }
 
-/// An request plan that a future keeps: wants for the pool proper, the number of the central pool to wait at, wants for
-/// that.
+/// A request plan that a future keeps: the wants for the main store, the number of the central pool to wait at, and the
+/// wants there.
 type OwnedPlan = (Option<Vec<Want>>, u64, Vec<Want>);
 
-/// What is asked for, and of whom.
+/// What is asked for, and of which stores.
 struct RequestPlan<'a> {
-    /// For a request that names a reserve: the pool proper is asked first, since the reserve is for when it has
-    /// nothing.
+    /// For a request that names a reserve: its wants at the main store, which is tried first, since a reserve is for
+    /// when that has nothing.
     first: Option<Vec<Want>>,
     /// Where the request waits.
     store: &'a Store,
@@ -604,7 +670,7 @@ impl Drop for PoolInner {
     }
 }
 
-/// A pool that is not kept open.
+/// A handle that does not keep the pool open.
 #[derive(Clone)]
 pub(crate) struct WeakPool(Weak<PoolInner>);
 

@@ -1,8 +1,8 @@
-//! Names of pools: one each, at any moment.
+//! Names of pools: no two pools of the process have the same name at the same time.
 //!
 //! Gauges, counters and reports are told apart by the pool's name alone, whichever sampler sends them, so two pools of
-//! one name would overwrite each other's. The process has a list of the names that are in use; the second of a name
-//! gets a number.
+//! one name would overwrite each other's. The process has a list of the names in use; the second pool of a name gets a
+//! number behind it.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
@@ -13,12 +13,12 @@ use crate::escape::clean;
 use crate::locks::Mutex;
 use crate::os;
 
-/// Characters of a name.
+/// Characters of a name at most.
 const LONGEST_NAME: usize = 100;
-/// A sampler that is looking at a pool keeps it for some microseconds: so many times a build waits as long for the name
-/// of one that was dropped just now.
-const LOOKS: u32 = 10;
-const LOOK_TIMEOUT: Duration = Duration::from_micros(500);
+/// A sampler that looks at a pool keeps it alive for some microseconds. So a build tries this many times more, after
+/// pauses of this length, for the name of a pool that was dropped just now.
+const RETRIES: u32 = 10;
+const RETRY_PAUSE: Duration = Duration::from_micros(500);
 
 /// The names that are in use.
 static TAKEN: Mutex<BTreeSet<Arc<str>>> = Mutex::new(BTreeSet::new());
@@ -28,7 +28,7 @@ static TAKEN: Mutex<BTreeSet<Arc<str>>> = Mutex::new(BTreeSet::new());
 pub(super) struct Name(Arc<str>);
 
 impl Name {
-    /// This name, or with a number behind it if a pool has it.
+    /// This name, or this name with a number behind it if another pool has it.
     pub(super) fn take(wanted: &str) -> Self {
         let wanted = clean(wanted, LONGEST_NAME);
         let take = |name: &str| {
@@ -36,12 +36,12 @@ impl Name {
             let new = TAKEN.lock().insert(name.clone());
             new.then(|| Self(name))
         };
-        for look in 0..=LOOKS {
+        for retry in 0..=RETRIES {
             if let Some(name) = take(&wanted) {
                 return name;
             }
-            if look < LOOKS {
-                std::thread::sleep(LOOK_TIMEOUT);
+            if retry < RETRIES {
+                std::thread::sleep(RETRY_PAUSE);
             }
         }
         let mut number = 2_u64;
@@ -64,7 +64,7 @@ impl Deref for Name {
 
 impl Drop for Name {
     fn drop(&mut self) {
-        // The parent's names are of no use to its child.
+        // In the child of a fork the lock may be held by a thread that is not there, and the names are the parent's.
         if !os::forked() {
             TAKEN.lock().remove(&self.0);
         }

@@ -1,16 +1,30 @@
-//! What is asked for: a length, and what may be said about where it is to come from.
+//! A request: a length in bytes, and options on where its memory comes from.
 
 use crate::device::handle::Device;
 use crate::error::Result;
 use crate::segment::{Placement, SEGMENT_ALIGN};
 
-/// What is asked for. A plain length is a request too: `pool.checkout(4096)`.
+/// A request for a buffer: a length in bytes, and options. A plain length is a request too: `pool.checkout(4096)`.
+///
+/// ```
+/// use pinpool::{Device, Pool, Request, Unpinned};
+///
+/// let device = Device::open("host")?;
+/// let builder = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow);
+/// let pool = builder.reserve("urgent", 64 << 10).build()?;
+///
+/// let buf = pool.checkout(Request::new(10_000).align(4096).tag("weights"))?;
+/// assert_eq!(buf.as_ptr() as usize % 4096, 0);
+/// let urgent = pool.checkout(Request::new(4096).reserve("urgent"))?; // the reserve, where the pool has no more
+/// # drop((buf, urgent));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request<'a> {
     pub(super) len: usize,
     pub(super) align: usize,
     pub(super) reserve: Option<&'a str>,
-    /// The context of the device that it is to be near, and its name.
+    /// The context of the device that the buffer is to be near, and that device's name.
     pub(super) near: Option<(u64, &'a str)>,
     pub(super) tag: Option<&'static str>,
 }
@@ -22,16 +36,22 @@ impl<'a> Request<'a> {
         Self { len, align: SEGMENT_ALIGN, reserve: None, near: None, tag: None }
     }
 
-    /// Starting on a multiple of `align` bytes: a power of two of at most 2 MiB. (Every buffer starts on one of 64.)
-    /// Memory that the driver allocates starts on a page only, so of each extent there as much may be lost in front.
+    /// The buffer's address is a multiple of `align` bytes, a power of two of at most 2 MiB. Default: 64. Memory that
+    /// the driver allocates ([`Backing::HostAlloc`](crate::Backing::HostAlloc)) starts on a page only, so up to `align`
+    /// bytes may be lost at the front of each extent there.
     #[must_use]
     pub fn align(mut self, align: usize) -> Self {
         self.align = align;
         self
     }
 
-    /// Bytes that this request takes of a pool's capacity, rounding included. To size a pool for several buffers,
-    /// multiply, and add a page (4 KiB) for each: segments come in runs of whole pages.
+    /// Bytes that this request takes of a pool's capacity, rounding included. To size a pool for several buffers, sum
+    /// these, and add a page (4 KiB) for each buffer: segments come in runs of whole pages.
+    ///
+    /// ```
+    /// assert!(pinpool::Request::new(1 << 20).segment_bytes()? > 1 << 20);
+    /// # Ok::<(), pinpool::Error>(())
+    /// ```
     ///
     /// # Errors
     /// [`Error::ZeroLength`](crate::Error::ZeroLength), [`Error::TooLong`](crate::Error::TooLong) on overflow,
@@ -40,17 +60,18 @@ impl<'a> Request<'a> {
         Placement::of(self.len, self.align).map(Placement::bytes)
     }
 
-    /// From the reserve of this name, if the pool proper has nothing free. Reserves lie near the pool's first device.
+    /// The buffer may come from the reserve of this name, if the rest of the pool has none free: see
+    /// [`PoolBuilder::reserve`](crate::PoolBuilder::reserve). Reserves lie near the pool's first device.
     #[must_use]
     pub fn reserve(mut self, name: &'a str) -> Self {
         self.reserve = Some(name);
         self
     }
 
-    /// From memory on the NUMA node of this device, one of the pool's. It makes a difference where the pool's devices
-    /// hang on several nodes; see [`PoolBuilder::device`](crate::PoolBuilder::device). A device that the pool does not
-    /// serve is [`Error::WrongDevice`](crate::Error::WrongDevice). A request that names a reserve too comes from the
-    /// reserve's node.
+    /// The buffer comes from memory on the NUMA node of this device, which must be one that the pool serves; otherwise
+    /// the checkout fails with [`Error::WrongDevice`](crate::Error::WrongDevice). It makes a difference only where the
+    /// pool's devices are on several nodes: see [`PoolBuilder::device`](crate::PoolBuilder::device). A buffer that a
+    /// reserve serves comes from the reserve's node.
     #[must_use]
     pub fn near(mut self, device: &'a Device) -> Self {
         self.near = Some((device.context().id(), device.name()));
@@ -59,8 +80,8 @@ impl<'a> Request<'a> {
 }
 
 impl Request<'_> {
-    /// What the buffer is for, as [`Pool::stuck`](crate::Pool::stuck) shall say it. Kept where the checkout is
-    /// [entered](crate::PoolBuilder::track_checkouts), and costs nothing elsewhere.
+    /// A name for what the buffer is used for, which [`Pool::stuck`](crate::Pool::stuck) reports. It is kept only for
+    /// checkouts that the pool [tracks](crate::PoolBuilder::track_checkouts) or samples, and costs nothing otherwise.
     #[must_use]
     pub fn tag(mut self, tag: &'static str) -> Self {
         self.tag = Some(tag);

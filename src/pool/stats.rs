@@ -1,4 +1,7 @@
-//! What a pool says of itself in numbers, and the check of all its invariants.
+//! A pool's numbers, and the check of all its invariants.
+//!
+//! Each number is counted where it happens, and added up here when it is asked for. Bytes in flight are known to the
+//! streams' timelines and not to the central pools, so `stats` reads both, and corrects what moves in between.
 
 use std::sync::atomic::Ordering;
 
@@ -8,112 +11,145 @@ use crate::error::Result;
 use crate::freelist::state;
 use crate::telemetry::counters::ErrorCounts;
 
-/// How often sums that change while they are added up are added up again.
+/// How often a sum that changes while it is added up is added up again.
 const STATS_READS: usize = 8;
 
-/// A pool's bytes and counts at one moment.
+/// A pool's bytes and counts at one moment: [`Pool::stats`].
 ///
 /// `free_bytes + checked_out_bytes + in_flight_bytes + quarantined_bytes + cut_bytes = pinned_bytes + unpinned_bytes`,
-/// always; each part is exact when nobody moves, and otherwise off by no more than the calls under way.
+/// always. Each part is exact while no thread uses the pool, and otherwise off by no more than what the calls under way
+/// move.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// let buf = pool.checkout(10_000)?;
+/// let stats = pool.stats();
+/// assert_eq!(stats.requested_bytes, 10_000);
+/// assert!(stats.checked_out_bytes > 10_000 && stats.checked_out_bytes < 12_000); // rounding included
+/// # drop(buf);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Locked bytes.
+    /// Bytes that are page-locked.
     pub pinned_bytes: usize,
-    /// Bytes that the pool serves and that are not locked: the system refused to, or it is managed memory.
+    /// Bytes that the pool serves and that are not page-locked: the system refused it, or they are managed memory.
     pub unpinned_bytes: usize,
     /// Bytes that can be checked out.
     pub free_bytes: usize,
-    /// Of the free bytes, those that threads keep for their next checkouts.
+    /// Of the free bytes, those that are cached for the next checkouts, by threads and between them.
     pub cached_bytes: usize,
-    /// Bytes of buffers in somebody's hands, rounding included.
+    /// Bytes of buffers that the program has, rounding included.
     pub checked_out_bytes: usize,
-    /// Bytes that a device may still use, those among them that a copy queue has not submitted yet. A buffer shared by
-    /// `Arc` is not among them: it counts as checked out until the last that has it is gone, a device included.
+    /// Bytes that a device may still use, with those that a copy queue has not submitted yet. A buffer that is shared
+    /// by `Arc` is not among them: it counts as checked out until its last owner, program or device, lets go of it.
     pub in_flight_bytes: usize,
-    /// Of the bytes in flight, those claimed for stream-ready reuse.
+    /// Of the bytes in flight, those that a stream-ready buffer has claimed.
     pub claimed_bytes: usize,
-    /// Bytes never to be reused.
+    /// Bytes that are never used again, since the device cannot be shown to be done with them.
     pub quarantined_bytes: usize,
-    /// Bytes between segments that no segment covers.
+    /// Bytes that lie between segments and that no segment covers.
     pub cut_bytes: usize,
-    /// Bytes asked for by all that is checked out, in flight or quarantined.
+    /// The lengths asked for, of all buffers that are checked out, in flight or quarantined.
     pub requested_bytes: usize,
-    /// Bytes given to these: the sum of the three.
+    /// Bytes given to these buffers: the sum of the three states.
     pub granted_bytes: usize,
-    /// The difference: bytes lost to rounding, which are within the three. (What is lost between segments is
+    /// `granted_bytes - requested_bytes`: bytes lost to rounding. (Bytes lost between segments are
     /// [`cut_bytes`](Self::cut_bytes).)
     pub rounding_bytes: usize,
-    /// The longest free range in one piece, not counting what threads keep.
+    /// The longest free range in one piece, cached segments left out.
     pub largest_free_bytes: usize,
     /// The cap on pinned and unpinned bytes.
     pub capacity_bytes: usize,
-    /// Segments given out since the pool was built.
+    /// Segments checked out since the pool was built.
     pub checkouts: u64,
-    /// Segments that came back.
+    /// Segments that came back since the pool was built.
     pub returns: u64,
     /// Requests that the caller's own cache could not serve, successful or not.
     pub misses: u64,
-    /// Times that what threads keep was taken back.
+    /// Times that cached segments were taken back from the threads.
     pub reclaims: u64,
-    /// Regions asked of the system because a request found nothing, those that came only in part or not at all among
-    /// them.
+    /// Regions that the pool began to pin because a request found nothing. Those that failed, in part or wholly, count.
     pub growths: u64,
-    /// Times that pinning ended early.
+    /// Times that pinning ended before all of a region was pinned.
     pub growth_failures: u64,
     /// Requests that had to wait.
     pub waits: u64,
-    /// Waits given up.
+    /// Waits that ended at their deadline.
     pub timeouts: u64,
-    /// Requests waiting now.
+    /// Requests that wait now.
     pub waiting: usize,
-    /// Plain buffers given out because the pool was short.
+    /// Plain buffers given out in place of pinned ones.
     pub unpinned_fallbacks: u64,
-    /// Their bytes.
+    /// Bytes of these plain buffers.
     pub unpinned_fallback_bytes: u64,
-    /// Checkouts that ended with an error, by what it means. [`Error::Exhausted`](crate::Error::Exhausted) and
-    /// [`Error::Timeout`](crate::Error::Timeout) are matters of the
-    /// moment; one that then falls back to plain memory is among them.
+    /// Checkouts that ended with an error, by [class](crate::ErrorClass).
+    /// [`Error::Exhausted`](crate::Error::Exhausted) and [`Error::Timeout`](crate::Error::Timeout) are transient. A
+    /// checkout that then falls back to plain memory counts here too.
     pub errors: ErrorCounts,
 }
 
 /// How [`Pool::shutdown`] ended.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// let shutdown = pool.shutdown(std::time::Duration::from_secs(5));
+/// assert!(shutdown.drained, "{} buffers are still out", shutdown.outstanding);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Shutdown {
-    /// Whether everything came back.
+    /// Whether every buffer came back.
     pub drained: bool,
-    /// Segments that are still out or in flight. Their memory stays for as long as they do.
+    /// Segments that are still checked out, in flight or quarantined. Their memory stays for as long as they do.
     pub outstanding: u64,
-    /// Bytes never to be reused; their memory stays for good.
+    /// Bytes that are quarantined; their memory stays until the process ends.
     pub quarantined_bytes: usize,
 }
 
-/// What [`Pool::check`] found, by state.
+/// What [`Pool::check`] found, in bytes by state.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// let buf = pool.checkout(4096)?;
+/// let census = pool.check().expect("no invariant is broken");
+/// assert_eq!(census.checked_out, pool.stats().checked_out_bytes);
+/// # drop(buf);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Census {
-    /// Bytes of free segments in runs, thread caches and transfer caches (free runs are not cut into segments).
+    /// Bytes of free segments. (Free memory that is not cut into segments yet is not among them.)
     pub free: usize,
-    /// Bytes checked out, or completed and waiting for their handle.
+    /// Bytes checked out, and bytes whose copy is complete and whose handle was not waited for yet.
     pub checked_out: usize,
     /// Bytes in flight.
     pub in_flight: usize,
-    /// Of these, claimed.
+    /// Of the bytes in flight, those that a stream-ready buffer has claimed.
     pub claimed: usize,
     /// Bytes quarantined.
     pub quarantined: usize,
 }
 
 impl Pool {
-    /// Bytes and counts, reserves included. Costs a few microseconds, and nothing to those who check out. In the child
-    /// of a fork only what is counted without a lock: requests and errors.
+    /// Bytes and counts, reserves included. The call takes a few microseconds, and does not slow down checkouts and
+    /// returns of other threads. In the child of a fork it has only what is counted without a lock: misses, fallbacks
+    /// and errors.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         self.stats_of(|central| central.snapshot())
     }
 
-    /// The same of snapshots of the central pools that the caller takes, one of each.
+    /// [`stats`](Self::stats), made of snapshots that `snapshot` takes, one of each central pool.
     pub(crate) fn stats_of(&self, mut snapshot: impl FnMut(&CentralPool) -> CentralSnapshot) -> PoolStats {
         let mut stats = PoolStats {
             misses: self.0.misses.load(Ordering::Relaxed),
@@ -152,8 +188,8 @@ impl Pool {
         stats
     }
 
-    /// Bytes in flight, how many of these are claimed, and a number that changes when anything is submitted or
-    /// completes. No number: something is half-way.
+    /// Bytes in flight, how many of these are claimed, and a number that changes when a copy is submitted or completes.
+    /// No number: a submission or a completion is under way.
     fn flight(&self, store: &Store) -> (usize, usize, Option<u64>) {
         let (mut joint, mut settled) = store.central.joint_bytes();
         let mut left = STATS_READS;
@@ -164,7 +200,8 @@ impl Pool {
                 let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
                 sum = (sum.0 + flight.bytes, sum.1 + flight.claimed, moves);
             }
-            // What a queue hands on meanwhile would be counted twice, or not at all.
+            // Bytes that a copy queue submits meanwhile would be counted twice, or not at all: so the sum is made anew
+            // until they stand still.
             let before = joint;
             (joint, settled) = store.central.joint_bytes();
             left -= 1;
@@ -174,10 +211,11 @@ impl Pool {
         }
     }
 
-    /// Walks every invariant of the pool: segments inside their extents, aligned, spanning what the rule asks, none
-    /// overlapping, each in one state and in as many lists as that state allows, and the accounting. For tests, fuzzing
-    /// and trouble: takes milliseconds, and keeps everyone out of their thread caches meanwhile. The sums are compared
-    /// only if nobody moves.
+    /// Checks every invariant of the pool. No two segments overlap; each lies inside its extent, is aligned, spans what
+    /// its length needs, is in one state and in as many lists as that state allows; and the bytes by state sum up. The
+    /// sums are compared only while no other thread uses the pool.
+    ///
+    /// For tests, fuzzing and diagnosis: the call takes milliseconds, and meanwhile no thread can use its cache.
     ///
     /// # Errors
     /// The first violation, in words.

@@ -1,4 +1,7 @@
-//! Checking out where it may take a while: as a thread that waits for memory to come back, or to come at all.
+//! Step 7 of a checkout for a thread: it waits until memory comes back, or is pinned.
+//!
+//! A request that names a reserve may be served by two stores: it waits in the reserve's queue, and while memory for
+//! the main store is being pinned it looks there too, each time that more has been pinned (`wait_grown`).
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -9,10 +12,11 @@ use crate::central::{self, CentralPool, Fresh, ReclaimLevel, WaitOutcome, Wake, 
 use crate::error::{Error, Result};
 
 impl Pool {
+    /// Serves requests that are made together, or none of them.
     pub(super) fn acquire_all(
         &self,
         requests: &[Request<'_>],
-        patience: WaitLimit,
+        limit: WaitLimit,
         since: Instant,
     ) -> Result<Vec<Fresh>> {
         if requests.is_empty() {
@@ -25,9 +29,9 @@ impl Pool {
         };
         let central = &plan.store.central;
         let len = central::sum(plan.wants.iter().map(|w| w.len));
-        // A thread of ours would wait for itself: it pins, or finds out what is done.
-        let patience = if crate::sync::own().is_some() { WaitLimit::None } else { patience };
-        let deadline = match patience {
+        // A thread of this crate would wait for itself: it pins memory, or finds out what is complete.
+        let limit = if crate::sync::own().is_some() { WaitLimit::None } else { limit };
+        let deadline = match limit {
             WaitLimit::None => return Err(central.exhausted(len)),
             WaitLimit::For(timeout) => since.checked_add(timeout),
             WaitLimit::Forever => None,
@@ -46,8 +50,8 @@ impl Pool {
         central.wait(key, deadline, since)
     }
 
-    /// Waiting for a reserve while memory for the pool proper is on its way: the first that has something. `None`: the
-    /// wait is over, or the reserve's alone from here on.
+    /// Waits for a reserve while memory for the main store is being pinned, and takes what the main store gets first.
+    /// `None`: the wait is over, or only the reserve can serve it from here on.
     pub(super) fn wait_grown(
         &self,
         central: &CentralPool,
@@ -69,17 +73,17 @@ impl Pool {
         }
     }
 
-    /// What the pool proper has got meanwhile for a request that waits for a reserve, and whether it gets no more. If
-    /// it does, the waker hears of it.
+    /// What the main store has now for a request that waits for a reserve, and whether pinning for it is over. If it is
+    /// not, the waker is woken when more has been pinned.
     pub(super) fn take_grown(&self, first: &[Want], waker: &Waker) -> (Option<Vec<Fresh>>, bool) {
         let main = &self.0.main;
-        // Asked first: what comes between the two is not overlooked.
+        // In this order: an extent that is pinned between the two calls is found by the second.
         let over = main.regions.poll(waker).is_some();
         let granted = self.try_all(main, first, ReclaimLevel::Idle).ok().flatten();
         (granted, over)
     }
 
-    /// Waiting where nothing moves by itself: this thread moves the devices.
+    /// Waits where nothing moves by itself: this thread steps the devices.
     pub(super) fn wait_stepped(&self, store: &Store, key: usize, since: Instant) -> Result<Vec<Fresh>> {
         loop {
             match store.central.look(key, None) {
@@ -106,7 +110,7 @@ impl std::task::Wake for Unparks {
     }
 }
 
-/// How long to wait.
+/// How long a request may wait.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum WaitLimit {
     None,

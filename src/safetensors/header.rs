@@ -1,11 +1,19 @@
 //! A file's header: what it says, and whether that can be.
 //!
-//! The header is JSON, read in place ([`super::json`]): of each entry 32 bytes are noted, which is less than its text
-//! has, so a header that is refused costs at most two and a half times its own bytes, these included. The `safetensors`
-//! crate says what types there are. One pass over the notes, in the file's order, applies the format's rules: no gaps,
-//! no overlaps, nothing past the end, as many bytes as type and shape say. Then comes what is kept: a list of tensors,
-//! which share one text of all their names and one list of all their axes. Memory is asked for in large pieces only,
-//! each of which can be refused.
+//! # How it works
+//!
+//! The header is JSON, and read in three passes.
+//!
+//! 1. [`Notes`] reads the text in place ([`super::json`]) and notes 32 bytes of each entry ([`HeaderEntry`]). An
+//!    entry's text is longer than that, so a header that is refused takes at most two and a half times its own bytes of
+//!    memory, these included.
+//! 2. [`place`] and [`named_once`] check the notes, in the file's order, by the format's rules: no gaps, no overlaps,
+//!    nothing past the end, as many bytes as type and shape need, each name once.
+//! 3. [`entries_to_tensors`] makes what is kept: a list of tensors, which share one text with all names and one list
+//!    with all axes ([`NamesAndAxes`]). It reads names and axes from the text again.
+//!
+//! Memory in proportion to the header is asked for in few large pieces, each by way of [`reserved`], so that the system
+//! can refuse it. The `safetensors` crate knows the types of elements.
 
 use std::borrow::Borrow;
 use std::fmt;
@@ -22,11 +30,11 @@ use serde::de::value::{Error as Unknown, StrDeserializer};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::json::{Json, JsonFault, JsonKind, Text};
-use super::{blamed, malformed, room, unread};
+use super::{blamed, malformed, reserved, unread};
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
 
-/// Bytes before the header, which are its length.
+/// Bytes before the header: its length, as a little-endian number.
 const FRONT: usize = 8;
 /// The longest header that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -36,39 +44,53 @@ const AXES: usize = 64;
 const SHOWN_AXES: usize = 8;
 /// The longest name of a tensor, in bytes as the file has it.
 pub(super) const LONGEST_NAME: usize = 65_535;
-/// The shortest entry of a tensor, by which it is bounded how many there can be.
+/// The length of the shortest entry of a tensor: it bounds how many entries a header can have.
 const SHORTEST_ENTRY: usize = r#""":{"dtype":"U8","shape":[],"data_offsets":[0,0]},"#.len();
 /// The header's entry that is no tensor.
 const METADATA_KEY: &str = "__metadata__";
 
-/// A tensor in a file.
+/// A tensor in a file, as the file's header describes it.
+///
+/// ```
+/// use pinpool::safetensors::{Dtype, Header};
+///
+/// let header = br#"{"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}"#;
+/// let start = [&(header.len() as u64).to_le_bytes()[..], header].concat();
+/// let header = Header::parse("a.safetensors", &start, start.len() as u64 + 24)?;
+///
+/// let tensor = &header.tensors[0];
+/// assert_eq!((tensor.name(), tensor.dtype(), tensor.shape()), ("a", Dtype::F32, &[2_usize, 3][..]));
+/// assert_eq!(tensor.len(), 24);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Tensor {
-    all: Arc<Words>,
-    /// In the words' names: from, to.
+    all: Arc<NamesAndAxes>,
+    /// Its range in `all.names`: start and end.
     name: (u32, u32),
-    /// In the words' axes: the first, and how many.
+    /// Its range in `all.axes`: start and count.
     axes: (u32, u8),
     dtype: Dtype,
+    /// Its bytes in the file.
     range: Range<u64>,
 }
 
 /// What the tensors of a file share: their names, one behind the other, and their axes.
 #[derive(Default)]
-struct Words {
+struct NamesAndAxes {
     names: String,
     axes: Vec<usize>,
 }
 
 impl Tensor {
-    /// Its name, unique in its checkpoint. As the file has it, which may be any text: to be escaped (`{:?}`) where it
-    /// is shown.
+    /// Its name, unique in its checkpoint. It is as the file has it and may be any text: escape it (`{:?}`) where it is
+    /// shown.
     #[must_use]
     pub fn name(&self) -> &str {
         self.all.names.get(self.name.0 as usize..self.name.1 as usize).unwrap_or_default()
     }
 
-    /// The same, as a key.
+    /// Its name, as a key of a map.
     pub(super) fn key(&self) -> HeaderKey {
         HeaderKey(self.all.clone(), self.name)
     }
@@ -79,14 +101,14 @@ impl Tensor {
         self.dtype
     }
 
-    /// Elements along each axis, the last of which lie side by side. None: a single element.
+    /// Elements along each axis. Those along the last axis lie side by side. Empty for a single element.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         let (first, count) = (self.axes.0 as usize, usize::from(self.axes.1));
         self.all.axes.get(first..first + count).unwrap_or_default()
     }
 
-    /// Bytes of it.
+    /// The number of its bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.range.end - self.range.start
@@ -98,7 +120,7 @@ impl Tensor {
         self.range.is_empty()
     }
 
-    /// Where in its file its bytes are.
+    /// The range of its bytes in the file.
     #[must_use]
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
@@ -125,8 +147,8 @@ impl fmt::Debug for Tensor {
     }
 }
 
-/// A tensor's name, which stands for itself in a map.
-pub(super) struct HeaderKey(Arc<Words>, (u32, u32));
+/// A tensor's name as a key of a map, without a copy of the text.
+pub(super) struct HeaderKey(Arc<NamesAndAxes>, (u32, u32));
 
 impl Borrow<str> for HeaderKey {
     fn borrow(&self) -> &str {
@@ -154,16 +176,27 @@ impl fmt::Debug for HeaderKey {
     }
 }
 
-/// What a header says beside tensors (`__metadata__`): pairs of texts, in its order, which nobody has checked.
+/// A header's metadata (`__metadata__`): keys and values, in the header's order, unchecked.
+///
+/// ```
+/// use pinpool::safetensors::Header;
+///
+/// let header = br#"{"__metadata__":{"format":"pt"}}"#;
+/// let start = [&(header.len() as u64).to_le_bytes()[..], header].concat();
+/// let header = Header::parse("a.safetensors", &start, start.len() as u64)?;
+/// assert_eq!(header.metadata.iter().next(), Some(("format", "pt")));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Metadata {
-    /// All keys and values, one behind the other, and where each of them ends.
+    /// All keys and values, one behind the other.
     text: String,
+    /// Where in `text` each of them ends.
     ends: Vec<u32>,
 }
 
 impl Metadata {
-    /// The pairs.
+    /// The pairs of key and value.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&str, &str)> {
         let part = |index: usize| {
             let start = index.checked_sub(1).map_or(0, |before| self.ends[before]);
@@ -179,34 +212,47 @@ impl Metadata {
     }
 }
 
-/// What a file says about itself, checked: the tensors lie side by side in the file, from the header's end to the
-/// file's.
+/// A file's header, checked: the tensors lie side by side, from the end of the header to the end of the file.
+///
+/// [`read`](Self::read) reads it from a file. [`parse`](Self::parse) takes the first bytes of one, from an object store
+/// for example:
+///
+/// ```
+/// use pinpool::safetensors::Header;
+///
+/// let header = br#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+/// let start = [&(header.len() as u64).to_le_bytes()[..], header].concat();
+/// let header = Header::parse("a.safetensors", &start, start.len() as u64 + 4)?;
+/// assert_eq!(header.tensors[0].range().start, start.len() as u64);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Header {
-    /// In the file's order.
+    /// The tensors, in the file's order.
     pub tensors: Vec<Tensor>,
-    /// What it says beside.
+    /// The metadata (`__metadata__`).
     pub metadata: Metadata,
 }
 
 impl Header {
-    /// Reads a file's header. `name` is for errors.
+    /// Reads a file's header. `name` is the file's name in errors.
     ///
-    /// A header that is refused takes at most two and a half times its bytes of memory while it is read, and one that
-    /// is accepted at most five times; what is kept of that has some 60 bytes for each tensor, and its name.
+    /// While it is read, a header that is refused takes at most two and a half times its bytes of memory, and one that
+    /// is accepted at most five times. What is kept has some 60 bytes for each tensor, and its name.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::Malformed`]; [`Error::OutOfMemory`] where the system refuses what reading it takes.
+    /// [`Error::Read`]; [`Error::Malformed`] for a [refused](super#what-is-refused) header; [`Error::OutOfMemory`].
     pub fn read(file: &File, name: &str) -> Result<Self> {
         let len = file.metadata().map_err(|error| unread(name, 0, &error))?.len();
         Self::of_file(file, name, len)
     }
 
-    /// The same, from the first bytes of a file that has `file_len`: its header at least.
+    /// Reads the header of a file of `file_len` bytes from its first bytes, `start`, which must have all of the header.
     ///
     /// # Errors
-    /// [`Error::Malformed`], for a header that is not all there as well; [`Error::OutOfMemory`].
+    /// [`Error::Malformed`] for a [refused](super#what-is-refused) header, and for one that is not wholly in `start`;
+    /// [`Error::OutOfMemory`].
     pub fn parse(name: &str, start: &[u8], file_len: u64) -> Result<Self> {
         let Some((front, rest)) = start.split_first_chunk::<FRONT>() else {
             return Err(too_short(name, file_len.min(start.len() as u64)));
@@ -228,22 +274,23 @@ impl Header {
             return Err(too_short(name, len));
         }
         file.read_exact_at(&mut front, 0).map_err(unread)?;
-        // Before memory is asked for.
+        // Checked before memory is asked for.
         let header = header_len(name, front, len)?;
         let mut bytes = Vec::new();
-        room(bytes.try_reserve_exact(header), name, header)?;
+        reserved(bytes.try_reserve_exact(header), name, header)?;
         bytes.resize(header, 0);
         file.read_exact_at(&mut bytes, FRONT as u64).map_err(unread)?;
         Self::check(name, &bytes, len)
     }
 
     fn check(what: &str, header: &[u8], file_len: u64) -> Result<Self> {
-        // At once, and not each of its texts.
+        // The whole header at once is faster than each of its strings.
         let text = std::str::from_utf8(header).map_err(|error| no_object(what, &error))?;
         let mut notes = Notes { text, what, entries: Vec::new(), metadata: None, at: None };
         notes.read()?;
         let Notes { mut entries, metadata, .. } = notes;
-        // In the order of the file mostly. Those without bytes lie where others start: they come first.
+        // Headers mostly have the file's order already. A tensor without bytes starts where another does, and comes
+        // before it.
         let order = |a: &HeaderEntry, b: &HeaderEntry| {
             (a.from, a.to).cmp(&(b.from, b.to)).then_with(|| a.name(text).compare(b.name(text)))
         };
@@ -264,7 +311,7 @@ fn too_short(name: &str, len: u64) -> Error {
     )
 }
 
-/// The header's length, which fits the file and the format.
+/// The header's length, checked against the file's length and the format.
 fn header_len(name: &str, front: [u8; FRONT], file_len: u64) -> Result<usize> {
     let len = u64::from_le_bytes(front);
     if len > LONGEST_HEADER {
@@ -290,29 +337,31 @@ fn no_object(what: &str, said: &dyn fmt::Display) -> Error {
     malformed(what, format!("its header is no JSON object ({said}); it is no safetensors file, or damaged"))
 }
 
-/// Two tensors of one file have the same name.
+/// The error for two tensors of one file with the same name.
 pub(super) fn twice(what: &str, tensor: &str) -> Error {
-    fault(what, &tensor, "is there twice, and which of the two is meant nobody can tell")
+    fault(what, &tensor, "is there twice, and it is unknown which of the two is meant")
 }
 
-/// What is wrong with a tensor.
+/// The error for a fault of one tensor, with the remedy for a file that is damaged or made to mislead.
 fn fault(what: &str, tensor: &dyn fmt::Display, why: impl fmt::Display) -> Error {
     let why = format!("{why}; the file is damaged or made to mislead: get it from where it can be trusted");
     blamed(what, tensor, why)
 }
 
-/// What is noted of a tensor: where its text says what, and what is compared with others.
+/// What is noted of a tensor: where its parts are in the header's text, and the numbers that are checked.
 struct HeaderEntry {
-    /// Its name between the quotes: where it starts in the text, its length there, and whether it has no escapes.
+    /// Its name between the quotes: start and length in the text.
     name: (u32, u32),
+    /// Whether the name has no escapes.
     plain: bool,
     /// Where its list of axes starts in the text.
     shape: u32,
+    /// How many axes it has.
     axes: u8,
     dtype: Dtype,
-    /// Whether type and shape come to as many bytes as there are.
+    /// Whether type and shape need as many bytes as it has.
     fits: bool,
-    /// Its bytes, counted from the data's start.
+    /// Its bytes, counted from the start of the data.
     from: u64,
     to: u64,
 }
@@ -327,7 +376,7 @@ impl HeaderEntry {
     }
 }
 
-/// Calls for each axis of a list.
+/// Reads a list of axes, and calls `each` for every one. Returns how many there are.
 fn axes<'a>(json: &mut Json<'a>, mut each: impl FnMut(usize)) -> std::result::Result<u8, JsonFault<'a>> {
     let mut count = 0;
     json.array(|json| {
@@ -344,9 +393,10 @@ fn axes<'a>(json: &mut Json<'a>, mut each: impl FnMut(usize)) -> std::result::Re
     Ok(count as u8)
 }
 
-/// Reads the header into notes.
+/// The first pass: reads the header into notes.
 struct Notes<'a> {
     text: &'a str,
+    /// The file's name, for errors.
     what: &'a str,
     entries: Vec<HeaderEntry>,
     metadata: Option<Pairs>,
@@ -354,11 +404,14 @@ struct Notes<'a> {
     at: Option<Text<'a>>,
 }
 
-/// The metadata as it was found: where its object starts, if it is one, how many pairs it has, and bytes of these.
+/// What is noted of the metadata.
 #[derive(Clone, Copy, Default)]
 struct Pairs {
+    /// Where its object starts in the text. `None`: it is `null`.
     at: Option<usize>,
+    /// How many pairs it has.
     count: usize,
+    /// The bytes of all keys and values in the text.
     bytes: usize,
 }
 
@@ -390,20 +443,20 @@ impl<'a> Notes<'a> {
         }
     }
 
-    /// Adds an entry, of which so many bytes of text were needed.
+    /// Adds an entry, which ends at `place` in the text.
     fn add(&mut self, entry: HeaderEntry, place: usize) -> Result<()> {
         if self.entries.len() == self.entries.capacity() {
-            // Twice as many as there are, and no more than there can be: the old list and the new one are less than the
-            // text.
+            // The list doubles, but to no more entries than the rest of the text has room for: so the old list and the
+            // new one together take less than the text.
             let most = (self.text.len() - place) / SHORTEST_ENTRY + 1;
             let more = self.entries.len().max(64).min(most);
-            room(self.entries.try_reserve_exact(more), self.what, more * size_of::<HeaderEntry>())?;
+            reserved(self.entries.try_reserve_exact(more), self.what, more * size_of::<HeaderEntry>())?;
         }
         self.entries.push(entry);
         Ok(())
     }
 
-    /// Why the header was refused, with the tensor's name if it is one tensor's fault.
+    /// The error for a fault in the text, with the tensor's name if the fault is in its entry.
     fn blame(&self, found: &JsonFault<'_>) -> Error {
         match self.at {
             Some(name) if name.is(METADATA_KEY) && found.kind() == JsonKind::Other => {
@@ -411,24 +464,24 @@ impl<'a> Notes<'a> {
             }
             Some(name) if found.kind() != JsonKind::End && !name.is(METADATA_KEY) => {
                 let why = format!("is not described as the format asks ({found})");
-                fault(self.what, &Meant(name), format_args!("{why}"))
+                fault(self.what, &Unescaped(name), format_args!("{why}"))
             }
             _ => no_object(self.what, found),
         }
     }
 }
 
-/// A text of the file's, as it is meant.
-pub(super) struct Meant<'a>(pub(super) Text<'a>);
+/// Displays a string of the file without its JSON escapes.
+pub(super) struct Unescaped<'a>(pub(super) Text<'a>);
 
-impl fmt::Display for Meant<'_> {
+impl fmt::Display for Unescaped<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use fmt::Write;
         self.0.chars().try_for_each(|character| f.write_char(character))
     }
 }
 
-/// Looks over the metadata.
+/// Reads the metadata into a note.
 fn pairs<'a>(json: &mut Json<'a>) -> std::result::Result<Pairs, JsonFault<'a>> {
     let mut pairs = Pairs { at: Some(json.place()), ..Pairs::default() };
     if json.null() {
@@ -442,7 +495,7 @@ fn pairs<'a>(json: &mut Json<'a>) -> std::result::Result<Pairs, JsonFault<'a>> {
     Ok(pairs)
 }
 
-/// Reads what is said of one tensor. Most have the type of the one before.
+/// Reads the entry of one tensor. `before` is the type of the entry before, which most tensors have too.
 fn entry<'a>(
     json: &mut Json<'a>,
     name: Text<'a>,
@@ -458,7 +511,7 @@ fn entry<'a>(
             let said = json.string()?;
             let known = before.filter(|(name, _)| *name == said.raw).map(|(_, dtype)| dtype);
             let read = || {
-                // (No type has a longer name, escapes and all.)
+                // No type has a name that is longer, even with each character escaped.
                 let name = if said.raw.len() <= 100 { said.get() } else { return None };
                 Dtype::deserialize(StrDeserializer::<Unknown>::new(&name)).ok()
             };
@@ -472,7 +525,7 @@ fn entry<'a>(
                 empty |= axis == 0;
                 elements = elements.and_then(|n| n.checked_mul(axis as u64));
             })?;
-            // None along one axis are none in all, however many there would be along the others.
+            // An axis of no elements makes a tensor of no elements, also where the others would overflow.
             elements = if empty { Some(0) } else { elements };
             shape = Some((at, count));
         } else if field.is("data_offsets") {
@@ -501,24 +554,24 @@ fn entry<'a>(
     }
     let bits = elements.and_then(|n| n.checked_mul(dtype.bitsize() as u64));
     let fits = bits.zip(to.checked_sub(from)).is_some_and(|(bits, len)| bits % 8 == 0 && bits / 8 == len);
-    // (A header is shorter than u32 counts.)
+    // A header has at most 100,000,000 bytes, so positions in it fit 32 bits.
     let (name, plain) = ((name.at as u32, name.raw.len() as u32), name.plain);
     Ok(HeaderEntry { name, plain, shape, axes, dtype, fits, from, to })
 }
 
-/// Checks tensors, which are in the order of their offsets, against each other and the `data` bytes that there are for
-/// them.
+/// Checks tensors, which are in the order of their offsets, against each other and against the `data` bytes of the
+/// file behind the header.
 fn place(what: &str, text: &str, entries: &[HeaderEntry], data: u64) -> Result<()> {
     let mut end = 0;
     for (index, entry) in entries.iter().enumerate() {
         let Range { start: from, end: to } = entry.bytes();
-        let name = Meant(entry.name(text));
+        let name = Unescaped(entry.name(text));
         let wrong = |why: String| Err(fault(what, &name, why));
         if to < from {
             return wrong(format!("ends at {to}, before its start at {from}"));
         }
         if from < end {
-            let other = index.checked_sub(1).map(|before| Meant(entries[before].name(text)));
+            let other = index.checked_sub(1).map(|before| Unescaped(entries[before].name(text)));
             let other = other.as_ref().map_or(&"" as &dyn fmt::Display, |name| name);
             let other = Shown(other, NAME);
             return wrong(format!("starts at {from}, inside of tensor \"{other}\", which ends at {end}"));
@@ -544,10 +597,10 @@ fn place(what: &str, text: &str, entries: &[HeaderEntry], data: u64) -> Result<(
     Ok(())
 }
 
-/// Why a tensor's bytes are not as many as its type and shape say.
+/// Why a tensor has not as many bytes as its type and shape need.
 fn misfit(text: &str, entry: &HeaderEntry) -> String {
     let mut shape = Vec::with_capacity(AXES);
-    // (It was read before.)
+    // No error is possible: the first pass has read this list.
     let _ = axes(&mut Json::at(text, entry.shape as usize), |axis| shape.push(axis));
     let told = match shape.get(..SHOWN_AXES) {
         Some(first) if shape.len() > SHOWN_AXES => {
@@ -573,11 +626,11 @@ fn misfit(text: &str, entry: &HeaderEntry) -> String {
     }
 }
 
-/// An error if two tensors have the same name: found by its hash, which costs eight bytes for each, and only where two
-/// hashes are the same by the names.
+/// An error if two tensors have the same name. Names are compared by their hashes, which take eight bytes each, and
+/// only where two hashes are equal by their text.
 fn named_once(what: &str, text: &str, entries: &mut [HeaderEntry]) -> Result<()> {
     let mut hashes = Vec::new();
-    room(hashes.try_reserve_exact(entries.len()), what, size_of_val(entries) / 4)?;
+    reserved(hashes.try_reserve_exact(entries.len()), what, size_of_val(entries) / 4)?;
     hashes.extend(entries.iter().map(|entry| xxh3_64(entry.name(text).get().as_bytes())));
     hashes.sort_unstable();
     if hashes.windows(2).all(|pair| pair[0] != pair[1]) {
@@ -585,7 +638,7 @@ fn named_once(what: &str, text: &str, entries: &mut [HeaderEntry]) -> Result<()>
     }
     drop(hashes);
     let mut by_name: Vec<u32> = Vec::new();
-    room(by_name.try_reserve_exact(entries.len()), what, size_of_val(entries) / 8)?;
+    reserved(by_name.try_reserve_exact(entries.len()), what, size_of_val(entries) / 8)?;
     by_name.extend(0..entries.len() as u32);
     let name = |place: u32| entries[place as usize].name(text);
     by_name.sort_unstable_by(|a, b| name(*a).compare(name(*b)));
@@ -595,7 +648,7 @@ fn named_once(what: &str, text: &str, entries: &mut [HeaderEntry]) -> Result<()>
     }
 }
 
-/// What is kept of a header that is right, whose data starts at `start`.
+/// The last pass: what is kept of a header that was checked. The data starts at `start` in the file.
 fn entries_to_tensors(
     what: &str,
     text: &str,
@@ -603,22 +656,22 @@ fn entries_to_tensors(
     start: u64,
     metadata: Option<Pairs>,
 ) -> Result<Header> {
-    let (mut words, mut tensors) = (Words::default(), Vec::new());
+    let (mut shared, mut tensors) = (NamesAndAxes::default(), Vec::new());
     let (bytes, count) = entries.iter().fold((0, 0), |(bytes, count), entry| {
         (bytes + entry.name.1 as usize, count + usize::from(entry.axes))
     });
-    room(words.names.try_reserve_exact(bytes), what, bytes)?;
-    room(words.axes.try_reserve_exact(count), what, count * size_of::<usize>())?;
-    room(tensors.try_reserve_exact(entries.len()), what, entries.len() * size_of::<Tensor>())?;
+    reserved(shared.names.try_reserve_exact(bytes), what, bytes)?;
+    reserved(shared.axes.try_reserve_exact(count), what, count * size_of::<usize>())?;
+    reserved(tensors.try_reserve_exact(entries.len()), what, entries.len() * size_of::<Tensor>())?;
     for entry in entries {
-        entry.name(text).add_to(&mut words.names);
-        // (It was read before.)
-        let _ = axes(&mut Json::at(text, entry.shape as usize), |axis| words.axes.push(axis));
+        entry.name(text).add_to(&mut shared.names);
+        // No error is possible: the first pass has read this list.
+        let _ = axes(&mut Json::at(text, entry.shape as usize), |axis| shared.axes.push(axis));
     }
-    let all = Arc::new(words);
+    let all = Arc::new(shared);
     let (mut name, mut axis) = (0, 0);
     tensors.extend(entries.iter().map(|entry| {
-        let to = name + entry.name(text).meant_len() as u32;
+        let to = name + entry.name(text).unescaped_len() as u32;
         let range = start + entry.from..start + entry.to;
         let tensor = Tensor {
             all: all.clone(),
@@ -632,9 +685,9 @@ fn entries_to_tensors(
     }));
     let mut kept = Metadata::default();
     if let Some(Pairs { at: Some(at), count, bytes }) = metadata {
-        room(kept.text.try_reserve_exact(bytes), what, bytes)?;
-        room(kept.ends.try_reserve_exact(2 * count), what, 2 * count * size_of::<u32>())?;
-        // (It was read before.)
+        reserved(kept.text.try_reserve_exact(bytes), what, bytes)?;
+        reserved(kept.ends.try_reserve_exact(2 * count), what, 2 * count * size_of::<u32>())?;
+        // No error is possible: the first pass has read this object.
         let _ = Json::at(text, at).object(|json, key| {
             for part in [key, json.string()?] {
                 part.add_to(&mut kept.text);

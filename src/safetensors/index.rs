@@ -1,8 +1,12 @@
 //! Which files make up a checkpoint: one, those of an index, or those of a folder.
 //!
-//! An index is JSON whose `weight_map` names the file of each tensor. The names are a stranger's: only files right
-//! beside the index are opened. Its text is kept while its files are opened, with eight bytes for each tensor: where
-//! its name is, and a hash to find it by.
+//! An index is JSON whose `weight_map` names the file of each tensor. It comes from outside, so only files right beside
+//! the index are opened. [`Map::look`] finds the map and checks all of the text; [`Index::parse`] reads the map again
+//! and notes eight bytes of each tensor: half of the hash of its name, and where the name is in the text. The notes are
+//! sorted by hash and name, which finds a tensor that is named twice, and later the file of a tensor. The text is kept
+//! while the files are opened.
+//!
+//! A folder without an index must have all files of each numbered set (`model-00002-of-00003`).
 
 use std::borrow::Cow;
 use std::cmp::Ordering;
@@ -12,9 +16,9 @@ use std::path::{Component, Path, PathBuf};
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::header::{LONGEST_NAME, Meant};
+use super::header::{LONGEST_NAME, Unescaped};
 use super::json::{Json, JsonFault, JsonKind, Text};
-use super::{FoundFiles, blamed, malformed, open_regular, room, unread};
+use super::{FoundFiles, blamed, malformed, open_regular, reserved, unread};
 use crate::error::{Error, Result};
 use crate::escape::{NAME, Shown};
 
@@ -22,26 +26,27 @@ use crate::escape::{NAME, Shown};
 const LONGEST_INDEX: u64 = 100_000_000;
 const SUFFIX: &str = "safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// The longest name of a file that there is (Linux's `NAME_MAX`), in bytes.
+/// The longest name that a file can have (Linux's `NAME_MAX`), in bytes.
 const LONGEST_FILE: usize = 255;
-/// The most files that an index may name: they are all opened at once.
+/// The most files that an index may name: all of them are open at the same time.
 const FILES: usize = 10_000;
 /// The index's entry that says which tensor is in which file.
 const MAP: &str = "weight_map";
 
-/// What is in which file, by the index.
+/// An index: which tensor is in which file.
 pub(super) struct Index {
+    /// Where its files are.
     folder: PathBuf,
     text: String,
-    /// Of each tensor: half of its name's hash, and where the name starts in the text. In the order of both, hash and
-    /// name.
+    /// For each tensor: half of the hash of its name (upper 32 bits), and where the name starts in the text (lower 32
+    /// bits). Sorted by that half, and then by the names.
     tensors: Vec<u64>,
-    /// In order.
+    /// Sorted.
     files: Vec<String>,
 }
 
 impl Index {
-    /// The names of its files, in order.
+    /// The names of its files, sorted.
     pub(super) fn files(&self) -> &[String] {
         &self.files
     }
@@ -50,7 +55,7 @@ impl Index {
         self.folder.join(file)
     }
 
-    /// How many tensors it names.
+    /// The number of tensors that it names.
     pub(super) fn len(&self) -> usize {
         self.tensors.len()
     }
@@ -65,7 +70,7 @@ impl Index {
         found.is_ok_and(|place| pair(&self.text, self.tensors[place]).1.is(file))
     }
 
-    /// The first tensor, and its file, of which this is not so.
+    /// The first tensor, and its file, for which `is` is false.
     pub(super) fn first_not(&self, mut is: impl FnMut(&str, &str) -> bool) -> Option<(Text<'_>, Text<'_>)> {
         let pairs = self.tensors.iter().map(|noted| pair(&self.text, *noted));
         let mut missing = pairs.filter(|(tensor, file)| !is(&tensor.get(), &file.get()));
@@ -76,45 +81,48 @@ impl Index {
         let what = path.display().to_string();
         let (file, metadata) = open_regular(path, &what)?;
         let mut text = Vec::new();
-        // One more than is allowed, whatever its length was said to be.
+        // One byte more than the length is read, to notice a file that grows.
         let len = metadata.len().min(LONGEST_INDEX) as usize;
-        room(text.try_reserve_exact(len + 1), &what, len)?;
+        reserved(text.try_reserve_exact(len + 1), &what, len)?;
         file.take(len as u64 + 1).read_to_end(&mut text).map_err(|error| unread(&what, 0, &error))?;
         if text.len() as u64 > LONGEST_INDEX {
             let why = format!("more than {LONGEST_INDEX} bytes are too many for an index");
             return Err(malformed(&what, why));
         }
         if text.len() > len {
-            return Err(malformed(&what, "it grew while it was read; let nobody write to it"));
+            return Err(malformed(
+                &what,
+                "it grew while it was read; open it again while no process writes to it",
+            ));
         }
         let text = String::from_utf8(text).map_err(|error| no_json(&what, &error.utf8_error()))?;
         Self::parse(&what, text, path.parent().unwrap_or_else(|| Path::new("")))
     }
 
-    /// `folder` is where its files are.
+    /// Reads the text of an index. `what` is its name for errors; its files are in `folder`.
     fn parse(what: &str, text: String, folder: &Path) -> Result<Self> {
         let Map { at: Some(map), count, .. } = Map::look(what, &text)? else { return Err(no_map(what)) };
         if count == 0 {
             return Err(malformed(what, "its \"weight_map\" names no tensor"));
         }
         let mut tensors = Vec::new();
-        room(tensors.try_reserve_exact(count), what, count * size_of::<u64>())?;
+        reserved(tensors.try_reserve_exact(count), what, count * size_of::<u64>())?;
         let mut files: HashSet<Cow<'_, str>> = HashSet::new();
         let (mut wrong, mut before) = (None, None);
-        // (It was read before.)
+        // No error is possible: `look` has read this object.
         let _ = Json::at(&text, map).object(|json, tensor| {
             tensors.push(u64::from(half(&tensor.get())) << 32 | tensor.at as u64);
             let file = json.string()?;
-            // Most are in the file of the one before.
+            // Most tensors are in the file of the tensor before, whose name was checked.
             if wrong.is_some() || before == Some(file.raw) {
                 return Ok(());
             }
             before = Some(file.raw);
             if !is_beside(file) {
-                let file = Meant(file);
+                let file = Unescaped(file);
                 let file = Shown(&file, NAME);
                 let why = format!("is said to be in \"{file}\", which is no name of a file beside the index");
-                wrong = Some(blamed(what, &Meant(tensor), why));
+                wrong = Some(blamed(what, &Unescaped(tensor), why));
             } else if files.insert(file.get()) && files.len() > FILES {
                 wrong = Some(malformed(what, format!("it names more than {FILES} files; join some of them")));
             }
@@ -127,8 +135,8 @@ impl Index {
         let order = |a: &u64, b: &u64| (a >> 32).cmp(&(b >> 32)).then_with(|| name(a).compare(name(b)));
         tensors.sort_unstable_by(order);
         if let Some(pair) = tensors.windows(2).find(|pair| order(&pair[0], &pair[1]) == Ordering::Equal) {
-            let why = "is there twice, and in which file it is nobody can tell; get it again";
-            return Err(blamed(what, &Meant(name(&pair[0])), why));
+            let why = "is there twice, and it is unknown in which file it is; get the index again";
+            return Err(blamed(what, &Unescaped(name(&pair[0])), why));
         }
         let mut files: Vec<String> = files.into_iter().map(Cow::into_owned).collect();
         files.sort_unstable();
@@ -141,18 +149,18 @@ fn half(name: &str) -> u32 {
     (xxh3_64(name.as_bytes()) >> 32) as u32
 }
 
-/// A noted tensor's name and its file's.
+/// The name of a noted tensor, and that of its file.
 fn pair(text: &str, noted: u64) -> (Text<'_>, Text<'_>) {
     let mut json = Json::at(text, (noted as u32 as usize).saturating_sub(1));
-    // (Both were read before.)
+    // No error is possible: both strings were read before.
     let name = json.string();
     let file = name.and_then(|name| Ok((name, json.colon_string()?)));
     file.unwrap_or([Text::checked("", 0, 0, true); 2].into())
 }
 
-/// Whether this names a file, and nothing that is elsewhere.
+/// Whether this is the name of a file beside the index, and no path that leads elsewhere.
 fn is_beside(file: Text<'_>) -> bool {
-    // (An escape has six bytes at most for one.)
+    // Checked before it is unescaped: an escape has at most six bytes for one.
     if file.raw.len() > 6 * LONGEST_FILE {
         return false;
     }
@@ -170,14 +178,14 @@ fn no_json(what: &str, said: &dyn std::fmt::Display) -> Error {
     malformed(what, format!("it is no JSON ({}); get it again", Shown(said, 2 * NAME)))
 }
 
-/// The map, as it was found by looking through all of the index.
+/// What the first pass over an index finds of the map.
 #[derive(Default)]
 struct Map<'a> {
-    /// Where it starts. `None`: there is none.
+    /// Where the map starts in the text. `None`: there is none.
     at: Option<usize>,
-    /// Tensors in it.
+    /// The number of tensors in it.
     count: usize,
-    /// The tensor whose file is being read.
+    /// While the file of a tensor is being read: the tensor.
     tensor: Option<Text<'a>>,
 }
 
@@ -213,16 +221,16 @@ impl<'a> Map<'a> {
         }
     }
 
+    /// The error for a fault in the text.
     fn blame(&self, what: &str, fault: &JsonFault<'_>, twice: bool) -> Error {
         match self.tensor {
             _ if fault.kind() != JsonKind::Other => no_json(what, fault),
             Some(tensor) => {
                 let why = format!("is said to be in what is no name of a file beside the index ({fault})");
-                blamed(what, &Meant(tensor), why)
+                blamed(what, &Unescaped(tensor), why)
             }
             None if twice => {
-                let twice =
-                    "is there twice, and which of the two is meant nobody can tell; get the file again";
+                let twice = "is there twice, and it is unknown which of the two is meant; get the file again";
                 malformed(what, format!("its {MAP:?} {twice}"))
             }
             None => no_map(what),
@@ -234,7 +242,7 @@ impl<'a> Map<'a> {
 pub(super) fn find(path: &Path) -> Result<FoundFiles> {
     if path.is_dir() {
         let index = path.join(INDEX);
-        // A link that leads nowhere has the name, too: without the index more would be loaded than it names.
+        // A broken link counts as an index that cannot be read: without the index, more would be loaded than it names.
         return match std::fs::symlink_metadata(&index) {
             Err(error) if error.kind() == ErrorKind::NotFound => of_folder(path),
             _ => of_index(&index),
@@ -256,7 +264,7 @@ fn of_folder(path: &Path) -> Result<FoundFiles> {
     let mut files = Vec::new();
     for entry in entries {
         let file = entry.map_err(|error| unread(&what, 0, &error))?.path();
-        // (A link that leads nowhere is a file that is missing.)
+        // A broken link counts as a file: opening it then says what is missing.
         if file.extension().is_some_and(|end| end == SUFFIX) && !file.is_dir() {
             files.push(file);
         }
@@ -272,9 +280,9 @@ fn of_folder(path: &Path) -> Result<FoundFiles> {
     Ok(FoundFiles::Files(files))
 }
 
-/// Where files say in their names that they are one of so many (`model-00002-of-00003`), all of them have to be there.
+/// An error if a file of a numbered set (`model-00002-of-00003`) is missing.
 fn complete(what: &str, files: &[PathBuf]) -> Result<()> {
-    // Of each set, named by what its files' names start with and how many there are: those that are there.
+    // For each set, by what its names start with and how many files it has: the numbers that are there.
     let mut sets: BTreeMap<(&str, &str), BTreeSet<u64>> = BTreeMap::new();
     for file in files {
         let stem = file.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
@@ -286,7 +294,7 @@ fn complete(what: &str, files: &[PathBuf]) -> Result<()> {
     }
     for ((set, of), there) in sets {
         let count: u64 = of.parse().unwrap_or_default();
-        // Most count from one.
+        // Most sets count from one.
         let from = u64::from(!there.contains(&0));
         if let Some(missing) = (from..count.saturating_add(from)).find(|number| !there.contains(number)) {
             let width = of.len();

@@ -1,9 +1,16 @@
 //! JSON, read in place.
 //!
-//! A header or an index may be a hundred megabytes of anything, and what is refused must cost little more than its own
-//! bytes. The usual readers copy each text that has an escape in it, and put all of what is wrong into their error.
-//! This one allocates nothing: texts are handed out as they stand, checked, to be unescaped by whoever keeps them; what
-//! is not asked for is skipped, as deep as 128 levels; a fault names its place.
+//! A header or an index may be a hundred megabytes of anything, and one that is refused must take little more memory
+//! than its own bytes. The usual readers copy each string that has an escape in it, and all of a wrong value into their
+//! error. This reader allocates nothing:
+//!
+//! - a string comes out as it stands in the text ([`Text`]), checked, and the caller unescapes it where it is kept;
+//! - a value that the caller does not ask for is skipped, down to 128 levels;
+//! - a fault names its place, and shows the text there.
+//!
+//! A caller goes forward through the text and names the kind of value that it expects. Objects and arrays call a
+//! closure for each entry, which must read the entry's value. A place can be noted and read again later. Property tests
+//! compare the reader with `serde_json`.
 
 use std::borrow::Cow;
 use std::fmt::{self, Display, Formatter};
@@ -15,7 +22,7 @@ const DEEPEST: u32 = 128;
 /// Characters of the text that a fault shows.
 const NEAR: usize = 40;
 
-/// What is wrong, and where.
+/// A fault in the text, and its place.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct JsonFault<'a> {
     kind: JsonKind,
@@ -28,9 +35,9 @@ pub(super) struct JsonFault<'a> {
 pub(super) enum JsonKind {
     /// The text ends too soon.
     End,
-    /// It is no JSON.
+    /// The text is no JSON.
     Syntax,
-    /// It is, but something else than was asked for.
+    /// The text is JSON, but not the value that the caller expects.
     Other,
 }
 
@@ -52,28 +59,28 @@ impl Display for JsonFault<'_> {
 
 type Result<'a, T> = std::result::Result<T, JsonFault<'a>>;
 
-/// A text between its quotes, as it stands there: valid, and not unescaped.
+/// A string, as it stands between its quotes: checked, and not unescaped.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Text<'a> {
     pub(super) raw: &'a str,
-    /// Where it starts in the whole.
+    /// Where it starts in the whole text.
     pub(super) at: usize,
     /// Whether it has no escapes.
     pub(super) plain: bool,
 }
 
 impl<'a> Text<'a> {
-    /// One that was read before, at this place and of this length.
+    /// A string that was read before, at this place and of this length.
     pub(super) fn checked(text: &'a str, at: usize, len: usize, plain: bool) -> Self {
         Self { raw: text.get(at..at + len).unwrap_or_default(), at, plain }
     }
 
-    /// Bytes of what is meant.
-    pub(super) fn meant_len(self) -> usize {
+    /// The length of the unescaped string, in bytes.
+    pub(super) fn unescaped_len(self) -> usize {
         if self.plain { self.raw.len() } else { self.chars().map(char::len_utf8).sum() }
     }
 
-    /// The characters that are meant.
+    /// The unescaped characters.
     pub(super) fn chars(self) -> impl Iterator<Item = char> + 'a {
         let mut chars = self.raw.chars();
         std::iter::from_fn(move || {
@@ -92,7 +99,7 @@ impl<'a> Text<'a> {
                         || chars.by_ref().take(4).fold(0, |n, c| n * 16 + c.to_digit(16).unwrap_or(0));
                     let mut code = unit();
                     if (0xd800..0xdc00).contains(&code) {
-                        // (Behind `\u` again, since it was checked.)
+                        // The other half of the pair, behind another `\u`, as `string` has checked.
                         let low = chars.by_ref().nth(1).map_or(0, |_| {
                             chars.by_ref().take(4).fold(0, |n, c| n * 16 + c.to_digit(16).unwrap_or(0))
                         });
@@ -105,12 +112,12 @@ impl<'a> Text<'a> {
         })
     }
 
-    /// What is meant: a copy where it has escapes. To be asked for where the text is short.
+    /// The unescaped string: a copy where it has escapes, so only for strings that are known to be short.
     pub(super) fn get(self) -> Cow<'a, str> {
         if self.plain { self.raw.into() } else { self.chars().collect() }
     }
 
-    /// Adds it to a text that has room for `raw`: what is meant is never longer.
+    /// Appends the unescaped string. It is never longer than `raw`, for which `text` has room.
     pub(super) fn add_to(self, text: &mut String) {
         if self.plain {
             text.push_str(self.raw);
@@ -119,12 +126,14 @@ impl<'a> Text<'a> {
         }
     }
 
+    /// Whether the unescaped string is `other`.
     pub(super) fn is(self, other: &str) -> bool {
         if self.plain { self.raw == other } else { self.chars().eq(other.chars()) }
     }
 
+    /// Compares the unescaped strings.
     pub(super) fn compare(self, other: Text<'_>) -> std::cmp::Ordering {
-        // (UTF-8 has the order of its characters.)
+        // The order of UTF-8's bytes is that of the characters.
         match self.plain && other.plain {
             true => self.raw.cmp(other.raw),
             false => self.chars().cmp(other.chars()),
@@ -132,7 +141,7 @@ impl<'a> Text<'a> {
     }
 }
 
-/// A reader, and how far it is.
+/// A reader, at a place of its text.
 #[derive(Clone, Debug)]
 pub(super) struct Json<'a> {
     text: &'a str,
@@ -140,17 +149,17 @@ pub(super) struct Json<'a> {
 }
 
 impl<'a> Json<'a> {
-    /// Reads on from a place between values.
+    /// A reader at a place between two values.
     pub(super) fn at(text: &'a str, at: usize) -> Self {
         Self { text, at }
     }
 
-    /// Where it is.
+    /// The reader's place, in bytes.
     pub(super) fn place(&self) -> usize {
         self.at
     }
 
-    /// A fault where it is.
+    /// A fault at the reader's place.
     pub(super) fn fault(&self, why: &'static str) -> JsonFault<'a> {
         self.fault_at(self.at, JsonKind::Other, why)
     }
@@ -173,13 +182,14 @@ impl<'a> Json<'a> {
         rest.get(space?).copied()
     }
 
+    /// Goes past the next byte that is no white space, if it is `byte`.
     fn take(&mut self, byte: u8) -> bool {
         let is = self.peek() == Some(byte);
         self.at += usize::from(is);
         is
     }
 
-    /// An object: calls for each entry, which takes its value.
+    /// Reads an object. Calls `each` with the name of every entry; it must read the entry's value.
     pub(super) fn object(
         &mut self,
         mut each: impl FnMut(&mut Self, Text<'a>) -> Result<'a, ()>,
@@ -209,7 +219,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// An array: calls for each element, which takes it.
+    /// Reads an array. Calls `each` for every element, which it must read.
     pub(super) fn array(&mut self, mut each: impl FnMut(&mut Self) -> Result<'a, ()>) -> Result<'a, ()> {
         if !self.take(b'[') {
             return Err(self.fault("a list is expected"));
@@ -229,6 +239,7 @@ impl<'a> Json<'a> {
         }
     }
 
+    /// Reads a string.
     pub(super) fn string(&mut self) -> Result<'a, Text<'a>> {
         if self.peek() != Some(b'"') {
             return Err(self.fault("a text is expected"));
@@ -256,13 +267,13 @@ impl<'a> Json<'a> {
         Ok(Text { raw: &self.text[start..at], at: start, plain })
     }
 
-    /// The text behind a colon.
+    /// Reads a colon and the string behind it.
     pub(super) fn colon_string(&mut self) -> Result<'a, Text<'a>> {
         self.take(b':');
         self.string()
     }
 
-    /// A whole number.
+    /// Reads a whole number.
     pub(super) fn unsigned(&mut self) -> Result<'a, u64> {
         self.peek();
         let rest = &self.text.as_bytes()[self.at..];
@@ -280,7 +291,7 @@ impl<'a> Json<'a> {
         }
     }
 
-    /// `null`, if that is next.
+    /// Goes past `null`, if that is next.
     pub(super) fn null(&mut self) -> bool {
         self.word("null")
     }
@@ -292,7 +303,7 @@ impl<'a> Json<'a> {
         is
     }
 
-    /// Any value, which is checked and forgotten.
+    /// Reads any value, and checks it.
     pub(super) fn skip(&mut self) -> Result<'a, ()> {
         self.skip_within(DEEPEST)
     }
@@ -341,7 +352,7 @@ impl<'a> Json<'a> {
         Ok(())
     }
 
-    /// Nothing more.
+    /// Checks that nothing but white space follows.
     pub(super) fn end(&mut self) -> Result<'a, ()> {
         match self.peek() {
             None => Ok(()),
@@ -350,15 +361,17 @@ impl<'a> Json<'a> {
     }
 }
 
+/// How many digits the bytes start with.
 fn digits(bytes: &[u8]) -> usize {
     bytes.iter().take_while(|byte| byte.is_ascii_digit()).count()
 }
 
-/// How many bytes there are before a quote, a backslash or a control character. Eight at a time: names are most of a
-/// header.
+/// How many bytes there are before a quote, a backslash or a control character. Looks at eight at a time, since names
+/// are most of a header.
 fn ordinary(bytes: &[u8]) -> usize {
     const ONES: u64 = u64::MAX / 255;
-    // The top bit of each byte that is zero, or lies above one that is: of these only the lowest counts.
+    // Sets the top bit of each byte that is zero. A borrow may set it in bytes above a zero byte too; the lowest set
+    // bit is right, and only that one is used.
     let zero = |word: u64| word.wrapping_sub(ONES) & !word;
     let mut before = 0;
     for chunk in bytes.chunks_exact(8) {
@@ -375,7 +388,7 @@ fn ordinary(bytes: &[u8]) -> usize {
     before + bytes[before..].iter().take_while(|byte| !matches!(byte, b'"' | b'\\' | 0..0x20)).count()
 }
 
-/// The length of the escape that these bytes start with.
+/// The length of the escape that the bytes start with.
 fn escape_len(bytes: &[u8]) -> Option<usize> {
     let unit = |at: usize| {
         let digits = bytes.get(at..at + 6).filter(|bytes| bytes.starts_with(b"\\u"))?;
@@ -384,7 +397,7 @@ fn escape_len(bytes: &[u8]) -> Option<usize> {
     match bytes.get(1)? {
         b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't' => Some(2),
         b'u' => match unit(0)? {
-            // One half of a character, and the other.
+            // The first half of a surrogate pair must be followed by the second.
             0xd800..0xdc00 => matches!(unit(6)?, 0xdc00..0xe000).then_some(12),
             0xdc00..0xe000 => None,
             _ => Some(6),
@@ -400,7 +413,7 @@ mod tests {
 
     use super::*;
 
-    /// Reads it by this module's calls alone, as what the well-known reader makes of it.
+    /// Reads a value by this module's calls alone, into the type of `serde_json`.
     fn read<'a>(json: &mut Json<'a>) -> Result<'a, Value> {
         match json.peek() {
             Some(b'{') => {
@@ -446,7 +459,7 @@ mod tests {
                 assert_eq!(ours.unwrap(), theirs, "{text:?}");
                 assert!(skipped.is_ok(), "{text:?}");
             }
-            // (Numbers that no floating-point number comes near are numbers all the same.)
+            // `serde_json` refuses numbers beyond the range of floating point; this reader does not.
             Err(error) if error.to_string().contains("out of range") => {}
             Err(error) => assert!(ours.is_err() && skipped.is_err(), "{text:?}: {error}"),
         }

@@ -1,4 +1,22 @@
-//! Loading: where on the device tensors go, and handing them out as they arrive.
+//! Loading: where on the device tensors go, and handing them out as their copies complete.
+//!
+//! # How it works
+//!
+//! [`Loader`] collects what is asked for. `start_into` goes through the files in order: it chooses tensors, joins
+//! neighbours to ranges (`runs`), gets one block of device memory for all of a file, and starts one transfer of the
+//! pipeline for it ([`LoadPart`]). All files are queued before the first tensor comes out.
+//!
+//! [`Loading`] hands the tensors out (`advance`), file by file. It keeps up to which offset the file's bytes are known
+//! to be on the device, and asks the transfer only when a tensor ends behind that. The place of a tensor in the block
+//! is worked out twice, by the same [`Layout`]: when the copy is planned, and when the tensor comes out. So no list of
+//! places is kept.
+//!
+//! # Invariants
+//!
+//! - The last tensor of a file comes out only when the transfer is over and the file was found unchanged. An error
+//!   takes the place of a tensor, and ends the load.
+//! - A call that waits (`load`, `for_each`, `Checkpoint::tensor`) returns only when nothing of its transfers is under
+//!   way ([`BlockingLoad`]).
 
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
@@ -11,22 +29,36 @@ use std::time::Instant;
 use super::header::Tensor;
 use super::sums::Sums;
 use super::tensor::DeviceTensor;
-use super::{Checkpoint, Shard, room};
+use super::{Checkpoint, Shard, reserved};
 use crate::copy::pipeline::{Canceller, FileSource, Piece, Pipeline, Progress, Reading, Transfer, may_wait};
 use crate::device::memory::DeviceSlice;
 use crate::error::{Error, Result};
 
-/// Where tensors start, unless told: on multiples of as many bytes. Kernels that load 16 bytes at a time need it
-/// (`float4`), and so do tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte
-/// aligned).
+/// The default alignment of tensors, in bytes. Kernels that load 16 bytes at a time need it (`float4`), and so do
+/// tensor maps (the CUDA driver API's `cuTensorMapEncodeTiled`: a global address is 16-byte aligned).
 const TENSOR_ALIGN: usize = 16;
-/// The largest alignment that makes sense: a page of the device's.
+/// The largest alignment that makes sense: a page of a device.
 const LARGEST_ALIGN: usize = 2 << 20;
 
 type Filter<'a> = Box<dyn FnMut(&Tensor) -> bool + 'a>;
 type MemorySource<'a> = Box<dyn FnMut(usize) -> Result<DeviceSlice> + 'a>;
 
-/// Sets up a load: which tensors, and where they go.
+/// Sets up a load: which tensors, and where they go. See [`Checkpoint::loader`].
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline, safetensors::Checkpoint};
+/// # let path = std::env::temp_dir().join(format!("pinpool-loader-{}.safetensors", std::process::id()));
+/// # let header = br#"{"h.0.w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// # let checkpoint = Checkpoint::open(&path)?;
+/// let tensors = checkpoint.loader(&pipeline).prefix("h.0.").align(256).load()?;
+/// assert_eq!(tensors[0].address().map(|address| address % 256), Some(0));
+/// # std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[must_use = "nothing is loaded until `start`, `load` or `for_each`"]
 pub struct Loader<'a> {
     checkpoint: &'a Checkpoint,
@@ -53,34 +85,38 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Loads tensors whose name starts with this; called several times, with any of them. Default: all.
+    /// Loads only tensors whose name starts with `prefix`. Called several times: with any of the prefixes. Default:
+    /// all.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefixes.push(prefix.into());
         self
     }
 
-    /// Loads tensors of which this is true (and whose name has the prefix, if one was named). Default: all.
+    /// Loads only tensors for which `filter` is true (and whose name has the prefix, where one was given). Default:
+    /// all.
     pub fn filter(mut self, filter: impl FnMut(&Tensor) -> bool + 'a) -> Self {
         self.filter = Some(Box::new(filter));
         self
     }
 
-    /// Starts each tensor on a multiple of so many bytes, a power of two of at most 2 MiB. Tensors whose length is a
+    /// The alignment of the tensors on the device, in bytes: a power of two of at most 2 MiB. Tensors whose length is a
     /// multiple of it lie side by side and are copied together; behind others there is a gap. Default: 16.
     pub fn align(mut self, bytes: usize) -> Self {
         self.align = bytes;
         self
     }
 
-    /// Gets the device memory by this call, once for each file of which anything is loaded: for so many bytes at least,
-    /// starting on a multiple of the alignment. Default: [`Device::alloc`](crate::Device::alloc).
+    /// Where the device memory comes from. `get` is called once for each file that tensors are loaded from, with the
+    /// number of bytes, and gives at least as many, starting on a multiple of the alignment. Default:
+    /// [`Device::alloc`](crate::Device::alloc).
     pub fn memory(mut self, get: impl FnMut(usize) -> Result<DeviceSlice> + 'a) -> Self {
         self.memory = Some(Box::new(get));
         self
     }
 
-    /// Takes the checksum of each tensor's bytes as they are read: [`DeviceTensor::checksum`]. The files then go
-    /// through the CPU, which costs some speed. Default: no.
+    /// Whether the [checksum](super#checksums) of each tensor is taken as its bytes are read, for
+    /// [`DeviceTensor::checksum`]. All bytes of the files then pass through the CPU, which costs some speed. Default:
+    /// no.
     pub fn checksums(mut self, take: bool) -> Self {
         self.checksums = take;
         self
@@ -92,13 +128,15 @@ impl<'a> Loader<'a> {
         self
     }
 
-    /// Starts it. The tensors come out of what is returned, in the order of the files; dropping that cancels the rest.
+    /// Starts the load. The tensors come out of the returned [`Loading`], in the order of the files; dropping it
+    /// cancels the rest.
     ///
     /// # Errors
-    /// [`Error::BadAlignment`]; what allocating says; [`Error::TooSmall`], [`Error::WrongDevice`] and [`Error::Config`]
-    /// for memory of your own that does not fit, or is given for two files; [`Error::Shrunk`] for a file that has
-    /// become shorter since it was opened, [`Error::Malformed`] for one that was written to; a lost device. What was
-    /// started for other files is cancelled.
+    /// [`Error::BadAlignment`]; [`Error::Device`] where the device has no memory, or is lost; for memory of the
+    /// caller's [`Error::TooSmall`], [`Error::WrongDevice`], and [`Error::Config`] where it is not aligned or was given
+    /// for another file too; [`Error::Shrunk`] for a file that has become shorter since it was opened,
+    /// [`Error::Malformed`] for one that was written to; [`Error::Forked`]. Transfers of other files that were started
+    /// are cancelled.
     pub fn start(mut self) -> Result<Loading> {
         let mut loading = Loading::none();
         let choose = self.choice();
@@ -106,8 +144,8 @@ impl<'a> Loader<'a> {
         Ok(loading)
     }
 
-    /// The same for calls that wait.
-    fn start_settled(mut self) -> Result<SettledLoad> {
+    /// [`start`](Self::start) for calls that wait.
+    fn start_blocking(mut self) -> Result<BlockingLoad> {
         let choose = self.choice();
         self.start_with(choose)
     }
@@ -129,14 +167,14 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Starts it with the tensors that are chosen of each shard, for a call that waits.
-    pub(super) fn start_with(self, choose: impl FnMut(&Shard) -> Chosen) -> Result<SettledLoad> {
-        // Before anything has begun, which could not be waited for either.
+    /// Starts a load of the tensors that are chosen of each shard, for a call that waits.
+    pub(super) fn start_with(self, choose: impl FnMut(&Shard) -> Chosen) -> Result<BlockingLoad> {
+        // Checked before anything begins: this thread could not wait for it afterwards.
         may_wait()?;
-        // What has begun when a later shard is refused is waited for too.
-        let mut settled = SettledLoad(Loading::none());
-        self.start_into(&mut settled.0, choose)?;
-        Ok(settled)
+        // Made first: where a later shard is refused, its drop waits for the transfers that have begun.
+        let mut load = BlockingLoad(Loading::none());
+        self.start_into(&mut load.0, choose)?;
+        Ok(load)
     }
 
     fn start_into(mut self, loading: &mut Loading, mut choose: impl FnMut(&Shard) -> Chosen) -> Result<()> {
@@ -156,11 +194,12 @@ impl<'a> Loader<'a> {
         Ok(())
     }
 
-    /// Ranges of the file, and of the block, that are copied; the block's end, and how many bytes that are. Neighbours
-    /// are joined here, not by a piece for each tensor: there may be tens of thousands, and the link waits.
-    #[allow(clippy::type_complexity, reason = "three numbers")]
+    /// The ranges to copy, in the file and in the block; the length of the block; and the number of bytes to copy.
+    /// Neighbours are joined here, before pieces are made: there may be tens of thousands of tensors, and the link
+    /// idles meanwhile.
+    #[allow(clippy::type_complexity, reason = "a list of pairs, and two numbers")]
     fn runs(&self, shard: &Shard, chosen: &Chosen) -> Result<(Vec<(Range<u64>, Range<usize>)>, usize, u64)> {
-        // Found out when it was opened: nothing is to be done for each of them.
+        // The whole file is one range, as was found when it was opened: no tensor needs a look.
         if let (Chosen::All, Some((whole, even))) = (chosen, &shard.whole) {
             let bytes = whole.end - whole.start;
             if *even >= self.align {
@@ -198,7 +237,7 @@ impl<'a> Loader<'a> {
             layout: Layout::new(self.align),
             block: None,
             transfer: None,
-            landed_to: 0,
+            complete_to: 0,
             sums: None,
             bytes,
         };
@@ -242,12 +281,13 @@ impl<'a> Loader<'a> {
             }
             if !aligned(&slice) {
                 return Err(Error::Config(format!(
-                    "the memory for tensors starts at {:#x}, which is no multiple of {}; align it, or ask the loader for less",
+                    "the memory for tensors starts at {:#x}, which is no multiple of {}; align it, or ask the loader \
+                     for less",
                     slice.address(),
                     self.align
                 )));
             }
-            // What is beyond is the caller's still.
+            // Bytes beyond `len` are not written to.
             return slice.slice(..len);
         }
         let slice = DeviceSlice::from(self.pipeline.device().alloc(len)?);
@@ -255,43 +295,44 @@ impl<'a> Loader<'a> {
             return Ok(slice);
         }
         drop(slice);
-        // Rare: devices align by themselves, and better than most want.
+        // Rare: a device aligns its memory by itself, mostly to more than was asked for.
         let slice = DeviceSlice::from(self.pipeline.device().alloc(len.saturating_add(self.align))?);
         let skip = (slice.address().next_multiple_of(self.align as u64) - slice.address()) as usize;
         slice.slice(skip..skip + len)
     }
 
-    /// Loads everything, and waits for it: the tensors in the order of the files.
+    /// Loads the tensors, and waits until all are on the device. They come in the order of the files.
     ///
     /// # Errors
-    /// As for [`start`](Self::start) and [`Loading`]; [`Error::Unsupported`] on a thread of the library's (in a waker,
-    /// a source or a sink), which must not wait.
+    /// As for [`start`](Self::start) and [`Loading`]; [`Error::Unsupported`] on a thread that must not wait (in a
+    /// waker, a source or a sink).
     pub fn load(self) -> Result<Vec<DeviceTensor>> {
-        let mut loading = self.start_settled()?;
+        let mut loading = self.start_blocking()?;
         let (mut tensors, count) = (Vec::new(), loading.0.left());
-        room(tensors.try_reserve_exact(count), "the list of tensors", count * size_of::<DeviceTensor>())?;
+        reserved(tensors.try_reserve_exact(count), "the list of tensors", count * size_of::<DeviceTensor>())?;
         for tensor in &mut loading.0 {
             tensors.push(tensor?);
         }
         Ok(tensors)
     }
 
-    /// Loads everything, and calls `each` for each tensor when it has arrived, while others are on their way.
+    /// Loads the tensors, and calls `each` with every one as soon as it is on the device, while others are being
+    /// copied.
     ///
     /// # Errors
-    /// As for [`load`](Self::load), and the first that `each` returns, which ends it.
+    /// As for [`load`](Self::load), and the first error that `each` returns, which ends the load.
     pub fn for_each(self, mut each: impl FnMut(DeviceTensor) -> Result<()>) -> Result<()> {
-        self.start_settled()?.0.try_for_each(|tensor| each(tensor?))
+        self.start_blocking()?.0.try_for_each(|tensor| each(tensor?))
     }
 }
 
-/// A load of a call that returns when nothing of it is on its way any more, whichever way it ends: memory of the
-/// caller's would else be written after it.
-pub(super) struct SettledLoad(pub(super) Loading);
+/// The load of a call that waits. Its drop waits until nothing of the load is under way, however the call ends:
+/// otherwise the device could write to the caller's memory after the call.
+pub(super) struct BlockingLoad(pub(super) Loading);
 
-impl Drop for SettledLoad {
+impl Drop for BlockingLoad {
     fn drop(&mut self) {
-        self.0.settle();
+        self.0.cancel_and_wait();
     }
 }
 
@@ -307,7 +348,7 @@ impl std::fmt::Debug for Loader<'_> {
 /// Which of a shard's tensors are loaded.
 pub(super) enum Chosen {
     All,
-    /// By their places in the shard, in its order.
+    /// Their places in the shard, in its order.
     Some(Vec<u32>),
 }
 
@@ -319,10 +360,10 @@ impl Chosen {
         }
     }
 
-    /// The place in the shard of the one with so many before it.
+    /// The place in the shard of the chosen tensor with this number.
     fn get(&self, shard: &Shard, number: usize) -> Option<u32> {
         match self {
-            // (A header has no room for more than that.)
+            // The number fits: a header has no room for 2^32 tensors.
             Self::All => (number < shard.tensors.len()).then_some(number as u32),
             Self::Some(places) => places.get(number).copied(),
         }
@@ -335,12 +376,11 @@ impl Chosen {
     }
 }
 
-/// Where tensors go in a block: in their order, each on the alignment, with nothing between them but what that takes.
-/// Worked out when it is planned, and once more as they are handed out.
+/// Where tensors go in a block: in their order, each on the alignment, with no other gaps between them.
 #[derive(Clone, Copy)]
 struct Layout {
     align: usize,
-    /// One past the last.
+    /// The end of the last tensor.
     end: usize,
 }
 
@@ -349,7 +389,7 @@ impl Layout {
         Self { align, end: 0 }
     }
 
-    /// The place of the next tensor, which has so many bytes, and some.
+    /// The place of the next tensor, which has `len` bytes, at least one.
     fn put(&mut self, len: u64) -> Result<Range<usize>> {
         let start = self.end.checked_next_multiple_of(self.align);
         let place = start.zip(usize::try_from(len).ok()).and_then(|(start, len)| {
@@ -369,25 +409,28 @@ impl Layout {
 struct LoadPart {
     shard: Arc<Shard>,
     chosen: Chosen,
-    /// How many were handed out, and where they are.
+    /// How many tensors have come out.
     next: usize,
+    /// The places of these.
     layout: Layout,
-    /// `None`, as the transfer: there are no bytes.
+    /// `None` where the chosen tensors have no bytes.
     block: Option<DeviceSlice>,
+    /// `None` where there is no block, and when it is over.
     transfer: Option<Transfer<FileSource>>,
-    /// All of the file before this offset has arrived, as far as we have asked.
-    landed_to: u64,
+    /// All of the file before this offset is on the device, as of the last time that the transfer was asked.
+    complete_to: u64,
     sums: Option<Arc<Sums>>,
+    /// Bytes of the chosen tensors.
     bytes: u64,
 }
 
 impl LoadPart {
-    /// How many were not handed out.
+    /// How many tensors have not come out.
     fn left(&self) -> usize {
         self.chosen.count(&self.shard) - self.next
     }
 
-    /// The next tensor, which has arrived.
+    /// The next tensor, which is on the device.
     fn out(&mut self, index: u32) -> Result<DeviceTensor> {
         self.next += 1;
         let tensor = &self.shard.tensors[index as usize];
@@ -400,32 +443,57 @@ impl LoadPart {
     }
 }
 
-/// Tensors on their way. An iterator, which waits for the next; and a [`Stream`](futures_core::Stream), of no
-/// particular runtime.
+/// A load under way. It is an iterator over the tensors, which waits for the next, and a
+/// [`Stream`](futures_core::Stream) for tasks, on any runtime.
 ///
-/// **Dropped, it cancels the rest**; tensors that were handed out stay. After an error, which comes in the place of the
-/// first tensor that it took, there is nothing more. With the last tensor it has ended: nobody need ask for one more,
-/// and the pipeline has given back everything that it had for it.
+/// **Dropped, it cancels the rest**; tensors that have come out stay. An error comes in the place of the first tensor
+/// that cannot be loaded, and ends the load. The load has ended when the last tensor comes out: the pipeline has then
+/// given back all memory that it used for it, and no further call is needed.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline, safetensors::Checkpoint};
+/// # let path = std::env::temp_dir().join(format!("pinpool-loading-{}.safetensors", std::process::id()));
+/// # let header = br#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// # let checkpoint = Checkpoint::open(&path)?;
+/// let mut loading = checkpoint.loader(&pipeline).start()?;
+/// while let Some(tensor) = loading.next() {
+///     println!("{:?}, {} bytes copied", tensor?.name(), loading.progress().done);
+/// }
+/// # std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 ///
 /// # Errors
-/// Of each item: [`Error::Read`] and [`Error::Shrunk`] with file and offset; [`Error::Transfer`] with what the pool or
-/// the device said; [`Error::Cancelled`]; [`Error::Malformed`], in the place of the last tensor of a file that was
-/// written to meanwhile: then what came of it may be wrong.
+/// Of each item: [`Error::Read`] and [`Error::Shrunk`] with file and offset; [`Error::Transfer`] with the error of the
+/// pool or the device; [`Error::Cancelled`]; [`Error::Malformed`] in the place of the last tensor of a file that was
+/// written to meanwhile, whose other tensors may then be wrong; [`Error::Forked`].
 #[must_use = "dropping it cancels the load"]
 pub struct Loading {
     parts: VecDeque<LoadPart>,
     total: u64,
-    /// Bytes that have arrived of files that are done with, and of these, bytes before which nothing is missing.
-    before: u64,
-    landed: u64,
+    /// Of files that have ended: bytes that were copied.
+    done_before: u64,
+    /// Of these, bytes before which none is missing.
+    contiguous_before: u64,
     since: Instant,
     ended: Option<Instant>,
 }
 
 impl Loading {
-    /// Of nothing yet.
+    /// A load of nothing yet.
     fn none() -> Self {
-        Self { parts: VecDeque::new(), total: 0, before: 0, landed: 0, since: Instant::now(), ended: None }
+        Self {
+            parts: VecDeque::new(),
+            total: 0,
+            done_before: 0,
+            contiguous_before: 0,
+            since: Instant::now(),
+            ended: None,
+        }
     }
 
     /// The next tensor. `None`: there are no more.
@@ -436,49 +504,51 @@ impl Loading {
         poll_fn(|cx| self.advance(Some(cx))).await
     }
 
-    /// How many tensors are still to come.
+    /// The number of tensors that have not come out yet.
     #[must_use]
     pub fn left(&self) -> usize {
         self.parts.iter().map(LoadPart::left).sum()
     }
 
-    /// How far it has come: bytes of tensors, over all files. `landed_to` counts them one behind the other.
+    /// How far the load has come, in bytes of tensors over all files. `landed_to` counts them as if the files lay one
+    /// behind the other.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        let (mut done, mut landed, mut whole) = (self.before, self.landed, true);
+        let (mut done, mut contiguous, mut whole) = (self.done_before, self.contiguous_before, true);
         for part in &self.parts {
             let Some(progress) = part.transfer.as_ref().map(Transfer::progress) else { continue };
             done += progress.done;
             whole = whole && progress.done == progress.total;
             if whole {
-                landed += part.bytes;
+                contiguous += part.bytes;
             }
         }
         let until = self.ended.unwrap_or_else(Instant::now);
         let over = self.ended.is_some();
-        Progress::of(done, self.total, until.duration_since(self.since), landed, over)
+        Progress::of(done, self.total, until.duration_since(self.since), contiguous, over)
     }
 
-    /// Begins nothing further. What has arrived still comes out, then [`Error::Cancelled`].
+    /// Cancels the load: no further chunk is begun. Tensors that are on the device still come out, and then
+    /// [`Error::Cancelled`].
     pub fn cancel(&self) {
         self.parts.iter().filter_map(|part| part.transfer.as_ref()).for_each(Transfer::cancel);
     }
 
-    /// A handle that cancels it, for another thread.
+    /// A handle that cancels the load from another thread.
     #[must_use]
     pub fn canceller(&self) -> LoadCanceller {
         let transfers = self.parts.iter().filter_map(|part| part.transfer.as_ref());
         LoadCanceller { cancellers: transfers.map(Transfer::canceller).collect() }
     }
 
-    /// Cancels what is left, all of it first, and waits until the device has let go.
-    fn settle(&mut self) {
+    /// Cancels all transfers that are left, and then waits for each until the device is done with it.
+    fn cancel_and_wait(&mut self) {
         self.cancel();
         self.parts.drain(..).filter_map(|part| part.transfer).for_each(Transfer::settle);
     }
 
-    /// The next, waited for by the thread, or by the task. The last of a file comes when all that there is to say about
-    /// the file is known, since nobody need ask for more.
+    /// The next tensor. The thread waits for it, or, with `cx`, the task does. The last tensor of a file comes out when
+    /// the file's transfer is over, since the caller need not call again to learn of an error.
     fn advance(&mut self, mut cx: Option<&mut Context<'_>>) -> Poll<Option<Result<DeviceTensor>>> {
         if crate::os::forked() && !self.parts.is_empty() {
             self.parts.clear();
@@ -489,28 +559,28 @@ impl Loading {
             self.ended.get_or_insert_with(Instant::now);
             return Poll::Ready(None);
         };
-        let mut there = None;
+        let mut last_index = None;
         if let Some(index) = part.chosen.get(&part.shard, part.next) {
             let tensor = &part.shard.tensors[index as usize];
             let end = tensor.range().end;
-            let landed = match (&mut part.transfer, &mut cx) {
-                _ if tensor.is_empty() || end <= part.landed_to => true,
+            let complete = match (&mut part.transfer, &mut cx) {
+                _ if tensor.is_empty() || end <= part.complete_to => true,
                 (None, _) => false,
                 (Some(transfer), cx) => {
-                    let landed = match cx {
+                    let complete = match cx {
                         None => transfer.wait_landed(end),
                         Some(cx) => ready!(transfer.poll_landed(cx, end)),
                     };
-                    part.landed_to = transfer.progress().landed_to;
-                    landed
+                    part.complete_to = transfer.progress().landed_to;
+                    complete
                 }
             };
-            if landed && part.left() > 1 {
+            if complete && part.left() > 1 {
                 return Poll::Ready(Some(part.out(index)));
             }
-            there = landed.then_some(index);
+            last_index = complete.then_some(index);
         }
-        // The transfer is over, or about to be: all of its bytes have landed, or it has failed.
+        // The transfer is over, or about to be: all of its copies are complete, or it has failed.
         let mut done = part.transfer.as_ref().map_or(0, |transfer| transfer.progress().done);
         let over = match (&mut part.transfer, &mut cx) {
             (None, _) => Ok(()),
@@ -520,21 +590,22 @@ impl Loading {
                 None => Ok(()),
             },
         };
-        // What was under way still arrived, where we can ask.
+        // Chunks that were under way have completed since; a transfer that was waited for is not there to be asked.
         done = done.max(part.transfer.as_ref().map_or(0, |transfer| transfer.progress().done));
-        // Asked when the last byte was read.
+        // Checked after the last byte was read.
         let over = over.and_then(|()| if part.bytes > 0 { part.shard.unchanged() } else { Ok(()) });
-        let last = over.and_then(|()| there.map_or(Err(Error::Closed), |index| part.out(index)));
-        self.before += if there.is_some() { part.bytes } else { done };
-        self.landed += if there.is_some() { part.bytes } else { 0 };
+        let last = over.and_then(|()| last_index.map_or(Err(Error::Closed), |index| part.out(index)));
+        let is_whole = last_index.is_some();
+        self.done_before += if is_whole { part.bytes } else { done };
+        self.contiguous_before += if is_whole { part.bytes } else { 0 };
         self.parts.pop_front();
         if last.is_err() {
-            // The others are cancelled; what has arrived of them has.
+            // The transfers of the other files are cancelled. Bytes of theirs that were copied count all the same.
             let sum = self.progress();
-            (self.before, self.landed) =
-                (sum.done, if there.is_some() { sum.landed_to } else { self.landed });
+            (self.done_before, self.contiguous_before) =
+                (sum.done, if is_whole { sum.landed_to } else { self.contiguous_before });
             match cx {
-                None => self.settle(),
+                None => self.cancel_and_wait(),
                 Some(_) => self.parts.clear(),
             }
         }
@@ -551,13 +622,13 @@ impl Iterator for Loading {
     fn next(&mut self) -> Option<Self::Item> {
         match self.advance(None) {
             Poll::Ready(next) => next,
-            // Not so: a thread waits.
+            // Impossible: without `cx`, `advance` waits.
             Poll::Pending => None,
         }
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {
-        // An error comes in the place of one, and ends it.
+        // An error takes the place of a tensor, and ends the load.
         (0, Some(self.left()))
     }
 }
@@ -578,14 +649,23 @@ impl std::fmt::Debug for Loading {
     }
 }
 
-/// Cancels a load, from anywhere.
+/// Cancels a load, from any thread: [`Loading::canceller`]. It keeps neither the load nor its memory alive.
+///
+/// ```
+/// use pinpool::safetensors::{LoadCanceller, Loading};
+///
+/// fn cancel_later(loading: &Loading) -> std::thread::JoinHandle<()> {
+///     let canceller: LoadCanceller = loading.canceller();
+///     std::thread::spawn(move || canceller.cancel())
+/// }
+/// ```
 #[derive(Clone, Debug)]
 pub struct LoadCanceller {
     cancellers: Vec<Canceller>,
 }
 
 impl LoadCanceller {
-    /// As [`Loading::cancel`].
+    /// Cancels the load, like [`Loading::cancel`].
     pub fn cancel(&self) {
         self.cancellers.iter().for_each(Canceller::cancel);
     }

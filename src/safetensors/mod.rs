@@ -1,76 +1,89 @@
 //! Checkpoints in the safetensors format: files of tensors to device memory, at the speed of the pipeline.
 //!
-//! ```no_run
+//! ```
+//! # let folder = std::env::temp_dir().join(format!("pinpool-checkpoint-page-{}", std::process::id()));
+//! # std::fs::create_dir_all(&folder)?;
+//! # let header = br#"{"model.layers.0":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+//! # let file = [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat();
+//! # std::fs::write(folder.join("model.safetensors"), file)?;
 //! use pinpool::pipeline::Pipeline;
 //! use pinpool::safetensors::Checkpoint;
-//! use pinpool::{Device, Pool};
+//! use pinpool::{Device, Pool, Unpinned};
 //!
-//! let device = Device::open("auto")?;
-//! let pool = Pool::builder(&device).capacity(512 << 20).build()?;
+//! let device = Device::open("host")?; // or "cuda:0"
+//! let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
 //! let pipeline = Pipeline::builder(&pool, &device).build()?;
 //!
-//! let checkpoint = Checkpoint::open("model/")?; // or a file, or model.safetensors.index.json; reads headers only
+//! let checkpoint = Checkpoint::open(&folder)?; // or a file, or model.safetensors.index.json; reads headers only
 //! for tensor in checkpoint.loader(&pipeline).prefix("model.layers.").start()? {
-//!     let tensor = tensor?; // it is on the device; those behind it are on their way
+//!     let tensor = tensor?; // it is on the device; the tensors behind it are being copied
 //!     println!("{:?} {} {:?} at {:?}", tensor.name(), tensor.dtype(), tensor.shape(), tensor.address());
 //! }
-//! # Ok::<(), pinpool::Error>(())
+//! # std::fs::remove_dir_all(folder)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! # How it works
 //!
-//! The format is a header, which says of each tensor its name, type, shape and place, and then the tensors' bytes
-//! without gaps. A loader that copies tensor by tensor is slow when they are small: each copy costs as much as moving a
-//! hundred kilobytes. So here the tensors of a file get one block of device memory, in the file's order, side by side
-//! as they are in the file; then they are one range on both sides, and the [pipeline](crate::pipeline) copies that in
-//! its own large chunks, whatever the tensors' sizes. Only a tensor whose length is no multiple of the
-//! [alignment](Loader::align) leaves a gap behind it.
+//! A safetensors file has a header, which gives name, type, shape and place of each tensor, and then the bytes of the
+//! tensors without gaps. A loader that copies tensor by tensor is slow when they are small: each copy takes as long as
+//! moving a hundred kilobytes. So this loader gives the tensors of a file one block of device memory, in the file's
+//! order and side by side, as they are in the file. They are then one range on both sides, and the
+//! [pipeline](crate::pipeline) copies that in large chunks, whatever the sizes of the tensors. Only a tensor whose
+//! length is no multiple of the [alignment](Loader::align) has a gap behind it.
 //!
-//! Tensors come in the file's order, the first as soon as it has landed: a [`Loading`] is an iterator for threads, and
-//! an async stream. All shards are queued with the pipeline at once, so that it never runs dry between two files. What
-//! is on the way is known chunk by chunk, and a tensor is looked at when it is handed out, not before: 16,384 tensors
-//! of 16 KiB are on the wire for 5 ms, so a microsecond for each would cost three times that.
+//! Tensors come out in the file's order, each as soon as its bytes are on the device. A [`Loading`] is an iterator for
+//! threads, and an async stream. All files (shards) are queued with the pipeline at once, so that it does not idle
+//! between two of them. Completion is known by chunks, and a tensor costs time only when it comes out: the copies of
+//! 16,384 tensors of 16 KiB take 5 ms, so a microsecond for each would take three times as long.
 //!
-//! Opening reads the headers and nothing else; what is not asked for is not read. One tensor alone:
-//! [`Checkpoint::tensor`].
+//! Opening a checkpoint reads the headers and nothing else, and only tensors that are asked for are read.
+//! [`Checkpoint::tensor`] loads a single one.
 //!
 //! # What is refused
 //!
-//! A header is a stranger's claim about offsets into memory. Whatever is wrong with one is [`Error::Malformed`], which
-//! names the tensor (by its first 200 characters), and is found before anything is loaded: offsets that run backwards,
-//! past the file's end or into another tensor, bytes that belong to none, shapes whose elements do not come to as many
-//! bytes (or to more than any memory holds), shapes of more than 64 axes, types that nobody knows, a name that comes
-//! twice, headers longer than 100 MB or than their file, names longer than 65,535 bytes, an index that names tensors
-//! which its files do not have, a tensor twice, files outside of its folder, or more than 10,000 files. A folder whose
-//! index cannot be read is refused, not loaded without it; one that has none must have all files of a set that counts
-//! them in its names (`model-00002-of-00003.safetensors`).
+//! A header comes from outside and gives offsets into memory. So it is checked before anything is loaded, and a fault
+//! is [`Error::Malformed`], which names the tensor (by its first 200 characters). Refused are:
 //!
-//! What is refused costs little more than it is long: at most two and a half times the bytes of its header or index,
-//! these included. (One that is accepted: at most five times, for as long as it is read.) Where the system refuses
-//! that, it is [`Error::OutOfMemory`], which names the file.
+//! - offsets that run backwards, past the file's end, or into another tensor; bytes that belong to no tensor;
+//! - shapes that do not fit the number of bytes, of more elements than any memory holds, or of more than 64 axes;
+//! - unknown types; a name that is there twice; a name longer than 65,535 bytes;
+//! - a header longer than 100 MB, or than its file;
+//! - an index that names a tensor which its file does not have, a tensor twice, a file outside of its folder, or more
+//!   than 10,000 files;
+//! - a folder whose index cannot be read, and a folder without an index that lacks a file of a numbered set
+//!   (`model-00002-of-00003.safetensors`).
 //!
-//! Names and metadata come out exactly as the file has them, and may be any text: what steers a terminal, a newline.
-//! Show them escaped (`{:?}`). In this crate's errors and events they are.
+//! Reading a header or an index that is then refused takes at most two and a half times its bytes of memory, its own
+//! bytes included; one that is accepted, at most five times, until it is read. Where the system has no memory for that,
+//! the error is [`Error::OutOfMemory`], and names the file.
 //!
-//! A file that is written to after it was opened (its length or its time of modification tells) is refused by the next
-//! load, and one that is written to during a load ends that with an error in the place of its last tensor: its header
-//! may not be true any more. A file that takes the place of an opened one is another file, and not looked at.
+//! A file that was written to after it was opened (its length or its time of modification has changed) is refused by
+//! the next load, since its header may be wrong by now. If it is written to during a load, the load ends with an error
+//! in the place of the file's last tensor. A file that replaces an opened one under the same name is another file, and
+//! is not read.
+//!
+//! Names and metadata come out exactly as the file has them, and may contain anything: newlines, control sequences of a
+//! terminal. Show them escaped (`{:?}`), as this crate's errors and events do.
 //!
 //! # Checksums
 //!
-//! A tensor's checksum is the XXH3 of 128 bits, without seed or secret, of its bytes in the file's order, and nothing
-//! else: not of its name, type or shape. In hexadecimal (`{:032x}`) it is what `xxhsum -H128` prints of the same bytes.
-//! It finds damage, and does not keep out anyone who means harm.
+//! A tensor's checksum is the XXH3 of 128 bits, without seed or secret, of its bytes in the file's order, and of
+//! nothing else: not of its name, type or shape. In hexadecimal (`{:032x}`) it is what `xxhsum -H128` prints for the
+//! same bytes. It detects damage, but not an intended change.
 //!
-//! [`Loader::checksums`] has it taken of each tensor's bytes as they are read, on the pipeline's threads;
-//! [`device_checksums`] takes the same of what is on the device, by bringing it back, and [`Checkpoint::file_checksum`]
-//! of what is in the file now.
-//!
-//! # Modules
-//!
-//! Here is what was opened. `header`: what a file says, and whether that can be. `index`: which files there are.
-//! `json`: the reader of both, which allocates nothing. `load`: the loader, and where on the device tensors go.
-//! `tensor`: what comes out. `sums`: checksums.
+//! - [`Loader::checksums`]: of the bytes as they are read for a load, on the pipeline's threads;
+//! - [`device_checksums`]: of the bytes on the device, which are copied back for that;
+//! - [`Checkpoint::file_checksum`]: of the bytes in the file now.
+
+// This file has what was opened. To read in this order: `header` (what a file says, and whether that can be), `index`
+// (which files there are), `json` (the reader of both, which allocates nothing), `load` (the loader, and where on the
+// device tensors go), `tensor` (what comes out), `sums` (checksums).
+//
+// Invariants: memory in proportion to a header is asked for by `reserved`, which can be refused; an offset is used only
+// after `header` has checked it against the file's length.
+//
+// The program and the command (`cli`) call this module; it calls the pipeline's public face, and for checksums `Tap`.
 
 mod header;
 mod index;
@@ -102,11 +115,25 @@ use crate::escape::{NAME, Shown};
 /// Bytes that are read at a time for a checksum.
 const READ_BLOCK: usize = 1 << 20;
 
-/// One file or several, whose headers were read and found right. The files stay open; nothing is loaded yet.
+/// One file or several, whose headers were read and checked. The files stay open; nothing is loaded yet.
+///
+/// ```
+/// # let path = std::env::temp_dir().join(format!("pinpool-checkpoint-{}.safetensors", std::process::id()));
+/// # let header = br#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
+/// use pinpool::safetensors::{Checkpoint, Dtype};
+///
+/// let checkpoint = Checkpoint::open(&path)?;
+/// assert_eq!((checkpoint.len(), checkpoint.bytes()), (1, 4));
+/// let tensor = checkpoint.get("a").expect("the file has it");
+/// assert_eq!((tensor.dtype(), tensor.shape()), (Dtype::U8, &[4_usize][..]));
+/// # std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Checkpoint {
     shards: Vec<Arc<Shard>>,
-    /// Of each tensor: its shard, and its place there.
+    /// For each tensor's name: its shard, and its place there.
     names: HashMap<HeaderKey, (u32, u32)>,
 }
 
@@ -114,15 +141,15 @@ pub struct Checkpoint {
 #[derive(Debug)]
 struct Shard {
     file: Arc<File>,
-    /// For messages: a path need not be text.
+    /// The path as text, for messages.
     name: String,
     path: PathBuf,
-    /// When its header was read.
+    /// The stamp of the file when its header was read.
     stamp: Stamp,
-    /// In the file's order. Shared with all that were handed out.
+    /// In the file's order. Shared with all `DeviceTensor`s of the file.
     tensors: Arc<Vec<Tensor>>,
-    /// Where their bytes are, if they lie side by side and each has a multiple of so many bytes, a power of two: then
-    /// they can go to the device as they are.
+    /// Only if the tensors lie side by side: the range of their bytes, and the largest power of two that divides all
+    /// their lengths. They can then go to the device as they are.
     whole: Option<(Range<u64>, usize)>,
     metadata: Metadata,
 }
@@ -131,7 +158,7 @@ struct Shard {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     len: u64,
-    /// Time of its last modification: seconds, and nanoseconds.
+    /// The time of the last modification: seconds and nanoseconds.
     modified: (i64, i64),
 }
 
@@ -152,14 +179,14 @@ impl Shard {
         Ok(Self { file, name, path, stamp, tensors, whole, metadata })
     }
 
-    /// An error if the file is not what it was when its header was read.
+    /// An error if the file was written to since its header was read.
     fn unchanged(&self) -> Result<()> {
         let now = Stamp::of(&self.file.metadata().map_err(|error| unread(&self.name, 0, &error))?);
         if now.len < self.stamp.len {
             return Err(Error::Shrunk { what: self.name.clone(), end: now.len, len: self.stamp.len });
         }
         if now != self.stamp {
-            let why = "it was written to since it was opened; open it again, and let nobody write to it";
+            let why = "it was written to since it was opened; open it again while no process writes to it";
             return Err(malformed(&self.name, why));
         }
         Ok(())
@@ -179,11 +206,11 @@ fn side_by_side(tensors: &[Tensor]) -> Option<(Range<u64>, usize)> {
             None => whole = Some(range),
         }
     }
-    // (Beyond 2^31 nobody asks.)
+    // (Alignments end at 2 MiB, so 2^31 is enough.)
     Some((whole?, 1 << lens.trailing_zeros().min(31)))
 }
 
-/// Opens a file, if it is one: opening a named pipe would wait.
+/// Opens a regular file. Checked before, since opening a named pipe would wait for its writer.
 fn open_regular(path: &Path, name: &str) -> Result<(File, fs::Metadata)> {
     let unread = |error: std::io::Error| unread(name, 0, &error);
     let no_file = || malformed(name, "it is no regular file");
@@ -200,17 +227,18 @@ impl Checkpoint {
     /// folder: the index in it, or else all of its `.safetensors` files.
     ///
     /// # Errors
-    /// [`Error::Read`] with what the system says; [`Error::Malformed`] for what is not what it says it is.
+    /// [`Error::Read`] with the system's reason; [`Error::Malformed`] for a [refused](self) file, index or folder;
+    /// [`Error::OutOfMemory`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let index = match index::find(path)? {
             FoundFiles::Files(files) => return Self::open_files(&files),
             FoundFiles::Index(index) => index,
         };
-        // One path at a time: an index may name thousands of files that are not there.
+        // One path at a time, so that a missing file ends it: an index may name thousands of files.
         let shards = index.files().iter().map(|file| Shard::open(&index.path(file)));
         let mut shards: Vec<Shard> = shards.collect::<Result<_>>()?;
-        // The index says which tensors there are.
+        // Tensors that the index does not name are left out.
         let mut count = 0;
         for (shard, file) in shards.iter_mut().zip(index.files()) {
             let mut tensors = std::mem::take(&mut shard.tensors);
@@ -225,11 +253,11 @@ impl Checkpoint {
         Self::of(shards)
     }
 
-    /// Opens several files that belong together, with no index: all tensors of all of them.
+    /// Opens several files that belong together and have no index: all tensors of all of them.
     ///
     /// # Errors
-    /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Empty`]
-    /// without files.
+    /// As for [`open`](Self::open), and [`Error::Malformed`] for a tensor that two of them have; [`Error::Empty`] for
+    /// no files.
     pub fn open_files<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
         Self::of(Self::open_shards(paths)?)
     }
@@ -246,10 +274,10 @@ impl Checkpoint {
         let count = shards.iter().map(|shard| shard.tensors.len()).sum();
         let mut names: HashMap<HeaderKey, (u32, u32)> = HashMap::new();
         let what = shards.first().map_or("", |shard| &shard.name);
-        room(names.try_reserve(count), what, count.saturating_mul(size_of::<(HeaderKey, (u32, u32))>()))?;
+        reserved(names.try_reserve(count), what, count.saturating_mul(size_of::<(HeaderKey, (u32, u32))>()))?;
         for (s, shard) in shards.iter().enumerate() {
             for (t, tensor) in shard.tensors.iter().enumerate() {
-                // (A header has no room for more than that, and memory none for so many files.)
+                // (Both numbers fit: a header has no room for 2^32 tensors, and no memory has room for 2^32 files.)
                 let Some((other, _)) = names.insert(tensor.key(), (s as u32, t as u32)) else {
                     continue;
                 };
@@ -263,12 +291,12 @@ impl Checkpoint {
         Ok(Self { shards: shards.into_iter().map(Arc::new).collect(), names })
     }
 
-    /// What there is, shard by shard, in the order in which it lies in the files.
+    /// The tensors, file by file, in the order in which they lie in the files.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.shards.iter().flat_map(|shard| shard.tensors.iter())
     }
 
-    /// The tensor of that name.
+    /// The tensor of this name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.place(name).map(|(shard, tensor)| &shard.tensors[tensor as usize])
@@ -278,7 +306,7 @@ impl Checkpoint {
         self.names.get(name).map(|&(shard, tensor)| (&self.shards[shard as usize], tensor))
     }
 
-    /// How many tensors there are.
+    /// The number of tensors.
     #[must_use]
     pub fn len(&self) -> usize {
         self.names.len()
@@ -290,32 +318,32 @@ impl Checkpoint {
         self.names.is_empty()
     }
 
-    /// Bytes of all tensors; `u64::MAX` for more, of files with holes.
+    /// The bytes of all tensors; `u64::MAX` if they are more (files may have holes).
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.tensors().map(Tensor::len).fold(0, u64::saturating_add)
     }
 
-    /// What the headers say beside tensors (`__metadata__`), shard by shard: text that nobody has checked.
+    /// The metadata of the headers (`__metadata__`), file by file: keys and values, unchecked.
     pub fn metadata(&self) -> impl Iterator<Item = (&str, &str)> {
         self.shards.iter().flat_map(|shard| shard.metadata.iter())
     }
 
-    /// The files, as they were named or found.
+    /// The paths of the files, as they were given or found.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|shard| &*shard.path)
     }
 
-    /// Starts setting up a load through a pipeline. All tensors, unless told.
+    /// Starts setting up a load through a pipeline, of all tensors by default.
     pub fn loader<'a>(&'a self, pipeline: &'a Pipeline) -> Loader<'a> {
         Loader::new(self, pipeline)
     }
 
-    /// Loads one tensor, into memory of its own, and waits for it. `None`: there is none of that name.
+    /// Loads one tensor into device memory of its own, and waits for it. `None`: there is none of this name.
     ///
     /// # Errors
     /// As for [`Loader::start`] and [`Loading`]; [`Error::Malformed`] for a file that was written to since it was
-    /// opened.
+    /// opened; [`Error::Unsupported`] on a thread that must not wait (in a waker, a source or a sink).
     pub fn tensor(&self, pipeline: &Pipeline, name: &str) -> Result<Option<DeviceTensor>> {
         let Some((shard, place)) = self.place(name) else { return Ok(None) };
         let choose =
@@ -323,8 +351,8 @@ impl Checkpoint {
         self.loader(pipeline).start_with(choose)?.0.next().transpose()
     }
 
-    /// The XXH3 (128 bits) of a tensor's bytes as they are in the file now, read on the caller's thread. `None`: there
-    /// is none of that name.
+    /// The [checksum](self#checksums) of a tensor's bytes as they are in the file now, read on the caller's thread.
+    /// `None`: there is no tensor of this name.
     ///
     /// # Errors
     /// [`Error::Read`]; [`Error::Shrunk`] for a file that has become shorter.
@@ -358,27 +386,30 @@ fn malformed(what: &str, why: impl Into<String>) -> Error {
     Error::Malformed { what: what.into(), tensor: None, why: why.into() }
 }
 
-/// What is wrong with one tensor.
+/// The error for a fault of one tensor.
 fn blamed(what: &str, tensor: &dyn Display, why: impl Into<String>) -> Error {
     let tensor = Some(Shown(tensor, NAME).to_string().into());
     Error::Malformed { what: what.into(), tensor, why: why.into() }
 }
 
-/// An error where the system has no memory for reading a header or an index.
-fn room(reserved: Result<(), TryReserveError>, what: &str, bytes: usize) -> Result<()> {
+/// [`Error::OutOfMemory`] where the system had no memory to reserve. All memory in proportion to a header or an index
+/// is asked for by way of this function.
+fn reserved(reserved: Result<(), TryReserveError>, what: &str, bytes: usize) -> Result<()> {
     reserved.map_err(|_| Error::OutOfMemory {
         wanted: bytes,
         text: format!(
-            "{what} cannot be read without them; raise the process's memory limit (ulimit -v, that of its control group), or \
-             free memory"
+            "{what} cannot be read without them; raise the process's memory limit (ulimit -v, that of its control \
+             group), or free memory"
         ),
     })
 }
 
-/// Which of an index's tensors its files lack, of which they have so many.
+/// The error for an index whose files lack a tensor: they have `count` of those that it names.
 fn missing(what: &str, index: &index::Index, shards: &[Shard], count: usize) -> Error {
     let mut have: HashSet<(&str, &str)> = HashSet::new();
-    if let Err(error) = room(have.try_reserve(count), what, count.saturating_mul(size_of::<(&str, &str)>())) {
+    if let Err(error) =
+        reserved(have.try_reserve(count), what, count.saturating_mul(size_of::<(&str, &str)>()))
+    {
         return error;
     }
     for (shard, file) in shards.iter().zip(index.files()) {
@@ -388,13 +419,13 @@ fn missing(what: &str, index: &index::Index, shards: &[Shard], count: usize) -> 
         Some((tensor, file)) => {
             let path = index.path(&file.get());
             let why = format!("is said to be in {}, which does not have it; get both again", path.display());
-            blamed(what, &header::Meant(tensor), why)
+            blamed(what, &header::Unescaped(tensor), why)
         }
-        None => malformed(what, "its files do not have what it names; get all of it again"),
+        None => malformed(what, "its files do not have the tensors that it names; get all of it again"),
     }
 }
 
-/// What a path stands for.
+/// The files that a path stands for.
 enum FoundFiles {
     Files(Vec<PathBuf>),
     Index(index::Index),

@@ -1,9 +1,10 @@
 //! Checksums of tensors, taken while they are read.
 //!
-//! A tensor's checksum goes over its bytes in order, while the pipeline's threads read chunks side by side. A tensor
-//! within one chunk is its thread's alone. Of a tensor in several, each thread waits for the part before its own:
-//! chunks begin in order, so that part is already being read. So large tensors are as fast as one thread takes
-//! checksums; small ones, as fast as all threads together.
+//! A checksum is taken over a tensor's bytes in order, but the pipeline's threads read chunks in parallel. A tensor
+//! that lies within one chunk is hashed by the thread that reads the chunk. Of a tensor in several chunks, each thread
+//! waits until the part before its own is hashed. That ends, since chunks begin in order: another thread is reading
+//! that part already, or the transfer has stopped. So large tensors are hashed at the speed of one thread, and small
+//! ones at the speed of all threads together.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use xxhash_rust::xxh3::Xxh3;
 use super::header::Tensor;
 use crate::copy::pipeline::Tap;
 
-/// How often a thread that waits looks whether the transfer has stopped.
+/// How often a waiting thread checks whether the transfer has stopped.
 const PROGRESS_POLL: Duration = Duration::from_millis(20);
 
 /// XXH3, 128 bits.
@@ -34,22 +35,26 @@ impl Hasher {
 /// The checksums of one file's tensors.
 #[derive(Debug)]
 pub(super) struct Sums {
-    /// In the file's order, those without bytes left out.
+    /// In the file's order; tensors without bytes are left out.
     sums: Vec<Sum>,
 }
 
+/// The checksum of one tensor.
 struct Sum {
+    /// The tensor's bytes in the file.
     range: Range<u64>,
     run: Mutex<HashRun>,
-    bell: Condvar,
+    /// Notified when `run.done` grows.
+    advanced: Condvar,
 }
 
 #[derive(Default)]
 struct HashRun {
-    /// There once more than one chunk has to do with it.
+    /// Only of a tensor that lies in several chunks, and until it is complete.
     hasher: Option<Hasher>,
-    /// Bytes so far.
+    /// Bytes hashed so far, of a tensor that lies in several chunks.
     done: u64,
+    /// The checksum, when the tensor is complete.
     sum: Option<u128>,
 }
 
@@ -64,11 +69,11 @@ impl Sums {
     pub(super) fn new<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Self {
         let with_bytes = tensors.filter(|tensor| !tensor.is_empty());
         let sum =
-            |tensor: &Tensor| Sum { range: tensor.range(), run: Mutex::default(), bell: Condvar::new() };
+            |tensor: &Tensor| Sum { range: tensor.range(), run: Mutex::default(), advanced: Condvar::new() };
         Self { sums: with_bytes.map(sum).collect() }
     }
 
-    /// The checksum of the tensor at that place of its file, if all of it was read.
+    /// The checksum of the tensor at this range of its file, if all of it was read.
     pub(super) fn of(&self, range: &Range<u64>) -> Option<u128> {
         if range.is_empty() {
             return Some(Hasher::default().digest());
@@ -83,8 +88,8 @@ impl Tap for Sums {
         let end = at + bytes.len() as u64;
         let first = self.sums.partition_point(|sum| sum.range.end <= at);
         let count = self.sums[first..].partition_point(|sum| sum.range.start < end);
-        // From the back: the chunk behind this one waits for the tensor that reaches into it, and only for that. What
-        // this one waits for comes last.
+        // From the back: the next chunk waits only for the tensor that reaches into it, which is the last one here. The
+        // first one here may have to wait for the chunk before, so it comes last.
         for sum in self.sums[first..first + count].iter().rev() {
             let (from, to) = (sum.range.start.max(at), sum.range.end.min(end));
             if !sum.add(from, &bytes[(from - at) as usize..(to - at) as usize], stopped) {
@@ -95,7 +100,7 @@ impl Tap for Sums {
 }
 
 impl Sum {
-    /// Adds the part that starts at `from`. `false`: what comes before it never came.
+    /// Adds the part that starts at `from`. `false`: the transfer stopped before the parts before it were added.
     fn add(&self, from: u64, bytes: &[u8], stopped: &dyn Fn() -> bool) -> bool {
         let (before, len) = (from - self.range.start, self.range.end - self.range.start);
         let mut run = self.run.lock();
@@ -103,7 +108,7 @@ impl Sum {
             if stopped() {
                 return false;
             }
-            self.bell.wait_for(&mut run, PROGRESS_POLL);
+            self.advanced.wait_for(&mut run, PROGRESS_POLL);
         }
         if bytes.len() as u64 == len {
             run.sum = Some(xxhash_rust::xxh3::xxh3_128(bytes));
@@ -118,7 +123,7 @@ impl Sum {
             run.hasher = None;
         }
         drop(run);
-        self.bell.notify_all();
+        self.advanced.notify_all();
         true
     }
 }

@@ -11,11 +11,29 @@ use crate::error::{Error, Result};
 
 use ::safetensors::Dtype;
 
-/// A tensor that has arrived on the device. Its memory lives for as long as a handle to it, or to a tensor beside it: those
-/// of one file share a block. Whatever is submitted to any stream from now on finds the bytes there.
+/// A tensor on the device. Work submitted to any stream from now on finds the bytes there. The tensors of one file
+/// share a block of device memory, which lives until the last handle to any of them is dropped.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline, safetensors::Checkpoint};
+/// # let path = std::env::temp_dir().join(format!("pinpool-device-tensor-{}.safetensors", std::process::id()));
+/// # let header = br#"{"a":{"dtype":"U8","shape":[2,2],"data_offsets":[0,4]}}"#;
+/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// # let checkpoint = Checkpoint::open(&path)?;
+/// let tensor = checkpoint.tensor(&pipeline, "a")?.expect("the file has it");
+/// assert_eq!((tensor.shape(), tensor.address().is_some()), (&[2_usize, 2][..], true));
+/// let bytes = pipeline.download_vec(tensor.slice().expect("it has elements"))?;
+/// assert_eq!(bytes, b"abcd");
+/// # std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone)]
 pub struct DeviceTensor {
-    /// All of its file, and which of them it is: the file's one list serves all, so that thousands cost nothing each.
+    /// The list of all tensors of its file, which all handles share, and its index there: so a handle takes the same
+    /// few bytes whatever the tensor's name and shape are.
     all: Arc<Vec<Tensor>>,
     index: u32,
     slice: Option<DeviceSlice>,
@@ -23,7 +41,7 @@ pub struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// `index` is a place in the list.
+    /// `index` is an index into `all`.
     pub(super) fn new(
         all: Arc<Vec<Tensor>>,
         index: u32,
@@ -51,32 +69,33 @@ impl DeviceTensor {
         self.tensor().shape()
     }
 
-    /// What its file says of it.
+    /// The tensor as its file's header describes it.
     #[must_use]
     pub fn tensor(&self) -> &Tensor {
         &self.all[self.index as usize]
     }
 
-    /// Its bytes on the device. `None`: it has none, as it has no elements.
+    /// Its bytes on the device. `None` for a tensor without elements, which has none.
     #[must_use]
     pub fn slice(&self) -> Option<&DeviceSlice> {
         self.slice.as_ref()
     }
 
-    /// The address of its first byte, a multiple of the loader's alignment: see [`DeviceSlice::address`]. `None`: it has
-    /// no bytes.
+    /// The address of its first byte, a multiple of the loader's alignment: see [`DeviceSlice::address`]. `None` for a
+    /// tensor without elements.
     #[must_use]
     pub fn address(&self) -> Option<u64> {
         self.slice.as_ref().map(DeviceSlice::address)
     }
 
-    /// The XXH3 (128 bits) of its bytes as they were read, if [that was asked for](super::Loader::checksums).
+    /// The [checksum](super#checksums) of its bytes as they were read, if [the loader took
+    /// it](super::Loader::checksums).
     #[must_use]
     pub fn checksum(&self) -> Option<u128> {
         self.checksum
     }
 
-    /// The same of its bytes on the device, which are brought back for that.
+    /// The [checksum](super#checksums) of its bytes on the device, which are copied back for that.
     ///
     /// # Errors
     /// As for [`device_checksums`].
@@ -96,8 +115,26 @@ impl std::fmt::Debug for DeviceTensor {
     }
 }
 
-/// The XXH3 (128 bits) of tensors' bytes as they are on the device, in the same order: brought back through the pipeline, and
-/// summed up on the caller's thread. Tensors that lie side by side come back in large chunks.
+/// The [checksums](super#checksums) of tensors' bytes on the device, in the order of `tensors`. The bytes are copied
+/// back through the pipeline, in large chunks where tensors lie side by side, and hashed on the caller's thread.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline, safetensors::Checkpoint};
+/// # let path = std::env::temp_dir().join(format!("pinpool-device-checksums-{}.safetensors", std::process::id()));
+/// # let header = br#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#;
+/// # std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header, b"abcd"].concat())?;
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// # let checkpoint = Checkpoint::open(&path)?;
+/// use pinpool::safetensors::device_checksums;
+///
+/// let tensors = checkpoint.loader(&pipeline).checksums(true).load()?;
+/// let on_device = device_checksums(&pipeline, &tensors)?;
+/// assert_eq!(tensors[0].checksum(), Some(on_device[0]));
+/// # std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 ///
 /// # Errors
 /// As for [`Pipeline::download_write`].
@@ -122,17 +159,19 @@ pub fn device_checksums(pipeline: &Pipeline, tensors: &[DeviceTensor]) -> Result
     }
 }
 
-/// Takes the checksums of parts that come one behind the other.
+/// Takes the checksums of tensors whose bytes are written one behind the other.
 struct Splitter {
+    /// The lengths of all tensors.
     lens: Vec<usize>,
+    /// The checksums of those that are complete.
     sums: Vec<u128>,
     current: Hasher,
-    /// Bytes of the part under way that are still to come.
+    /// Bytes of the current tensor that are still to come.
     left: usize,
 }
 
 impl Splitter {
-    /// Goes to the next part that has bytes, or to the end.
+    /// Goes to the next tensor that has bytes, or to the end.
     fn advance(&mut self) {
         while let Some(&len) = self.lens.get(self.sums.len()) {
             if len > 0 {

@@ -1,19 +1,19 @@
 //! What is counted where it happens: histograms of durations, errors by class, checkouts by size class.
 //!
-//! These are numbers and nothing else. They stand low in the crate, so that every layer can count; who reads them, adds
-//! them up and names them is `telemetry`, at its other end. Two rules keep them cheap:
+//! These are numbers and nothing else. They lie low in the crate, so that every layer can count; the snapshot, at the
+//! crate's other end, reads them, adds them up and names them. Two rules keep them cheap:
 //!
-//! - Nothing here is touched by a hit. Durations are taken on slow paths only, and where even that would be felt, of a
-//!   sample of known size.
-//! - What is counted under a lock anyway is a plain number ([`Histogram`], [`ClassTally`]); what many threads count
-//!   without one is a relaxed atomic ([`SharedHistogram`], [`ErrorTally`]).
+//! - A hit touches nothing here. Durations are taken on slow paths only, and of a sample of known size where all of
+//!   them would cost too much.
+//! - A count under a lock that is held anyway is a plain number ([`Histogram`], [`ClassTally`]). A count that many
+//!   threads make without a lock is a relaxed atomic ([`SharedHistogram`], [`ErrorTally`]).
 //!
 //! # Buckets
 //!
-//! All histograms have the same fixed buckets, so that any two can be added and a difference of two is one again: upper
-//! bounds of 1 us, 2 us, 4 us, and so on up to 2^30 us (some 18 minutes), a bound belonging to its bucket, and one
-//! bucket for what is longer. Doubling is coarse for a benchmark and right for an operator: an interval of twenty
-//! powers of two is of interest, and a factor of two is what one acts upon.
+//! All histograms have the same fixed buckets, so that any two can be added, and the difference of two is one again.
+//! Their upper bounds are 1 us, 2 us, 4 us, and so on up to 2^30 us (some 18 minutes); a bound belongs to its bucket,
+//! and one more bucket has all longer durations. Doubling is coarse for a benchmark and right for an operator: the
+//! durations of interest span twenty powers of two, and a change by a factor of two is worth acting upon.
 
 use std::time::Duration;
 
@@ -24,25 +24,46 @@ use crate::sync::{AtomicU64, Ordering};
 /// Buckets with an upper bound.
 const BOUNDED: usize = 31;
 
-/// Buckets, the unbounded one included. Under loom a few will do, since each is an atomic of the model.
+/// Buckets, the unbounded one included. Under loom two, since each is an atomic of the model.
 const KEPT_BUCKETS: usize = if cfg!(loom) { 2 } else { BOUNDED + 1 };
 
-/// Durations, counted in fixed buckets: upper bounds of 1 us times powers of two, and one bucket for the rest.
+/// Durations, counted in fixed buckets: upper bounds of 1 us times powers of two, and one bucket for longer ones.
 ///
 /// Histograms can be [merged](Self::merge), and [subtracted](Self::since) from a later reading of themselves.
+///
+/// ```
+/// use std::time::Duration;
+/// use pinpool::telemetry::Histogram;
+///
+/// let mut durations = Histogram::default();
+/// durations.record(Duration::from_micros(3));
+/// durations.record(Duration::from_micros(900));
+/// assert_eq!(durations.count(), 2);
+/// assert_eq!(durations.quantile(0.5), Some(Duration::from_micros(4))); // the upper bound of its bucket
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Histogram {
     counts: [u64; BOUNDED + 1],
     sum_ns: u64,
 }
 
-/// One bucket of a [`Histogram`].
+/// One bucket of a [`Histogram`]: see [`Histogram::buckets`].
+///
+/// ```
+/// use std::time::Duration;
+/// use pinpool::telemetry::{Bucket, Histogram};
+///
+/// let mut durations = Histogram::default();
+/// durations.record(Duration::from_micros(3));
+/// let filled: Vec<Bucket> = durations.buckets().filter(|bucket| bucket.count > 0).collect();
+/// assert_eq!(filled[0].upper, Some(Duration::from_micros(4)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Bucket {
-    /// The longest duration in it; `None`: anything longer than the bucket before.
+    /// The upper bound, which belongs to the bucket. `None`: the last bucket, which has none.
     pub upper: Option<Duration>,
-    /// Durations in this bucket alone (not in those before).
+    /// Durations in this bucket, without those in the buckets before.
     pub count: u64,
 }
 
@@ -65,8 +86,8 @@ fn nanoseconds(duration: Duration) -> u64 {
 }
 
 impl Histogram {
-    /// Upper bounds of the buckets, in nanoseconds, each included in its bucket: 1,000 times powers of two. What is
-    /// longer than the last is in one more bucket.
+    /// Upper bounds of the buckets, in nanoseconds, each included in its bucket: 1,000 times powers of two. Durations
+    /// longer than the last bound are in one more bucket.
     pub const BOUNDS_NS: [u64; BOUNDED] = {
         let mut bounds = [0; BOUNDED];
         let mut i = 0;
@@ -77,7 +98,7 @@ impl Histogram {
         bounds
     };
 
-    /// The same in seconds, as exporters want them.
+    /// [`BOUNDS_NS`](Self::BOUNDS_NS) in seconds, as exporters take them.
     #[must_use]
     pub fn bounds_seconds() -> [f64; BOUNDED] {
         Self::BOUNDS_NS.map(|ns| ns as f64 / 1e9)
@@ -90,19 +111,19 @@ impl Histogram {
         self.sum_ns = self.sum_ns.saturating_add(ns);
     }
 
-    /// Durations counted.
+    /// The number of durations.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Their sum. (Of what several threads count at once, it may lack what is being counted just now.)
+    /// The sum of the durations. It may lack durations that other threads count at the moment of the reading.
     #[must_use]
     pub fn sum(&self) -> Duration {
         Duration::from_nanos(self.sum_ns)
     }
 
-    /// Their mean. `None` if there are none.
+    /// The mean of the durations. `None` if there are none.
     #[must_use]
     pub fn mean(&self) -> Option<Duration> {
         self.sum_ns.checked_div(self.count()).map(Duration::from_nanos)
@@ -116,7 +137,7 @@ impl Histogram {
         })
     }
 
-    /// Adds another one's durations.
+    /// Adds the durations of another histogram.
     pub fn merge(&mut self, other: &Self) {
         for (mine, theirs) in self.counts.iter_mut().zip(other.counts) {
             *mine = mine.saturating_add(theirs);
@@ -124,7 +145,7 @@ impl Histogram {
         self.sum_ns = self.sum_ns.saturating_add(other.sum_ns);
     }
 
-    /// What was counted since `earlier` was read from the same place.
+    /// The durations counted since `earlier`, an earlier reading of the same histogram.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let mut counts = self.counts;
@@ -134,8 +155,8 @@ impl Histogram {
         Self { counts, sum_ns: self.sum_ns.saturating_sub(earlier.sum_ns) }
     }
 
-    /// An upper bound of the `q`-quantile (0.0 to 1.0): that of the bucket in which it lies, at most twice too long.
-    /// `None` for an empty histogram, and where it lies beyond the last bound.
+    /// An upper bound of the `q`-quantile (0.0 to 1.0): the bound of the bucket in which it lies, at most twice as long
+    /// as the quantile. `None` for an empty histogram, and where the quantile lies beyond the last bound.
     #[must_use]
     pub fn quantile(&self, q: f64) -> Option<Duration> {
         let count = self.count();
@@ -152,7 +173,7 @@ impl Histogram {
 /// A histogram that many threads count into.
 #[derive(Debug)]
 pub(crate) struct SharedHistogram {
-    // Relaxed, all of them: sums, not signals. Nothing is read on the strength of one.
+    // Relaxed, all of them: they are sums, and no thread concludes from one what another has done.
     counts: [AtomicU64; KEPT_BUCKETS],
     sum_ns: AtomicU64,
 }
@@ -169,7 +190,7 @@ impl SharedHistogram {
         count.fetch_add(1, Ordering::Relaxed);
         #[cfg(pinpool_planted = "histogram_adds_plainly")]
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
-        // After its count: a mean taken just now is too small rather than absurd.
+        // After the count: a mean that is read in between is too small, and not beyond all durations.
         self.sum_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
@@ -182,30 +203,39 @@ impl SharedHistogram {
     }
 }
 
-/// How many errors there were, by what they mean ([`ErrorClass`]).
+/// Errors, counted by their [class](ErrorClass).
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// assert!(pool.checkout(1 << 40).is_err()); // more than the capacity
+/// assert_eq!((pool.stats().errors.argument, pool.stats().errors.total()), (1, 1));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ErrorCounts {
-    /// Wrong calls.
+    /// Errors of [`ErrorClass::Argument`]: the call could not succeed as it was made.
     pub argument: u64,
-    /// Calls refused because of a capture.
+    /// Errors of [`ErrorClass::Capture`]: the stream was being captured.
     pub capture: u64,
-    /// Matters of the moment: out of memory, timed out.
+    /// Errors of [`ErrorClass::Transient`]: out of memory, timed out.
     pub transient: u64,
-    /// Calls that found the device lost, or lost it.
+    /// Errors of [`ErrorClass::DeviceLost`]: the call lost the device, or found it lost.
     pub device_lost: u64,
-    /// Calls that came after the driver's end.
+    /// Errors of [`ErrorClass::Shutdown`]: the driver was shutting down.
     pub shutdown: u64,
 }
 
 impl ErrorCounts {
-    /// All of them.
+    /// The errors of all classes.
     #[must_use]
     pub fn total(&self) -> u64 {
         self.by_class().iter().map(|(_, count)| count).sum()
     }
 
-    /// Each with the name that metrics have for it.
+    /// The counts with the names of their classes, as the label `class` of the metrics has them.
     #[must_use]
     pub fn by_class(&self) -> [(&'static str, u64); 5] {
         let Self { argument, capture, transient, device_lost, shutdown } = *self;
@@ -219,7 +249,7 @@ impl ErrorCounts {
     }
 }
 
-/// Errors by class, counted by many threads. (Not loom's: no protocol looks.)
+/// Errors by class, counted by many threads. (The standard library's atomics, and not loom's: no protocol reads them.)
 #[derive(Debug, Default)]
 pub(crate) struct ErrorTally([std::sync::atomic::AtomicU64; 5]);
 
@@ -232,7 +262,7 @@ impl ErrorTally {
             ErrorClass::DeviceLost => 3,
             ErrorClass::Shutdown => 4,
         };
-        // Relaxed, here and below: a sum, not a signal.
+        // Relaxed, here and below: a sum, from which no thread concludes anything.
         self.0[at].fetch_add(1, Ordering::Relaxed);
     }
 
@@ -243,13 +273,13 @@ impl ErrorTally {
     }
 }
 
-/// Segments given out and returned on the slow path, by class; kept under the central pool's lock. Those without a
-/// class (large or aligned ones, which have a run of their own) come and go by the slow path only.
+/// Segments checked out and returned on the slow path, by class; kept under the central pool's lock. Segments without a
+/// class (large or aligned ones, which have a run of their own) take the slow path always.
 #[derive(Debug)]
 pub(crate) struct ClassTally {
     takes: [u64; CLASSES + 1],
     puts: [u64; CLASSES + 1],
-    /// Bytes of those without a class that are out.
+    /// Bytes of segments without a class that are out.
     large_bytes: usize,
 }
 
@@ -272,7 +302,7 @@ impl ClassTally {
         }
     }
 
-    /// Takes and returns of a class.
+    /// Checkouts and returns of a class.
     pub(crate) fn of(&self, class: Option<Class>) -> (u64, u64) {
         let at = class.map_or(CLASSES, Class::index);
         (self.takes[at], self.puts[at])

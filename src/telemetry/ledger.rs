@@ -1,23 +1,30 @@
-//! The ledger: since when a segment is out, and who asked for it.
+//! The ledger: since when a segment is out, and which call checked it out.
 //!
-//! A hit reads no clock, so of most buffers nobody knows when they were checked out. Three sources make up for it, all
-//! of them off the hit path. The first two are kept under the central pool's lock, the third under one that only looks
-//! take:
+//! # How it works
+//!
+//! A hit reads no clock, so the pool does not know when most buffers were checked out. Three sources make up for that,
+//! all of them off the hit path:
 //!
 //! - *Tracked pools* ([`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts)) have no thread caches, so
 //!   every checkout and return takes the slow path, and each is entered here with its time, tag and call site.
-//! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that nothing cached could serve.
-//! - *Looks*: whoever looks at all that is out notes since when he has seen it. It has been out for so long at least.
+//! - *Samples*: other pools enter one in [`SAMPLE`] of the checkouts that no cache served.
+//! - *Looks*: a look at all segments that are out (`Pool::stuck`, a sampler) notes when it saw each of them first. A
+//!   segment has been out at least since then.
 //!
-//! The return of an entered segment leaves the fast path, by a comparison that each return makes in any case (whether
-//! its list has room: to the name that such a buffer has of its segment no list belongs), and closes the entry. So an
-//! entry always is of the checkout that it was made for, and is counted into the histogram of holding when that ends.
+//! The entries of the first two ([`Ledger`]) are kept under the central pool's lock, the notes of the third
+//! ([`Sightings`]) under a lock that only looks take.
 //!
-//! What was only seen returns unnoticed, and may be out again at the next look. That is told apart by what cannot go
-//! back: the generation, which grows with each flight, and, for what is in somebody's hands, the number of segments of
-//! its class that ever came back. Only if that has not grown it is certainly the same checkout; else its time starts
-//! anew. So the age of a buffer that was only seen is never too long, and in a class with much coming and going it is
-//! always about nothing: who looks for a leak there has the pool track its checkouts.
+//! # Invariants
+//!
+//! *An entry is always of the checkout that it was made for.* The buffer of an entered segment has a name for it that
+//! belongs to no list. So its return fails a comparison that each return makes in any case (whether its list has room),
+//! leaves the fast path there, and closes the entry, which is then counted into the histogram of holding.
+//!
+//! *The age of a segment that was only seen is never too long.* Such a segment returns unnoticed, and may be out again
+//! at the next look. Two numbers that never go back tell: the segment's generation, which grows with each flight, and,
+//! for a segment that the program has, the number of segments of its class that ever came back. Only if neither has
+//! grown is it certainly the same checkout; otherwise its age starts anew. In a class with many checkouts and returns
+//! such ages are therefore always near zero: to find a leak there, let the pool track its checkouts.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -26,10 +33,10 @@ use std::time::Instant;
 
 use super::counters::Histogram;
 
-/// One in so many of the checkouts that take the slow path is timed.
+/// One in this many of the checkouts that take the slow path is entered.
 pub(crate) const SAMPLE: u64 = 8;
 
-/// Who asked for a segment.
+/// The call that checked a segment out.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct CheckoutSite {
     pub(crate) tag: Option<&'static str>,
@@ -39,28 +46,28 @@ pub(crate) struct CheckoutSite {
 /// What is known of a checkout.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LedgerEntry {
-    /// When it was checked out, or first seen.
+    /// When the segment was checked out, or first seen out.
     pub(crate) since: Instant,
-    /// Whether that is when it was checked out.
+    /// Whether `since` is the time of the checkout.
     pub(crate) exact: bool,
-    /// Bytes asked for, if that is known.
+    /// Bytes asked for, if they are known.
     pub(crate) len: Option<usize>,
     pub(crate) origin: CheckoutSite,
 }
 
-/// A segment that a look finds out, and what tells this checkout from a later one.
+/// A segment that a look finds out, and the numbers that tell this checkout from a later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TrackedCheckout {
-    /// Where it is in the arena: looks come by in this order.
+    /// The segment's place in the arena: a look visits segments in this order.
     pub(crate) place: u64,
     pub(crate) generation: u64,
-    /// Where it is in somebody's hands: segments of its class that came back so far.
+    /// For a segment that the program has: how many segments of its class have come back so far.
     pub(crate) returns: Option<u64>,
 }
 
-/// Hashes addresses. They are ours, so nobody chooses them to collide, and a multiplication (by 2^64 over the golden
-/// ratio) spreads them: the product's upper half differs in the lowest bits, its lower half in the topmost, and tables
-/// go by both.
+/// Hashes addresses of descriptors. The crate allocates these, so no input can choose them to collide, and a
+/// multiplication (by 2^64 over the golden ratio) spreads them: the upper half of the product differs in its lowest
+/// bits, the lower half in its topmost, and hash tables use both.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct AddressHasher(u64);
 
@@ -79,7 +86,7 @@ impl Hasher for AddressHasher {
     }
 }
 
-/// Checkouts that were entered. Descriptors are named by their address, which is theirs for as long as they are out.
+/// The checkouts that were entered, by the address of their descriptor, which does not change while the segment is out.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     out: HashMap<usize, LedgerEntry, BuildHasherDefault<AddressHasher>>,
@@ -87,7 +94,7 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// A segment goes out.
+    /// Enters the checkout of a segment.
     pub(crate) fn enter(&mut self, descriptor: usize, len: usize, origin: CheckoutSite) {
         self.out
             .insert(descriptor, LedgerEntry { since: Instant::now(), exact: true, len: Some(len), origin });
@@ -101,9 +108,9 @@ impl Ledger {
         self.out.get(&descriptor).copied()
     }
 
-    /// A segment is back.
+    /// Closes the entry of a segment that came back, if it has one.
     pub(crate) fn close(&mut self, descriptor: usize) {
-        // Most pools have few entries, and most returns that come here none.
+        // Most pools have few entries, and most returns that come here have none.
         if self.out.is_empty() {
             return;
         }
@@ -112,24 +119,24 @@ impl Ledger {
         }
     }
 
-    /// Times of those that came back.
+    /// How long the entered segments that came back were out.
     pub(crate) fn holding(&self) -> &Histogram {
         &self.holding
     }
 }
 
-/// What the last look found that had no entry, in order of places, and when that was first seen. Not under the central
-/// pool's lock: those who look are the only ones to need it.
+/// The segments without an entry that the last look found out, in order of their places, and when each was first seen.
+/// Not under the central pool's lock, since only looks use it.
 #[derive(Debug, Default)]
 pub(crate) struct Sightings {
     seen: Vec<(TrackedCheckout, Instant)>,
 }
 
-/// A look at everything that is out.
+/// A look at all segments that are out.
 #[derive(Debug)]
 pub(crate) struct SightingRound<'a> {
     sightings: &'a mut Sightings,
-    /// How far it has come in the last look's.
+    /// How far this look has come in the list of the last one.
     at: usize,
     seen: Vec<(TrackedCheckout, Instant)>,
 }
@@ -143,11 +150,12 @@ impl Sightings {
 }
 
 impl SightingRound<'_> {
-    /// A segment without an entry was seen out, not later than `now`. Places come in ascending order. What is known of
-    /// it.
+    /// Notes that a segment without an entry was seen out, not later than `now`, and returns what is known of it.
+    /// Places come in ascending order.
     pub(crate) fn see(&mut self, checkout: TrackedCheckout, now: Instant) -> LedgerEntry {
         let same = |before: &TrackedCheckout| {
-            // Landed or waited for since, it is the same one still, as far as nothing came back.
+            // A segment whose copy has completed since, or whose handle was waited for, is of the same checkout as long
+            // as no segment of its class came back.
             (before.place, before.generation) == (checkout.place, checkout.generation)
                 && checkout.returns.is_none_or(|now| before.returns.is_some_and(|before| before == now))
         };
@@ -161,7 +169,7 @@ impl SightingRound<'_> {
         LedgerEntry { since, exact: false, len: None, origin: CheckoutSite::default() }
     }
 
-    /// Everything was seen; what was not is forgotten.
+    /// Ends the look. Segments that it did not see are forgotten.
     pub(crate) fn end(self) {
         self.sightings.seen = self.seen;
     }
@@ -198,7 +206,7 @@ mod tests {
         };
         assert!(see(7, Some(3)), "never seen before");
         assert!(!see(7, Some(3)), "nothing of its class came back since");
-        assert!(see(7, Some(4)), "it may have, and be out again");
+        assert!(see(7, Some(4)), "it may have come back, and be out again");
         assert!(see(8, None), "in flight since");
         assert!(!see(8, None), "in the same flight");
         assert!(see(8, Some(9)), "completed: it may have come back since it was seen in flight");
@@ -225,7 +233,7 @@ mod tests {
 
     #[test]
     fn addresses_are_spread() {
-        // Descriptors lie 32 bytes apart: what a table goes by, the lowest bits and the seven topmost, must differ all
+        // Descriptors lie 32 bytes apart. The bits that a table uses, the lowest and the seven topmost, must differ all
         // the same.
         let hash =
             |n: usize| BuildHasherDefault::<AddressHasher>::default().hash_one(0x7F00_0000_1000 + n * 32);

@@ -1,9 +1,12 @@
 //! The metrics by name, and how each is sent.
 //!
-//! One table has all of them: name, kind, unit, labels, and what it is. From it follow the events that
-//! tracing-opentelemetry's `MetricsLayer` turns into metrics (it goes by the first part of a field's name:
-//! `monotonic_counter.`, `gauge.`, `histogram.`), what the `metrics` facade is told, and [`METRICS`], for whoever
-//! writes dashboards. A field's name has to be known when the crate is compiled; that is why the table is a macro.
+//! One table has name, kind, unit, labels and help of each metric. Three things are made of it: the events, which
+//! tracing-opentelemetry's `MetricsLayer` turns into metrics (it looks at the first part of a field's name:
+//! `monotonic_counter.`, `gauge.`, `histogram.`); what the `metrics` facade is given; and [`METRICS`], for authors of
+//! dashboards. The table is a macro, since a field's name has to be known when the crate is compiled.
+//!
+//! To add a metric: a row here, its line in the sampler that sends it, and the same row on the module page of
+//! `telemetry` (a test compares the two).
 
 use super::counters::Histogram;
 
@@ -14,20 +17,34 @@ pub(super) const TARGET: &str = "pinpool::metrics";
 const REPLAYED: u64 = 64;
 
 /// How a metric behaves.
+///
+/// ```
+/// use pinpool::telemetry::{METRICS, MetricKind};
+///
+/// let durations = METRICS.iter().filter(|metric| metric.kind == MetricKind::Histogram);
+/// assert!(durations.map(|metric| metric.name).any(|name| name == "pinpool.wait.seconds"));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MetricKind {
-    /// Counts up; each poll sends what came since the one before.
+    /// Counts up; each poll sends the increase since the poll before.
     Counter,
-    /// Has a value at a moment: a whole number.
+    /// A whole number that goes up and down.
     Gauge,
-    /// The same, with a fraction.
+    /// A number with a fraction that goes up and down.
     Real,
     /// Durations.
     Histogram,
 }
 
-/// What a metric's numbers are of.
+/// The unit of a metric's numbers.
+///
+/// ```
+/// use pinpool::telemetry::{METRICS, MetricUnit};
+///
+/// let locked = METRICS.iter().find(|metric| metric.name == "pinpool.memory.locked.bytes");
+/// assert_eq!(locked.map(|metric| metric.unit), Some(MetricUnit::Bytes));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MetricUnit {
@@ -37,35 +54,41 @@ pub enum MetricUnit {
     Seconds,
     /// Bytes a second.
     BytesPerSecond,
-    /// Things that are counted: the name says which.
+    /// A count; the metric's name says of what.
     Count,
 }
 
-/// One metric. All of them: [`METRICS`].
+/// One metric. [`METRICS`] lists all of them.
+///
+/// ```
+/// for metric in pinpool::telemetry::METRICS {
+///     println!("{} {:?}: {}", metric.prometheus_name(), metric.labels, metric.help);
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Metric {
-    /// Its name, in OpenTelemetry's manner. In Prometheus's, the points are underscores.
+    /// Its name in OpenTelemetry's style, with points.
     pub name: &'static str,
     /// How it behaves.
     pub kind: MetricKind,
-    /// What its numbers are of.
+    /// The unit of its numbers.
     pub unit: MetricUnit,
-    /// Its labels (attributes).
+    /// The names of its labels (attributes).
     pub labels: &'static [&'static str],
-    /// What it is.
+    /// What it measures.
     pub help: &'static str,
 }
 
 impl Metric {
-    /// The name as Prometheus has it.
+    /// The name in Prometheus's style: underscores in place of the points.
     #[must_use]
     pub fn prometheus_name(&self) -> String {
         self.name.replace('.', "_")
     }
 }
 
-/// A value to be sent.
+/// A value to send.
 #[derive(Clone, Debug)]
 pub(super) enum MetricValue {
     Count(u64),
@@ -74,7 +97,7 @@ pub(super) enum MetricValue {
     Durations(Box<Histogram>),
 }
 
-/// The labels that a value has.
+/// The values of a metric's labels; `None` for those that the metric does not have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Labels {
     pub(super) pool: Option<String>,
@@ -87,7 +110,7 @@ pub(super) struct Labels {
 }
 
 impl Labels {
-    /// Those that there are, by name.
+    /// The labels that have a value, with their names.
     #[cfg(any(test, feature = "metrics"))]
     fn named(&self) -> impl Iterator<Item = (&'static str, String)> {
         let all = [
@@ -103,10 +126,10 @@ impl Labels {
     }
 }
 
-/// One event. Labels that are not there are left out of it.
+/// Emits one event. Labels without a value are left out.
 macro_rules! event {
     ($prefix:ident, [$($part:ident).+], $value:expr, $labels:ident) => {
-        // Without a text: that would be a label too.
+        // Without a message, which would become a label.
         tracing::event!(target: TARGET, tracing::Level::INFO, {
             $prefix.$($part).+ = $value,
             pool = $labels.pool.as_deref(),
@@ -120,7 +143,7 @@ macro_rules! event {
     };
 }
 
-/// The events that a value makes.
+/// Emits the events of a value: one, or of durations one for each that is shown.
 macro_rules! send {
     (Counter, $name:tt, $value:ident, $labels:ident) => {
         if let MetricValue::Count(count) = *$value {
@@ -150,7 +173,7 @@ macro_rules! send {
 
 macro_rules! table {
     ($($id:ident: $kind:ident, [$first:ident $(.$rest:ident)*], $unit:ident, [$($label:ident),*], $help:literal;)*) => {
-        /// Names a metric of the table.
+        /// The metrics, in the order of the table.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub(super) enum Id {
             $($id,)*
@@ -178,82 +201,97 @@ macro_rules! table {
 
 table! {
     MemoryBytes: Gauge, [pinpool.memory.bytes], Bytes, [pool, state],
-        "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. They sum to locked and unlocked bytes.";
+        "Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: locked and unlocked.";
     LockedBytes: Gauge, [pinpool.memory.locked.bytes], Bytes, [pool], "Bytes that are page-locked.";
     UnlockedBytes: Gauge, [pinpool.memory.unlocked.bytes], Bytes, [pool],
         "Bytes that the pool serves and that are not page-locked.";
     CapacityBytes: Gauge, [pinpool.memory.capacity.bytes], Bytes, [pool], "Bytes that the pool may hold at most.";
-    CachedBytes: Gauge, [pinpool.memory.cached.bytes], Bytes, [pool], "Of the free bytes, those that threads keep.";
+    CachedBytes: Gauge, [pinpool.memory.cached.bytes], Bytes, [pool],
+        "Of the free bytes, those that are cached for the next checkouts.";
     ClaimedBytes: Gauge, [pinpool.memory.claimed.bytes], Bytes, [pool],
-        "Of the bytes in flight, those claimed for stream-ready reuse.";
-    RequestedBytes: Gauge, [pinpool.memory.requested.bytes], Bytes, [pool], "Bytes asked for by all that is out.";
+        "Of the bytes in flight, those that a stream-ready buffer has claimed.";
+    RequestedBytes: Gauge, [pinpool.memory.requested.bytes], Bytes, [pool],
+        "The lengths asked for, of all buffers that are out.";
     RoundingBytes: Gauge, [pinpool.memory.rounding.bytes], Bytes, [pool],
-        "Bytes given to all that is out beyond what was asked for.";
+        "Bytes given to buffers that are out beyond the lengths asked for.";
     LargestFreeBytes: Gauge, [pinpool.memory.largest_free.bytes], Bytes, [pool], "The longest free range in one piece.";
-    Checkouts: Counter, [pinpool.checkouts.total], Count, [pool], "Segments given out.";
+    Checkouts: Counter, [pinpool.checkouts.total], Count, [pool], "Segments checked out.";
     Returns: Counter, [pinpool.returns.total], Count, [pool], "Segments that came back.";
     Misses: Counter, [pinpool.misses.total], Count, [pool], "Requests that the thread's own cache could not serve.";
-    Reclaims: Counter, [pinpool.reclaims.total], Count, [pool], "Times that what threads keep was taken back.";
-    Growths: Counter, [pinpool.growths.total], Count, [pool], "Regions asked of the system for a request.";
-    GrowthFailures: Counter, [pinpool.growth_failures.total], Count, [pool], "Times that pinning ended early.";
+    Reclaims: Counter, [pinpool.reclaims.total], Count, [pool],
+        "Times that cached segments were taken back from the threads.";
+    Growths: Counter, [pinpool.growths.total], Count, [pool],
+        "Regions that the pool began to pin because a request found nothing.";
+    GrowthFailures: Counter, [pinpool.growth_failures.total], Count, [pool],
+        "Times that pinning ended before all of a region was pinned.";
     Waits: Counter, [pinpool.waits.total], Count, [pool], "Requests that had to wait.";
-    Timeouts: Counter, [pinpool.timeouts.total], Count, [pool], "Waits given up.";
-    Waiting: Gauge, [pinpool.waiting.requests], Count, [pool], "Requests waiting now.";
-    Fallbacks: Counter, [pinpool.unpinned_fallbacks.total], Count, [pool], "Plain buffers given out in place of pinned ones.";
-    FallbackBytes: Counter, [pinpool.unpinned_fallback.bytes.total], Bytes, [pool], "Their bytes.";
+    Timeouts: Counter, [pinpool.timeouts.total], Count, [pool], "Waits that ended at their deadline.";
+    Waiting: Gauge, [pinpool.waiting.requests], Count, [pool], "Requests that wait now.";
+    Fallbacks: Counter, [pinpool.unpinned_fallbacks.total], Count, [pool],
+        "Plain buffers given out in place of pinned ones.";
+    FallbackBytes: Counter, [pinpool.unpinned_fallback.bytes.total], Bytes, [pool],
+        "Bytes of plain buffers given out in place of pinned ones.";
     Errors: Counter, [pinpool.errors.total], Count, [pool, class],
-        "Checkouts that ended with an error, by what it means: argument, capture, transient, device_lost, shutdown.";
+        "Checkouts that ended with an error, by its class: argument, capture, transient, device_lost, shutdown.";
     WaitSeconds: Histogram, [pinpool.wait.seconds], Seconds, [pool], "How long requests waited for memory.";
     HoldingSeconds: Histogram, [pinpool.holding.seconds], Seconds, [pool],
-        "How long buffers were out; of a sample, one in eight that no cache could serve.";
-    PinningSpeed: Real, [pinpool.pinning.bytes_per_second], BytesPerSecond, [pool], "Bytes pinned per second spent in pinning.";
+        "How long buffers were out; of a sample, one in eight of those that no cache served.";
+    PinningSpeed: Real, [pinpool.pinning.bytes_per_second], BytesPerSecond, [pool],
+        "Bytes pinned per second spent in pinning.";
     LongestPin: Real, [pinpool.pinning.longest_call.seconds], Seconds, [pool], "The longest single call that pinned.";
     Sampled: Real, [pinpool.sampled.timestamp.seconds], Seconds, [pool],
-        "When the pool was looked at last, in seconds since 1970: it stands still when the pool or its sampler is gone.";
+        "When the sampler last looked at the pool, in seconds since 1970; it stands still when either has ended.";
     StuckBuffers: Gauge, [pinpool.stuck.buffers], Count, [pool], "Buffers out for longer than the sampler's threshold.";
-    StuckBytes: Gauge, [pinpool.stuck.bytes], Bytes, [pool], "Their bytes.";
+    StuckBytes: Gauge, [pinpool.stuck.bytes], Bytes, [pool],
+        "Bytes of buffers out for longer than the sampler's threshold.";
     ClassFree: Gauge, [pinpool.class.free.segments], Count, [pool, stride],
         "Segments of a size class that can be checked out; stride is the class's bytes, or large.";
     ClassOut: Gauge, [pinpool.class.out.segments], Count, [pool, stride],
         "Segments of a size class that are checked out, in flight or quarantined.";
-    ClassCached: Gauge, [pinpool.class.cached.segments], Count, [pool, stride], "Of the free ones, those that threads keep.";
-    ClassCheckouts: Counter, [pinpool.class.checkouts.total], Count, [pool, stride], "Segments of a size class given out.";
+    ClassCached: Gauge, [pinpool.class.cached.segments], Count, [pool, stride],
+        "Of the free segments of a size class, those that are cached for the next checkouts.";
+    ClassCheckouts: Counter, [pinpool.class.checkouts.total], Count, [pool, stride],
+        "Segments of a size class checked out.";
     FlightSeconds: Histogram, [pinpool.flight.seconds], Seconds, [device],
         "From submitting to being seen complete; of a sample, one in sixteen of each stream.";
     DeviceErrors: Counter, [pinpool.device.errors.total], Count, [device, class],
-        "Errors that the driver answered with, by what they mean.";
+        "Driver calls that failed, by the class of the error.";
     DeviceSubmitted: Counter, [pinpool.device.submitted.total], Count, [device], "Copies and holds submitted.";
-    DeviceCompleted: Counter, [pinpool.device.completed.total], Count, [device], "Those of them known to be complete.";
+    DeviceCompleted: Counter, [pinpool.device.completed.total], Count, [device],
+        "Copies and holds known to be complete.";
     DeviceCopied: Counter, [pinpool.device.copied.bytes.total], Bytes, [device, direction],
         "Bytes of copies that the driver accepted; direction is upload or download.";
-    DeviceRegistered: Gauge, [pinpool.device.registered.bytes], Bytes, [device], "Bytes of values registered with the device.";
+    DeviceRegistered: Gauge, [pinpool.device.registered.bytes], Bytes, [device],
+        "Bytes of values registered with the device.";
     DeviceLost: Gauge, [pinpool.device.lost], Count, [device], "1 if the device is lost, else 0.";
     StuckStreams: Gauge, [pinpool.device.stuck.streams], Count, [device],
-        "Streams with work in flight that got nothing done for longer than the sampler's threshold.";
-    StreamBytes: Gauge, [pinpool.stream.in_flight.bytes], Bytes, [device, stream], "Bytes of segments in flight on a stream.";
-    StreamEntries: Gauge, [pinpool.stream.in_flight.entries], Count, [device, stream], "Copies and holds in flight on a stream.";
+        "Streams with work in flight of which nothing completed for longer than the sampler's threshold.";
+    StreamBytes: Gauge, [pinpool.stream.in_flight.bytes], Bytes, [device, stream],
+        "Bytes of segments in flight on a stream.";
+    StreamEntries: Gauge, [pinpool.stream.in_flight.entries], Count, [device, stream],
+        "Copies and holds in flight on a stream.";
 }
 
 impl Id {
     #[cfg(any(test, feature = "metrics"))]
     fn metric(self) -> &'static Metric {
-        // The enum's order is the table's.
+        // The enum and the list are made of the same table.
         &METRICS[self as usize]
     }
 }
 
-/// A duration that stands for those of a bucket, in seconds: three quarters of its upper bound.
+/// The duration that is sent for each one of a bucket, in seconds: three quarters of the bucket's upper bound.
 fn stands_for(upper: Option<std::time::Duration>) -> f64 {
     let last = Histogram::BOUNDS_NS[Histogram::BOUNDS_NS.len() - 1] as f64 * 2.0;
     upper.map_or(last, |upper| upper.as_nanos() as f64) * 0.75 / 1e9
 }
 
-/// The durations of a histogram, as a value for each bucket and how often: in right proportion, where there are too
-/// many.
+/// The durations of a histogram: for each bucket a value, and how often it is sent. Where there are more than
+/// [`REPLAYED`], fewer are sent, in the same proportions.
 fn thinned(durations: &Histogram) -> Vec<(f64, u64)> {
     let all = durations.count();
     let buckets = || durations.buckets().filter(|bucket| bucket.count > 0);
-    // One of each bucket, however rare; the others share what is left.
+    // Each bucket is shown at least once; the rest is shared in proportion.
     let rest = REPLAYED.saturating_sub(buckets().count() as u64);
     let shown = |count: u64| match all {
         0..=REPLAYED => count,
@@ -262,7 +300,7 @@ fn thinned(durations: &Histogram) -> Vec<(f64, u64)> {
     buckets().map(|bucket| (stands_for(bucket.upper), shown(bucket.count))).collect()
 }
 
-/// Tells the facade what each metric is.
+/// Describes each metric to the facade.
 #[cfg(feature = "metrics")]
 pub(super) fn describe() {
     metrics::with_recorder(|recorder| {
@@ -270,7 +308,7 @@ pub(super) fn describe() {
             let unit = Some(match metric.unit {
                 MetricUnit::Bytes => metrics::Unit::Bytes,
                 MetricUnit::Seconds => metrics::Unit::Seconds,
-                // The facade has no bytes a second, but bits in several sizes; the name says it.
+                // The facade has no unit of bytes a second; the metric's name has it.
                 MetricUnit::BytesPerSecond | MetricUnit::Count => metrics::Unit::Count,
             });
             let (name, help) = (metric.name.into(), metric.help.into());
@@ -283,7 +321,8 @@ pub(super) fn describe() {
     });
 }
 
-/// Sends a value to the facade. Histograms are exact where the recorder has [our bounds](Histogram::BOUNDS_NS).
+/// Sends a value to the facade. Counts of a histogram are exact where the recorder's buckets have the bounds of
+/// [`Histogram::BOUNDS_NS`].
 #[cfg(feature = "metrics")]
 pub(super) fn send_to_recorder(id: Id, value: &MetricValue, labels: &Labels) {
     static RECORDER_METADATA: metrics::Metadata<'static> =

@@ -1,17 +1,15 @@
 //! What operators see: statistics, events and spans, metrics, and the report on stuck buffers.
 //!
-//! Four questions, and who answers them:
-//!
 //! | question | answer |
 //! | --- | --- |
-//! | How full is it? | [`Pool::stats`](crate::Pool::stats), and in full [`Pool::snapshot`](crate::Pool::snapshot), with [`Device::stats`](crate::Device::stats) and [`Stream::stats`](crate::Stream::stats) |
+//! | How full is the pool? | [`Pool::stats`](crate::Pool::stats), and in full [`Pool::snapshot`](crate::Pool::snapshot), with [`Device::stats`](crate::Device::stats) and [`Stream::stats`](crate::Stream::stats) |
 //! | What happened? | the events and spans below, through [`tracing`] |
-//! | How does it go over time? | a [`Sampler`]: the [`METRICS`] below, as events and, with the feature `metrics`, through the `metrics` facade |
-//! | Who keeps what he has? | [`Pool::stuck`](crate::Pool::stuck), and its report when a wait times out |
+//! | How does it develop? | a [`Sampler`]: the [`METRICS`] below, as events and, with the feature `metrics`, through the `metrics` facade |
+//! | Which buffers do not come back? | [`Pool::stuck`](crate::Pool::stuck), and its report when a wait times out |
 //!
-//! None of them touches a hit: a checkout from the thread's own cache reads no clock and writes no counter that threads
-//! share. Where a duration is needed it is taken on a slow path, of a sample whose rate is said where it is read
-//! ([`Snapshot`]). The crate installs no subscriber, no recorder and no level.
+//! None of them slows down a checkout from the thread's own cache, which reads no clock and writes no counter that
+//! threads share. Durations are taken on slow paths, and often of a sample, whose rate is documented where it is read
+//! ([`Snapshot`]). The crate installs no subscriber and no recorder, and sets no level.
 //!
 //! # Spans
 //!
@@ -23,97 +21,102 @@
 //! | `pinpool::pool` | `adopt` | INFO | pool | [`Pool::adopt`](crate::Pool::adopt) |
 //! | `pinpool::pool` | `wait` | DEBUG | pool, bytes | a thread's wait for memory (a task's is in `pinpool.wait.seconds` only) |
 //! | `pinpool::pool` | `shutdown` | INFO | pool | [`Pool::shutdown`](crate::Pool::shutdown) |
-//! | `pinpool::region` | `grow` | INFO | device, bytes | memory asked of the system, until all of it came or no more does |
-//! | `pinpool::region` | `pin` | INFO | device, bytes | within `grow`: one extent touched and pinned, on the device's worker thread |
+//! | `pinpool::region` | `grow` | INFO | device, bytes | pinning of one or several regions, until all of it is pinned or the system gives no more |
+//! | `pinpool::region` | `pin` | INFO | device, bytes | within `grow`: one extent touched and pinned, on the device's region thread |
 //! | `pinpool::region` | `allocate` | INFO | device, bytes | within `grow`: one extent allocated by the driver |
-//! | `pinpool::pipeline` | `transfer` | INFO | device, direction (upload or download), priority (bulk or foreground), bytes, what; when it is over outcome (done, cancelled or failed), copied_bytes, seconds, and error of what failed | a transfer of a [pipeline](crate::pipeline), from its start until nothing of it is under way; it lies within the spans of who started it, and no chunk has one. (A small blocking call in the foreground is made at once, and is none) |
+//! | `pinpool::pipeline` | `transfer` | INFO | device, direction (upload or download), priority (bulk or foreground), bytes, what; at its end outcome (done, cancelled or failed), copied_bytes, seconds, and error if it failed | a transfer of a [pipeline](crate::pipeline), from its start until nothing of it is under way; it lies within the spans of the call that started it. Chunks have no spans, and a small blocking call in the foreground has none either |
 //!
 //! # Events to act on
 //!
-//! What a file, a driver or the system said is escaped in fields and errors, and has an end: nothing in them steers a
-//! terminal or begins a line. A pool is told from others by its name, which no other pool of the process has at the
-//! same time (see [`PoolBuilder::name`](crate::PoolBuilder::name)), a device by its name (a context that was adopted
-//! has a number in it), and a stream by its number, which none other has in the process.
+//! The target says which event it is. Texts may change; targets, levels and fields are kept. A filter for
+//! `pinpool::pool` includes the targets below it.
 //!
-//! The target says which event it is; texts may change, targets, levels and fields are kept. A filter for
-//! `pinpool::pool` has those below it, too.
+//! A pool has a name that no other pool of the process has at the same time (see
+//! [`PoolBuilder::name`](crate::PoolBuilder::name)); the name of a device is unique too (that of an adopted context has
+//! a number in it), and so is the number of a stream. Text from a file, a driver or the system is escaped in fields and
+//! errors, and cut to a bounded length: it cannot steer a terminal or begin a line.
 //!
 //! | target | level | fields | what to do |
 //! | --- | --- | --- | --- |
-//! | `pinpool::pool::fallback` | WARN, later ones DEBUG | pool, bytes, error | plain memory was given out: raise the capacity, or find who keeps buffers |
+//! | `pinpool::pool::fallback` | WARN, later ones DEBUG | pool, bytes, error | plain memory was given out: raise the capacity, or find what keeps buffers ([`Pool::stuck`](crate::Pool::stuck)) |
 //! | `pinpool::pool::stuck` | WARN | first pool, waited_seconds, buffers, bytes; then for each of up to eight buffers pool, state, bytes, requested, age_seconds, exact, device, stream, seq, completed, event, tag, site, those that are known | a wait timed out (at most once a minute), or a sampler found buffers out for too long: look at tag and site, or at the stream |
 //! | `pinpool::pool::outstanding` | ERROR | pool, outstanding, quarantined_bytes | the pool was shut down with buffers still out: their memory is kept |
-//! | `pinpool::pool::membarrier` | WARN | | a sandbox that came after the pool refuses `membarrier`: checkouts are slower from here on; put it up before the first pool is built |
-//! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | a sampler saw nothing get done there: a kernel or copy hangs |
-//! | `pinpool::stream::lost` | ERROR | device, stream, error, entries | nobody will know what is complete there; the device is lost, or its driver refuses to be asked |
-//! | `pinpool::stream::quarantine` | ERROR | buffers, bytes | that memory is gone until the process ends |
-//! | `pinpool::device::lost` | ERROR | device, error | the device is gone until the process ends |
-//! | `pinpool::device::unclosed` | WARN | device, error | [`Device::close`](crate::Device::close) gave up: the error says what keeps the device open, or was leaked |
+//! | `pinpool::pool::membarrier` | WARN | | a sandbox that was installed after the pool was built refuses `membarrier`, and checkouts are slower from here on: install it before the first pool is built |
+//! | `pinpool::stream::stuck` | WARN | device, stream, seq, completed, events, entries, bytes, seconds | the stream has work in flight, and nothing of it completes: a kernel or a copy hangs |
+//! | `pinpool::stream::lost` | ERROR | device, stream, error, entries | what is complete on the stream cannot be known any more: the device is lost, or its driver does not answer; restart the process |
+//! | `pinpool::stream::quarantine` | ERROR | buffers, bytes | that memory cannot be used until the process ends |
+//! | `pinpool::device::lost` | ERROR | device, error | the device cannot be used until the process ends |
+//! | `pinpool::device::unclosed` | WARN | device, error | [`Device::close`](crate::Device::close) failed: the error says what keeps the device open, or what was leaked |
 //! | `pinpool::region::unpinned` | WARN | device, bytes, error | memory is not page-locked: raise the memlock limit |
 //! | `pinpool::region::ended` | WARN | device, missing, error | the pool could not grow |
-//! | `pinpool::device::leak`, `pinpool::region::leak`, `pinpool::stream::leak` | WARN, ERROR for memory | device, error, and bytes of memory | something could not be given back to the driver, which kept it |
-//! | `pinpool::foreign` | ERROR | | code of the program's that the crate calls (a waker, a recorder, a source, the drop of a value) panicked, or a thread of the crate's did and goes on: the text says what follows, standard error has the panic |
+//! | `pinpool::device::leak`, `pinpool::region::leak`, `pinpool::stream::leak` | WARN, ERROR for memory | device, error, and bytes of memory | the driver refused to take something back: it stays allocated until the process ends |
+//! | `pinpool::foreign` | ERROR | | code of the program that the crate calls (a waker, a recorder, a source, the drop of a value) panicked, or a thread of the crate did and goes on: the text says what follows, standard error has the panic |
 //!
-//! What else is logged, under `pinpool::device`, `pinpool::region`, `pinpool::pool` and `pinpool::stream`, explains and
-//! needs no action.
+//! Other events, under `pinpool::device`, `pinpool::region`, `pinpool::pool` and `pinpool::stream`, explain and need no
+//! action.
 //!
 //! # Metrics
 //!
-//! A [`Sampler`] sends each as an event of the target `pinpool::metrics`, level INFO, with one field that has the
-//! value, named in the way of `MetricsLayer` of the crate tracing-opentelemetry (`monotonic_counter.`, `gauge.` or
-//! `histogram.`, and the name), and with its labels as the other fields. (That crate has gauges by its feature
-//! `metrics_gauge_unstable`. The layer needs to see the level INFO of this target.) With the feature `metrics` the
-//! facade's recorder gets the same under the same names. In Prometheus's text the points become underscores:
-//! `pinpool_checkouts_total`. Counters are sent as what came since the poll before. Of a histogram as many values are
-//! sent as durations came, each standing for its [bucket](Histogram): as events 64 at most, and in right proportion,
-//! and to the recorder all. Recorders that are given [`Histogram::bounds_seconds`] for buckets count them exactly; sums
-//! are good to a quarter or so.
+//! A [`Sampler`] sends each value as an event of the target `pinpool::metrics`, level INFO. The field with the value
+//! has the metric's name with `monotonic_counter.`, `gauge.` or `histogram.` before it, as `MetricsLayer` of the crate
+//! tracing-opentelemetry expects. (Gauges need that crate's feature `metrics_gauge_unstable`; the layer must see the
+//! level INFO of this target.) The other fields are the labels. With the feature `metrics` the facade's recorder gets
+//! the same values under the same names. In Prometheus's text the points become underscores: `pinpool_checkouts_total`.
+//!
+//! - A counter is sent as its increase since the poll before.
+//! - A histogram is sent as durations, one value for each, which stands for its [bucket](Histogram). The recorder gets
+//!   all of them; as events at most 64 are sent a poll, in the same proportions. A recorder whose buckets have the
+//!   bounds of [`Histogram::bounds_seconds`] counts exactly; sums are good to a quarter or so.
 //!
 //! | name | kind | labels | what |
 //! | --- | --- | --- | --- |
-//! | `pinpool.memory.bytes` | gauge | pool, state | Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. They sum to locked and unlocked bytes |
+//! | `pinpool.memory.bytes` | gauge | pool, state | Bytes of the pool by state: free, checked_out, in_flight, quarantined, cut. Their sum: locked and unlocked |
 //! | `pinpool.memory.locked.bytes` | gauge | pool | Bytes that are page-locked |
 //! | `pinpool.memory.unlocked.bytes` | gauge | pool | Bytes that the pool serves and that are not page-locked |
 //! | `pinpool.memory.capacity.bytes` | gauge | pool | Bytes that the pool may hold at most |
-//! | `pinpool.memory.cached.bytes` | gauge | pool | Of the free bytes, those that threads keep |
-//! | `pinpool.memory.claimed.bytes` | gauge | pool | Of the bytes in flight, those claimed for stream-ready reuse |
-//! | `pinpool.memory.requested.bytes` | gauge | pool | Bytes asked for by all that is out |
-//! | `pinpool.memory.rounding.bytes` | gauge | pool | Bytes given to all that is out beyond what was asked for |
+//! | `pinpool.memory.cached.bytes` | gauge | pool | Of the free bytes, those that are cached for the next checkouts |
+//! | `pinpool.memory.claimed.bytes` | gauge | pool | Of the bytes in flight, those that a stream-ready buffer has claimed |
+//! | `pinpool.memory.requested.bytes` | gauge | pool | The lengths asked for, of all buffers that are out |
+//! | `pinpool.memory.rounding.bytes` | gauge | pool | Bytes given to buffers that are out beyond the lengths asked for |
 //! | `pinpool.memory.largest_free.bytes` | gauge | pool | The longest free range in one piece |
-//! | `pinpool.checkouts.total` | counter | pool | Segments given out |
+//! | `pinpool.checkouts.total` | counter | pool | Segments checked out |
 //! | `pinpool.returns.total` | counter | pool | Segments that came back |
 //! | `pinpool.misses.total` | counter | pool | Requests that the thread's own cache could not serve |
-//! | `pinpool.reclaims.total` | counter | pool | Times that what threads keep was taken back |
-//! | `pinpool.growths.total` | counter | pool | Regions asked of the system for a request |
-//! | `pinpool.growth_failures.total` | counter | pool | Times that pinning ended early |
+//! | `pinpool.reclaims.total` | counter | pool | Times that cached segments were taken back from the threads |
+//! | `pinpool.growths.total` | counter | pool | Regions that the pool began to pin because a request found nothing |
+//! | `pinpool.growth_failures.total` | counter | pool | Times that pinning ended before all of a region was pinned |
 //! | `pinpool.waits.total` | counter | pool | Requests that had to wait |
-//! | `pinpool.timeouts.total` | counter | pool | Waits given up |
-//! | `pinpool.waiting.requests` | gauge | pool | Requests waiting now |
+//! | `pinpool.timeouts.total` | counter | pool | Waits that ended at their deadline |
+//! | `pinpool.waiting.requests` | gauge | pool | Requests that wait now |
 //! | `pinpool.unpinned_fallbacks.total` | counter | pool | Plain buffers given out in place of pinned ones |
-//! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Their bytes |
-//! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by what it means: argument, capture, transient, device_lost, shutdown |
+//! | `pinpool.unpinned_fallback.bytes.total` | counter | pool | Bytes of plain buffers given out in place of pinned ones |
+//! | `pinpool.errors.total` | counter | pool, class | Checkouts that ended with an error, by its class: argument, capture, transient, device_lost, shutdown |
 //! | `pinpool.wait.seconds` | histogram | pool | How long requests waited for memory |
-//! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight that no cache could serve |
+//! | `pinpool.holding.seconds` | histogram | pool | How long buffers were out; of a sample, one in eight of those that no cache served |
 //! | `pinpool.pinning.bytes_per_second` | gauge | pool | Bytes pinned per second spent in pinning |
 //! | `pinpool.pinning.longest_call.seconds` | gauge | pool | The longest single call that pinned |
-//! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the pool was looked at last, in seconds since 1970: it stands still when the pool or its sampler is gone |
+//! | `pinpool.sampled.timestamp.seconds` | gauge | pool | When the sampler last looked at the pool, in seconds since 1970; it stands still when either has ended |
 //! | `pinpool.stuck.buffers` | gauge | pool | Buffers out for longer than the sampler's threshold |
-//! | `pinpool.stuck.bytes` | gauge | pool | Their bytes |
+//! | `pinpool.stuck.bytes` | gauge | pool | Bytes of buffers out for longer than the sampler's threshold |
 //! | `pinpool.class.free.segments` | gauge | pool, stride | Segments of a size class that can be checked out; stride is the class's bytes, or large |
 //! | `pinpool.class.out.segments` | gauge | pool, stride | Segments of a size class that are checked out, in flight or quarantined |
-//! | `pinpool.class.cached.segments` | gauge | pool, stride | Of the free ones, those that threads keep |
-//! | `pinpool.class.checkouts.total` | counter | pool, stride | Segments of a size class given out |
+//! | `pinpool.class.cached.segments` | gauge | pool, stride | Of the free segments of a size class, those that are cached for the next checkouts |
+//! | `pinpool.class.checkouts.total` | counter | pool, stride | Segments of a size class checked out |
 //! | `pinpool.flight.seconds` | histogram | device | From submitting to being seen complete; of a sample, one in sixteen of each stream |
-//! | `pinpool.device.errors.total` | counter | device, class | Errors that the driver answered with, by what they mean |
+//! | `pinpool.device.errors.total` | counter | device, class | Driver calls that failed, by the class of the error |
 //! | `pinpool.device.submitted.total` | counter | device | Copies and holds submitted |
-//! | `pinpool.device.completed.total` | counter | device | Those of them known to be complete |
+//! | `pinpool.device.completed.total` | counter | device | Copies and holds known to be complete |
 //! | `pinpool.device.copied.bytes.total` | counter | device, direction | Bytes of copies that the driver accepted; direction is upload or download |
 //! | `pinpool.device.registered.bytes` | gauge | device | Bytes of values registered with the device |
 //! | `pinpool.device.lost` | gauge | device | 1 if the device is lost, else 0 |
-//! | `pinpool.device.stuck.streams` | gauge | device | Streams with work in flight that got nothing done for longer than the sampler's threshold |
+//! | `pinpool.device.stuck.streams` | gauge | device | Streams with work in flight of which nothing completed for longer than the sampler's threshold |
 //! | `pinpool.stream.in_flight.bytes` | gauge | device, stream | Bytes of segments in flight on a stream |
 //! | `pinpool.stream.in_flight.entries` | gauge | device, stream | Copies and holds in flight on a stream |
 
+// The folder is on two layers. `counters` (what is counted where it happens), `ledger` (when segments were checked out)
+// and `stuck` (the report) lie low, and every module above them may use them. `snapshot` (all counts at one moment),
+// `metrics` (the table) and `sampler` (which sends them) lie above `pool`; the program alone calls these. To read in
+// this order.
 pub(crate) mod counters;
 pub(crate) mod ledger;
 mod metrics;
@@ -132,22 +135,27 @@ pub use stuck::{Awaited, BufferState, EventState, StuckBuffer};
 use crate::pool::Pool;
 
 impl Pool {
-    /// Every buffer that has been out for at least `threshold`, oldest first: its size, age and state, the stream and
-    /// the event that it waits for, and who asked for it.
+    /// Lists every buffer that has been out for at least `threshold`, oldest first: its size, age and state, the stream
+    /// and the event that it waits for, and the place in the program that checked it out. A threshold of zero lists
+    /// every buffer that is out.
     ///
-    /// Ages cost a hit nothing, so they are known exactly only of checkouts that were entered: all of them with
-    /// [`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts), and otherwise a sample. Of the others it
-    /// is known how long they have been *seen* out: call this (or run a [`Sampler`]) from time to time, and what one
-    /// call sees counts from there in the next. Such an age is never too long, and starts anew whenever the buffer
-    /// might have been returned and checked out again in between: it is good for what is in flight, and for classes in
-    /// which nothing comes back, and says little of a class with much coming and going. With a threshold of zero
-    /// everything that is out is listed.
+    /// # How exact ages are
     ///
-    /// The look takes some 15 us for each thousand buffers that are out, and 50 to 200 us more for each thousand that
-    /// it lists. It goes piece by piece: who checks out or returns meanwhile is kept out of his cache while it is
-    /// learned what caches hold, and waits for a piece of some 4,000 segments at most, tens of microseconds. It also
-    /// happens by itself when a wait for memory times out, at most once a minute, if anyone listens: see the events of
-    /// [`telemetry`](crate::telemetry).
+    /// Checkouts that the thread's cache serves read no clock, so ages are exact only for recorded checkouts: all of
+    /// them with [`PoolBuilder::track_checkouts`](crate::PoolBuilder::track_checkouts), otherwise a sample. The age of
+    /// another buffer counts from the first call that saw it out: call this from time to time, or run a [`Sampler`].
+    /// Such an age is never too long. It starts anew whenever the buffer may have been returned and checked out again
+    /// between two calls. So it is good for buffers in flight, and for size classes in which nothing comes back, and
+    /// says little about a class with many checkouts and returns.
+    ///
+    /// # What it costs
+    ///
+    /// A call takes some 15 us for each thousand buffers that are out, and 50 to 200 us more for each thousand that it
+    /// lists. It goes through them in batches of some 4,000. Other threads cannot use their caches while the call reads
+    /// what those hold, and a checkout or return waits for one batch at most, tens of microseconds.
+    ///
+    /// The same list is logged when a wait for memory times out, at most once a minute, if a subscriber listens: see
+    /// the events of [`telemetry`](crate::telemetry).
     ///
     /// ```
     /// use std::time::Duration;
@@ -158,7 +166,7 @@ impl Pool {
     /// let kept = pool.checkout(Request::new(4096).tag("kv-cache"))?;
     /// for buffer in pool.stuck(Duration::ZERO) {
     ///     assert_eq!((buffer.tag, buffer.requested), (Some("kv-cache"), Some(4096)));
-    ///     eprintln!("out for {:?}: {} bytes, {:?}, asked for at {:?}", buffer.age, buffer.granted, buffer.state, buffer.site);
+    ///     eprintln!("{} bytes, {:?} for {:?}, from {:?}", buffer.granted, buffer.state, buffer.age, buffer.site);
     /// }
     /// # drop(kept);
     /// # Ok::<(), pinpool::Error>(())

@@ -1,13 +1,14 @@
-//! The sampler: looks at pools from time to time, and sends what it sees.
+//! The sampler: polls pools, and sends metrics and reports of what is stuck.
 //!
-//! It takes a [snapshot](Pool::snapshot) of each pool, works out what came since the one before, and sends that as
-//! events and, with the feature `metrics`, to the `metrics` facade. Besides, it looks for what an operator has to act
-//! on: buffers that have been out for too long, and streams on which nothing gets done. All the work is the sampler's
-//! own, on its own thread or on that of whoever polls it; those who check out notice the looks for stuck buffers (they
-//! are kept out of their caches for some microseconds, piece by piece), and nothing else. A poll takes tens of
-//! microseconds.
+//! A poll takes a [snapshot](Pool::snapshot) of each pool, subtracts the values that were sent before, and sends the
+//! rest as events and, with the feature `metrics`, to the `metrics` facade. A poll takes tens of microseconds, on the
+//! sampler's thread or on the caller's, and does not slow down checkouts.
 //!
-//! It holds no pool: a pool that is dropped is closed all the same, and is not looked at any more.
+//! From time to time a poll also looks for what an operator has to act on: buffers that have been out for too long, and
+//! streams on which nothing completes. The look for buffers keeps other threads out of their caches, for some
+//! microseconds at a time.
+//!
+//! The sampler holds weak handles only: a pool whose last handle is dropped closes, and is not polled any more.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
@@ -25,11 +26,12 @@ use crate::pool::{Pool, PoolStats, WeakPool};
 use crate::region::Pinning;
 
 /// Stuck buffers of a pool that one poll logs at most.
-const STREAMS_LISTED: usize = 8;
+const BUFFERS_LOGGED: usize = 8;
 
-/// Looks at pools, and sends what it sees: metrics, and events about what is stuck. See [`METRICS`](super::METRICS).
+/// Polls pools, and sends [metrics](super::METRICS) and events about what is stuck.
 ///
-/// Name all pools that share a device to one sampler: what is counted for a device is sent once for each sampler.
+/// Give all pools that share a device to one sampler: each sampler sends the device's metrics, so two of them would
+/// count everything twice.
 ///
 /// ```
 /// use std::time::Duration;
@@ -54,11 +56,11 @@ pub struct Sampler {
     #[cfg(feature = "metrics")]
     described: bool,
     stuck_after: Option<Duration>,
-    /// When it looked for stuck buffers last.
+    /// When it last looked for stuck buffers.
     looked: Option<Instant>,
 }
 
-/// A pool, and what was seen of it last.
+/// A pool, and the values of the poll before.
 #[derive(Debug)]
 struct Watched {
     pool: WeakPool,
@@ -70,7 +72,7 @@ struct Watched {
     logged: HashSet<(usize, Instant)>,
 }
 
-/// A device, and what was seen of it last.
+/// A device, and the values of the poll before.
 #[derive(Debug, Default)]
 struct WatchedDevice {
     submitted: u64,
@@ -85,12 +87,30 @@ struct WatchedDevice {
 struct WatchedStream {
     completed: u64,
     seq: u64,
-    /// When anything got done, as far as we have seen.
+    /// The first poll that saw `completed` and `seq` as they are.
     since: Instant,
     logged: bool,
 }
 
-/// A sampler at work on a thread of its own. Dropping it ends the thread, and waits for the poll that it may be in.
+/// A sampler that runs on a thread of its own: [`Sampler::spawn`]. Dropping it ends the thread, and waits for a poll
+/// that is under way.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// use pinpool::telemetry::{Sampler, Sampling};
+///
+/// struct Server {
+///     pool: Pool,
+///     sampling: Sampling, // dropped with the server
+/// }
+/// let sampling = Sampler::new(&pool).spawn(Duration::from_secs(10))?;
+/// let server = Server { pool, sampling };
+/// # drop((server.pool, server.sampling));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "dropping it ends the sampling"]
 pub struct Sampling {
@@ -99,7 +119,7 @@ pub struct Sampling {
 }
 
 impl Sampler {
-    /// Of one pool. What was counted before the first poll is sent with it.
+    /// A sampler of one pool. Its first poll sends everything that was counted since the pool was built.
     pub fn new(pool: &Pool) -> Self {
         let sampler = Self {
             pools: Vec::new(),
@@ -115,7 +135,7 @@ impl Sampler {
         sampler.pool(pool)
     }
 
-    /// One more pool.
+    /// Adds a pool.
     pub fn pool(mut self, pool: &Pool) -> Self {
         self.pools.push(Watched {
             pool: pool.downgrade(),
@@ -141,20 +161,19 @@ impl Sampler {
         self
     }
 
-    /// How long a buffer may be out, and how long a stream may get nothing done while work is in flight on it, before
-    /// that is logged, once each. `Duration::MAX`: never. Default: a minute.
+    /// The time after which a buffer that is out is logged as stuck, and so is a stream that has work in flight of
+    /// which nothing completes. Each is logged once. `Duration::MAX`: never. Default: a minute.
     ///
-    /// Buffers are looked for four times in so long, at polls, so ages that are not known exactly are short by as much.
-    /// One look logs eight of a pool's at most, those that have been out for longest first; the next ones log the rest.
-    /// What a look costs, [`Pool::stuck`] says.
+    /// Buffers are looked for at polls, four times within the threshold. An age that is not known exactly may be too
+    /// short by a quarter of the threshold. One look logs at most eight buffers of a pool, the oldest first; the next
+    /// looks log the others. [`Pool::stuck`] says what a look costs.
     pub fn stuck_after(mut self, threshold: Duration) -> Self {
         self.stuck_after = (threshold < Duration::MAX).then_some(threshold);
         self
     }
 
-    /// Looks once, on this thread. Whether any of the pools is still there: none is in the child of a fork.
-    ///
-    /// Subscribers and recorders are called from here, and from nowhere else, with what is sent.
+    /// Polls once, on this thread, which calls the subscriber and the recorder. Whether any of the pools is still open:
+    /// in the child of a fork none is.
     pub fn poll(&mut self) -> bool {
         if crate::os::forked() {
             return false;
@@ -191,7 +210,7 @@ impl Sampler {
         !self.pools.is_empty()
     }
 
-    /// Polls on a thread of its own, at once and then in this interval (of at least 10 ms), until the pools are gone or
+    /// Polls on a thread of its own, at once and then every `interval` (10 ms at least), until all pools are closed or
     /// the handle is dropped.
     ///
     /// # Errors
@@ -220,7 +239,7 @@ impl Drop for Sampling {
             // The thread is the parent's.
             return std::mem::forget((stop, thread));
         }
-        // It hears that nobody is left to stop it.
+        // Without a sender the thread's `recv_timeout` ends at once.
         drop(stop);
         if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
             let _ = thread.join();
@@ -231,7 +250,7 @@ impl Drop for Sampling {
 #[cfg(feature = "metrics")]
 const RECORDER_PANICKED: &str = "a recorder panicked: the value that it was given may be lost";
 
-/// Where values go.
+/// Sends values to where the sampler is told to.
 struct Sender {
     events: bool,
     #[cfg(feature = "metrics")]
@@ -261,7 +280,7 @@ impl Sender {
         self.send(id, MetricValue::Level(level as u64), labels);
     }
 
-    /// What came since.
+    /// Sends the increase of a counter.
     fn count(&mut self, id: Id, now: u64, before: u64, labels: &Labels) {
         self.send(id, MetricValue::Count(now.saturating_sub(before)), labels);
     }
@@ -285,7 +304,8 @@ impl Watched {
         let name = Some(pool.name().to_owned());
         let labels = &Labels { pool: name.clone(), ..Labels::default() };
         let mut now = pool.snapshot();
-        // A call that refills a list may count it for a moment as given out and returned. What was sent is sent.
+        // A call that refills a thread's list may count its segments as checked out and returned for a moment, so a
+        // later reading may be lower. A counter never goes back: what was sent is sent.
         now.pool.checkouts = now.pool.checkouts.max(self.stats.checkouts);
         now.pool.returns = now.pool.returns.max(self.stats.returns);
         for class in &mut now.classes {
@@ -363,10 +383,10 @@ impl Watched {
         let found = stuck::find(threshold, pool.centrals(), pool.devices());
         to.level(Id::StuckBuffers, found.len(), labels);
         to.level(Id::StuckBytes, found.iter().map(|buffer| buffer.granted).sum(), labels);
-        // Those that are not stuck any more are logged again if they are one day; those that are too many for this
-        // look, by one of the next.
-        let mut logged = HashSet::with_capacity(found.len().min(self.logged.len() + STREAMS_LISTED));
-        let mut left = STREAMS_LISTED;
+        // A buffer that is not found any more is forgotten, and logged again should it be stuck later. Buffers beyond
+        // `BUFFERS_LOGGED` are not entered, so that one of the next looks logs them.
+        let mut logged = HashSet::with_capacity(found.len().min(self.logged.len() + BUFFERS_LOGGED));
+        let mut left = BUFFERS_LOGGED;
         for buffer in &found {
             if self.logged.contains(&buffer.known_by) {
                 logged.insert(buffer.known_by);
@@ -408,10 +428,10 @@ impl WatchedDevice {
             stuck += usize::from(self.is_stuck(&stats.name, stream, now, stuck_after));
         }
         to.level(Id::StuckStreams, stuck, labels);
-        let gone: Vec<u64> =
+        let ended: Vec<u64> =
             self.streams.keys().copied().filter(|n| stats.streams.iter().all(|s| s.stream != *n)).collect();
-        for stream in gone {
-            // The last value that is seen of it.
+        for stream in ended {
+            // The last values of a stream that has ended: its gauges would otherwise stand where they were.
             let labels = &Labels { stream: Some(stream.to_string()), ..labels.clone() };
             to.level(Id::StreamBytes, 0, labels);
             to.level(Id::StreamEntries, 0, labels);
@@ -423,7 +443,7 @@ impl WatchedDevice {
         (self.flight, self.errors) = (stats.flight, stats.errors);
     }
 
-    /// Whether a stream has had work in flight for so long, and nothing of it got done.
+    /// Whether a stream has had work in flight for at least `after`, of which nothing completed. Logs it once.
     fn is_stuck(
         &mut self,
         device: &str,
@@ -451,7 +471,7 @@ impl WatchedDevice {
                 entries = stream.in_flight,
                 bytes = stream.in_flight_bytes,
                 seconds = idle.as_secs_f64(),
-                "a stream gets nothing done: its kernels or copies hang, or an event of others holds it"
+                "a stream completes nothing: its kernels or copies hang, or wait for an event of another stream"
             );
         }
         stuck

@@ -1,16 +1,8 @@
 //! The snapshot: everything that a pool and its devices have counted, at one moment.
 //!
-//! [`Pool::stats`] is the short form, a few numbers that can be asked for at any time. [`Pool::snapshot`] adds what
-//! dashboards want: the parts by size class, the devices with their streams, and histograms. Both only add up what was
-//! counted where it happened ([`super::counters`]), and neither stops those who check out.
-//!
-//! # How exact it is
-//!
-//! When nobody moves, everything is exact. Under way, the sums hold all the same, since the parts are worked out from
-//! one reading of each counter: `free + checked_out + in_flight + quarantined + cut = pinned + unpinned`, and the
-//! classes' bytes out sum to those of the pool. Each single part may be off by what the calls moved that were made
-//! while the snapshot was taken, some microseconds: a segment each, or, where a call refilled or emptied a thread's
-//! list, as many as fit into it (at most 64).
+//! [`Pool::stats`] is the short form. [`Pool::snapshot`] adds what dashboards show: the parts by size class, the
+//! devices with their streams, and histograms. Both add up what was counted where it happened ([`super::counters`]),
+//! and neither stops a checkout.
 
 use std::time::Duration;
 
@@ -22,81 +14,124 @@ use crate::region::Pinning;
 use crate::stream::Stream;
 use crate::stream::timeline::Timeline;
 
-/// Everything about a pool and its devices at one moment: see [`Pool::snapshot`].
+/// Everything about a pool and its devices at one moment: [`Pool::snapshot`].
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// let snapshot = pool.snapshot();
+/// println!("{} of {} bytes free", snapshot.pool.free_bytes, snapshot.pool.capacity_bytes);
+/// println!("half of all waits took at most {:?}", snapshot.waiting.quantile(0.5));
+/// assert_eq!(snapshot.devices[0].name, "host");
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Snapshot {
     /// Bytes by state, and counts.
     pub pool: PoolStats,
-    /// The parts by size class, smallest first, and last what has no class. Classes that were never used are left out.
-    /// Where the pool has several stores (reserves, NUMA nodes), a class is the sum over them.
+    /// The parts by size class, smallest first; segments without a class come last. Classes that were never used are
+    /// left out. A class is the sum over the pool's NUMA nodes and reserves.
     pub classes: Vec<ClassStats>,
-    /// The devices that the pool serves, with all their streams, whichever pool's buffers are on these.
+    /// The devices that the pool serves, with all their streams, also those that only other pools' buffers are on.
     pub devices: Vec<DeviceStats>,
-    /// How pinning has come along.
+    /// How far pinning has come.
     pub pinning: Pinning,
-    /// How long requests waited in the queue, from joining it to a grant, an error or giving up.
+    /// How long requests waited in the queue, until they were granted, failed, or gave up.
     pub waiting: Histogram,
-    /// How long buffers were out, from the checkout until the segment was back, flights included. Of a sample: one in
-    /// eight of the checkouts that nothing which threads have cached could serve, or all with
-    /// [`track_checkouts`](crate::PoolBuilder::track_checkouts). What is served from caches is never timed, so threads
-    /// that hit all the time are seen by their first checkouts only.
+    /// How long buffers were out, from the checkout until the segment was back, with the time in flight. Of a sample:
+    /// one in eight of the checkouts that no cache served, or all with
+    /// [`track_checkouts`](crate::PoolBuilder::track_checkouts). Checkouts that a cache serves are not timed, so of a
+    /// thread that always hits only the first ones are in it.
     pub holding: Histogram,
     /// How long flights took on the pool's devices, from submitting to being seen complete: see
     /// [`DeviceStats::flight`].
     pub flight: Histogram,
 }
 
-/// Segments of one size class.
+/// The segments of one size class. Part of [`Snapshot`].
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// let buf = pool.checkout(4096)?;
+/// let class = pool.snapshot().classes.into_iter().find(|class| class.out == 1);
+/// assert!(class.is_some_and(|class| class.stride > Some(4096)));
+/// # drop(buf);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClassStats {
     /// Bytes from one segment to the next. `None`: segments without a class, which have pages of their own.
     pub stride: Option<usize>,
-    /// Segments that were cut and can be checked out. (What has no class is cut when it is asked for.)
+    /// Segments that are cut and can be checked out. (Segments without a class are cut when they are asked for.)
     pub free: u64,
-    /// Of these, those that threads keep.
+    /// Of the free segments, those that are cached for the next checkouts.
     pub cached: u64,
     /// Segments that are checked out, in flight or quarantined.
     pub out: u64,
-    /// Bytes of these.
+    /// Bytes of the segments that are out.
     pub out_bytes: usize,
-    /// Segments given out since the pool was built.
+    /// Segments checked out since the pool was built.
     pub checkouts: u64,
-    /// Segments that came back.
+    /// Segments that came back since the pool was built.
     pub returns: u64,
 }
 
-/// A device and what is in flight on it.
+/// A device's counts: [`Device::stats`].
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (stream, memory) = (device.stream()?, device.alloc(5)?);
+/// let mut buf = pool.checkout(5)?;
+/// buf.extend_from_slice(b"hello");
+/// stream.upload(buf, &memory)?.wait()?;
+/// let stats = device.stats();
+/// assert_eq!((stats.submitted, stats.completed, stats.uploaded_bytes), (1, 1, 5));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DeviceStats {
     /// Its name.
     pub name: String,
-    /// What it was lost with, if it was.
+    /// The error that it was lost with, if it was.
     pub lost: Option<Error>,
-    /// Bytes of callers' values that are registered with it.
+    /// Bytes of the program's values that are registered with it.
     pub registered_bytes: usize,
-    /// What its driver answered with an error, by what that means; matters of the moment among them.
+    /// Driver calls that failed, by the class of the error.
     pub errors: ErrorCounts,
-    /// Copies and holds submitted to all its streams, those that are no more included.
+    /// Copies and holds submitted to all its streams, also to those that have ended.
     pub submitted: u64,
-    /// Those of them that are known to be complete.
+    /// Of the copies and holds submitted, those that are known to be complete.
     pub completed: u64,
-    /// Bytes of uploads that the driver accepted, blocking ones included. What a graph copies is not known here, nor
-    /// what stays within the device or the host.
+    /// Bytes of uploads that the driver accepted, blocking ones included. Copies that a graph makes are not counted,
+    /// nor are those within the device or within the host.
     pub uploaded_bytes: u64,
-    /// The same of downloads.
+    /// Bytes of downloads that the driver accepted, counted in the same way.
     pub downloaded_bytes: u64,
-    /// How long they took, from submitting to being seen complete by whoever asked first: the reaper's pause, an eighth
-    /// of the flight and at most 1 ms, is within it. Of a sample: the first of every sixteen submissions to each
-    /// stream.
+    /// How long copies and holds took, from submitting to being seen complete. That is later than their end by up to an
+    /// eighth of the time, and by at most 1 ms, where no thread waits for them. Of a sample: the first of every sixteen
+    /// submissions to each stream.
     pub flight: Histogram,
-    /// Its streams: those that somebody has a handle to, or that anything is in flight on.
+    /// Its streams: those that the program has a handle to, and those with work in flight.
     pub streams: Vec<StreamStats>,
 }
 
-/// A stream and what is in flight on it.
+/// A stream's counts: [`Stream::stats`].
+///
+/// ```
+/// # let device = pinpool::Device::open("host")?;
+/// let stream = device.stream()?;
+/// let stats = stream.stats();
+/// assert_eq!((stats.stream, stats.in_flight, stats.lost), (stream.number(), 0, false));
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StreamStats {
@@ -104,15 +139,16 @@ pub struct StreamStats {
     pub stream: u64,
     /// Copies and holds submitted to it.
     pub submitted: u64,
-    /// Those of them that are known to be complete. On a stream that was lost, what was quarantined never is.
+    /// Of the copies and holds submitted, those that are known to be complete. Those that were quarantined with a lost
+    /// stream never are.
     pub completed: u64,
     /// Copies and holds in flight.
     pub in_flight: usize,
-    /// Bytes of pools' segments in flight, without what several streams hold together, or what an `Arc` shares.
+    /// Bytes of pools' segments in flight, without those that several streams hold together or that an `Arc` shares.
     pub in_flight_bytes: usize,
-    /// Of these, bytes claimed for stream-ready reuse.
+    /// Of the bytes in flight, those that a stream-ready buffer has claimed.
     pub claimed_bytes: usize,
-    /// The open sequence number: it counts up as work is submitted and marked.
+    /// The open sequence number, which the next submission gets.
     pub seq: u64,
     /// The last sequence number that is known to be complete.
     pub completed_seq: u64,
@@ -123,13 +159,13 @@ pub struct StreamStats {
 }
 
 impl Snapshot {
-    /// Bytes pinned per second of the time spent in pinning. `None` before the first.
+    /// Bytes pinned per second of the time spent in pinning. `None` before anything was pinned.
     #[must_use]
     pub fn pinning_bytes_per_second(&self) -> Option<f64> {
         self.pinning.bytes_per_second()
     }
 
-    /// The longest single call that pinned: what other users of the driver may have had to wait for.
+    /// The longest single driver call that pinned. Other users of the driver may have had to wait for that long.
     #[must_use]
     pub fn longest_pinning_call(&self) -> Duration {
         self.pinning.longest_call
@@ -138,12 +174,16 @@ impl Snapshot {
 
 impl Pool {
     /// Everything that was counted: bytes by state and by size class, the devices and their streams, histograms of
-    /// waiting, holding and flights. The module page of [`telemetry`](crate::telemetry) says how exact it is.
+    /// waiting, holding and flights.
     ///
-    /// In the child of a fork it has what is counted without a lock, as [`stats`](Self::stats) has.
+    /// While no thread uses the pool, all of it is exact. Otherwise the sums hold all the same, since each counter is
+    /// read once: `free + checked_out + in_flight + quarantined + cut = pinned + unpinned`, and the bytes out of the
+    /// classes sum to those of the pool. A single part may be off by what was moved during the call, some microseconds:
+    /// a segment for each checkout or return, or, where one refilled or emptied a thread's list, up to 64.
     ///
-    /// Costs those who check out nothing, and the caller some microseconds: it reads 113 counters of each thread that
-    /// uses the pool, and visits each run of segments under the pool's lock.
+    /// The call takes some microseconds and does not slow down checkouts: it reads 113 counters of each thread that
+    /// uses the pool, and visits each run of segments under the pool's lock. In the child of a fork it has only what is
+    /// counted without a lock, as [`stats`](Self::stats) has.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         let (mut waiting, mut holding) = (Histogram::default(), Histogram::default());
@@ -191,8 +231,8 @@ impl ClassStats {
 }
 
 impl Device {
-    /// What is in flight on the device, and what has been since it was opened. Costs a few microseconds for each
-    /// stream. (In the child of a fork there are none.)
+    /// The device's counts since it was opened, and what is in flight on it. The call takes a few microseconds for each
+    /// stream. In the child of a fork the result has no streams.
     #[must_use]
     pub fn stats(&self) -> DeviceStats {
         let context = self.context();
@@ -221,7 +261,7 @@ impl Device {
 }
 
 impl Stream {
-    /// What is in flight on the stream, and what has been. (In the child of a fork: nothing.)
+    /// The stream's counts, and what is in flight on it. In the child of a fork all of them are zero.
     #[must_use]
     pub fn stats(&self) -> StreamStats {
         of(self.timeline())

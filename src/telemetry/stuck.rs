@@ -1,14 +1,15 @@
 //! The report on buffers that have been out for long: which, since when, and what they wait for.
 //!
-//! A pool that runs dry is either too small or somebody keeps what he has. The report tells which: for each buffer that
-//! is out it puts together what three places know, one after the other and without holding two of their locks at once:
+//! A pool is exhausted because it is too small, or because buffers are kept for too long. The report tells which. For
+//! each buffer that is out it puts together what three places know:
 //!
 //! - the central pool: that the segment is out, in which state, and since when ([`super::ledger`]);
-//! - the streams: on which of them it is in flight, under which sequence number, and whether that sequence number's
-//!   event is recorded;
-//! - whoever asked for it: tag and call site, where the checkout was entered.
+//! - the streams: on which of them it is in flight, under which sequence number, and whether the event of that sequence
+//!   number is recorded;
+//! - the ledger's entry, if the checkout was entered: tag and call site.
 //!
-//! What is returned or completes between the looks may still be listed, or be listed without its stream.
+//! The places are read one after the other, and no two of their locks are held at once. So a buffer that is returned or
+//! completes between two readings may still be listed, or be listed without its stream.
 
 use std::cmp::Reverse;
 use std::panic::Location;
@@ -20,32 +21,46 @@ use crate::device::handle::Device;
 use crate::freelist::state;
 pub use crate::stream::timeline::EventState;
 
-/// Reports that nobody asked for come at most so often.
+/// The shortest time between two reports that a timeout makes.
 pub(crate) const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 /// Buffers that such a report lists at most.
 const BUFFERS_LISTED: usize = 8;
 
-/// What has become of a buffer that is out.
+/// The state of a buffer that is out.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(16 << 20).unpinned(Unpinned::Allow).build()?;
+/// use pinpool::telemetry::BufferState;
+///
+/// let buf = pool.checkout(4096)?;
+/// let stuck = pool.stuck(std::time::Duration::ZERO);
+/// assert_eq!(stuck[0].state, BufferState::CheckedOut);
+/// # drop(buf);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BufferState {
-    /// In somebody's hands: a `PinnedBuf`, a token, a stream-ready buffer that was free. One that is shared by `Arc`
-    /// and lent to a device says so by [`awaited`](StuckBuffer::awaited).
+    /// The program has it: as a `PinnedBuf`, a token, or a stream-ready buffer that was free. A buffer that is shared
+    /// by `Arc` and lent to a device is in this state, and has entries in [`awaited`](StuckBuffer::awaited).
     CheckedOut,
-    /// A device may still use it, and somebody has its handle.
+    /// A device may still use it, and the program has the handle of the copy or hold.
     InFlight,
-    /// A device may still use it. Its handle was dropped: it returns by itself when the device is done.
+    /// A device may still use it, and its handle was dropped: it returns by itself when the device is done.
     Returning,
-    /// The device is done; the handle has not been waited for, nor dropped.
+    /// The device is done with it; its handle has been neither waited for nor dropped.
     Completed,
-    /// Claimed for later work on the same stream before the device was done.
+    /// A stream-ready buffer claimed it for later work on the same stream, before the device was done with it.
     Claimed,
-    /// Never to be reused.
+    /// It is never used again, since the device cannot be shown to be done with it.
     Quarantined,
 }
 
 impl BufferState {
-    /// The state in words of one word each, as events and metrics have it.
+    /// The state as one word, as in events: `checked_out`, `in_flight`, `returning`, `completed`, `claimed`,
+    /// `quarantined`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -70,7 +85,18 @@ impl BufferState {
     }
 }
 
-/// The place on a stream that a buffer waits for.
+/// The place on a stream that a buffer waits for. Part of [`StuckBuffer`].
+///
+/// ```
+/// use pinpool::telemetry::StuckBuffer;
+///
+/// fn show(buffer: &StuckBuffer) {
+///     for at in &buffer.awaited {
+///         let behind = at.seq.saturating_sub(at.completed);
+///         println!("stream {} of {} is {behind} behind: {:?}", at.stream, at.device, at.event);
+///     }
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Awaited {
@@ -82,38 +108,47 @@ pub struct Awaited {
     pub seq: u64,
     /// The last sequence number of the stream that is known to be complete.
     pub completed: u64,
-    /// What has become of the event that covers the sequence number.
+    /// The state of the event that covers the sequence number.
     pub event: EventState,
 }
 
-/// A buffer that has been out for long.
+/// A buffer that has been out for long: see [`Pool::stuck`](crate::Pool::stuck).
+///
+/// ```
+/// use pinpool::telemetry::StuckBuffer;
+///
+/// fn show(buffer: &StuckBuffer) -> String {
+///     let (age, from) = (buffer.age, buffer.site.map_or("unknown", |site| site.file()));
+///     format!("{} bytes, {} for {age:?}, tag {:?}, from {from}", buffer.granted, buffer.state.name(), buffer.tag)
+/// }
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StuckBuffer {
-    /// Its descriptor and since when it is out, so that one that was reported is known again, and apart from the
-    /// descriptor's next.
+    /// Its descriptor and since when it is out. By these a sampler recognises a checkout that it has logged, and tells
+    /// it from the next checkout of the same descriptor.
     pub(super) known_by: (usize, Instant),
-    /// Bytes that it takes of the pool.
+    /// Bytes that it takes of the pool, rounding included.
     pub granted: usize,
-    /// Bytes that were asked for, if its checkout was entered.
+    /// Bytes that were asked for, if the pool [recorded](crate::PoolBuilder::track_checkouts) its checkout.
     pub requested: Option<usize>,
-    /// How long it has been out: exactly, or at least so long.
+    /// How long it has been out, exactly or at least.
     pub age: Duration,
-    /// Whether `age` counts from the checkout itself, and not from the first look that saw it out.
+    /// Whether `age` counts from the checkout. If not, it counts from the first look that saw the buffer out.
     pub exact: bool,
-    /// What has become of it.
+    /// Its state.
     pub state: BufferState,
-    /// What it waits for, on each stream where it is in flight: none for what is in somebody's hands, several for a
+    /// What it waits for, on each stream where it is in flight: none for a buffer that the program has, several for a
     /// hold over several streams. A copy that was pushed to a [`CopyQueue`](crate::CopyQueue) and is not submitted yet
-    /// has none, since it is on no stream; then its queue's [`outstanding`](crate::QueueStats::outstanding) says more.
+    /// has none; then the queue's [`outstanding`](crate::QueueStats::outstanding) says more.
     pub awaited: Vec<Awaited>,
-    /// The tag that it was asked for with ([`Request::tag`](crate::Request::tag)), if its checkout was entered.
+    /// The tag of its request ([`Request::tag`](crate::Request::tag)), if its checkout was recorded.
     pub tag: Option<&'static str>,
-    /// Where it was asked for, if its checkout was entered.
+    /// The place in the program that checked it out, if its checkout was recorded.
     pub site: Option<&'static Location<'static>>,
 }
 
-/// All buffers that have been out for at least so long, oldest first.
+/// All buffers that have been out for at least `threshold`, oldest first.
 pub(crate) fn find<'a>(
     threshold: Duration,
     centrals: impl Iterator<Item = &'a Arc<CentralPool>>,
@@ -123,7 +158,7 @@ pub(crate) fn find<'a>(
     if out.is_empty() {
         return Vec::new();
     }
-    // While they are small: the oldest first, and of these the largest.
+    // Sorted as `OutSegment`, which is smaller than `StuckBuffer`: the oldest first, and of these the largest.
     out.sort_by_cached_key(|segment| Reverse((segment.age, segment.granted)));
     let mut awaited: Vec<(usize, Awaited)> = Vec::new();
     for device in devices {
@@ -135,9 +170,9 @@ pub(crate) fn find<'a>(
             });
         }
     }
-    // Those of one buffer, of several streams, stay in the order of the streams.
+    // A stable sort: the entries of one buffer stay in the order of the streams.
     awaited.sort_by_key(|(descriptor, _)| *descriptor);
-    // A buffer of which a batch copies many parts is in it as often.
+    // A batch that copies several parts of a buffer has an entry for each part.
     awaited.dedup_by(|(descriptor, next), (other, last)| {
         descriptor == other
             && (next.stream, next.seq) == (last.stream, last.seq)
@@ -162,14 +197,14 @@ pub(crate) fn find<'a>(
     out.into_iter().map(buffer).collect()
 }
 
-/// Logs what is out, since a wait for memory has timed out.
+/// Logs the buffers that are out, after a wait for memory has timed out.
 pub(crate) fn report<'a>(
     pool: &str,
     waited: Duration,
     centrals: impl Iterator<Item = &'a Arc<CentralPool>>,
     devices: &[Device],
 ) {
-    // The look is not for nobody.
+    // Without a subscriber that listens there is nothing to look for.
     if !crate::foreign::listens(tracing::Level::WARN) {
         return;
     }
@@ -184,7 +219,7 @@ pub(crate) fn report<'a>(
     }
 }
 
-/// One buffer of a report.
+/// Logs one buffer of a report.
 pub(super) fn emit(pool: &str, buffer: &StuckBuffer) {
     let at = buffer.awaited.first();
     crate::foreign::warn!(

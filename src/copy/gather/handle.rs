@@ -12,10 +12,21 @@ use crate::sealed::KEY;
 use crate::stream::awaited::Place;
 use crate::stream::timeline::WaitKey;
 
-/// Many copies under way, as one: what [`CopyQueue::gather`](crate::CopyQueue::gather) and its like give. Wait for it, await
-/// it, ask, or drop it: then what it has returns by itself when the device is done.
+/// Many copies under way, as one: what [`CopyQueue::gather`](crate::CopyQueue::gather) and its like give. Wait for it,
+/// await it, ask, or drop it: then what it has returns by itself when the device is done.
 ///
 /// An error is that of one of the copies; the others happen all the same.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (queue, memory) = (device.copy_queue()?, device.alloc(64)?);
+/// let pieces = [(&b"hello"[..], memory.slice(..5)?), (&b"world"[..], memory.slice(32..37)?)];
+/// let gathered = queue.gather(&pool, &pieces)?; // `pieces` has been read
+/// gathered.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[must_use = "dropping it is fine: what it has returns by itself; say so with `drop`"]
 pub struct Gathered<B: Lend = ()> {
     /// Of what was staged.

@@ -32,19 +32,43 @@ const MOST: usize = 1 << 16;
 /// Threads where nothing else is said, if there are as many cores.
 const THREADS: usize = 8;
 
-/// Who goes first.
+/// Which transfers go first: [`Pipeline::with_priority`].
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (weights, bulk) = (device.alloc(4096)?, Pipeline::builder(&pool, &device).build()?);
+/// use pinpool::pipeline::Priority;
+///
+/// let foreground = bulk.with_priority(Priority::Foreground); // the same pipeline
+/// foreground.upload_slice(&[1; 4096], &weights)?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
-    /// Loads of much data: in the order in which they were started, at most [so many](PipelineBuilder::depth) chunks of
-    /// them in each direction on the wire at a time (windows of files apart: see there).
+    /// Loads of much data: in the order in which they were started, with at most [`depth`](PipelineBuilder::depth)
+    /// chunks in flight in each direction (windows of files apart: see there).
     #[default]
     Bulk,
-    /// Requests that somebody waits for: before all of the above, on a stream of their own, with segments kept for
-    /// them. No rate limit holds for them.
+    /// Requests whose latency counts: before all bulk transfers, on a stream of their own, with segments kept for them.
+    /// The rate limit does not hold for them.
     Foreground,
 }
 
-/// Whether bytes go through page-locked segments.
+/// Whether bytes go through page-locked segments: [`PipelineBuilder::staging`].
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// use pinpool::pipeline::Staging;
+///
+/// // On the host device too, to test what a GPU does.
+/// let pipeline = Pipeline::builder(&pool, &device).staging(Staging::Always).build()?;
+/// # drop(pipeline);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Staging {
     /// Where the device needs it to be fast: GPUs do; the host device takes ordinary memory as it is.
@@ -54,7 +78,16 @@ pub enum Staging {
     Always,
 }
 
-/// Sets up a [`Pipeline`]. Sizes are bytes.
+/// Sets up a [`Pipeline`]: [`Pipeline::builder`]. Sizes are bytes.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// let pipeline = Pipeline::builder(&pool, &device).share(16 << 20).chunk(1 << 20).rate(2 << 30).build()?;
+/// assert_eq!(pipeline.chunk(), 1 << 20);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 #[must_use = "nothing happens until `build`"]
 pub struct PipelineBuilder {
@@ -131,37 +164,37 @@ impl PipelineBuilder {
     /// Bytes that go through one segment, rounded up to whole pages of 4 KiB. Default: 4 MiB, less where the share or
     /// the pool's extents are small. The segments in rotation (as many as there are threads, and
     /// [`depth`](Self::depth), and two) should stay in the processor's caches, from which the device is served. A
-    /// foreground request may have to wait for the chunk that is on the wire. Transfers that would leave threads idle
-    /// are cut smaller.
+    /// foreground request may have to wait for the chunk that is in flight. Transfers that would leave threads idle are
+    /// cut smaller.
     pub fn chunk(mut self, bytes: usize) -> Self {
         self.chunk = Some(bytes);
         self
     }
 
-    /// Bytes of the pool that the pipeline uses at most, registered windows of files included. What the pool has beyond
-    /// is everybody else's at any time. Default: half of the pool's capacity, at most 256 MiB. It holds one segment in
-    /// any case, also if a [`chunk`](Self::chunk) was asked for that needs more; small blocking calls in the foreground
+    /// Bytes of the pool that the pipeline uses at most, registered windows of files included. The rest of the pool is
+    /// free for other uses at any time. Default: half of the pool's capacity, at most 256 MiB. One segment is used in
+    /// any case, also where a [`chunk`](Self::chunk) needs more than the share; small blocking calls in the foreground
     /// (256 KiB and less) take their memory besides.
     pub fn share(mut self, bytes: usize) -> Self {
         self.share = Some(bytes);
         self
     }
 
-    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn: while the foreground is
-    /// not about two uploads or eight downloads at a time, else one. Default: as many as there are chunks on the wire
-    /// ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks is done, and
-    /// does that first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
+    /// Streams of the pipeline's own in each direction, on which chunks are submitted in turn: two uploads or eight
+    /// downloads at a time while there is no foreground work, else one. Default: as many as there are chunks in flight
+    /// ([`depth`](Self::depth)). With fewer the device has more to do on a stream when one of its chunks is complete,
+    /// and does that first: copies on other streams wait, on an H200 for 20 ms beside one stream that is never empty.
     #[doc(hidden)]
     pub fn streams(mut self, streams: usize) -> Self {
         self.streams = Some(streams);
         self
     }
 
-    /// Bulk chunks in each direction that are submitted and not complete, at most; the wire time of as many is the most
-    /// that a foreground copy may have to wait. Default: 2 as long as there are foreground transfers now and then (of
-    /// this pipeline: the last at most 100 ms ago), and 6 where there are none, which keeps the wire busier. What is
-    /// given here holds at all times. Windows of the page cache ([`Reading`](super::Reading)) do not count: where
-    /// nobody is in a hurry such a window, 64 MiB at most, goes at once, and who comes then waits for it.
+    /// Bulk chunks in each direction that are in flight at most. A foreground copy may have to wait until as many are
+    /// copied. Default: 2 while there are foreground transfers now and then (of this pipeline, the last at most 100 ms
+    /// ago), and 6 while there are none, which keeps the link busier. A depth that is given here holds at all times.
+    /// Windows of the page cache ([`Reading`](super::Reading)) do not count: without foreground work such a window, 64
+    /// MiB at most, is copied at once, and a copy that comes then waits for it.
     pub fn depth(mut self, chunks: usize) -> Self {
         self.depth = Some(chunks);
         self

@@ -36,7 +36,8 @@ use crate::foreign::Task;
 /// # }
 /// ```
 ///
-/// Dropped without [`finish`](Self::finish) it is cancelled. As an [`io::Write`] it blocks, and so do the calls named so.
+/// Dropped without [`finish`](Self::finish) it is cancelled. As an [`io::Write`] it blocks, and so do the calls named
+/// so.
 pub struct Feed {
     handle: Arc<Handle>,
     job: Arc<Job>,
@@ -108,7 +109,7 @@ impl Feed {
         Ok(())
     }
 
-    /// Sends what is left, waits until everything has arrived, and says how many bytes that were.
+    /// Sends what is left, waits until all bytes are on the device, and returns their number.
     ///
     /// # Errors
     /// What the transfer failed with.
@@ -303,8 +304,8 @@ impl Feed {
     }
 }
 
-/// Waits until the feed is over that has been dropped before, when the reader failed or panicked: what is on the wire would
-/// land in memory that its owner uses again.
+/// Waits until the feed is over that has been dropped before, when the reader failed or panicked: what is on the wire
+/// would land in memory that its owner uses again.
 pub(super) struct Settled {
     job: Arc<Job>,
 }

@@ -1,9 +1,9 @@
 //! Files as sources and sinks.
 //!
 //! What of a file is in the page cache is copied from there into a segment; what is not is read past the cache straight
-//! into the segment, which is made for that (it starts on a page), so that a load of a model does not push everything else
-//! out of memory. Which of the two it is, is found out chunk by chunk: each chunk is first read with the flag that gives
-//! only what is cached, and where that stops the rest is read past the cache. Both ways fall back to reading like
+//! into the segment, which is made for that (it starts on a page), so that a load of a model does not push everything
+//! else out of memory. Which of the two it is, is found out chunk by chunk: each chunk is first read with the flag that
+//! gives only what is cached, and where that stops the rest is read past the cache. Both ways fall back to reading like
 //! everybody, where the file system does not know the flag, or refuses to be read past the cache.
 //!
 //! A mapped file is not read through the map: should it become shorter, the process would be killed. Here a file that
@@ -32,27 +32,38 @@ use crate::segment::PAGE;
 /// Less than this is read through the cache in any case.
 const LEAST_DIRECT: usize = 256 << 10;
 
-/// How a file is read.
+/// How a file is read: [`FileSource::reading`].
+///
+/// ```
+/// use pinpool::pipeline::{FileSource, Reading};
+///
+/// let source = FileSource::open("Cargo.toml")?.reading(Reading::Direct);
+/// # drop(source);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reading {
-    /// What is in the page cache from there, the rest past it, and where that is faster from where the cache has it.
+    /// Bytes in the page cache are read from there, or copied from where the cache has them if that is faster; the rest
+    /// is read past the cache.
     #[default]
     Auto,
-    /// Like everybody reads files.
+    /// By ordinary reads, through the page cache.
     Buffered,
     /// Past the page cache (`O_DIRECT`), where the file system can.
     Direct,
-    /// What is in the page cache is copied from where that has it, without moving a byte on the CPU, where the system and
-    /// the driver let us; the rest past it. That holds up other copies of the process, and is not done while foreground
-    /// transfers, or other bulk transfers than those of files, are about: then as [`Auto`](Self::Auto).
+    /// Bytes in the page cache are copied from where the cache has them, without the CPU moving them, where the system
+    /// and the driver allow it; the rest is read past the cache. That holds up other copies of the process. So it is
+    /// not done while there are foreground transfers, or bulk transfers of anything but files: then as
+    /// [`Auto`](Self::Auto).
     Mapped,
 }
 
 /// Sees the bytes of a file that are read for an upload, on the threads that read them.
 pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
-    /// `bytes` were read from `at` on. Called once for each chunk; chunks begin in the file's order and are seen in any.
-    /// While a call waits for what comes before, it has to ask whether the transfer has stopped: then that never comes.
+    /// `bytes` were read from `at` on. Called once for each chunk; chunks begin in the file's order and are seen in
+    /// any. While a call waits for what comes before, it has to ask whether the transfer has stopped: then that never
+    /// comes.
     fn read(&self, at: u64, bytes: &[u8], stopped: &dyn Fn() -> bool);
 }
 
@@ -62,10 +73,23 @@ pub(crate) trait Tap: std::fmt::Debug + Send + Sync {
 ///
 /// The length is taken when the source is made; what is appended later is not read. A file that is replaced by renaming
 /// another over its name is read as it was, since it is open. One that is shorter when its end is read is an error,
-/// [`Error::Shrunk`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut off and
-/// written up to its length again, the device gets old bytes here and new ones there, and the transfer ends well. Where
-/// somebody may write to it, compare checksums, or [`Metadata::modified`] before and after, which tells writes apart as far as
-/// the file system's clock does. (Checkpoints are looked at so when they are loaded as such.)
+/// [`Error::Shrunk`]. Anything else goes unnoticed: of a file that is written to in place during the transfer, or cut
+/// off and written up to its length again, the device gets old bytes here and new ones there, and the transfer ends
+/// well. Where another process may write to it, compare checksums, or [`Metadata::modified`] before and after, which
+/// tells writes apart as far as the file system's clock does. (The module `safetensors` does so for checkpoints.)
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let pipeline = Pipeline::builder(&pool, &device).build()?;
+/// use pinpool::pipeline::FileSource;
+///
+/// let source = FileSource::open("Cargo.toml")?;
+/// let memory = device.alloc(source.len() as usize)?;
+/// pipeline.upload_file(source, &memory)?.wait()?;
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct FileSource {
     pub(super) file: Arc<File>,
@@ -98,13 +122,14 @@ impl FileSource {
     }
 
     /// A file that is open for reading, all of it; `name` is for errors. One that was opened past the page cache
-    /// (`O_DIRECT`) is opened a second time, without: that way only whole blocks can be read, and no file ends with one but by
-    /// chance. How it is read is [`reading`](Self::reading)'s to say then, too.
+    /// (`O_DIRECT`) is opened a second time, without: that way only whole blocks can be read, and no file ends with one
+    /// but by chance. How it is read is [`reading`](Self::reading)'s to say then, too.
     ///
     /// # Errors
-    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT` and the system does
-    /// not open it again; where it is a folder; and where it has no length and is no regular file: pipes, sockets and devices,
-    /// block devices too, are for [`Pipeline::upload_read`](super::Pipeline::upload_read). (A regular file may be empty.)
+    /// [`Error::Read`] at offset 0 where its length cannot be had, or where it was opened with `O_DIRECT` and the
+    /// system does not open it again; where it is a folder; and where it has no length and is no regular file: pipes,
+    /// sockets and devices, block devices too, are for [`Pipeline::upload_read`](super::Pipeline::upload_read). (A
+    /// regular file may be empty.)
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Result<Self> {
         let (file, name) = (file.into(), name.into());
         let whole = Self::whole(&name, file.metadata())?;
@@ -130,8 +155,8 @@ impl FileSource {
         }
     }
 
-    /// The same file for ordinary reading. What there was is for reading past the cache; it also keeps a lock that the caller
-    /// may have put on the file (flock(2)).
+    /// The same file for ordinary reading. What there was is for reading past the cache; it also keeps a lock that the
+    /// caller may have put on the file (flock(2)).
     fn ordinary(
         name: &str,
         file: Arc<File>,
@@ -154,8 +179,8 @@ impl FileSource {
         }
     }
 
-    /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets too.
-    /// Called again it names another part, anywhere in the file.
+    /// A part of it, by the file's offsets: what is uploaded when the whole source is. Pieces name the file's offsets
+    /// too. Called again it names another part, anywhere in the file.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for a range that leaves the file, as long as it was when it was opened.
@@ -372,9 +397,25 @@ fn advance(buf: &mut PinnedBuf, n: usize) {
 ///
 /// # What the end of a download means
 ///
-/// That the system has taken all bytes: whoever reads the file finds them. They are in the page cache and not on the disk
-/// yet. Should the machine stop now they are lost, and file systems that look for room only later (NFS, some quotas) have not
-/// said yet that there is none: they do when the file is closed, where nobody hears it, and to [`sync`](Self::sync).
+/// The system has taken all bytes: any process that reads the file finds them. They are in the page cache and not on
+/// the disk yet. Should the machine stop now, they are lost. File systems that look for room only later (NFS, some
+/// quotas) have not reported yet that there is none: they do when the file is closed, which this type cannot report,
+/// and to [`sync`](Self::sync), which can.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(4096)?);
+/// # let path = std::env::temp_dir().join(format!("pinpool-sink-{}", std::process::id()));
+/// use pinpool::pipeline::FileSink;
+///
+/// let sink = FileSink::create(&path)?.at(512); // behind a header, for example
+/// pipeline.download(&memory, sink)?.wait()?;
+/// assert_eq!(std::fs::metadata(&path)?.len(), 512 + 4096);
+/// # std::fs::remove_file(path)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct FileSink {
     file: Arc<File>,
@@ -394,8 +435,8 @@ impl FileSink {
         Ok(Self::new(file, name))
     }
 
-    /// A file that is open for writing; `name` is for errors. Not one that was opened for appending: there the system puts
-    /// all bytes at the end, in the order in which they arrive (pwrite(2), "BUGS"), so a download to it ends with
+    /// A file that is open for writing; `name` is for errors. Not one that was opened for appending: there the system
+    /// puts all bytes at the end, in the order in which they arrive (pwrite(2), "BUGS"), so a download to it ends with
     /// [`Error::Write`] before a byte is written.
     pub fn new(file: impl Into<Arc<File>>, name: impl Into<String>) -> Self {
         Self { file: file.into(), name: name.into(), start: 0 }
@@ -408,8 +449,8 @@ impl FileSink {
         self
     }
 
-    /// Waits until everything that was written to the file is on the disk (fsync(2)), and tells what went wrong on the way
-    /// there. The name of a new file is its folder's: whoever needs to find it after a crash syncs that too.
+    /// Waits until everything that was written to the file is on the disk (fsync(2)), and reports errors on the way
+    /// there. The name of a new file is part of its folder: to find the file after a crash, sync the folder too.
     ///
     /// ```
     /// # use pinpool::{pipeline::Pipeline, Device, Pool, Unpinned};
@@ -426,8 +467,8 @@ impl FileSink {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then anything
-    /// that was written may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
+    /// [`Error::Write`] at the offset where the sink starts, with what the system says: it does not say where. Then
+    /// anything that was written may be missing, and trying again does not tell (fsync(2), "NOTES"): write it again.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|error| super::workers::write_error(&self.name, self.start, &error))
     }

@@ -41,35 +41,31 @@
 //!
 //! # How it works
 //!
-//! A transfer is cut into chunks. Workers take chunks in order, each fills a segment of the pool; what is filled goes
-//! on the wire as soon as fewer than [`depth`](PipelineBuilder::depth) chunks are on it; and the segment comes back for
-//! the next chunk when its copy is complete. Downloads run the other way round. So CPU and wire are busy at once, in a
-//! bounded number of segments ([`share`](PipelineBuilder::share)): when they are all in use, everybody waits. No more
-//! of them are in rotation than keep threads and wire busy, and the one used last is used next, so that the device
-//! finds in the processor's caches what a thread has just put there. A thread that has nothing to fill or drain looks
-//! after a chunk on the wire, and goes on with it when it has arrived. While a transfer is under way and the machine
-//! has cores to spare, threads look around for a moment before they sleep ([`patience`](PipelineBuilder::patience)).
+//! A transfer is cut into chunks. Worker threads fill segments of the pool with them, and each is copied as soon as
+//! fewer than [`depth`](PipelineBuilder::depth) chunks are in flight; the segment takes another chunk when its copy is
+//! complete. Downloads run the other way round. So CPU and link are busy at once, in a bounded number of segments
+//! ([`share`](PipelineBuilder::share)); when all of them are in use, transfers wait.
 //!
-//! Cached files are read, or copied from where the page cache has them, whichever is faster here; it is the latter
-//! where one or two threads are all there are ([`Reading`]).
+//! Cached files are read, or copied from where the page cache has them, whichever is faster on the machine
+//! ([`Reading`]).
 //!
 //! # Ordering
 //!
-//! Within a transfer the chunks arrive in any order; it is over when all have. Transfers of one pipeline that use the
-//! same device memory take effect in the order of the calls. Nothing orders a transfer with other streams but
-//! [`Pipeline::wait_for`] before it, and the end of the transfer after it: what was submitted to any stream after the
-//! end was seen finds the bytes there.
+//! The chunks of a transfer complete in any order; it is over when all have. Transfers of one pipeline that use the
+//! same device memory take effect in the order of the calls. Only two things order a transfer with other streams:
+//! [`Pipeline::wait_for`] before it, and its end: work submitted to any stream after the end was seen finds the bytes
+//! there.
 //!
-//! # Manners
+//! # Priorities
 //!
-//! Bulk transfers leave room: at most `depth` of their chunks are on the wire in each direction (and a window of a
-//! file, if one is under way), an eighth of the segments is not theirs, and they do not stand in the pool's queue while
-//! they have a segment of their own. A handle [with foreground priority](Pipeline::with_priority) goes before them, and
-//! while one of its copies is on the wire, theirs go one by one. Copies by [`Stream`] calls need nothing of this, and
-//! wait for about as many chunks as are on the wire, unless the pipeline is told to [give way](Pipeline::give_way).
-//! While the foreground is heard of, no file's pages are registered, which would hold up everybody. (Where the share,
-//! or what others have left in the pool, is a single segment, a foreground upload may wait for a bulk download that is
-//! under way.) A pipeline that has nothing to do uses no processor time, and holds no segment.
+//! Bulk transfers leave room for others: at most `depth` of their chunks are in flight in each direction (and a window
+//! of a file, if one is under way), an eighth of the segments is never theirs, and they do not wait in the pool's queue
+//! while they have a segment. Transfers of a handle [with foreground priority](Pipeline::with_priority) go first, and
+//! while one of their copies is in flight, bulk chunks go one by one. Copies by [`Stream`] calls wait for about as many
+//! chunks as are in flight, unless the pipeline is told to [give way](Pipeline::give_way). While there is foreground
+//! work, no pages of files are registered, which would hold up other copies. (Where the share, or what is left in the
+//! pool, is a single segment, a foreground upload may wait for a bulk download that is under way.) An idle pipeline
+//! uses no processor time, and holds no segment.
 
 // Here are the calls. `config.rs`: the settings. `transfer.rs`: the handles. `plan.rs`: the cutting. `engine.rs`:
 // threads and order; `segments.rs`: who gets which; `share.rs`: how many are out, and who hears of it; `waking.rs`: who
@@ -152,6 +148,17 @@ const SMALL: usize = 256 << 10;
 /// calls may come from many threads at once.
 ///
 /// When the last handle is dropped, that of a [`Transfer`] included, its threads end.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// let pipeline = Pipeline::builder(&pool, &device).threads(2).build()?;
+/// let memory = device.alloc(1 << 20)?;
+/// pipeline.upload_slice(&vec![7; 1 << 20], &memory)?;
+/// assert_eq!(pipeline.download_vec(&memory)?, vec![7; 1 << 20]);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Pipeline {
     handle: Arc<Handle>,
@@ -163,7 +170,17 @@ pub(super) struct Handle {
     engine: Arc<Engine>,
 }
 
-/// Bulk transfers make way while it lives: [`Pipeline::give_way`].
+/// Bulk transfers make way while this guard lives: [`Pipeline::give_way`].
+///
+/// ```
+/// use pinpool::pipeline::{GiveWay, Pipeline};
+///
+/// fn copy_own(pipeline: &Pipeline) {
+///     let way: GiveWay = pipeline.give_way();
+///     // ... copies on streams of your own ...
+///     drop(way);
+/// }
+/// ```
 pub struct GiveWay {
     handle: Arc<Handle>,
 }
@@ -205,7 +222,7 @@ impl Pipeline {
 
     /// For copies of your own on streams of your own, which the pipeline does not know of: while the guard is held,
     /// bulk chunks of this pipeline go one by one in each direction, and no pages of files are registered. Your copy
-    /// waits for what is on the wire already, at most [`depth`](PipelineBuilder::depth) chunks (and a window of a file,
+    /// waits for what is in flight already, at most [`depth`](PipelineBuilder::depth) chunks (and a window of a file,
     /// if one is under way), and for nothing that comes later. The pipeline stays open as long as the guard lives.
     /// (Transfers with [`Priority::Foreground`] do this by themselves.)
     ///
@@ -402,8 +419,8 @@ impl Pipeline {
         self.transfer(Direction::Up, value, plan, "page-locked memory", body)
     }
 
-    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns when everything has arrived,
-    /// on an error too: then nothing is on its way any more. How many bytes.
+    /// Reads until the reader ends or `dst` is full, on the caller's thread, and returns the number of bytes when all
+    /// are on the device. After an error too it returns only when nothing of it is in flight any more.
     ///
     /// # Errors
     /// [`Error::Read`] with what the reader said; else as for [`upload_slice`](Self::upload_slice).
@@ -430,8 +447,8 @@ impl Pipeline {
 
     // --- from the device ---------------------------------------------------------------------------------------------
 
-    /// Copies device memory to the front of borrowed memory, and returns when it has landed. After an error its
-    /// contents are undefined.
+    /// Copies device memory to the front of borrowed memory, and returns when the copy is complete. After an error the
+    /// memory's contents are undefined.
     ///
     /// # Errors
     /// As for [`upload_slice`](Self::upload_slice).

@@ -1,7 +1,8 @@
 //! Where an upload's bytes come from, and where a download's go.
 //!
-//! Both are read and written at offsets, by several threads at once, since that is what makes them fast. What can only be
-//! read in order goes through [`Pipeline::upload_read`](super::Pipeline::upload_read) or a [`Feed`](super::Feed) instead.
+//! Both are read and written at offsets, by several threads at once, since that is what makes them fast. What can only
+//! be read in order goes through [`Pipeline::upload_read`](super::Pipeline::upload_read) or a [`Feed`](super::Feed)
+//! instead.
 
 use std::borrow::Cow;
 use std::io;
@@ -18,9 +19,33 @@ use crate::foreign;
 
 /// A source of an upload that can be read anywhere, by several threads at once.
 ///
-/// Implemented for owned bytes: `Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`. Implement it
-/// for object stores, decompressors, generators. Do not implement it by reading a mapped file: should the file become
-/// shorter, the process dies; a [`FileSource`](super::FileSource) does not.
+/// Implemented for owned bytes: `Vec<u8>`, `Box<[u8]>`, `Arc<[u8]>`, `Arc<Vec<u8>>`, `Bytes`, `&'static [u8]`.
+/// Implement it for object stores, decompressors, generators. Do not implement it by reading a mapped file: should the
+/// file become shorter, the process dies; a [`FileSource`](super::FileSource) reports an error.
+///
+/// ```
+/// use pinpool::pipeline::{Fill, Source};
+///
+/// /// A megabyte in which each byte is its offset, modulo 256.
+/// struct Ramp;
+///
+/// impl Source for Ramp {
+///     fn len(&self) -> u64 {
+///         1 << 20
+///     }
+///     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> std::io::Result<()> {
+///         (offset..).take(into.remaining()).for_each(|at| _ = into.push(&[at as u8]));
+///         Ok(())
+///     }
+/// }
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+/// pipeline.upload(Ramp, &memory)?.wait()?;
+/// # assert_eq!(pipeline.download_vec(memory.slice(256..258))?, [0, 1]);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub trait Source: Send + Sync + 'static {
     /// Bytes that there are.
     fn len(&self) -> u64;
@@ -35,12 +60,12 @@ pub trait Source: Send + Sync + 'static {
         "the source".into()
     }
 
-    /// Puts bytes from `offset` on into `into`, until that is full. Called on the pipeline's threads; it may block, and then
-    /// holds up one of them.
+    /// Puts bytes from `offset` on into `into`, until that is full. Called on the pipeline's threads; it may block, and
+    /// then holds up one of them.
     ///
     /// # Errors
-    /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end it
-    /// with [`Error::Shrunk`](crate::Error::Shrunk).
+    /// Whatever the transfer is to end with, as [`Error::Read`](crate::Error::Read). Too few bytes without an error end
+    /// it with [`Error::Shrunk`](crate::Error::Shrunk).
     fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()>;
 
     /// Its bytes, where it is memory that stays as it is for as long as it is shared. Ours alone to say.
@@ -84,6 +109,30 @@ pub(super) mod ours {
 }
 
 /// A sink of a download that can be written anywhere, by several threads at once. Chunks come in any order, each once.
+///
+/// ```
+/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use pinpool::pipeline::Sink;
+///
+/// /// Sums the bytes up.
+/// #[derive(Default)]
+/// struct Sum(AtomicU64);
+///
+/// impl Sink for Sum {
+///     fn put(&self, _offset: u64, bytes: &[u8]) -> std::io::Result<()> {
+///         self.0.fetch_add(bytes.iter().map(|byte| u64::from(*byte)).sum(), Ordering::Relaxed);
+///         Ok(())
+///     }
+/// }
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(1000)?);
+/// # pipeline.upload_slice(&[2; 1000], &memory)?;
+/// let sum = pipeline.download(&memory, Sum::default())?.wait()?;
+/// assert_eq!(sum.0.into_inner(), 2000);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 pub trait Sink: Send + Sync + 'static {
     /// What errors and progress call it.
     fn name(&self) -> Cow<'_, str> {
@@ -115,6 +164,17 @@ pub trait Sink: Send + Sync + 'static {
 
 /// The place in a pinned segment that a [`Source`] fills, from front to back. Also a [`std::io::Write`], which takes no
 /// more than fits.
+///
+/// ```
+/// use std::io::Read;
+/// use pinpool::pipeline::Fill;
+///
+/// /// Fills `into` from a reader, in the manner of [`Source::fill`](pinpool::pipeline::Source::fill).
+/// fn fill_from(reader: &mut impl Read, into: &mut Fill<'_>) -> std::io::Result<()> {
+///     let left = into.remaining() as u64;
+///     std::io::copy(&mut reader.take(left), into).map(drop)
+/// }
+/// ```
 #[derive(Debug)]
 pub struct Fill<'a> {
     buf: &'a mut PinnedBuf,
@@ -272,8 +332,8 @@ unsafe impl Sync for Landing {}
 
 impl Landing {
     /// # Safety
-    /// Until whoever has this, or a copy of it, is done with it, nobody else uses the `len` bytes at `start`, and they can be
-    /// written.
+    /// Until whoever has this, or a copy of it, is done with it, nobody else uses the `len` bytes at `start`, and they
+    /// can be written.
     pub(super) unsafe fn new(start: *mut u8, len: usize, stores: Stores) -> Self {
         Self { start, len, stores }
     }

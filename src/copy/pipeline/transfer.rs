@@ -15,8 +15,23 @@ use crate::foreign;
 
 /// A transfer under way. Wait for it, await it (no runtime is assumed), look at it, cancel it.
 ///
-/// **Dropped, it is cancelled**; [`detach`](Self::detach) lets it go on. A cancelled transfer begins no further chunk; its
-/// source (or sink) and its segments go when the chunks under way are through, with nobody waiting.
+/// **Dropped, it is cancelled**; [`detach`](Self::detach) lets it go on. A cancelled transfer begins no further chunk;
+/// its source (or sink) is dropped, and its segments return, when the chunks under way are complete. No call waits for
+/// that.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+/// let transfer = pipeline.upload(vec![7; 1 << 20], &memory)?;
+/// if transfer.wait_landed(4096) {
+///     // The first 4096 bytes are on the device.
+/// }
+/// let bytes = transfer.wait()?; // the source comes back
+/// # drop(bytes);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[must_use = "dropping it cancels the transfer; wait for it, await it, or detach it"]
 pub struct Transfer<T: Send + Sync + 'static> {
     handle: Arc<Handle>,
@@ -46,11 +61,11 @@ impl<T: Send + Sync + 'static> Transfer<T> {
     /// Waits until it is over, and gives the source or sink back.
     ///
     /// # Errors
-    /// With the source or sink: [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; [`Error::Transfer`] with what the pool
-    /// or the device said; [`Error::Cancelled`]. Of several the one that lies first in the source. What is on the device
-    /// (or in the sink) then is undefined, but for what [`Progress::landed_to`] says.
-    /// [`Error::Unsupported`] on a thread of the library's (in a waker, a source or a sink), which must not wait, unless it is
-    /// over: then it is cancelled, and what it was about is dropped when the device has let go of it.
+    /// With the source or sink: [`Error::Read`], [`Error::Shrunk`], [`Error::Write`]; [`Error::Transfer`] with what the
+    /// pool or the device said; [`Error::Cancelled`]. Of several the one that lies first in the source. What is on the
+    /// device (or in the sink) then is undefined, but for what [`Progress::landed_to`] says. [`Error::Unsupported`] on
+    /// a thread of the library's (in a waker, a source or a sink), which must not wait, unless it is over: then it is
+    /// cancelled, and what it was about is dropped when the device has let go of it.
     pub fn wait(mut self) -> Result<T, SubmitError<T>> {
         match may_wait() {
             Err(error) if !self.is_over() => return Err(SubmitError { error, buffer: None }),
@@ -73,8 +88,8 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         Err(SubmitError { error: Error::Timeout(timeout), buffer: Some(self) })
     }
 
-    /// Waits until everything of the source before this offset has arrived, or until the transfer is over. Whether it has
-    /// arrived. (A loader uses the first tensors while the last are being read.)
+    /// Waits until all bytes of the source before this offset are copied, or until the transfer is over. Whether they
+    /// are copied. (A loader uses the first tensors while the last are being read.)
     #[must_use]
     pub fn wait_landed(&self, offset: u64) -> bool {
         // On a thread that has to do the work nobody waits.
@@ -84,7 +99,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         self.job.progress().landed_to >= offset
     }
 
-    /// The same for a task, which is woken when more has arrived.
+    /// [`wait_landed`](Self::wait_landed) for a task, which is woken when more is copied.
     pub fn poll_landed(&mut self, cx: &mut Context<'_>, offset: u64) -> Poll<bool> {
         let landed = |job: &Job| job.progress().landed_to >= offset;
         if landed(&self.job) {
@@ -99,8 +114,8 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         }
     }
 
-    /// Begins no further chunk. Waiting for it tells when it is over, with [`Error::Cancelled`] unless everything had
-    /// arrived.
+    /// Cancels the transfer: no further chunk is begun. Waiting for it tells when it is over, with [`Error::Cancelled`]
+    /// unless all was copied before.
     pub fn cancel(&self) {
         self.handle.engine.cancel(&self.job);
     }
@@ -124,7 +139,7 @@ impl<T: Send + Sync + 'static> Transfer<T> {
         }
     }
 
-    /// Lets it go on with nobody looking.
+    /// Lets the transfer go on without its handle.
     pub fn detach(mut self) {
         self.detached = true;
     }
@@ -186,9 +201,24 @@ impl<T: Send + Sync + 'static> std::fmt::Debug for Transfer<T> {
     }
 }
 
-/// Looks at a transfer and cancels it, from anywhere.
+/// Looks at a transfer and cancels it, from any thread: [`Transfer::canceller`].
 ///
 /// It keeps neither the transfer's memory nor the pipeline.
+///
+/// ```
+/// # use pinpool::{Device, Pool, Unpinned, pipeline::Pipeline};
+/// # let device = Device::open("host")?;
+/// # let pool = Pool::builder(&device).capacity(64 << 20).unpinned(Unpinned::Allow).build()?;
+/// # let (pipeline, memory) = (Pipeline::builder(&pool, &device).build()?, device.alloc(1 << 20)?);
+/// let transfer = pipeline.upload(vec![7; 1 << 20], &memory)?;
+/// let canceller = transfer.canceller();
+/// std::thread::spawn(move || canceller.cancel());
+/// match transfer.wait() {
+///     Ok(_) => println!("it was copied before"),
+///     Err(refused) => println!("{}", refused.error),
+/// }
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Canceller {
     engine: Weak<Engine>,

@@ -111,9 +111,9 @@ fn number() -> usize {
 /// # How much can be outstanding
 /// Each pushing thread has a lane for each direction (and for each of the queue's submitting threads), which it may
 /// have to share with others once more threads than there are lanes (twice as many as processors, 4 to 64) have pushed
-/// to any queue of the process. In a lane as many copies as the queue is deep may be pushed and not done; who pushes
-/// one more waits, or with [`try_upload`](Self::try_upload) and [`try_download`](Self::try_download) is told
-/// [`Error::QueueFull`]. So a task that must not block uses these, and awaits an older handle when it is told so.
+/// to any queue of the process. A lane takes as many copies that are not complete as the queue is [deep](QueueOptions).
+/// A push to a full lane waits; [`try_upload`](Self::try_upload) and [`try_download`](Self::try_download) return
+/// [`Error::QueueFull`] instead. So a task that must not block uses these, and awaits an older handle on that error.
 ///
 /// # Errors
 /// What can be refused is refused by the push, which gives the buffer back. A copy that the driver refuses later fails
@@ -147,6 +147,15 @@ fn number() -> usize {
 pub struct CopyQueue(Arc<Inner>);
 
 /// How a copy queue is set up: [`Device::copy_queue_with`].
+///
+/// ```
+/// use pinpool::QueueOptions;
+///
+/// # let device = pinpool::Device::open("host")?;
+/// let queue = device.copy_queue_with(QueueOptions::new().depth(256).threads(1))?;
+/// # drop(queue);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct QueueOptions {
     depth: usize,
@@ -161,22 +170,22 @@ impl Default for QueueOptions {
 }
 
 impl QueueOptions {
-    /// As [`Device::copy_queue`] has it.
+    /// The defaults, as [`Device::copy_queue`] uses them.
     #[must_use]
     pub fn new() -> Self {
         Self { depth: DEPTH, threads: None, packers: None }
     }
 
-    /// How many copies a lane takes, pushed and not done, before a push has to wait: 1024 by default, 1 at least.
+    /// How many copies that are not complete a lane takes before a push has to wait. Default: 1024; at least 1.
     #[must_use]
     pub fn depth(mut self, depth: usize) -> Self {
         self.depth = depth;
         self
     }
 
-    /// How many threads submit at most, 1 to 8. By default 1 on machines with less than 8 processors, 2 with less
-    /// than 12, else 3. All but the
-    /// first work, and are awake, only while there is more than those before can submit. A stepped device has none.
+    /// How many threads submit at most, 1 to 8. Default: 1 on machines with less than 8 processors, 2 with less than
+    /// 12, else 3. Each but the first is awake only while there are more copies than those before it can submit. A
+    /// stepped device has none.
     #[must_use]
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = Some(threads);
@@ -184,9 +193,9 @@ impl QueueOptions {
     }
 
     /// How many threads pack one [gather](CopyQueue::gather), or empty one [scatter](CopyQueue::scatter_blocking), at
-    /// most, 1 to 64: the caller's, and helpers of the queue's, which all callers share. By default half as many as
-    /// there are processors, 8 at most. Helpers are started by the first call that is large enough (4 MiB) and sleep
-    /// between calls; where none is free the caller goes on alone. A stepped device has none.
+    /// most, 1 to 64: the caller's, and helpers of the queue, which all callers share. Default: half as many as there
+    /// are processors, at most 8. Helpers are started by the first call that is large enough (4 MiB) and sleep between
+    /// calls; where none is free the caller goes on alone. A stepped device has none.
     #[must_use]
     pub fn packers(mut self, packers: usize) -> Self {
         self.packers = Some(packers);
@@ -194,8 +203,16 @@ impl QueueOptions {
     }
 }
 
-/// What a [`CopyQueue`] has done: [`CopyQueue::stats`]. Each figure is right by itself; together they are of one moment
-/// only while nobody pushes.
+/// A [`CopyQueue`]'s counts: [`CopyQueue::stats`]. Each is right by itself; together they are of one moment only while
+/// no thread pushes.
+///
+/// ```
+/// # let device = pinpool::Device::open("host")?;
+/// let queue = device.copy_queue()?;
+/// let stats = queue.stats();
+/// println!("{} copies in {} batches, {} outstanding", stats.copies, stats.batches, stats.outstanding);
+/// # Ok::<(), pinpool::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct QueueStats {
@@ -203,7 +220,7 @@ pub struct QueueStats {
     pub copies: u64,
     /// Batches that they were submitted in, those of one copy included.
     pub batches: u64,
-    /// Copies that were pushed and are not done. Those that were lost with the device stay here.
+    /// Copies that were pushed and are not complete. Those that were lost with the device stay here.
     pub outstanding: u64,
 }
 
@@ -528,9 +545,9 @@ impl CopyQueue {
         }
     }
 
-    /// Pushes a copy of `src` into `landing`, which must be at least as long. When it has landed, the buffer's length
-    /// is the slice's. (A [`Registered`](crate::Registered) value is as long as ever.) Waits only while the lane is
-    /// full.
+    /// Pushes a copy of `src` into `landing`, which must be at least as long. When the copy is complete, the buffer's
+    /// length is the slice's. (A [`Registered`](crate::Registered) value keeps its length.) Waits only while the lane
+    /// is full.
     ///
     /// # Errors
     /// As for [`upload`](Self::upload); [`Error::WrongStream`] for a [`StreamBuf`](crate::StreamBuf), which is ready on
