@@ -2,8 +2,8 @@
 
 use pinpool::Device;
 
-use crate::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY, on_each};
-use crate::doubles::{HANG, StandIn};
+use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY, on_each};
+use crate::support::doubles::{HANG, StandIn};
 use crate::{bytes, calls, filled, pool, round_trip, until};
 
 /// Where something stays.

@@ -2,8 +2,8 @@
 
 use pinpool::{Device, InFlight, PinnedBuf};
 
-use crate::doubles::StandIn;
-use crate::doubles::npu::{self, EARLY_2022, LATE_2022, SMALL_2022, TODAY, on_each};
+use crate::support::doubles::StandIn;
+use crate::support::doubles::npu::{self, EARLY_2022, LATE_2022, SMALL_2022, TODAY, on_each};
 use crate::{bytes, calls, filled, pool};
 
 /// More than what this crate takes of the smallest device's events.

@@ -1,7 +1,7 @@
 //! Ascend devices through the crate's public face, over the stand-in library of `tests/doubles/acl`: what the contract's
 //! suite, which runs there too, does not ask.
 //!
-//! Each test runs in a process of its own for each library and machine that it is about (`tests/doubles/npu.rs`), and
+//! Each test runs in a process of its own for each library and machine that it is about (`tests/support/doubles/npu.rs`), and
 //! afterwards no rule of the stand-in may have been broken and nothing may be left there. Where `PINPOOL_REQUIRE` names an
 //! Ascend device, `what_the_device_says` runs on that.
 
@@ -10,21 +10,22 @@
 
 mod closing;
 mod contexts;
-#[path = "../doubles/mod.rs"]
-mod doubles;
 mod events;
 mod failing;
 mod lost;
 mod memory;
 mod opening;
 mod sharing;
+mod standin;
+#[path = "../support/mod.rs"]
+mod support;
 
 use std::time::{Duration, Instant};
 
-use doubles::HANG;
-pub(crate) use doubles::ascendcl::{acl, made, says};
-use doubles::npu::{self, on_each};
 use pinpool::{Device, PinnedBuf, Pool, Stream, Unpinned, acl};
+pub(crate) use support::doubles::ascendcl::{acl, made, says};
+use support::doubles::npu::{self, on_each};
+use support::doubles::{self, HANG};
 
 /// Another test's process may be the first to build the library; this is long enough for all.
 const ROUNDS: usize = 24;

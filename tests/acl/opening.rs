@@ -2,9 +2,9 @@
 
 use pinpool::{Device, Error, acl};
 
-use crate::doubles::ascendcl::PATH;
-use crate::doubles::npu::{self, EARLY_2022, LATE_2022, TODAY, on_each};
-use crate::doubles::{self, HANG};
+use crate::support::doubles::ascendcl::PATH;
+use crate::support::doubles::npu::{self, EARLY_2022, LATE_2022, TODAY, on_each};
+use crate::support::doubles::{self, HANG};
 
 /// Runs a part of this test in a process of its own, with an environment; `true` in that process.
 fn part(test: &str, part: &str, environment: &[(&str, &str)]) -> bool {

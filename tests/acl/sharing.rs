@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use pinpool::{Device, Error, acl};
 
 use crate::contexts::Server;
-use crate::doubles::npu::{self, on_each};
+use crate::support::doubles::npu::{self, on_each};
 use crate::{bytes, calls, filled, pool, pool_on_host, round_trip, until};
 
 fn handle(word: usize) -> *mut c_void {

@@ -15,14 +15,14 @@
 
 mod closing;
 mod copies;
-#[cfg(any(feature = "acl", feature = "cuda"))]
-#[path = "../doubles/mod.rs"]
-mod doubles;
 mod ends;
 mod memories;
 mod memory;
 mod queue;
 mod refusals;
+mod replay;
+#[path = "../support/mod.rs"]
+mod support;
 mod waiting;
 
 use std::future::Future;
@@ -37,6 +37,8 @@ use pinpool::{
     AddressFault, CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
     QueueOptions, Request, Stream, SubmitError, Unpinned,
 };
+#[cfg(any(feature = "acl", feature = "cuda"))]
+use support::doubles;
 use waiting::block_on;
 
 /// A device under test.

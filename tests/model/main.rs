@@ -14,9 +14,9 @@
 #![allow(unsafe_code, reason = "the model looks at memory in flight; PinnedBuf::set_len is unsafe")]
 
 mod ops;
-#[path = "../panicking/mod.rs"]
-mod panicking;
 mod scripted;
+#[path = "../support/mod.rs"]
+mod support;
 mod tally;
 mod world;
 
@@ -25,6 +25,7 @@ use std::cell::RefCell;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use ops::{Op, Setup};
+use support::panicking;
 use tally::Tally;
 use world::World;
 

@@ -4,17 +4,14 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 #[cfg(feature = "cuda")]
-#[path = "../doubles/mod.rs"]
-mod doubles;
-#[cfg(feature = "cuda")]
 mod gpu;
 mod headers;
 mod indexes;
 mod loading;
 mod memory;
-#[path = "../rig/mod.rs"]
-mod rig;
 mod strange;
+#[path = "../support/mod.rs"]
+mod support;
 mod trouble;
 
 use std::fmt::Write as _;
@@ -23,7 +20,7 @@ use std::path::{Path, PathBuf};
 use pinpool::pipeline::Pipeline;
 use pinpool::safetensors::DeviceTensor;
 
-pub(crate) use rig::{Rig, block_on, pattern};
+pub(crate) use support::rig::{Rig, block_on, pattern};
 
 /// A tensor to be written: bytes of no type's in particular.
 #[derive(Clone, Debug)]
