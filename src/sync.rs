@@ -16,7 +16,7 @@
 //! | fences | loom (which models only fences as sequentially consistent), and kernels without the call | `fence(SeqCst)` | `fence(SeqCst)` |
 //! | read-modify-write | `--cfg pinpool_rmw`: sanitizers, which do not model fences | see `freelist::shard` | see there |
 //!
-//! What only the first mode exercises is the pairing of `light` with the system call; `tests/threads.rs` runs it on
+//! What only the first mode exercises is the pairing of `light` with the system call; `tests/core/threads.rs` runs it on
 //! threads. Models go the first mode's way, with fences in place of the call, and some of them the second's
 //! ([`model_fenced`]).
 //!

@@ -4,6 +4,7 @@ use pinpool::Device;
 
 use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY, on_each};
 use crate::support::doubles::{HANG, StandIn};
+use crate::support::skip;
 use crate::{bytes, calls, filled, pool, round_trip, until};
 
 /// Where something stays.
@@ -13,7 +14,7 @@ fn leaving_something(test: &str, body: impl FnOnce(&StandIn)) {
     }
     match npu::stand_in() {
         Some(stand_in) => body(&stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
+        None => skip!("the library that is named is no stand-in"),
     }
 }
 

@@ -5,6 +5,7 @@ use pinpool::{Device, Error, ErrorClass, Pool, Result, Stream, acl};
 use crate::bytes;
 use crate::support::doubles::npu::{EARLY_2022, LATE_2022, ON_DEVICE, TODAY, Way, on_each};
 use crate::support::doubles::{HANG, StandIn};
+use crate::support::skip;
 
 /// A little of everything, and the device closed. What failed, if anything did, and whether all was given back.
 fn a_little_of_everything() -> (Result<()>, bool) {
@@ -172,7 +173,7 @@ fn on_each_tolerant(test: &str, way: Way, body: impl FnOnce(&StandIn)) {
     }
     match npu::stand_in() {
         Some(stand_in) => body(&stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
+        None => skip!("the library that is named is no stand-in"),
     }
 }
 

@@ -5,6 +5,7 @@ use pinpool::{Device, ErrorClass};
 use crate::contexts::Server;
 use crate::support::doubles::StandIn;
 use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
+use crate::support::skip;
 use crate::{bytes, filled, pool, round_trip, until};
 
 /// In a process of its own, where things stay for good.
@@ -14,7 +15,7 @@ fn leaving_things(test: &str, body: impl FnOnce(&StandIn)) {
     }
     match npu::stand_in() {
         Some(stand_in) => body(&stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
+        None => skip!("the library that is named is no stand-in"),
     }
 }
 

@@ -26,6 +26,7 @@ use pinpool::{Device, PinnedBuf, Pool, Stream, Unpinned, acl};
 pub(crate) use support::doubles::ascendcl::{acl, made, says};
 use support::doubles::npu::{self, on_each};
 use support::doubles::{self, HANG};
+use support::skip;
 
 /// Another test's process may be the first to build the library; this is long enough for all.
 const ROUNDS: usize = 24;
@@ -170,7 +171,7 @@ fn nothing_is_called_while_the_process_ends() {
     let test = "nothing_is_called_while_the_process_ends";
     if std::env::var_os(ENDS).is_none() {
         let Some(library) = npu::TODAY.library() else {
-            return println!("{test}: skipped, nothing to build with");
+            return skip!("nothing to build with");
         };
         let environment = [(ENDS, "1"), (doubles::ascendcl::PATH, library.to_str().unwrap())];
         let child = doubles::child(test, &environment, HANG);

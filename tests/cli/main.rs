@@ -24,6 +24,7 @@ use std::time::Duration;
 use serde_json::Value;
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles;
+use support::skip;
 
 fn pinpool() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pinpool"));
@@ -334,10 +335,10 @@ fn files_go_to_a_gpu_and_back() {
     ]);
     if !doubles::required() && !doubles::is_set() {
         let Some(library) = doubles::library() else {
-            println!("skipped: there is no cargo to build the stand-in libcuda with");
+            skip!("there is no cargo to build the stand-in libcuda with");
             return;
         };
-        command.env(doubles::PATH, library);
+        command.env(doubles::PATH, &library);
     }
     let output = command.arg(&file).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -358,7 +359,7 @@ fn on_npus(ways: &[doubles::npu::Way], run: impl Fn(&str, &[(&str, &Path)]), cal
     let files = Files::new();
     for way in ways {
         let Some(library) = way.library() else {
-            println!("skipped: there is no cargo to build the stand-in libascendcl with");
+            skip!("there is no cargo to build the stand-in libascendcl with");
             return;
         };
         for device in ["acl:0", "acl:1"] {
@@ -439,7 +440,7 @@ fn a_device_without_room_is_a_failure() {
     let file = File::create(&path).unwrap();
     // Nothing but a hole. If the file system does not take it, a smaller one that no memory holds either.
     if [8u64 << 40, 2 << 40].iter().all(|&len| file.set_len(len).is_err()) {
-        eprintln!("skipped: this file system has no files of 2 TiB");
+        skip!("this file system has no files of 2 TiB");
         return;
     }
     let output = fails(load([&path]).args(["--capacity", "8MiB", "--json"]), "no room");
@@ -462,7 +463,7 @@ fn what_fails_is_told_from_what_cannot_be_obeyed() {
     #[cfg(feature = "cuda")]
     if !doubles::required() && !doubles::is_set() {
         let Some(library) = doubles::library() else {
-            println!("skipped in part: there is no cargo to build the stand-in libcuda with");
+            skip!("in part: there is no cargo to build the stand-in libcuda with");
             return;
         };
         let file = files.make("model.bin", 1000);
@@ -470,7 +471,7 @@ fn what_fails_is_told_from_what_cannot_be_obeyed() {
         for command in commands {
             let with = |device: &str| {
                 let mut all = pinpool();
-                all.args(&command).args(["--device", device]).env(doubles::PATH, library);
+                all.args(&command).args(["--device", device]).env(doubles::PATH, &library);
                 all
             };
             // CUDA_ERROR_OUT_OF_MEMORY.
@@ -486,7 +487,7 @@ fn a_file_that_is_shorter_than_it_says_is_a_failure() {
     // Such a file is always there: the kernel says a page, and has a line.
     let path = Path::new("/sys/devices/system/cpu/online");
     let Ok(metadata) = fs::metadata(path) else {
-        eprintln!("skipped: no {}", path.display());
+        skip!("no {}", path.display());
         return;
     };
     let len = fs::read(path).unwrap().len();
@@ -627,7 +628,7 @@ fn bench(args: &[&str], device: &str) -> (String, Value) {
     #[cfg(feature = "cuda")]
     if device == "cuda:0" && !doubles::required() && !doubles::is_set() {
         if let Some(library) = doubles::library() {
-            command.env(doubles::PATH, library);
+            command.env(doubles::PATH, &library);
         }
     }
     let output = command.output().unwrap();
@@ -692,7 +693,7 @@ fn the_bench_measures_the_host_device() {
 #[cfg(feature = "cuda")]
 fn the_bench_measures_a_gpu() {
     if !doubles::required() && !doubles::is_set() && doubles::library().is_none() {
-        println!("skipped: there is no cargo to build the stand-in libcuda with");
+        skip!("there is no cargo to build the stand-in libcuda with");
         return;
     }
     let (_, report) = bench(&["--threads", "2"], "cuda:0");
@@ -704,17 +705,17 @@ fn the_bench_measures_a_gpu() {
 #[cfg(feature = "cuda")]
 fn figures_are_printed_where_the_device_cannot_be_closed() {
     if doubles::required() || doubles::is_set() {
-        println!("skipped: this needs the stand-in libcuda");
+        skip!("this needs the stand-in libcuda");
         return;
     }
     let Some(library) = doubles::library() else {
-        println!("skipped: there is no cargo to build the stand-in libcuda with");
+        skip!("there is no cargo to build the stand-in libcuda with");
         return;
     };
     let mut command = pinpool();
     command.args(["bench", "--json", "--device", "cuda:0", "--size", "1MiB", "--threads", "2"]);
     // CUDA_ERROR_INVALID_VALUE: the memory is leaked.
-    let command = command.env(doubles::PATH, library).env("PINPOOL_STANDIN_FAIL", "cuMemFree_v2:1:1");
+    let command = command.env(doubles::PATH, &library).env("PINPOOL_STANDIN_FAIL", "cuMemFree_v2:1:1");
     let output = fails(command, "not everything was given back");
     let text = stdout(&output);
     assert!(text.starts_with("cuda:0, 2 threads, copies of 1 MiB, best of 5\n"), "{text}");
@@ -794,7 +795,7 @@ fn threads_that_cannot_be_had_are_no_panic() {
                 codes.push(output.status.code());
             }
             Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-                println!("skipped: this user cannot be another one, or that one not come here: {error}");
+                skip!("this user cannot be another one, or that one not come here: {error}");
                 return;
             }
             Err(error) => panic!("{error}"),
@@ -882,7 +883,7 @@ fn without_the_right_to_lock_it_warns_once_or_fails_as_told() {
 #[test]
 fn hundreds_of_megabytes_through_64_mib() {
     if std::env::var_os("PINPOOL_FULL").is_none() {
-        eprintln!("skipped: set PINPOOL_FULL=1");
+        skip!("set PINPOOL_FULL=1");
         return;
     }
     let files = Files::new();

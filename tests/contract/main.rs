@@ -39,6 +39,7 @@ use pinpool::{
 };
 #[cfg(any(feature = "acl", feature = "cuda"))]
 use support::doubles;
+use support::skip;
 use waiting::block_on;
 
 /// A device under test.
@@ -264,7 +265,7 @@ fn run(family: &str) -> usize {
                     run += 1;
                 }
             }
-            Err(error) => println!("{name} ({kind}): skipped, {error}"),
+            Err(error) => skip!("{name} ({kind}): {error}"),
         }
     }
     println!("{run} tests run on {family} devices");

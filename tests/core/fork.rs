@@ -20,7 +20,7 @@ use pinpool::{
     CopyQueue, Device, DeviceBuffer, Error, PinnedBuf, Pool, QueueOptions, Request, Result, Stream, Unpinned,
 };
 
-use crate::support::{own_process, process};
+use crate::support::{own_process, process, skip};
 
 /// Runs `child` in a fork of this process, and says how it ended: its exit code, or `None` if it hung or was killed.
 fn forked(child: impl FnOnce() -> i32) -> Option<i32> {
@@ -804,7 +804,7 @@ fn the_callers_memory_is_left_alone_in_a_child() {
     closed.adopt(value(256 << 10)).map_err(Error::from).unwrap();
     assert!(closed.shutdown(Duration::from_secs(20)).drained);
     let (Ok(one), Ok(two)) = (device.register(value(5000)), device.register(value(5000))) else {
-        return println!("skipped: the memlock limit is used up");
+        return skip!("the memlock limit is used up");
     };
     let buf = pool.checkout(1000).unwrap();
     let (mut one, mut two, mut gone) = (Some(one), Some(two), Some((device, pool, closed)));

@@ -15,6 +15,7 @@ use pinpool::cudarc::{self as shared, CudarcStream};
 use pinpool::{Device, Error, Pool};
 
 use crate::support::doubles::{self, StandIn};
+use crate::support::skip;
 
 const OLD: u8 = 0xEE;
 const LIMIT: Duration = Duration::from_secs(300);
@@ -42,7 +43,7 @@ fn beside(test: &str, body: impl FnOnce()) {
         Err(why) => {
             assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU: {why}");
             let Some(built) = doubles::named_or_built() else {
-                return println!("{test}: skipped, {why}, and there is no cargo to build the stand-in with");
+                return skip!("{why}, and there is no cargo to build the stand-in with");
             };
             (folder, library) = named(&built);
             vec![("BESIDE", "1"), ("LD_LIBRARY_PATH", &folder), (doubles::PATH, &library)]

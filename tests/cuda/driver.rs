@@ -1,7 +1,7 @@
 //! GPUs through the stand-in driver: opening, contexts, captures, trouble, and every driver call failing once.
 //!
 //! What any device must do is in `contract`. Here is what only CUDA has, and what only a double can be told to do. Each
-//! test runs in a child of its own, which loads the stand-in; see `doubles/mod.rs`.
+//! test runs in a child of its own, which loads the stand-in; see `support/doubles`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling the stand-in")]

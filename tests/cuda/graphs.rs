@@ -1,6 +1,6 @@
 //! Captures and graphs: what is refused on a capturing stream, what survives one elsewhere, and buffers that a graph keeps.
 //!
-//! As in `cuda_streams.rs` the server is played by raw driver calls, and most tests run on a real GPU too.
+//! As in `streams.rs` the server is played by raw driver calls, and most tests run on a real GPU too.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]
@@ -12,6 +12,7 @@ use pinpool::{Device, DeviceBuffer, Error, ErrorClass, PinnedBuf, Pool, Stream, 
 
 use crate::support::doubles::gpu::{Gpu, bytes, filled, on_gpu, on_stand_in, pool, until};
 use crate::support::doubles::{self, HANG};
+use crate::support::skip;
 
 const LEN: usize = 10_000;
 
@@ -290,7 +291,7 @@ fn a_graph_keeps_the_buffers_that_it_reads() {
 fn an_old_driver_cannot_tie_buffers_to_graphs_and_says_so() {
     const TEST: &str = "an_old_driver_cannot_tie_buffers_to_graphs_and_says_so";
     if !doubles::is_set() {
-        let Some(library) = doubles::older("cuda11") else { return println!("{TEST}: skipped, no cargo") };
+        let Some(library) = doubles::older("cuda11") else { return skip!("no cargo") };
         return doubles::again(TEST, &[(doubles::PATH, library.to_str().unwrap())]);
     }
     on_stand_in(TEST, |gpu, _| {

@@ -1,7 +1,7 @@
 //! Where pinned memory comes from, on GPUs through the stand-in driver: what only CUDA has, and every call failing once.
 //!
 //! What any device must do with such memory is in `contract/memory.rs`. Each test runs in a child of its own, which loads
-//! the stand-in; see `doubles/mod.rs`.
+//! the stand-in; see `support/doubles`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]

@@ -12,6 +12,7 @@ use pinpool::{Device, Error, Pool, Unpinned};
 use crate::support::doubles::StandIn;
 use crate::support::doubles::gpu::{on_gpu, on_stand_in, on_stand_in_leaking, until};
 use crate::support::rig::pattern;
+use crate::support::skip;
 
 const LEN: usize = (6 << 20) + 4321;
 
@@ -328,7 +329,7 @@ fn there_are_no_windows_while_others_are_about() {
 fn a_mapped_file_that_becomes_shorter_is_an_error_and_no_death() {
     on_gpu("a_mapped_file_that_becomes_shorter_is_an_error_and_no_death", |gpu| {
         if gpu.stand_in.is_some() {
-            return println!("skipped: the stand-in's device is the CPU");
+            return skip!("the stand-in's device is the CPU");
         }
         let (device, pool, pipeline) = open();
         let len = 64 << 20;

@@ -1,8 +1,8 @@
 //! Device memory that others allocated, memory in stream order, copies between host memory, and the device-side heap, on
 //! the stand-in driver: what only CUDA has, and what only a double can be told to do.
 //!
-//! What any device must do with all of these is in `contract`, and each driver call fails once in `cuda.rs`. Each test
-//! runs in a child of its own, which loads the stand-in; see `doubles/mod.rs`.
+//! What any device must do with all of these is in `contract`, and each driver call fails once in `driver.rs`. Each test
+//! runs in a child of its own, which loads the stand-in; see `support/doubles`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling the stand-in, and memory by its address")]

@@ -17,6 +17,7 @@ use pinpool::{
 
 use crate::support::doubles::gpu::{bytes, filled, on_gpu, on_stand_in, pool, until};
 use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::skip;
 
 const LEN: usize = 500;
 const PIECE: usize = 512;
@@ -52,7 +53,7 @@ fn arrived(device: &Device, memory: &DeviceBuffer, count: usize) {
 /// What is pushed while the driver is busy goes in batches, where there are any, with one mark each.
 fn in_batches(test: &'static str, library: Option<&str>, batch: Option<&str>) {
     if let (Some(library), false) = (library, doubles::is_set() || doubles::required()) {
-        let Some(library) = doubles::older(library) else { return println!("{test}: skipped, no cargo") };
+        let Some(library) = doubles::older(library) else { return skip!("no cargo") };
         return doubles::again(test, &[(doubles::PATH, library.to_str().unwrap())]);
     }
     on_gpu(test, |gpu| {

@@ -1,6 +1,6 @@
 //! A server that shares its context, streams and captures with the pool, and every driver call failing once meanwhile.
 //!
-//! The scenario of `cuda.rs` has the calls that any user of a GPU makes; here are those that sharing adds. Each run is on a
+//! The scenario of `driver.rs` has the calls that any user of a GPU makes; here are those that sharing adds. Each run is on a
 //! stand-in as just loaded; calls of the server's own may be the ones that fail, and are then made again.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]

@@ -1,7 +1,7 @@
 //! Contexts and streams that a server made: adopted, given out, told apart, and in trouble.
 //!
-//! The server is played by raw driver calls (`doubles/gpu.rs`). Most tests run on a real GPU as well as on the stand-in; what
-//! only a double can be told to do runs there alone. Captures and graphs are in `cuda_graphs.rs`.
+//! The server is played by raw driver calls (`support/doubles/gpu.rs`). Most tests run on a real GPU as well as on the stand-in; what
+//! only a double can be told to do runs there alone. Captures and graphs are in `graphs.rs`.
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 #![allow(unsafe_code, reason = "raw handles")]

@@ -98,7 +98,7 @@ const EVERYTHING: [&str; 22] = [
     "trim",
 ];
 
-/// Calls that this scenario makes. (Other memory than the pool's own is in `host_memory.rs`.)
+/// Calls that this scenario makes. (Other memory than the pool's own is in `memory.rs`.)
 fn expected_calls() -> impl Iterator<Item = Call> {
     let elsewhere = [Call::AllocateHost, Call::FreeHost, Call::DeviceAddress];
     Call::ALL.into_iter().filter(move |call| !elsewhere.contains(call))

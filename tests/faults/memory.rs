@@ -20,7 +20,7 @@ use pinpool::{
     SubmitError, Unpinned,
 };
 
-use crate::support::panicking;
+use crate::support::{panicking, skip};
 
 const PAGE: usize = 64 << 10;
 const HANG: Duration = Duration::from_secs(20);
@@ -294,7 +294,7 @@ fn every_call_fails_once(stepped: bool) {
     // How much may be locked is the system's affair.
     let probe = Device::on(&node(stepped), 0).unwrap().register(vec![0; 1 << 20]);
     if let Err(RegisterError { error: Error::MemLock { .. }, .. }) = probe {
-        println!("skipped: the memlock limit is used up");
+        skip!("the memlock limit is used up");
         return;
     }
     drop(probe);
@@ -343,7 +343,7 @@ fn what_overlaps_is_refused_and_comes_back() {
     let node = node(false);
     let (device, other) = (Device::on(&node, 0).unwrap(), Device::open("host").unwrap());
     let value: Arc<[u8]> = bytes(1, 10_000).into();
-    let Ok(first) = device.register(value.clone()) else { return println!("skipped: the memlock limit") };
+    let Ok(first) = device.register(value.clone()) else { return skip!("the memlock limit") };
     let refused = device.register(value).unwrap_err();
     assert!(refused.error.to_string().contains("overlaps"), "{}", refused.error);
     let value = refused.memory.unwrap();

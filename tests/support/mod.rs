@@ -7,7 +7,7 @@ pub mod kernels;
 pub mod panicking;
 pub mod process;
 pub mod rig;
-mod skip;
+pub mod skip;
 
 pub(crate) use process::own_process;
-pub use skip::skip;
+pub(crate) use skip::skip;

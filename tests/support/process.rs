@@ -3,7 +3,7 @@
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-use super::skip::{SKIPPED, tell};
+use super::skip::{SKIPPED, TEST, tell};
 
 /// The test that a child process was started for by [`own_process!`].
 const OWN: &str = "PINPOOL_TEST_OWN";
@@ -43,7 +43,8 @@ pub fn is_own(here: &str) -> bool {
 /// If no test has the name, or several have it.
 pub fn command(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this executable has a path"));
-    command.args([&path_of(test), "--exact", "--nocapture", "--test-threads=1"]);
+    let path = path_of(test);
+    command.args([&path, "--exact", "--nocapture", "--test-threads=1"]).env(TEST, path);
     command
 }
 

@@ -35,6 +35,7 @@ mod rules {
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use crate::support::skip;
 use rules::{contexts, copies, events, host, library, memory, streams};
 
 /// Every rule there is: each block's list.
@@ -60,7 +61,7 @@ fn id(name: &str) -> String {
 fn the_page_of_the_stand_in_has_these_rules() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/doubles/acl/src/lib.rs");
     let Ok(page) = std::fs::read_to_string(&page) else {
-        println!("skipped: {} is not here", page.display());
+        skip!("{} is not here", page.display());
         return;
     };
     let ids = page.lines().filter_map(|line| line.strip_prefix("//! | ")?.split(' ').next());
@@ -91,7 +92,7 @@ fn quoted(text: &str) -> impl Iterator<Item = String> + '_ {
 fn each_rule_that_is_written_down_has_a_test_that_sees_it() {
     let (Some(double), Some(tests)) = (sources("tests/doubles/acl/src"), sources("tests/acl/standin/rules"))
     else {
-        return println!("skipped: the sources are not here");
+        return skip!("the sources are not here");
     };
     let written: BTreeSet<String> = double.iter().flat_map(|text| quoted(text)).collect();
     let tested: BTreeSet<String> = ALL.iter().copied().flatten().map(|name| id(name)).collect();

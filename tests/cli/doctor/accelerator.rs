@@ -2,6 +2,7 @@
 
 use super::findings;
 use super::machine::{GPU, Machine};
+use crate::support::skip;
 
 #[test]
 fn a_gpu_that_is_well_but_for_its_library() {
@@ -94,7 +95,7 @@ fn the_drivers_files() {
 fn the_library_is_where_loaders_look() {
     // Without a GPU of this machine's own, which would open all the same.
     if pinpool::Device::open("cuda:0").is_ok() {
-        println!("skipped: this machine's own GPU opens");
+        skip!("this machine's own GPU opens");
         return;
     }
     let machine = Machine::healthy();
@@ -119,7 +120,7 @@ fn the_library_is_where_loaders_look() {
 #[test]
 fn an_accelerator_that_auto_cannot_open_is_a_warning() {
     if pinpool::Device::open("cuda:0").is_ok() {
-        println!("skipped: this machine's own GPU opens");
+        skip!("this machine's own GPU opens");
         return;
     }
     let machine = Machine::healthy();
@@ -223,14 +224,14 @@ fn what_a_link_should_give_on_a_gpu() {
     // Where the stand-in says that its first device is.
     const ADDRESS: &str = "ffff:ff:00.7";
     let Some(library) = doubles::library() else {
-        println!("skipped: there is no cargo to build the stand-in libcuda with");
+        skip!("there is no cargo to build the stand-in libcuda with");
         return;
     };
     let machine = Machine::healthy();
     let (bridge, device) =
         ("/sys/devices/pci0000:64/0000:64:01.0", format!("/sys/devices/pci0000:64/0000:64:01.0/{ADDRESS}"));
     machine.pci(ADDRESS, "0x10de", "0x030200", 0);
-    let look = || findings(machine.doctor("cuda:0", "1MiB").env(doubles::PATH, library));
+    let look = || findings(machine.doctor("cuda:0", "1MiB").env(doubles::PATH, &library));
     let link = |dir: &str, speed: &str, width: &str| {
         machine
             .file(&format!("{dir}/current_link_speed"), &format!("{speed}\n"))

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::{doctor, findings};
+use crate::support::skip;
 
 /// A group of our own, removed in the end.
 struct Group {
@@ -103,7 +104,7 @@ fn a_real_group_with_a_limit_is_found() {
     let group = match Group::new(256 << 20) {
         Ok(group) => group,
         Err(why) => {
-            println!("skipped: no control group can be made here: {why}");
+            skip!("no control group can be made here: {why}");
             return;
         }
     };

@@ -5,6 +5,7 @@ use std::process::Command;
 
 use super::machine::{Machine, limits, status};
 use super::{doctor, findings};
+use crate::support::skip;
 
 const IPC_LOCK: u64 = 1 << 14;
 
@@ -227,7 +228,7 @@ fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
     assert!(remedies.iter().any(|remedy| fix.contains(remedy)), "{fix}");
     // What the limit allows can be had, if this process may allow so much.
     if hard(libc::RLIMIT_MEMLOCK) < 4 << 20 {
-        println!("skipped in part: the limit cannot be as high as 4 MiB here");
+        skip!("in part: the limit cannot be as high as 4 MiB here");
         return;
     }
     let found = findings(limited(libc::RLIMIT_MEMLOCK, 4 << 20).args(["--capacity", "1MiB"]));
@@ -262,7 +263,7 @@ fn without_address_space_all_checks_are_told() {
 fn without_the_right_to_lock_a_user_namespace_gives_none() {
     let works = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
     if !works.is_ok_and(|output| output.status.success()) {
-        println!("skipped: there is no unshare, or user namespaces are forbidden");
+        skip!("there is no unshare, or user namespaces are forbidden");
         return;
     }
     let mut command = Command::new("unshare");
@@ -291,7 +292,7 @@ fn under_a_real_limit_of_the_address_space_the_check_sees_it() {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
     if size.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() > 1 << 30 {
-        println!("skipped: this process has terabytes of address space");
+        skip!("this process has terabytes of address space");
         return;
     }
     let found = findings(limited(libc::RLIMIT_AS, 2 << 30).args(["--capacity", "4GiB"]));

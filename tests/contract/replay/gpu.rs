@@ -21,6 +21,7 @@ use super::plain::{Cells, Engine, Remote, Words};
 use super::worker::{Machine, On, Setup, Site};
 use crate::support::doubles::{self, StandIn};
 use crate::support::kernels::{Kernels, Raw};
+use crate::support::skip;
 
 /// What the child is to run on: `real` or `stand-in`.
 const KIND: &str = "PINPOOL_REPLAY_GPU";
@@ -51,7 +52,7 @@ pub fn on_gpu(test: &str, scenario: fn(&dyn Site)) {
         Err(why) => {
             assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU: {why}");
             let Some(built) = doubles::named_or_built() else {
-                return println!("{test}: skipped, {why}, and there is no cargo to build the stand-in with");
+                return skip!("{why}, and there is no cargo to build the stand-in with");
             };
             ("stand-in", built)
         }

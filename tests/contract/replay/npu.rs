@@ -16,6 +16,7 @@ use super::{BYTES, WORDS};
 use crate::support::doubles::StandIn;
 use crate::support::doubles::ascendcl::{DEVICE_TO_HOST, HOST_TO_DEVICE, made, says};
 use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
+use crate::support::skip;
 
 /// Checkouts per scenario, through pinpool and through the plain pool.
 const USUAL: u64 = 40_000;
@@ -28,7 +29,7 @@ const BUFFERS: usize = 128;
 pub fn on_npu(test: &str, scenario: fn(&dyn Site)) {
     if npu::is_set() {
         let Some(stand_in) = npu::stand_in() else {
-            return println!("{test}: skipped, the library that is named is no stand-in");
+            return skip!("the library that is named is no stand-in");
         };
         let site = Npu::new(stand_in);
         scenario(&site);

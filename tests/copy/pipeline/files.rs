@@ -8,6 +8,7 @@ use pinpool::Error;
 use pinpool::pipeline::{FileSink, FileSource, Piece, Reading};
 
 use super::{Rig, pattern};
+use crate::support::skip;
 
 #[test]
 fn files_go_up_in_every_way_of_reading() {
@@ -156,7 +157,7 @@ fn a_file_opened_past_the_cache_is_read_to_its_last_byte() {
         for range in [0..bytes.len(), 1..bytes.len() - 2] {
             let mut how = OpenOptions::new();
             let Ok(opened) = how.read(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
-                eprintln!("skipped: the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
+                skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
                 return;
             };
             let source = FileSource::new(opened, "direct").unwrap().reading(reading);
@@ -183,7 +184,7 @@ fn a_target_opened_past_the_cache_takes_whole_pages_and_says_what_it_does_not_ta
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let mut how = OpenOptions::new();
     let Ok(opened) = how.write(true).custom_flags(libc::O_DIRECT).open(file.path()) else {
-        eprintln!("skipped: the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
+        skip!("the file system below {} refuses O_DIRECT", env!("CARGO_TARGET_TMPDIR"));
         return;
     };
     let sink = FileSink::new(opened.try_clone().unwrap(), "direct");

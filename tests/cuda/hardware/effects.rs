@@ -1,6 +1,6 @@
 //! The rules of the stand-in that no code shows: what calls *do* that succeed.
 //!
-//! `tests/standin.rs` compares codes. Here a stream is held up, something is done that a careful program would not do, and
+//! `tests/cuda/standin` compares codes. Here a stream is held up, something is done that a careful program would not do, and
 //! then it is looked at where bytes are: on the stand-in, where nothing runs before somebody asks, and on a GPU, where a
 //! kernel keeps the stream busy meanwhile, the same is to be seen.
 

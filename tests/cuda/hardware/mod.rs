@@ -80,7 +80,7 @@ pub enum Needs {
 
 /// Says that something is left out. Fails where it must not be.
 fn skip(test: &str, why: &str) {
-    println!("{test}: skipped, {why}");
+    crate::support::skip!("{why}");
     assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU, so nothing may be skipped: {why}");
 }
 

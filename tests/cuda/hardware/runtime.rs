@@ -14,6 +14,7 @@ use pinpool::{Device, Pool, Stream};
 use super::{Gpu, HANG, bridge, filled, open, pool, round_trip, until};
 use crate::support::doubles::gpu::Raw;
 use crate::support::kernels::{self, Kernels};
+use crate::support::skip;
 
 const NAMES: [&str; 4] =
     ["libcudart.so", "libcudart.so.13", "libcudart.so.12", "/usr/local/cuda/lib64/libcudart.so"];
@@ -130,7 +131,7 @@ pub fn beside(gpu: &Gpu) {
     let (runtime, name) = match Runtime::load() {
         Ok(found) => found,
         // Not a part of the driver.
-        Err(why) => return println!("{TEST}: skipped, there is no libcudart for this driver: {why}"),
+        Err(why) => return skip!("there is no libcudart for this driver: {why}"),
     };
     let mut version = 0_u32;
     runtime.ok("cudaRuntimeGetVersion", &[(&raw mut version) as usize]);

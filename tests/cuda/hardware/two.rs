@@ -9,7 +9,7 @@ use super::{Gpu, HANG, doubles, filled, open, poison, skip, until};
 fn open_two(gpu: &Gpu, test: &str) -> Option<(Device, Device, Pool)> {
     let devices = gpu.raw.devices();
     if devices < 2 {
-        println!("{test}: skipped, there is one GPU");
+        crate::support::skip!("there is one GPU");
         assert!(!doubles::required_device("cuda:1"), "{test}: PINPOOL_REQUIRE names cuda:1");
         return None;
     }

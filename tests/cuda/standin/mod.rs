@@ -24,7 +24,7 @@ use probe::judge::{Got, judge, table};
 use probe::listed::{LISTED, Listed, OnDriver};
 use probe::{PAGE, Rule};
 
-use crate::support::doubles;
+use crate::support::{doubles, skip};
 
 rules! {
     PLAIN:
@@ -477,7 +477,7 @@ fn the_rules_on_the_real_driver() {
     let (library, text) = match doubles::real_driver() {
         Ok(found) => found,
         Err(why) => {
-            println!("{TEST}: skipped, {why}");
+            skip!("{why}");
             assert!(!doubles::required(), "PINPOOL_REQUIRE names a GPU, and there is none: {why}");
             return;
         }
@@ -509,7 +509,7 @@ fn the_comparison_sees_what_differs() {
         return;
     }
     let Some(library) = doubles::named_or_built() else {
-        println!("{TEST}: skipped, there is no cargo to build the stand-in libcuda with");
+        skip!("there is no cargo to build the stand-in libcuda with");
         return;
     };
     let (rows, wrong) = probe::try_all(&rules, TEST, &library, &[]);
@@ -568,7 +568,7 @@ fn the_comparison_sees_what_differs() {
 fn the_page_of_the_stand_in_has_these_rules_and_differences() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/doubles/cuda/src/lib.rs");
     let Ok(page) = std::fs::read_to_string(&page) else {
-        println!("skipped: {} is not here", page.display());
+        skip!("{} is not here", page.display());
         return;
     };
     let lines: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("//! ")).collect();

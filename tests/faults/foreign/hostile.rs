@@ -3,7 +3,7 @@
 use std::ops::{Deref, DerefMut};
 use std::panic::panic_any;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::task::{Wake, Waker};
 
 use tracing::span::{Attributes, Id, Record};
@@ -86,28 +86,21 @@ impl Subscriber for Subscribed {
     }
 }
 
-/// A test's turn with the subscriber.
-pub struct Turn {
-    _turn: MutexGuard<'static, ()>,
-}
+/// A test's turn with the subscriber. In a process there is one.
+pub struct Turn(());
 
 impl Turn {
     pub fn take() -> Self {
-        static TURN: Mutex<()> = Mutex::new(());
-        static ONCE: Once = Once::new();
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        ONCE.call_once(|| {
-            tracing::subscriber::set_global_default(Subscribed).expect("there is no other");
-            // Panics on purpose say nothing, however many they are.
-            let before = std::panic::take_hook();
-            std::panic::set_hook(Box::new(move |info| {
-                let quiet = info.payload().is::<Bomb>() || info.payload().is::<Quiet>();
-                if !quiet {
-                    before(info);
-                }
-            }));
-        });
-        Self { _turn: turn }
+        tracing::subscriber::set_global_default(Subscribed).expect("there is no other");
+        // Panics on purpose say nothing, however many they are.
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let quiet = info.payload().is::<Bomb>() || info.payload().is::<Quiet>();
+            if !quiet {
+                before(info);
+            }
+        }));
+        Self(())
     }
 
     pub fn act(&self, act: impl Fn(&Heard<'_>) + Send + Sync + 'static) {

@@ -4,7 +4,7 @@
 //! `hostile` has what misbehaves; `alone` has one misdeed at a time, each where it once did harm; `chaos` has all of it at
 //! random calls under random work.
 //!
-//! A process has one subscriber, so the tests of this executable take turns.
+//! Each test has a process of its own, since a process has one subscriber.
 
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code, reason = "StableDeref for a value whose drop panics; steering the stand-in")]

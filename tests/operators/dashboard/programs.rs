@@ -6,6 +6,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Instant;
 
 use super::PATIENCE;
+use crate::support::skip;
 
 /// Where the first of these programs is. Without it the test is skipped and says so, or fails where `PINPOOL_REQUIRE` names
 /// `kind`.
@@ -20,7 +21,7 @@ pub fn find(kind: &str, names: &[&str]) -> Option<PathBuf> {
             !required.split(',').any(|name| name.trim() == kind),
             "PINPOOL_REQUIRE names {kind}, and none of {names:?} is in PATH"
         );
-        eprintln!("skipped: none of {names:?} is in PATH ({kind})");
+        skip!("none of {names:?} is in PATH ({kind})");
     }
     found
 }

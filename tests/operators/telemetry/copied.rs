@@ -6,7 +6,7 @@ use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::telemetry::Sampler;
 
 use super::Bench;
-use super::record::{alone, clear, events};
+use super::record::{clear, events, record};
 use crate::support::own_process;
 
 /// What a metric's events say, in order, with this label.
@@ -20,7 +20,7 @@ fn values(metric: &str, label: (&str, &str)) -> Vec<f64> {
 #[test]
 fn only_what_crosses_the_link_is_counted() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     let (stream, memory) = (bench.device.stream().unwrap(), bench.device.alloc(8192).unwrap());
     let full = |len| {
@@ -56,7 +56,7 @@ fn only_what_crosses_the_link_is_counted() {
 #[test]
 fn each_look_has_its_time() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder.name("seen"));
     let mut sampler = Sampler::new(&bench.pool);
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();

@@ -6,14 +6,14 @@ use pinpool::host::{Call, Failure, Fault, HostConfig};
 use pinpool::{Backing, Device, HostAllocFlags, Pool, Request, Unpinned};
 use tracing::Level;
 
-use super::record::{alone, clear, event, events, span, spans};
+use super::record::{clear, event, events, record, span, spans};
 use super::{Bench, eventually};
 use crate::support::own_process;
 
 #[test]
 fn setting_up_and_ending() {
     own_process!();
-    let _turn = alone();
+    record();
     let device = Device::open("host").unwrap();
     assert_eq!(span("pinpool::device", "open", Level::INFO, &["device"]).field("device"), "host");
     let pool =
@@ -34,7 +34,7 @@ fn setting_up_and_ending() {
 #[test]
 fn memory_of_the_drivers() {
     own_process!();
-    let _turn = alone();
+    record();
     let backing = Backing::HostAlloc(HostAllocFlags::default());
     let bench = Bench::stepped(|builder| builder.backing(backing));
     let allocate = span("pinpool::region", "allocate", Level::INFO, &["bytes", "device"]);
@@ -45,7 +45,7 @@ fn memory_of_the_drivers() {
 #[test]
 fn shut_down_with_buffers_out() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder.name("leaky"));
     let buf = bench.pool.checkout(100).unwrap();
     bench.pool.shutdown(Duration::ZERO);
@@ -58,7 +58,7 @@ fn shut_down_with_buffers_out() {
 #[test]
 fn falling_back() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder.name("short"));
     let all = bench.pool.checkout(900 << 10).unwrap();
     assert!(bench.pool.checkout_or_unpinned(512 << 10).is_ok());
@@ -75,7 +75,7 @@ fn falling_back() {
 #[test]
 fn waiting_and_what_is_out() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder.name("dry").track_checkouts(true));
     let kept = bench.pool.checkout(Request::new(900 << 10).tag("kv-cache")).unwrap();
     let late = bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5));
@@ -102,7 +102,7 @@ fn waiting_and_what_is_out() {
 #[test]
 fn a_lost_device() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder);
     let stream = bench.device.stream().unwrap();
     let memory = bench.device.alloc(4096).unwrap();
@@ -123,7 +123,7 @@ fn a_lost_device() {
 #[test]
 fn all_that_is_quarantined_is_in_the_event() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder);
     let stream = bench.device.stream().unwrap();
     let other = bench.device.stream().unwrap();
@@ -153,7 +153,7 @@ fn all_that_is_quarantined_is_in_the_event() {
 #[test]
 fn what_a_queue_loses_is_in_the_event() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     let memory = bench.device.alloc(4096).unwrap();
     let queue = bench.device.copy_queue().unwrap();
@@ -173,7 +173,7 @@ fn what_a_queue_loses_is_in_the_event() {
 #[test]
 fn memory_that_is_not_pinned() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10));
     let refused = |failure| bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure });
     clear();
@@ -188,7 +188,7 @@ fn memory_that_is_not_pinned() {
 #[test]
 fn growing_that_ends_early() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench =
         Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10).unpinned(Unpinned::Refuse));
     let first = bench.pool.checkout(400 << 10).unwrap();
@@ -204,7 +204,7 @@ fn growing_that_ends_early() {
 #[test]
 fn what_the_driver_does_not_take_back() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder);
     bench.node.fail(Fault { device: 0, call: Call::Unpin, nth: 0, failure: Failure::Moment });
     assert_eq!(bench.pool.trim(0), 1 << 20);
@@ -230,7 +230,7 @@ fn what_the_driver_does_not_take_back() {
 #[test]
 fn nobody_listens_below_a_threads_own_cache() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     eventually("pinned", || bench.pool.stats().free_bytes > 0);
     drop(bench.pool.checkout(64).unwrap());

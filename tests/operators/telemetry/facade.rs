@@ -10,7 +10,7 @@ use pinpool::host::HostConfig;
 use pinpool::telemetry::{Histogram, Kind, METRICS, Sampler};
 
 use super::Bench;
-use super::record::{alone, clear, events};
+use super::record::{clear, events, record};
 use crate::support::own_process;
 
 /// Values by name and labels, each with how often it was recorded.
@@ -100,7 +100,7 @@ impl Recorder for Kept {
 #[test]
 fn the_recorder_gets_what_the_events_have() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder.name("fed").track_checkouts(true));
     for _ in 0..100 {
         drop(bench.pool.checkout(1000).unwrap());
@@ -143,7 +143,7 @@ fn the_recorder_gets_what_the_events_have() {
 #[test]
 fn either_can_be_left_out() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder);
     let kept = Kept::default();
     clear();

@@ -1,6 +1,6 @@
 //! What operators see, driven from outside: each condition is brought about, and then looked at as an operator would.
 //!
-//! The tests take turns, since what they record is the whole process's.
+//! A test that records events has a process of its own, since a process has one subscriber.
 
 mod copied;
 mod events;

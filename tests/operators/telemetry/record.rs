@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tracing_subscriber::Layer;
 use tracing_subscriber::layer::{Context, SubscriberExt};
@@ -53,7 +53,7 @@ fn records() -> MutexGuard<'static, Vec<Record>> {
     ALL.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The record of a span, unless it was made in another test's turn. (Numbers are used again.)
+/// The record of a span, unless it began before recording did. (Numbers are used again.)
 fn change(id: &tracing::Id, change: impl FnOnce(&mut Record)) {
     let mut all = records();
     all.iter_mut().rev().find(|record| record.span.is_some() && record.id == id.into_u64()).map(change);
@@ -103,16 +103,9 @@ impl<S: tracing::Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Recorder {
     }
 }
 
-/// This test's turn: nothing is recorded yet.
-pub fn alone() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    static INSTALLED: OnceLock<()> = OnceLock::new();
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    INSTALLED.get_or_init(|| {
-        tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Recorder)).unwrap();
-    });
-    clear();
-    turn
+/// From here on everything is kept. Once in a process, since a process has one subscriber.
+pub fn record() {
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(Recorder)).unwrap();
 }
 
 pub fn clear() {

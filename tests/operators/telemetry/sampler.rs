@@ -8,7 +8,7 @@ use pinpool::host::HostConfig;
 use pinpool::telemetry::{Kind, METRICS, Sampler};
 use tracing::Level;
 
-use super::record::{Record, all, alone, clear, event, events};
+use super::record::{Record, all, clear, event, events, record};
 use super::{Bench, eventually};
 use crate::support::own_process;
 
@@ -52,7 +52,7 @@ fn busy() -> Bench {
 #[test]
 fn every_metric_is_sent_as_the_table_says() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = busy();
     let stream = bench.device.stream().unwrap();
     let mut sampler = Sampler::new(&bench.pool);
@@ -85,7 +85,7 @@ fn every_metric_is_sent_as_the_table_says() {
 #[test]
 fn values_are_those_of_the_snapshot() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = busy();
     let kept = bench.pool.checkout(1000).unwrap();
     let mut sampler = Sampler::new(&bench.pool);
@@ -114,7 +114,7 @@ fn values_are_those_of_the_snapshot() {
 #[test]
 fn two_pools_share_a_device() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = busy();
     let other = pinpool::Pool::builder(&bench.device).name("other").capacity(1 << 20);
     let other = other.unpinned(pinpool::Unpinned::Allow).build().unwrap();
@@ -129,7 +129,7 @@ fn two_pools_share_a_device() {
 #[test]
 fn it_keeps_no_pool_open() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     let mut sampler = Sampler::new(&bench.pool).events(false);
     assert!(sampler.poll());
@@ -143,7 +143,7 @@ fn it_keeps_no_pool_open() {
 #[test]
 fn a_thread_polls_until_it_is_dropped() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder.name("threaded"));
     let sampling = Sampler::new(&bench.pool).spawn(Duration::from_millis(10)).unwrap();
     let polls = || all(|record| record.fields.contains_key("gauge.pinpool.waiting.requests")).len();
@@ -157,7 +157,7 @@ fn a_thread_polls_until_it_is_dropped() {
 #[test]
 fn a_stream_that_hangs_is_told_once() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     let stream = bench.device.stream().unwrap();
     let memory = bench.device.alloc(4096).unwrap();
@@ -202,7 +202,7 @@ fn a_stream_that_hangs_is_told_once() {
 #[test]
 fn a_stream_that_ends_is_shown_empty() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = busy();
     let stream = bench.device.stream().unwrap();
     let number = stream.number().to_string();
@@ -221,7 +221,7 @@ fn a_stream_that_ends_is_shown_empty() {
 #[test]
 fn the_next_buffer_of_a_segment_is_told_as_well() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
     let threshold = Duration::from_millis(5);
     let mut sampler = Sampler::new(&bench.pool).stuck_after(threshold);
@@ -241,7 +241,7 @@ fn the_next_buffer_of_a_segment_is_told_as_well() {
 #[test]
 fn pools_of_one_name_are_told_apart() {
     own_process!();
-    let _turn = alone();
+    record();
     let twin = |capacity: usize| {
         let node = pinpool::host::HostNode::new(HostConfig::new()).unwrap();
         let device = pinpool::Device::on(&node, 0).unwrap();
@@ -276,7 +276,7 @@ fn pools_of_one_name_are_told_apart() {
 #[test]
 fn a_pools_name_is_plain_and_short_wherever_it_is_shown() {
     own_process!();
-    let _turn = alone();
+    record();
     clear();
     let evil = format!("a\u{1b}[2J\nx\u{202e}{}", "W".repeat(9 << 20));
     let bench = Bench::new(HostConfig::new(), |builder| builder.name(evil));

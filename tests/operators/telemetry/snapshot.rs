@@ -6,7 +6,7 @@ use pinpool::host::HostConfig;
 use pinpool::telemetry::{ClassStats, Histogram};
 use pinpool::{Error, Request};
 
-use super::record::alone;
+use super::record::record;
 use super::{Bench, eventually};
 use crate::support::own_process;
 
@@ -20,7 +20,7 @@ fn class(classes: &[ClassStats], stride: Option<usize>) -> ClassStats {
 #[test]
 fn classes_are_told_apart() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder);
     let small: Vec<_> = (0..3).map(|_| bench.pool.checkout(1000).unwrap()).collect();
     let large = bench.pool.checkout(Request::new(10_000).align(4096)).unwrap();
@@ -46,7 +46,7 @@ fn classes_are_told_apart() {
 #[test]
 fn devices_and_streams() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder);
     let (one, two) = (bench.device.stream().unwrap(), bench.device.stream().unwrap());
     let memory = bench.device.alloc(4096).unwrap();
@@ -87,7 +87,7 @@ fn devices_and_streams() {
 #[test]
 fn registered_values_and_errors() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder);
     let value = bench.device.register(vec![0u8; 8192]).unwrap();
     assert_eq!(bench.device.stats().registered_bytes, 8192);
@@ -114,7 +114,7 @@ fn registered_values_and_errors() {
 #[test]
 fn waits_are_timed() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     let all = bench.pool.checkout(900 << 10).unwrap();
     let pause = Duration::from_millis(20);
@@ -140,7 +140,7 @@ fn waits_are_timed() {
 #[test]
 fn tracked_pools_time_all_holding() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
     let pause = Duration::from_millis(5);
     for _ in 0..10 {
@@ -156,7 +156,7 @@ fn tracked_pools_time_all_holding() {
 #[test]
 fn pinning_has_a_speed() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder.region(256 << 10).initial(256 << 10));
     bench.pool.wait_pinned(None).unwrap();
     let s = bench.pool.snapshot();

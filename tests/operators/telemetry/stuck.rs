@@ -10,7 +10,7 @@ use pinpool::telemetry::{BufferState, Mark, Sampler, StuckBuffer};
 use pinpool::{PoolBuilder, Request, Stream};
 
 use super::Bench;
-use super::record::{alone, events};
+use super::record::{events, record};
 use crate::support::own_process;
 
 fn all(bench: &Bench) -> Vec<StuckBuffer> {
@@ -32,7 +32,7 @@ fn tracked(builder: PoolBuilder) -> PoolBuilder {
 #[test]
 fn each_state() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(tracked);
     let stream = bench.device.stream().unwrap();
     let memory = bench.device.alloc(4096).unwrap();
@@ -75,7 +75,7 @@ fn each_state() {
 #[test]
 fn claimed_and_quarantined() {
     own_process!();
-    let _turn = alone();
+    record();
     // Room for one buffer, so that the next has to be claimed.
     let bench = Bench::stepped(|builder| tracked(builder).capacity(8192));
     let stream = bench.device.stream().unwrap();
@@ -98,7 +98,7 @@ fn claimed_and_quarantined() {
 #[test]
 fn a_hold_over_two_streams_waits_for_both() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(tracked);
     let streams = [bench.device.stream().unwrap(), bench.device.stream().unwrap()];
     let memory = bench.device.alloc(64).unwrap();
@@ -119,7 +119,7 @@ fn a_hold_over_two_streams_waits_for_both() {
 #[test]
 fn what_went_through_a_queue_waits_for_its_stream() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(tracked);
     let queue = bench.device.copy_queue().unwrap();
     let memory = bench.device.alloc(64 << 10).unwrap();
@@ -168,7 +168,7 @@ fn what_went_through_a_queue_waits_for_its_stream() {
 #[test]
 fn ages_and_order() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(tracked);
     let old = bench.pool.checkout(Request::new(64).tag("old")).unwrap();
     std::thread::sleep(Duration::from_millis(30));
@@ -184,7 +184,7 @@ fn ages_and_order() {
 #[test]
 fn without_tracking_ages_count_from_the_first_look() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(|builder| builder);
     // The first checkout misses, and is the sample; the others are not.
     let bufs: Vec<_> = (0..20).map(|_| bench.pool.checkout(Request::new(64).tag("kept")).unwrap()).collect();
@@ -211,7 +211,7 @@ fn without_tracking_ages_count_from_the_first_look() {
 #[test]
 fn every_way_to_check_out_is_tracked() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(tracked);
     let stream = bench.device.stream().unwrap();
     let request = |tag| Request::new(64).tag(tag);
@@ -249,7 +249,7 @@ fn every_way_to_check_out_is_tracked() {
 #[test]
 fn tokens_and_forgotten_buffers_show() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(tracked);
     let token = bench.pool.checkout(Request::new(64).tag("token")).unwrap().into_token();
     std::mem::forget(bench.pool.checkout(Request::new(64).tag("forgotten")).unwrap());
@@ -264,7 +264,7 @@ fn each_is_logged_once_if_not_by_the_first_look() {
     const TAGS: [&str; 20] =
         ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p", "q", "r", "s", "t"];
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::stepped(tracked);
     let _out = TAGS.map(|tag| bench.pool.checkout(Request::new(64).tag(tag)).unwrap());
     let mut sampler = Sampler::new(&bench.pool).stuck_after(Duration::ZERO);
@@ -283,7 +283,7 @@ fn each_is_logged_once_if_not_by_the_first_look() {
 #[test]
 fn a_large_pool_is_looked_at_in_pieces() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder.capacity(32 << 20));
     let pool = &bench.pool;
     pool.wait_pinned(None).unwrap();
@@ -317,7 +317,7 @@ fn a_large_pool_is_looked_at_in_pieces() {
 #[test]
 fn looks_go_on_while_others_come_and_go() {
     own_process!();
-    let _turn = alone();
+    record();
     // So few that all are seen at one moment, and more than that.
     come_and_go(500, true);
     come_and_go(6000, false);

@@ -10,7 +10,7 @@ use pinpool::{InFlight, PinnedBuf, Request, Stream};
 use proptest::prelude::*;
 
 use super::Bench;
-use super::record::alone;
+use super::record::record;
 use crate::support::own_process;
 
 /// What holds at any moment.
@@ -164,7 +164,7 @@ proptest! {
 #[test]
 fn under_way_the_sums_hold() {
     own_process!();
-    let _turn = alone();
+    record();
     let bench = Bench::new(HostConfig::new(), |builder| builder);
     let stop = AtomicBool::new(false);
     let done = AtomicU64::new(0);

@@ -9,7 +9,7 @@ use pinpool::pipeline::{FileSource, Fill, Pipeline, Priority, Reading, Source, S
 use pinpool::{DeviceBuffer, Error};
 use tracing::Level;
 
-use super::record::{Record, alone, clear, events, spans};
+use super::record::{Record, clear, events, record, spans};
 use super::{Bench, eventually};
 use crate::support::own_process;
 
@@ -43,7 +43,7 @@ fn ended(fields: &[&str]) -> Record {
 #[test]
 fn what_came_through() {
     own_process!();
-    let _turn = alone();
+    record();
     let (_bench, memory, pipeline) = rig(Priority::Bulk);
     let caller = tracing::info_span!(target: "pinpool::test", "load").entered();
     let transfer = pipeline.upload(vec![7; BYTES], &memory).unwrap();
@@ -85,7 +85,7 @@ impl Source for Torn {
 #[test]
 fn what_failed() {
     own_process!();
-    let _turn = alone();
+    record();
     let (_bench, memory, pipeline) = rig(Priority::Bulk);
     let error = pipeline.upload(Torn, &memory).unwrap().wait().unwrap_err();
     let span = ended(&["copied_bytes", "error", "outcome", "seconds"]);
@@ -117,7 +117,7 @@ impl Source for Shut {
 fn what_a_file_is_called_is_escaped() {
     const ALL: libc::rlim_t = libc::RLIM_INFINITY;
     own_process!();
-    let _turn = alone();
+    record();
     let (bench, memory, _) = rig(Priority::Bulk);
     let pipeline = Pipeline::builder(&bench.pool, &bench.device).threads(1).chunk(256 << 10).build().unwrap();
     let file = tempfile::tempfile().unwrap();
@@ -144,7 +144,7 @@ fn what_a_file_is_called_is_escaped() {
 #[test]
 fn what_was_cancelled() {
     own_process!();
-    let _turn = alone();
+    record();
     let (_bench, memory, pipeline) = rig(Priority::Bulk);
     let gate = Arc::new((Mutex::new((0, false)), Condvar::new()));
     let transfer = pipeline.upload(Shut(gate.clone()), &memory).unwrap();
@@ -169,7 +169,7 @@ fn what_was_cancelled() {
 #[test]
 fn what_could_not_start() {
     own_process!();
-    let _turn = alone();
+    record();
     let (bench, memory, pipeline) = rig(Priority::Bulk);
     bench.node.kill(0);
     assert!(bench.device.stream().is_err());

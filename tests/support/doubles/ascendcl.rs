@@ -5,10 +5,11 @@
 //! names. [`Acl`] has that one library to itself, one test at a time.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 use super::{Double, HANG, Report, StandIn, again_with, build};
+use crate::support::skip;
 
 /// What pinpool looks at.
 pub const PATH: &str = "PINPOOL_LIBASCENDCL";
@@ -19,20 +20,19 @@ const ACL: Double =
     Double { source: "tests/doubles/acl", target: "doubles-acl", library: "libascendcl_standin.so" };
 
 /// The library, built on first use. `None`: there is no cargo to build it with, or no source.
-pub fn library() -> Option<&'static Path> {
-    static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    BUILT.get_or_init(|| build(ACL, "")).as_deref()
+pub fn library() -> Option<PathBuf> {
+    build(&ACL, "")
 }
 
 /// The library as an older one, which lacks some calls: by the name of the double's feature.
 pub fn older(feature: &str) -> Option<PathBuf> {
-    build(ACL, feature)
+    build(&ACL, feature)
 }
 
 /// The stand-in that the environment names, or the one that is built.
 pub fn named_or_built() -> Option<PathBuf> {
     let named = std::env::var_os(PATH).filter(|path| !path.is_empty()).map(PathBuf::from);
-    named.or_else(|| library().map(Path::to_owned))
+    named.or_else(library)
 }
 
 /// Whether this process is the child that [`again`] started, or was told by hand which library to load.
@@ -44,7 +44,7 @@ pub fn is_set() -> bool {
 pub fn again(test: &str, environment: &[(&str, &str)]) {
     match named_or_built() {
         Some(library) => again_with(test, PATH, &library, environment),
-        None => println!("{test}: skipped, there is no cargo to build the stand-in libascendcl with"),
+        None => skip!("there is no cargo to build the stand-in libascendcl with"),
     }
 }
 
@@ -115,14 +115,12 @@ impl Acl {
     /// Not even initialised. `None`: nothing to build it with.
     pub fn bare() -> Option<Self> {
         let Some(library) = named_or_built() else {
-            println!(
-                "skipped: there is no cargo to build the stand-in libascendcl with; {PATH} can name a built one"
-            );
+            skip!("there is no cargo to build the stand-in libascendcl with; {PATH} can name a built one");
             return None;
         };
         let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let Some(stand_in) = StandIn::load(&library) else {
-            println!("skipped: {} is no stand-in", library.display());
+            skip!("{} is no stand-in", library.display());
             return None;
         };
         stand_in.reset();

@@ -10,6 +10,7 @@ use libloading::Library;
 use pinpool::{Device, PinnedBuf, Pool, Unpinned};
 
 use super::{HANG, StandIn, again, is_set, required};
+use crate::support::skip;
 
 /// The driver's handles and numbers, all of the size of a register.
 type Word = usize;
@@ -55,7 +56,7 @@ fn on_stand_in_with(test: &str, environment: &[(&str, &str)], body: impl FnOnce(
     let gpu = Gpu::open();
     match &gpu.stand_in {
         Some(stand_in) => body(&gpu, stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
+        None => skip!("the library that is named is no stand-in"),
     }
 }
 

@@ -15,14 +15,16 @@ pub mod faults;
 pub mod gpu;
 pub mod npu;
 
+use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{panicking, process};
+use crate::support::skip;
 use libloading::{Library, Symbol};
 
 /// What pinpool looks at.
@@ -41,14 +43,13 @@ pub fn required_device(device: &str) -> bool {
 }
 
 /// The library, built on first use. `None`: there is no cargo to build it with, or no source.
-pub fn library() -> Option<&'static Path> {
-    static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    BUILT.get_or_init(|| build(CUDA, "")).as_deref()
+pub fn library() -> Option<PathBuf> {
+    build(&CUDA, "")
 }
 
 /// The library as an older driver, which lacks some calls: by the name of the double's feature.
 pub fn older(feature: &str) -> Option<PathBuf> {
-    build(CUDA, feature)
+    build(&CUDA, feature)
 }
 
 /// Where a stand-in's source is, where it is built, and what it is called then.
@@ -61,7 +62,16 @@ struct Double {
 const CUDA: Double =
     Double { source: "tests/doubles/cuda", target: "doubles", library: "libcuda_standin.so" };
 
-fn build(double: Double, feature: &str) -> Option<PathBuf> {
+/// The library with a feature, built on first use in this process.
+fn build(double: &Double, feature: &str) -> Option<PathBuf> {
+    static BUILT: Mutex<BTreeMap<(&str, String), Option<PathBuf>>> = Mutex::new(BTreeMap::new());
+    // Other tests that need one wait meanwhile: cargo would make them wait, too.
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    let key = (double.source, feature.to_owned());
+    built.entry(key).or_insert_with(|| build_now(double, feature)).clone()
+}
+
+fn build_now(double: &Double, feature: &str) -> Option<PathBuf> {
     // Set by `cargo test`, not in an executable that is run by itself.
     let cargo = std::env::var_os("CARGO")?;
     // Not in the package that is published.
@@ -90,9 +100,7 @@ fn build(double: Double, feature: &str) -> Option<PathBuf> {
 /// Runs this very test again in a process of its own that loads the stand-in, with more in its environment.
 pub fn again(test: &str, environment: &[(&str, &str)]) {
     let Some(library) = named_or_built() else {
-        println!(
-            "{test}: skipped, there is no cargo to build the stand-in libcuda with; {PATH} can name a built one"
-        );
+        skip!("there is no cargo to build the stand-in libcuda with; {PATH} can name a built one");
         return;
     };
     again_with(test, PATH, &library, environment);
@@ -111,7 +119,7 @@ pub fn on_stand_in_with(test: &str, environment: &[(&str, &str)], body: impl FnO
     panicking::install_if_asked();
     match StandIn::of_this_process() {
         Some(stand_in) => body(stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
+        None => skip!("the library that is named is no stand-in"),
     }
 }
 
@@ -188,7 +196,7 @@ pub fn child(test: &str, environment: &[(&str, &str)], limit: Duration) -> Ended
 /// The stand-in that the environment names, or the one that is built.
 pub fn named_or_built() -> Option<PathBuf> {
     let named = std::env::var_os(PATH).filter(|path| !path.is_empty()).map(PathBuf::from);
-    named.or_else(|| library().map(Path::to_owned))
+    named.or_else(library)
 }
 
 /// Whether this process is the child that [`again`] started, or was told by hand which library to load.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use super::super::process;
 use super::ascendcl::{self, PATH};
 use super::{Report, StandIn};
+use crate::support::skip;
 
 /// A library and a machine.
 #[derive(Clone, Copy)]
@@ -67,7 +68,7 @@ impl Way {
     /// Runs this very test again in a process of its own, with more in its environment.
     pub fn again(self, test: &str, environment: &[(&str, &str)]) {
         let Some(library) = self.library() else {
-            println!("{test}: skipped, there is no cargo to build the stand-in libascendcl with");
+            skip!("there is no cargo to build the stand-in libascendcl with");
             return;
         };
         println!("{test}: {}", self.name);
@@ -85,7 +86,7 @@ pub fn on_each(test: &str, ways: &[Way], body: impl FnOnce(&StandIn)) {
         return ways.iter().for_each(|way| way.again(test, &[]));
     }
     let Some(stand_in) = stand_in() else {
-        println!("{test}: skipped, the library that is named is no stand-in");
+        skip!("the library that is named is no stand-in");
         return;
     };
     body(&stand_in);

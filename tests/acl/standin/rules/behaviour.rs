@@ -4,6 +4,7 @@ use crate::support::doubles::ascendcl::{
     Acl, REPORT, SYNC, acl, again, library, made, older, report_of, says,
 };
 use crate::support::doubles::{HANG, StandIn, child};
+use crate::support::skip;
 
 #[test]
 fn copies_are_as_late_as_they_may_be() {
@@ -217,7 +218,7 @@ fn what_is_left_is_reported() {
 /// In a child: the library is loaded, used and left, and the process ends.
 #[test]
 fn the_report_is_written_at_the_end() {
-    const TEST: &str = "rules::acl::behaviour::the_report_is_written_at_the_end";
+    const TEST: &str = "rules::behaviour::the_report_is_written_at_the_end";
     if std::env::var_os(REPORT).is_some() {
         let Some(a) = Acl::bare() else { return };
         made!(a, "aclrtGetDeviceCount");
@@ -244,7 +245,7 @@ fn the_report_is_written_at_the_end() {
 /// In a child: what a program is given that has no test in it.
 #[test]
 fn the_environment_says_what_there_is() {
-    const TEST: &str = "rules::acl::behaviour::the_environment_says_what_there_is";
+    const TEST: &str = "rules::behaviour::the_environment_says_what_there_is";
     let environment = [
         ("PINPOOL_STANDIN_DEVICES", "3"),
         ("PINPOOL_STANDIN_MEMORY", "8192"),
@@ -282,7 +283,7 @@ fn the_environment_says_what_there_is() {
 /// In two children: on the device, with a newer driver; and where there is no device.
 #[test]
 fn the_environment_says_where_it_runs() {
-    const TEST: &str = "rules::acl::behaviour::the_environment_says_where_it_runs";
+    const TEST: &str = "rules::behaviour::the_environment_says_where_it_runs";
     let (on_device, devices) =
         (std::env::var("PINPOOL_STANDIN_RC"), std::env::var("PINPOOL_STANDIN_DEVICES"));
     if on_device.is_err() && devices.is_err() {
@@ -309,7 +310,7 @@ fn the_environment_says_where_it_runs() {
 #[test]
 fn older_libraries_lack_what_came_later() {
     let (Some(of_2022), Some(of_5)) = (older("acl2022"), older("acl5")) else {
-        println!("skipped: there is no cargo to build older ones with");
+        skip!("there is no cargo to build older ones with");
         return;
     };
     let always = [
@@ -355,7 +356,7 @@ fn older_libraries_lack_what_came_later() {
     assert_eq!((has(&of_5, &always), has(&of_5, &of_the_year), has(&of_5, &later)), (20, 0, 0));
     assert_eq!((has(&of_2022, &always), has(&of_2022, &of_the_year), has(&of_2022, &later)), (20, 3, 0));
     let newest = library().expect("it can be built, too");
-    assert_eq!((has(newest, &always), has(newest, &of_the_year), has(newest, &later)), (20, 3, 11));
+    assert_eq!((has(&newest, &always), has(&newest, &of_the_year), has(&newest, &later)), (20, 3, 11));
     // Old kinds of copies, and events that are still complete.
     let old = StandIn::load(&of_2022).expect("a stand-in");
     let a = OldAcl { stand_in: old };

@@ -29,6 +29,7 @@ use judge::{Got, Row};
 use listed::{LISTED, OnDriver};
 
 use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::skip;
 
 /// What a child's lines for its parent begin with.
 const MARK: &str = "probe";
@@ -162,15 +163,15 @@ impl Driver {
     /// The stand-in. `None`: nothing to build it with.
     pub fn bare() -> Option<Self> {
         let Some(library) = doubles::named_or_built() else {
-            println!(
-                "skipped: there is no cargo to build the stand-in libcuda with; {} can name a built one",
+            skip!(
+                "there is no cargo to build the stand-in libcuda with; {} can name a built one",
                 doubles::PATH
             );
             return None;
         };
         let alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let Some(stand_in) = StandIn::load(&library) else {
-            println!("skipped: {} is no stand-in", library.display());
+            skip!("{} is no stand-in", library.display());
             return None;
         };
         stand_in.reset();

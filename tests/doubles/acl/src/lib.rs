@@ -26,7 +26,7 @@
 //!
 //! # Rules
 //!
-//! Each violation is written down as one line that starts with the rule's id; `tests/standin_acl.rs` breaks each on purpose.
+//! Each violation is written down as one line that starts with the rule's id; `tests/acl/standin` breaks each on purpose.
 //! A code with a question mark is a guess: the documentation says that the call fails, or nothing.
 //!
 //! | id | who breaks it | what the call does |

@@ -27,7 +27,7 @@
 //!
 //! # Rules
 //!
-//! Each violation is written down as one line that starts with the rule's id; `tests/standin.rs` breaks each on purpose.
+//! Each violation is written down as one line that starts with the rule's id; `tests/cuda/standin` breaks each on purpose.
 //!
 //! | id | who breaks it | what the call does |
 //! | --- | --- | --- |
@@ -96,7 +96,7 @@
 //! # Where drivers differ
 //!
 //! The same sequences are made on a real driver, where there is one, and their codes compared; what calls do that no code
-//! shows is compared in `tests/hardware/effects.rs`. What differs, or is not tried there, is in `tests/probe/listed.rs`;
+//! shows is compared in `tests/cuda/hardware/effects.rs`. What differs, or is not tried there, is in `tests/cuda/standin/probe/listed.rs`;
 //! this is the same list. *Seen* is the first driver that did so; *unseen* is read from the manual.
 //!
 //! | id | step | stand-in | driver | seen | why |
