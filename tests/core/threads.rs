@@ -10,13 +10,15 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pinpool::host::{HostConfig, HostNode};
 use pinpool::telemetry::thread_misses;
 use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
 
 const THREADS: usize = 6;
+/// Longer than anything takes here.
+const HANG: Duration = Duration::from_secs(60);
 
 /// How much longer than usual.
 fn rounds(usual: usize) -> usize {
@@ -421,11 +423,15 @@ fn taking_back_while_the_owners_are_busy() {
                         assert!(is(buf, stamp ^ i as u64), "two owners of one segment");
                     }
                     mine += 1;
+                    pairs.fetch_add(1, Ordering::Relaxed);
                 }
-                pairs.fetch_add(mine, Ordering::Relaxed);
             });
         }
-        for _ in 0..rounds(2000) {
+        let (since, mut round) = (Instant::now(), 0);
+        // The owners may not have begun when the rounds are over.
+        while round < rounds(2000) || pool.stats().collects == 0 || pairs.load(Ordering::Relaxed) == 0 {
+            assert!(since.elapsed() < HANG, "{:?}", pool.stats());
+            round += 1;
             // Regions in use stay: this is for the collecting.
             pool.trim(512 << 10);
             match pool.try_checkout(Request::new(300 << 10)) {
@@ -436,7 +442,6 @@ fn taking_back_while_the_owners_are_busy() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    assert!(pool.stats().collects > 0 && pairs.load(Ordering::Relaxed) > 0);
     settled(&pool, &[]);
 }
 

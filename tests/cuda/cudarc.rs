@@ -50,8 +50,7 @@ fn beside(test: &str, body: impl FnOnce()) {
         }
     };
     let child = doubles::child(test, &environment, LIMIT);
-    print!("{}", child.stdout);
-    eprint!("{}", child.stderr);
+    crate::support::process::forward(&child.stdout, &child.stderr);
     assert!(
         child.status.is_some_and(|s| s.success()),
         "{test}: the child {}: {}",

@@ -477,7 +477,7 @@ impl User {
     }
 
     /// A buffer without waiting for others to come back, since they are all ours: only for the pool to grow.
-    fn from_growth(&mut self, pool: &Pool) -> Option<PinnedBuf> {
+    fn grown_to_the_end(&mut self, pool: &Pool) -> Option<PinnedBuf> {
         for _ in 0..4 {
             match pool.try_checkout(2 * PAGE - 4096) {
                 Ok(buf) => return Some(buf),
@@ -555,7 +555,7 @@ impl User {
             // What failed to come is asked for again by who needs it.
             let mut bufs = Vec::new();
             for i in 0..2 {
-                let mut buf = self.from_growth(&pool)?;
+                let mut buf = self.grown_to_the_end(&pool)?;
                 buf.extend_from_slice(&bytes(i, LEN));
                 bufs.push(buf);
             }

@@ -61,8 +61,7 @@ pub fn on_gpu(test: &str, scenario: fn(&dyn Site)) {
     // Kernels are loaded with their module, not when they are first launched, which may wait for whatever runs.
     let environment = [(KIND, kind), (doubles::PATH, library), ("CUDA_MODULE_LOADING", "EAGER")];
     let child = doubles::child(test, &environment, LIMIT);
-    print!("{}", child.stdout);
-    eprint!("{}", child.stderr);
+    crate::support::process::forward(&child.stdout, &child.stderr);
     let ended_well = child.status.is_some_and(|status| status.success());
     assert!(ended_well, "{test}: the child {}: {}", child.how(), child.last_words());
     assert!(child.stdout.contains("1 passed"), "{test} did not run");

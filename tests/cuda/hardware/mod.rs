@@ -110,8 +110,7 @@ fn on_gpu(test: &str, needs: Needs, body: impl FnOnce(&Gpu)) {
         }
     };
     let child = doubles::child(test, &environment, LIMIT);
-    print!("{}", child.stdout);
-    eprint!("{}", child.stderr);
+    crate::support::process::forward(&child.stdout, &child.stderr);
     assert!(
         child.status.is_some_and(|status| status.success()),
         "{test}: the child {}: {}",

@@ -8,13 +8,13 @@
 #![cfg(all(feature = "metrics", target_os = "linux"))]
 
 mod browser;
-#[allow(dead_code, reason = "its main is not ours")]
-#[path = "../../../examples/dashboard.rs"]
-mod dashboard;
 mod exported;
 mod fake;
 mod programs;
 mod prometheus;
+#[allow(dead_code, reason = "its main is not ours")]
+#[path = "../../../examples/dashboard.rs"]
+mod served;
 #[cfg(feature = "cli")]
 mod top;
 
@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use clap::Parser;
 
-use dashboard::{Dashboard, Options, router};
+use served::{Dashboard, Options, router};
 
 /// What has not happened by then never will.
 const PATIENCE: Duration = Duration::from_secs(90);
