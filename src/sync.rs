@@ -19,7 +19,7 @@
 //!
 //! (Loom models only fences as sequentially consistent. Sanitizers do not model fences at all.)
 //!
-//! Only the first mode exercises the pairing of `light` with the system call. `tests/threads.rs` runs that on real
+//! Only the first mode exercises the pairing of `light` with the system call. `tests/core/threads.rs` runs that on real
 //! threads. Models follow the first mode's code, with fences in place of the call; some models follow the second mode's
 //! (`model_fenced`).
 //!

@@ -2,8 +2,9 @@
 
 use pinpool::Device;
 
-use crate::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY, on_each};
-use crate::doubles::{HANG, StandIn};
+use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY, on_each};
+use crate::support::doubles::{HANG, StandIn};
+use crate::support::skip;
 use crate::{bytes, calls, filled, pool, round_trip, until};
 
 /// Where something stays.
@@ -13,7 +14,7 @@ fn leaving_something(test: &str, body: impl FnOnce(&StandIn)) {
     }
     match npu::stand_in() {
         Some(stand_in) => body(&stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
+        None => skip!("the library that is named is no stand-in"),
     }
 }
 
@@ -107,8 +108,8 @@ fn a_lost_device_is_closed_without_a_call() {
     });
 }
 
-/// Before host memory is freed every device is drained. One that turns out to be lost then is none that uses it: what is in
-/// flight there never comes to be freed.
+/// Before host memory is freed every device is drained. One that turns out to be lost then is none that uses it: what
+/// is in flight there never comes to be freed.
 #[test]
 fn another_device_that_is_lost_keeps_nothing_of_this_one() {
     leaving_something("closing::another_device_that_is_lost_keeps_nothing_of_this_one", |stand_in| {
@@ -143,8 +144,8 @@ fn freeing_is_tried_again_when_a_device_cannot_be_waited_for_just_now() {
     });
 }
 
-/// A blocking copy that was never submitted, since what comes before it cannot be waited for, uses no memory: the error comes
-/// back at once, and nobody waits for the whole device.
+/// A blocking copy that was never submitted, since what comes before it cannot be waited for, uses no memory: the error
+/// comes back at once, and nobody waits for the whole device.
 #[test]
 fn a_copy_that_was_not_submitted_is_not_waited_for() {
     on_each("closing::a_copy_that_was_not_submitted_is_not_waited_for", &[TODAY, EARLY_2022], |stand_in| {
@@ -158,7 +159,8 @@ fn a_copy_that_was_not_submitted_is_not_waited_for() {
     });
 }
 
-/// What this crate asked for and knew might be refused leaves no message, which somebody would take for that of a later error.
+/// What this crate asked for and knew might be refused leaves no message, which somebody would take for that of a later
+/// error.
 #[test]
 fn no_message_of_an_expected_refusal_is_left() {
     on_each("closing::no_message_of_an_expected_refusal_is_left", &[TODAY], |stand_in| {

@@ -2,8 +2,8 @@
 
 use pinpool::{Device, Unpinned};
 
-use crate::doubles::StandIn;
-use crate::doubles::npu::{self, on_each};
+use crate::support::doubles::StandIn;
+use crate::support::doubles::npu::{self, on_each};
 use crate::{bytes, filled, pool};
 
 /// A server that calls the library itself.

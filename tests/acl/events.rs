@@ -2,8 +2,8 @@
 
 use pinpool::{Device, InFlight, PinnedBuf};
 
-use crate::doubles::StandIn;
-use crate::doubles::npu::{self, EARLY_2022, LATE_2022, SMALL_2022, TODAY, on_each};
+use crate::support::doubles::StandIn;
+use crate::support::doubles::npu::{self, EARLY_2022, LATE_2022, SMALL_2022, TODAY, on_each};
 use crate::{bytes, calls, filled, pool};
 
 /// More than what this crate takes of the smallest device's events.
@@ -14,7 +14,8 @@ fn limit(stand_in: &StandIn, events: usize) {
     unsafe { stand_in.get::<extern "C" fn(usize, usize)>("standin_limits")(events, 1984) }
 }
 
-/// Goes on when the device does, however many marks it is asked for meanwhile; and tells the most events that there were.
+/// Goes on when the device does, however many marks it is asked for meanwhile; and tells the most events that there
+/// were.
 fn more_marks_than_events(stand_in: &StandIn) {
     let device = Device::open("acl:0").unwrap();
     let (pool, stream) = (pool(&device, 1 << 20), device.stream().unwrap());

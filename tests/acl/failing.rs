@@ -3,8 +3,9 @@
 use pinpool::{Device, Error, ErrorClass, Pool, Result, Stream, acl};
 
 use crate::bytes;
-use crate::doubles::npu::{EARLY_2022, LATE_2022, ON_DEVICE, TODAY, Way, on_each};
-use crate::doubles::{HANG, StandIn};
+use crate::support::doubles::npu::{EARLY_2022, LATE_2022, ON_DEVICE, TODAY, Way, on_each};
+use crate::support::doubles::{HANG, StandIn};
+use crate::support::skip;
 
 /// A little of everything, and the device closed. What failed, if anything did, and whether all was given back.
 fn a_little_of_everything() -> (Result<()>, bool) {
@@ -107,7 +108,7 @@ fn settled(stand_in: &StandIn, failed: &str, seen: &mut usize) -> Vec<String> {
 
 fn every_call(test: &str, way: Way) {
     on_each_tolerant(test, way, |stand_in| {
-        crate::doubles::panicking::install_if_asked();
+        crate::support::panicking::install_if_asked();
         let mut seen = 0;
         assert!(matches!(a_little_of_everything(), (Ok(()), true)));
         let mut leaks = settled(stand_in, "", &mut seen);
@@ -166,13 +167,13 @@ fn every_call(test: &str, way: Way) {
 
 /// Like `on_each`, where something may be left.
 fn on_each_tolerant(test: &str, way: Way, body: impl FnOnce(&StandIn)) {
-    use crate::doubles::npu;
+    use crate::support::doubles::npu;
     if !npu::is_set() {
         return way.again(test, &[]);
     }
     match npu::stand_in() {
         Some(stand_in) => body(&stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
+        None => skip!("the library that is named is no stand-in"),
     }
 }
 

@@ -3,8 +3,9 @@
 use pinpool::{Device, ErrorClass};
 
 use crate::contexts::Server;
-use crate::doubles::StandIn;
-use crate::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
+use crate::support::doubles::StandIn;
+use crate::support::doubles::npu::{self, EARLY_2022, ON_DEVICE, TODAY};
+use crate::support::skip;
 use crate::{bytes, filled, pool, round_trip, until};
 
 /// In a process of its own, where things stay for good.
@@ -14,7 +15,7 @@ fn leaving_things(test: &str, body: impl FnOnce(&StandIn)) {
     }
     match npu::stand_in() {
         Some(stand_in) => body(&stand_in),
-        None => println!("{test}: skipped, the library that is named is no stand-in"),
+        None => skip!("the library that is named is no stand-in"),
     }
 }
 
@@ -47,7 +48,7 @@ fn a_lost_device_is_not_called_any_more() {
         assert_eq!(devices[1].lost(), None);
         round_trip(&pools[1], &devices[1].stream().unwrap(), 3, 50_000);
         // What the lost one had is let go without a call that frees anything.
-        let frees = |report: &crate::doubles::Report| -> Vec<(String, u64)> {
+        let frees = |report: &crate::support::doubles::Report| -> Vec<(String, u64)> {
             let freeing =
                 ["aclrtFree", "aclrtFreeHost", "aclrtDestroyEvent", "aclrtDestroyStream", "aclrtResetDevice"];
             report.calls.iter().filter(|call| freeing.contains(&call.0.as_str())).cloned().collect()

@@ -1,30 +1,32 @@
-//! Ascend devices through the crate's public face, over the stand-in library of `tests/doubles/acl`: what the contract's
-//! suite, which runs there too, does not ask.
+//! Ascend devices through the crate's public face, over the stand-in library of `tests/doubles/acl`: what the
+//! contract's suite, which runs there too, does not ask.
 //!
-//! Each test runs in a process of its own for each library and machine that it is about (`tests/doubles/npu.rs`), and
-//! afterwards no rule of the stand-in may have been broken and nothing may be left there. Where `PINPOOL_REQUIRE` names an
-//! Ascend device, `what_the_device_says` runs on that.
+//! Each test runs in a process of its own for each library and machine that it is about
+//! (`tests/support/doubles/npu.rs`), and afterwards no rule of the stand-in may have been broken and nothing may be
+//! left there. Where `PINPOOL_REQUIRE` names an Ascend device, `what_the_device_says` runs on that.
 
 #![cfg(all(feature = "acl", target_os = "linux"))]
 #![allow(unsafe_code, reason = "calling the library beside pinpool")]
 
 mod closing;
 mod contexts;
-#[path = "../doubles/mod.rs"]
-mod doubles;
 mod events;
 mod failing;
 mod lost;
 mod memory;
 mod opening;
 mod sharing;
+mod standin;
+#[path = "../support/mod.rs"]
+mod support;
 
 use std::time::{Duration, Instant};
 
-use doubles::HANG;
-pub(crate) use doubles::ascendcl::{acl, made, says};
-use doubles::npu::{self, on_each};
 use pinpool::{Device, PinnedBuf, Pool, Stream, Unpinned, acl};
+pub(crate) use support::doubles::ascendcl::{acl, made, says};
+use support::doubles::npu::{self, on_each};
+use support::doubles::{self, HANG};
+use support::skip;
 
 /// Another test's process may be the first to build the library; this is long enough for all.
 const ROUNDS: usize = 24;
@@ -169,7 +171,7 @@ fn nothing_is_called_while_the_process_ends() {
     let test = "nothing_is_called_while_the_process_ends";
     if std::env::var_os(ENDS).is_none() {
         let Some(library) = npu::TODAY.library() else {
-            return println!("{test}: skipped, nothing to build with");
+            return skip!("nothing to build with");
         };
         let environment = [(ENDS, "1"), (doubles::ascendcl::PATH, library.to_str().unwrap())];
         let child = doubles::child(test, &environment, HANG);

@@ -7,8 +7,8 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 use crate::calls;
-use crate::doubles::HANG;
-use crate::doubles::npu::{self, LATE_2022, ON_DEVICE, TODAY, on_each};
+use crate::support::doubles::HANG;
+use crate::support::doubles::npu::{self, LATE_2022, ON_DEVICE, TODAY, on_each};
 use crate::{bytes, filled, pool, until};
 
 /// What of a block a segment for so many bytes must have, by the vendor's rule.

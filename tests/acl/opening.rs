@@ -2,9 +2,10 @@
 
 use pinpool::{Device, Error, acl};
 
-use crate::doubles::ascendcl::PATH;
-use crate::doubles::npu::{self, EARLY_2022, LATE_2022, TODAY, on_each};
-use crate::doubles::{self, HANG};
+use crate::support::doubles::ascendcl::PATH;
+use crate::support::doubles::npu::{self, EARLY_2022, LATE_2022, TODAY, on_each};
+use crate::support::doubles::{self, HANG};
+use crate::support::skip;
 
 /// Runs a part of this test in a process of its own, with an environment; `true` in that process.
 fn part(test: &str, part: &str, environment: &[(&str, &str)]) -> bool {
@@ -77,7 +78,7 @@ fn a_library_that_cannot_be_used_is_named() {
 #[test]
 fn a_toolkit_is_found_by_its_home() {
     let test = "opening::a_toolkit_is_found_by_its_home";
-    let Some(library) = TODAY.library() else { return println!("{test}: skipped, nothing to build with") };
+    let Some(library) = TODAY.library() else { return skip!("nothing to build with") };
     let home = std::env::temp_dir().join(format!("pinpool-toolkit-{}", std::process::id()));
     if std::env::var_os("PINPOOL_TEST_PART").is_none() {
         std::fs::create_dir_all(home.join("lib64")).unwrap();
@@ -98,7 +99,7 @@ fn a_toolkit_is_found_by_its_home() {
 #[test]
 fn devices_that_are_not_there_are_named() {
     let test = "opening::devices_that_are_not_there_are_named";
-    let Some(library) = TODAY.library() else { return println!("{test}: skipped, nothing to build with") };
+    let Some(library) = TODAY.library() else { return skip!("nothing to build with") };
     let library = library.to_str().unwrap();
     if part(test, "none", &[(PATH, library), ("PINPOOL_STANDIN_DEVICES", "0"), (doubles::PATH, "/nowhere")]) {
         let why = why("acl:0");

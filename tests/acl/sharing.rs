@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use pinpool::{Device, Error, acl};
 
 use crate::contexts::Server;
-use crate::doubles::npu::{self, on_each};
+use crate::support::doubles::npu::{self, on_each};
+use crate::support::skip;
 use crate::{bytes, calls, filled, pool, pool_on_host, round_trip, until};
 
 fn handle(word: usize) -> *mut c_void {
@@ -82,7 +83,7 @@ fn a_stream_of_another_context_is_refused() {
     if !npu::is_set() {
         return npu::WAYS.iter().for_each(|way| way.again(test, &[]));
     }
-    let Some(stand_in) = npu::stand_in() else { return println!("{test}: skipped, no stand-in") };
+    let Some(stand_in) = npu::stand_in() else { return skip!("no stand-in") };
     let server = Server { stand_in: &stand_in };
     let device = Device::open("acl:1").unwrap();
     crate::says!(server, 0, "aclrtSetDevice", 1);

@@ -1,28 +1,28 @@
 //! What any device must do, seen from outside: one suite, written once, run on every device there is.
 //!
-//! After each test its device is closed, which waits until everything was given back: so each of them shows, too, that nothing
-//! of what it did stays behind.
+//! After each test its device is closed, which waits until everything was given back: so each of them shows, too, that
+//! nothing of what it did stays behind.
 //!
 //! A device joins by one more [`Subject`] in [`subjects`]. Nothing here knows how a device works, and nothing asserts
 //! how long anything takes. `PINPOOL_REQUIRE=host:0,cuda:0` names devices whose tests must not be skipped; without it a
 //! device that cannot be opened is reported and left out.
 //!
 //! GPUs: with one named by `PINPOOL_REQUIRE` the machine's own driver is used. Otherwise the suite runs on the stand-in
-//! driver of `tests/doubles`, whose rules must then not have been broken. Ascend devices likewise, on the stand-in as a library
-//! of today and of 2022, and in both run modes.
+//! driver of `tests/doubles`, whose rules must then not have been broken. Ascend devices likewise, on the stand-in as a
+//! library of today and of 2022, and in both run modes.
 
 #![allow(unsafe_code, reason = "memory by its address")]
 
 mod closing;
 mod copies;
-#[cfg(any(feature = "acl", feature = "cuda"))]
-#[path = "../doubles/mod.rs"]
-mod doubles;
 mod ends;
 mod memories;
 mod memory;
 mod queue;
 mod refusals;
+mod replay;
+#[path = "../support/mod.rs"]
+mod support;
 mod waiting;
 
 use std::future::Future;
@@ -37,6 +37,9 @@ use pinpool::{
     AddressFault, CopyQueue, Device, DeviceBuffer, DeviceSlice, Error, HostBuf, InFlight, PinnedBuf, Pool,
     QueueOptions, Request, Stream, SubmitError, Unpinned,
 };
+#[cfg(any(feature = "acl", feature = "cuda"))]
+use support::doubles;
+use support::skip;
 use waiting::block_on;
 
 /// A device under test.
@@ -262,7 +265,7 @@ fn run(family: &str) -> usize {
                     run += 1;
                 }
             }
-            Err(error) => println!("{name} ({kind}): skipped, {error}"),
+            Err(error) => skip!("{name} ({kind}): {error}"),
         }
     }
     println!("{run} tests run on {family} devices");

@@ -11,6 +11,7 @@ use memmap2::{Mmap, MmapMut};
 use pinpool::{Backing, ErrorClass, HostAllocFlags, Lend, RegionInfo, Registered, StableDeref};
 
 use super::*;
+use crate::support::skip;
 
 const PAGE: usize = 64 << 10;
 const HANG: Duration = Duration::from_secs(20);
@@ -72,7 +73,7 @@ where
         match registered {
             Ok(registered) => return Some(registered),
             Err(refused) if on.cannot(&refused.error) => {
-                println!("skipped: {}", refused.error);
+                println!("refused, as it may be here: {}", refused.error);
                 return None;
             }
             Err(refused) => {
@@ -82,7 +83,7 @@ where
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    println!("skipped: the memlock limit is used up");
+    skip!("the memlock limit is used up");
     None
 }
 
@@ -158,7 +159,9 @@ pub fn adopted(on: &Subject) {
     let (watched, dropped) = Watched::new(content.clone());
     let (start, end) = (watched.as_ptr().addr(), watched.as_ptr().addr() + watched.len());
     let info = match pool.adopt(watched) {
-        Err(refused) if on.cannot(&refused.error) => return println!("skipped: {}", refused.error),
+        Err(refused) if on.cannot(&refused.error) => {
+            return println!("refused, as it may be here: {}", refused.error);
+        }
         adopted => adopted.unwrap(),
     };
     assert!(start <= base(&info) && base(&info) + info.len <= end && base(&info) % 4096 == 0);

@@ -15,10 +15,12 @@
 #![allow(unsafe_code, reason = "memory by its address")]
 
 mod audit;
-#[path = "../panicking/mod.rs"]
-mod panicking;
+mod foreign;
+mod memory;
 mod scenario;
 mod server;
+#[path = "../support/mod.rs"]
+mod support;
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -37,6 +39,7 @@ use pinpool::{
 use audit::leftovers;
 use scenario::scenario;
 use server::{Report, Server};
+use support::panicking;
 
 /// Bytes of the pieces of device memory that copies go to.
 const SLOT: usize = 2 << 10;
@@ -95,7 +98,7 @@ const EVERYTHING: [&str; 22] = [
     "trim",
 ];
 
-/// Calls that this scenario makes. (Other memory than the pool's own is in `host_memory.rs`.)
+/// Calls that this scenario makes. (Other memory than the pool's own is in `memory.rs`.)
 fn expected_calls() -> impl Iterator<Item = Call> {
     let elsewhere = [Call::AllocateHost, Call::FreeHost, Call::DeviceAddress];
     Call::ALL.into_iter().filter(move |call| !elsewhere.contains(call))

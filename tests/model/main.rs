@@ -6,7 +6,8 @@
 //! (`scripted`): every call of the device failing in every way, among others. At the end the run prints how often each
 //! transition was taken, and fails if one never was.
 //!
-//! With `PINPOOL_SUBSCRIBER=panics` a subscriber, and every waker once it has noted that it was called, panic meanwhile.
+//! With `PINPOOL_SUBSCRIBER=panics` a subscriber, and every waker once it has noted that it was called, panic
+//! meanwhile.
 //!
 //! `PINPOOL_CASES=N` runs N times as many cases, `PINPOOL_SEED=N` others, and `PINPOOL_SHRINK=N`
 //! tries N times to make a failing case smaller.
@@ -14,9 +15,9 @@
 #![allow(unsafe_code, reason = "the model looks at memory in flight; PinnedBuf::set_len is unsafe")]
 
 mod ops;
-#[path = "../panicking/mod.rs"]
-mod panicking;
 mod scripted;
+#[path = "../support/mod.rs"]
+mod support;
 mod tally;
 mod world;
 
@@ -25,6 +26,7 @@ use std::cell::RefCell;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use ops::{Op, Setup};
+use support::panicking;
 use tally::Tally;
 use world::World;
 

@@ -18,7 +18,7 @@ pub fn faults() -> impl Iterator<Item = (Call, Failure)> {
     calls().into_iter().flat_map(|call| FAILURES.map(|failure| (call, failure)))
 }
 
-/// The calls that the model's pool makes. (The others are in `host_memory.rs` and `faults`.)
+/// The calls that the model's pool makes. (The others are in `tests/faults/memory.rs` and `faults`.)
 pub fn calls() -> Vec<Call> {
     let elsewhere = [
         Call::AllocateHost,

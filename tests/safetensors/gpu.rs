@@ -4,8 +4,8 @@ use pinpool::pipeline::Pipeline;
 use pinpool::safetensors::{Checkpoint, device_checksums};
 use pinpool::{Device, Pool, Unpinned};
 
-use super::doubles::gpu::on_gpu;
 use super::{Folder, Made, arrived, file, made};
+use crate::support::doubles::gpu::on_gpu;
 
 #[test]
 fn tensors_arrive_on_a_gpu() {

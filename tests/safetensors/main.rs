@@ -1,20 +1,17 @@
-//! Checkpoints in the safetensors format: what arrives, where, and in which order; what is refused; and what is left behind
-//! when something goes wrong. On the host device with late copies, and on the stand-in libcuda.
+//! Checkpoints in the safetensors format: what arrives, where, and in which order; what is refused; and what is left
+//! behind when something goes wrong. On the host device with late copies, and on the stand-in libcuda.
 #![cfg(all(feature = "safetensors", target_os = "linux"))]
 #![allow(missing_docs, clippy::unwrap_used)]
 
-#[cfg(feature = "cuda")]
-#[path = "../doubles/mod.rs"]
-mod doubles;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod headers;
 mod indexes;
 mod loading;
 mod memory;
-#[path = "../rig/mod.rs"]
-mod rig;
 mod strange;
+#[path = "../support/mod.rs"]
+mod support;
 mod trouble;
 
 use std::fmt::Write as _;
@@ -23,7 +20,7 @@ use std::path::{Path, PathBuf};
 use pinpool::pipeline::Pipeline;
 use pinpool::safetensors::DeviceTensor;
 
-pub(crate) use rig::{Rig, block_on, pattern};
+pub(crate) use support::rig::{Rig, block_on, pattern};
 
 /// A tensor to be written: bytes of no type's in particular.
 #[derive(Clone, Debug)]

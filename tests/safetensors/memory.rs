@@ -1,7 +1,7 @@
 //! What a header or an index costs that is refused: two and a half times its own bytes, these included.
 //!
-//! Allocations of the thread that reads are counted, the old and the new block of one that grows both. What is measured is of
-//! a few megabytes; `tests/cli.rs` has a hundred, under a limit of the system's.
+//! Allocations of the thread that reads are counted, the old and the new block of one that grows both. What is measured
+//! is of a few megabytes; `tests/cli` has a hundred, under a limit of the system's.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};

@@ -168,7 +168,7 @@ struct Flag(AtomicBool);
 impl Wake for Flag {
     fn wake(self: Arc<Self>) {
         self.0.store(true, Ordering::SeqCst);
-        crate::panicking::panic_if_asked();
+        crate::support::panicking::panic_if_asked();
     }
 }
 

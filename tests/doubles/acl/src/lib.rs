@@ -1,33 +1,33 @@
 //! A stand-in for `libascendcl.so`, for tests on machines without an NPU.
 //!
-//! It has the entry points that pinpool calls and those that a server beside it does, is loaded by the very code that loads
-//! the vendor's library, and keeps that library's rules as strictly as they can be read. No NPU was at hand: what it knows is
-//! from public headers and documentation, of CANN 5.0 to 9.2. Where the library would let something pass that its
-//! documentation or our own contract forbids, it does what the library does and writes the violation down.
+//! It has the entry points that pinpool calls and those that a server beside it does, is loaded by the very code that
+//! loads the vendor's library, and keeps that library's rules as strictly as they can be read. No NPU was at hand: what
+//! it knows is from public headers and documentation, of CANN 5.0 to 9.2. Where the library would let something pass
+//! that its documentation or our own contract forbids, it does what the library does and writes the violation down.
 //!
 //! # How it works
 //!
 //! There are no threads and no NPU. A stream is a queue; what is submitted is queued and nothing more. Things run when
-//! somebody finds out about them, and only as far as that needs: a query of an event first says "not ready" a few times,
-//! then runs what the event covers; synchronising runs all of it. So every copy is as late as the rules allow, and who
-//! reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot show is a copy that
-//! runs *while* the CPU works: for that there are the host device's threads.)
+//! somebody finds out about them, and only as far as that needs: a query of an event first says "not ready" a few
+//! times, then runs what the event covers; synchronising runs all of it. So every copy is as late as the rules allow,
+//! and who reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot show is a
+//! copy that runs *while* the CPU works: for that there are the host device's threads.)
 //!
-//! Device memory is ordinary memory under made-up addresses that no CPU can read, filled with 0xA5 when it is allocated, as
-//! is host memory. Contexts, streams and events are numbers that are never used twice, unless a test wants the handle of a
-//! destroyed stream to be given to the next one. All of it is behind one lock.
+//! Device memory is ordinary memory under made-up addresses that no CPU can read, filled with 0xA5 when it is
+//! allocated, as is host memory. Contexts, streams and events are numbers that are never used twice, unless a test
+//! wants the handle of a destroyed stream to be given to the next one. All of it is behind one lock.
 //!
-//! The vendor's library does not look after memory that goes while it is used, and neither does this one: a queued copy from
-//! memory that was freed or unregistered carries 0xDD, one to such memory arrives nowhere, and one from memory that is
-//! not page-locked brings the device 0xDB. Nothing of that is an error, which is why each is a violation.
+//! The vendor's library does not look after memory that goes while it is used, and neither does this one: a queued copy
+//! from memory that was freed or unregistered carries 0xDD, one to such memory arrives nowhere, and one from memory
+//! that is not page-locked brings the device 0xDB. Nothing of that is an error, which is why each is a violation.
 //!
-//! With the feature `acl2022` the library has what there was at the end of 2022 (CANN 6.0), with `acl5` what there was at its
-//! beginning (CANN 5.0): no flags for events and streams, and no event status but `aclrtQueryEvent`.
+//! With the feature `acl2022` the library has what there was at the end of 2022 (CANN 6.0), with `acl5` what there was
+//! at its beginning (CANN 5.0): no flags for events and streams, and no event status but `aclrtQueryEvent`.
 //!
 //! # Rules
 //!
-//! Each violation is written down as one line that starts with the rule's id; `tests/standin_acl.rs` breaks each on purpose.
-//! A code with a question mark is a guess: the documentation says that the call fails, or nothing.
+//! Each violation is written down as one line that starts with the rule's id; `tests/acl/standin` breaks each on
+//! purpose. A code with a question mark is a guess: the documentation says that the call fails, or nothing.
 //!
 //! | id | who breaks it | what the call does |
 //! | --- | --- | --- |
@@ -83,20 +83,20 @@
 //! | ARG-1 | passes null where something is read or written | 100000, and 107000 in a configuration |
 //! | ARG-2 | passes flags, sizes, policies or timeouts that do not exist | 100000, and 107000 for timeouts and attributes |
 //!
-//! No violations, but errors: no device at all (207004?), one that does not exist (107001), no more streams (207008), events (207007) or memory
-//! (207001), a single block of host memory above the extent's limit (207001), `VA_FLAG` or registering where driver or product
-//! have neither (207000), a library that is initialised already (100002), a time that ran out (507046 for a stream, 507047 for
-//! an event, 507012 for reports). A bare thread that asks for its context or device gets 107002: there is no other way to
-//! ask. Nor can a thread be given no context: null is refused.
+//! No violations, but errors: no device at all (207004?), one that does not exist (107001), no more streams (207008),
+//! events (207007) or memory (207001), a single block of host memory above the extent's limit (207001), `VA_FLAG` or
+//! registering where driver or product have neither (207000), a library that is initialised already (100002), a time
+//! that ran out (507046 for a stream, 507047 for an event, 507012 for reports). A bare thread that asks for its context
+//! or device gets 107002: there is no other way to ask. Nor can a thread be given no context: null is refused.
 //!
-//! From CANN 8.5 on, and with a driver that can tell, CPY-4 is no loss: the copy is done when the call returns. Nobody can
-//! rely on that who also runs on older ones.
+//! From CANN 8.5 on, and with a driver that can tell, CPY-4 is no loss: the copy is done when the call returns. Nobody
+//! can rely on that who also runs on older ones.
 //!
-//! *Notes* are counted: REPEATED-INIT; QUERIED-ELSEWHERE, for `aclrtQueryEvent` on another thread than the one that recorded
-//! (it is documented for the same one only, and nothing else is there to ask with in CANN 5.0).
+//! *Notes* are counted: REPEATED-INIT; QUERIED-ELSEWHERE, for `aclrtQueryEvent` on another thread than the one that
+//! recorded (it is documented for the same one only, and nothing else is there to ask with in CANN 5.0).
 //!
-//! When the program runs on the device (RC mode), host memory is the device's: it counts as such, starts on a multiple of 16
-//! that is none of 64, cannot be registered, and is copied from and to in any way.
+//! When the program runs on the device (RC mode), host memory is the device's: it counts as such, starts on a multiple
+//! of 16 that is none of 64, cannot be registered, and is copied from and to in any way.
 //!
 //! After an error that ends a device, every call that touches it gives its code until the device is reset, and what was
 //! queued never runs.
@@ -108,13 +108,13 @@
 //!
 //! # Control
 //!
-//! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2),
-//! `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_RC` (0: the program runs on a host),
-//! `PINPOOL_STANDIN_EVENTS` (65536 for each device) and `PINPOOL_STANDIN_STREAMS` (1984), `PINPOOL_STANDIN_SOC` (the chip's name), `PINPOOL_STANDIN_EXTENT` (the
-//! most bytes of one block of host memory, 200 GiB) and `PINPOOL_STANDIN_HOST` (of all), `PINPOOL_STANDIN_REGISTER` (1)
-//! and `PINPOOL_STANDIN_VA` (0: drivers before 25.5), `PINPOOL_STANDIN_SEGMENTS` (0; 1: every copy is of a whole
-//! segment), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it), `PINPOOL_STANDIN_REPORT` (a file
-//! that the report is written to when the process exits).
+//! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES`
+//! (2), `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_RC` (0: the program runs on a host),
+//! `PINPOOL_STANDIN_EVENTS` (65536 for each device) and `PINPOOL_STANDIN_STREAMS` (1984), `PINPOOL_STANDIN_SOC` (the
+//! chip's name), `PINPOOL_STANDIN_EXTENT` (the most bytes of one block of host memory, 200 GiB) and
+//! `PINPOOL_STANDIN_HOST` (of all), `PINPOOL_STANDIN_REGISTER` (1) and `PINPOOL_STANDIN_VA` (0: drivers before 25.5),
+//! `PINPOOL_STANDIN_SEGMENTS` (0; 1: every copy is of a whole segment), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as
+//! `standin_fail` takes it), `PINPOOL_STANDIN_REPORT` (a file that the report is written to when the process exits).
 
 // Older libraries have less to answer.
 #![cfg_attr(feature = "acl2022", allow(dead_code))]

@@ -7,27 +7,28 @@
 //! # How it works
 //!
 //! There are no threads and no GPU. A stream is a queue; what is submitted is queued and nothing more. Things run when
-//! somebody finds out about them, and only as far as that needs: a query of an event first says "not ready" a few times,
-//! then runs what the event covers; synchronising runs all of it. So every copy is as late as the rules allow, and who
-//! reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot show is a copy that
-//! runs *while* the CPU works: for that there are the real driver and the host device's threads.)
+//! somebody finds out about them, and only as far as that needs: a query of an event first says "not ready" a few
+//! times, then runs what the event covers; synchronising runs all of it. So every copy is as late as the rules allow,
+//! and who reads or reuses memory early gets the wrong bytes each time, not now and then. (What this cannot show is a
+//! copy that runs *while* the CPU works: for that there are the real driver and the host device's threads.)
 //!
-//! Device memory is ordinary memory under made-up addresses, filled with 0xA5 when it is allocated; what is allocated in a
-//! stream's order has the memory of what the stream is still to free, with its bytes. Contexts, streams and
-//! events are numbers that are never used twice, unless a test wants the driver's habit of giving the handle of a destroyed
+//! Device memory is ordinary memory under made-up addresses, filled with 0xA5 when it is allocated; what is allocated
+//! in a stream's order has the memory of what the stream is still to free, with its bytes. Contexts, streams and events
+//! are numbers that are never used twice, unless a test wants the driver's habit of giving the handle of a destroyed
 //! stream to the next one. All of it is behind one lock.
 //!
 //! Captured copies become nodes of a graph; a launch queues them again. User objects are counted, and their destructors
-//! called on a thread of the stand-in's own. The legacy default stream is a stream like any other, without its order with
-//! blocking streams: what that would keep apart is seen not to rely on it.
+//! called on a thread of the stand-in's own. The legacy default stream is a stream like any other, without its order
+//! with blocking streams: what that would keep apart is seen not to rely on it.
 //!
-//! With the feature `cuda11` the library lacks what CUDA 11.0 lacked: stream ids, user objects, and who is captured into
-//! what; with `cuda12` what 12.0 lacked, batches of copies among it; with `cuda13` it has what 13.0 added, the newer form of
-//! that call.
+//! With the feature `cuda11` the library lacks what CUDA 11.0 lacked: stream ids, user objects, and who is captured
+//! into what; with `cuda12` what 12.0 lacked, batches of copies among it; with `cuda13` it has what 13.0 added, the
+//! newer form of that call.
 //!
 //! # Rules
 //!
-//! Each violation is written down as one line that starts with the rule's id; `tests/standin.rs` breaks each on purpose.
+//! Each violation is written down as one line that starts with the rule's id; `tests/cuda/standin` breaks each on
+//! purpose.
 //!
 //! | id | who breaks it | what the call does |
 //! | --- | --- | --- |
@@ -88,16 +89,17 @@
 //! | ROW-1 | has a pitch be shorter than a row, longer than the device can, or of memory of no known kind | 1 |
 //! | ARG-1 | passes null where something is written | 1 |
 //!
-//! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. Its bytes are taken
-//! during the call, and there when the call returns, as the driver manual has it ("API synchronization behavior"). A rectangle
-//! that reaches beyond one allocation or registered range is refused and counted as a note, ROWS. After a
-//! sticky error every call that touches the context gives its code, and what was queued never runs.
+//! Memory that is not registered at all may be copied from and to: that is counted as a *note*, PAGEABLE. Its bytes are
+//! taken during the call, and there when the call returns, as the driver manual has it ("API synchronization
+//! behavior"). A rectangle that reaches beyond one allocation or registered range is refused and counted as a note,
+//! ROWS. After a sticky error every call that touches the context gives its code, and what was queued never runs.
 //!
 //! # Where drivers differ
 //!
-//! The same sequences are made on a real driver, where there is one, and their codes compared; what calls do that no code
-//! shows is compared in `tests/hardware/effects.rs`. What differs, or is not tried there, is in `tests/probe/listed.rs`;
-//! this is the same list. *Seen* is the first driver that did so; *unseen* is read from the manual.
+//! The same sequences are made on a real driver, where there is one, and their codes compared; what calls do that no
+//! code shows is compared in `tests/cuda/hardware/effects.rs`. What differs, or is not tried there, is in
+//! `tests/cuda/standin/probe/listed.rs`; this is the same list. *Seen* is the first driver that did so; *unseen* is
+//! read from the manual.
 //!
 //! | id | step | stand-in | driver | seen | why |
 //! | --- | --- | --- | --- | --- | --- |
@@ -123,10 +125,10 @@
 //!
 //! # Control
 //!
-//! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES` (2), `PINPOOL_STANDIN_MEMORY`
-//! (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080), `PINPOOL_STANDIN_NUMA` (the node of each device,
-//! with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory in stream order), `PINPOOL_STANDIN_FAIL`
-//! (`name:nth:code`, as `standin_fail` takes it).
+//! `standin_*` in `control.rs`, here and two folders up; and at load, from the environment: `PINPOOL_STANDIN_DEVICES`
+//! (2), `PINPOOL_STANDIN_MEMORY` (bytes of each device, 256 MiB), `PINPOOL_STANDIN_VERSION` (12080),
+//! `PINPOOL_STANDIN_NUMA` (the node of each device, with commas between them; none), `PINPOOL_STANDIN_POOLS` (1: memory
+//! in stream order), `PINPOOL_STANDIN_FAIL` (`name:nth:code`, as `standin_fail` takes it).
 
 // Older drivers have less to answer.
 #![cfg_attr(feature = "cuda11", allow(dead_code))]

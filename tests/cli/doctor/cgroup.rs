@@ -1,0 +1,122 @@
+//! A control group with a memory limit, made for real: the doctor runs within it and has to find the limit that the
+//! kernel would hold it to. Needs the right to make groups, which mostly is root's; without it the test says why it was
+//! skipped, and the fabricated groups beside this are what is left.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::{doctor, findings};
+use crate::support::skip;
+
+/// A group of our own, removed in the end.
+struct Group {
+    path: PathBuf,
+    /// The file that bounds its memory.
+    limit: &'static str,
+}
+
+impl Group {
+    /// Beneath the group that this process is in, or beside it, as the version of the hierarchy allows.
+    fn new(bytes: u64) -> Result<Self, String> {
+        let read = |path: &str| fs::read_to_string(path).map_err(|error| format!("{path}: {error}"));
+        let (groups, mounts) = (read("/proc/self/cgroup")?, read("/proc/self/mountinfo")?);
+        let own = |controller: &str| {
+            groups.lines().find_map(|line| {
+                let (names, path) = line.split_once(':')?.1.split_once(':')?;
+                names.split(',').any(|name| name == controller).then_some(path)
+            })
+        };
+        // Where a hierarchy is mounted that begins at its root, so that paths in it are as /proc has them.
+        let mount = |kind: &str, controller: &str| {
+            mounts.lines().find_map(|line| {
+                let (front, back) = line.split_once(" - ")?;
+                let (mut front, mut back) = (front.split(' ').skip(3), back.split(' '));
+                let fits = front.next()? == "/"
+                    && back.next()? == kind
+                    && (controller.is_empty() || back.nth(1)?.split(',').any(|name| name == controller));
+                fits.then(|| front.next().map(PathBuf::from))?
+            })
+        };
+        let (parent, limit) = match own("memory") {
+            Some(path) => {
+                let mount = mount("cgroup", "memory").ok_or("the memory hierarchy is not mounted")?;
+                (mount.join(path.trim_start_matches('/')), "memory.limit_in_bytes")
+            }
+            None => {
+                let path = own("").ok_or("this process is in no group")?;
+                let mount = mount("cgroup2", "").ok_or("the unified hierarchy is not mounted")?;
+                // A group with processes of its own, other than the root, cannot bound groups below it.
+                let parent = Path::new(path).parent().unwrap_or(Path::new("/"));
+                let parent = mount.join(parent.strip_prefix("/").unwrap_or(parent));
+                let passed = fs::read_to_string(parent.join("cgroup.subtree_control")).unwrap_or_default();
+                if !passed.split_ascii_whitespace().any(|name| name == "memory") {
+                    return Err(format!("{} passes no memory limits on", parent.display()));
+                }
+                (parent, "memory.max")
+            }
+        };
+        let path = parent.join(format!("pinpool-doctor-{}", std::process::id()));
+        fs::create_dir(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let group = Self { path, limit };
+        let file = group.path.join(limit);
+        fs::write(&file, bytes.to_string()).map_err(|error| format!("{}: {error}", file.display()))?;
+        Ok(group)
+    }
+
+    /// The doctor, as a process of this group from its first instruction on.
+    fn doctor(&self, capacity: &str) -> Command {
+        let procs = self.path.join("cgroup.procs");
+        let mut command = doctor();
+        command.args(["--device", "host", "--capacity", capacity, "--pin", "2MiB"]);
+        let file = fs::OpenOptions::new().write(true).open(procs).unwrap();
+        // SAFETY: between fork and exec only a system call is made, on a descriptor opened before.
+        unsafe {
+            command.pre_exec(move || {
+                use std::os::fd::AsRawFd;
+                // 0 stands for whoever writes it.
+                match libc::write(file.as_raw_fd(), b"0".as_ptr().cast(), 1) {
+                    1 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        command
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // Processes that have just ended are in it for a moment more.
+        for _ in 0..100 {
+            if fs::remove_dir(&self.path).is_ok() {
+                return;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        eprintln!("{} could not be removed", self.path.display());
+    }
+}
+
+#[test]
+fn a_real_group_with_a_limit_is_found() {
+    let group = match Group::new(256 << 20) {
+        Ok(group) => group,
+        Err(why) => {
+            skip!("no control group can be made here: {why}");
+            return;
+        }
+    };
+    let path = group.path.to_str().unwrap();
+    let said = format!("of 256 MiB ({} of {path})", group.limit);
+    let found = findings(&mut group.doctor("1GiB"));
+    found.is("cgroup", "fail", &[&said, "the pool wants 1 GiB", "the kernel ends"], &[]);
+    // What fits is pinned and copied within the group, and the limit is said all the same.
+    let found = findings(&mut group.doctor("16MiB"));
+    found.is("cgroup", "ok", &[&said], &[]);
+    let memlock = &found.check("memlock")["status"];
+    assert!(found.check("pin")["status"] != "fail" || memlock == "fail", "{}", found.0);
+    // Little is left past the pool.
+    findings(&mut group.doctor("240MiB")).is("cgroup", "warn", &[&said, "leaves little"], &[]);
+}

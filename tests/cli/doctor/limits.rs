@@ -1,0 +1,301 @@
+//! Limits of the process and of the kernel: fabricated, and set for real.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use super::machine::{Machine, limits, status};
+use super::{doctor, findings};
+use crate::support::skip;
+
+const IPC_LOCK: u64 = 1 << 14;
+
+fn memlock(value: &str) -> String {
+    limits(value, "unlimited", "unlimited")
+}
+
+#[test]
+fn a_memlock_limit_fails_with_the_remedy_of_the_place() {
+    let machine = Machine::healthy();
+    machine.host("256MiB").is("memlock", "ok", &["unlimited"], &[]);
+    machine.file("/proc/self/limits", &memlock("8388608"));
+    machine
+        .host("256MiB")
+        .is(
+            "memlock",
+            "fail",
+            &["8 MiB", "256 MiB", "no CAP_IPC_LOCK"],
+            &["LimitMEMLOCK=infinity", "sudo prlimit --memlock=unlimited:unlimited", "limits.conf"],
+        )
+        .spares("memlock", "docker");
+    machine.host("4MiB").is("memlock", "ok", &["enough"], &[]);
+
+    // Whoever may raise it needs nobody's help.
+    machine.file("/proc/self/limits", &memlock("8388608/unlimited"));
+    machine
+        .host("256MiB")
+        .is("memlock", "fail", &[], &["ulimit -l 262144"])
+        .spares("memlock", "sudo prlimit");
+    machine.file("/proc/self/limits", &memlock("8388608/16777216"));
+    machine.host("256MiB").is("memlock", "fail", &[], &["sudo prlimit"]);
+    machine.file("/.dockerenv", "").file("/proc/self/limits", &memlock("8388608/unlimited"));
+    machine.host("256MiB").is("memlock", "fail", &[], &["shell: ulimit -l 262144", "docker run: --ulimit"]);
+    machine.without("/.dockerenv").file("/proc/self/limits", &memlock("8388608"));
+
+    // As a service.
+    machine.file("/proc/self/cgroup", "0::/system.slice/model-server.service\n");
+    machine.host("256MiB").is("memlock", "fail", &[], &["in model-server.service: LimitMEMLOCK=infinity"]);
+    // A user's session is one by name only.
+    machine.file("/proc/self/cgroup", "0::/user.slice/user-1000.slice/user@1000.service\n");
+    machine.host("256MiB").is("memlock", "fail", &[], &["in the server's unit: LimitMEMLOCK"]);
+}
+
+#[test]
+fn in_containers_the_remedy_is_the_containers() {
+    let machine = Machine::healthy();
+    machine.file("/proc/self/limits", &memlock("8388608")).file("/.dockerenv", "");
+    machine
+        .host("256MiB")
+        .is("memlock", "fail", &[], &["docker run: --ulimit memlock=-1:-1"])
+        .is("container", "ok", &["docker", "/.dockerenv"], &[])
+        .spares("memlock", "systemd");
+    machine.without("/.dockerenv").file("/run/.containerenv", "");
+    machine.host("256MiB").is("memlock", "fail", &[], &["podman run: --ulimit memlock=-1:-1"]).is(
+        "container",
+        "ok",
+        &["podman"],
+        &[],
+    );
+    // Kubelets' containers show signs of other tools too.
+    machine.file("/var/run/secrets/kubernetes.io/serviceaccount/token", "");
+    machine
+        .host("256MiB")
+        .is(
+            "memlock",
+            "fail",
+            &[],
+            &["kubernetes: securityContext.capabilities.add: [\"IPC_LOCK\"]", "containerd"],
+        )
+        .is("container", "ok", &["kubernetes"], &[])
+        .spares("memlock", "podman");
+    let machine = Machine::healthy();
+    let pod = "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n";
+    machine.file("/proc/self/limits", &memlock("8388608")).file("/proc/self/cgroup", pod);
+    machine.host("256MiB").is("container", "ok", &["kubernetes", "kubepods"], &[]);
+    let machine = Machine::healthy();
+    machine.file("/run/systemd/container", "lxc\n").file("/proc/self/limits", &memlock("65536"));
+    machine.host("256MiB").is("container", "ok", &["a container"], &[]).is(
+        "memlock",
+        "fail",
+        &[],
+        &["--ulimit memlock=-1", "IPC_LOCK"],
+    );
+    let machine = Machine::healthy();
+    let mut command = machine.doctor("host", "1MiB");
+    findings(command.env("KUBERNETES_SERVICE_HOST", "10.0.0.1")).is(
+        "container",
+        "ok",
+        &["KUBERNETES_SERVICE_HOST"],
+        &[],
+    );
+}
+
+#[test]
+fn the_capability_sets_the_limit_aside_outside_of_user_namespaces() {
+    let machine = Machine::healthy();
+    machine.file("/proc/self/limits", &memlock("65536")).file("/proc/self/status", &status(IPC_LOCK));
+    machine.host("256MiB").is("memlock", "ok", &["64 KiB", "CAP_IPC_LOCK"], &[]);
+    machine.file("/proc/self/uid_map", "         0          0 4294967295\n");
+    machine.host("256MiB").is("memlock", "ok", &[], &[]);
+    // One's own number alone, and what rootless containers have: a range of subordinate numbers besides.
+    let own = "         0       1000          1\n";
+    for map in [own.to_owned(), format!("{own}         1     100000      65536\n")] {
+        machine.file("/proc/self/uid_map", &map);
+        machine.host("256MiB").is("memlock", "fail", &["user namespace"], &[]);
+    }
+    machine.file("/proc/self/uid_map", "");
+    machine.host("256MiB").is("memlock", "ok", &[], &[]);
+    // All but that one.
+    machine.file("/proc/self/status", &status(!IPC_LOCK)).file("/proc/self/uid_map", "0 0 4294967295\n");
+    machine.host("256MiB").is("memlock", "fail", &["no CAP_IPC_LOCK"], &[]);
+}
+
+#[test]
+fn what_is_locked_already_counts() {
+    let machine = Machine::healthy();
+    let locked = status(0).replace("VmLck:\t       0 kB", "VmLck:\t  131072 kB");
+    machine.file("/proc/self/limits", &memlock("268435456"));
+    machine.host("256MiB").is("memlock", "ok", &[], &[]);
+    machine.file("/proc/self/status", &locked);
+    machine.host("256MiB").is("memlock", "fail", &[], &[]);
+    machine.host("128MiB").is("memlock", "ok", &[], &[]);
+}
+
+#[test]
+fn address_space_and_data_are_counted() {
+    let machine = Machine::healthy();
+    machine.host("1GiB").is("address-space", "ok", &["unlimited"], &[]);
+    machine.file("/proc/self/limits", &limits("unlimited", "1073741824", "unlimited"));
+    machine.host("1GiB").is(
+        "address-space",
+        "fail",
+        &["ulimit -v is 1 GiB"],
+        &["ulimit -v unlimited", "LimitAS=infinity"],
+    );
+    machine.host("512MiB").is("address-space", "ok", &[], &[]);
+    // CUDA needs much more than the pool.
+    machine.gpu("512MiB").is("address-space", "warn", &["CUDA"], &[]);
+    machine.file("/proc/self/limits", &limits("unlimited", "unlimited", "104857600"));
+    machine.host("512MiB").is("address-space", "fail", &["ulimit -d is 100 MiB"], &["LimitDATA=infinity"]);
+    machine.file("/.dockerenv", "");
+    machine.host("512MiB").is("address-space", "fail", &[], &["--ulimit data=-1:-1"]);
+}
+
+#[test]
+fn mappings_run_out() {
+    let machine = Machine::healthy();
+    machine.host("1MiB").is("mappings", "ok", &["65530"], &[]);
+    machine.file("/proc/sys/vm/max_map_count", "1000\n");
+    machine.host("1MiB").is(
+        "mappings",
+        "warn",
+        &["1000"],
+        &["sudo sysctl -w vm.max_map_count=262144", "/etc/sysctl.d/"],
+    );
+    machine.file("/proc/self/maps", &"00400000-00401000 r-xp 00000000 00:00 0\n".repeat(999));
+    machine.host("1MiB").is("mappings", "fail", &["999 in use"], &["vm.max_map_count"]);
+    // In a container it is the host's to set.
+    machine.file("/.dockerenv", "");
+    machine.host("1MiB").is("mappings", "fail", &[], &["on the container's host: sudo sysctl"]);
+}
+
+#[test]
+fn kernels_that_bite() {
+    let machine = Machine::healthy();
+    let kernel = |release: &str| machine.file("/proc/sys/kernel/osrelease", &format!("{release}\n"));
+    for release in ["6.11.0", "6.12.3-generic", "6.13.12"] {
+        kernel(release);
+        machine.gpu("1MiB").is("kernel", "warn", &[release, "2 GiB"], &["Linux 6.14"]);
+        machine.host("1MiB").is("kernel", "ok", &[release], &[]);
+    }
+    for release in ["6.10.9", "6.14.0", "5.15.0-1", "7.0"] {
+        kernel(release);
+        machine.gpu("1MiB").is("kernel", "ok", &[release], &[]);
+    }
+    kernel("6.8.0");
+    machine.gpu("600GiB").is("kernel", "ok", &["512 GiB"], &[]);
+    kernel("5.10.0");
+    machine.host("1MiB").is("kernel", "ok", &["MADV_POPULATE_WRITE"], &[]);
+    kernel("4.9.0");
+    machine.host("1MiB").is("kernel", "warn", &["membarrier"], &["4.14"]);
+}
+
+fn hard(resource: libc::__rlimit_resource_t) -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the pointer is to a live value that the call fills.
+    assert_eq!(unsafe { libc::getrlimit(resource, &raw mut limit) }, 0);
+    limit.rlim_max
+}
+
+/// The doctor, on this very machine, under a limit of its own and without CAP_IPC_LOCK.
+fn limited(resource: libc::__rlimit_resource_t, value: u64) -> Command {
+    let mut command = doctor();
+    command.args(["--device", "host"]);
+    // SAFETY: between fork and exec only system calls are made, which is allowed there.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: value, rlim_max: value };
+            if libc::setrlimit(resource, &raw const limit) != 0 {
+                return Err(std::io::Error::last_os_error());
+            }
+            // CAP_IPC_LOCK: what the bounding set lacks, no executable brings back. Who may not drop it does not have
+            // it.
+            libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
+            Ok(())
+        });
+    }
+    command
+}
+
+#[test]
+fn without_the_right_to_lock_the_check_and_the_pinning_agree() {
+    let found = findings(&mut limited(libc::RLIMIT_MEMLOCK, 65_536));
+    found
+        .is("memlock", "fail", &["64 KiB", "no CAP_IPC_LOCK"], &[])
+        .is("pin", "fail", &["could not be pinned", "65536 bytes"], &["see memlock"])
+        .is("copy", "warn", &["nothing could be pinned"], &[])
+        .is("device", "ok", &["host:0"], &[]);
+    let fix = found.check("memlock")["fix"].as_str().unwrap();
+    let remedies = ["LimitMEMLOCK=infinity", "--ulimit memlock=-1", "IPC_LOCK"];
+    assert!(remedies.iter().any(|remedy| fix.contains(remedy)), "{fix}");
+    // What the limit allows can be had, if this process may allow so much.
+    if hard(libc::RLIMIT_MEMLOCK) < 4 << 20 {
+        skip!("in part: the limit cannot be as high as 4 MiB here");
+        return;
+    }
+    let found = findings(limited(libc::RLIMIT_MEMLOCK, 4 << 20).args(["--capacity", "1MiB"]));
+    found.is("memlock", "ok", &["enough"], &[]).is("pin", "ok", &["1 MiB"], &[]);
+    assert_ne!(found.check("copy")["status"], "fail");
+}
+
+/// Where memory runs out while it is at work it says so, and the other findings with it.
+#[test]
+fn without_address_space_all_checks_are_told() {
+    for kib in [307_200_u64, 380 << 10, 450 << 10] {
+        let mut command = doctor();
+        command.args(["--device", "host"]);
+        // SAFETY: only a system call is made between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                let limit = libc::rlimit { rlim_cur: kib << 10, rlim_max: kib << 10 };
+                match libc::setrlimit(libc::RLIMIT_AS, &raw const limit) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        // (Which looks whether they are all there.)
+        let found = findings(&mut command);
+        assert_ne!(found.check("address-space")["found"], "unlimited");
+    }
+}
+
+/// In a user namespace everybody has all capabilities, and may lock no more for it.
+#[test]
+fn without_the_right_to_lock_a_user_namespace_gives_none() {
+    let works = Command::new("unshare").args(["--user", "--map-root-user", "true"]).output();
+    if !works.is_ok_and(|output| output.status.success()) {
+        skip!("there is no unshare, or user namespaces are forbidden");
+        return;
+    }
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", env!("CARGO_BIN_EXE_pinpool"), "doctor", "--device", "host"]);
+    // SAFETY: only a system call is made between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            let limit = libc::rlimit { rlim_cur: 65_536, rlim_max: 65_536 };
+            match libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        });
+    }
+    findings(&mut command).is("memlock", "fail", &["user namespace"], &[]).is(
+        "pin",
+        "fail",
+        &["65536 bytes"],
+        &[],
+    );
+}
+
+#[test]
+fn under_a_real_limit_of_the_address_space_the_check_sees_it() {
+    // Sanitizers reserve terabytes of addresses, and cannot run with less.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    if size.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() > 1 << 30 {
+        skip!("this process has terabytes of address space");
+        return;
+    }
+    let found = findings(limited(libc::RLIMIT_AS, 2 << 30).args(["--capacity", "4GiB"]));
+    found.is("address-space", "fail", &["ulimit -v is 2 GiB"], &[]);
+}

@@ -1,0 +1,300 @@
+//! The first GPU of the machine, or, where there is none, the stand-in.
+//!
+//! Each scenario has a process of its own, since the driver to load is chosen once in a process; and since an address
+//! that was freed on purpose must not be given out again.
+//!
+//! In half of the phases the streams are pinpool's alone; in the others their handles are given out, and on a real GPU
+//! a kernel of a tenth of a millisecond now and then holds one up, so that dozens of copies are in flight behind it
+//! while their handles are dropped. The stand-in copies only for who waits.
+//!
+//! Failures: the stand-in has calls reported as failed that were done. A real driver cannot be told to; there the
+//! copies that are to fail are from memory that its owner has freed, which the driver refuses when it is called.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use pinpool::{Device, DeviceSlice, Stream, cuda};
+
+use super::BYTES;
+use super::plain::{Cells, Engine, Remote, Words};
+use super::worker::{Machine, On, Setup, Site};
+use crate::support::doubles::{self, StandIn};
+use crate::support::kernels::{Kernels, Raw};
+use crate::support::skip;
+
+/// What the child is to run on: `real` or `stand-in`.
+const KIND: &str = "PINPOOL_REPLAY_GPU";
+/// Longer than any scenario takes.
+const LIMIT: Duration = Duration::from_secs(560);
+/// Checkouts per scenario: on a real GPU when everything is run, otherwise, and through the plain pool.
+const FULL: u64 = 1_700_000;
+const USUAL: u64 = 60_000;
+const PLAIN: u64 = 10_000;
+/// How long the kernels run that hold up a stream of pinpool's, and one of the plain pool's.
+const HOLD_UP_NANOSECONDS: u64 = 100_000;
+const PLAIN_HOLD_UP_NANOSECONDS: u64 = 20_000;
+/// Bytes that are freed on purpose: more than any block that the driver cuts small allocations from.
+const GONE: usize = 64 << 20;
+
+/// Runs a scenario on a GPU, in a child.
+pub fn on_gpu(test: &str, scenario: fn(&dyn Site)) {
+    if let Ok(kind) = std::env::var(KIND) {
+        let site = Gpu::new(kind == "real");
+        scenario(&site);
+        return site.inner.no_violations();
+    }
+    let (kind, library) = match doubles::real_driver() {
+        Ok((path, text)) => {
+            println!("{test}: on {text}");
+            ("real", path)
+        }
+        Err(why) => {
+            assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU: {why}");
+            let Some(built) = doubles::named_or_built() else {
+                return skip!("{why}, and there is no cargo to build the stand-in with");
+            };
+            ("stand-in", built)
+        }
+    };
+    let library = library.to_str().expect("a path in UTF-8");
+    // Kernels are loaded with their module, not when they are first launched, which may wait for whatever runs.
+    let environment = [(KIND, kind), (doubles::PATH, library), ("CUDA_MODULE_LOADING", "EAGER")];
+    let child = doubles::child(test, &environment, LIMIT);
+    crate::support::process::forward(&child.stdout, &child.stderr);
+    let ended_well = child.status.is_some_and(|status| status.success());
+    assert!(ended_well, "{test}: the child {}: {}", child.how(), child.last_words());
+    assert!(child.stdout.contains("1 passed"), "{test} did not run");
+}
+
+/// The driver beside pinpool, for good.
+struct Inner {
+    raw: Raw,
+    /// The primary context, which pinpool works in too.
+    context: usize,
+    real: bool,
+    /// For the plain pool's host memory, registered with the driver.
+    pinned: &'static [Page],
+    taken: AtomicUsize,
+}
+
+/// The plain pool's buffers of a page.
+#[repr(align(4096))]
+struct Page([Cells; 4096 / BYTES]);
+
+impl Inner {
+    fn no_violations(&self) {
+        if !self.real {
+            assert_eq!(self.raw.stand_in().report().violations, Vec::<String>::new());
+        }
+    }
+
+    fn enter(&self) {
+        self.raw.set_current(self.context);
+    }
+}
+
+struct Gpu {
+    inner: &'static Inner,
+    device: Device,
+    /// On a real one.
+    kernels: Option<Arc<Kernels<'static>>>,
+}
+
+impl Gpu {
+    fn new(real: bool) -> Self {
+        let named = std::env::var_os(doubles::PATH).expect("the child is told which library to load");
+        let raw = Raw::new(named.as_ref());
+        let context = raw.enter(0);
+        let zeros = || Page(std::array::from_fn(|_| std::array::from_fn(|_| AtomicU64::new(0))));
+        let pinned: &'static [Page] = Box::leak((0..16).map(|_| zeros()).collect());
+        raw.register(pinned.as_ptr().cast::<u8>().cast_mut(), size_of_val(pinned));
+        // One in a process, which is a child of its own: where a static keeps it, no search for leaks finds it.
+        static INNER: OnceLock<Inner> = OnceLock::new();
+        let inner = INNER.get_or_init(|| Inner { raw, context, real, pinned, taken: 0.into() });
+        let kernels = real.then(|| Arc::new(Kernels::load(&inner.raw)));
+        Self { inner, device: Device::open("cuda:0").unwrap(), kernels }
+    }
+}
+
+impl Site for Gpu {
+    fn name(&self) -> &str {
+        if self.inner.real { "a real GPU" } else { "the stand-in for a GPU" }
+    }
+
+    fn targets(&self) -> (u64, u64) {
+        (if self.inner.real && super::full() { FULL } else { USUAL }, PLAIN)
+    }
+
+    fn is_late(&self) -> bool {
+        !self.inner.real
+    }
+
+    fn phases(&self, target: u64, phase: &mut dyn FnMut(On<'_>, Setup)) {
+        for (shared, exact) in [(false, false), (false, true), (true, false), (true, true)] {
+            let setup = Setup { workers: 2, exact, target: target / 4 };
+            let (inner, kernels) = (self.inner, self.kernels.clone());
+            if inner.real {
+                phase((&Real { inner, kernels, shared, gone: OnceLock::new() }, &self.device), setup);
+            } else {
+                phase((&Late { driver: inner.raw.stand_in(), shared }, &self.device), setup);
+            }
+        }
+    }
+
+    fn engine(&self, lag: usize) -> Box<dyn Engine> {
+        self.inner.enter();
+        let kernels = self.kernels.clone().filter(|_| lag > 0);
+        Box::new(RawStream { inner: self.inner, stream: self.inner.raw.stream(), kernels, copies: 0.into() })
+    }
+
+    fn buffer(&self) -> Words {
+        let each = 4096 / BYTES;
+        // Relaxed: only a number.
+        let at = self.inner.taken.fetch_add(1, Ordering::Relaxed);
+        Words::Pinned(&self.inner.pinned[at / each].0[at % each])
+    }
+
+    fn slot(&self) -> Words {
+        self.inner.enter();
+        let (at, stream) = (self.inner.raw.alloc(BYTES), self.inner.raw.stream());
+        Words::Device(Box::new(Slot { inner: self.inner, at, stream }))
+    }
+}
+
+// --- the plain pool's device memory and streams
+// ------------------------------------------------------------------------
+
+struct Slot {
+    inner: &'static Inner,
+    at: u64,
+    stream: usize,
+}
+
+impl Remote for Slot {
+    fn write(&self, words: &[u64]) {
+        self.inner.enter();
+        // SAFETY: the words stay until the copy was waited for.
+        unsafe { self.inner.raw.upload(self.at, words.as_ptr().cast(), size_of_val(words), self.stream) };
+        self.inner.raw.synchronize(self.stream);
+    }
+
+    fn read(&self, words: &mut [u64]) {
+        self.inner.enter();
+        let len = size_of_val(words);
+        // SAFETY: nobody else has the words, until the copy was waited for.
+        unsafe { self.inner.raw.download(words.as_mut_ptr().cast(), self.at, len, self.stream) };
+        self.inner.raw.synchronize(self.stream);
+    }
+
+    fn at(&self) -> u64 {
+        self.at
+    }
+}
+
+struct RawStream {
+    inner: &'static Inner,
+    stream: usize,
+    /// What makes it late.
+    kernels: Option<Arc<Kernels<'static>>>,
+    copies: AtomicUsize,
+}
+
+impl Engine for RawStream {
+    fn copy(&self, from: &Arc<Words>, to: &Arc<Words>, n: usize) {
+        let raw = &self.inner.raw;
+        self.inner.enter();
+        // Relaxed: only a number.
+        if self.copies.fetch_add(1, Ordering::Relaxed) % 4 == 0 {
+            self.kernels.iter().for_each(|k| k.spin(PLAIN_HOLD_UP_NANOSECONDS, self.stream));
+        }
+        let start = |cells: &Cells| cells.as_ptr().cast::<u8>().cast_mut();
+        // SAFETY: both live as long as the process, and have room for a message. What is done with the host's side
+        // meanwhile is the bug to be shown, on atomics.
+        unsafe {
+            match (&**from, &**to) {
+                (from, Words::Device(to)) => {
+                    let from = start(from.cells().expect("a buffer of the host's"));
+                    raw.upload(to.at(), from, n * 8, self.stream);
+                }
+                (Words::Device(from), to) => {
+                    let to = start(to.cells().expect("a buffer of the host's"));
+                    raw.download(to, from.at(), n * 8, self.stream);
+                }
+                _ => unreachable!("copies are between the host and the device"),
+            }
+        }
+    }
+
+    fn synchronize(&self) {
+        self.inner.enter();
+        self.inner.raw.synchronize(self.stream);
+    }
+}
+
+// --- what the scenarios tell the device
+// --------------------------------------------------------------------------------
+
+struct Late {
+    driver: &'static StandIn,
+    shared: bool,
+}
+
+impl Machine for Late {
+    fn delay(&self, stream: &Stream) {
+        if self.shared {
+            cuda::raw_stream(stream).unwrap();
+        }
+    }
+
+    fn fail_copy(&self, source: DeviceSlice) -> DeviceSlice {
+        self.driver.fail("cuMemcpyDtoHAsync_v2", 1, 999, true);
+        source
+    }
+
+    fn fail_query(&self, capture: bool) {
+        self.driver.fail("cuEventQuery", 1, if capture { 900 } else { 2 }, false);
+    }
+
+    fn fail_record(&self) {
+        self.driver.fail("cuEventRecord", 1, 999, true);
+    }
+
+    fn calm(&self) {
+        self.driver.calm();
+    }
+}
+
+struct Real {
+    inner: &'static Inner,
+    kernels: Option<Arc<Kernels<'static>>>,
+    shared: bool,
+    gone: OnceLock<DeviceSlice>,
+}
+
+impl Machine for Real {
+    fn ready(&self, device: &Device) {
+        self.inner.enter();
+        let at = self.inner.raw.alloc(GONE);
+        // SAFETY: what is copied from it is refused from here on: nothing is allocated any more in this phase that
+        // could lie there, and it is not written to.
+        let memory = unsafe { device.raw_memory(at, GONE, ()) }.unwrap();
+        self.inner.raw.free(at);
+        assert!(self.gone.set(memory).is_ok(), "a phase begins once");
+    }
+
+    fn enter(&self) {
+        self.inner.enter();
+    }
+
+    fn delay(&self, stream: &Stream) {
+        if let Some(kernels) = self.kernels.as_ref().filter(|_| self.shared) {
+            kernels.spin(HOLD_UP_NANOSECONDS, cuda::raw_stream(stream).unwrap() as usize);
+        }
+    }
+
+    fn fail_copy(&self, source: DeviceSlice) -> DeviceSlice {
+        let gone = self.gone.get().expect("the phase has begun");
+        gone.slice(..source.len()).unwrap()
+    }
+}

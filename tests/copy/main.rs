@@ -1,0 +1,8 @@
+//! Copies beyond a single upload: the copy queue, gather and scatter, and the pipeline between files and devices. All
+//! on host devices.
+
+mod gather;
+mod pipeline;
+mod queue;
+#[path = "../support/mod.rs"]
+mod support;

@@ -1,0 +1,222 @@
+//! `Device::close` where not everything comes back: devices that fail, hang and die. (What every device does when all
+//! goes well is in the contract's suite.)
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use pinpool::host::{Call, Failure, Fault, HostConfig, HostNode};
+use pinpool::{CloseError, Device, DeviceBuffer, PinnedBuf, Pool, Request, Stream, Unpinned};
+
+/// Longer than anything takes: what is waited for so long hangs the test.
+const FOREVER: Duration = Duration::from_secs(24 * 60 * 60);
+
+fn open() -> (HostNode, Device) {
+    let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    (node, device)
+}
+
+fn fail(node: &HostNode, call: Call, nth: u64, failure: Failure) {
+    node.fail(Fault { device: 0, call, nth, failure });
+}
+
+struct Bed {
+    pool: Pool,
+    stream: Stream,
+    memory: DeviceBuffer,
+}
+
+impl Bed {
+    fn on(device: &Device) -> Self {
+        let pool = Pool::builder(device).capacity(1 << 20).name("weights").unpinned(Unpinned::Allow);
+        Self {
+            pool: pool.build().unwrap(),
+            stream: device.stream().unwrap(),
+            memory: device.alloc(4096).unwrap(),
+        }
+    }
+
+    fn filled(&self) -> PinnedBuf {
+        let mut buf = self.pool.checkout(4096).unwrap();
+        buf.try_resize(4096, 1).unwrap();
+        buf
+    }
+}
+
+#[test]
+fn what_hangs_is_told_and_waited_for() {
+    let (node, device) = open();
+    let Bed { pool, stream, memory } = Bed::on(&device);
+    node.hang(0);
+    let bed = Bed { pool, stream, memory };
+    drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap());
+    drop(bed);
+    let error = device.close(Duration::from_millis(30)).unwrap_err();
+    let held = error.held_by();
+    assert_eq!((held.handles, held.streams, held.busy_streams), (0, 1, 1), "{error}");
+    assert!(matches!(&held.pools[..], [pool] if !pool.open && pool.buffers == 1), "{error}");
+    assert!(!error.is_closed() && held.memory_bytes == 4096, "{error}");
+    node.resume(0);
+    error.wait(FOREVER).unwrap();
+    assert_eq!(node.live(0), Default::default());
+}
+
+/// A stream that is lost keeps what was in flight there for good: nobody waits for it.
+#[test]
+fn what_never_comes_back_is_not_waited_for() {
+    let (node, device) = open();
+    let bed = Bed::on(&device);
+    fail(&node, Call::Query, 0, Failure::Argument);
+    // As often as it is tried.
+    for _ in 0..2000 {
+        fail(&node, Call::Query, 0, Failure::Argument);
+    }
+    node.hang(0);
+    let flight = bed.stream.upload(bed.filled(), &bed.memory).unwrap();
+    assert!(flight.wait().is_err());
+    node.clear_faults();
+    node.resume(0);
+    drop(bed);
+    let error = device.close(FOREVER).unwrap_err();
+    let [pool] = &error.held_by().pools[..] else { panic!("{error}") };
+    assert_eq!((pool.open, pool.buffers, pool.quarantined), (false, 1, 1), "{error}");
+    assert!(pool.quarantined_bytes >= 4096 && !error.is_closed(), "{error}");
+    assert!(error.to_string().contains("the pool weights") && error.to_string().contains("never come back"));
+    // The device memory that the copy may still use.
+    assert_eq!((error.held_by().memory_bytes, error.held_by().handles), (4096, 0), "{error}");
+    assert!(error.held_by().leaked >= 1, "the mark's event may still be recorded: {error}");
+    let error = error.wait(FOREVER).unwrap_err();
+    assert!(!error.is_closed(), "{error}");
+}
+
+/// While others still hold something that can come back, it is waited for, whatever else never does.
+#[test]
+fn what_can_come_back_is_waited_for_all_the_same() {
+    let (node, device) = open();
+    let (bed, other) = (Bed::on(&device), Bed::on(&device));
+    for _ in 0..2000 {
+        fail(&node, Call::Query, 0, Failure::Argument);
+    }
+    node.hang(0);
+    assert!(bed.stream.upload(bed.filled(), &bed.memory).unwrap().wait().is_err());
+    node.clear_faults();
+    node.resume(0);
+    drop(bed);
+    let buf = other.filled();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(50));
+            drop((buf, other));
+        });
+        let error = device.close(FOREVER).unwrap_err();
+        let names: Vec<(bool, u64)> =
+            error.held_by().pools.iter().map(|pool| (pool.open, pool.buffers - pool.quarantined)).collect();
+        assert_eq!(names, [(false, 0)], "{error}");
+    });
+}
+
+/// The driver refuses to take something back: closed it is, and the error says that something stays.
+fn refused(call: Call) -> CloseError {
+    let (node, device) = open();
+    let bed = Bed::on(&device);
+    drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap().wait().unwrap());
+    fail(&node, call, 0, Failure::Argument);
+    drop(bed);
+    let error = device.close(FOREVER).unwrap_err();
+    assert_eq!((error.is_closed(), error.held_by().leaked), (true, 1), "{call:?}: {error}");
+    assert!(error.to_string().contains("is closed, but not everything was given back: 1 things"), "{error}");
+    let live = node.live(0);
+    assert_ne!(live, Default::default(), "{call:?}: something stays");
+    // It is over: waiting changes nothing.
+    error.wait(FOREVER).unwrap_err()
+}
+
+#[test]
+fn what_the_driver_does_not_take_back_is_told() {
+    for call in [Call::Free, Call::DestroyStream, Call::DestroyEvent, Call::Unpin] {
+        assert!(refused(call).is_closed());
+    }
+}
+
+#[test]
+fn a_device_that_was_lost_says_so() {
+    let (node, device) = open();
+    let bed = Bed::on(&device);
+    node.kill(0);
+    assert!(bed.stream.synchronize().is_err());
+    drop(bed);
+    let error = device.close(FOREVER).unwrap_err();
+    assert!(error.is_closed() && error.held_by().lost.is_some(), "{error}");
+    assert!(error.to_string().contains("was lost"), "{error}");
+}
+
+/// A pool of several devices keeps all of them open by its handles, and by its memory the one that made that.
+#[test]
+fn a_pool_of_two_devices() {
+    let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
+    let (first, second) = (Device::on(&node, 0).unwrap(), Device::on(&node, 1).unwrap());
+    let pool = Pool::builder(&first).device(&second).capacity(1 << 20).unpinned(Unpinned::Allow);
+    let pool = pool.build().unwrap();
+    let buf = pool.checkout(100).unwrap();
+    let error = second.close(Duration::ZERO).unwrap_err();
+    assert!(matches!(&error.held_by().pools[..], [pool] if pool.open && pool.buffers == 1), "{error}");
+    drop(pool);
+    error.wait(FOREVER).unwrap();
+    let error = first.close(Duration::ZERO).unwrap_err();
+    assert!(matches!(&error.held_by().pools[..], [pool] if !pool.open && pool.buffers == 1), "{error}");
+    drop(buf);
+    error.wait(FOREVER).unwrap();
+}
+
+/// What is out is counted while owners are at work: a return may be counted before the checkout that it ends.
+#[test]
+fn buffers_that_change_hands_meanwhile_make_no_nonsense() {
+    let (_node, device) = open();
+    let pool = Pool::builder(&device)
+        .capacity(8 << 20)
+        .reserve("urgent", 64 << 10)
+        .unpinned(Unpinned::Allow)
+        .build()
+        .unwrap();
+    let reserved = pool.checkout(Request::new(4096).reserve("urgent")).unwrap();
+    let over = AtomicBool::new(false);
+    let (send, receive) = std::sync::mpsc::sync_channel(4);
+    let mut most = 0;
+    std::thread::scope(|scope| {
+        let (pool, over) = (&pool, &over);
+        scope.spawn(move || {
+            while !over.load(Ordering::Relaxed) {
+                send.send(pool.checkout(100).unwrap()).unwrap();
+            }
+        });
+        scope.spawn(move || receive.into_iter().for_each(drop));
+        for _ in 0..20_000 {
+            let error = device.clone().close(Duration::ZERO).unwrap_err();
+            most = most.max(error.held_by().pools.iter().map(|pool| pool.buffers).max().unwrap_or(0));
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    // One is kept, a few are on their way.
+    assert!(most <= 100, "{most}");
+    drop(reserved);
+}
+
+/// A device that others move is moved before it is let go.
+#[test]
+fn a_stepped_device_is_moved_first() {
+    let node = HostNode::new(HostConfig::new().memory(64 << 20).stepped(5)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let bed = Bed::on(&device);
+    drop(bed.stream.upload(bed.filled(), &bed.memory).unwrap());
+    assert!(node.queued(0) > 0);
+    drop(bed);
+    device.close(FOREVER).unwrap();
+    assert_eq!(node.live(0), Default::default());
+    // Nobody else moves it, so nobody is waited for.
+    let device = Device::on(&node, 0).unwrap();
+    let memory = device.alloc(64).unwrap();
+    let error = device.close(FOREVER).unwrap_err();
+    assert_eq!(error.held_by().memory_bytes, 64);
+    drop(memory);
+    error.wait(Duration::ZERO).unwrap();
+}

@@ -1,0 +1,891 @@
+//! A fork, seen from the child: once its parent had opened a device nothing of the crate can be used there, nothing
+//! hangs, and nothing that is dropped there does anything. What the child finds comes back as its exit code, since it
+//! may not print (locks of the parent's threads may be held for ever) nor unwind into the test harness.
+
+#![cfg(target_os = "linux")]
+#![allow(unsafe_code, reason = "fork is called here")]
+
+use std::cell::Cell;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::pipeline::Pipeline;
+use pinpool::telemetry::Sampler;
+use pinpool::{
+    CopyQueue, Device, DeviceBuffer, Error, PinnedBuf, Pool, QueueOptions, Request, Result, Stream, Unpinned,
+};
+
+use crate::support::{own_process, process, skip};
+
+/// Runs `child` in a fork of this process, and says how it ended: its exit code, or `None` if it hung or was killed.
+fn forked(child: impl FnOnce() -> i32) -> Option<i32> {
+    // SAFETY: the child calls only what is under test here, which is to be safe in a fork, and then `_exit`.
+    let pid = unsafe { libc::fork() };
+    assert!(pid >= 0, "fork failed");
+    if pid == 0 {
+        // SAFETY: a signal for a child that hangs, which ends it.
+        unsafe { libc::alarm(20) };
+        let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(99);
+        // SAFETY: ends the child without running anything of the parent's.
+        unsafe { libc::_exit(code) };
+    }
+    // Long enough for any child that does not hang.
+    for _ in 0..6000 {
+        let mut status = 0;
+        // SAFETY: our child, and a place for its status.
+        let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+        if ended == pid {
+            return libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // SAFETY: our child, which is not reaped yet.
+    unsafe {
+        libc::kill(pid, libc::SIGKILL);
+        libc::waitpid(pid, std::ptr::null_mut(), 0);
+    }
+    None
+}
+
+/// The first of these that does not hold, as an exit code; 0 if all do.
+fn first_wrong(checks: &[bool]) -> i32 {
+    checks.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1)
+}
+
+fn device() -> Device {
+    Device::on(&HostNode::new(HostConfig::new().memory(64 << 20)).unwrap(), 0).unwrap()
+}
+
+fn pool(device: &Device) -> Pool {
+    let builder = Pool::builder(device).capacity(1 << 20).reserve("urgent", 128 << 10);
+    builder.unpinned(Unpinned::Allow).build().unwrap()
+}
+
+#[test]
+fn a_child_can_check_nothing_out() {
+    own_process!();
+    let device = device();
+    let (pool, stream) = (pool(&device), device.stream().unwrap());
+    // Cached by this thread, so that in the parent it would be a hit.
+    drop(pool.checkout(1000).unwrap());
+    let token = pool.checkout(1000).unwrap().into_token();
+    let code = forked(|| {
+        let refused = |result: Result<(), Error>| result == Err(Error::Forked);
+        let reserved = Request::new(1000).reserve("urgent");
+        first_wrong(&[
+            refused(pool.checkout(1000).map(drop)),
+            refused(pool.try_checkout(1000).map(drop)),
+            refused(pool.try_checkout(500_000).map(drop)),
+            refused(
+                pool.checkout_timeout(Request::new(1000).align(4096), Duration::from_secs(3600)).map(drop),
+            ),
+            refused(pool.checkout(reserved).map(drop)),
+            refused(pool.checkout_many(&[1000.into(), 2000.into()], None).map(drop)),
+            refused(pool.checkout_on(&stream, 1000).map(drop)),
+            refused(pool.checkout_or_unpinned(1000).map(drop)),
+            pool.redeem(token).is_err(),
+            pool.trim(0) == 0,
+            stream.synchronize() == Err(Error::Forked),
+        ])
+    });
+    assert_eq!(code, Some(0), "which check failed, counted from 1; None: the child hung");
+    // The parent has noticed nothing.
+    drop(pool.redeem(token).unwrap());
+    drop(pool.checkout(1000).unwrap());
+    stream.synchronize().unwrap();
+    assert_eq!(pool.stats().checked_out_bytes, 0);
+    pool.check().unwrap();
+}
+
+/// A buffer that the parent had out becomes a token that nobody redeems, without a lock.
+#[test]
+fn a_child_makes_tokens_of_nothing() {
+    own_process!();
+    let device = device();
+    let pool = pool(&device);
+    let mut own = Some(pool.checkout(1000).unwrap());
+    let code = forked(|| i32::from(!is_forked(pool.redeem(own.take().unwrap().into_token()))));
+    assert_eq!(code, Some(0));
+    drop(own);
+    pool.check().unwrap();
+}
+
+#[test]
+fn drops_in_a_child_do_nothing() {
+    own_process!();
+    let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let (pool, stream) = (pool(&device), device.stream().unwrap());
+    let memory = device.alloc(1000).unwrap();
+    // In flight for as long as this takes.
+    node.hang(0);
+    let filled = || {
+        let mut buf = pool.checkout(1000).unwrap();
+        buf.try_resize(1000, 7).unwrap();
+        buf
+    };
+    let mut everything = Some({
+        let (bufs, sent) = (vec![filled(), filled()], stream.upload(filled(), &memory).unwrap());
+        let held = Stream::hold_on_all(&[&stream, &stream], filled()).unwrap();
+        let large = pool.checkout(300_000).unwrap();
+        let claimed = pool.checkout_on(&stream, 1000).unwrap();
+        (bufs, sent, held, large, claimed)
+    });
+    // (The reaper marks what is in flight meanwhile, so events and the queue do change.)
+    let counted =
+        || (pool.stats(), node.live(0).streams, node.live(0).allocations, node.live(0).pinned_bytes);
+    let before = counted();
+    let mut mine = Some((pool.clone(), stream.clone(), memory.clone(), device.clone()));
+    let code = forked(|| {
+        drop(everything.take());
+        drop(mine.take());
+        0
+    });
+    assert_eq!(code, Some(0), "the child hung or died");
+    assert_eq!(counted(), before);
+    node.resume(0);
+    let (bufs, sent, held, large, claimed) = everything.take().unwrap();
+    assert!(*sent.wait().unwrap() == [7; 1000] && *held.wait().unwrap() == [7; 1000]);
+    drop((bufs, large, claimed));
+    stream.synchronize().unwrap();
+    let stats = pool.stats();
+    assert_eq!((stats.checked_out_bytes, stats.in_flight_bytes), (0, 0), "{stats:?}");
+    pool.check().unwrap();
+}
+
+/// The last handles go in the child, while threads of the parent hold their locks all the time.
+#[test]
+fn a_child_may_drop_the_last_handles_whatever_the_threads_are_doing() {
+    own_process!();
+    let stop = AtomicBool::new(false);
+    let device = device();
+    let shared = pool(&device);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let stream = device.stream().unwrap();
+                let memory = device.alloc(1000).unwrap();
+                while !stop.load(Ordering::Relaxed) {
+                    let mut buf = shared.checkout(1000).unwrap();
+                    buf.try_resize(1000, 1).unwrap();
+                    drop(stream.upload(buf, &memory).unwrap());
+                    // Sent to the worker, which is another lock to be held.
+                    drop(device.alloc(1).unwrap());
+                }
+            });
+        }
+        let mut wrong = None;
+        for round in 0..150 {
+            let mut mine = Some({
+                let mut buf = shared.checkout(1000).unwrap();
+                buf.try_resize(1000, 2).unwrap();
+                let stream = device.stream().unwrap();
+                let sent = stream.upload(buf, device.alloc(1000).unwrap()).unwrap();
+                (
+                    sent,
+                    stream,
+                    device.alloc(10).unwrap(),
+                    shared.checkout(10).unwrap(),
+                    device.clone(),
+                    shared.clone(),
+                )
+            });
+            let code = forked(|| {
+                drop(mine.take());
+                i32::from(shared.checkout(1000).err() != Some(Error::Forked))
+            });
+            if code != Some(0) {
+                wrong = Some((round, code));
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(wrong, None, "round, and how the child ended");
+    });
+    shared.check().unwrap();
+}
+
+/// A device of the child's own, with the last handle of the parent's gone there: its threads do not exist.
+#[test]
+fn a_child_may_drop_a_device_and_a_pool_for_good() {
+    own_process!();
+    for round in 0..20 {
+        let mut device = Some(device());
+        let mut pool = Some(pool(device.as_ref().unwrap()));
+        let stream = device.as_ref().unwrap().stream().unwrap();
+        let mut buf = pool.as_ref().unwrap().checkout(1000).unwrap();
+        buf.try_resize(1000, 3).unwrap();
+        let mut sent = Some(stream.upload(buf, device.as_ref().unwrap().alloc(1000).unwrap()).unwrap());
+        let mut stream = Some(stream);
+        let code = forked(|| {
+            drop((sent.take(), stream.take(), pool.take(), device.take()));
+            0
+        });
+        assert_eq!(code, Some(0), "round {round}");
+        assert!(*sent.take().unwrap().wait().unwrap() == [3; 1000]);
+    }
+}
+
+/// Runs the body of a test in a process of its own, in which nothing was opened: no other test is in it.
+fn in_a_fresh_process(test: &str, body: impl FnOnce()) {
+    const FRESH: &str = "PINPOOL_TEST_FORK_FRESH";
+    if std::env::var_os(FRESH).is_some() {
+        return body();
+    }
+    assert!(process::command(test).env(FRESH, "1").status().unwrap().success());
+}
+
+fn is_forked<T, E: Into<Error>>(result: Result<T, E>) -> bool {
+    result.map_err(Into::into).err() == Some(Error::Forked)
+}
+
+/// Opens a device and copies there and back. Whether all of it worked.
+fn works() -> bool {
+    let run = || -> Result<bool> {
+        let device = Device::open("host")?;
+        let pool = Pool::builder(&device).capacity(256 << 10).unpinned(Unpinned::Allow).build()?;
+        let (stream, memory) = (device.stream()?, device.alloc(1000)?);
+        let mut buf = pool.checkout(1000)?;
+        buf.extend_from_slice(&[9; 1000]);
+        let buf = stream.upload(buf, &memory)?.wait()?;
+        let back = stream.download(&memory, buf)?.wait()?;
+        Ok(*back == [9; 1000] && pool.check().is_ok())
+    };
+    run() == Ok(true)
+}
+
+#[test]
+fn a_child_opens_nothing_once_its_parent_has() {
+    own_process!();
+    let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let opens = || {
+        #[allow(unused_mut, reason = "there is more to open with the features")]
+        let mut wrong = vec![
+            is_forked(Device::open("host")),
+            is_forked(Device::open("auto")),
+            is_forked(Device::open("cuda:0")),
+            is_forked(Device::open("acl:0")),
+            is_forked(HostNode::new(HostConfig::new())),
+            is_forked(Device::on(&node, 1)),
+            is_forked(Device::on(&HostNode::system(), 0)),
+            is_forked(Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build()),
+            is_forked(device.stream()),
+            is_forked(device.alloc(1)),
+            is_forked(device.copy_queue()),
+            device.pci_address().is_none(),
+            // Nor does a node's handle do anything, or hang.
+            !node.step(),
+            node.queued(0) == 0,
+            {
+                node.hang(0);
+                node.kill(1);
+                node.trace().is_empty()
+            },
+        ];
+        #[cfg(feature = "cuda")]
+        // SAFETY: null is no context, and is not looked at.
+        wrong.push(is_forked(unsafe { pinpool::cuda::adopt_context(std::ptr::null_mut()) }));
+        #[cfg(feature = "acl")]
+        // SAFETY: as above.
+        wrong.push(is_forked(unsafe { pinpool::acl::adopt_context(std::ptr::null_mut()) }));
+        first_wrong(&wrong)
+    };
+    let code = forked(|| match opens() {
+        // And so it is in a child of the child.
+        0 => forked(opens).unwrap_or(98),
+        wrong => wrong,
+    });
+    assert_eq!(code, Some(0), "which check failed, counted from 1; None: the child hung, 98: its child");
+    assert!(node.live(0).streams == 0 && device.lost().is_none());
+}
+
+/// A server that forks its workers before it opens anything.
+#[test]
+fn a_child_of_a_process_that_opened_nothing_is_like_any_other() {
+    in_a_fresh_process("a_child_of_a_process_that_opened_nothing_is_like_any_other", || {
+        for _ in 0..3 {
+            let code = forked(|| match works() {
+                // It has opened one by now.
+                true => forked(|| i32::from(!is_forked(Device::open("host")))).unwrap_or(2),
+                false => 3,
+            });
+            assert_eq!(
+                code,
+                Some(0),
+                "1, 2: a child of the child's can open a device, or hangs; 3: the child cannot"
+            );
+        }
+        assert!(works(), "and the parent can");
+        assert_eq!(forked(|| i32::from(!is_forked(Device::open("host")))), Some(0));
+    });
+}
+
+/// While another thread opens the process's first device.
+#[test]
+fn a_child_made_in_the_midst_of_the_first_opening_can_open_or_is_told() {
+    in_a_fresh_process("a_child_made_in_the_midst_of_the_first_opening_can_open_or_is_told", || {
+        for round in 0..60_u64 {
+            let code = forked(|| {
+                let opens = std::thread::spawn(|| Device::open("host").map(drop));
+                (0..round * 20).for_each(|_| std::hint::spin_loop());
+                let code = forked(|| match Device::open("host") {
+                    Ok(device) => i32::from(device.stream().is_err()),
+                    Err(Error::Forked) => 0,
+                    Err(_) => 2,
+                });
+                if opens.join().is_ok_and(|opened| opened.is_ok()) { code.unwrap_or(3) } else { 4 }
+            });
+            assert_eq!(code, Some(0), "round {round}; 3: the child of the child hung");
+        }
+    });
+}
+
+/// Everything that can be waited for, all of it hung.
+#[test]
+fn a_child_is_told_by_whatever_it_waits_for() {
+    own_process!();
+    let node = HostNode::new(HostConfig::new().memory(64 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let pool = Pool::builder(&device).capacity(4 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
+    let queue = device.copy_queue_with(QueueOptions::new().depth(4)).unwrap();
+    let pipeline =
+        Pipeline::builder(&pool, &device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let filled = |len: usize| {
+        let mut buf = pool.checkout(len).unwrap();
+        buf.try_resize(len, 1).unwrap();
+        buf
+    };
+    let at = |range| memory.slice(range).unwrap();
+    let done = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
+    stream.synchronize().unwrap();
+    node.hang(0);
+    let flight = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
+    let awaited = Cell::new(Some(stream.upload(filled(1000), at(0..1000)).unwrap()));
+    let queued = Cell::new(Some(queue.upload(filled(64), at(0..64)).unwrap()));
+    let claimed = Cell::new(Some(pool.checkout_on(&stream, 1000).unwrap()));
+    let bytes = vec![1_u8; 300_000];
+    let upload = || Cell::new(Some(pipeline.upload(bytes.clone(), at(0..300_000)).unwrap()));
+    let (ticket, polled, left) = (upload(), upload(), upload());
+    let feed = || Cell::new(Some(pipeline.feed(at(400_000..500_000)).unwrap()));
+    let (feed, other_feed) = (feed(), feed());
+    let pieces = [(&[1_u8; 100][..], at(0..100))];
+    let gathered = Cell::new(Some(queue.gather(&pool, &pieces).unwrap()));
+    let gathered_too = Cell::new(Some(queue.gather(&pool, &pieces).unwrap()));
+    // Left with a waker each, where that can be done.
+    let mut idle = Context::from_waker(Waker::noop());
+    let (mut awaited, mut polled) = (awaited.take().unwrap(), polled.take().unwrap());
+    assert!(Pin::new(&mut awaited).poll(&mut idle).is_pending());
+    assert!(Pin::new(&mut polled).poll(&mut idle).is_pending());
+    let (awaited, polled) = (Cell::new(Some(awaited)), Cell::new(Some(polled)));
+    let ready = |polled: Poll<bool>| polled == Poll::Ready(true);
+    let poll = |future: &mut dyn FnMut(&mut Context<'_>) -> Poll<bool>| {
+        ready(future(&mut Context::from_waker(Waker::noop())))
+    };
+    #[cfg(feature = "safetensors")]
+    let (loading, dropped);
+    type Case<'a> = (&'a str, Box<dyn Fn() -> bool + 'a>);
+    #[allow(unused_mut, reason = "a feature adds some")]
+    let mut cases: Vec<Case<'_>> = vec![
+        ("a copy that was done", Box::new(|| is_forked(done.take().unwrap().wait()))),
+        ("a copy", Box::new(|| is_forked(flight.take().unwrap().wait()))),
+        ("a copy, for a while", Box::new(|| is_forked(flight.take().unwrap().wait_timeout(Duration::MAX)))),
+        ("whether a copy is done", Box::new(|| is_forked(flight.take().unwrap().is_done()))),
+        (
+            "a copy, by a task",
+            Box::new(|| {
+                let mut copy = awaited.take().unwrap();
+                poll(&mut |cx| Pin::new(&mut copy).poll(cx).map(is_forked))
+            }),
+        ),
+        ("a queued copy", Box::new(|| is_forked(queued.take().unwrap().wait()))),
+        ("order behind a queued copy", Box::new(|| is_forked(stream.wait_for_copy(&queued.take().unwrap())))),
+        ("a stream-ready buffer", Box::new(|| is_forked(claimed.take().unwrap().wait()))),
+        ("a stream", Box::new(|| is_forked(stream.synchronize()))),
+        ("a blocking copy", Box::new(|| is_forked(stream.upload_blocking(&[1; 10], at(0..10))))),
+        ("a hold", Box::new(|| is_forked(stream.hold(())))),
+        ("a queue", Box::new(|| is_forked(queue.synchronize()) && is_forked(queue.shutdown(Duration::MAX)))),
+        ("a push", Box::new(|| is_forked(queue.try_upload((), at(0..10))))),
+        ("a gather", Box::new(|| is_forked(gathered.take().unwrap().wait()))),
+        (
+            "a gather, by a task",
+            Box::new(|| {
+                let mut gathered = gathered_too.take().unwrap();
+                is_forked(gathered.is_done())
+                    && poll(&mut |cx| Pin::new(&mut gathered).poll(cx).map(is_forked))
+            }),
+        ),
+        ("a new gather", Box::new(|| is_forked(queue.gather_blocking(&pool, &pieces)))),
+        ("a transfer", Box::new(|| is_forked(ticket.take().unwrap().wait()))),
+        (
+            "a transfer, for a while",
+            Box::new(|| ticket.take().unwrap().wait_timeout(Duration::MAX).is_ok_and(is_forked)),
+        ),
+        ("a part of a transfer", Box::new(|| !ticket.take().unwrap().wait_landed(10))),
+        (
+            "a transfer, by a task",
+            Box::new(|| {
+                let mut transfer = polled.take().unwrap();
+                poll(&mut |cx| transfer.poll_landed(cx, 10).map(|landed| !landed))
+                    && poll(&mut |cx| Pin::new(&mut transfer).poll(cx).map(is_forked))
+            }),
+        ),
+        (
+            "a cancelled transfer",
+            Box::new(|| {
+                let transfer = ticket.take().unwrap();
+                transfer.canceller().cancel();
+                transfer.cancel();
+                let over =
+                    transfer.is_over() && transfer.progress().over && transfer.canceller().progress().over;
+                over && is_forked(transfer.wait())
+            }),
+        ),
+        (
+            "transfers that are dropped",
+            Box::new(|| {
+                drop((ticket.take(), left.take(), polled.take()));
+                true
+            }),
+        ),
+        ("a new transfer", Box::new(|| is_forked(pipeline.upload(vec![1_u8; 1000], at(0..1000))))),
+        ("a slice", Box::new(|| is_forked(pipeline.upload_slice(&[1; 1000], at(0..1000))))),
+        ("a vector", Box::new(|| is_forked(pipeline.download_vec(at(0..10))))),
+        ("a reader", Box::new(|| is_forked(pipeline.upload_read(&mut &[1_u8; 10][..], at(0..10))))),
+        ("a writer", Box::new(|| is_forked(pipeline.download_write(at(0..10), &mut Vec::new())))),
+        ("a feed's end", Box::new(|| is_forked(feed.take().unwrap().finish_blocking()))),
+        (
+            "a feed's end, by a task",
+            Box::new(|| {
+                let mut end = pin!(feed.take().unwrap().finish());
+                poll(&mut |cx| end.as_mut().poll(cx).map(is_forked))
+            }),
+        ),
+        ("a feed", Box::new(|| is_forked(feed.take().unwrap().push_blocking(&[1; 100_000])))),
+        (
+            "a feed, by a task",
+            Box::new(|| {
+                let mut feed = other_feed.take().unwrap();
+                let mut push = pin!(feed.push(&[1; 100_000]));
+                poll(&mut |cx| push.as_mut().poll(cx).map(is_forked))
+            }),
+        ),
+        (
+            "making way",
+            Box::new(|| {
+                drop(pipeline.give_way());
+                pipeline.set_rate(Some(1));
+                is_forked(pipeline.wait_for(&stream))
+            }),
+        ),
+        ("a new pipeline", Box::new(|| is_forked(Pipeline::builder(&pool, &device).build()))),
+        ("memory", Box::new(|| is_forked(pool.checkout(1000)) && is_forked(pool.wait_pinned(None)))),
+        (
+            "memory, by a task",
+            Box::new(|| {
+                let mut checkout = pin!(pool.checkout_async(1000));
+                let mut pinned = pin!(pool.pinned());
+                poll(&mut |cx| checkout.as_mut().poll(cx).map(is_forked))
+                    && poll(&mut |cx| pinned.as_mut().poll(cx).map(|pinned| pinned.ready == 0))
+            }),
+        ),
+        (
+            "a sampler",
+            Box::new(|| {
+                !Sampler::new(&pool).poll() && is_forked(Sampler::new(&pool).spawn(Duration::from_secs(1)))
+            }),
+        ),
+        (
+            "the device's end",
+            Box::new(|| device.clone().close(Duration::MAX).is_err_and(|error| error.held_by().forked)),
+        ),
+    ];
+    #[cfg(feature = "safetensors")]
+    {
+        let header = br#"{"a":{"dtype":"U8","shape":[300000],"data_offsets":[0,300000]}}"#;
+        let file = [&(header.len() as u64).to_le_bytes()[..], header, &bytes].concat();
+        let path = std::env::temp_dir().join(format!("pinpool-fork-{}.safetensors", std::process::id()));
+        std::fs::write(&path, file).unwrap();
+        let checkpoint = pinpool::safetensors::Checkpoint::open(&path).unwrap();
+        let load = || Cell::new(Some(checkpoint.loader(&pipeline).start().unwrap()));
+        (loading, dropped) = (load(), load());
+        std::fs::remove_file(path).unwrap();
+        cases.push((
+            "a load",
+            Box::new(|| {
+                let mut loading = loading.take().unwrap();
+                loading.next().is_some_and(is_forked) && loading.next().is_none() && loading.left() == 0
+            }),
+        ));
+        cases.push((
+            "a load, by a task",
+            Box::new(|| {
+                let mut loading = loading.take().unwrap();
+                let mut next = pin!(loading.next_tensor());
+                poll(&mut |cx| next.as_mut().poll(cx).map(|next| next.is_some_and(is_forked)))
+            }),
+        ));
+        cases.push((
+            "a load that is dropped",
+            Box::new(|| {
+                loading.take().unwrap().canceller().cancel();
+                drop(dropped.take());
+                true
+            }),
+        ));
+    }
+    // Until what can be under way is.
+    std::thread::sleep(Duration::from_millis(100));
+    for (what, case) in &cases {
+        assert_eq!(forked(|| i32::from(!case())), Some(0), "{what}; None: it hangs");
+    }
+    drop(cases);
+    node.resume(0);
+    for ticket in [ticket, polled, left] {
+        assert_eq!(ticket.take().unwrap().wait().unwrap(), bytes, "the parent's go on");
+    }
+    stream.synchronize().unwrap();
+    queue.synchronize().unwrap();
+}
+
+/// Threads of the parent's that have every lock of the crate now and then.
+fn busy(
+    device: &Device,
+    pool: &Pool,
+    tracked: &Pool,
+    queue: &CopyQueue,
+    pipeline: &Pipeline,
+    stop: &AtomicBool,
+) {
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
+    let mut i = 0;
+    while !stop.load(Ordering::Relaxed) {
+        i += 1;
+        let from = if i % 5 == 0 { tracked } else { pool };
+        if let Ok(mut buf) = from.checkout_timeout(1 + i * 7919 % 400_000, Duration::from_millis(5)) {
+            let len = buf.capacity();
+            buf.try_resize(len, 1).unwrap();
+            let sent = stream.upload(buf, memory.slice(..len)).unwrap();
+            if i % 3 == 0 {
+                drop(sent.wait_timeout(Duration::from_millis(5)));
+            }
+        }
+        if let Ok(buf) = pool.try_checkout(64) {
+            drop(queue.try_download(memory.slice(..64), buf));
+        }
+        if i % 16 == 0 {
+            pipeline.upload_slice(&[1; 100_000], memory.slice(..100_000)).unwrap();
+            pool.trim(1 << 20);
+            drop((pool.snapshot(), pool.stuck(Duration::ZERO), device.register(vec![1_u8; 9000])));
+        }
+    }
+}
+
+/// What a child does with what it inherited, by turns.
+fn child(
+    turn: usize,
+    (device, pool, tracked, queue, pipeline): (Device, Pool, Pool, CopyQueue, Pipeline),
+    (stream, memory): (Stream, DeviceBuffer),
+    held: PinnedBuf,
+    rest: impl Sized,
+) -> i32 {
+    let refused = first_wrong(&[
+        is_forked(pool.try_checkout(100)),
+        is_forked(pool.checkout(100)),
+        is_forked(tracked.checkout_timeout(5, Duration::MAX)),
+        is_forked(pool.checkout_many(&[Request::new(5)], None)),
+        is_forked(pool.try_checkout_on(&stream, 10)),
+        is_forked(device.stream()),
+        is_forked(device.register(vec![1_u8; 5000]).map(drop).map_err(|e| e.error)),
+        is_forked(Device::open("host")),
+    ]);
+    if refused != 0 {
+        return refused;
+    }
+    let wrong = match turn % 7 {
+        0 => {
+            drop((held, rest, queue, pipeline, stream, memory, pool, tracked));
+            !device.close(Duration::MAX).is_err_and(|error| error.held_by().forked)
+        }
+        1 => {
+            let sent = queue.try_upload(held, memory.slice(..10));
+            let slice = pipeline.upload_slice(&[1; 10], memory.slice(..10));
+            !(is_forked(stream.synchronize()) && is_forked(sent) && is_forked(slice))
+        }
+        2 => {
+            let again =
+                forked(|| i32::from(!is_forked(pool.try_checkout(5)) || !is_forked(Device::open("host"))));
+            again != Some(0)
+        }
+        3 => {
+            let sampler = Sampler::new(&pool).pool(&tracked);
+            let looked = (pool.stats(), pool.snapshot(), device.stats(), stream.stats(), queue.stats());
+            let empty = looked.0.pinned_bytes == 0 && looked.2.streams.is_empty() && looked.4.copies == 0;
+            let none =
+                pool.stuck(Duration::ZERO).is_empty() && pool.regions().is_empty() && pool.trim(0) == 0;
+            let ended = pool.shutdown(Duration::MAX).drained || pool.check().is_ok() || device.reap();
+            let told = is_forked(pool.wait_pinned(None)) && is_forked(sampler.spawn(Duration::from_secs(1)));
+            !empty || !none || ended || !told || held.is_pinned() || format!("{pool:?}").is_empty()
+        }
+        4 => {
+            let token = held.into_token();
+            !is_forked(pool.redeem(token))
+        }
+        5 => {
+            // Threads of its own can use no more than it, and their thread-locals go as ever.
+            std::thread::scope(|scope| {
+                let asks = || is_forked(pool.try_checkout(7)) && is_forked(pool.clone().checkout(7));
+                let all: Vec<_> = (0..4).map(|_| scope.spawn(asks)).collect();
+                all.into_iter().any(|asked| !asked.join().unwrap_or(false))
+            })
+        }
+        _ => {
+            // By way of the process's end, in which the thread's caches go, and what is left here.
+            std::mem::forget((held, rest));
+            std::process::exit(0)
+        }
+    };
+    if wrong { 20 + (turn % 7) as i32 } else { 0 }
+}
+
+/// Forks beside threads that are at work: whatever lock these have at that moment, no child comes to it.
+fn beside_threads(device: &Device, rounds: usize) {
+    let builder = |capacity: usize| Pool::builder(device).capacity(capacity).unpinned(Unpinned::Allow);
+    let pool = builder(8 << 20).region(1 << 20).initial(1 << 20).build().unwrap();
+    let tracked = builder(2 << 20).track_checkouts(true).build().unwrap();
+    let queue = device.copy_queue().unwrap();
+    let pipeline =
+        Pipeline::builder(&pool, device).threads(2).chunk(64 << 10).share(1 << 20).build().unwrap();
+    let sampling = Sampler::new(&pool).pool(&tracked).spawn(Duration::from_millis(10)).unwrap();
+    let sampling = Cell::new(Some(sampling));
+    let stop = AtomicBool::new(false);
+    let wrong = std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| busy(device, &pool, &tracked, &queue, &pipeline, &stop));
+        }
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(1 << 20).unwrap());
+        let wait = Duration::from_secs(20);
+        let wrong = (0..rounds).find_map(|round| {
+            let held = pool.checkout_timeout(1000, wait).unwrap();
+            let mut buf = pool.checkout_timeout(1000, wait).unwrap();
+            buf.try_resize(1000, 1).unwrap();
+            let mut buf = Some(buf);
+            let sent = stream.upload(buf.take().unwrap(), memory.slice(..1000)).unwrap();
+            let landing = pool.try_checkout_on(&stream, 500);
+            let transfer = pipeline.upload(vec![1_u8; 300_000], memory.slice(..300_000)).unwrap();
+            let feed = pipeline.feed(memory.slice(300_000..400_000)).unwrap();
+            let all = Cell::new(Some((
+                (device.clone(), pool.clone(), tracked.clone(), queue.clone(), pipeline.clone()),
+                (stream.clone(), memory.clone()),
+                held,
+                (sent, landing, pool.checkout_async(500), transfer, feed),
+            )));
+            let code = forked(|| {
+                let (whole, made, held, rest) = all.take().unwrap();
+                child(round, whole, made, held, (rest, sampling.take()))
+            });
+            (code != Some(0)).then_some((round, code))
+        });
+        stop.store(true, Ordering::Relaxed);
+        wrong
+    });
+    assert_eq!(
+        wrong, None,
+        "the round, and how the child ended: 20 and more, by its turn; None: it hangs or died"
+    );
+    drop(sampling);
+    pool.check().unwrap();
+    tracked.check().unwrap();
+}
+
+#[test]
+fn no_child_hangs_whatever_the_threads_are_doing() {
+    own_process!();
+    beside_threads(&device(), 140);
+}
+
+/// The same beside threads that are inside of a GPU's driver, whose locks are as good as any.
+#[cfg(feature = "cuda")]
+#[test]
+fn no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing() {
+    crate::support::doubles::gpu::on_stand_in(
+        "no_child_hangs_or_calls_a_gpus_driver_whatever_the_threads_are_doing",
+        |_, _| {
+            beside_threads(&Device::open("cuda:0").unwrap(), 105);
+        },
+    );
+}
+
+#[test]
+fn other_programs_can_be_started() {
+    own_process!();
+    let device = device();
+    let (pool, stream) = (pool(&device), device.stream().unwrap());
+    let mut buf = pool.checkout(1000).unwrap();
+    buf.extend_from_slice(&[5; 1000]);
+    let sent = stream.upload(buf, device.alloc(1000).unwrap()).unwrap();
+    let output = std::process::Command::new("echo").arg("started").output().unwrap();
+    assert_eq!(output.stdout, b"started\n");
+    assert!(*sent.wait().unwrap() == [5; 1000]);
+    drop(pool.checkout(1000).unwrap());
+    assert_eq!(pool.stats().checked_out_bytes, 0);
+}
+
+/// Whoever looks at a pool in the child, or ends it, is not kept waiting for threads that the child does not have.
+#[test]
+fn a_child_waits_for_nothing() {
+    own_process!();
+    let device = device();
+    let (pool, stream) = (pool(&device), device.stream().unwrap());
+    let out = pool.checkout(1000).unwrap();
+    let landing = pool.checkout_on(&stream, 1000).unwrap();
+    let started = std::time::Instant::now();
+    let code = forked(|| {
+        let ended = pool.shutdown(Duration::from_secs(20));
+        let wrong = first_wrong(&[
+            !ended.drained,
+            pool.check().is_err(),
+            pool.wait_pinned(None).is_err(),
+            pool.regions().is_empty(),
+            pool.pinning().ready == 0,
+            !device.reap(),
+            landing.wait().is_err(),
+            started.elapsed() < Duration::from_secs(10),
+        ]);
+        drop(out);
+        wrong
+    });
+    assert_eq!(code, Some(0));
+    drop(pool);
+}
+
+/// Bytes whose drop is counted.
+struct Counted(Vec<u8>, Arc<std::sync::atomic::AtomicUsize>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl std::ops::Deref for Counted {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for Counted {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+// SAFETY: a vector that is not resized stays where it is.
+unsafe impl pinpool::StableDeref for Counted {}
+
+#[test]
+fn the_callers_memory_is_left_alone_in_a_child() {
+    own_process!();
+    let device = device();
+    let pool = Pool::builder(&device).capacity(1 << 20).initial(0).unpinned(Unpinned::Allow).build().unwrap();
+    let dropped = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let value = |len: usize| Counted(vec![3; len], dropped.clone());
+    pool.adopt(value(256 << 10)).map_err(Error::from).unwrap();
+    // One that is over: nothing but its handles keeps its memory.
+    let closed =
+        Pool::builder(&device).capacity(1 << 20).initial(0).unpinned(Unpinned::Allow).build().unwrap();
+    closed.adopt(value(256 << 10)).map_err(Error::from).unwrap();
+    assert!(closed.shutdown(Duration::from_secs(20)).drained);
+    let (Ok(one), Ok(two)) = (device.register(value(5000)), device.register(value(5000))) else {
+        return skip!("the memlock limit is used up");
+    };
+    let buf = pool.checkout(1000).unwrap();
+    let (mut one, mut two, mut gone) = (Some(one), Some(two), Some((device, pool, closed)));
+    let code = forked(|| {
+        let (one, two, (device, pool, closed)) =
+            (one.take().unwrap(), two.take().unwrap(), gone.take().unwrap());
+        let adopted = pool.adopt(value(256 << 10));
+        let registered = device.register(value(5000));
+        let checks = [
+            adopted.as_ref().is_err_and(|e| e.error == Error::Forked && e.memory.is_some()),
+            registered.as_ref().is_err_and(|e| e.error == Error::Forked && e.memory.is_some()),
+            one.device_address(&device) == Err(Error::Forked),
+            buf.device_address(&device) == Err(Error::Forked),
+            // It is a value like any other to read.
+            one.iter().all(|b| *b == 3),
+            one.into_inner().is_err(),
+        ];
+        std::mem::forget((adopted, registered));
+        drop((two, pool, closed, device));
+        let wrong = first_wrong(&checks);
+        if wrong == 0 && dropped.load(Ordering::SeqCst) > 0 { 50 } else { wrong }
+    });
+    assert_eq!(code, Some(0), "which check failed, counted from 1; 50: something was dropped");
+    drop((one, two, buf, gone));
+    let since = std::time::Instant::now();
+    while dropped.load(Ordering::SeqCst) < 4 {
+        assert!(since.elapsed() < Duration::from_secs(20), "the parent drops them");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A task that was waiting in the parent is polled in the child, while threads of the parent hold the pool's locks.
+#[test]
+fn a_task_that_waits_is_told_in_a_child() {
+    own_process!();
+    let stop = AtomicBool::new(false);
+    let device = device();
+    let pool = Pool::builder(&device).capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let all: Vec<_> = std::iter::from_fn(|| pool.try_checkout(64 << 10).ok()).collect();
+    let mut waiting = pool.checkout_async(64 << 10);
+    assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    let _ = pool.stats();
+                }
+            });
+        }
+        let wrong = (0..50)
+            .map(|_| {
+                forked(|| match Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())) {
+                    Poll::Ready(Err(Error::Forked)) => 0,
+                    Poll::Ready(_) => 1,
+                    Poll::Pending => 2,
+                })
+            })
+            .find(|code| *code != Some(0));
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(wrong, None, "2: it waits for ever; None: it hangs");
+    });
+    drop(all);
+    assert!(Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())).is_ready());
+}
+
+/// What there is belongs to the parent, whose threads are not here: nobody could be waited for.
+#[test]
+fn a_child_closes_no_device() {
+    own_process!();
+    let device = device();
+    let pool = pool(&device);
+    let mut closes = Some(device.clone());
+    let code = forked(|| {
+        let closed = closes.take().map(|device| device.close(Duration::from_secs(3600)));
+        let Some(Err(error)) = closed else { return 1 };
+        let forked = error.held_by().forked;
+        let again = error.wait(Duration::from_secs(3600)).is_err_and(|error| error.held_by().forked);
+        first_wrong(&[true, forked, again])
+    });
+    assert_eq!(code, Some(0));
+    drop((closes, pool));
+    device.close(Duration::from_secs(60)).unwrap();
+}

@@ -1,0 +1,13 @@
+//! The pool itself, on the host device: checkout and return, threads, requests that wait, growth and its limits,
+//! closing, and a fork.
+
+mod closing;
+mod fork;
+mod memlock;
+mod regressions;
+mod running_out;
+mod smoke;
+#[path = "../support/mod.rs"]
+mod support;
+mod threads;
+mod too_large;

@@ -1,0 +1,716 @@
+//! The pool under many threads, on host devices whose copies run late.
+//!
+//! What is asserted is what must hold in any interleaving: each byte that went to the device is the one that was
+//! written, each byte that came back is the one that was there, and when everybody is gone nothing is in use. These
+//! tests also are what runs the asymmetric fence for real (a compiler fence against the membarrier system call): loom
+//! models the protocol with two full fences instead.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier, mpsc};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::{Device, Error, PinnedBuf, Pool, PoolBuilder, Request, Stream, Unpinned};
+
+const THREADS: usize = 6;
+/// Longer than anything takes here.
+const HANG: Duration = Duration::from_secs(60);
+
+/// How much longer than usual.
+fn rounds(usual: usize) -> usize {
+    let times = std::env::var("PINPOOL_CASES").map_or(1, |v| v.parse().expect("PINPOOL_CASES is a number"));
+    usual * times
+}
+
+fn late() -> Device {
+    let config = HostConfig::new().memory(256 << 20).late(Duration::from_micros(50), 3);
+    Device::on(&HostNode::new(config).unwrap(), 0).unwrap()
+}
+
+fn builder(device: &Device) -> PoolBuilder {
+    Pool::builder(device).unpinned(Unpinned::Allow)
+}
+
+/// A small generator of random numbers, one for each thread.
+struct Random(u64);
+
+impl Random {
+    fn new(seed: usize) -> Self {
+        Self((seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 33) as usize % bound
+    }
+
+    /// Over all magnitudes up to 2^`bits`.
+    fn len(&mut self, bits: usize) -> usize {
+        let bits = self.below(bits);
+        (1 << bits) + self.below(1 << bits)
+    }
+}
+
+/// A number that no other round of any thread has.
+fn stamp(thread: usize, round: usize) -> u64 {
+    (thread as u64) << 40 | round as u64 | 1 << 63
+}
+
+fn fill(buf: &mut PinnedBuf, stamp: u64) {
+    let bytes = stamp.to_le_bytes();
+    buf.clear();
+    let whole = buf.capacity();
+    buf.extend_from_slice(&bytes.repeat(whole.div_ceil(8))[..whole]);
+}
+
+fn is(bytes: &[u8], stamp: u64) -> bool {
+    let word = stamp.to_le_bytes();
+    bytes.chunks(8).all(|chunk| *chunk == word[..chunk.len()])
+}
+
+/// Everybody is gone: nothing may be in use.
+fn settled(pool: &Pool, streams: &[Stream]) {
+    streams.iter().for_each(|s| s.synchronize().unwrap());
+    let stats = pool.stats();
+    let used = (stats.checked_out_bytes, stats.in_flight_bytes, stats.claimed_bytes, stats.quarantined_bytes);
+    assert_eq!(used, (0, 0, 0, 0), "{stats:?}");
+    assert_eq!((stats.requested_bytes, stats.waiting), (0, 0), "{stats:?}");
+    assert_eq!(stats.checkouts, stats.returns, "{stats:?}");
+    pool.check().unwrap();
+}
+
+#[test]
+fn every_byte_arrives_whatever_the_threads_do() {
+    let device = late();
+    let pool = builder(&device).capacity(2 << 20).region(512 << 10).thread_cache(64 << 10).build().unwrap();
+    let streams: Vec<Stream> = (0..3).map(|_| device.stream().unwrap()).collect();
+    let done = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (pool, streams, device, done) = (&pool, &streams, &device, &done);
+            scope.spawn(move || {
+                let mut random = Random::new(thread);
+                let memory = device.alloc(64 << 10).unwrap();
+                for round in 0..rounds(400) {
+                    let (len, stamp) = (random.len(15), stamp(thread, round));
+                    let stream = &streams[random.below(streams.len())];
+                    let mut buf = pool.checkout(len).unwrap();
+                    fill(&mut buf, stamp);
+                    let sent = stream.upload(buf, &memory).unwrap();
+                    match random.below(4) {
+                        // Back at once, under other hands.
+                        0 => drop(sent),
+                        1 => assert!(is(&sent.wait().unwrap(), stamp)),
+                        2 => {
+                            drop(sent);
+                            let mut other = pool.checkout(len).unwrap();
+                            fill(&mut other, !stamp);
+                        }
+                        _ => drop(stream.hold(sent.wait().unwrap()).unwrap()),
+                    }
+                    let back = if random.below(2) == 0 {
+                        let landing = pool.checkout_on(stream, len).unwrap();
+                        stream.download(memory.slice(..len), landing).unwrap()
+                    } else {
+                        stream.download(memory.slice(..len), pool.checkout(len).unwrap()).unwrap()
+                    };
+                    assert!(is(&back.wait().unwrap(), stamp), "thread {thread}, round {round}, {len} bytes");
+                }
+                done.fetch_add(1, Ordering::SeqCst);
+            });
+        }
+        // Somebody looks all the time, which keeps everybody out of their thread caches again and again.
+        while done.load(Ordering::SeqCst) < THREADS {
+            pool.check().unwrap();
+            let s = pool.stats();
+            let parts =
+                s.free_bytes + s.checked_out_bytes + s.in_flight_bytes + s.quarantined_bytes + s.cut_bytes;
+            assert_eq!(parts, s.pinned_bytes + s.unpinned_bytes, "{s:?}");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    });
+    settled(&pool, &streams);
+}
+
+#[test]
+fn buffers_travel_between_threads() {
+    // Some only take and others only return, so that transfer caches and the runs are on the way.
+    let device = late();
+    let pool = builder(&device).capacity(2 << 20).thread_cache(16 << 10).build().unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (pool, stop) = (&pool, &stop);
+        let mut takers = Vec::new();
+        for thread in 0..THREADS / 2 {
+            let (give, take) = mpsc::sync_channel::<(PinnedBuf, u64)>(32);
+            takers.push(scope.spawn(move || {
+                let mut random = Random::new(thread);
+                for round in 0..rounds(4000) {
+                    let mut buf = pool.checkout(random.len(11)).unwrap();
+                    fill(&mut buf, stamp(thread, round));
+                    give.send((buf, stamp(thread, round))).unwrap();
+                }
+            }));
+            scope.spawn(move || take.into_iter().for_each(|(buf, stamp)| assert!(is(&buf, stamp))));
+        }
+        scope.spawn(move || {
+            while !stop.load(Ordering::SeqCst) {
+                pool.check().unwrap();
+            }
+        });
+        for taker in takers {
+            taker.join().unwrap();
+        }
+        stop.store(true, Ordering::SeqCst);
+    });
+    settled(&pool, &[]);
+}
+
+#[test]
+fn a_thread_leaves_what_it_cached_to_the_pool() {
+    let device = late();
+    let pool = builder(&device).capacity(256 << 10).thread_cache(128 << 10).build().unwrap();
+    for round in 0..rounds(200) {
+        std::thread::scope(|scope| {
+            for thread in 0..3 {
+                let pool = &pool;
+                scope.spawn(move || {
+                    let held: Vec<PinnedBuf> =
+                        (0..8).map(|_| pool.checkout(1000 + thread).unwrap()).collect();
+                    drop(held);
+                });
+            }
+        });
+        // The thread's locals may outlive the scope by a moment, so this may have to take back what they have.
+        let whole = pool.checkout(Request::new(200 << 10)).unwrap();
+        drop(whole);
+        if round % 10 == 0 {
+            pool.check().unwrap();
+        }
+    }
+    settled(&pool, &[]);
+}
+
+#[test]
+fn one_thread_uses_more_pools_by_turns_than_it_has_at_hand() {
+    let device = late();
+    let pools: Vec<Pool> = (0..7).map(|_| builder(&device).capacity(1 << 20).build().unwrap()).collect();
+    let mut held: Vec<(usize, PinnedBuf)> = Vec::new();
+    let mut random = Random::new(1);
+    for round in 0..rounds(3000) {
+        let at = random.below(pools.len());
+        let mut buf = pools[at].checkout(random.len(12)).unwrap();
+        fill(&mut buf, stamp(at, round));
+        held.push((round, buf));
+        if held.len() > 20 {
+            // Pools must not mistake each other's buffers, whichever was used last.
+            let (round, buf) = held.swap_remove(random.below(held.len()));
+            assert!((0..pools.len()).any(|at| is(&buf, stamp(at, round))));
+        }
+    }
+    held.clear();
+    // All of it comes back to where it was taken from, and what this thread keeps can be had.
+    for pool in &pools {
+        settled(pool, &[]);
+        assert_eq!(pool.stats().checkouts, pool.stats().returns);
+        drop(pool.try_checkout(700 << 10).unwrap());
+    }
+    let before = pools[3].stats().misses;
+    drop(pools[3].checkout(100).unwrap());
+    let first = pools[3].stats().misses;
+    drop(pools[5].checkout(100).unwrap());
+    drop(pools[3].checkout(100).unwrap());
+    assert!(first <= before + 1);
+    assert_eq!(pools[3].stats().misses, first, "a hit, though another pool was used in between");
+}
+
+/// One thread checks out, another returns, so many together; lengths follow each other, so that what is kept of the
+/// last is in the way of the next.
+fn flow_one_way(together: usize, lens: &[usize]) {
+    const CACHE: usize = 1 << 20;
+    let device = late();
+    let pool = builder(&device).capacity(64 << 20).initial(64 << 20).thread_cache(CACHE).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let (give, take) = mpsc::sync_channel::<Vec<PinnedBuf>>(400 / together);
+    let total = rounds(40_000).div_ceil(together);
+    std::thread::scope(|scope| {
+        let pool = &pool;
+        scope.spawn(move || {
+            for len in lens {
+                for _ in 0..total {
+                    give.send((0..together).map(|_| pool.checkout(*len).unwrap()).collect()).unwrap();
+                }
+            }
+        });
+        scope.spawn(move || {
+            for (at, bufs) in take.into_iter().enumerate() {
+                drop(bufs);
+                if at % (100 / together) == 0 {
+                    // Two threads and what lies between them.
+                    let cached = pool.stats().cached_bytes;
+                    assert!(cached <= 2 * CACHE + 4 * CACHE, "{cached} bytes are cached");
+                }
+                if at % (5000 / together) == 0 {
+                    pool.check().unwrap();
+                }
+            }
+        });
+    });
+    let stats = pool.stats();
+    assert_eq!(stats.checkouts, (lens.len() * total * together) as u64);
+    // Batches come round between the two threads: few checkouts find nothing at hand.
+    assert!(stats.misses <= stats.checkouts / 4, "{stats:?}");
+    settled(&pool, &[]);
+}
+
+#[test]
+fn what_flows_one_way_is_bounded_and_comes_round() {
+    flow_one_way(100, &[8 << 10]);
+    flow_one_way(1, &[8 << 10]);
+    // More classes than what lies between threads has room for.
+    flow_one_way(100, &[2000, 3000, 4000, 5000, 6000, 8000, 10_000, 12_000, 14_000, 16_000, 18_000, 20_000]);
+}
+
+#[test]
+fn a_buffer_dropped_by_a_thread_local_comes_back() {
+    thread_local! {
+        static LAST: std::cell::RefCell<Vec<PinnedBuf>> = const { std::cell::RefCell::new(Vec::new()) };
+    }
+    let device = late();
+    let pool = builder(&device).capacity(256 << 10).build().unwrap();
+    for first in [false, true] {
+        let theirs = pool.clone();
+        std::thread::spawn(move || {
+            // Registered before the pool's own thread-locals or after them, and so destroyed after them or before.
+            if first {
+                LAST.with(|l| l.borrow_mut().reserve(1));
+            }
+            let bufs = [theirs.checkout(1000).unwrap(), theirs.checkout(100_000).unwrap()];
+            LAST.with(|l| l.borrow_mut().extend(bufs));
+        })
+        .join()
+        .unwrap();
+        settled(&pool, &[]);
+    }
+}
+
+#[test]
+fn idle_threads_give_up_what_they_cache() {
+    let device = late();
+    let pool = builder(&device).capacity(256 << 10).thread_cache(128 << 10).build().unwrap();
+    for _ in 0..rounds(50) {
+        let (cached, go) = (Barrier::new(THREADS + 1), Barrier::new(THREADS + 1));
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (pool, cached, go) = (&pool, &cached, &go);
+                scope.spawn(move || {
+                    drop(pool.checkout(100 * (thread + 1)).unwrap());
+                    cached.wait();
+                    // Idle, with a batch of a class of its own in the thread cache, while the whole pool is wanted.
+                    go.wait();
+                    drop(pool.checkout(100 * (thread + 1)).unwrap());
+                });
+            }
+            cached.wait();
+            let most = pool.try_checkout(250 << 10).expect("what idle threads cache is taken back");
+            drop(most);
+            go.wait();
+        });
+    }
+    assert!(pool.stats().reclaims > 0);
+    settled(&pool, &[]);
+}
+
+/// Runs `main` beside a thread that makes a call each time that it is told to.
+fn beside<R>(mut call: impl FnMut() + Send, main: impl FnOnce(&mut dyn FnMut()) -> R) -> R {
+    let ((go, told), (say, said)) = (mpsc::channel::<()>(), mpsc::channel());
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            while told.recv().is_ok() {
+                call();
+                say.send(()).unwrap();
+            }
+        });
+        // Dropped on the way out, which ends the thread.
+        let go = go;
+        main(&mut || {
+            go.send(()).unwrap();
+            said.recv().unwrap()
+        })
+    })
+}
+
+#[test]
+fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
+    let device = late();
+    let pool = builder(&device).capacity(512 << 10).initial(256 << 10).region(256 << 10);
+    let pool = pool.thread_cache(128 << 10).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let nearly_all = Request::new(250 << 10).align(4096);
+    let pair = || drop(pool.checkout(1000).unwrap());
+    beside(pair, |pair| {
+        pair();
+        let cached = pool.stats().cached_bytes;
+        assert!(cached > 0);
+        // What it caches stands in the way of this, the last three of 64 pages. There is room for another region,
+        // though.
+        let large = pool.try_checkout(nearly_all);
+        let large = large.or_else(|_| {
+            pool.wait_pinned(None).unwrap();
+            pair();
+            assert_eq!(pool.stats().cached_bytes, cached, "it still has what it had");
+            pool.try_checkout(nearly_all)
+        });
+        let large = large.unwrap();
+        pair();
+        let stats = pool.stats();
+        assert_eq!((stats.growths, stats.cached_bytes), (1, cached), "and this was made of new memory");
+        // No more can be had of the system. (It has been at work since it was last looked at.)
+        let other = pool.try_checkout(nearly_all).expect("what a thread caches is taken back");
+        assert!(pool.stats().reclaims > 0);
+        assert_eq!(pool.stats().cached_bytes, 0, "its cache is empty");
+        drop((large, other));
+        pair();
+    });
+    settled(&pool, &[]);
+}
+
+#[test]
+fn a_thread_at_work_shares_what_it_has_of_a_class() {
+    let device = late();
+    // One run of six segments. A thread may cache two of them, and gets them one by one.
+    let pool = builder(&device).capacity(64 << 10).build().unwrap();
+    pool.wait_pinned(None).unwrap();
+    let mut first = true;
+    let call = || {
+        let count = if std::mem::take(&mut first) { 2 } else { 1 };
+        let bufs: Vec<PinnedBuf> = (0..count).map(|_| pool.checkout(10_000).unwrap()).collect();
+        drop(bufs);
+    };
+    beside(call, |call| {
+        call();
+        let mut mine: Vec<PinnedBuf> = (0..4).map(|_| pool.try_checkout(10_000).unwrap()).collect();
+        let both = pool.stats().cached_bytes;
+        assert!(both > 0, "{:?}", pool.stats());
+        mine.push(pool.try_checkout(10_000).expect("one of the two"));
+        assert_eq!(pool.stats().cached_bytes * 2, both, "the other stays where it was");
+        call();
+        assert_eq!(pool.stats().cached_bytes * 2, both, "and serves its owner");
+        drop(mine);
+    });
+    settled(&pool, &[]);
+}
+
+#[test]
+fn taking_back_while_the_owners_are_busy() {
+    // The fence for real: owners take and return without pause while others take everything back from them.
+    let device = late();
+    let pool = builder(&device).capacity(512 << 10).thread_cache(64 << 10).build().unwrap();
+    let (stop, pairs) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for thread in 0..3 {
+            let (pool, stop, pairs) = (&pool, &stop, &pairs);
+            scope.spawn(move || {
+                let mut random = Random::new(thread);
+                let mut mine = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    let stamp = stamp(thread, mine as usize);
+                    // Two at once, so that one handed out twice would be seen.
+                    let (a, b) = (pool.try_checkout(random.len(8)), pool.try_checkout(random.len(8)));
+                    let mut bufs: Vec<PinnedBuf> = a.into_iter().chain(b).collect();
+                    for (i, buf) in bufs.iter_mut().enumerate() {
+                        fill(buf, stamp ^ i as u64);
+                    }
+                    for (i, buf) in bufs.iter().enumerate() {
+                        assert!(is(buf, stamp ^ i as u64), "two owners of one segment");
+                    }
+                    mine += 1;
+                    pairs.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        let (since, mut round) = (Instant::now(), 0);
+        // The owners may not have begun when the rounds are over.
+        while round < rounds(2000) || pool.stats().reclaims == 0 || pairs.load(Ordering::Relaxed) == 0 {
+            assert!(since.elapsed() < HANG, "{:?}", pool.stats());
+            round += 1;
+            // Regions in use stay: this is for taking back what is cached.
+            pool.trim(512 << 10);
+            match pool.try_checkout(Request::new(300 << 10)) {
+                Ok(buf) => drop(buf),
+                Err(Error::Exhausted { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    settled(&pool, &[]);
+}
+
+#[test]
+fn waiters_are_all_served() {
+    let device = late();
+    let pool = builder(&device).capacity(256 << 10).build().unwrap();
+    let stream = device.stream().unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (pool, stream, device) = (&pool, &stream, &device);
+            scope.spawn(move || {
+                let mut random = Random::new(thread);
+                let memory = device.alloc(128 << 10).unwrap();
+                for round in 0..rounds(150) {
+                    // Up to half of the pool each, alone, together, or in flight.
+                    match random.below(4) {
+                        0 => {
+                            let two =
+                                [Request::new(random.len(15)), Request::new(random.len(15)).align(4096)];
+                            drop(pool.checkout_many(&two, None).unwrap());
+                        }
+                        1 => match pool.checkout_timeout(random.len(16), Duration::from_micros(100)) {
+                            Ok(buf) => drop(buf),
+                            Err(Error::Timeout(_)) => {}
+                            Err(error) => panic!("{error}"),
+                        },
+                        _ => {
+                            let mut buf = pool.checkout(random.len(16)).unwrap();
+                            fill(&mut buf, stamp(thread, round));
+                            drop(stream.upload(buf, &memory).unwrap());
+                        }
+                    }
+                }
+            });
+        }
+    });
+    assert!(pool.stats().waits > 0);
+    settled(&pool, &[stream]);
+}
+
+/// Wakes a thread that polls.
+struct Bell(mpsc::Sender<()>);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        let _ = self.0.send(());
+    }
+}
+
+#[test]
+fn futures_are_woken_and_may_be_dropped_at_any_time() {
+    let device = late();
+    let pool = builder(&device).capacity(256 << 10).build().unwrap();
+    let (stream, memory) = (device.stream().unwrap(), device.alloc(64 << 10).unwrap());
+    let (served, cancelled) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (pool, served, cancelled) = (&pool, &served, &cancelled);
+            let (stream, memory) = (&stream, &memory);
+            scope.spawn(move || {
+                let mut random = Random::new(thread);
+                let (ring, rung) = mpsc::channel();
+                let waker = Waker::from(Arc::new(Bell(ring)));
+                for _ in 0..rounds(300) {
+                    let mut future = pool.checkout_async(random.len(16));
+                    loop {
+                        match Pin::new(&mut future).poll(&mut Context::from_waker(&waker)) {
+                            Poll::Ready(buf) => {
+                                // Away for a while, so that memory is short.
+                                let mut buf = buf.unwrap();
+                                fill(&mut buf, 1);
+                                drop(stream.upload(buf, memory).unwrap());
+                                served.fetch_add(1, Ordering::Relaxed);
+                                break;
+                            }
+                            Poll::Pending if random.below(4) == 0 => {
+                                std::thread::yield_now();
+                                drop(future);
+                                cancelled.fetch_add(1, Ordering::Relaxed);
+                                break;
+                            }
+                            // A wake-up that is lost would end the test here, for good.
+                            Poll::Pending => rung.recv().unwrap(),
+                        }
+                    }
+                }
+            });
+        }
+    });
+    println!("{} served, {} cancelled", served.load(Ordering::Relaxed), cancelled.load(Ordering::Relaxed));
+    assert!(served.load(Ordering::Relaxed) > 0 && cancelled.load(Ordering::Relaxed) > 0);
+    settled(&pool, &[stream]);
+}
+
+#[test]
+fn pools_may_go_while_buffers_are_out() {
+    let config = HostConfig::new().memory(64 << 20).late(Duration::from_micros(50), 5);
+    let node = HostNode::new(config).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let stream = device.stream().unwrap();
+    for round in 0..rounds(60) {
+        let pool = builder(&device).capacity(256 << 10).build().unwrap();
+        let memory = device.alloc(1000).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let (pool, stream, memory) = (pool.clone(), &stream, memory.clone());
+                scope.spawn(move || {
+                    // Shut down before this thread had its three: nothing to see.
+                    let bufs: Result<Vec<PinnedBuf>, _> = (0..3).map(|_| pool.checkout(1000)).collect();
+                    drop(pool);
+                    let mut bufs = match bufs {
+                        Ok(bufs) => bufs,
+                        Err(error) => return assert_eq!(error, Error::Closed),
+                    };
+                    for (i, buf) in bufs.iter_mut().enumerate() {
+                        fill(buf, stamp(thread, i));
+                    }
+                    drop(stream.upload(bufs.pop().unwrap(), &memory).unwrap());
+                    let back = stream.upload(bufs.pop().unwrap(), &memory).unwrap().wait().unwrap();
+                    assert!(is(&back, stamp(thread, 1)) && is(&bufs[0], stamp(thread, 0)));
+                });
+            }
+            if round % 2 == 0 {
+                pool.shutdown(Duration::ZERO);
+            }
+            drop(pool);
+        });
+        stream.synchronize().unwrap();
+    }
+    // All their memory was given back, by the device's worker: what it does next comes after that.
+    drop(device.alloc(1).unwrap());
+    assert_eq!(node.live(0).pinned_bytes, 0);
+}
+
+#[test]
+fn a_shutdown_ends_all_waits() {
+    let device = late();
+    for _ in 0..rounds(30) {
+        let pool = builder(&device).capacity(64 << 10).build().unwrap();
+        let all = pool.checkout(60 << 10).unwrap();
+        let waiting = Barrier::new(THREADS + 1);
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    waiting.wait();
+                    assert_eq!(pool.checkout(60 << 10).err(), Some(Error::Closed));
+                });
+            }
+            waiting.wait();
+            let down = pool.shutdown(Duration::from_millis(1));
+            assert!(!down.drained && down.outstanding == 1, "{down:?}");
+        });
+        drop(all);
+        assert!(pool.shutdown(Duration::from_secs(3600)).drained);
+    }
+}
+
+#[test]
+fn a_device_that_dies_takes_only_its_own() {
+    for round in 0..rounds(20) {
+        let node = HostNode::new(HostConfig::new().devices(2).memory(64 << 20)).unwrap();
+        let devices = [Device::on(&node, 0).unwrap(), Device::on(&node, 1).unwrap()];
+        let pool = builder(&devices[0]).device(&devices[1]).capacity(4 << 20).build().unwrap();
+        let streams = [devices[0].stream().unwrap(), devices[1].stream().unwrap()];
+        let healthy = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (pool, streams, devices, healthy) = (&pool, &streams, &devices, &healthy);
+                scope.spawn(move || {
+                    let at = thread % 2;
+                    let Ok(memory) = devices[at].alloc(10_000) else { return assert_eq!(at, 1) };
+                    for round in 0..100 {
+                        let Ok(mut buf) = pool.checkout_timeout(10_000, Duration::from_secs(3600)) else {
+                            panic!("the pool outlives a device");
+                        };
+                        fill(&mut buf, stamp(thread, round));
+                        let sent = match streams[at].upload(buf, &memory) {
+                            Ok(sent) => sent,
+                            Err(e) => return assert!(at == 1 && e.error.is_device_lost(), "{e}"),
+                        };
+                        match sent.wait() {
+                            Ok(buf) => assert!(is(&buf, stamp(thread, round))),
+                            Err(error) => return assert!(at == 1 && error.is_device_lost(), "{error}"),
+                        }
+                        healthy.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+            for _ in 0..round {
+                std::thread::yield_now();
+            }
+            node.kill(1);
+        });
+        assert!(healthy.load(Ordering::Relaxed) >= 200);
+        // A reaper that finds its device dead has quarantined what was there; nothing is both.
+        assert!(devices[1].alloc(1).unwrap_err().is_device_lost());
+        devices.iter().for_each(|d| {
+            d.reap();
+        });
+        let stats = pool.stats();
+        assert_eq!((stats.checked_out_bytes, stats.in_flight_bytes), (0, 0), "{stats:?}");
+        pool.check().unwrap();
+    }
+}
+
+/// Whoever asks has a region pinned, and then joins the queue. If others take the region in between, and keep it, what
+/// the capacity still allows is pinned all the same.
+#[test]
+fn who_waits_gets_what_the_capacity_allows() {
+    const REGION: usize = 64 << 10;
+    for round in 0..rounds(1000) {
+        let device = Device::on(&HostNode::new(HostConfig::new().memory(1 << 20)).unwrap(), 0).unwrap();
+        let pool = builder(&device).capacity(4 * REGION).region(REGION).initial(0).build().unwrap();
+        let start = std::sync::Barrier::new(4);
+        let held: Vec<_> = std::thread::scope(|scope| {
+            let take = || {
+                start.wait();
+                pool.checkout_timeout(60 << 10, Duration::from_secs(20))
+            };
+            let takers: Vec<_> = (0..4).map(|_| scope.spawn(take)).collect();
+            takers.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        for buf in &held {
+            assert!(buf.is_ok(), "round {round}: {buf:?}, {:?}", pool.stats());
+        }
+    }
+}
+
+/// What is pinned never exceeds the capacity, not even while one thread trims and others have the pool grow.
+#[test]
+fn what_goes_is_unpinned_before_what_comes_is_pinned() {
+    const REGION: usize = 64 << 10;
+    let node = HostNode::new(HostConfig::new().memory(1 << 20)).unwrap();
+    let device = Device::on(&node, 0).unwrap();
+    let most = Arc::new(AtomicUsize::new(0));
+    let (seen, looks) = (most.clone(), node.clone());
+    // What has been pinned instead of a region that is still there.
+    let before = move |_: &pinpool::RegionInfo| {
+        seen.fetch_max(looks.live(0).pinned_bytes, Ordering::Relaxed);
+    };
+    let pool = builder(&device).capacity(2 * REGION).region(REGION).thread_cache(0).before_unpin(before);
+    let pool = pool.build().unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                pool.trim(0);
+            }
+        });
+        let takers: Vec<_> = (0..2)
+            .map(|_| {
+                scope.spawn(|| {
+                    for _ in 0..rounds(5000) {
+                        drop(pool.checkout_timeout(60 << 10, Duration::from_secs(20)).unwrap());
+                    }
+                })
+            })
+            .collect();
+        takers.into_iter().for_each(|t| t.join().unwrap());
+        done.store(true, Ordering::Relaxed);
+    });
+    let most = most.load(Ordering::Relaxed);
+    assert!(most <= 2 * REGION, "{most} bytes were pinned at once");
+}

@@ -1,0 +1,82 @@
+//! Processes that end in the middle: nothing crashes and nothing hangs, whatever is under way.
+//!
+//! Each test starts itself again, twenty times, with `PINPOOL_HARDWARE_EXIT` saying how soon to end.
+
+use std::time::Duration;
+
+use pinpool::Pool;
+
+use super::{Gpu, doubles, filled, open};
+
+const EXIT: &str = "PINPOOL_HARDWARE_EXIT";
+const TIMES: u64 = 20;
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Starts this test again and again, or, where that was done, gets the number of the run.
+fn again(test: &str) -> Option<u64> {
+    if let Ok(number) = std::env::var(EXIT) {
+        return Some(number.parse().expect("a number"));
+    }
+    for number in 0..TIMES {
+        let text = number.to_string();
+        let child = doubles::child(test, &[(EXIT, &text)], LIMIT);
+        let meant = child.stdout.contains("ending now");
+        assert!(
+            child.status.is_some_and(|status| status.success()) && meant,
+            "{test}: run {number} {}, {}: {}",
+            child.how(),
+            if meant { "ending as it was meant to" } else { "before it was meant to" },
+            child.last_words()
+        );
+        assert!(!child.stderr.contains("panicked"), "{test}: run {number}: {}", child.last_words());
+    }
+    println!("{test}: {TIMES} processes ended, each with 0");
+    None
+}
+
+/// Ends the process as `main` would at its end, and not at the same place each time.
+fn end(number: u64) -> ! {
+    std::thread::sleep(Duration::from_micros(number * number * 25));
+    println!("ending now");
+    // The harness's own end would wait for the test.
+    std::process::exit(0)
+}
+
+pub fn copies(gpu: &Gpu) {
+    let Some(number) = again("a_process_may_end_while_copies_are_in_flight") else { return };
+    // Enough to keep a link busy for a while; on the stand-in nothing moves anyway.
+    let (len, copies) = if gpu.real { (4 << 20, 256) } else { (256 << 10, 16) };
+    let device = open(0);
+    let pool = Pool::builder(&device).capacity(len * (copies + 16)).build().expect("a pool");
+    let (stream, memory) = (device.stream().expect("a stream"), device.alloc(len).expect("device memory"));
+    // Ready first, then submitted at once, so that many are in flight when the process ends.
+    let ready: Vec<_> = (0..copies).map(|n| filled(&pool, len, n as u64)).collect();
+    let mut flights: Vec<_> =
+        ready.into_iter().map(|buf| stream.upload(buf, &memory).expect("an upload")).collect();
+    // Some waited for on another thread, some dropped, the others forgotten with everything else.
+    let waited = flights.split_off(copies / 2);
+    std::thread::spawn(move || waited.into_iter().for_each(|flight| drop(flight.wait())));
+    drop(flights.split_off(copies / 4));
+    println!("{} bytes are in flight", pool.stats().in_flight_bytes);
+    end(number)
+}
+
+pub fn growing(gpu: &Gpu) {
+    let Some(number) = again("a_process_may_end_while_the_pool_grows") else { return };
+    let capacity = if gpu.real { 4 << 30 } else { 256 << 20 };
+    let device = open(0);
+    let built = Pool::builder(&device).capacity(capacity).initial(16 << 20).region(capacity / 4);
+    let pool = built.extent(capacity / 16).build().expect("a pool");
+    // One more than there is room for, from several threads: the pool grows, and somebody waits.
+    for _ in 0..4 {
+        let pool = pool.clone();
+        std::thread::spawn(move || {
+            let held: Vec<_> = (0..64).map(|_| pool.checkout_timeout(capacity / 128, LIMIT)).collect();
+            drop(held);
+        });
+    }
+    // What is pinned by then differs from run to run, which is the point.
+    std::thread::sleep(Duration::from_millis(number));
+    println!("{} bytes are pinned", pool.stats().pinned_bytes);
+    end(number)
+}

@@ -1,0 +1,203 @@
+//! What only a GPU can show: kernels that check what arrives, graphs that replay, faults that end a context, two GPUs
+//! at once, and processes that end in the middle of it all.
+//!
+//! Each test has a process of its own, so that a broken context, a setting of the whole process or a crash stays with
+//! its test and is told. Where there is no GPU, those that need no kernels run on the stand-in of `tests/doubles`; the
+//! others are skipped and say so, which fails while `PINPOOL_REQUIRE` names a GPU. `PINPOOL_HARDWARE_CHECKOUTS` says
+//! how many checkouts the longest test makes (20,000; the full run is 1,000,000).
+//!
+//! pinpool is used through its public face, and the driver beside it by plain calls (`tests/support/kernels`).
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+#![allow(unsafe_code, reason = "calling the driver")]
+
+mod adopted;
+mod bridge;
+mod churn;
+mod effects;
+mod exit;
+mod graphs;
+mod pointers;
+mod poison;
+mod runtime;
+mod two;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use pinpool::{Device, DeviceBuffer, PinnedBuf, Pool, Stream};
+
+use crate::support::doubles::{self, HANG, StandIn};
+use crate::support::kernels::{self, Kernels, Raw};
+
+/// What the child is to run on: `real` or `stand-in`.
+const KIND: &str = "PINPOOL_HARDWARE";
+/// Longer than any test takes.
+const LIMIT: Duration = Duration::from_secs(560);
+
+/// The driver that a test has, beside pinpool.
+pub struct Gpu {
+    /// The same library that pinpool has loaded.
+    pub raw: Raw,
+    /// Not the stand-in.
+    pub real: bool,
+}
+
+impl Gpu {
+    /// The kernels, loaded into the first GPU's context, which is current here from now on. `None`: no real GPU.
+    fn kernels(&self) -> Option<Kernels<'_>> {
+        self.kernels_of(0)
+    }
+
+    fn kernels_of(&self, device: usize) -> Option<Kernels<'_>> {
+        self.real.then(|| {
+            self.raw.enter(device);
+            Kernels::load(&self.raw)
+        })
+    }
+
+    /// The stand-in, which can be told things. `None`: a real GPU.
+    fn stand_in(&self) -> Option<&StandIn> {
+        (!self.real).then(|| self.raw.stand_in())
+    }
+
+    /// At the end of a test: the stand-in has seen none of its rules broken.
+    fn no_violations(&self) {
+        if let Some(stand_in) = self.stand_in() {
+            assert_eq!(stand_in.report().violations, Vec::<String>::new());
+        }
+    }
+}
+
+/// What a test needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Needs {
+    /// A driver, be it the stand-in.
+    Driver,
+    /// Kernels, so a GPU.
+    Kernels,
+}
+
+/// Says that something is left out. Fails where it must not be.
+fn skip(test: &str, why: &str) {
+    crate::support::skip!("{why}");
+    assert!(!doubles::required(), "{test}: PINPOOL_REQUIRE names a GPU, so nothing may be skipped: {why}");
+}
+
+/// Runs the body of a test in a child.
+fn on_gpu(test: &str, needs: Needs, body: impl FnOnce(&Gpu)) {
+    if let Ok(kind) = std::env::var(KIND) {
+        let named = std::env::var_os(doubles::PATH).filter(|path| !path.is_empty());
+        let path = named.unwrap_or_else(|| "libcuda.so.1".into());
+        let gpu = Gpu { raw: Raw::new(Path::new(&path)), real: kind == "real" };
+        return body(&gpu);
+    }
+    let built;
+    let environment: Vec<(&str, &str)> = match doubles::real_driver() {
+        Ok((_, text)) => {
+            println!("{test}: on {text}");
+            // Kernels are loaded when their module is: the driver's other way is at their first launch, which may wait
+            // for whatever runs.
+            vec![(KIND, "real"), ("CUDA_MODULE_LOADING", "EAGER")]
+        }
+        Err(why) if doubles::required() || needs == Needs::Kernels => return skip(test, &why),
+        Err(why) => {
+            let Some(library) = doubles::named_or_built() else {
+                return skip(test, &format!("{why}, and there is no cargo to build the stand-in with"));
+            };
+            built = library;
+            vec![(KIND, "stand-in"), (doubles::PATH, built.to_str().expect("a path in UTF-8"))]
+        }
+    };
+    let child = doubles::child(test, &environment, LIMIT);
+    crate::support::process::forward(&child.stdout, &child.stderr);
+    assert!(
+        child.status.is_some_and(|status| status.success()),
+        "{test}: the child {}: {}",
+        child.how(),
+        child.last_words()
+    );
+    assert!(child.stdout.contains("1 passed"), "{test} did not run");
+}
+
+/// A checked-out buffer with the pattern of a seed.
+fn filled(pool: &Pool, len: usize, seed: u64) -> PinnedBuf {
+    let mut buf = pool.checkout_timeout(len, HANG).expect("the pool has room");
+    // SAFETY: the segment is mapped memory of ours alone, and all of `len` is written before it counts as such.
+    unsafe {
+        let room = std::slice::from_raw_parts_mut(buf.as_mut_ptr(), len);
+        kernels::fill(room, seed);
+        buf.assume_written(len);
+    }
+    buf
+}
+
+/// There and back; how many bytes were wrong.
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: u64) -> usize {
+    drop(stream.upload(filled(pool, memory.len(), seed), memory).expect("an upload"));
+    let landing = pool.checkout_timeout(memory.len(), HANG).expect("the pool has room");
+    let back = stream.download(memory, landing).expect("a download").wait().expect("it lands");
+    kernels::wrong(&back, seed)
+}
+
+/// Until it is so, which no test says how long takes.
+fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let since = Instant::now();
+    while !so() {
+        assert!(since.elapsed() < HANG, "never: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn open(ordinal: usize) -> Device {
+    Device::open(&format!("cuda:{ordinal}")).expect("the GPU can be opened")
+}
+
+/// A pool that fits beside others.
+fn pool(device: &Device) -> Pool {
+    let built = Pool::builder(device).capacity(64 << 20).initial(8 << 20).region(16 << 20).extent(4 << 20);
+    built.build().expect("a pool")
+}
+
+#[test]
+fn the_pattern_is_the_kernels() {
+    // Computed by hand from the comment in pattern.ptx.
+    let mut bytes = [0; 11];
+    kernels::fill(&mut bytes, 3);
+    let v = 3_u128 * 0x9E37_79B9_7F4A_7C15 % (1 << 64);
+    let v = (v ^ (v >> 29)) as u64;
+    assert_eq!(bytes[..8], v.to_le_bytes());
+    assert_eq!(kernels::wrong(&bytes, 3), 0);
+    bytes[10] ^= 1;
+    bytes[0] ^= 1;
+    assert_eq!(kernels::wrong(&bytes, 3), 2);
+    assert!(kernels::wrong(&bytes, 4) > 5);
+}
+
+macro_rules! tests {
+    ($($(#[$doc:meta])* $name:ident ($needs:ident) $body:path;)*) => {
+        $($(#[$doc])* #[test] fn $name() {
+            on_gpu(stringify!($name), Needs::$needs, $body);
+        })*
+    };
+}
+
+tests! {
+    rules_without_codes_have_the_effects_of_the_stand_in (Driver) effects::effects;
+    memory_is_unregistered_after_its_copies (Driver) effects::unregistered;
+    every_byte_is_checked_while_the_host_refills (Driver) churn::sixteen_threads;
+    memory_of_the_devices_heap_is_refused (Kernels) pointers::heap;
+    addresses_are_looked_at_before_they_are_used (Driver) pointers::addresses;
+    a_graph_replays_with_its_buffers_held (Kernels) graphs::replay;
+    a_graph_keeps_what_it_was_given (Driver) graphs::keeps;
+    a_capture_elsewhere_survives_the_pool (Driver) graphs::survives;
+    an_illegal_address_poisons_and_nothing_hangs (Driver) poison::illegal_address;
+    a_wrong_argument_poisons_nothing (Driver) poison::wrong_argument;
+    the_runtime_api_works_beside_the_pool (Kernels) runtime::beside;
+    one_pool_for_two_gpus (Driver) two::both;
+    a_dead_gpu_leaves_the_other_serving (Driver) two::one_dies;
+    the_legacy_default_stream_is_in_order_with_its_caller (Driver) adopted::legacy;
+    a_handle_that_comes_again_is_another_stream (Driver) adopted::recreated;
+    a_process_may_end_while_copies_are_in_flight (Driver) exit::copies;
+    a_process_may_end_while_the_pool_grows (Driver) exit::growing;
+}

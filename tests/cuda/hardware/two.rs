@@ -1,0 +1,131 @@
+//! One pool for two GPUs of a node.
+
+use pinpool::{Device, Pool};
+
+use super::churn::{can_check, churn, count};
+use super::{Gpu, HANG, doubles, filled, open, poison, skip, until};
+
+/// The two, and a pool for both. `None`: there is one GPU.
+fn open_two(gpu: &Gpu, test: &str) -> Option<(Device, Device, Pool)> {
+    let devices = gpu.raw.devices();
+    if devices < 2 {
+        crate::support::skip!("there is one GPU");
+        assert!(!doubles::required_device("cuda:1"), "{test}: PINPOOL_REQUIRE names cuda:1");
+        return None;
+    }
+    let (first, second) = (open(0), open(1));
+    let pool = Pool::builder(&first).device(&second).capacity(256 << 20).initial(16 << 20);
+    Some((first, second, pool.build().expect("a pool")))
+}
+
+pub fn both(gpu: &Gpu) {
+    const TEST: &str = "one_pool_for_two_gpus";
+    let Some((first, second, pool)) = open_two(gpu, TEST) else { return };
+    let count = count(gpu) / 2;
+    let totals = std::thread::scope(|scope| {
+        let parts = [(0, &first), (1, &second)].map(|(ordinal, device)| {
+            let pool = &pool;
+            scope.spawn(move || {
+                let kernels = gpu.kernels_of(ordinal).filter(|_| can_check(gpu, device));
+                churn(gpu, pool, (device, ordinal), kernels.as_ref(), (6, 3), count)
+            })
+        });
+        parts.map(|part| part.join().expect("a GPU's part"))
+    });
+    until("all is back", || pool.stats().in_flight_bytes == 0);
+    for (ordinal, totals) in totals.iter().enumerate() {
+        println!("{TEST}: cuda:{ordinal}: {totals:?}");
+        totals.judge();
+    }
+    // One's buffers and streams are refused by the other, whatever the pool.
+    let (stream, memory) = (first.stream().expect("a stream"), second.alloc(100).expect("device memory"));
+    let refused = stream.upload(filled(&pool, 100, 1), &memory).expect_err("memory of the other GPU");
+    assert!(matches!(refused.error, pinpool::Error::WrongDevice { .. }), "{}", refused.error);
+    pool.check().expect("the pool is whole");
+    gpu.no_violations();
+    if gpu.real && !can_check(gpu, &first) {
+        skip(TEST, "checked on the host only: raw streams and addresses are not switched on");
+    }
+}
+
+/// One GPU dies, by a kernel's illegal address. The pool leaves the other serving if the driver does: that one is asked
+/// beside the pool. A driver may end CUDA in the whole process instead, as cuda.h allows it to (seen: 580.159.04); then
+/// the other device says so, too, and nothing hangs.
+pub fn one_dies(gpu: &Gpu) {
+    const TEST: &str = "a_dead_gpu_leaves_the_other_serving";
+    const LEN: usize = 100_000;
+    let Some((first, second, pool)) = open_two(gpu, TEST) else { return };
+    let (stream, memory) = (first.stream().expect("a stream"), first.alloc(LEN).expect("device memory"));
+    let (other, theirs) = (second.stream().expect("a stream"), second.alloc(LEN).expect("device memory"));
+    assert_eq!(super::round_trip(&pool, &other, &theirs, 3), 0);
+    let kernels = gpu.kernels_of(1).filter(|_| can_check(gpu, &second));
+    gpu.raw.enter(1);
+    let beside = gpu.raw.stream();
+    let fault = poison::Fault::new(gpu, 0);
+    if !poison::stall(gpu, 0, &stream) {
+        return skip(TEST, "raw streams are not switched on");
+    }
+    let waited = stream.upload(filled(&pool, LEN, 1), &memory).expect("an upload");
+    drop(stream.upload(filled(&pool, LEN, 2), &memory).expect("an upload"));
+    let error = std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| waited.wait().expect_err("it never ran"));
+        fault.strike();
+        waiter.join().expect("the waiter")
+    });
+    assert!(error.is_device_lost(), "{error}");
+    until("all of the dead one is quarantined", || pool.stats().in_flight_bytes == 0);
+    assert!(first.lost().is_some());
+    let stats = pool.stats();
+    assert!(stats.quarantined_bytes >= 2 * LEN, "{stats:?}");
+    gpu.raw.enter(1);
+    let code = gpu.raw.synchronized(beside);
+    if code != 0 {
+        println!(
+            "{TEST}: cuda:0 died with: {error}; for cuda:1 the driver says {code} ({})",
+            gpu.raw.name(code)
+        );
+        assert!(gpu.real, "the stand-in's GPUs have nothing to do with each other");
+        let refused = other.upload(filled(&pool, LEN, 4), &theirs).expect_err("the driver has ended");
+        assert!(refused.error.is_device_lost(), "{}", refused.error);
+        until("the other one is lost, too", || second.lost().is_some());
+        pool.check().expect("the pool is whole");
+        return;
+    }
+    assert_eq!(second.lost(), None);
+    let after = churn(gpu, &pool, (&second, 1), kernels.as_ref(), (4, 2), count(gpu) / 4);
+    println!(
+        "{TEST}: cuda:0 died with: {error}; cuda:1 afterwards {after:?}; {} bytes quarantined",
+        stats.quarantined_bytes
+    );
+    after.judge();
+    grows(gpu, TEST, &pool, &second);
+    assert_eq!(second.lost(), None);
+    pool.check().expect("the pool is whole");
+    gpu.raw.enter(1);
+    gpu.raw.destroy(beside);
+    gpu.no_violations();
+}
+
+/// More at once than is pinned: it has to be pinned for the living GPU, in a process where another one is dead.
+fn grows(gpu: &Gpu, test: &str, pool: &Pool, device: &Device) {
+    const EACH: usize = 1 << 20;
+    let before = pool.stats().pinned_bytes;
+    let (stream, memory) = (device.stream().expect("a stream"), device.alloc(EACH).expect("device memory"));
+    let seeds = 0..(before / EACH + 8) as u64;
+    let held: Vec<_> = seeds.map(|seed| (filled(pool, EACH, seed), seed)).collect();
+    let after = pool.stats().pinned_bytes;
+    println!("{test}: {} MiB pinned before, {} MiB when so much was wanted", before >> 20, after >> 20);
+    assert!(after > before, "{:?}", pool.pinning().error);
+    let mut wrong = 0;
+    for (buf, seed) in held {
+        drop(stream.upload(buf, &memory).expect("an upload"));
+        let landing = pool.checkout_timeout(EACH, HANG).expect("the pool has room");
+        let back = stream.download(&memory, landing).expect("a download").wait().expect("it lands");
+        wrong += crate::support::kernels::wrong(&back, seed);
+    }
+    assert_eq!(wrong, 0);
+    // What is idle goes back, as far as the living one has pinned it.
+    let gone = pool.trim(0);
+    println!("{test}: {} MiB went back, {} MiB stay pinned", gone >> 20, pool.stats().pinned_bytes >> 20);
+    gpu.no_violations();
+}

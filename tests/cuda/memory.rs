@@ -1,0 +1,701 @@
+//! Where pinned memory comes from, on GPUs through the stand-in driver: what only CUDA has, and every call failing
+//! once.
+//!
+//! What any device must do with such memory is in `contract/memory.rs`. Each test runs in a child of its own, which
+//! loads the stand-in; see `support/doubles`.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+#![allow(unsafe_code, reason = "a value of the test's own that derefs to bytes which stay where they are")]
+
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use memmap2::MmapMut;
+use pinpool::{
+    AddressFault, Backing, Device, DeviceBuffer, Error, ErrorClass, HostAllocFlags, PinnedBuf, Pool,
+    PoolBuilder, RegisterError, Registered, Request, Result, StableDeref, Stream, SubmitError, Unpinned,
+};
+
+use crate::support::doubles::faults::{self, Fault, Findings};
+use crate::support::doubles::gpu::{bytes, filled, until};
+use crate::support::doubles::{HANG, Report, StandIn, on_stand_in};
+
+const PAGE: usize = 64 << 10;
+
+/// Pools of four extents that start with two.
+fn small(device: &Device) -> PoolBuilder {
+    Pool::builder(device).capacity(8 * PAGE).initial(4 * PAGE).region(4 * PAGE).extent(2 * PAGE)
+}
+
+fn allocating(flags: HostAllocFlags) -> Backing {
+    Backing::HostAlloc(flags)
+}
+
+fn calls(report: &Report, name: &str) -> u64 {
+    report.calls.iter().find(|c| c.0 == name).map_or(0, |c| c.1)
+}
+
+fn ids(report: &Report) -> Vec<&str> {
+    report.violations.iter().filter_map(|v| v.split(' ').next()).collect()
+}
+
+/// Bytes, and whether they were dropped.
+struct Watched(Vec<u8>, Arc<AtomicUsize>);
+
+impl Watched {
+    fn new(bytes: Vec<u8>) -> (Self, Arc<AtomicUsize>) {
+        let dropped = Arc::new(AtomicUsize::new(0));
+        (Self(bytes, dropped.clone()), dropped)
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Deref for Watched {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl DerefMut for Watched {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+}
+
+// SAFETY: a vector that is not resized stays where it is.
+unsafe impl StableDeref for Watched {}
+
+#[test]
+fn the_driver_allocates_an_extent_a_call_and_frees_all_of_them() {
+    on_stand_in("the_driver_allocates_an_extent_a_call_and_frees_all_of_them", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        for bits in 0..8 {
+            let flags =
+                HostAllocFlags { portable: bits & 1 > 0, mapped: bits & 2 > 0, write_combined: bits & 4 > 0 };
+            let pool = small(&device).backing(allocating(flags)).build().unwrap();
+            pool.wait_pinned(Some(HANG)).unwrap();
+            let regions = pool.regions();
+            assert_eq!(regions.len(), 2);
+            // Whatever the driver's alignment is.
+            assert!(regions.iter().all(|r| r.base.as_ptr().addr() % 4096 == 0 && r.pinned == 2 * PAGE));
+            assert_eq!(pool.stats().pinned_bytes, 4 * PAGE);
+            assert_eq!(pool.trim(2 * PAGE), 2 * PAGE, "each goes by itself");
+            // Pinned as far as the device is concerned: no copy is staged.
+            let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
+            drop(stream.upload(filled(&pool, &bytes(1, PAGE)), &memory).unwrap().wait().unwrap());
+            assert!(pool.shutdown(HANG).drained);
+        }
+        drop(device);
+        let report = d.final_report();
+        assert_eq!((report.violations.clone(), report.leaks.clone()), (vec![], vec![]));
+        assert_eq!(calls(&report, "cuMemHostAlloc"), calls(&report, "cuMemFreeHost"));
+        // Some of them once more, since they did not start on a page.
+        assert!(calls(&report, "cuMemHostAlloc") > 8 * 2);
+        assert_eq!(calls(&report, "cuMemHostRegister_v2"), 0);
+        assert!(!report.notes.iter().any(|n| n.starts_with("PAGEABLE")), "{:?}", report.notes);
+    });
+}
+
+#[test]
+fn managed_memory_only_where_the_host_may_use_it() {
+    on_stand_in("managed_memory_only_where_the_host_may_use_it", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let pool = small(&device).backing(Backing::Managed).build().unwrap();
+        pool.wait_pinned(Some(HANG)).unwrap();
+        let stats = pool.stats();
+        assert_eq!((stats.pinned_bytes, stats.unpinned_bytes), (0, 4 * PAGE), "refusing plain memory or not");
+        let buf = filled(&pool, b"managed");
+        assert!(!buf.is_pinned());
+        // One address, for both sides.
+        assert_eq!(buf.device_address(&device).unwrap(), buf.as_ptr().addr() as u64);
+        assert_eq!(calls(&d.report(), "cuMemHostGetDevicePointer_v2"), 0);
+        drop((buf, pool));
+        d.attribute(89, 0);
+        let error = small(&device).backing(Backing::Managed).build().unwrap_err();
+        assert!(matches!(error, Error::Unsupported(_)), "{error}");
+        for part in ["cuda:0", "CONCURRENT_MANAGED_ACCESS", "Backing::HostAlloc"] {
+            assert!(error.to_string().contains(part), "{error}");
+        }
+        drop(device);
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
+
+#[test]
+fn what_cannot_be_mapped_has_no_address_on_the_device() {
+    on_stand_in("what_cannot_be_mapped_has_no_address_on_the_device", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let pool = small(&device).build().unwrap();
+        pool.wait_pinned(Some(HANG)).unwrap();
+        let buf = filled(&pool, b"mapped");
+        assert_eq!(buf.device_address(&device).unwrap(), buf.as_ptr().addr() as u64);
+        d.attribute(19, 0);
+        let error = buf.device_address(&device).unwrap_err();
+        assert!(matches!(error, Error::Unsupported(_)), "{error}");
+        assert!(error.to_string().contains("CAN_MAP_HOST_MEMORY"), "{error}");
+        d.attribute(19, 1);
+        assert_eq!(d.report().violations, Vec::<String>::new());
+        // Memory that is not pinned is not mapped.
+        d.fail("cuMemHostRegister_v2", 1, 2, false);
+        let plain = small(&device).initial(2 * PAGE).unpinned(Unpinned::Allow).build().unwrap();
+        let buf = filled(&plain, b"plain");
+        assert!(!buf.is_pinned());
+        let error = buf.device_address(&device).unwrap_err();
+        assert!(error.to_string().contains("not pinned"), "{error}");
+        assert_eq!(ids(&d.report()), ["HST-4"]);
+        assert_eq!(device.lost(), None);
+    });
+}
+
+#[test]
+fn no_pinned_memory_is_an_error_or_plain_memory_that_says_so() {
+    on_stand_in("no_pinned_memory_is_an_error_or_plain_memory_that_says_so", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let builder = || small(&device).initial(2 * PAGE).backing(allocating(HostAllocFlags::default()));
+        d.fail("cuMemHostAlloc", 1, 2, false);
+        let error = builder().build().unwrap_err();
+        assert_eq!(error.class(), ErrorClass::Transient, "{error}");
+        d.fail("cuMemHostAlloc", 1, 2, false);
+        let pool = builder().unpinned(Unpinned::Allow).build().unwrap();
+        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (0, 2 * PAGE));
+        let buf = filled(&pool, b"plain");
+        assert!(!buf.is_pinned());
+        drop((buf, pool));
+        // Managed memory was asked for by name: nothing takes its place.
+        d.fail("cuMemAllocManaged", 1, 2, false);
+        let managed = small(&device).backing(Backing::Managed).unpinned(Unpinned::Allow).build();
+        assert_eq!(managed.unwrap_err().class(), ErrorClass::Transient);
+        drop(device);
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
+
+/// Every other allocation of the stand-in's starts within a page, and is made again with a page more.
+#[test]
+fn plain_memory_takes_the_place_of_what_cannot_be_allocated_again() {
+    on_stand_in("plain_memory_takes_the_place_of_what_cannot_be_allocated_again", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let builder = small(&device).backing(allocating(HostAllocFlags::default()));
+        d.fail("cuMemHostAlloc", 3, 2, false);
+        let pool = builder.unpinned(Unpinned::Allow).build().unwrap();
+        let pinning = pool.wait_pinned(Some(HANG)).unwrap();
+        assert_eq!((pinning.ready, pinning.error, d.struck()), (4 * PAGE, None, 1));
+        assert_eq!((pool.stats().pinned_bytes, pool.stats().unpinned_bytes), (2 * PAGE, 2 * PAGE));
+        drop((pool, device));
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
+
+#[test]
+fn calls_that_adopt_and_allocate_count_as_calls_that_pin() {
+    on_stand_in("calls_that_adopt_and_allocate_count_as_calls_that_pin", |_| {
+        let device = Device::open("cuda:0").unwrap();
+        let pool = small(&device).initial(0).build().unwrap();
+        pool.adopt(MmapMut::map_anon(8 * PAGE).unwrap()).unwrap();
+        let pinning = pool.pinning();
+        assert!(pinning.longest_call > Duration::ZERO && pinning.busy >= pinning.longest_call, "{pinning:?}");
+        let allocated = small(&device).backing(allocating(HostAllocFlags::default())).build().unwrap();
+        let pinning = allocated.wait_pinned(Some(HANG)).unwrap();
+        assert!(pinning.longest_call > Duration::ZERO && pinning.busy >= pinning.longest_call, "{pinning:?}");
+    });
+}
+
+#[test]
+fn a_driver_that_has_ended_is_not_called_for_host_memory() {
+    on_stand_in("a_driver_that_has_ended_is_not_called_for_host_memory", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let registered = small(&device).build().unwrap();
+        let allocated = small(&device).backing(allocating(HostAllocFlags::default())).build().unwrap();
+        let managed = small(&device).backing(Backing::Managed).build().unwrap();
+        for pool in [&registered, &allocated, &managed] {
+            pool.wait_pinned(Some(HANG)).unwrap();
+        }
+        let (adopted, adopted_gone) = Watched::new(bytes(1, 4 * PAGE));
+        registered.adopt(adopted).unwrap();
+        let ((one, one_gone), (two, two_gone)) = (Watched::new(bytes(2, 100)), Watched::new(bytes(3, 100)));
+        let (one, two) = (device.register(one).unwrap(), device.register(two).unwrap());
+        d.fail("cuMemAlloc_v2", 1, 4, false);
+        assert_eq!(device.alloc(1).unwrap_err().class(), ErrorClass::Shutdown);
+        let before = d.report();
+        drop((one, registered, allocated, managed));
+        // The worker comes to this last.
+        assert!(two.into_inner().is_err_and(|e| e.class() == ErrorClass::Shutdown));
+        let after = d.report();
+        let of = |report: &Report| {
+            ["cuMemHostUnregister", "cuMemFreeHost", "cuMemFree_v2"].map(|name| calls(report, name))
+        };
+        assert_eq!(of(&after), of(&before), "the driver may be gone, library and all");
+        // The driver may still reach it: it is leaked.
+        let gone = [&adopted_gone, &one_gone, &two_gone].map(|gone| gone.load(Ordering::SeqCst));
+        assert_eq!(gone, [0; 3]);
+    });
+}
+
+#[test]
+fn a_refused_registration_says_why_and_gives_the_value_back() {
+    on_stand_in("a_refused_registration_says_why_and_gives_the_value_back", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let refusal = |refused: RegisterError<Arc<[u8]>>, code: &str, remedy: &str| {
+            let said = refused.error.to_string();
+            assert!(said.contains(code) && said.contains(remedy), "{said}");
+            assert_eq!(refused.error.class(), ErrorClass::Argument);
+            refused.memory.expect("the value comes back")
+        };
+        // Twice the same bytes.
+        let value: Arc<[u8]> = bytes(1, 10_000).into();
+        let first = device.register(value.clone()).unwrap();
+        let value = refusal(device.register(value).unwrap_err(), "712", "register it once");
+        assert_eq!(device.registered_bytes(), 10_000);
+        // Not even for another GPU: it has it already.
+        let other = Device::open("cuda:1").unwrap();
+        let value = refusal(other.register(value).unwrap_err(), "712", "register it once");
+        assert_eq!(other.registered_bytes(), 0);
+        let (stream, memory) = (other.stream().unwrap(), other.alloc(10_000).unwrap());
+        let first = stream.upload(first, &memory).unwrap().wait().unwrap();
+        drop(first.into_inner().unwrap());
+        let again = device.register(value).unwrap();
+        assert!(*again == *bytes(1, 10_000));
+        assert_eq!(ids(&d.report()), ["MEM-1", "MEM-1"]);
+        // Cannot be written to.
+        let map = MmapMut::map_anon(PAGE).unwrap().make_read_only().unwrap();
+        let refused = device.register(map).unwrap_err();
+        assert!(refused.error.to_string().contains("register_read_only"), "{}", refused.error);
+        let map = refused.memory.unwrap();
+        let registered = device.register_read_only(map).unwrap();
+        let map = registered.into_inner().unwrap();
+        assert_eq!(ids(&d.report())[2..], ["HST-5"]);
+        // Where the device has no such thing, what can be written to is registered like anything else.
+        d.attribute(113, 0);
+        let fallback = device.register_read_only(bytes(2, 100)).unwrap();
+        assert!(fallback.is_read_only());
+        let refused = device.register_read_only(map).unwrap_err();
+        assert!(refused.error.to_string().contains("not mapped") && refused.memory.is_some());
+        assert_eq!(ids(&d.report())[3..], ["HST-5"], "the flag is not passed");
+        // Not supported at all.
+        d.fail("cuMemHostRegister_v2", 1, 801, false);
+        let refused = device.register(bytes(3, 100)).unwrap_err();
+        assert!(refused.error.to_string().contains("Backing::HostAlloc"), "{}", refused.error);
+        assert!(refused.memory.unwrap() == bytes(3, 100));
+        drop((again, fallback, stream, memory, device, other));
+        assert_eq!(d.final_report().leaks, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_value_stays_until_the_last_copy_and_dropping_waits_for_nobody() {
+    on_stand_in("a_value_stays_until_the_last_copy_and_dropping_waits_for_nobody", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
+        let (watched, dropped) = Watched::new(bytes(1, PAGE));
+        let value = device.register(watched).unwrap();
+        d.hang(true);
+        let flight = stream.upload(value, &memory).unwrap();
+        assert!(!flight.is_done().unwrap());
+        drop(flight);
+        // The handle is gone, and the copy has not even begun.
+        for _ in 0..20 {
+            std::thread::sleep(Duration::from_millis(1));
+            assert_eq!(calls(&d.report(), "cuMemHostUnregister"), 0);
+        }
+        assert_eq!((dropped.load(Ordering::SeqCst), device.registered_bytes()), (0, PAGE));
+        d.hang(false);
+        until("it is unregistered", || device.registered_bytes() == 0);
+        until("it is dropped", || dropped.load(Ordering::SeqCst) == 1);
+        let mut back = vec![0; PAGE];
+        stream.download_blocking(&memory, &mut back).unwrap();
+        assert!(back == bytes(1, PAGE));
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn what_cannot_be_unregistered_is_leaked_and_not_dropped() {
+    on_stand_in("what_cannot_be_unregistered_is_leaked_and_not_dropped", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let (watched, dropped) = Watched::new(bytes(1, PAGE));
+        let value = device.register(watched).unwrap();
+        d.fail("cuMemHostUnregister", 1, 999, false);
+        drop(value);
+        let (watched, also) = Watched::new(bytes(2, PAGE));
+        let value = device.register(watched).unwrap();
+        until("the first was tried", || d.struck() == 1);
+        d.fail("cuMemHostUnregister", 1, 999, false);
+        let error = value.into_inner().err().unwrap();
+        assert!(error.to_string().contains("cuMemHostUnregister failed with 999"), "{error}");
+        // What comes after these is done: the worker has one thing at a time.
+        drop(device.register(bytes(3, 100)).unwrap().into_inner().unwrap());
+        assert_eq!((dropped.load(Ordering::SeqCst), also.load(Ordering::SeqCst)), (0, 0));
+        assert_eq!(device.registered_bytes(), 2 * PAGE, "they are still counted");
+        drop(device);
+        assert_eq!(d.final_report().leaks, ["registrations 2"]);
+    });
+}
+
+#[test]
+fn a_value_in_flight_on_a_lost_device_is_never_dropped() {
+    on_stand_in("a_value_in_flight_on_a_lost_device_is_never_dropped", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let (stream, memory) = (device.stream().unwrap(), device.alloc(PAGE).unwrap());
+        let [(owned, a), (shared, b), (idle, c)] = [1, 2, 3].map(|i| Watched::new(bytes(i, PAGE)));
+        let [owned, shared, idle] = [owned, shared, idle].map(|w| device.register(w).unwrap());
+        d.hang(true);
+        let waited = stream.upload(owned, &memory).unwrap();
+        let shared = Arc::new(shared);
+        drop(stream.upload(shared.clone(), &memory).unwrap());
+        d.kill(0, 700);
+        assert!(waited.wait().unwrap_err().is_device_lost());
+        d.hang(false);
+        // Reading it is the owner's right.
+        assert!(**shared == *bytes(2, PAGE));
+        let refused = stream.upload(idle, &memory).unwrap_err();
+        assert!(refused.error.is_device_lost());
+        let idle = refused.buffer.unwrap();
+        assert!(device.register(bytes(4, 100)).unwrap_err().error.is_device_lost());
+        // Nor can the lost device unregister anything.
+        assert!(idle.into_inner().is_err());
+        drop((shared, stream, memory));
+        let all = [a, b, c].map(|dropped| dropped.load(Ordering::SeqCst));
+        assert_eq!(all, [0; 3]);
+    });
+}
+
+#[test]
+fn adopting_is_rolled_back_when_a_part_fails() {
+    on_stand_in("adopting_is_rolled_back_when_a_part_fails", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let pool = small(&device).initial(0).build().unwrap();
+        for (nth, code) in [(1, 1), (2, 2), (3, 999)] {
+            let mut map = MmapMut::map_anon(6 * PAGE).unwrap();
+            map.fill(nth as u8);
+            let at = map.as_ptr();
+            d.fail("cuMemHostRegister_v2", nth, code, false);
+            let refused = pool.adopt(map).unwrap_err();
+            assert!(refused.error.to_string().contains(&format!("failed with {code}")), "{}", refused.error);
+            let map = refused.memory.unwrap();
+            assert!(map.as_ptr() == at && map.iter().all(|b| *b == nth as u8));
+            // Nothing of it is registered, so all of it can be.
+            let value = device.register(map).unwrap();
+            value.into_inner().unwrap();
+            assert_eq!((pool.regions(), pool.pinning().wanted), (vec![], 0));
+            pool.check().unwrap();
+        }
+        // Memory that is registered already.
+        let value: Arc<[u8]> = bytes(1, 100).into();
+        let _kept = device.register(value.clone()).unwrap();
+        assert_eq!(d.report().violations, Vec::<String>::new());
+        // Not even the rolling back works: then it is leaked, since the device may still reach it.
+        let (watched, dropped) = Watched::new(bytes(1, 6 * PAGE));
+        d.fail("cuMemHostRegister_v2", 3, 1, false);
+        d.fail("cuMemHostUnregister", 2, 999, false);
+        let refused = pool.adopt(watched).unwrap_err();
+        assert!(refused.memory.is_none());
+        assert_eq!(dropped.load(Ordering::SeqCst), 0);
+        // The pool is as before.
+        pool.adopt(MmapMut::map_anon(8 * PAGE).unwrap()).unwrap();
+        drop(filled(&pool, b"served"));
+        pool.check().unwrap();
+        drop((pool, _kept, device));
+        assert_eq!(d.final_report().leaks, ["registrations 1"]);
+    });
+}
+
+#[test]
+fn an_adopted_region_that_cannot_be_unpinned_is_leaked() {
+    on_stand_in("an_adopted_region_that_cannot_be_unpinned_is_leaked", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        let pool = small(&device).initial(0).build().unwrap();
+        let (watched, dropped) = Watched::new(bytes(1, 6 * PAGE));
+        let info = pool.adopt(watched).unwrap();
+        d.fail("cuMemHostUnregister", 1, 999, false);
+        assert_eq!(pool.trim(0), info.len);
+        // The worker has done it when it has done what came later.
+        drop(device.alloc(1).unwrap());
+        assert_eq!((dropped.load(Ordering::SeqCst), d.struck()), (0, 1));
+        // And the driver's own memory likewise.
+        let allocated = small(&device).backing(allocating(HostAllocFlags::default())).build().unwrap();
+        allocated.wait_pinned(Some(HANG)).unwrap();
+        d.fail("cuMemFreeHost", 1, 999, false);
+        allocated.trim(0);
+        drop(device.alloc(1).unwrap());
+        drop(filled(&allocated, b"goes on"));
+        drop((pool, allocated, device));
+        let leaks = d.final_report().leaks;
+        assert_eq!(leaks, ["hosts 1", "registrations 1"]);
+    });
+}
+
+// --- every call fails once
+// -----------------------------------------------------------------------------------------------
+
+/// A careful user of all of it, who tries each thing twice.
+type User = Findings;
+
+const LEN: usize = 30_000;
+
+impl User {
+    /// The same for what gives the memory back, as it was.
+    fn again_with<T: Deref<Target = [u8]>, R>(
+        &mut self,
+        what: &str,
+        memory: T,
+        mut call: impl FnMut(T) -> Result<R, RegisterError<T>>,
+    ) -> Option<R> {
+        let (at, content) = (memory.as_ptr(), memory.to_vec());
+        let mut memory = Some(memory);
+        for _ in 0..2 {
+            match call(memory.take()?) {
+                Ok(value) => return Some(value),
+                Err(refused) => {
+                    self.dead |= refused.error.is_device_lost();
+                    // After an error from rolling back it would be leaked; but here one call fails at a time.
+                    let Some(back) = refused.memory else {
+                        if !self.dead {
+                            self.wrong(format!("{what}: the memory was kept: {}", refused.error));
+                        }
+                        return None;
+                    };
+                    if back.as_ptr() != at || *back != *content {
+                        self.wrong(format!("{what}: the memory came back changed"));
+                    }
+                    memory = Some(back);
+                }
+            }
+        }
+        if !self.dead {
+            self.wrong(format!("{what} failed twice"));
+        }
+        None
+    }
+
+    /// A buffer without waiting for others to come back, since they are all ours: only for the pool to grow.
+    fn grown_to_the_end(&mut self, pool: &Pool) -> Option<PinnedBuf> {
+        for _ in 0..4 {
+            match pool.try_checkout(2 * PAGE - 4096) {
+                Ok(buf) => return Some(buf),
+                Err(Error::Exhausted { .. }) => {}
+                Err(error) => self.wrong(format!("growing: {error}")),
+            }
+            let pinning = self.again("wait_pinned", || pool.wait_pinned(Some(HANG)))?;
+            if pinning.error.is_some_and(|e| e.is_device_lost()) {
+                self.dead = true;
+                return None;
+            }
+        }
+        self.wrong("the pool does not grow");
+        None
+    }
+
+    /// There and back by way of registered values.
+    fn copies(&mut self, device: &Device, stream: &Stream, memory: &DeviceBuffer) -> Option<()> {
+        for round in 0..2 {
+            let content = bytes(round, LEN);
+            let value = self.again_with("register", content.clone(), |v| device.register(v))?;
+            let value = self.settled(stream.upload(value, memory))?;
+            let sent = value.is_some();
+            let mut target = self.again_with("register", vec![0_u8; LEN], |v| device.register(v))?;
+            if round == 1 {
+                drop(value);
+            } else if let Some(Ok(vec)) = value.map(Registered::into_inner) {
+                if vec != content {
+                    self.wrong("a value came back changed");
+                }
+            }
+            target[0] = 1;
+            if let Some(back) = self.settled(stream.download(memory, target))? {
+                if sent && *back != *content {
+                    self.wrong("wrong bytes, reported as done");
+                }
+                self.again("device_address", || back.device_address(device))?;
+            }
+        }
+        let read = self.again_with("register_read_only", bytes(9, LEN), |v| device.register_read_only(v))?;
+        self.settled(stream.hold(read))?;
+        Some(())
+    }
+
+    /// What came of a submission: the value, or nothing where it failed.
+    fn settled<B: pinpool::Lend, L>(
+        &mut self,
+        submitted: Result<pinpool::InFlight<B>, SubmitError<L>>,
+    ) -> Option<Option<B>> {
+        let outcome = match submitted {
+            Ok(flight) => flight.wait_timeout(HANG).map_err(|e| e.error),
+            Err(refused) => Err(refused.error),
+        };
+        match outcome {
+            Ok(value) => Some(Some(value)),
+            Err(Error::Timeout(_)) => {
+                self.wrong("a wait hangs");
+                None
+            }
+            Err(error) => {
+                self.dead |= error.is_device_lost();
+                (!self.dead).then_some(None)
+            }
+        }
+    }
+
+    /// Everything that makes a call of those that this file is about. `None`: the device is lost.
+    fn use_all(&mut self) -> Option<()> {
+        let device = self.again("open", || Device::open("cuda:0"))?;
+        let stream = self.again("stream", || device.stream())?;
+        let memory = self.again("alloc", || device.alloc(LEN))?;
+        let flags = HostAllocFlags { portable: true, mapped: true, write_combined: true };
+        for backing in [Backing::HostAlloc(flags), Backing::Managed, Backing::Registered] {
+            let pool = self.again("build", || small(&device).backing(backing).build())?;
+            // What failed to come is asked for again by who needs it.
+            let mut bufs = Vec::new();
+            for i in 0..2 {
+                let mut buf = self.grown_to_the_end(&pool)?;
+                buf.extend_from_slice(&bytes(i, LEN));
+                bufs.push(buf);
+            }
+            for buf in &bufs {
+                self.again("device_address", || buf.device_address(&device))?;
+            }
+            for buf in bufs {
+                self.settled(stream.upload(buf, &memory))?;
+            }
+            pool.trim(0);
+            let mut map = MmapMut::map_anon(4 * PAGE).ok()?;
+            map.fill(5);
+            if pool.stats().pinned_bytes + pool.stats().unpinned_bytes == 0 {
+                self.again_with("adopt", map, |m| pool.adopt(m))?;
+            }
+            drop(self.again("checkout", || pool.checkout_timeout(LEN, HANG))?);
+            if let Err(error) = pool.check() {
+                self.wrong(error);
+            }
+            pool.trim(0);
+        }
+        self.copies(&device, &stream, &memory)
+    }
+}
+
+/// A run with one call failing. What is wrong with it.
+fn run(stand_in: &StandIn, fault: Option<Fault<'_>>) -> (Vec<String>, Report) {
+    let used = faults::on_a_thread(stand_in, fault, || {
+        let mut user = User::default();
+        user.use_all();
+        user
+    });
+    let Some(mut user) = used else { return (vec!["it panicked".into()], stand_in.report()) };
+    let lost = faults::is_final(fault);
+    let report = if lost { stand_in.report() } else { stand_in.final_report() };
+    if !report.over && !lost {
+        user.wrong("the device is never closed");
+    }
+    // The failing call was to give something back itself, or to set the thread up for that.
+    let may_leak = match fault.map_or("", |f| f.0) {
+        name if name.starts_with("cuCtx") => "streams events allocations hosts registrations",
+        "cuMemFree_v2" => "allocations hosts",
+        "cuMemFreeHost" => "hosts",
+        "cuMemHostUnregister" => "registrations",
+        "cuStreamDestroy_v2" => "streams",
+        "cuEventDestroy_v2" => "events",
+        "cuDevicePrimaryCtxRelease_v2" => "contexts",
+        _ => "",
+    };
+    (user.judged(&report, fault, may_leak), report)
+}
+
+#[test]
+fn every_call_fails_once() {
+    const TEST: &str = "every_call_fails_once";
+    on_stand_in(TEST, |stand_in| {
+        const OURS: [&str; 8] = [
+            "cuDeviceGetAttribute",
+            "cuMemAllocManaged",
+            "cuMemFreeHost",
+            "cuMemFree_v2",
+            "cuMemHostAlloc",
+            "cuMemHostGetDevicePointer_v2",
+            "cuMemHostRegister_v2",
+            "cuMemHostUnregister",
+        ];
+        let sweep = faults::Sweep {
+            test: TEST,
+            // Each of ours that there is; of the others the first, one amid them and the last.
+            turns: &|name, count| match OURS.contains(&name) {
+                true => (1..=count).collect(),
+                false => vec![1, count / 2, count],
+            },
+            codes: &|name| {
+                let codes: &[u32] = if OURS.contains(&name) { &[1, 2, 801, 900, 999] } else { &[1, 2] };
+                codes.iter().map(|&code| (code, false)).collect()
+            },
+            apart: &|name, nth, count| match OURS.contains(&name) && [1, count / 2, count].contains(&nth) {
+                true => vec![700, 4],
+                false => vec![],
+            },
+            run: &mut |fault| run(stand_in, fault),
+        };
+        sweep.all(stand_in, &OURS);
+    });
+}
+
+/// The driver knows what it has allocated itself as well as what was registered.
+#[test]
+fn a_pools_own_memory_is_told_from_ordinary_memory() {
+    on_stand_in("a_pools_own_memory_is_told_from_ordinary_memory", |d| {
+        let device = Device::open("cuda:0").unwrap();
+        for backing in [Backing::Registered, allocating(HostAllocFlags::default())] {
+            let pool = small(&device).backing(backing).build().unwrap();
+            let buf = filled(&pool, b"host memory");
+            // SAFETY: refused.
+            let refusal = unsafe { device.raw_memory(buf.as_ptr() as u64, buf.len(), ()) }.unwrap_err();
+            let known = matches!(
+                refusal.error,
+                Error::BadAddress { fault: AddressFault::Host { registered: true }, .. }
+            );
+            assert!(known, "{backing:?}: {}", refusal.error);
+        }
+        let pool = small(&device).backing(Backing::Managed).build().unwrap();
+        let buf = filled(&pool, b"managed memory");
+        // SAFETY: the buffer outlives it, and nothing is copied.
+        drop(unsafe { device.raw_memory(buf.as_ptr() as u64, buf.len(), ()) }.unwrap());
+        drop((buf, pool, device));
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}
+
+/// What no extent is sure to have room for is refused at once, instead of pinning all of the capacity in search of it.
+#[test]
+fn what_the_driver_allocates_starts_on_a_page_only() {
+    on_stand_in("what_the_driver_allocates_starts_on_a_page_only", |d| {
+        const MIB: usize = 1 << 20;
+        let device = Device::open("cuda:0").unwrap();
+        let largest = 2 * MIB + 4096 - 32;
+        for backing in [Backing::Registered, allocating(HostAllocFlags::default()), Backing::Managed] {
+            for (len, fits) in [(MIB, true), (largest, true), (largest + 1, false), (7 * MIB / 2, false)] {
+                let builder = Pool::builder(&device).capacity(64 * MIB).region(4 * MIB).extent(4 * MIB);
+                let pool = builder.initial(0).backing(backing).build().unwrap();
+                let got = pool.checkout_timeout(Request::new(len).align(2 * MIB), HANG);
+                if fits || backing == Backing::Registered {
+                    assert_eq!(got.unwrap().as_ptr().addr() % (2 * MIB), 0);
+                } else {
+                    assert_eq!(got.unwrap_err(), Error::TooLong { len, largest }, "{backing:?}");
+                    assert_eq!(pool.pinning().wanted, 0);
+                }
+                // A region or two, at any rate.
+                assert!(pool.pinning().wanted <= 12 * MIB, "{:?}", pool.pinning());
+                drop(pool.checkout_timeout(7 * MIB / 2, HANG).unwrap());
+            }
+        }
+        drop(device);
+        let report = d.final_report();
+        assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+    });
+}

@@ -1,0 +1,584 @@
+//! The stand-in libcuda keeps its rules: each is broken on purpose, and its id is seen.
+//!
+//! A double shares its author's misreadings, so what it does is written down here call by call, without pinpool in
+//! between, and the same calls are made on a real driver where there is one; see `probe/mod.rs`. The last tests show
+//! that copies are late and that a call which is told to fail does.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+#![allow(unsafe_code, reason = "calling a driver")]
+
+#[macro_use]
+mod probe;
+/// Blocks of rules by topic.
+mod rules {
+    pub mod batches;
+    pub mod host;
+    pub mod pointers;
+    pub mod streams;
+}
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use probe::judge::{Got, judge, table};
+use probe::listed::{LISTED, Listed, OnDriver};
+use probe::{PAGE, Rule};
+
+use crate::support::{doubles, skip};
+
+rules! {
+    PLAIN:
+
+    init_1_nothing_before_init (bare) |d| {
+        let mut count = 0;
+        says!(d, 3, "cuDeviceGetCount", &raw mut count);
+        d.broken(&["INIT-1"]);
+        says!(d, 0, "cuInit", 0);
+        // It writes an int.
+        let devices = made!(d, "cuDeviceGetCount") & 0xFFFF_FFFF;
+        says!(d, 101, "cuDeviceGet", &raw mut count, devices);
+        says!(d, 101, "cuDeviceGet", &raw mut count, -1_i32);
+        let version = made!(d, "cuDriverGetVersion");
+        assert!(!d.is_stand_in() || (devices, version) == (2, 12_080));
+    }
+
+    ctx_1_a_context_must_be_current (ready) |d| {
+        says!(d, 0, "cuCtxSetCurrent", 0);
+        let mut at = 0_usize;
+        says!(d, 201, "cuMemAlloc_v2", &raw mut at, 1);
+        // And on the thread that calls, not on another one.
+        d.current(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| says!(d, 201, "cuMemAlloc_v2", &raw mut at, 1));
+        });
+        d.broken(&["CTX-1", "CTX-1"]);
+        d.memory(1);
+    }
+
+    ctx_2_a_context_that_is_gone (ready) |d| {
+        let context = made!(d, "cuCtxGetCurrent");
+        says!(d, 0, "cuDevicePrimaryCtxRelease_v2", 0);
+        let mut at = 0_usize;
+        // Still current, and known to be gone.
+        says!(d, 709, "cuMemAlloc_v2", &raw mut at, 1);
+        says!(d, 709, "cuCtxPushCurrent_v2", context);
+        d.broken(&["CTX-2", "CTX-2"]);
+        let again = d.current(0);
+        assert!(!d.is_stand_in() || again != context, "a number is never used twice");
+        d.memory(1);
+    }
+
+    ctx_3_pops_and_pushes_match (ready) |d| {
+        let context = made!(d, "cuCtxGetCurrent");
+        says!(d, 0, "cuCtxPushCurrent_v2", context);
+        assert_eq!(made!(d, "cuCtxPopCurrent_v2"), context);
+        assert_eq!(made!(d, "cuCtxPopCurrent_v2"), context);
+        let mut popped = 0_usize;
+        says!(d, 201, "cuCtxPopCurrent_v2", &raw mut popped);
+        d.broken(&["CTX-3"]);
+    }
+
+    ctx_4_a_release_for_each_retain (ready) |d| {
+        says!(d, 0, "cuDevicePrimaryCtxRelease_v2", 0);
+        says!(d, 201, "cuDevicePrimaryCtxRelease_v2", 0);
+        d.broken(&["CTX-4"]);
+    }
+
+    ctx_5_contexts_are_not_mixed (ready) |d| {
+        if !d.has_devices(2) {
+            return;
+        }
+        let (stream, event, memory) = (d.stream(), d.event(), d.memory(64));
+        d.current(1);
+        let (other, bytes) = (d.stream(), [0; 64]);
+        says!(d, 400, "cuEventRecord", event, other);
+        says!(d, 400, "cuEventRecord", d.event(), stream);
+        d.uploads(1, memory, &bytes, other);
+        says!(d, 400, "cuStreamSynchronize", stream);
+        says!(d, 400, "cuEventQuery", event);
+        d.broken(&["CTX-5"; 5]);
+        d.finish(other);
+    }
+
+    str_1_a_stream_that_is_gone (ready) |d| {
+        let stream = d.stream();
+        says!(d, 0, "cuStreamDestroy_v2", stream);
+        says!(d, 400, "cuStreamDestroy_v2", stream);
+        says!(d, 400, "cuStreamSynchronize", stream);
+        d.broken(&["STR-1", "STR-1"]);
+    }
+
+    str_2_a_stream_with_work (ready) |d| {
+        let (stream, memory, bytes) = (d.stream(), d.memory(64), [7; 64]);
+        d.uploads(0, memory, &bytes, stream);
+        says!(d, 0, "cuStreamDestroy_v2", stream);
+        d.broken(&["STR-2"]);
+    }
+
+    evt_1_an_event_that_is_gone (ready) |d| {
+        let event = d.event();
+        says!(d, 0, "cuEventDestroy_v2", event);
+        says!(d, 400, "cuEventQuery", event);
+        says!(d, 400, "cuEventDestroy_v2", event);
+        d.broken(&["EVT-1", "EVT-1"]);
+    }
+
+    evt_2_an_event_never_recorded_asks_as_complete (ready) |d| {
+        says!(d, 0, "cuEventQuery", d.event());
+        d.broken(&["EVT-2"]);
+    }
+
+    evt_3_an_event_recorded_again_too_early (ready) |d| {
+        let (stream, event) = (d.stream(), d.event());
+        says!(d, 0, "cuEventRecord", event, stream);
+        d.wait(event);
+        // Seen complete: that is what recording again is for.
+        says!(d, 0, "cuEventRecord", event, stream);
+        d.broken(&[]);
+        says!(d, 0, "cuEventRecord", event, stream);
+        d.broken(&["EVT-3"]);
+    }
+
+    evt_4_an_event_destroyed_too_early (ready) |d| {
+        let (stream, event) = (d.stream(), d.event());
+        says!(d, 0, "cuEventRecord", event, stream);
+        says!(d, 0, "cuEventDestroy_v2", event);
+        d.broken(&["EVT-4"]);
+    }
+
+    mem_1_registrations_do_not_overlap (ready) |d| {
+        let mut bytes = d.pages(4, 0);
+        d.registers(0, &mut bytes[PAGE..3 * PAGE]);
+        d.registers(0, &mut bytes[..PAGE]);
+        d.registers(712, &mut bytes[2 * PAGE..]);
+        d.registers(712, &mut bytes);
+        d.broken(&["MEM-1", "MEM-1"]);
+    }
+
+    mem_2_only_what_is_registered_is_unregistered (ready) |d| {
+        let mut bytes = d.pages(2, 0);
+        d.registers(0, &mut bytes);
+        says!(d, 1, "cuMemHostUnregister", bytes[PAGE..].as_ptr());
+        says!(d, 0, "cuMemHostUnregister", bytes.as_ptr());
+        says!(d, 713, "cuMemHostUnregister", bytes.as_ptr());
+        d.broken(&["MEM-2", "MEM-2"]);
+    }
+
+    mem_3_nothing_is_not_registered (ready) |d| {
+        says!(d, 1, "cuMemHostRegister_v2", 0, 4096, 1);
+        says!(d, 1, "cuMemHostRegister_v2", 4096, 0, 1);
+        says!(d, 1, "cuMemHostRegister_v2", 4096, usize::MAX, 1);
+        d.broken(&["MEM-3", "MEM-3", "MEM-3"]);
+    }
+
+    mem_4_memory_unregistered_too_early (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(PAGE), d.pages(1, 1));
+        d.registers(0, &mut bytes);
+        d.uploads(0, memory, &bytes, stream);
+        says!(d, 0, "cuMemHostUnregister", bytes.as_ptr());
+        d.broken(&["MEM-4"]);
+        d.finish(stream);
+    }
+
+    mem_5_memory_registered_in_part (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(2 * PAGE), d.pages(2, 1));
+        d.registers(0, &mut bytes[..PAGE]);
+        d.uploads(1, memory, &bytes, stream);
+        d.broken(&["MEM-5"]);
+        // Registered not at all is another matter: slow, allowed and counted.
+        d.uploads(0, memory, &bytes[PAGE..], stream);
+        assert!(!d.is_stand_in() || d.stand_in.report().notes == ["PAGEABLE 1"]);
+        d.finish(stream);
+    }
+
+    mem_6_device_memory_has_an_end (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(PAGE), d.pages(1, 1));
+        d.uploads(1, memory + 1, &bytes, stream);
+        d.downloads(1, &mut bytes, memory + 1, stream);
+        d.uploads(1, memory - 1, &bytes, stream);
+        d.uploads(1, 0, &bytes, stream);
+        says!(d, 1, "cuMemcpyHtoDAsync_v2", memory, 0, 8, stream);
+        says!(d, 1, "cuMemcpyDtoDAsync_v2", memory, memory + 8, PAGE, stream);
+        d.broken(&["MEM-6"; 6]);
+        d.finish(stream);
+    }
+
+    mem_7_only_allocations_are_freed (ready) |d| {
+        let memory = d.memory(PAGE);
+        says!(d, 1, "cuMemFree_v2", memory + 8);
+        says!(d, 0, "cuMemFree_v2", memory);
+        says!(d, 1, "cuMemFree_v2", memory);
+        d.broken(&["MEM-7", "MEM-7"]);
+    }
+
+    mem_8_memory_freed_too_early (ready) |d| {
+        let (stream, memory, bytes) = (d.stream(), d.memory(PAGE), d.pages(1, 1));
+        d.uploads(0, memory, &bytes, stream);
+        says!(d, 0, "cuMemFree_v2", memory);
+        d.broken(&["MEM-8"]);
+        d.finish(stream);
+    }
+
+    cap_1_captures_forbid_unsafe_calls (ready) |d| {
+        let (stream, other, event) = (d.stream(), d.stream(), d.event());
+        says!(d, 0, "cuEventRecord", event, other);
+        // Global: to every thread.
+        says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
+        let context = made!(d, "cuCtxGetCurrent");
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                says!(d, 0, "cuCtxSetCurrent", context);
+                says!(d, 900, "cuEventQuery", event);
+            });
+        });
+        let mut graph = 0_usize;
+        // It is spoiled.
+        says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
+        d.broken(&["CAP-1"]);
+        // But for those that say that they have nothing to do with it.
+        says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
+        let mut mode = 2_u32;
+        says!(d, 0, "cuThreadExchangeStreamCaptureMode", &raw mut mode);
+        d.wait(event);
+        says!(d, 0, "cuThreadExchangeStreamCaptureMode", &raw mut mode);
+        assert_eq!(mode, 2);
+        says!(d, 0, "cuStreamEndCapture", stream, &raw mut graph);
+        d.broken(&["CAP-1"]);
+    }
+
+    /// Each forbidden call by itself, on the thread that captures.
+    cap_1_each_unsafe_call_spoils (ready) |d| {
+        let (stream, other, memory) = (d.stream(), d.stream(), d.memory(PAGE));
+        let (mut bytes, mut fresh) = (d.pages(1, 0), d.pages(1, 0));
+        d.registers(0, &mut bytes);
+        let (mut graph, mut at) = (0_usize, 0_usize);
+        for call in 0..5 {
+            says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
+            match call {
+                0 => says!(d, 900, "cuMemAlloc_v2", &raw mut at, PAGE),
+                1 => says!(d, 900, "cuMemFree_v2", memory),
+                2 => d.registers(900, &mut fresh),
+                3 => says!(d, 900, "cuMemHostUnregister", bytes.as_ptr()),
+                _ => says!(d, 900, "cuStreamSynchronize", other),
+            }
+            says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
+        }
+        d.broken(&["CAP-1"; 5]);
+    }
+
+    /// What may be called during a capture, on the thread that captures and on others.
+    cap_1_other_calls_leave_a_capture_alone (ready) |d| {
+        let (stream, other, third) = (d.stream(), d.stream(), d.stream());
+        let (event, memory, mut bytes) = (d.event(), d.memory(PAGE), d.pages(1, 0));
+        d.registers(0, &mut bytes);
+        let context = made!(d, "cuCtxGetCurrent");
+        let calls = || {
+            let (mut made, mut popped) = (0_usize, 0_usize);
+            says!(d, 0, "cuCtxGetCurrent", &raw mut made);
+            says!(d, 0, "cuCtxPushCurrent_v2", context);
+            says!(d, 0, "cuEventCreate", &raw mut made, 2);
+            says!(d, 0, "cuEventDestroy_v2", made);
+            says!(d, 0, "cuStreamCreate", &raw mut made, 1);
+            says!(d, 0, "cuStreamDestroy_v2", made);
+            d.uploads(0, memory, &bytes, other);
+            says!(d, 0, "cuMemcpyDtoHAsync_v2", bytes.as_ptr(), memory, PAGE, other);
+            says!(d, 0, "cuEventRecord", event, other);
+            says!(d, 0, "cuStreamWaitEvent", third, event, 0);
+            says!(d, 0, "cuCtxPopCurrent_v2", &raw mut popped);
+        };
+        says!(d, 0, "cuStreamBeginCapture_v2", stream, 0);
+        calls();
+        std::thread::scope(|scope| {
+            scope.spawn(calls);
+        });
+        let mut graph = 0_usize;
+        says!(d, 0, "cuStreamEndCapture", stream, &raw mut graph);
+        d.finish(third);
+    }
+
+    cap_2_nothing_waits_for_a_capture (ready) |d| {
+        let (stream, mut graph) = (d.stream(), 0_usize);
+        says!(d, 0, "cuStreamBeginCapture_v2", stream, 2);
+        says!(d, 900, "cuStreamSynchronize", stream);
+        d.broken(&["CAP-2"]);
+        says!(d, 901, "cuStreamEndCapture", stream, &raw mut graph);
+    }
+
+    cap_3_an_event_of_a_capture_is_not_asked (ready) |d| {
+        let (stream, event) = (d.stream(), d.event());
+        says!(d, 0, "cuStreamBeginCapture_v2", stream, 2);
+        says!(d, 0, "cuEventRecord", event, stream);
+        says!(d, 907, "cuEventQuery", event);
+        d.broken(&["CAP-3"]);
+    }
+
+    cap_4_a_capture_ends_where_it_began (ready) |d| {
+        let (stream, context) = (d.stream(), made!(d, "cuCtxGetCurrent"));
+        says!(d, 0, "cuStreamBeginCapture_v2", stream, 1);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut graph = 0_usize;
+                says!(d, 0, "cuCtxSetCurrent", context);
+                says!(d, 908, "cuStreamEndCapture", stream, &raw mut graph);
+            });
+        });
+        d.broken(&["CAP-4"]);
+    }
+
+    arg_1_results_need_a_place (ready) |d| {
+        says!(d, 1, "cuMemAlloc_v2", 0, 64);
+        says!(d, 1, "cuDeviceGetCount", 0);
+        d.broken(&["ARG-1", "ARG-1"]);
+    }
+}
+
+behaviour! {
+    copies_are_as_late_as_they_may_be (ready) |d| {
+        let (stream, other, event) = (d.stream(), d.stream(), d.event());
+        let (memory, mut bytes, mut back) = (d.memory(64), vec![1; 64], vec![0; 64]);
+        assert_eq!((d.register(&mut bytes), d.register(&mut back)), (0, 0));
+        assert_eq!(d.upload(memory, &bytes, stream), 0);
+        // Too early: the copy reads what is there when it runs.
+        bytes.fill(2);
+        assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
+        assert_eq!(call!(d, "cuStreamWaitEvent", other, event, 0), 0);
+        assert_eq!(d.download(&mut back, memory, other), 0);
+        assert_eq!(back, [0; 64], "nobody has asked yet");
+        assert_eq!(call!(d, "cuStreamSynchronize", other), 0);
+        assert_eq!(back, [2; 64]);
+        d.broken(&[]);
+    }
+
+    memory_that_is_not_registered_is_copied_during_the_call (ready) |d| {
+        let (stream, memory) = (d.stream(), d.memory(64));
+        let (mut bytes, mut back, mut late) = (vec![1; 64], vec![0; 64], vec![0; 64]);
+        assert_eq!(d.register(&mut late), 0);
+        assert_eq!(d.upload(memory, &bytes, stream), 0);
+        bytes.fill(2);
+        assert_eq!(d.download(&mut late, memory, stream), 0);
+        assert_eq!(late, [0; 64]);
+        assert_eq!(d.download(&mut back, memory, stream), 0);
+        assert_eq!(back, [1; 64], "as it was when the call was made");
+        assert_eq!(late, [1; 64], "in the stream's order");
+        d.broken(&[]);
+    }
+
+    a_query_says_no_first_and_only_covers_what_came_before (ready) |d| {
+        let (stream, memory, bytes, mut back) = (d.stream(), d.memory(64), vec![1; 64], vec![0; 64]);
+        assert_eq!(d.register(&mut back), 0);
+        let mut refused = 0;
+        for _ in 0..20 {
+            let event = d.event();
+            assert_eq!(d.upload(memory, &bytes, stream), 0);
+            assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
+            assert_eq!(d.download(&mut back, memory, stream), 0);
+            refused += d.wait(event);
+            assert_eq!(back, [0; 64], "what came after the event is still to come");
+            call!(d, "cuStreamSynchronize", stream);
+            assert_eq!(back, [1; 64]);
+            back.fill(0);
+        }
+        assert!(refused > 0);
+        d.broken(&[]);
+    }
+
+    while_it_hangs_nothing_is_ready (ready) |d| {
+        let (stream, event) = (d.stream(), d.event());
+        assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
+        d.stand_in.hang(true);
+        for _ in 0..100 {
+            assert_eq!(call!(d, "cuEventQuery", event), 600);
+        }
+        d.stand_in.hang(false);
+        d.wait(event);
+    }
+
+    a_sticky_error_stays_and_ends_all_copies (ready) |d| {
+        let (stream, event) = (d.stream(), d.event());
+        let (memory, mut back) = (d.memory(64), vec![0; 64]);
+        assert_eq!(d.register(&mut back), 0);
+        assert_eq!(d.download(&mut back, memory, stream), 0);
+        assert_eq!(call!(d, "cuEventRecord", event, stream), 0);
+        d.stand_in.kill(0, 700);
+        assert_eq!(call!(d, "cuEventQuery", event), 700);
+        assert_eq!(call!(d, "cuStreamSynchronize", stream), 700);
+        assert_eq!(call!(d, "cuMemFree_v2", memory), 700);
+        assert_eq!(back, [0; 64]);
+        // The other GPU has nothing to do with it.
+        d.current(1);
+        assert_eq!(call!(d, "cuStreamSynchronize", d.stream()), 0);
+    }
+
+    a_call_fails_once_when_told_to (ready) |d| {
+        d.stand_in.fail("standin_nothing", 2, 2, false);
+        let codes = [(); 4].map(|()| call!(d, "standin_nothing"));
+        assert_eq!((codes, d.stand_in.struck()), ([0, 2, 0, 0], 1));
+        // Afterwards: it was done all the same.
+        d.stand_in.fail("cuMemAlloc_v2", 1, 2, true);
+        let mut at = 0_usize;
+        assert_eq!(call!(d, "cuMemAlloc_v2", &raw mut at, 64), 2);
+        assert_eq!(call!(d, "cuMemFree_v2", at), 0);
+        // The driver's end is for good.
+        d.stand_in.fail("cuEventCreate", 1, 4, false);
+        assert_eq!(call!(d, "cuEventCreate", &raw mut at, 2), 4);
+        assert_eq!(call!(d, "cuInit", 0), 4);
+    }
+
+    what_is_left_is_reported (ready) |d| {
+        let (stream, _event, memory) = (d.stream(), d.event(), d.memory(64));
+        let mut bytes = vec![0; PAGE];
+        assert_eq!(d.register(&mut bytes), 0);
+        let host = made!(d, "cuMemHostAlloc", PAGE, 0);
+        let all = ["contexts 1", "streams 1", "events 1", "allocations 1", "hosts 1", "registrations 1"];
+        assert_eq!(d.stand_in.report().leaks, all);
+        call!(d, "cuMemFreeHost", host);
+        call!(d, "cuStreamDestroy_v2", stream);
+        call!(d, "cuMemFree_v2", memory);
+        call!(d, "cuMemHostUnregister", bytes.as_ptr());
+        assert_eq!(d.stand_in.report().leaks, ["contexts 1", "events 1"]);
+    }
+}
+
+/// Every rule there is: each block's list.
+const ALL: &[&[Rule]] = &[
+    PLAIN,
+    rules::batches::BATCHES,
+    rules::batches::ROWS,
+    rules::host::HOST,
+    rules::pointers::POINTERS,
+    rules::streams::STREAMS,
+];
+
+fn rules() -> Vec<&'static Rule> {
+    ALL.iter().copied().flatten().collect()
+}
+
+/// A rule for the runner's own test: what must be seen is seen, whatever happens at a step.
+const UPS_AND_DOWNS: &[&Rule] = &[&Rule {
+    name: "own_1_ups_and_downs",
+    ready: true,
+    body: |d| {
+        says!(d, 0, "cuStreamSynchronize", d.stream());
+        d.step("abort", 0, || std::process::abort());
+        says!(d, 1, "cuStreamSynchronize", d.stream());
+        d.step("panic", 0, || panic!("on purpose"));
+        says!(d, 0, "cuMemFree_v2", d.memory(1));
+    },
+}];
+
+/// Every rule on the machine's own driver.
+#[test]
+fn the_rules_on_the_real_driver() {
+    const TEST: &str = "the_rules_on_the_real_driver";
+    let rules = rules();
+    if probe::tried_as_child(&rules) {
+        return;
+    }
+    let (library, text) = match doubles::real_driver() {
+        Ok(found) => found,
+        Err(why) => {
+            skip!("{why}");
+            assert!(!doubles::required(), "PINPOOL_REQUIRE names a GPU, and there is none: {why}");
+            return;
+        }
+    };
+    let (rows, mut wrong) = probe::try_all(&rules, TEST, &library, &[]);
+    wrong.extend(judge(&rows, LISTED));
+    let short: Vec<_> = rows.iter().filter(|row| matches!(row.got, Got::Short(_))).collect();
+    if doubles::required_device("cuda:1") {
+        wrong.extend(short.iter().map(|row| format!("{row}, and PINPOOL_REQUIRE names cuda:1")));
+    }
+    println!("\n{}", table(&rows, LISTED));
+    let same = rows.iter().filter(|row| row.same()).count();
+    println!(
+        "{TEST}: {} rules, {} steps, {same} the same, {} listed, {} rules without enough GPUs; {text}",
+        rules.len(),
+        rows.len() - short.len(),
+        LISTED.len(),
+        short.len()
+    );
+    assert!(wrong.is_empty(), "{} things are wrong:\n{}", wrong.len(), wrong.join("\n"));
+}
+
+/// The same with the stand-in in the driver's place: nothing may differ, and what is made to differ is told.
+#[test]
+fn the_comparison_sees_what_differs() {
+    const TEST: &str = "the_comparison_sees_what_differs";
+    let rules = rules();
+    if probe::tried_as_child(if std::env::var_os("OWN").is_some() { UPS_AND_DOWNS } else { &rules }) {
+        return;
+    }
+    let Some(library) = doubles::named_or_built() else {
+        skip!("there is no cargo to build the stand-in libcuda with");
+        return;
+    };
+    let (rows, wrong) = probe::try_all(&rules, TEST, &library, &[]);
+    assert_eq!(wrong, Vec::<String>::new());
+    // Those listed as not tried are not, and nothing else differs from what the sequences say.
+    let not_tried: Vec<Listed> =
+        LISTED.iter().filter(|l| l.on_driver == OnDriver::NotTried).copied().collect();
+    assert_eq!(judge(&rows, &not_tried), Vec::<String>::new());
+    assert!(rows.len() > 100 && rows.iter().filter(|row| !row.same()).count() == not_tried.len());
+    // What is listed to differ does not, here: that is told for each.
+    assert_eq!(judge(&rows, LISTED).len(), LISTED.len() - not_tried.len());
+    // A code of its own.
+    let one = rules.iter().find(|rule| rule.name.starts_with("mem_4")).expect("a rule that unregisters");
+    let (name, one) = (one.name, &[*one]);
+    let (rows, wrong) =
+        probe::try_all(one, TEST, &library, &[("PINPOOL_STANDIN_FAIL", "cuMemHostUnregister:1:713")]);
+    assert_eq!(wrong, Vec::<String>::new());
+    let said = judge(&rows, &[]).join("\n");
+    assert!(
+        said.contains("mem_4") && said.contains("713 (CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED): a difference"),
+        "{said}"
+    );
+    let known = |step, code| Listed {
+        rule: name,
+        step,
+        call: "cuMemHostUnregister",
+        stand_in: 0,
+        on_driver: OnDriver::Says(code, None),
+        why: "",
+    };
+    assert_eq!(judge(&rows, &[known(3, 713)]), Vec::<String>::new());
+    assert!(judge(&rows, &[known(3, 712)])[0].contains("not as the list says"));
+    assert!(judge(&rows, &[known(3, 713), known(9, 713)])[0].contains("no such step"));
+    assert!(judge(&rows, &[known(2, 713)])[0].contains("the list has step 2 as"));
+    // A death hides nothing but its own step.
+    let (rows, wrong) = probe::try_all(UPS_AND_DOWNS, TEST, &library, &[("OWN", "1")]);
+    assert_eq!(wrong, Vec::<String>::new());
+    let got: Vec<_> = rows.iter().map(|row| (row.step, &*row.call, row.same())).collect();
+    let sync = "cuStreamSynchronize";
+    assert_eq!(
+        got,
+        [
+            (1, sync, true),
+            (2, "abort", false),
+            (3, sync, false),
+            (4, "panic", false),
+            (5, "cuMemFree_v2", true)
+        ]
+    );
+    assert!(matches!(&rows[1].got, Got::Ended(how) if how.contains("signal: 6")), "{:?}", rows[1]);
+    assert_eq!(judge(&rows, &[]).len(), 3, "{:?}", judge(&rows, &[]));
+}
+
+/// The stand-in's page: its rules are those that are broken here, and its differences those of the list.
+#[test]
+fn the_page_of_the_stand_in_has_these_rules_and_differences() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/doubles/cuda/src/lib.rs");
+    let Ok(page) = std::fs::read_to_string(&page) else {
+        skip!("{} is not here", page.display());
+        return;
+    };
+    let lines: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("//! ")).collect();
+    let id = |line: &&str| line.split(' ').nth(1).unwrap_or_default().to_owned();
+    let is_rule = |line: &&&str| line.starts_with("| ") && id(line).contains('-') && !line.contains("---");
+    let (of_rules, of_driver): (Vec<&str>, Vec<&str>) =
+        lines.iter().filter(is_rule).partition(|line| line.matches('|').count() == 4);
+    let tested: BTreeSet<String> = rules().iter().map(|rule| probe::id(rule.name)).collect();
+    assert_eq!(of_rules.iter().map(id).collect::<BTreeSet<_>>(), tested, "rules of the page, and tests");
+    let expected: Vec<String> = LISTED.iter().map(Listed::row).collect();
+    let wanted: String = expected.iter().map(|row| format!("//! {row}\n")).collect();
+    assert!(of_driver == expected, "the page's table of differences is to be:\n{wanted}");
+}

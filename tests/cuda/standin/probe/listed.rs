@@ -1,0 +1,109 @@
+//! Where the stand-in and real drivers are known to differ, and what is not tried on a real one. The one place for it:
+//! the page of the stand-in (`tests/doubles/cuda/src/lib.rs`) has the same lines as a table, and a test compares.
+
+/// The call of a whole sequence that is not tried.
+pub const ALL_OF_IT: &str = "all of it";
+
+/// One step of one rule.
+#[derive(Clone, Copy, Debug)]
+pub struct Listed {
+    /// The test in `tests/cuda/standin`.
+    pub rule: &'static str,
+    /// Which of its steps, from 1. 0 is all of the sequence ([`ALL_OF_IT`]), for one that only the stand-in can make.
+    pub step: usize,
+    pub call: &'static str,
+    /// The stand-in's code.
+    pub stand_in: u32,
+    pub on_driver: OnDriver,
+    pub why: &'static str,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnDriver {
+    /// The code, and the first driver that was seen to give it. `None`: read from the manual, not seen yet.
+    Says(u32, Option<&'static str>),
+    /// It would be undefined behaviour there.
+    NotTried,
+}
+
+const fn not_tried(
+    rule: &'static str,
+    step: usize,
+    call: &'static str,
+    stand_in: u32,
+    why: &'static str,
+) -> Listed {
+    Listed { rule, step, call, stand_in, on_driver: OnDriver::NotTried, why }
+}
+
+impl Listed {
+    /// Its line in the stand-in's table.
+    pub fn row(&self) -> String {
+        let Self { rule, step, call, stand_in, on_driver, why } = self;
+        let (code, seen) = match on_driver {
+            OnDriver::Says(code, Some(driver)) => (code.to_string(), *driver),
+            OnDriver::Says(code, None) => (code.to_string(), "unseen"),
+            OnDriver::NotTried => ("not tried".into(), "-"),
+        };
+        format!("| {} | {step}: {call} | {stand_in} | {code} | {seen} | {why} |", super::id(rule))
+    }
+}
+
+const CALLBACK: &str = "a call from the driver's own callback: undefined there, and it may never come back";
+const CAPTURING: &str = "a graph that is still being captured belongs to the capture: undefined there";
+const OVERLAP: &str = "copies of a batch that are in each other's way: undefined there";
+const STALE: &str = "a handle of something destroyed: undefined there";
+const OTHER_CURRENT: &str = "a stream or event carries its context, so another one may be current";
+const UVA: &str = "addresses are one space for all devices, so a stream may copy to another one's memory";
+
+pub const LISTED: &[Listed] = &[
+    not_tried("ctx_2_a_context_that_is_gone", 3, "cuCtxPushCurrent_v2", 709, STALE),
+    Listed {
+        rule: "ctx_5_contexts_are_not_mixed",
+        step: 3,
+        call: "cuMemcpyHtoDAsync_v2",
+        stand_in: 1,
+        on_driver: OnDriver::Says(0, Some("580.159.04")),
+        why: UVA,
+    },
+    Listed {
+        rule: "ctx_5_contexts_are_not_mixed",
+        step: 4,
+        call: "cuStreamSynchronize",
+        stand_in: 400,
+        on_driver: OnDriver::Says(0, Some("580.159.04")),
+        why: OTHER_CURRENT,
+    },
+    Listed {
+        rule: "ctx_5_contexts_are_not_mixed",
+        step: 5,
+        call: "cuEventQuery",
+        stand_in: 400,
+        on_driver: OnDriver::Says(0, Some("580.159.04")),
+        why: OTHER_CURRENT,
+    },
+    not_tried("str_1_a_stream_that_is_gone", 2, "cuStreamDestroy_v2", 400, STALE),
+    not_tried("str_1_a_stream_that_is_gone", 3, "cuStreamSynchronize", 400, STALE),
+    not_tried("evt_1_an_event_that_is_gone", 2, "cuEventQuery", 400, STALE),
+    not_tried("evt_1_an_event_that_is_gone", 3, "cuEventDestroy_v2", 400, STALE),
+    // streams
+    not_tried("ctx_6_only_contexts_of_ones_own_are_destroyed", 7, "cuCtxDestroy_v2", 201, STALE),
+    not_tried("bat_4_no_copy_writes_where_another_one_does", 1, "cuMemcpyBatchAsync", 0, OVERLAP),
+    not_tried("gra_1_destructors_call_nothing", 0, ALL_OF_IT, 0, CALLBACK),
+    not_tried("gra_3_graphs_that_are_gone", 2, "cuGraphDestroy", 1, STALE),
+    not_tried("gra_3_graphs_that_are_gone", 3, "cuGraphRetainUserObject", 1, STALE),
+    not_tried("gra_3_graphs_that_are_gone", 5, "cuGraphExecDestroy", 1, STALE),
+    not_tried("gra_3_graphs_that_are_gone", 6, "cuGraphLaunch", 1, STALE),
+    not_tried("gra_3_graphs_that_are_gone", 8, "cuUserObjectRelease", 1, STALE),
+    Listed {
+        rule: "gra_4_references_are_counted",
+        step: 1,
+        call: "cuUserObjectRelease",
+        stand_in: 1,
+        on_driver: OnDriver::Says(0, Some("580.159.04")),
+        why: "more references than there are: the driver does not look",
+    },
+    not_tried("gra_4_references_are_counted", 4, "cuGraphDestroy", 1, CAPTURING),
+    // pointers
+    not_tried("host_1_host_functions_make_no_calls", 0, ALL_OF_IT, 0, CALLBACK),
+];

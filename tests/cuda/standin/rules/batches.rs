@@ -1,0 +1,207 @@
+//! Rules of the stand-in about batches of copies, and about rectangles.
+
+use crate::standin::probe::Driver;
+
+/// cuda.h's `CUmemcpyAttributes`: sources are read in stream order, nothing is said about locations.
+const IN_STREAM_ORDER: [u32; 6] = [1, 0, 0, 0, 0, 0];
+
+/// Lists of a batch: targets, sources, lengths.
+struct Lists(Vec<usize>, Vec<usize>, Vec<usize>);
+
+impl Lists {
+    /// `count` copies of `len` bytes from `bytes` to `memory`, next to each other.
+    fn new(memory: usize, bytes: &[u8], count: usize, len: usize) -> Self {
+        let places = |start: usize| (0..count).map(|i| start + i * len).collect();
+        Self(places(memory), places(bytes.as_ptr() as usize), vec![len; count])
+    }
+}
+
+/// cuda.h's `CUDA_MEMCPY2D` for rows of so many bytes from host to device: host, pitch; device, pitch; bytes, rows.
+fn rectangle(
+    (host, source): (usize, usize),
+    (device, target): (usize, usize),
+    width: usize,
+    rows: usize,
+) -> [usize; 16] {
+    [0, 0, 1, host, 0, 0, source, 0, 0, 2, 0, device, 0, target, width, rows]
+}
+
+impl Driver {
+    /// A step that submits a batch with the form of 12.8, and where it failed.
+    fn batch(&self, code: u32, Lists(targets, sources, lengths): &Lists, stream: usize) -> usize {
+        self.batch_with(code, targets, sources, lengths, &[(0, IN_STREAM_ORDER)], stream)
+    }
+
+    fn batch_with(
+        &self,
+        code: u32,
+        targets: &[usize],
+        sources: &[usize],
+        lengths: &[usize],
+        sets: &[(usize, [u32; 6])],
+        stream: usize,
+    ) -> usize {
+        let (firsts, attributes): (Vec<usize>, Vec<[u32; 6]>) = sets.iter().copied().unzip();
+        let mut fault = 7_usize;
+        says!(
+            self,
+            code,
+            "cuMemcpyBatchAsync",
+            targets.as_ptr(),
+            sources.as_ptr(),
+            lengths.as_ptr(),
+            targets.len(),
+            attributes.as_ptr(),
+            firsts.as_ptr(),
+            sets.len(),
+            &raw mut fault,
+            stream
+        );
+        fault
+    }
+}
+
+rules! {
+    BATCHES:
+
+    bat_1_not_on_the_default_stream (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(4096), d.pages(1, 5));
+        assert_eq!(d.register(&mut bytes), 0);
+        let lists = Lists::new(memory, &bytes, 4, 1024);
+        d.batch(1, &lists, 0);
+        d.broken(&["BAT-1"]);
+        // On another it is all copied.
+        d.batch(0, &lists, stream);
+        let mut back = d.pages(1, 0);
+        assert_eq!(d.download(&mut back, memory, stream), 0);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        assert!(*back == *bytes);
+        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
+    }
+
+    bat_2_a_copy_has_bytes (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(4096), d.pages(1, 6));
+        assert_eq!(d.register(&mut bytes), 0);
+        let mut lists = Lists::new(memory, &bytes, 4, 1024);
+        lists.2[2] = 0;
+        d.batch(1, &lists, stream);
+        d.broken(&["BAT-2"]);
+        d.finish(stream);
+        if d.is_stand_in() {
+            assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
+        }
+        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
+    }
+
+    bat_3_not_in_a_capture (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(4096), d.pages(1, 7));
+        assert_eq!(d.register(&mut bytes), 0);
+        let lists = Lists::new(memory, &bytes, 4, 1024);
+        let mut graph = 0_usize;
+        says!(d, 0, "cuStreamBeginCapture_v2", stream, 2);
+        d.batch(900, &lists, stream);
+        says!(d, 0, "cuStreamEndCapture", stream, &raw mut graph);
+        says!(d, 0, "cuGraphDestroy", graph);
+        d.broken(&["BAT-3"]);
+        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
+    }
+
+    bat_4_no_copy_writes_where_another_one_does (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(4096), d.pages(1, 8));
+        assert_eq!(d.register(&mut bytes), 0);
+        let mut lists = Lists::new(memory, &bytes, 3, 1024);
+        lists.0[2] = memory + 100;
+        d.batch(0, &lists, stream);
+        d.broken(&["BAT-4"]);
+        assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
+        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
+    }
+
+    bat_5_each_copy_has_attributes (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(4096), d.pages(1, 9));
+        assert_eq!(d.register(&mut bytes), 0);
+        let Lists(targets, sources, lengths) = Lists::new(memory, &bytes, 4, 1024);
+        let batch = |code, sets: &[_]| d.batch_with(code, &targets, &sources, &lengths, sets, stream);
+        batch(0, &[(0, IN_STREAM_ORDER), (3, IN_STREAM_ORDER)]);
+        batch(1, &[(1, IN_STREAM_ORDER)]);
+        batch(1, &[(0, IN_STREAM_ORDER), (0, IN_STREAM_ORDER)]);
+        batch(1, &[(0, [0; 6])]);
+        d.broken(&["BAT-5"; 3]);
+        assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
+        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
+    }
+}
+
+rules! {
+    ROWS:
+
+    row_1_a_pitch_is_no_shorter_than_a_row (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(2, 5));
+        assert_eq!(d.register(&mut bytes), 0);
+        let host = bytes.as_ptr() as usize;
+        says!(d, 1, "cuMemcpy2DAsync_v2", rectangle((host, 512), (memory, 1024), 1024, 4).as_ptr(), stream);
+        says!(d, 1, "cuMemcpy2DAsync_v2", rectangle((host, 1024), (memory, 1000), 1024, 4).as_ptr(), stream);
+        d.broken(&["ROW-1"; 2]);
+        // With pitches of two rows it is copied, and what lies between is not.
+        bytes[1024..2048].fill(7);
+        says!(d, 0, "cuMemcpy2DAsync_v2", rectangle((host, 2048), (memory, 1024), 1024, 4).as_ptr(), stream);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        let mut back = d.pages(1, 0);
+        assert_eq!(d.download(&mut back, memory, stream), 0);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        assert!(back.iter().all(|byte| *byte == 5));
+        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
+    }
+}
+
+behaviour! {
+    /// A rectangle is within one allocation and one registered range, or refused before anything is copied.
+    rectangles_do_not_reach_from_range_to_range (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(4, 5));
+        let (one, other) = bytes.split_at_mut(8192);
+        assert_eq!((d.register(one), d.register(other)), (0, 0));
+        let host = one.as_ptr() as usize;
+        says!(d, 1, "cuMemcpy2DAsync_v2", rectangle((host, 4096), (memory, 1024), 1024, 4).as_ptr(), stream);
+        says!(d, 1, "cuMemcpy2DAsync_v2", rectangle((host, 1024), (memory, 1 << 30), 1024, 2).as_ptr(), stream);
+        says!(d, 0, "cuMemcpy2DAsync_v2", rectangle((host, 4096), (memory, 1024), 1024, 2).as_ptr(), stream);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        assert_eq!(call!(d, "cuMemHostUnregister", one.as_mut_ptr()), 0);
+        assert_eq!(call!(d, "cuMemHostUnregister", other.as_mut_ptr()), 0);
+    }
+
+    /// Whichever of its rows would be written there.
+    rectangles_do_not_write_to_what_is_only_read (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(2, 5));
+        let host = bytes.as_mut_ptr() as usize;
+        // From device memory to the host's.
+        let down = |host: usize, rows: usize| {
+            [0, 0, 2, 0, memory, 0, 1024, 0, 0, 1, host, 0, 0, 2048, 1024, rows]
+        };
+        says!(d, 0, "cuMemHostRegister_v2", host + 4096, 4096, 9);
+        says!(d, 1, "cuMemcpy2DAsync_v2", down(host + 4096, 2).as_ptr(), stream);
+        d.broken(&["HST-6"]);
+        // The first rows are before it: that is two ranges.
+        says!(d, 1, "cuMemcpy2DAsync_v2", down(host, 4).as_ptr(), stream);
+        d.broken(&["HST-6"]);
+        says!(d, 0, "cuMemcpy2DAsync_v2", down(host, 2).as_ptr(), stream);
+        says!(d, 0, "cuStreamSynchronize", stream);
+        assert!(bytes[4096..].iter().all(|byte| *byte == 5), "nothing was written there");
+        says!(d, 0, "cuMemHostUnregister", host + 4096);
+    }
+
+    /// The copies of a batch have no order, and what comes before one that is refused is queued.
+    batches_run_backwards_and_in_part (ready) |d| {
+        let (stream, memory, mut bytes) = (d.stream(), d.memory(8192), d.pages(2, 1));
+        assert_eq!(d.register(&mut bytes), 0);
+        bytes[4096..].fill(2);
+        let start = bytes.as_ptr() as usize;
+        let lists = Lists(vec![memory, memory, memory + (1 << 30)], vec![start, start + 4096, start], vec![4096, 4096, 16]);
+        assert_eq!(d.batch(1, &lists, stream), 2, "where it failed");
+        let mut back = d.pages(1, 0);
+        assert_eq!(d.download(&mut back, memory, stream), 0);
+        assert_eq!(call!(d, "cuStreamSynchronize", stream), 0);
+        // The first one came last.
+        assert!(*back == bytes[..4096]);
+        assert_eq!(call!(d, "cuMemHostUnregister", bytes.as_mut_ptr()), 0);
+    }
+}

@@ -1,0 +1,605 @@
+//! Contexts and streams that a server made: adopted, given out, told apart, and in trouble.
+//!
+//! The server is played by raw driver calls (`support/doubles/gpu.rs`). Most tests run on a real GPU as well as on the
+//! stand-in; what only a double can be told to do runs there alone. Captures and graphs are in `graphs.rs`.
+
+#![cfg(all(feature = "cuda", target_os = "linux"))]
+#![allow(unsafe_code, reason = "raw handles")]
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use pinpool::{Device, DeviceBuffer, Error, ErrorClass, Pool, Stream, SubmitError, cuda};
+
+use crate::support::doubles::gpu::{Gpu, bytes, filled, on_gpu, on_stand_in, pool, until};
+use crate::support::doubles::{self, HANG, StandIn};
+
+/// The largest of which one fits into a pool of [`ROOM`].
+const LEN: usize = 100_000;
+const ROOM: usize = 128 << 10;
+
+fn open() -> Device {
+    Device::open("cuda:0").unwrap()
+}
+
+fn adopt(device: &Device, stream: usize) -> Result<Stream, Error> {
+    // SAFETY: tests keep their streams until all is done, or see to it that nothing depends on that.
+    unsafe { cuda::adopt_stream(device, stream as *mut c_void) }
+}
+
+fn round_trip(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, seed: usize) {
+    let sent = bytes(seed, memory.len());
+    drop(stream.upload(filled(pool, &sent), memory).unwrap());
+    let landing = pool.checkout_timeout(memory.len(), HANG).unwrap();
+    assert!(*stream.download(memory, landing).unwrap().wait().unwrap() == *sent);
+}
+
+/// Whether two handles are to one stream, as far as the pool knows: then what is ready on one is ready on the other.
+fn are_one(pool: &Pool, one: &Stream, two: &Stream, memory: &DeviceBuffer) -> bool {
+    match two.download(memory, pool.checkout_on(one, memory.len()).unwrap()) {
+        Ok(flight) => {
+            drop(flight.wait().unwrap());
+            true
+        }
+        Err(SubmitError { error: Error::WrongStream, buffer: Some(_) }) => false,
+        Err(e) => panic!("{e}"),
+    }
+}
+
+/// Sets a flag when it is dropped.
+struct Flag(Arc<AtomicBool>);
+
+impl Drop for Flag {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+fn flag() -> (Flag, impl Fn() -> bool) {
+    let flag = Arc::new(AtomicBool::new(false));
+    (Flag(flag.clone()), move || flag.load(Ordering::SeqCst))
+}
+
+// --- adopting --------------------------------------------------------------------------------------------------------
+
+#[test]
+fn copies_on_a_stream_of_the_servers() {
+    on_gpu("copies_on_a_stream_of_the_servers", |gpu| {
+        let device = open();
+        let raw = gpu.stream();
+        {
+            let (pool, stream) = (pool(&device, 2 << 20), adopt(&device, raw).unwrap());
+            let memory = device.alloc(LEN).unwrap();
+            for seed in 0..20 {
+                round_trip(&pool, &stream, &memory, seed);
+            }
+            assert_eq!(cuda::raw_stream(&stream).unwrap() as usize, raw);
+            assert_eq!(cuda::raw_context(&device).unwrap() as usize, gpu.context);
+            // In both directions with streams of ours.
+            let own = device.stream().unwrap();
+            drop(stream.upload(filled(&pool, &bytes(7, LEN)), &memory).unwrap());
+            own.wait_for(&stream).unwrap();
+            let landing = pool.checkout(LEN).unwrap();
+            assert!(*own.download(&memory, landing).unwrap().wait().unwrap() == *bytes(7, LEN));
+            stream.wait_for(&own).unwrap();
+            stream.upload_blocking(&bytes(8, LEN), &memory).unwrap();
+            stream.synchronize().unwrap();
+        }
+        drop(device);
+        // It is not ours to destroy.
+        gpu.ok("cuStreamSynchronize", &[raw]);
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+    });
+}
+
+/// The server's own copy reads the buffer, and nobody tells the pool when: a hold after it covers it.
+fn holds_cover(gpu: &Gpu, device: &Device, stream: &Stream, raw: usize) {
+    let pool = pool(device, ROOM);
+    let memory = gpu.memory(LEN);
+    for (seed, held) in (0..20).map(|seed| (seed, true)).chain([(20, false)]) {
+        let sent = bytes(seed, LEN);
+        let buf = filled(&pool, &sent);
+        let at = buf.as_ptr();
+        gpu.upload(memory, at, LEN, raw);
+        if held {
+            drop(stream.hold(buf).unwrap());
+        } else if gpu.stand_in.is_some() {
+            // The mistake that the hold is for.
+            drop(buf);
+        } else {
+            break;
+        }
+        // There is room for one: this is the same memory, as soon as it is free.
+        let next = filled(&pool, &[0xEE; LEN]);
+        assert_eq!(next.as_ptr(), at);
+        assert_eq!(gpu.read(memory, LEN, raw) == sent, held, "round {seed}");
+    }
+    gpu.ok("cuMemFree_v2", &[memory]);
+}
+
+#[test]
+fn a_hold_covers_what_the_server_has_queued() {
+    on_gpu("a_hold_covers_what_the_server_has_queued", |gpu| {
+        let device = open();
+        let raw = gpu.stream();
+        holds_cover(gpu, &device, &adopt(&device, raw).unwrap(), raw);
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+    });
+}
+
+#[test]
+fn a_hold_covers_what_the_server_has_queued_on_a_stream_of_ours() {
+    on_gpu("a_hold_covers_what_the_server_has_queued_on_a_stream_of_ours", |gpu| {
+        let device = open();
+        let stream = device.stream().unwrap();
+        let raw = cuda::raw_stream(&stream).unwrap() as usize;
+        holds_cover(gpu, &device, &stream, raw);
+        // Given out and adopted it is the very stream.
+        let memory = device.alloc(64).unwrap();
+        let pool = pool(&device, ROOM);
+        assert!(are_one(&pool, &stream, &adopt(&device, raw).unwrap(), &memory));
+    });
+}
+
+/// What was submitted before the handle was given out does not wait for what the server queues afterwards.
+#[test]
+fn an_open_tick_is_closed_when_the_handle_is_given_out() {
+    on_stand_in("an_open_tick_is_closed_when_the_handle_is_given_out", |gpu, d| {
+        let device = open();
+        let (pool, stream) = (pool(&device, 2 << 20), device.stream().unwrap());
+        let memory = device.alloc(LEN).unwrap();
+        let records = || calls(d, "cuEventRecord");
+        let before = records();
+        let sent = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap();
+        let raw = cuda::raw_stream(&stream).unwrap() as usize;
+        assert!(records() > before);
+        // Submits close their own ticks from here on, at once.
+        let before = records();
+        let more = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap();
+        assert!(records() > before);
+        let (foreign, memory) = ([0; 64], gpu.memory(64));
+        gpu.upload(memory, foreign.as_ptr(), 64, raw);
+        drop((sent.wait().unwrap(), more.wait().unwrap()));
+        gpu.read(memory, 64, raw);
+    });
+}
+
+fn calls(stand_in: &StandIn, name: &str) -> u64 {
+    stand_in.report().calls.iter().find(|call| call.0 == name).map_or(0, |call| call.1)
+}
+
+#[test]
+fn only_streams_that_others_can_reach_are_asked_about() {
+    on_stand_in("only_streams_that_others_can_reach_are_asked_about", |gpu, d| {
+        let device = open();
+        let pool = pool(&device, 2 << 20);
+        let (own, adopted) = (device.stream().unwrap(), adopt(&device, gpu.stream()).unwrap());
+        let memory = device.alloc(1000).unwrap();
+        let asked = || calls(d, "cuStreamIsCapturing");
+        let before = asked();
+        for seed in 0..50 {
+            round_trip(&pool, &own, &memory, seed);
+        }
+        assert_eq!(asked(), before);
+        for seed in 0..50 {
+            round_trip(&pool, &adopted, &memory, seed);
+        }
+        // Once for each submit; and once more where the reaper or a waiter comes by while its mark is being recorded.
+        let asked = asked() - before;
+        assert!((100..=250).contains(&asked), "{asked}");
+    });
+}
+
+#[test]
+fn the_default_streams() {
+    on_gpu("the_default_streams", |_| {
+        let device = open();
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
+        let (null, legacy) = (adopt(&device, 0).unwrap(), adopt(&device, 1).unwrap());
+        round_trip(&pool, &null, &memory, 1);
+        round_trip(&pool, &legacy, &memory, 2);
+        assert!(are_one(&pool, &null, &legacy, &memory));
+        null.upload_blocking(&bytes(3, LEN), &memory).unwrap();
+        let error = adopt(&device, 2).unwrap_err();
+        assert!(
+            matches!(error, Error::Unsupported(_))
+                && error.to_string().contains("another stream on every thread"),
+            "{error}"
+        );
+    });
+}
+
+#[test]
+fn a_context_of_the_servers() {
+    on_gpu("a_context_of_the_servers", |gpu| {
+        let context = gpu.other_context();
+        let (keeper, dropped) = flag();
+        // SAFETY: destroyed below, when the keeper is gone.
+        let device = unsafe { cuda::adopt_context_with(context as *mut c_void, keeper) }.unwrap();
+        assert!(device.name().contains("cuda:0") && device.name() != "cuda:0");
+        assert_eq!(cuda::raw_context(&device).unwrap() as usize, context);
+        assert_eq!(gpu.made("cuCtxGetCurrent", &[]), gpu.context, "the caller's is as it was");
+        let (primary, foreign) = (open(), gpu.stream());
+        {
+            // Pinned memory is everybody's; the rest is not.
+            let pool = Pool::builder(&device).device(&primary).capacity(2 << 20).build().unwrap();
+            let (stream, memory) = (device.stream().unwrap(), device.alloc(LEN).unwrap());
+            round_trip(&pool, &stream, &memory, 1);
+            round_trip(&pool, &primary.stream().unwrap(), &primary.alloc(LEN).unwrap(), 2);
+            let refused = primary.stream().unwrap().upload(filled(&pool, &[1; 8]), &memory).unwrap_err();
+            assert!(matches!(refused.error, Error::WrongDevice { .. }) && refused.buffer.is_some());
+            // A stream belongs to its context.
+            let error = adopt(&device, foreign).unwrap_err();
+            assert!(matches!(error, Error::WrongContext { .. }), "{error}");
+            gpu.current(context);
+            let raw = gpu.stream();
+            gpu.current(gpu.context);
+            round_trip(&pool, &adopt(&device, raw).unwrap(), &memory, 3);
+            assert!(matches!(adopt(&primary, raw), Err(Error::WrongContext { .. })));
+            // Adopted again it is the same device, and the keeper that it has is enough.
+            let (second, gone) = flag();
+            // SAFETY: as above.
+            let again = unsafe { cuda::adopt_context_with(context as *mut c_void, second) }.unwrap();
+            assert!(gone() && !dropped());
+            round_trip(&pool, &again.stream().unwrap(), &memory, 4);
+            gpu.current(context);
+            gpu.ok("cuStreamDestroy_v2", &[raw]);
+            gpu.current(gpu.context);
+        }
+        // The primary context is the device that everybody opens.
+        // SAFETY: as long as anybody has it open.
+        let same = unsafe { cuda::adopt_context(gpu.context as *mut c_void) }.unwrap();
+        let (pool, memory) = (pool(&primary, ROOM), primary.alloc(1000).unwrap());
+        round_trip(&pool, &same.stream().unwrap(), &memory, 5);
+        assert_eq!(same.name(), "cuda:0");
+        // SAFETY: null is refused.
+        let error = unsafe { cuda::adopt_context(std::ptr::null_mut()) }.unwrap_err();
+        assert!(matches!(error, Error::Config(_)), "{error}");
+        drop(device);
+        until("the keeper is dropped", &dropped);
+        gpu.ok("cuCtxDestroy_v2", &[context]);
+        gpu.ok("cuStreamDestroy_v2", &[foreign]);
+    });
+}
+
+#[test]
+fn devices_that_are_no_gpus_have_no_handles() {
+    let host = Device::open("host").unwrap();
+    assert!(matches!(adopt(&host, 16), Err(Error::Unsupported(_))));
+    assert!(matches!(cuda::raw_context(&host), Err(Error::Unsupported(_))));
+    assert!(matches!(cuda::raw_stream(&host.stream().unwrap()), Err(Error::Unsupported(_))));
+}
+
+#[test]
+fn an_owner_is_kept_for_as_long_as_it_is_needed() {
+    on_gpu("an_owner_is_kept_for_as_long_as_it_is_needed", |gpu| {
+        let device = open();
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(LEN).unwrap());
+        let raw = gpu.stream();
+        let (keeper, dropped) = flag();
+        // SAFETY: destroyed when the keeper is gone.
+        let stream = unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, keeper) }.unwrap();
+        let (second, gone) = flag();
+        // SAFETY: as above.
+        let again = unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, second) }.unwrap();
+        assert!(gone(), "the first is enough");
+        drop(again);
+        if let Some(d) = &gpu.stand_in {
+            d.hang(true);
+        }
+        let flight = stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap();
+        drop(stream);
+        assert!(!dropped(), "needed by what is in flight");
+        if let Some(d) = &gpu.stand_in {
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!dropped());
+            d.hang(false);
+        }
+        drop(flight);
+        until("the owner is dropped", dropped);
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+    });
+}
+
+/// Says that it is dropped, when it has taken its time.
+struct Says(&'static str, Duration, Arc<Mutex<Vec<&'static str>>>);
+
+impl Drop for Says {
+    fn drop(&mut self) {
+        std::thread::sleep(self.1);
+        self.2.lock().unwrap().push(self.0);
+    }
+}
+
+#[test]
+fn a_context_goes_after_the_streams_in_it() {
+    on_gpu("a_context_goes_after_the_streams_in_it", |gpu| {
+        let context = gpu.other_context();
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let says = |what, late| Says(what, Duration::from_millis(late), said.clone());
+        // SAFETY: destroyed below, when both keepers are gone.
+        let device = unsafe { cuda::adopt_context_with(context as *mut c_void, says("context", 0)) }.unwrap();
+        gpu.current(context);
+        let raw = gpu.stream();
+        gpu.current(gpu.context);
+        // SAFETY: as above.
+        let stream =
+            unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, says("stream", 50)) }.unwrap();
+        drop((device, stream));
+        until("both are dropped", || said.lock().unwrap().len() == 2);
+        assert_eq!(*said.lock().unwrap(), ["stream", "context"]);
+        gpu.current(context);
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+        gpu.current(gpu.context);
+        gpu.ok("cuCtxDestroy_v2", &[context]);
+    });
+}
+
+/// Nobody can know when memory is really freed, so nothing is promised about the stream until then.
+#[test]
+fn memory_may_outlive_the_stream_that_it_was_allocated_on() {
+    on_gpu("memory_may_outlive_the_stream_that_it_was_allocated_on", |gpu| {
+        let device = open();
+        let raw = gpu.stream();
+        let stream = adopt(&device, raw).unwrap();
+        let (used, unused) = (stream.alloc(LEN).unwrap(), stream.alloc(LEN).unwrap());
+        stream.upload_blocking(&bytes(1, LEN), &used).unwrap();
+        // Freed when the stream has come to it, and not before.
+        drop(stream.alloc(LEN).unwrap());
+        stream.synchronize().unwrap();
+        // As `adopt_stream` has it: all that was submitted is known to be complete.
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+        let mut back = vec![0; LEN];
+        device.stream().unwrap().download_blocking(&used, &mut back).unwrap();
+        assert!(back == bytes(1, LEN));
+        drop((used, unused, stream));
+    });
+}
+
+/// Memory is freed by a thread of ours, at a time that nobody chooses: in the middle of a capture, too.
+#[test]
+fn freeing_memory_gets_into_no_capture() {
+    on_stand_in("freeing_memory_gets_into_no_capture", |gpu, d| {
+        let device = open();
+        let own = device.stream().unwrap();
+        let (raw, raw_own) = (gpu.stream(), cuda::raw_stream(&own).unwrap() as usize);
+        let freed = || calls(d, "cuMemFreeAsync") + calls(d, "cuMemFree_v2");
+        for (stream, raw) in [(adopt(&device, raw).unwrap(), raw), (own, raw_own)] {
+            let memory = stream.alloc(LEN).unwrap();
+            stream.synchronize().unwrap();
+            let before = freed();
+            gpu.begin_capture(raw, 1);
+            // Whoever asks does so just before the capture begins.
+            (1..=10).for_each(|nth| d.fail("cuStreamIsCapturing", nth, 0, false));
+            drop(memory);
+            until("it is freed", || freed() > before);
+            gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+            // The lies that are left.
+            (1..=10).for_each(|_| drop(cuda::raw_stream(&stream)));
+            stream.synchronize().unwrap();
+            let leaks = d.report().leaks;
+            assert!(!leaks.iter().any(|leak| leak.starts_with("allocations")), "not freed: {leaks:?}");
+        }
+    });
+}
+
+// --- identity --------------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_stream_adopted_twice_is_one() {
+    on_gpu("a_stream_adopted_twice_is_one", |gpu| {
+        let device = open();
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
+        let (raw, other) = (gpu.stream(), gpu.stream());
+        {
+            let (one, two) = (adopt(&device, raw).unwrap(), adopt(&device, raw).unwrap());
+            assert!(are_one(&pool, &one, &two, &memory));
+            assert!(!are_one(&pool, &one, &adopt(&device, other).unwrap(), &memory));
+        }
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+        gpu.ok("cuStreamDestroy_v2", &[other]);
+    });
+}
+
+#[test]
+fn a_new_stream_under_an_old_handle_is_another() {
+    on_gpu("a_new_stream_under_an_old_handle_is_another", |gpu| {
+        let device = open();
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
+        if let Some(d) = &gpu.stand_in {
+            d.reuse(true);
+        }
+        // A driver may give the handle again or not; the stand-in does.
+        let mut reused = false;
+        for seed in 0..10 {
+            let old_raw = gpu.stream();
+            let old = adopt(&device, old_raw).unwrap();
+            round_trip(&pool, &old, &memory, seed);
+            gpu.ok("cuStreamDestroy_v2", &[old_raw]);
+            let raw = gpu.stream();
+            reused |= raw == old_raw;
+            let new = adopt(&device, raw).unwrap();
+            assert!(!are_one(&pool, &old, &new, &memory));
+            round_trip(&pool, &new, &memory, seed);
+            drop((old, new));
+            gpu.ok("cuStreamDestroy_v2", &[raw]);
+        }
+        println!("a handle was given again: {reused}");
+        assert!(reused || gpu.stand_in.is_none());
+    });
+}
+
+/// What is in flight on a stream may be had for later work on it, only if it is known to be that stream.
+#[test]
+fn claims_need_streams_that_can_be_told_apart() {
+    const TEST: &str = "claims_need_streams_that_can_be_told_apart";
+    let old = std::env::var_os("OLD").is_some();
+    on_stand_in(TEST, |gpu, d| {
+        let device = open();
+        let raw = gpu.stream();
+        let (pool, stream) = (pool(&device, ROOM), adopt(&device, raw).unwrap());
+        let memory = device.alloc(LEN).unwrap();
+        assert_eq!(are_one(&pool, &stream, &adopt(&device, raw).unwrap(), &memory), !old);
+        until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+        d.hang(true);
+        drop(stream.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
+        match pool.try_checkout_on(&stream, LEN) {
+            Ok(landing) => assert!(landing.was_claimed() && !old),
+            Err(error) => assert!(matches!(error, Error::Exhausted { .. }) && old, "{error}"),
+        }
+        // On a stream that is being captured nothing comes after what is in flight.
+        gpu.begin_capture(raw, 1);
+        assert!(matches!(pool.try_checkout_on(&stream, LEN), Err(Error::Exhausted { .. })));
+        gpu.ok("cuGraphDestroy", &[gpu.end_capture(raw)]);
+        assert_eq!(pool.try_checkout_on(&stream, LEN).is_ok(), !old);
+        // Streams of ours are always known.
+        until_hung_is_over(d, &pool);
+        d.hang(true);
+        let own = device.stream().unwrap();
+        drop(own.upload(filled(&pool, &bytes(1, LEN)), &memory).unwrap());
+        assert!(pool.try_checkout_on(&own, LEN).unwrap().was_claimed());
+        until_hung_is_over(d, &pool);
+        assert_eq!(d.report().violations, Vec::<String>::new());
+    });
+    if let Some(library) = (!doubles::is_set()).then(|| doubles::older("cuda11")).flatten() {
+        doubles::again(TEST, &[("OLD", "1"), (doubles::PATH, library.to_str().unwrap())]);
+    }
+}
+
+fn until_hung_is_over(d: &StandIn, pool: &Pool) {
+    d.hang(false);
+    until("all is back", || pool.stats().in_flight_bytes + pool.stats().checked_out_bytes == 0);
+}
+
+// --- trouble ---------------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_wait_that_fails_leaves_no_event_behind() {
+    on_gpu("a_wait_that_fails_leaves_no_event_behind", |gpu| {
+        let Some(d) = &gpu.stand_in else { return };
+        let device = open();
+        for call in ["cuStreamWaitEvent", "cuEventRecord"] {
+            let (one, other) = (device.stream().unwrap(), device.stream().unwrap());
+            d.fail(call, 1, 999, false);
+            one.wait_for(&other).unwrap_err();
+        }
+    });
+}
+
+#[test]
+fn a_stream_that_was_destroyed_too_early_harms_nobody_else() {
+    on_stand_in("a_stream_that_was_destroyed_too_early_harms_nobody_else", |gpu, d| {
+        let device = open();
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
+        let raw = gpu.stream();
+        let stream = adopt(&device, raw).unwrap();
+        // No mark for it, and then nobody to record one on. (Enough of them for a thread to be held up in between.)
+        (1..=400).for_each(|nth| d.fail("cuEventRecord", nth, 999, false));
+        let flight = stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
+        gpu.ok("cuStreamDestroy_v2", &[raw]);
+        let error = flight.wait().unwrap_err();
+        assert!(error.to_string().contains("400") && error.class() == ErrorClass::Argument, "{error}");
+        assert!(pool.stats().quarantined_bytes >= 1000, "{:?}", pool.stats());
+        let refused = stream.upload(filled(&pool, &bytes(2, 1000)), &memory).unwrap_err();
+        assert!(refused.buffer.is_some_and(|buf| *buf == *bytes(2, 1000)));
+        assert!(stream.synchronize().is_err());
+        // The device is as well as before.
+        assert_eq!(device.lost(), None);
+        let memory = device.alloc(1000).unwrap();
+        round_trip(&pool, &device.stream().unwrap(), &memory, 3);
+        pool.check().unwrap();
+        // A handle that names nothing is refused at once.
+        assert!(adopt(&device, raw).is_err());
+        let broken = d.report().violations;
+        assert!(broken.iter().all(|v| v.starts_with("STR-")), "{broken:?}");
+    });
+}
+
+/// Who reads a log or a gauge knows which context it is of.
+#[test]
+fn contexts_of_one_gpu_have_names_of_their_own() {
+    on_gpu("contexts_of_one_gpu_have_names_of_their_own", |gpu| {
+        let contexts = [gpu.other_context(), gpu.other_context()];
+        let (keeper, dropped) = flag();
+        let keeper = Arc::new(keeper);
+        let adopted = |context: usize| {
+            // SAFETY: destroyed below, when the keepers are gone.
+            unsafe { cuda::adopt_context_with(context as *mut c_void, keeper.clone()) }.unwrap()
+        };
+        let (one, two) = (adopted(contexts[0]), adopted(contexts[1]));
+        assert_ne!(one.name(), two.name());
+        assert!(one.name().starts_with("cuda:0 ") && two.name().starts_with("cuda:0 "), "{one:?} {two:?}");
+        assert_eq!(adopted(contexts[0]).name(), one.name(), "the same context");
+        drop((one, two));
+        drop(keeper);
+        until("the keepers are dropped", &dropped);
+        for context in contexts {
+            gpu.ok("cuCtxDestroy_v2", &[context]);
+        }
+    });
+}
+
+/// In the child of a fork everything may be dropped, and no driver is called: it is not there.
+#[test]
+fn a_child_drops_everything_without_a_driver() {
+    on_stand_in("a_child_drops_everything_without_a_driver", |gpu, d| {
+        let context = gpu.other_context();
+        let ((one, one_gone), (two, two_gone)) = (flag(), flag());
+        // SAFETY: kept to the end of the process.
+        let other = unsafe { cuda::adopt_context_with(context as *mut c_void, one) }.unwrap();
+        let device = open();
+        let (pool, memory) = (pool(&device, 2 << 20), device.alloc(1000).unwrap());
+        let raw = gpu.stream();
+        // SAFETY: as above.
+        let stream = unsafe { cuda::adopt_stream_with(&device, raw as *mut c_void, two) }.unwrap();
+        let flight = stream.upload(filled(&pool, &bytes(1, 1000)), &memory).unwrap();
+        let shared = device.stream().unwrap();
+        cuda::raw_stream(&shared).unwrap();
+        gpu.begin_capture(raw, 1);
+        let captured = stream.upload_captured(filled(&pool, &bytes(2, 1000)), &memory).unwrap();
+        gpu.end_capture(raw);
+        let landing = pool.checkout_on(&stream, 1000).unwrap();
+        let buf = filled(&pool, &bytes(3, 1000));
+        until("the copy has landed", || flight.is_done().unwrap());
+        // Until threads have nothing to do and hold no lock, of the stand-in's above all.
+        std::thread::sleep(Duration::from_millis(300));
+        let made = || d.report().calls.iter().map(|call| call.1).sum::<u64>();
+        let before = made();
+        // SAFETY: the child calls what is under test, and `_exit`.
+        let pid = unsafe { libc::fork() };
+        assert!(pid >= 0);
+        if pid == 0 {
+            let child = std::panic::AssertUnwindSafe(|| {
+                let refused = [
+                    adopt(&device, raw).err() == Some(Error::Forked),
+                    cuda::raw_stream(&stream).err() == Some(Error::Forked),
+                    cuda::raw_context(&device).err() == Some(Error::Forked),
+                    stream.upload(buf, &memory).is_err_and(|e| e.error == Error::Forked),
+                    stream.synchronize() == Err(Error::Forked),
+                    stream.wait_for(&shared) == Err(Error::Forked),
+                    pool.checkout_on(&stream, 1000).err() == Some(Error::Forked),
+                ];
+                drop((flight, captured, landing, stream, shared, memory, pool, device, other));
+                let wrong = refused.iter().position(|ok| !ok).map_or(0, |at| at as i32 + 1);
+                if made() != before || one_gone() || two_gone() { 50 } else { wrong }
+            });
+            let code = std::panic::catch_unwind(child).unwrap_or(99);
+            // SAFETY: ends the child without running anything of the parent's.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        until("the child ends", || {
+            // SAFETY: our child, and a place for its status.
+            let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+            ended == pid
+        });
+        assert!(libc::WIFEXITED(status));
+        assert_eq!(
+            libc::WEXITSTATUS(status),
+            0,
+            "which check failed, counted from 1; 50: a call or a keeper"
+        );
+    });
+}

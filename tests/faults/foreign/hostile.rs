@@ -1,0 +1,193 @@
+//! Code of others that misbehaves.
+
+use std::ops::{Deref, DerefMut};
+use std::panic::panic_any;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::task::{Wake, Waker};
+
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+/// A payload of a panic whose own drop panics, with another such payload, so many times.
+pub struct Bomb(pub u32);
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        if self.0 > 0 {
+            panic_any(Bomb(self.0 - 1));
+        }
+    }
+}
+
+/// What the subscriber was called for.
+pub struct Heard<'a> {
+    pub call: Call,
+    /// Of spans that are there already it is not known.
+    pub what: Option<&'a Metadata<'a>>,
+}
+
+impl Heard<'_> {
+    pub fn target(&self) -> &str {
+        self.what.map_or("", |what| what.target())
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    Event,
+    NewSpan,
+    Enter,
+    Exit,
+    Close,
+    Record,
+}
+
+type Act = Arc<dyn Fn(&Heard<'_>) + Send + Sync>;
+static ACT: RwLock<Option<Act>> = RwLock::new(None);
+
+/// The subscriber of this process: does what the test that has its turn wants.
+struct Subscribed;
+
+impl Subscribed {
+    fn does(call: Call, what: Option<&Metadata<'_>>) {
+        let act = ACT.read().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(act) = act {
+            act(&Heard { call, what });
+        }
+    }
+}
+
+impl Subscriber for Subscribed {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        static IDS: AtomicU64 = AtomicU64::new(1);
+        Self::does(Call::NewSpan, Some(span.metadata()));
+        Id::from_u64(IDS.fetch_add(1, Ordering::Relaxed))
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {
+        Self::does(Call::Record, None);
+    }
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, event: &Event<'_>) {
+        Self::does(Call::Event, Some(event.metadata()));
+    }
+    fn enter(&self, _: &Id) {
+        Self::does(Call::Enter, None);
+    }
+    fn exit(&self, _: &Id) {
+        Self::does(Call::Exit, None);
+    }
+    fn try_close(&self, _: Id) -> bool {
+        Self::does(Call::Close, None);
+        true
+    }
+}
+
+/// A test's turn with the subscriber. In a process there is one.
+pub struct Turn(());
+
+impl Turn {
+    pub fn take() -> Self {
+        tracing::subscriber::set_global_default(Subscribed).expect("there is no other");
+        // Panics on purpose say nothing, however many they are.
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let quiet = info.payload().is::<Bomb>() || info.payload().is::<Quiet>();
+            if !quiet {
+                before(info);
+            }
+        }));
+        Self(())
+    }
+
+    pub fn act(&self, act: impl Fn(&Heard<'_>) + Send + Sync + 'static) {
+        self::act(act);
+    }
+
+    pub fn quiet(&self) {
+        self::quiet();
+    }
+}
+
+/// From here on the subscriber does this. Within a turn.
+pub fn act(act: impl Fn(&Heard<'_>) + Send + Sync + 'static) {
+    *ACT.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(act));
+}
+
+pub fn quiet() {
+    *ACT.write().unwrap_or_else(PoisonError::into_inner) = None;
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.quiet();
+    }
+}
+
+/// An ordinary payload, of a panic that is on purpose.
+pub struct Quiet;
+
+/// A waker that runs this.
+pub fn waker(run: impl Fn() + Send + Sync + 'static) -> Waker {
+    struct Runs<F>(F);
+    impl<F: Fn() + Send + Sync + 'static> Wake for Runs<F> {
+        fn wake(self: Arc<Self>) {
+            (self.0)();
+        }
+    }
+    Arc::new(Runs(run)).into()
+}
+
+/// Bytes whose drop does this, at last.
+pub struct Value {
+    pub bytes: Box<[u8]>,
+    pub dropped: Arc<dyn Fn() + Send + Sync>,
+}
+
+impl Value {
+    pub fn new(bytes: Vec<u8>, dropped: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { bytes: bytes.into(), dropped: Arc::new(dropped) }
+    }
+}
+
+impl Deref for Value {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl DerefMut for Value {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+// SAFETY: the bytes are a box's.
+unsafe impl stable_deref_trait::StableDeref for Value {}
+
+impl Drop for Value {
+    fn drop(&mut self) {
+        (self.dropped)();
+    }
+}
+
+/// Something that is set once and asked for by code of others.
+pub struct Later<T>(OnceLock<T>);
+
+impl<T> Later<T> {
+    pub const fn new() -> Self {
+        Self(OnceLock::new())
+    }
+
+    pub fn set(&self, value: T) {
+        assert!(self.0.set(value).is_ok(), "it is set once");
+    }
+
+    pub fn get(&self) -> Option<&T> {
+        self.0.get()
+    }
+}

@@ -1,0 +1,187 @@
+//! The page in a headless Chromium. Time there is the browser's own (`--virtual-time-budget`): it goes on when nothing
+//! else is to be done, so a minute takes a moment, and nothing depends on how busy the machine is.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::fake::{Fake, pool};
+use super::{alone, programs, server};
+
+/// Chromium with a page, for so many seconds of its time. `None`: there is none.
+fn chromium(seconds: u32, more: &[&str], url: &str) -> Option<String> {
+    let program = programs::find("browser", &["chromium", "chromium-browser", "google-chrome"])?;
+    let _alone = alone();
+    let profile = tempfile::tempdir().unwrap();
+    let mut command = Command::new(program);
+    // In a container, and as root, there is no sandbox to be had; the page is our own.
+    command.args([
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--disable-dev-shm-usage",
+    ]);
+    command.args(["--no-first-run", "--disable-background-networking", "--no-proxy-server"]);
+    command.arg(format!("--user-data-dir={}", profile.path().display()));
+    command.arg(format!("--virtual-time-budget={}", seconds * 1000)).args(more).arg(url);
+    let output = programs::run(&mut command);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Some(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The page as it is after so many seconds.
+fn dom(seconds: u32, url: &str) -> Option<String> {
+    chromium(seconds, &["--dump-dom"], url).map(|dom| {
+        // Without the script, which has all texts.
+        let (before, rest) = dom.split_once("<script>").unwrap();
+        format!("{before}{}", rest.split_once("</script>").unwrap().1)
+    })
+}
+
+#[track_caller]
+fn has(dom: &str, words: &[&str]) {
+    for word in words {
+        assert!(dom.contains(word), "the page lacks {word:?}:\n{dom}");
+    }
+}
+
+#[test]
+fn the_page_shows_the_servers_pool() {
+    let Some(dom) = dom(5, &server().url("/")) else { return };
+    let held = server().dashboard.pool.stats();
+    assert_eq!(held.capacity_bytes, 16 << 20);
+    has(
+        &dom,
+        &[">live<", "Pool serving: ", " of 16.0 MiB in use", "checked out", "in flight", "quarantined"],
+    );
+    has(
+        &dom,
+        &[
+            "requests waiting now",
+            "Size classes",
+            "64.1 KiB",
+            "host:0",
+            "of the link's peak",
+            "host:0, stream ",
+        ],
+    );
+    assert!(!dom.contains("NaN") && !dom.contains("undefined") && !dom.contains("Infinity"), "{dom}");
+}
+
+/// A picture of the page, kept, and the colour of its corner.
+fn picture(name: &str, scheme: &str) -> Option<[u8; 3]> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("dashboard");
+    std::fs::create_dir_all(&folder).unwrap();
+    let file: PathBuf = folder.join(name);
+    let _ = std::fs::remove_file(&file);
+    let shot = format!("--screenshot={}", file.display());
+    let more = [&*shot, "--window-size=1200,1300", scheme];
+    chromium(8, &more, &server().url("/"))?;
+    let decoder = png::Decoder::new(std::io::BufReader::new(std::fs::File::open(&file).unwrap()));
+    let mut reader = decoder.read_info().unwrap();
+    let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
+    let info = reader.next_frame(&mut pixels).unwrap();
+    assert_eq!((info.width, info.height), (1200, 1300));
+    Some([pixels[0], pixels[1], pixels[2]])
+}
+
+#[test]
+fn the_page_is_light_or_dark_as_the_system_is() {
+    // Blink's names: 0 is dark, 1 is light.
+    let Some(light) = picture("light.png", "--blink-settings=preferredColorScheme=1") else { return };
+    let dark = picture("dark.png", "--blink-settings=preferredColorScheme=0").unwrap();
+    assert_eq!((light, dark), ([255; 3], [0x0f, 0x13, 0x17]), "the page's --bg in either scheme");
+}
+
+#[test]
+fn numbers_and_rates_are_those_of_the_metrics() {
+    let fake = Fake::start(|n| {
+        let line = |name: &str, step: u32| format!("{name} {}", 1000 + n * step);
+        let lines = [
+            line("pinpool_checkouts_total{pool=\"p\"}", 400),
+            line("pinpool_misses_total{pool=\"p\"}", 100),
+            format!(
+                "pinpool_device_copied_bytes_total{{device=\"cuda:0\",direction=\"upload\"}} {}",
+                u64::from(n) * 25_000_000_000
+            ),
+            format!("pinpool_sampled_timestamp_seconds{{pool=\"p\"}} {n}"),
+        ];
+        (200, pool("p", &lines.each_ref().map(String::as_str)))
+    });
+    let Some(dom) = dom(20, &fake.url("/")) else { return };
+    has(&dom, &[">live<", "No alarms", "Pool p: 80.0 MiB of 100 MiB in use (80%)", "50.0 MiB", "30.0 MiB"]);
+    has(&dom, &["64.1 KiB", "larger", "3 of 8 out", "cuda:0, stream 7", ">12<"]);
+    // A look a second of the browser's time, give or take what a look takes.
+    has(&dom, &["75%", "of 50.00 GB/s"]);
+    let speed = dom.split(" GB/s, ").next().unwrap().rsplit('>').next().unwrap().parse::<f64>().unwrap();
+    assert!((20.0..=25.5).contains(&speed), "{speed}");
+    // A browser that asks for anything else has been told to by the page.
+    let asked = fake.asked.lock().unwrap();
+    assert!(asked.iter().all(|path| path == "/" || path == "/metrics"), "{asked:?}");
+}
+
+#[test]
+fn each_condition_is_said_in_words() {
+    let conditions: [(&str, &[&str]); 9] = [
+        (
+            "pinpool_memory_bytes{pool=\"p\",state=\"quarantined\"} 15728640",
+            &["15.0 MiB are quarantined", "nearly full, 95%"],
+        ),
+        ("pinpool_stuck_buffers{pool=\"p\"} 3", &["buffers out for too long: 3 (0 B)"]),
+        ("pinpool_memory_unlocked_bytes{pool=\"p\"} 4096", &["4.0 KiB are not page-locked", "memlock"]),
+        ("pinpool_device_lost{device=\"cuda:0\"} 1", &["cuda:0 is lost", ">lost<"]),
+        ("pinpool_device_stuck_streams{device=\"cuda:0\"} 2", &["cuda:0: streams that get nothing done: 2"]),
+        ("pinpool_timeouts_total{pool=\"p\"} 4", &["p: waits for memory given up"]),
+        ("pinpool_waits_total{pool=\"q\"} 5", &["q: requests that had to wait"]),
+        ("pinpool_unpinned_fallbacks_total{pool=\"p\"} 6", &["unpinned buffers given out"]),
+        ("pinpool_growth_failures_total{pool=\"p\"} 1", &["pinning ended early"]),
+    ];
+    let lines: Vec<&str> = conditions.iter().map(|condition| condition.0).collect();
+    let bad = format!("{}{}", pool("p", &lines), "pinpool_memory_capacity_bytes{pool=\"q\"} 4096\n");
+    // Counters come up after the first look.
+    let fake = Fake::start(move |n| (200, if n == 0 { pool("p", &[]) } else { bad.clone() }));
+    let Some(dom) = dom(5, &fake.url("/")) else { return };
+    for (_, words) in conditions {
+        has(&dom, words);
+    }
+    has(&dom, &["Alarm: ", "Warning: ", ">6 alarms, 4 warnings<"]);
+    assert!(!dom.contains("No alarms"), "{dom}");
+}
+
+#[test]
+fn what_is_stale_is_shown_as_stale() {
+    let fake = Fake::start(|n| if n < 3 { (200, pool("p", &[])) } else { (503, String::new()) });
+    let Some(dom) = dom(15, &fake.url("/")) else { return };
+    has(
+        &dom,
+        &["<body class=\"stale\">", ">stale<", "the server does not answer (status 503)", "Pool p: 80.0 MiB"],
+    );
+    let age =
+        dom.split("What is shown is ").nth(1).unwrap().split(' ').next().unwrap().parse::<u32>().unwrap();
+    assert!((8..=14).contains(&age), "{age} s of the browser's time");
+}
+
+#[test]
+fn a_pool_that_nobody_looks_at_is_stale() {
+    let fake = Fake::start(|n| {
+        let gone = format!("pinpool_sampled_timestamp_seconds{{pool=\"p\"}} {}", n.min(3));
+        (200, pool("p", &[&gone]))
+    });
+    let Some(dom) = dom(30, &fake.url("/")) else { return };
+    has(&dom, &["<body class=\"stale\">", "nobody has looked at this pool for 2"]);
+}
+
+#[test]
+fn a_server_without_pools_is_said_to_have_none() {
+    let fake = Fake::saying("up 1\n".into());
+    let Some(dom) = dom(3, &fake.url("/")) else { return };
+    has(&dom, &["no data: no metrics of pinpool in its answer"]);
+}
+
+#[test]
+fn names_are_text_and_nothing_else() {
+    let fake = Fake::saying(pool("<img src=x onerror=alert(1)> \\\"q\\\" \\\\", &[]));
+    let Some(dom) = dom(3, &fake.url("/")) else { return };
+    has(&dom, &["Pool &lt;img src=x onerror=alert(1)&gt; \"q\" \\: 80.0 MiB"]);
+    assert!(!dom.contains("<img"), "{dom}");
+}

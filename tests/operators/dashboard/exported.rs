@@ -1,0 +1,115 @@
+//! Every metric that a dashboard, a rule, the page or `pinpool top` names is one that the server exports.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use pinpool::telemetry::METRICS;
+
+use super::{PATIENCE, example, get, server};
+
+/// The names in a text that begin as our metrics do, without what histograms add.
+fn named(text: &str) -> BTreeSet<String> {
+    let words = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+    let ours = words.filter(|word| word.starts_with("pinpool_") || word.starts_with("server_link_"));
+    ours.map(|word| word.trim_end_matches("_bucket").to_owned()).collect()
+}
+
+/// What the server exports, once everything that it ever will has been counted: histograms begin with their first
+/// value.
+fn exported() -> BTreeSet<String> {
+    let start = Instant::now();
+    loop {
+        let text = get(&server().url("/metrics"));
+        let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+        let names: BTreeSet<String> = types.map(str::to_owned).collect();
+        let missing: Vec<String> = METRICS
+            .iter()
+            .map(|metric| metric.prometheus_name())
+            .filter(|name| !names.contains(name))
+            .collect();
+        if missing.is_empty() {
+            return names;
+        }
+        assert!(start.elapsed() < PATIENCE, "never exported: {missing:?}");
+        std::thread::sleep(std::time::Duration::from_millis(200));
+    }
+}
+
+#[test]
+fn what_the_files_name_is_exported() {
+    let exported = exported();
+    let read = |name| std::fs::read_to_string(example(name)).unwrap();
+    let files = [
+        ("grafana.json", read("grafana.json"), 25),
+        ("alerts.yml", read("alerts.yml"), 11),
+        ("alerts_test.yml", read("alerts_test.yml"), 11),
+        ("page.html", read("page.html"), 20),
+        (
+            "top",
+            include_str!("../../../src/cli/top/view.rs").split("mod tests").next().unwrap().to_owned(),
+            20,
+        ),
+    ];
+    for (file, text, least) in files {
+        let names = named(&text);
+        assert!(names.len() >= least, "{file} names too few: {names:?}");
+        let unknown: Vec<_> = names.difference(&exported).collect();
+        assert!(unknown.is_empty(), "{file} names what the server does not export: {unknown:?}");
+    }
+}
+
+#[test]
+fn the_text_adds_up() {
+    // A look sends one value after the other, and a text that is rendered meanwhile has some of either look.
+    let start = Instant::now();
+    loop {
+        let text = get(&server().url("/metrics"));
+        let sum = |name: &str| -> f64 {
+            let lines = text.lines().filter(|line| line.split(['{', ' ']).next() == Some(name));
+            lines.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
+        };
+        assert_eq!(sum("pinpool_memory_capacity_bytes"), f64::from(16 << 20));
+        assert!(sum("server_link_peak_bytes_per_second") > 0.0);
+        let whole = sum("pinpool_memory_locked_bytes") + sum("pinpool_memory_unlocked_bytes");
+        if whole > 0.0 && sum("pinpool_memory_bytes") == whole {
+            return;
+        }
+        assert!(start.elapsed() < PATIENCE, "the parts never sum to the whole:\n{text}");
+    }
+}
+
+#[test]
+fn the_grafana_dashboard_is_well_formed() {
+    let text = std::fs::read_to_string(example("grafana.json")).unwrap();
+    let dashboard: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let ids: BTreeSet<u64> = panels.iter().map(|panel| panel["id"].as_u64().unwrap()).collect();
+    assert_eq!(ids.len(), panels.len(), "ids are unique");
+    let mut taken = BTreeSet::new();
+    for panel in panels {
+        let at = |key: &str| panel["gridPos"][key].as_u64().unwrap();
+        assert!(at("x") + at("w") <= 24, "{}", panel["title"]);
+        for cell in
+            (at("x")..at("x") + at("w")).flat_map(|x| (at("y")..at("y") + at("h")).map(move |y| (x, y)))
+        {
+            assert!(taken.insert(cell), "{} lies upon another", panel["title"]);
+        }
+        assert!(
+            panel["type"] == "row" || !panel["targets"].as_array().unwrap().is_empty(),
+            "{}",
+            panel["title"]
+        );
+    }
+}
+
+#[test]
+fn the_page_needs_nothing_from_outside() {
+    let page = get(&server().url("/"));
+    assert_eq!(page, std::fs::read_to_string(example("page.html")).unwrap());
+    let addresses = page.matches("://").count();
+    // The name of SVG's namespace, which is never fetched.
+    assert_eq!(addresses, page.matches("http://www.w3.org/2000/svg").count(), "an address of another server");
+    for outside in [" src=", "@import", "url(", "innerHTML", "outerHTML", "insertAdjacentHTML", "eval("] {
+        assert!(!page.contains(outside), "{outside}");
+    }
+}

@@ -1,0 +1,326 @@
+//! `pinpool top` against the example's server, fabricated ones, and none.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use super::fake::{Fake, pool};
+use super::{PATIENCE, programs, server};
+
+const PINPOOL: &str = env!("CARGO_BIN_EXE_pinpool");
+
+fn once(url: &str) -> Output {
+    programs::run(Command::new(PINPOOL).args(["top", "--once", "--interval", "0.3", url]))
+}
+
+fn text(output: &Output) -> String {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// What it fails with, in one line.
+fn complaint(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    assert!(text.lines().count() == 1 && output.stdout.is_empty(), "{text}");
+    text
+}
+
+#[test]
+fn it_shows_the_servers_pool() {
+    let since = Instant::now();
+    // (On a busy machine its load takes a while to use everything.)
+    let text = loop {
+        let text = text(&once(&server().url("/metrics")));
+        if text.contains("64.1 KiB") || since.elapsed() > PATIENCE {
+            break text;
+        }
+    };
+    for word in [
+        "Pool serving: ",
+        " of 16.0 MiB in use",
+        "# checked out",
+        "requests waiting now",
+        "64.1 KiB",
+        "host:0 upload",
+        "GB/s",
+        "host:0 stream ",
+    ] {
+        assert!(text.contains(word), "{word:?} is missing:\n{text}");
+    }
+    for line in text.lines() {
+        assert!(line.chars().count() <= 110, "{line}");
+    }
+}
+
+#[test]
+fn numbers_are_those_of_the_metrics() {
+    let fake = Fake::start(|n| {
+        let bad = format!("pinpool_timeouts_total{{pool=\"p\"}} {}", 5 + 2 * n);
+        (200, pool("p", &[&bad, "pinpool_memory_unlocked_bytes{pool=\"p\"} 4096"]))
+    });
+    let text = text(&once(&fake.address.to_string()));
+    for line in [
+        "ALARM: p: waits for memory given up in the last 1 s: 2",
+        "warning: p: 4.0 KiB are not page-locked: raise the memlock limit, pinpool doctor says how",
+        "Pool p: 80.0 MiB of 100 MiB in use (80%)",
+        "# checked out               50.0 MiB           50%",
+        "64.1 KiB    3     5                0          -",
+        "cuda:0 stream 7                12  30.0 MiB",
+    ] {
+        let squeezed = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let (line, text) = (squeezed(line.trim_end_matches('-')), squeezed(&text));
+        assert!(text.contains(&line), "{line:?} is missing:\n{text}");
+    }
+    // Half of 78 columns out, three tenths in flight, the rest free.
+    let bar = text.lines().find(|line| line.starts_with('[')).unwrap();
+    assert_eq!(bar, format!("[{}{}{}]", "#".repeat(39), ">".repeat(23), ".".repeat(16)));
+}
+
+#[test]
+fn a_process_that_is_gone_is_said_to_be_gone() {
+    let address = Fake::saying(String::new()).address;
+    // The listener's thread ends when it has looked.
+    let said = loop {
+        let said = complaint(&once(&address.to_string()));
+        if !said.contains("no metrics of pinpool") && !said.contains("no answer:") {
+            break said;
+        }
+    };
+    assert!(
+        said.contains(&format!("http://{address}/metrics: nobody listens there: the process is gone")),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_server_without_pools_is_said_to_have_none() {
+    let other = Fake::saying("# TYPE up gauge\nup 1\n".into());
+    assert!(complaint(&once(&other.url("/metrics"))).contains("has no metrics of pinpool"));
+    assert!(complaint(&once(&other.url("/else/where"))).contains("status 404"));
+    let going = Fake::start(|n| if n == 0 { (200, pool("p", &[])) } else { (500, String::new()) });
+    assert!(complaint(&once(&going.url("/metrics"))).contains("status 500"));
+}
+
+#[test]
+fn what_cannot_be_obeyed_is_refused() {
+    for args in
+        [&["top"][..], &["top", "--once", "https://host"], &["top", "--once", "--interval", "0", "h:1"]]
+    {
+        let output = programs::run(Command::new(PINPOOL).args(args));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{args:?}: {said}");
+    }
+}
+
+/// In a terminal that `script` (of Debian's essential package bsdutils) makes, from the first picture to `q`.
+#[test]
+fn the_screen_is_drawn_and_put_back_in_order() {
+    let command = format!("stty rows 40 cols 100; {PINPOOL} top --interval 0.2 {}", server().url("/metrics"));
+    let mut script = Command::new("script");
+    script.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm-256color");
+    let mut child = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let (mut keys, mut screen) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+    let (sender, pieces) = channel();
+    std::thread::spawn(move || {
+        let mut piece = [0; 4096];
+        while let Ok(n @ 1..) = screen.read(&mut piece) {
+            if sender.send(String::from_utf8_lossy(&piece[..n]).into_owned()).is_err() {
+                return;
+            }
+        }
+    });
+    let mut seen = String::new();
+    while !seen.contains("Pool serving") {
+        seen += &pieces.recv_timeout(PATIENCE).unwrap_or_else(|e| panic!("{e}: {seen:?}"));
+    }
+    keys.write_all(b"q").unwrap();
+    while let Ok(piece) = pieces.recv_timeout(PATIENCE) {
+        seen += &piece;
+    }
+    assert!(child.wait().unwrap().success(), "{seen:?}");
+    let (on, off) = ("\u{1b}[?1049h", "\u{1b}[?1049l");
+    assert!(seen.contains(on) && seen.contains("live"), "{seen:?}");
+    assert!(seen.rfind(off) > seen.rfind(on), "the other screen is left: {seen:?}");
+}
+
+/// A server that answers each request as this does. The listener's thread lives as long as the process.
+fn hostile(answer: impl Fn(&mut TcpStream, u16) -> std::io::Result<()> + Send + Sync + 'static) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let answer = std::sync::Arc::new(answer);
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            let answer = answer.clone();
+            std::thread::spawn(move || {
+                let _ = stream.read(&mut [0; 4096]);
+                // (It hears no more of us, once it has seen enough.)
+                let _ = answer(&mut stream, port);
+            });
+        }
+    });
+    port
+}
+
+fn head(stream: &mut TcpStream) -> std::io::Result<()> {
+    stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\n")
+}
+
+/// A server that says this.
+fn saying(body: String) -> u16 {
+    hostile(move |stream, _| {
+        head(stream)?;
+        stream.write_all(body.as_bytes())
+    })
+}
+
+fn is_plain(text: &str) {
+    let bad = |c: char| c != '\n' && (c.is_control() || "\u{200b}\u{202e}".contains(c));
+    assert!(!text.contains(bad), "{text:?}");
+}
+
+/// As many series as fit into an answer are read, and shown as far as anybody looks.
+#[test]
+fn the_work_grows_with_the_answer_and_no_faster() {
+    let pools: String = (0..20_000)
+        .map(|n| format!("pinpool_memory_capacity_bytes{{pool=\"{n:x}\"}} 1\npinpool_memory_bytes{{pool=\"{n:x}\"}} 1\n"))
+        .collect();
+    let one = "pinpool_memory_capacity_bytes{pool=\"a\"} 1\npinpool_device_lost{device=\"d\"} 0\n";
+    let series = |name: &str, owner: &str, part: &str| {
+        (0..60_000)
+            .fold(one.to_owned(), |text, n| text + &format!("pinpool_{name}{{{owner},{part}=\"{n}\"}} 1\n"))
+    };
+    for (what, body, word) in [
+        ("pools", pools, "warning: 19950 more pools are not shown"),
+        ("buckets", series("wait_seconds_bucket", "pool=\"a\"", "le"), "99% of the waits"),
+        ("classes", series("class_out_segments", "pool=\"a\"", "stride"), "59900 more classes are not shown"),
+        (
+            "streams",
+            series("stream_in_flight_entries", "device=\"d\"", "stream"),
+            "59900 more streams are not shown",
+        ),
+    ] {
+        let port = saying(body);
+        let since = Instant::now();
+        let text = text(&once(&format!("127.0.0.1:{port}")));
+        // (Twice a fifth of a second, and an interval, without others on the machine.)
+        assert!(since.elapsed() < Duration::from_secs(15), "{what}: {:?}", since.elapsed());
+        assert!(text.contains(word) && text.len() < 1 << 20, "{what}:\n{}", &text[..text.len().min(3000)]);
+    }
+}
+
+/// Three seconds, and the time that a busy machine takes.
+#[test]
+fn a_server_that_goes_on_and_on_is_not_waited_for() {
+    let line = "pinpool_memory_capacity_bytes{pool=\"a\"} 1\n";
+    let drip = hostile(|stream, _| {
+        head(stream)?;
+        loop {
+            stream.write_all(b"p")?;
+            std::thread::sleep(Duration::from_millis(300));
+        }
+    });
+    let endless = hostile(move |stream, _| {
+        head(stream)?;
+        let many = line.repeat(1000);
+        loop {
+            stream.write_all(many.as_bytes())?;
+        }
+    });
+    let headers = hostile(|stream, _| {
+        stream.write_all(b"HTTP/1.1 200 OK\r\n")?;
+        loop {
+            stream.write_all(format!("X-A: {}\r\n", "a".repeat(1000)).as_bytes())?;
+        }
+    });
+    let silent = hostile(|_, _| {
+        std::thread::sleep(Duration::from_secs(60));
+        Ok(())
+    });
+    let many = saying("pinpool_x{pool=\"a\"} 1\n".repeat(150_000));
+    for (port, word) in [
+        (drip, "is not over after 3 s"),
+        (endless, "more than 10485760 bytes"),
+        (headers, "no answer"),
+        (silent, "no answer within 3 s"),
+        (many, "more than 100000 samples"),
+    ] {
+        let since = Instant::now();
+        let said = complaint(&once(&format!("127.0.0.1:{port}")));
+        assert!(said.contains(word), "{word}: {said}");
+        assert!(since.elapsed() < Duration::from_secs(10), "{word}: {:?}", since.elapsed());
+    }
+}
+
+#[test]
+fn what_a_server_says_cannot_steer_a_terminal() {
+    let labels = "pinpool_memory_capacity_bytes{pool=\"\u{202e}txt\u{9b}31m\u{200b}\u{1b}[2J\\nALARM: forged\"} 5\n\
+                  pinpool_memory_capacity_bytes{pool=\"b\"} NaN\npinpool_memory_bytes{pool=\"b\",state=\"free\"} -1e308\n\
+                  pinpool_memory_bytes{pool=\"b\",state=\"cut\"} 1e308\npinpool_memory_bytes{pool=\"b\",state=\"in_flight\"} Inf\n\
+                  pinpool_wait_seconds_bucket{pool=\"b\",le=\"NaN\"} NaN\npinpool_device_lost{device=\"\u{9b}31mevil\"} 1\n";
+    let shown = text(&once(&format!("127.0.0.1:{}", saying(labels.to_owned()))));
+    is_plain(&shown);
+    assert!(shown.contains("Pool \\u{202e}txt\\u{9b}31m\\u{200b}\\u{1b}[2J\\nALARM: forged: "), "{shown}");
+    assert!(!shown.lines().any(|line| line.starts_with("ALARM: forged")), "{shown}");
+    // Nine megabytes of a label.
+    let wide = format!("pinpool_memory_capacity_bytes{{pool=\"{}\"}} 1\n", "W".repeat(9_000_000));
+    let shown = text(&once(&format!("127.0.0.1:{}", saying(wide))));
+    assert!(shown.contains("WWW...") && shown.len() < 20_000, "{} bytes", shown.len());
+    // Where it says that it is elsewhere, and what it calls its state.
+    let elsewhere = hostile(|stream, port| {
+        let place = b"http://127.0.0.1:".iter().copied().chain(port.to_string().into_bytes());
+        let place: Vec<u8> = place.chain(*b"/\xc2\x9b31m\x1b[2J").collect();
+        stream.write_all(
+            &[b"HTTP/1.1 302 Found\r\nLocation: ", &place[..], b"\r\nContent-Length: 0\r\n\r\n"].concat(),
+        )
+    });
+    let file = hostile(|stream, _| {
+        stream.write_all(b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\nContent-Length: 0\r\n\r\n")
+    });
+    let state = hostile(|stream, _| stream.write_all(b"HTTP/1.1 \x1b[31mOWNED\x1b]0;x\x07 OK\r\n\r\n"));
+    let bytes = hostile(|stream, _| {
+        stream.write_all(
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\n\x1f\x8b\x9b\xff\x1b",
+        )
+    });
+    for port in [elsewhere, file, state, bytes] {
+        is_plain(&complaint(&once(&format!("127.0.0.1:{port}"))));
+    }
+}
+
+/// In a terminal, while servers of every kind keep it busy.
+#[test]
+fn keys_are_obeyed_whatever_a_server_does() {
+    let pools: String =
+        (0..40_000).map(|n| format!("pinpool_memory_capacity_bytes{{pool=\"{n:x}\"}} 1\n")).collect();
+    let slow = hostile(|stream, _| {
+        head(stream)?;
+        loop {
+            stream.write_all(b"p")?;
+            std::thread::sleep(Duration::from_millis(300));
+        }
+    });
+    for (port, key) in [(saying(pools), b"q"), (slow, b"\x03")] {
+        let command = format!("stty rows 40 cols 100; {PINPOOL} top --interval 0.1 127.0.0.1:{port}");
+        let mut script = Command::new("script");
+        script.args(["-qec", &command, "/dev/null"]).env("TERM", "xterm-256color");
+        let mut child = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (mut keys, mut screen) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let (sender, drawn) = channel();
+        std::thread::spawn(move || {
+            let mut piece = [0; 4096];
+            while let Ok(1..) = screen.read(&mut piece) {
+                let _ = sender.send(());
+            }
+        });
+        drawn.recv_timeout(PATIENCE).unwrap();
+        // In the middle of it.
+        std::thread::sleep(Duration::from_secs(2));
+        let since = Instant::now();
+        keys.write_all(key).unwrap();
+        assert!(child.wait().unwrap().success());
+        assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
+    }
+}

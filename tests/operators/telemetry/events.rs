@@ -1,0 +1,243 @@
+//! Each event that an operator acts on, and each span, by its documented target, level and fields.
+
+use std::time::Duration;
+
+use pinpool::host::{Call, Failure, Fault, HostConfig};
+use pinpool::{Backing, Device, HostAllocFlags, Pool, Request, Unpinned};
+use tracing::Level;
+
+use super::record::{clear, event, events, record, span, spans};
+use super::{Bench, eventually};
+use crate::support::own_process;
+
+#[test]
+fn setting_up_and_ending() {
+    own_process!();
+    record();
+    let device = Device::open("host").unwrap();
+    assert_eq!(span("pinpool::device", "open", Level::INFO, &["device"]).field("device"), "host");
+    let pool =
+        Pool::builder(&device).name("weights").capacity(1 << 20).unpinned(Unpinned::Allow).build().unwrap();
+    let build = span("pinpool::pool", "build", Level::INFO, &["capacity", "pool"]);
+    assert_eq!((build.field("pool"), build.field("capacity")), ("weights", "1048576"));
+    pool.wait_pinned(None).unwrap();
+    span("pinpool::region", "grow", Level::INFO, &["bytes", "device"]);
+    let pin = span("pinpool::region", "pin", Level::INFO, &["bytes", "device"]);
+    assert_eq!((pin.field("device"), pin.within.first()), ("host:0", Some(&"grow")));
+    drop(pool.adopt(vec![0u8; 64 << 10]));
+    span("pinpool::pool", "adopt", Level::INFO, &["pool"]);
+    assert!(pool.shutdown(Duration::from_secs(5)).drained);
+    assert_eq!(span("pinpool::pool", "shutdown", Level::INFO, &["pool"]).field("pool"), "weights");
+    assert!(events("pinpool::pool::outstanding").is_empty());
+}
+
+#[test]
+fn memory_of_the_drivers() {
+    own_process!();
+    record();
+    let backing = Backing::HostAlloc(HostAllocFlags::default());
+    let bench = Bench::stepped(|builder| builder.backing(backing));
+    let allocate = span("pinpool::region", "allocate", Level::INFO, &["bytes", "device"]);
+    assert_eq!((allocate.field("bytes"), allocate.within.first()), ("1048576", Some(&"grow")));
+    drop(bench);
+}
+
+#[test]
+fn shut_down_with_buffers_out() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder.name("leaky"));
+    let buf = bench.pool.checkout(100).unwrap();
+    bench.pool.shutdown(Duration::ZERO);
+    let fields = ["outstanding", "pool", "quarantined_bytes"];
+    let left = event("pinpool::pool::outstanding", Level::ERROR, &fields);
+    assert_eq!((left.field("pool"), left.field("outstanding")), ("leaky", "1"));
+    drop(buf);
+}
+
+#[test]
+fn falling_back() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder.name("short"));
+    let all = bench.pool.checkout(900 << 10).unwrap();
+    assert!(bench.pool.checkout_or_unpinned(512 << 10).is_ok());
+    let fields = ["bytes", "error", "pool"];
+    let first = event("pinpool::pool::fallback", Level::WARN, &fields);
+    assert_eq!((first.field("pool"), first.field("bytes")), ("short", "524288"));
+    assert!(first.field("error").contains("no room"), "{first:?}");
+    clear();
+    assert!(bench.pool.checkout_or_unpinned(512 << 10).is_ok());
+    event("pinpool::pool::fallback", Level::DEBUG, &fields);
+    drop(all);
+}
+
+#[test]
+fn waiting_and_what_is_out() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name("dry").track_checkouts(true));
+    let kept = bench.pool.checkout(Request::new(900 << 10).tag("kv-cache")).unwrap();
+    let late = bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5));
+    assert!(late.is_err());
+    let wait = span("pinpool::pool", "wait", Level::DEBUG, &["bytes", "pool"]);
+    assert_eq!((wait.field("pool"), wait.field("bytes")), ("dry", "524288"));
+    let report = events("pinpool::pool::stuck");
+    let [sum, one] = &report[..] else { panic!("{report:#?}") };
+    assert_eq!(sum.names(), ["buffers", "bytes", "pool", "waited_seconds"]);
+    assert_eq!((sum.level, sum.field("buffers")), (Level::WARN, "1"));
+    assert!(sum.field("waited_seconds").parse::<f64>().unwrap() >= 0.005);
+    let fields = ["age_seconds", "bytes", "exact", "pool", "requested", "site", "state", "tag"];
+    assert_eq!((one.level, one.names()), (Level::WARN, fields.to_vec()), "in nobody's flight: no stream");
+    assert_eq!((one.field("tag"), one.field("requested")), ("kv-cache", "921600"));
+    assert_eq!((one.field("state"), one.field("exact")), ("checked_out", "true"));
+    assert!(one.field("site").starts_with(file!()), "{one:?}");
+    // By itself only once.
+    clear();
+    assert!(bench.pool.checkout_timeout(512 << 10, Duration::from_millis(5)).is_err());
+    assert!(events("pinpool::pool::stuck").is_empty());
+    drop(kept);
+}
+
+#[test]
+fn a_lost_device() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    let stream = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    let mut buf = bench.pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 1).unwrap();
+    let sent = stream.upload(buf, &memory).unwrap();
+    bench.node.kill(0);
+    assert!(sent.wait().is_err());
+    let lost = event("pinpool::device::lost", Level::ERROR, &["device", "error"]);
+    assert_eq!(lost.field("device"), "host:0");
+    let fields = ["device", "entries", "error", "stream"];
+    let stream_lost = event("pinpool::stream::lost", Level::ERROR, &fields);
+    assert_eq!(stream_lost.field("stream"), stream.number().to_string());
+    let gone = event("pinpool::stream::quarantine", Level::ERROR, &["buffers", "bytes"]);
+    assert_eq!((gone.field("buffers"), gone.field("bytes")), ("1", "4160"));
+}
+
+#[test]
+fn all_that_is_quarantined_is_in_the_event() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    let stream = bench.device.stream().unwrap();
+    let other = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    let filled = || {
+        let mut buf = bench.pool.checkout(4096).unwrap();
+        buf.try_resize(4096, 1).unwrap();
+        buf
+    };
+    // One of its own, one that is shared and in flight twice, and one over two streams.
+    let sent = stream.upload(filled(), &memory).unwrap();
+    let shared = std::sync::Arc::new(filled());
+    let lent = [(); 2].map(|()| stream.upload(shared.clone(), &memory).unwrap());
+    drop(other.copy(memory.slice(..8).unwrap(), memory.slice(8..16).unwrap()).unwrap());
+    let both = pinpool::Stream::hold_on_all(&[&stream, &other], filled()).unwrap();
+    bench.node.kill(0);
+    assert!(stream.synchronize().is_err());
+    assert!(other.synchronize().is_err());
+    let events = events("pinpool::stream::quarantine");
+    let sum = |field| events.iter().map(|e| e.field(field).parse::<usize>().unwrap()).sum::<usize>();
+    let stats = bench.pool.stats();
+    assert_eq!(sum("bytes"), stats.quarantined_bytes, "{events:#?}");
+    assert_eq!((sum("buffers"), stats.quarantined_bytes), (3, 3 * 4160), "{events:#?}");
+    drop((sent, shared, lent, both));
+}
+
+#[test]
+fn what_a_queue_loses_is_in_the_event() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let memory = bench.device.alloc(4096).unwrap();
+    let queue = bench.device.copy_queue().unwrap();
+    bench.node.hang(0);
+    let mut buf = bench.pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 1).unwrap();
+    let sent = queue.upload(buf, &memory).unwrap();
+    eventually("submitted", || bench.pool.stats().in_flight_bytes > 0);
+    bench.node.kill(0);
+    assert!(sent.wait().is_err());
+    eventually("quarantined", || bench.pool.stats().quarantined_bytes > 0);
+    eventually("said", || !events("pinpool::stream::quarantine").is_empty());
+    let gone = event("pinpool::stream::quarantine", Level::ERROR, &["buffers", "bytes"]);
+    assert_eq!((gone.field("buffers"), gone.field("bytes")), ("1", "4160"));
+}
+
+#[test]
+fn memory_that_is_not_pinned() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10));
+    let refused = |failure| bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure });
+    clear();
+    refused(Failure::Transient);
+    let first = bench.pool.checkout(400 << 10).unwrap();
+    let second = bench.pool.checkout(400 << 10).unwrap();
+    let unpinned = event("pinpool::region::unpinned", Level::WARN, &["bytes", "device", "error"]);
+    assert_eq!((unpinned.field("device"), unpinned.field("bytes")), ("host:0", "524288"));
+    drop((first, second));
+}
+
+#[test]
+fn growing_that_ends_early() {
+    own_process!();
+    record();
+    let bench =
+        Bench::stepped(|builder| builder.initial(512 << 10).region(512 << 10).unpinned(Unpinned::Refuse));
+    let first = bench.pool.checkout(400 << 10).unwrap();
+    bench.node.fail(Fault { device: 0, call: Call::Pin, nth: 0, failure: Failure::Transient });
+    assert!(bench.pool.try_checkout(400 << 10).is_err());
+    let ended = event("pinpool::region::ended", Level::WARN, &["device", "error", "missing"]);
+    assert_eq!(ended.field("missing"), "524288");
+    let stats = bench.pool.stats();
+    assert_eq!((stats.growths, stats.growth_failures, stats.errors.transient), (1, 1, 1));
+    drop(first);
+}
+
+#[test]
+fn what_the_driver_does_not_take_back() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    bench.node.fail(Fault { device: 0, call: Call::Unpin, nth: 0, failure: Failure::Transient });
+    assert_eq!(bench.pool.trim(0), 1 << 20);
+    // What is given up may be so by a thread of the library's; and threads of the tests before may still be at theirs.
+    let ours = |target: &str| -> Vec<_> {
+        events(target).into_iter().filter(|event| event.field("error").contains("armed")).collect()
+    };
+    let told = |target: &str| eventually("it is told", || !ours(target).is_empty());
+    told("pinpool::region::leak");
+    let leak = event("pinpool::region::leak", Level::ERROR, &["bytes", "device", "error"]);
+    assert_eq!(leak.field("bytes"), "1048576");
+    bench.node.fail(Fault { device: 0, call: Call::DestroyStream, nth: 0, failure: Failure::Transient });
+    drop(bench.device.stream().unwrap());
+    told("pinpool::stream::leak");
+    let stream = ours("pinpool::stream::leak");
+    assert_eq!((stream.len(), stream[0].level, stream[0].names()), (1, Level::WARN, vec!["device", "error"]));
+    bench.node.fail(Fault { device: 0, call: Call::Free, nth: 0, failure: Failure::Transient });
+    drop(bench.device.alloc(64).unwrap());
+    told("pinpool::device::leak");
+    assert_eq!(ours("pinpool::device::leak").len(), 1);
+}
+
+#[test]
+fn nobody_listens_below_a_threads_own_cache() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    eventually("pinned", || bench.pool.stats().free_bytes > 0);
+    drop(bench.pool.checkout(64).unwrap());
+    clear();
+    for _ in 0..1000 {
+        drop(bench.pool.checkout(64).unwrap());
+    }
+    assert!(super::record::all(|r| r.target.starts_with("pinpool::pool")).is_empty(), "hits are logged");
+    assert!(spans("pinpool::pool", "wait").is_empty());
+}

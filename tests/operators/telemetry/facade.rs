@@ -1,0 +1,155 @@
+//! The same through the `metrics` facade, on a recorder that keeps everything.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use metrics::{
+    Counter, CounterFn, Gauge, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString, Unit,
+};
+use pinpool::host::HostConfig;
+use pinpool::telemetry::{Histogram, METRICS, MetricKind, Sampler};
+
+use super::Bench;
+use super::record::{clear, events, record};
+use crate::support::own_process;
+
+/// Values by name and labels, each with how often it was recorded.
+type Values = Arc<Mutex<BTreeMap<String, Vec<(f64, usize)>>>>;
+
+#[derive(Default)]
+struct Kept {
+    values: Values,
+    described: Mutex<BTreeMap<String, (&'static str, Option<Unit>)>>,
+}
+
+struct Cell {
+    values: Values,
+    name: String,
+}
+
+impl Cell {
+    fn of(kept: &Kept, key: &Key) -> Arc<Self> {
+        let labels: Vec<String> = key.labels().map(|l| format!("{}={}", l.key(), l.value())).collect();
+        Arc::new(Self {
+            values: kept.values.clone(),
+            name: format!("{}{{{}}}", key.name(), labels.join(",")),
+        })
+    }
+    fn keep(&self, value: f64, count: usize) {
+        self.values.lock().unwrap().entry(self.name.clone()).or_default().push((value, count));
+    }
+}
+
+impl CounterFn for Cell {
+    fn increment(&self, value: u64) {
+        self.keep(value as f64, 1);
+    }
+    fn absolute(&self, _: u64) {
+        panic!("counters are sent as what came since");
+    }
+}
+
+impl GaugeFn for Cell {
+    fn increment(&self, _: f64) {
+        panic!("gauges are set");
+    }
+    fn decrement(&self, _: f64) {
+        panic!("gauges are set");
+    }
+    fn set(&self, value: f64) {
+        self.keep(value, 1);
+    }
+}
+
+impl HistogramFn for Cell {
+    fn record(&self, value: f64) {
+        self.keep(value, 1);
+    }
+    fn record_many(&self, value: f64, count: usize) {
+        self.keep(value, count);
+    }
+}
+
+impl Kept {
+    fn describe(&self, key: &KeyName, kind: &'static str, unit: Option<Unit>) {
+        self.described.lock().unwrap().insert(key.as_str().to_owned(), (kind, unit));
+    }
+}
+
+impl Recorder for Kept {
+    fn describe_counter(&self, key: KeyName, unit: Option<Unit>, _: SharedString) {
+        self.describe(&key, "counter", unit);
+    }
+    fn describe_gauge(&self, key: KeyName, unit: Option<Unit>, _: SharedString) {
+        self.describe(&key, "gauge", unit);
+    }
+    fn describe_histogram(&self, key: KeyName, unit: Option<Unit>, _: SharedString) {
+        self.describe(&key, "histogram", unit);
+    }
+    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+        Counter::from_arc(Cell::of(self, key))
+    }
+    fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::from_arc(Cell::of(self, key))
+    }
+    fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> metrics::Histogram {
+        metrics::Histogram::from_arc(Cell::of(self, key))
+    }
+}
+
+#[test]
+fn the_recorder_gets_what_the_events_have() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name("fed").track_checkouts(true));
+    for _ in 0..100 {
+        drop(bench.pool.checkout(1000).unwrap());
+    }
+    let kept = Kept::default();
+    let mut sampler = Sampler::new(&bench.pool);
+    clear();
+    metrics::with_local_recorder(&kept, || sampler.poll());
+    let described = kept.described.lock().unwrap();
+    assert_eq!(described.len(), METRICS.len());
+    for metric in METRICS {
+        let kind = match metric.kind {
+            MetricKind::Counter => "counter",
+            MetricKind::Histogram => "histogram",
+            _ => "gauge",
+        };
+        assert_eq!(described[metric.name].0, kind, "{}", metric.name);
+    }
+    let values = kept.values.lock().unwrap();
+    assert_eq!(values["pinpool.checkouts.total{pool=fed}"], [(100.0, 1)]);
+    assert_eq!(values["pinpool.class.checkouts.total{pool=fed,stride=1088}"], [(100.0, 1)]);
+    assert_eq!(values["pinpool.memory.capacity.bytes{pool=fed}"], [(1_048_576.0, 1)]);
+    // All hundred, and each value in the bucket that it stands for.
+    let held = &values["pinpool.holding.seconds{pool=fed}"];
+    assert_eq!(held.iter().map(|(_, count)| count).sum::<usize>(), 100);
+    let bounds = Histogram::bounds_seconds();
+    let exact = bench.pool.snapshot().holding;
+    for (value, count) in held {
+        let at = bounds.iter().position(|bound| value <= bound).unwrap();
+        assert_eq!(exact.buckets().nth(at).unwrap().count, *count as u64, "{value} s");
+    }
+    // As events there are at most 64, in the same names.
+    let shown = events("pinpool::metrics")
+        .iter()
+        .filter(|r| r.fields.contains_key("histogram.pinpool.holding.seconds"))
+        .count();
+    assert!((1..=66).contains(&shown), "{shown}");
+}
+
+#[test]
+fn either_can_be_left_out() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    let kept = Kept::default();
+    clear();
+    metrics::with_local_recorder(&kept, || Sampler::new(&bench.pool).recorder(false).poll());
+    assert!(kept.values.lock().unwrap().is_empty() && !events("pinpool::metrics").is_empty());
+    clear();
+    metrics::with_local_recorder(&kept, || Sampler::new(&bench.pool).events(false).poll());
+    assert!(!kept.values.lock().unwrap().is_empty() && events("pinpool::metrics").is_empty());
+}

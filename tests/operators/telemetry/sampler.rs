@@ -1,0 +1,290 @@
+//! The sampler's events, as tracing-opentelemetry's layer would read them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use pinpool::Request;
+use pinpool::host::HostConfig;
+use pinpool::telemetry::{METRICS, MetricKind, Sampler};
+use tracing::Level;
+
+use super::record::{Record, all, clear, event, events, record};
+use super::{Bench, eventually};
+use crate::support::own_process;
+
+const PREFIXES: [&str; 3] = ["monotonic_counter.", "gauge.", "histogram."];
+
+/// A metric's event: its kind and name, its value, and its labels.
+fn metric(record: &Record) -> (&str, &str, f64, BTreeMap<&str, &str>) {
+    let prefixed = |field: &str| PREFIXES.iter().find(|prefix| field.starts_with(**prefix)).copied();
+    let values: Vec<&String> = record.fields.keys().filter(|field| prefixed(field).is_some()).collect();
+    let [field] = &values[..] else { panic!("one value each: {record:?}") };
+    let prefix = prefixed(field).unwrap();
+    let labels = record.fields.iter().filter(|(name, _)| name != field);
+    let labels = labels.map(|(name, value)| (&**name, &**value)).collect();
+    (prefix.trim_end_matches('.'), &field[prefix.len()..], record.fields[*field].parse().unwrap(), labels)
+}
+
+/// The sum of a metric's values with these labels.
+fn sum(name: &str, labels: &[(&str, &str)]) -> f64 {
+    let found = events("pinpool::metrics");
+    let found = found.iter().map(metric);
+    let has = |all: &BTreeMap<&str, &str>| labels.iter().all(|(name, value)| all.get(name) == Some(value));
+    found.filter(|(_, found, _, all)| *found == name && has(all)).map(|(_, _, value, _)| value).sum()
+}
+
+/// A pool on which everything has happened that there is a metric for.
+fn busy() -> Bench {
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name("busy"));
+    let stream = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    let mut buf = bench.pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 1).unwrap();
+    let buf = stream.upload(buf, &memory).unwrap().wait().unwrap();
+    assert!(bench.pool.checkout_timeout(1 << 20, Duration::from_millis(1)).is_err());
+    let all = bench.pool.checkout(900 << 10).unwrap();
+    assert!(bench.pool.checkout_timeout(512 << 10, Duration::from_millis(1)).is_err());
+    drop(all);
+    drop(buf);
+    bench
+}
+
+#[test]
+fn every_metric_is_sent_as_the_table_says() {
+    own_process!();
+    record();
+    let bench = busy();
+    let stream = bench.device.stream().unwrap();
+    let mut sampler = Sampler::new(&bench.pool);
+    clear();
+    assert!(sampler.poll());
+    let found = events("pinpool::metrics");
+    for record in &found {
+        assert_eq!(record.level, Level::INFO);
+        assert!(!record.fields.contains_key("message"), "a text would be a label: {record:?}");
+        let (prefix, name, _, labels) = metric(record);
+        let known = METRICS.iter().find(|metric| metric.name == name);
+        let known = known.unwrap_or_else(|| panic!("{name} is not in the table"));
+        let wanted = match known.kind {
+            MetricKind::Counter => "monotonic_counter",
+            MetricKind::Histogram => "histogram",
+            _ => "gauge",
+        };
+        assert_eq!(prefix, wanted, "{name}");
+        let mut wanted = known.labels.to_vec();
+        wanted.sort_unstable();
+        assert_eq!(labels.into_keys().collect::<Vec<_>>(), wanted, "{name}");
+    }
+    let sent: Vec<&str> = found.iter().map(|record| metric(record).1).collect();
+    for known in METRICS {
+        assert!(sent.contains(&known.name), "{} was not sent", known.name);
+    }
+    drop(stream);
+}
+
+#[test]
+fn values_are_those_of_the_snapshot() {
+    own_process!();
+    record();
+    let bench = busy();
+    let kept = bench.pool.checkout(1000).unwrap();
+    let mut sampler = Sampler::new(&bench.pool);
+    clear();
+    sampler.poll();
+    let stats = bench.pool.stats();
+    let whole: f64 = sum("pinpool.memory.bytes", &[("pool", "busy")]);
+    assert_eq!(whole as usize, stats.pinned_bytes + stats.unpinned_bytes, "the states sum to the whole");
+    let out = sum("pinpool.memory.bytes", &[("state", "checked_out")]) as usize;
+    assert_eq!((out, stats.checked_out_bytes), (1088, 1088));
+    assert_eq!(sum("pinpool.checkouts.total", &[]) as u64, stats.checkouts);
+    assert_eq!(sum("pinpool.errors.total", &[("class", "transient")]) as u64, stats.errors.transient);
+    assert_eq!(sum("pinpool.class.out.segments", &[("stride", "1088")]) as u64, 1);
+    let waits = all(|record| record.fields.contains_key("histogram.pinpool.wait.seconds"));
+    assert_eq!(waits.len() as u64, stats.waits, "one value for each wait");
+    // The second poll sends what came since.
+    clear();
+    drop(bench.pool.checkout(1000).unwrap());
+    sampler.poll();
+    assert_eq!(sum("pinpool.checkouts.total", &[]), 1.0);
+    assert_eq!(sum("pinpool.errors.total", &[]), 0.0);
+    assert!(all(|record| record.fields.contains_key("histogram.pinpool.wait.seconds")).is_empty());
+    drop(kept);
+}
+
+#[test]
+fn two_pools_share_a_device() {
+    own_process!();
+    record();
+    let bench = busy();
+    let other = pinpool::Pool::builder(&bench.device).name("other").capacity(1 << 20);
+    let other = other.unpinned(pinpool::Unpinned::Allow).build().unwrap();
+    let mut sampler = Sampler::new(&bench.pool).pool(&other);
+    clear();
+    sampler.poll();
+    let submitted = bench.device.stats().submitted;
+    assert_eq!(sum("pinpool.device.submitted.total", &[]) as u64, submitted, "counted once");
+    assert_eq!(sum("pinpool.memory.capacity.bytes", &[("pool", "other")]) as usize, 1 << 20);
+}
+
+#[test]
+fn it_keeps_no_pool_open() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let mut sampler = Sampler::new(&bench.pool).events(false);
+    assert!(sampler.poll());
+    let Bench { pool, device, node } = bench;
+    drop(pool);
+    eventually("its memory is gone", || node.live(0).pinned_bytes == 0);
+    assert!(!sampler.poll());
+    drop(device);
+}
+
+#[test]
+fn a_thread_polls_until_it_is_dropped() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name("threaded"));
+    let sampling = Sampler::new(&bench.pool).spawn(Duration::from_millis(10)).unwrap();
+    let polls = || all(|record| record.fields.contains_key("gauge.pinpool.waiting.requests")).len();
+    eventually("three polls", || polls() >= 3);
+    drop(sampling);
+    let after = polls();
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(polls(), after, "none after it was dropped");
+}
+
+#[test]
+fn a_stream_that_hangs_is_told_once() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let stream = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    bench.node.hang(0);
+    let mut buf = bench.pool.checkout(4096).unwrap();
+    buf.try_resize(4096, 1).unwrap();
+    let sent = stream.upload(buf, &memory).unwrap();
+    let threshold = Duration::from_millis(20);
+    let mut sampler = Sampler::new(&bench.pool).stuck_after(threshold);
+    sampler.poll();
+    assert!(events("pinpool::stream::stuck").is_empty(), "seen for the first time");
+    std::thread::sleep(threshold);
+    sampler.poll();
+    sampler.poll();
+    let fields = ["bytes", "completed", "device", "entries", "events", "seconds", "seq", "stream"];
+    let stuck = event("pinpool::stream::stuck", Level::WARN, &fields);
+    assert_eq!((stuck.field("entries"), stuck.field("bytes")), ("1", "4160"));
+    assert_eq!(stuck.field("stream"), stream.number().to_string());
+    assert_eq!(sum("pinpool.device.stuck.streams", &[]), 2.0, "as long as it is");
+    let buffers = events("pinpool::pool::stuck");
+    assert_eq!(buffers.len(), 1, "and the buffer on it, once: {buffers:#?}");
+    assert_eq!((buffers[0].field("state"), buffers[0].field("device")), ("in_flight", "host:0"));
+    let fields = buffers[0].names();
+    assert!(["stream", "seq", "completed", "event"].iter().all(|name| fields.contains(name)), "{fields:?}");
+    // Running again, it is stuck no more; hanging again, it is told again.
+    bench.node.resume(0);
+    let mut buf = sent.wait().unwrap();
+    clear();
+    sampler.poll();
+    assert_eq!(sum("pinpool.device.stuck.streams", &[]), 0.0);
+    buf.try_resize(4096, 2).unwrap();
+    bench.node.hang(0);
+    let sent = stream.upload(buf, &memory).unwrap();
+    sampler.poll();
+    std::thread::sleep(threshold);
+    sampler.poll();
+    assert_eq!(events("pinpool::stream::stuck").len(), 1);
+    bench.node.resume(0);
+    drop(sent.wait().unwrap());
+}
+
+#[test]
+fn a_stream_that_ends_is_shown_empty() {
+    own_process!();
+    record();
+    let bench = busy();
+    let stream = bench.device.stream().unwrap();
+    let number = stream.number().to_string();
+    let mut sampler = Sampler::new(&bench.pool);
+    sampler.poll();
+    drop(stream);
+    clear();
+    sampler.poll();
+    let last = |record: &Record| record.field("stream") == number;
+    assert_eq!(all(last).len(), 2, "its last values");
+    clear();
+    sampler.poll();
+    assert!(all(last).is_empty());
+}
+
+#[test]
+fn the_next_buffer_of_a_segment_is_told_as_well() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
+    let threshold = Duration::from_millis(5);
+    let mut sampler = Sampler::new(&bench.pool).stuck_after(threshold);
+    // The lowest free segment is taken first, so both have the same.
+    for (n, tag) in [(1, "first"), (2, "second")] {
+        let buf = bench.pool.checkout(Request::new(64).tag(tag)).unwrap();
+        std::thread::sleep(threshold);
+        sampler.poll();
+        let told = events("pinpool::pool::stuck");
+        assert_eq!(told.len(), n, "no look in between has seen it come back: {told:#?}");
+        assert_eq!(told[n - 1].field("tag"), tag);
+        drop(buf);
+    }
+}
+
+/// Two pools of one name would be one to whoever reads: the second has a number. One that is built anew goes on as it
+/// was.
+#[test]
+fn pools_of_one_name_are_told_apart() {
+    own_process!();
+    record();
+    let twin = |capacity: usize| {
+        let node = pinpool::host::HostNode::new(HostConfig::new()).unwrap();
+        let device = pinpool::Device::on(&node, 0).unwrap();
+        let builder = pinpool::Pool::builder(&device).name("twin").capacity(capacity);
+        builder.unpinned(pinpool::Unpinned::Allow).build().unwrap()
+    };
+    let (first, second) = (twin(1 << 20), twin(2 << 20));
+    assert_eq!((first.name(), second.name()), ("twin", "twin#2"));
+    let _kept = second.checkout(1 << 20).unwrap();
+    assert!(second.checkout_timeout(3 << 19, Duration::from_millis(1)).is_err());
+    let mut sampler = Sampler::new(&first).pool(&second).stuck_after(Duration::ZERO);
+    clear();
+    sampler.poll();
+    let capacity = |pool: &str| sum("pinpool.memory.capacity.bytes", &[("pool", pool)]);
+    assert_eq!((capacity("twin"), capacity("twin#2")), (f64::from(1 << 20), f64::from(2 << 20)));
+    for (name, count) in [("twin", 0.0), ("twin#2", 1.0)] {
+        for metric in ["pinpool.checkouts.total", "pinpool.timeouts.total", "pinpool.stuck.buffers"] {
+            assert_eq!(sum(metric, &[("pool", name)]), count, "{metric} of {name}");
+        }
+    }
+    let stuck = events("pinpool::pool::stuck");
+    assert!(!stuck.is_empty() && stuck.iter().all(|record| record.fields["pool"] == "twin#2"), "{stuck:?}");
+    // In place of the first comes another, with a sampler that looks at the first all the time.
+    let sampling = Sampler::new(&first).spawn(Duration::from_millis(10)).unwrap();
+    drop(first);
+    let again = twin(1 << 20);
+    assert_eq!(again.name(), "twin");
+    drop(sampling);
+}
+
+/// A name is a server's, and may be made of what came from elsewhere.
+#[test]
+fn a_pools_name_is_plain_and_short_wherever_it_is_shown() {
+    own_process!();
+    record();
+    clear();
+    let evil = format!("a\u{1b}[2J\nx\u{202e}{}", "W".repeat(9 << 20));
+    let bench = Bench::new(HostConfig::new(), |builder| builder.name(evil));
+    let plain = format!("a\\u{{1b}}[2J\\nx\\u{{202e}}{}...", "W".repeat(79));
+    assert_eq!(bench.pool.name(), plain);
+    Sampler::new(&bench.pool).poll();
+    let all = all(|_| true);
+    let pools: Vec<&String> = all.iter().filter_map(|record| record.fields.get("pool")).collect();
+    assert!(pools.len() > 20 && pools.iter().all(|name| **name == plain), "{pools:?}");
+}

@@ -1,0 +1,175 @@
+//! The snapshot: what each part says after what has happened.
+
+use std::time::Duration;
+
+use pinpool::host::HostConfig;
+use pinpool::telemetry::ClassStats;
+use pinpool::{Error, Request};
+
+use super::record::record;
+use super::{Bench, eventually};
+use crate::support::own_process;
+
+fn class(classes: &[ClassStats], stride: Option<usize>) -> ClassStats {
+    *classes
+        .iter()
+        .find(|class| class.stride == stride)
+        .unwrap_or_else(|| panic!("{stride:?} in {classes:#?}"))
+}
+
+#[test]
+fn classes_are_told_apart() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    let small: Vec<_> = (0..3).map(|_| bench.pool.checkout(1000).unwrap()).collect();
+    let large = bench.pool.checkout(Request::new(10_000).align(4096)).unwrap();
+    drop(bench.pool.checkout(1000).unwrap());
+    let s = bench.pool.snapshot();
+    let of_small = class(&s.classes, Some(1088));
+    assert_eq!((of_small.out, of_small.out_bytes, of_small.checkouts, of_small.returns), (3, 3264, 4, 1));
+    assert!(of_small.free >= of_small.cached && of_small.cached >= 1, "{of_small:?}");
+    let of_large = class(&s.classes, None);
+    assert_eq!((of_large.out, of_large.checkouts, of_large.free), (1, 1, 0));
+    // The rule asks for 10,048 bytes; the rest of the third page is a segment of its own.
+    assert_eq!(of_large.out_bytes, 10_048);
+    assert_eq!(s.pool.requested_bytes, 13_000);
+    assert_eq!(s.pool.granted_bytes, 3264 + 10_048);
+    assert_eq!(s.pool.rounding_bytes, s.pool.granted_bytes - 13_000);
+    assert_eq!(s.pool, bench.pool.stats());
+    drop((small, large));
+    let s = bench.pool.snapshot();
+    assert_eq!(s.classes.iter().map(|c| c.out).sum::<u64>(), 0);
+    assert_eq!((s.pool.granted_bytes, s.pool.rounding_bytes), (0, 0));
+}
+
+#[test]
+fn devices_and_streams() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    let (one, two) = (bench.device.stream().unwrap(), bench.device.stream().unwrap());
+    let memory = bench.device.alloc(4096).unwrap();
+    let send = |stream: &pinpool::Stream| {
+        let mut buf = bench.pool.checkout(4096).unwrap();
+        buf.try_resize(4096, 1).unwrap();
+        drop(stream.upload(buf, &memory).unwrap());
+    };
+    send(&one);
+    send(&one);
+    send(&two);
+    let device = bench.device.stats();
+    assert_eq!((&*device.name, device.submitted, device.completed), ("host:0", 3, 0));
+    assert_eq!((one.stats().in_flight, one.stats().in_flight_bytes), (2, 2 * 4160));
+    assert_eq!((two.stats().submitted, two.stats().completed), (1, 0));
+    assert!(one.number() != two.number());
+    let claimed = bench.pool.checkout_on(&two, 4096).unwrap();
+    // Free ones come first, as long as there are any; then what is in flight is claimed.
+    assert_eq!(two.stats().claimed_bytes, if claimed.was_claimed() { 4160 } else { 0 });
+    drop(claimed);
+    bench.settle();
+    let s = bench.pool.snapshot();
+    assert_eq!(s.pool.in_flight_bytes, 0);
+    let device = &s.devices[0];
+    assert_eq!((device.submitted, device.completed), (3, 3));
+    assert_eq!(one.stats().seq, one.stats().completed_seq + 1, "all ticks but the open one");
+    // The first of each stream was timed.
+    assert_eq!((device.flight.count(), s.flight.count()), (2, 2));
+    drop((one, two));
+    let after = bench.device.stats();
+    assert_eq!(
+        (after.streams.len(), after.submitted, after.completed),
+        (0, 3, 3),
+        "kept without the streams"
+    );
+}
+
+#[test]
+fn registered_values_and_errors() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    let value = bench.device.register(vec![0u8; 8192]).unwrap();
+    assert_eq!(bench.device.stats().registered_bytes, 8192);
+    drop(value);
+    bench.node.fail(pinpool::host::Fault {
+        device: 0,
+        call: pinpool::host::Call::Allocate,
+        nth: 0,
+        failure: pinpool::host::Failure::Transient,
+    });
+    assert!(bench.device.alloc(64).is_err());
+    let stats = bench.device.stats();
+    assert_eq!((stats.errors.transient, stats.errors.total(), stats.registered_bytes), (1, 1, 0));
+    assert!(matches!(bench.pool.checkout(0), Err(Error::ZeroLength)));
+    assert!(bench.pool.try_checkout(2 << 20).is_err());
+    let errors = bench.pool.stats().errors;
+    assert_eq!((errors.argument, errors.total()), (2, 2));
+    bench.node.kill(0);
+    assert!(bench.device.alloc(64).is_err());
+    let stats = bench.device.stats();
+    assert!(stats.lost.is_some() && stats.errors.device_lost == 1, "{stats:?}");
+}
+
+#[test]
+fn waits_are_timed() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let all = bench.pool.checkout(900 << 10).unwrap();
+    let pause = Duration::from_millis(20);
+    let error = bench.pool.checkout_timeout(512 << 10, pause).unwrap_err();
+    let Error::Timeout(waited) = error else { panic!("{error}") };
+    let first = bench.pool.snapshot().waiting;
+    assert_eq!(first.count(), 1);
+    // Looking for it elsewhere first is in the time that was given, and is no wait.
+    assert!(Duration::ZERO < first.sum() && first.sum() <= waited, "{first:?}");
+    // One that is granted counts as well. It has begun before it is seen to wait.
+    let granted = std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| bench.pool.checkout(512 << 10).is_ok());
+        eventually("it waits", || bench.pool.stats().waiting == 1);
+        std::thread::sleep(pause);
+        drop(all);
+        waiter.join().unwrap()
+    });
+    assert!(granted);
+    let s = bench.pool.snapshot();
+    assert_eq!((s.waiting.count(), s.pool.waits, s.pool.timeouts), (2, 2, 1));
+    assert!(s.waiting.sum() - first.sum() >= pause, "{:?}", s.waiting);
+    assert!(s.waiting.quantile(1.0).is_some_and(|bound| bound >= pause));
+}
+
+#[test]
+fn tracked_pools_time_all_holding() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.track_checkouts(true));
+    let pause = Duration::from_millis(5);
+    for _ in 0..10 {
+        let buf = bench.pool.checkout(1000).unwrap();
+        std::thread::sleep(pause / 5);
+        drop(buf);
+    }
+    let s = bench.pool.snapshot();
+    assert_eq!((s.holding.count(), s.pool.misses, s.pool.cached_bytes), (10, 10, 0));
+    assert!(s.holding.sum() >= pause * 2, "{:?}", s.holding);
+}
+
+#[test]
+fn pinning_has_a_speed() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.region(256 << 10).initial(256 << 10));
+    bench.pool.wait_pinned(None).unwrap();
+    let s = bench.pool.snapshot();
+    assert_eq!((s.pinning.made, s.pool.growths), (256 << 10, 0), "what it starts with is no growth");
+    assert!(s.pinning_bytes_per_second().is_some_and(|speed| speed > 0.0));
+    assert!(s.longest_pinning_call() <= s.pinning.busy);
+    drop(bench.pool.checkout(200 << 10).unwrap());
+    let both = (bench.pool.checkout(200 << 10).unwrap(), bench.pool.checkout(200 << 10).unwrap());
+    eventually("it grew", || bench.pool.pinning().made == 512 << 10);
+    assert_eq!(bench.pool.stats().growths, 1);
+    drop(both);
+    bench.pool.trim(0);
+    assert_eq!(bench.pool.pinning().made, 512 << 10, "what has gone was made all the same");
+}

@@ -1,0 +1,362 @@
+//! The report on buffers that are out: each state, what it waits for, and who asked for it.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use pinpool::host::HostConfig;
+use pinpool::telemetry::{BufferState, EventState, Sampler, StuckBuffer};
+use pinpool::{PoolBuilder, Request, Stream};
+
+use super::Bench;
+use super::record::{events, record};
+use crate::support::own_process;
+
+fn all(bench: &Bench) -> Vec<StuckBuffer> {
+    bench.pool.stuck(Duration::ZERO)
+}
+
+/// The only one with this tag.
+fn tagged(bench: &Bench, tag: &str) -> StuckBuffer {
+    let mut found = all(bench);
+    found.retain(|buffer| buffer.tag == Some(tag));
+    assert_eq!(found.len(), 1, "{tag}: {found:#?}");
+    found.remove(0)
+}
+
+fn tracked(builder: PoolBuilder) -> PoolBuilder {
+    builder.track_checkouts(true)
+}
+
+#[test]
+fn each_state() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(tracked);
+    let stream = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    let filled = |tag| {
+        let mut buf = bench.pool.checkout(Request::new(4096).tag(tag)).unwrap();
+        buf.try_resize(4096, 1).unwrap();
+        buf
+    };
+    let out = filled("out");
+    let landed = stream.upload(filled("completed"), &memory).unwrap();
+    bench.settle();
+    let flying = stream.upload(filled("flying"), &memory).unwrap();
+    drop(stream.upload(filled("returning"), &memory).unwrap());
+    let shared = Arc::new(filled("shared"));
+    drop(stream.upload(shared.clone(), &memory).unwrap());
+
+    let found = tagged(&bench, "out");
+    assert_eq!((found.state, found.granted, found.requested), (BufferState::CheckedOut, 4160, Some(4096)));
+    assert!(found.exact && found.awaited.is_empty());
+    assert_eq!(found.site.unwrap().file(), file!());
+    assert_eq!(tagged(&bench, "completed").state, BufferState::Completed);
+    let found = tagged(&bench, "flying");
+    assert_eq!(found.state, BufferState::InFlight);
+    let [at] = &found.awaited[..] else { panic!("{found:#?}") };
+    assert_eq!((&*at.device, at.stream, at.event), ("host:0", stream.number(), EventState::Due));
+    assert!(at.seq > at.completed, "{at:?}");
+    assert_eq!(tagged(&bench, "returning").state, BufferState::Returning);
+    let found = tagged(&bench, "shared");
+    assert_eq!((found.state, found.awaited.len()), (BufferState::CheckedOut, 1), "kept by somebody and lent");
+    // Somebody waits: the mark is recorded.
+    assert!(!flying.is_done().unwrap());
+    assert_eq!(tagged(&bench, "flying").awaited[0].event, EventState::Recorded);
+
+    bench.settle();
+    drop((out, landed, flying, shared));
+    assert!(all(&bench).is_empty(), "{:#?}", all(&bench));
+    assert_eq!(bench.pool.snapshot().holding.count(), 5);
+}
+
+#[test]
+fn claimed_and_quarantined() {
+    own_process!();
+    record();
+    // Room for one buffer, so that the next has to be claimed.
+    let bench = Bench::stepped(|builder| tracked(builder).capacity(8192));
+    let stream = bench.device.stream().unwrap();
+    let memory = bench.device.alloc(4096).unwrap();
+    let mut buf = bench.pool.checkout(Request::new(4096).tag("first")).unwrap();
+    buf.try_resize(4096, 1).unwrap();
+    drop(stream.upload(buf, &memory).unwrap());
+    let claimed = bench.pool.checkout_on(&stream, Request::new(4000).tag("second")).unwrap();
+    assert!(claimed.was_claimed());
+    let found = tagged(&bench, "second");
+    assert_eq!((found.state, found.requested), (BufferState::Claimed, Some(4000)), "the claimer's own");
+    assert_eq!(found.awaited.len(), 1);
+    bench.node.kill(0);
+    bench.settle();
+    assert!(claimed.wait().is_err());
+    let found = all(&bench);
+    assert_eq!(found.iter().map(|b| b.state).collect::<Vec<_>>(), [BufferState::Quarantined]);
+}
+
+#[test]
+fn a_hold_over_two_streams_waits_for_both() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(tracked);
+    let streams = [bench.device.stream().unwrap(), bench.device.stream().unwrap()];
+    let memory = bench.device.alloc(64).unwrap();
+    for stream in &streams {
+        drop(stream.copy(memory.slice(..8).unwrap(), memory.slice(8..16).unwrap()).unwrap());
+    }
+    let buf = bench.pool.checkout(Request::new(64).tag("both")).unwrap();
+    let held = Stream::hold_on_all(&[&streams[0], &streams[1]], buf).unwrap();
+    let mut at: Vec<u64> = tagged(&bench, "both").awaited.iter().map(|at| at.stream).collect();
+    at.sort_unstable();
+    assert_eq!(at, [streams[0].number(), streams[1].number()]);
+    bench.settle();
+    drop(held);
+    assert!(all(&bench).is_empty());
+}
+
+/// One by itself, several in a batch, a group, and one that is shared.
+#[test]
+fn what_went_through_a_queue_waits_for_its_stream() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(tracked);
+    let queue = bench.device.copy_queue().unwrap();
+    let memory = bench.device.alloc(64 << 10).unwrap();
+    let filled = |tag| {
+        let mut buf = bench.pool.checkout(Request::new(4096).tag(tag)).unwrap();
+        buf.try_resize(4096, 1).unwrap();
+        buf
+    };
+    let place = |i: usize| memory.slice(i * 4096..(i + 1) * 4096).unwrap();
+    let tags = ["piece-0", "piece-1", "piece-2"];
+    let pieces = tags.iter().enumerate().map(|(i, tag)| (filled(tag), place(i))).collect();
+    let gathered = queue.gather_pinned(&bench.pool, pieces).unwrap();
+    let alone = queue.upload(filled("alone"), place(3)).unwrap();
+    drop(queue.upload(filled("returning"), place(4)).unwrap());
+    let shared = Arc::new(filled("shared"));
+    let lent = queue.upload(shared.clone(), place(5)).unwrap();
+    // Parts of one buffer, which waits for its stream once.
+    let thrice = Arc::new(filled("thrice"));
+    let parts = (6..9).map(|i| (thrice.clone(), place(i))).collect();
+    let of_one = queue.gather_pinned(&bench.pool, parts).unwrap();
+    let mut streams: Vec<u64> = Vec::new();
+    for (tag, state) in [
+        ("thrice", BufferState::CheckedOut),
+        ("piece-0", BufferState::InFlight),
+        ("piece-1", BufferState::InFlight),
+        ("piece-2", BufferState::InFlight),
+        ("alone", BufferState::InFlight),
+        ("returning", BufferState::Returning),
+        ("shared", BufferState::CheckedOut),
+    ] {
+        let found = tagged(&bench, tag);
+        assert_eq!(found.state, state, "{tag}");
+        let [at] = &found.awaited[..] else { panic!("{found:#?}") };
+        assert_eq!((&*at.device, at.event), ("host:0", EventState::Recorded), "{tag}");
+        assert!(at.seq > at.completed, "{at:?}");
+        streams.push(at.stream);
+    }
+    streams.dedup();
+    assert_eq!(streams.len(), 1, "all are of one direction");
+    bench.settle();
+    assert!(tags.iter().all(|tag| tagged(&bench, tag).awaited.is_empty()));
+    drop((gathered, alone, shared, lent, thrice, of_one));
+    assert!(all(&bench).is_empty());
+}
+
+#[test]
+fn ages_and_order() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(tracked);
+    let old = bench.pool.checkout(Request::new(64).tag("old")).unwrap();
+    std::thread::sleep(Duration::from_millis(30));
+    let new = bench.pool.checkout(Request::new(64).tag("new")).unwrap();
+    let tags: Vec<_> = all(&bench).iter().map(|buffer| buffer.tag.unwrap()).collect();
+    assert_eq!(tags, ["old", "new"], "oldest first");
+    let found = bench.pool.stuck(Duration::from_millis(30));
+    assert!(found.iter().any(|buffer| buffer.tag == Some("old")), "{found:#?}");
+    assert!(bench.pool.stuck(Duration::from_secs(3600)).is_empty());
+    drop((old, new));
+}
+
+#[test]
+fn without_tracking_ages_count_from_the_first_look() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(|builder| builder);
+    // The first checkout misses, and is the sample; the others are not.
+    let bufs: Vec<_> = (0..20).map(|_| bench.pool.checkout(Request::new(64).tag("kept")).unwrap()).collect();
+    let first = all(&bench);
+    assert_eq!(first.len(), 20);
+    let exact = first.iter().filter(|buffer| buffer.exact).count();
+    assert!((1..20).contains(&exact), "{exact} of 20 were entered");
+    let unknown = first.iter().find(|buffer| !buffer.exact).unwrap();
+    assert_eq!((unknown.tag, unknown.requested, unknown.age), (None, None, Duration::ZERO));
+    std::thread::sleep(Duration::from_millis(5));
+    let second = all(&bench);
+    assert_eq!(second.len(), 20);
+    assert!(second.iter().all(|buffer| buffer.age >= Duration::from_millis(5)), "seen again: {second:#?}");
+    // What comes back and goes out again starts anew.
+    drop(bufs);
+    assert!(all(&bench).is_empty());
+    let again: Vec<_> = (0..20).map(|_| bench.pool.checkout(64).unwrap()).collect();
+    let third = all(&bench);
+    assert!(third.iter().all(|buffer| buffer.exact || buffer.age.is_zero()), "{third:#?}");
+    drop(again);
+    bench.pool.check().unwrap();
+}
+
+#[test]
+fn every_way_to_check_out_is_tracked() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(tracked);
+    let stream = bench.device.stream().unwrap();
+    let request = |tag| Request::new(64).tag(tag);
+    let pool = &bench.pool;
+    let line = line!();
+    let one = pool.checkout(request("checkout")).unwrap();
+    let two = pool.try_checkout(request("try")).unwrap();
+    let three = pool.checkout_timeout(request("timeout"), Duration::ZERO).unwrap();
+    let four = pool.checkout_many(&[request("many-1"), request("many-2")], None).unwrap();
+    let five = pool.checkout_on(&stream, request("on")).unwrap();
+    let six = pool.try_checkout_on(&stream, request("try-on")).unwrap();
+    let seven = pool.checkout_or_unpinned(request("or-unpinned")).unwrap();
+    let mut future = pool.checkout_async(request("async"));
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    let std::task::Poll::Ready(eight) = std::pin::Pin::new(&mut future).poll(&mut context) else { panic!() };
+    let wanted = [
+        ("checkout", 1),
+        ("try", 2),
+        ("timeout", 3),
+        ("many-1", 4),
+        ("many-2", 4),
+        ("on", 5),
+        ("try-on", 6),
+        ("or-unpinned", 7),
+        ("async", 8),
+    ];
+    for (tag, at) in wanted {
+        let site = tagged(&bench, tag).site.unwrap();
+        assert_eq!((site.file(), site.line()), (file!(), line + at), "{tag}");
+    }
+    drop((one, two, three, four, five, six, seven, eight.unwrap()));
+    assert!(all(&bench).is_empty());
+}
+
+#[test]
+fn tokens_and_forgotten_buffers_show() {
+    own_process!();
+    record();
+    let bench = Bench::stepped(tracked);
+    let token = bench.pool.checkout(Request::new(64).tag("token")).unwrap().into_token();
+    std::mem::forget(bench.pool.checkout(Request::new(64).tag("forgotten")).unwrap());
+    assert_eq!(tagged(&bench, "token").state, BufferState::CheckedOut);
+    drop(bench.pool.redeem(token).unwrap());
+    let left = all(&bench);
+    assert_eq!(left.iter().map(|buffer| buffer.tag).collect::<Vec<_>>(), [Some("forgotten")]);
+}
+
+#[test]
+fn each_is_logged_once_if_not_by_the_first_look() {
+    const TAGS: [&str; 20] =
+        ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p", "q", "r", "s", "t"];
+    own_process!();
+    record();
+    let bench = Bench::stepped(tracked);
+    let _out = TAGS.map(|tag| bench.pool.checkout(Request::new(64).tag(tag)).unwrap());
+    let mut sampler = Sampler::new(&bench.pool).stuck_after(Duration::ZERO);
+    let logged = [8, 16, 20, 20].map(|wanted| {
+        sampler.poll();
+        let mut tags: Vec<String> = Vec::new();
+        tags.extend(events("pinpool::pool::stuck").iter().map(|event| event.field("tag").to_owned()));
+        assert_eq!(tags.len(), wanted, "{tags:?}");
+        tags
+    });
+    let mut all = logged[3].clone();
+    all.sort_unstable();
+    assert_eq!(all, TAGS, "each once");
+}
+
+#[test]
+fn a_large_pool_is_looked_at_in_pieces() {
+    own_process!();
+    record();
+    let bench = Bench::new(HostConfig::new(), |builder| builder.capacity(32 << 20));
+    let pool = &bench.pool;
+    pool.wait_pinned(None).unwrap();
+    // More than fits into one piece, of two classes by turns, with holes, and with some kept by this thread.
+    let lens = [100, 1000];
+    let mut out: Vec<_> = (0..9_000).map(|n| pool.checkout(lens[n % 2]).unwrap()).map(Some).collect();
+    out.iter_mut().step_by(3).for_each(|buf| drop(buf.take()));
+    let left = |len: usize| out.iter().flatten().filter(|buf| buf.capacity() == len).count();
+    let first = all(&bench);
+    let found = |report: &[StuckBuffer], len: usize| {
+        let near = |granted: usize| (len..len * 2).contains(&granted);
+        report.iter().filter(|buffer| near(buffer.granted)).count()
+    };
+    assert_eq!(lens.map(|len| found(&first, len)), lens.map(left));
+    assert_eq!(first.len(), 6_000);
+    std::thread::sleep(Duration::from_millis(2));
+    // Seen again, all of them; and one that was not there is new.
+    let extra = pool.checkout(100_000).unwrap();
+    let second = all(&bench);
+    assert_eq!(second.len(), 6_001);
+    let young = second.iter().filter(|buffer| buffer.age < Duration::from_millis(2)).count();
+    assert!(young <= 1, "{young}");
+    assert!(second.is_sorted_by_key(|buffer| std::cmp::Reverse((buffer.age, buffer.granted))));
+    assert!(pool.stuck(Duration::from_millis(2)).len() >= 6_000);
+    assert!(pool.stuck(Duration::from_secs(3600)).is_empty());
+    drop((out, extra));
+    assert!(all(&bench).is_empty());
+    pool.check().unwrap();
+}
+
+#[test]
+fn looks_go_on_while_others_come_and_go() {
+    own_process!();
+    record();
+    // So few that all are seen at one moment, and more than that.
+    come_and_go(500, true);
+    come_and_go(6000, false);
+}
+
+fn come_and_go(stay: usize, at_once: bool) {
+    const MOST: usize = 100;
+    let bench = Bench::new(HostConfig::new(), |builder| builder.capacity(32 << 20));
+    let pool = &bench.pool;
+    pool.wait_pinned(None).unwrap();
+    // Those that stay are of another length than those that come and go, so they can be told apart.
+    let kept: Vec<_> = (0..stay).map(|_| pool.checkout(1000).unwrap()).collect();
+    let over = AtomicBool::new(false);
+    let churn = |seed: usize| {
+        let mut some = Vec::new();
+        let mut n = seed;
+        while !over.load(Ordering::Relaxed) {
+            n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            match n >> 60 {
+                0..9 if some.len() < MOST => some.extend(pool.try_checkout(100).ok()),
+                0..14 => drop(some.pop()),
+                _ => some.truncate(some.len() / 2),
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let churn = &churn;
+        (1..=3).for_each(|seed| _ = scope.spawn(move || churn(seed)));
+        let start = Instant::now();
+        for _ in 0..15 {
+            let report = pool.stuck(Duration::ZERO);
+            let (stay, move_on): (Vec<_>, Vec<_>) = report.iter().partition(|buffer| buffer.granted > 1000);
+            assert_eq!(stay.len(), kept.len(), "each of those that are out all the time is there once");
+            assert!(!at_once || move_on.len() <= 3 * MOST, "{} that nobody has", move_on.len());
+            assert!(report.iter().all(|buffer| buffer.exact || buffer.age <= start.elapsed()));
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    drop(kept);
+    assert!(all(&bench).is_empty());
+    pool.check().unwrap();
+}

@@ -1,0 +1,182 @@
+//! The span of a pipeline's transfer: one for each, with how it went, also where it failed or was cancelled.
+
+use std::borrow::Cow;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex};
+
+use pinpool::host::HostConfig;
+use pinpool::pipeline::{FileSource, Fill, Pipeline, Priority, Reading, Source, Staging};
+use pinpool::{DeviceBuffer, Error};
+use tracing::Level;
+
+use super::record::{Record, clear, events, record, spans};
+use super::{Bench, eventually};
+use crate::support::own_process;
+
+const BYTES: usize = 1 << 20;
+
+const BEGUN: [&str; 5] = ["bytes", "device", "direction", "priority", "what"];
+
+/// A bench with 1 MiB of device memory, and a pipeline of small chunks.
+fn rig(priority: Priority) -> (Bench, DeviceBuffer, Pipeline) {
+    let bench = Bench::new(HostConfig::new(), |builder| builder);
+    let memory = bench.device.alloc(BYTES).unwrap();
+    let builder = Pipeline::builder(&bench.pool, &bench.device).threads(2).chunk(64 << 10).share(512 << 10);
+    let pipeline = builder.staging(Staging::Always).priority(priority).build().unwrap();
+    clear();
+    (bench, memory, pipeline)
+}
+
+/// The only transfer so far, which is over, with these fields besides those that it began with.
+fn ended(fields: &[&str]) -> Record {
+    let found = spans("pinpool::pipeline", "transfer");
+    let [span] = &found[..] else { panic!("{} transfers: {found:#?}", found.len()) };
+    let mut names = [&BEGUN[..], fields].concat();
+    names.sort_unstable();
+    assert_eq!((span.level, span.names()), (Level::INFO, names));
+    assert!(span.closed, "{span:?}");
+    assert_eq!((span.field("device"), span.field("bytes")), ("host:0", "1048576"));
+    assert!(span.field("seconds").parse::<f64>().unwrap() >= 0.0, "{span:?}");
+    span.clone()
+}
+
+#[test]
+fn what_came_through() {
+    own_process!();
+    record();
+    let (_bench, memory, pipeline) = rig(Priority::Bulk);
+    let caller = tracing::info_span!(target: "pinpool::test", "load").entered();
+    let transfer = pipeline.upload(vec![7; BYTES], &memory).unwrap();
+    drop(caller);
+    transfer.wait().unwrap();
+    let span = ended(&["copied_bytes", "outcome", "seconds"]);
+    assert_eq!((span.field("direction"), span.field("priority")), ("upload", "bulk"));
+    assert_eq!((span.field("outcome"), span.field("copied_bytes")), ("done", "1048576"));
+    assert_eq!(span.within, ["load"], "the caller's own, though threads of the pipeline did it");
+    // All of it is one, however many chunks.
+    clear();
+    let mut back = vec![0; BYTES];
+    pipeline.with_priority(Priority::Foreground).download_slice(&memory, &mut back).unwrap();
+    assert!(back.iter().all(|byte| *byte == 7));
+    let span = ended(&["copied_bytes", "outcome", "seconds"]);
+    assert_eq!((span.field("direction"), span.field("priority")), ("download", "foreground"));
+}
+
+/// Gives some of its bytes, and then none.
+#[derive(Debug)]
+struct Torn;
+
+impl Source for Torn {
+    fn len(&self) -> u64 {
+        BYTES as u64
+    }
+    fn name(&self) -> Cow<'_, str> {
+        "a torn tape".into()
+    }
+    fn fill(&self, offset: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        if offset >= BYTES as u64 / 2 {
+            return Err(io::Error::other("it ends here"));
+        }
+        into.push(&vec![1; into.remaining()]);
+        Ok(())
+    }
+}
+
+#[test]
+fn what_failed() {
+    own_process!();
+    record();
+    let (_bench, memory, pipeline) = rig(Priority::Bulk);
+    let error = pipeline.upload(Torn, &memory).unwrap().wait().unwrap_err();
+    let span = ended(&["copied_bytes", "error", "outcome", "seconds"]);
+    assert_eq!((span.field("outcome"), span.field("what")), ("failed", "a torn tape"));
+    assert_eq!(span.field("error"), error.to_string());
+    assert!(span.field("copied_bytes").parse::<usize>().unwrap() <= BYTES / 2, "{span:?}");
+}
+
+/// Gives nothing until somebody lets it: how many ask, and whether they are let.
+#[derive(Debug)]
+struct Shut(Arc<(Mutex<(usize, bool)>, Condvar)>);
+
+impl Source for Shut {
+    fn len(&self) -> u64 {
+        BYTES as u64
+    }
+    fn fill(&self, _: u64, into: &mut Fill<'_>) -> io::Result<()> {
+        let mut state = self.0.0.lock().unwrap();
+        state.0 += 1;
+        drop(self.0.1.wait_while(state, |(_, open)| !*open).unwrap());
+        into.push(&vec![1; into.remaining()]);
+        Ok(())
+    }
+}
+
+/// A file that cannot be opened anew, to be read past the page cache, under a name that would steer a terminal.
+#[test]
+#[allow(unsafe_code, reason = "the limit on open files")]
+fn what_a_file_is_called_is_escaped() {
+    const ALL: libc::rlim_t = libc::RLIM_INFINITY;
+    own_process!();
+    record();
+    let (bench, memory, _) = rig(Priority::Bulk);
+    let pipeline = Pipeline::builder(&bench.pool, &bench.device).threads(1).chunk(256 << 10).build().unwrap();
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(BYTES as u64).unwrap();
+    let source =
+        FileSource::new(Arc::new(file), "a\u{1b}[2J\nERROR forged").unwrap().reading(Reading::Direct);
+    let mut limit = libc::rlimit { rlim_cur: ALL, rlim_max: ALL };
+    // SAFETY: writes to the struct.
+    assert_eq!(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) }, 0);
+    let none = libc::rlimit { rlim_cur: 0, ..limit };
+    // SAFETY: reads the struct, here and below.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) }, 0);
+    let sent = pipeline.upload_file(source, &memory).map(|transfer| transfer.wait().is_ok());
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+    assert!(sent.unwrap(), "it is read in another way");
+    let (found, spans) = (events("pinpool::pipeline"), spans("pinpool::pipeline", "transfer"));
+    assert_eq!((found.len(), spans.len()), (1, 1), "{found:#?}");
+    assert_eq!(found[0].field("message"), "not read past the page cache");
+    let names = [found[0].field("file"), spans[0].field("what")];
+    assert_eq!(names, ["a\\u{1b}[2J\\nERROR forged"; 2]);
+}
+
+#[test]
+fn what_was_cancelled() {
+    own_process!();
+    record();
+    let (_bench, memory, pipeline) = rig(Priority::Bulk);
+    let gate = Arc::new((Mutex::new((0, false)), Condvar::new()));
+    let transfer = pipeline.upload(Shut(gate.clone()), &memory).unwrap();
+    eventually("read", || gate.0.lock().unwrap().0 > 0);
+    transfer.cancel();
+    let found = spans("pinpool::pipeline", "transfer");
+    assert!(!found[0].closed, "a worker is at it still: {found:#?}");
+    gate.0.lock().unwrap().1 = true;
+    gate.1.notify_all();
+    assert!(matches!(transfer.wait().unwrap_err().error, Error::Cancelled { .. }));
+    let span = ended(&["copied_bytes", "outcome", "seconds"]);
+    assert_eq!((span.field("outcome"), span.field("what")), ("cancelled", "the source"));
+    // A feed that goes early cancels, too.
+    clear();
+    let mut feed = pipeline.feed(&memory).unwrap();
+    feed.push_blocking(&[1; 1000]).unwrap();
+    drop(feed);
+    eventually("closed", || spans("pinpool::pipeline", "transfer").iter().all(|span| span.closed));
+    assert_eq!(ended(&["copied_bytes", "outcome", "seconds"]).field("outcome"), "cancelled");
+}
+
+#[test]
+fn what_could_not_start() {
+    own_process!();
+    record();
+    let (bench, memory, pipeline) = rig(Priority::Bulk);
+    bench.node.kill(0);
+    assert!(bench.device.stream().is_err());
+    assert!(bench.device.lost().is_some());
+    clear();
+    let error = pipeline.upload(vec![7; BYTES], &memory).unwrap_err().error;
+    let span = ended(&["copied_bytes", "error", "outcome", "seconds"]);
+    assert_eq!((span.field("outcome"), span.field("copied_bytes")), ("failed", "0"));
+    assert_eq!(span.field("error"), error.to_string());
+}

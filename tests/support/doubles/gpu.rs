@@ -1,0 +1,222 @@
+//! A GPU as a server uses it that is no Rust program: raw driver calls, on the real driver or on the stand-in.
+//!
+//! What is tested with it was written to run on both: where `PINPOOL_REQUIRE` names a GPU, on the machine's own driver,
+//! one test at a time; otherwise each in a child that loads the stand-in, whose rules must then not have been broken.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard};
+
+use libloading::Library;
+use pinpool::{Device, PinnedBuf, Pool, Unpinned};
+
+use super::{HANG, StandIn, again, is_set, required};
+use crate::support::skip;
+
+/// The driver's handles and numbers, all of the size of a register.
+type Word = usize;
+
+/// A driver's entry points by their names.
+pub struct Raw(Library);
+
+/// The first GPU, whose primary context is current on this thread.
+pub struct Gpu {
+    raw: Raw,
+    /// Where it is no real one.
+    pub stand_in: Option<StandIn>,
+    pub context: Word,
+    _alone: MutexGuard<'static, ()>,
+}
+
+/// Runs the body of a test on a real GPU or on the stand-in, and looks afterwards whether any rule was broken.
+pub fn on_gpu(test: &str, body: impl FnOnce(&Gpu)) {
+    if !required() && !is_set() {
+        return again(test, &[]);
+    }
+    let gpu = Gpu::open();
+    body(&gpu);
+    gpu.close();
+}
+
+/// The same, on the stand-in only: for what only a double can be told to do. No look afterwards.
+pub fn on_stand_in(test: &str, body: impl FnOnce(&Gpu, &StandIn)) {
+    on_stand_in_with(test, &[], body);
+}
+
+/// The same for what is leaked on purpose, which a sanitizer that looks for leaks is not to report.
+pub fn on_stand_in_leaking(test: &str, body: impl FnOnce(&Gpu, &StandIn)) {
+    let options = std::env::var("ASAN_OPTIONS").unwrap_or_default();
+    // The last word counts.
+    on_stand_in_with(test, &[("ASAN_OPTIONS", &format!("{options}:detect_leaks=0"))], body);
+}
+
+fn on_stand_in_with(test: &str, environment: &[(&str, &str)], body: impl FnOnce(&Gpu, &StandIn)) {
+    if !is_set() {
+        return again(test, environment);
+    }
+    let gpu = Gpu::open();
+    match &gpu.stand_in {
+        Some(stand_in) => body(&gpu, stand_in),
+        None => skip!("the library that is named is no stand-in"),
+    }
+}
+
+impl Raw {
+    /// The driver that this process uses.
+    pub fn open() -> Self {
+        let path = std::env::var_os(super::PATH).map_or_else(|| PathBuf::from("libcuda.so.1"), PathBuf::from);
+        // SAFETY: a driver, or the stand-in: neither has preconditions.
+        Self(unsafe { Library::new(path) }.expect("the driver can be loaded"))
+    }
+
+    /// Any library of such calls; `Err` says why it cannot be loaded.
+    pub fn load(path: &std::path::Path) -> Result<Self, String> {
+        // SAFETY: CUDA's libraries have no preconditions.
+        let library = unsafe { Library::new(path) };
+        Ok(Self(library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?))
+    }
+
+    /// A driver call whose arguments are numbers and pointers.
+    pub fn call(&self, name: &str, a: &[Word]) -> u32 {
+        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
+        // register of its own, and what the tests point at is valid.
+        unsafe {
+            macro_rules! with {
+                ($($index:literal)*) => {{
+                    let function = self.0.get::<unsafe extern "C" fn($(word!($index)),*) -> u32>(name.as_bytes());
+                    function.unwrap_or_else(|e| panic!("{name}: {e}"))($(a[$index]),*)
+                }};
+            }
+            macro_rules! word {
+                ($index:literal) => {
+                    Word
+                };
+            }
+            match a.len() {
+                0 => with!(),
+                1 => with!(0),
+                2 => with!(0 1),
+                3 => with!(0 1 2),
+                4 => with!(0 1 2 3),
+                _ => with!(0 1 2 3 4),
+            }
+        }
+    }
+}
+
+impl Gpu {
+    fn open() -> Self {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut gpu =
+            Self { raw: Raw::open(), stand_in: StandIn::of_this_process(), context: 0, _alone: alone };
+        assert_eq!(gpu.call("cuInit", &[0]), 0);
+        gpu.context = gpu.made("cuDevicePrimaryCtxRetain", &[0]);
+        gpu.current(gpu.context);
+        gpu
+    }
+
+    /// Everything of the test is dropped.
+    fn close(&self) {
+        self.current(0);
+        assert_eq!(self.call("cuDevicePrimaryCtxRelease_v2", &[0]), 0);
+        if let Some(stand_in) = &self.stand_in {
+            let report = stand_in.final_report();
+            assert!(report.over, "a device is still open: {report:?}");
+            assert_eq!((report.violations, report.leaks), (vec![], vec![]));
+        }
+    }
+
+    pub fn call(&self, name: &str, a: &[Word]) -> u32 {
+        self.raw.call(name, a)
+    }
+
+    /// The same for one that writes a word to its first argument.
+    pub fn made(&self, name: &str, more: &[Word]) -> Word {
+        let mut word: Word = 0;
+        let mut all = vec![(&raw mut word) as Word];
+        all.extend(more);
+        assert_eq!(self.call(name, &all), 0, "{name}");
+        word
+    }
+
+    pub fn ok(&self, name: &str, a: &[Word]) {
+        assert_eq!(self.call(name, a), 0, "{name}");
+    }
+
+    /// Makes a context current on this thread.
+    pub fn current(&self, context: Word) {
+        self.ok("cuCtxSetCurrent", &[context]);
+    }
+
+    /// A context beside the primary one. The current one stays what it was.
+    pub fn other_context(&self) -> Word {
+        let made = self.made("cuCtxCreate_v2", &[0, 0]);
+        let mut popped: Word = 0;
+        self.ok("cuCtxPopCurrent_v2", &[(&raw mut popped) as Word]);
+        made
+    }
+
+    /// A stream that the legacy default stream does not wait for.
+    pub fn stream(&self) -> Word {
+        self.made("cuStreamCreate", &[1])
+    }
+
+    pub fn memory(&self, len: usize) -> Word {
+        self.made("cuMemAlloc_v2", &[len])
+    }
+
+    pub fn upload(&self, to: Word, from: *const u8, len: usize, stream: Word) {
+        self.ok("cuMemcpyHtoDAsync_v2", &[to, from as Word, len, stream]);
+    }
+
+    /// What is in device memory, in order with what was submitted to the stream.
+    pub fn read(&self, from: Word, len: usize, stream: Word) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.ok("cuMemcpyDtoHAsync_v2", &[bytes.as_mut_ptr() as Word, from, len, stream]);
+        self.ok("cuStreamSynchronize", &[stream]);
+        bytes
+    }
+
+    /// In a mode: 0 global, 1 of this thread, 2 relaxed.
+    pub fn begin_capture(&self, stream: Word, mode: usize) {
+        self.ok("cuStreamBeginCapture_v2", &[stream, mode]);
+    }
+
+    /// The graph. The capture was not spoiled.
+    pub fn end_capture(&self, stream: Word) -> Word {
+        let mut graph: Word = 0;
+        self.ok("cuStreamEndCapture", &[stream, (&raw mut graph) as Word]);
+        graph
+    }
+
+    pub fn launch(&self, executable: Word, stream: Word) {
+        self.ok("cuGraphLaunch", &[executable, stream]);
+        self.ok("cuStreamSynchronize", &[stream]);
+    }
+}
+
+/// A pool with room for so many bytes.
+pub fn pool(device: &Device, capacity: usize) -> Pool {
+    let built = Pool::builder(device).capacity(capacity).extent(128 << 10).region(256 << 10);
+    built.unpinned(Unpinned::Allow).build().unwrap()
+}
+
+/// Bytes that depend on their place.
+pub fn bytes(seed: usize, len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i.wrapping_mul(31) ^ i >> 8).wrapping_add(seed.wrapping_mul(97)) as u8).collect()
+}
+
+pub fn filled(pool: &Pool, bytes: &[u8]) -> PinnedBuf {
+    let mut buf = pool.checkout_timeout(bytes.len(), HANG).unwrap();
+    buf.extend_from_slice(bytes);
+    buf
+}
+
+/// Until it is so, which no test says how long takes.
+pub fn until(what: &str, mut so: impl FnMut() -> bool) {
+    let since = std::time::Instant::now();
+    while !so() {
+        assert!(since.elapsed() < HANG, "never: {what}");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}

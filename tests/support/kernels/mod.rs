@@ -1,0 +1,368 @@
+//! Kernels for tests on a real GPU, and the plain driver calls to run them, beside pinpool and not through it.
+//!
+//! The kernels are PTX written by hand, which the driver itself assembles when it loads them: no compiler and no
+//! toolkit is needed. The one that matters checks *on the device* that each byte of a buffer is what the host meant to
+//! send, so that a copy that read too late or from the wrong place is seen where it lands. [`fill`] and [`wrong`]
+//! compute the same pattern on the host.
+//!
+//! Calls that are not expected to fail panic with their name and the driver's word for the code.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+#![allow(unsafe_code, reason = "calling the driver")]
+
+use std::ffi::{CStr, CString, c_char, c_uint, c_void};
+use std::path::Path;
+
+use crate::support::doubles::StandIn;
+
+/// The kernels' sources. The device's heap has a module of its own: loading it fixes the heap's size.
+pub const PATTERN: &str = include_str!("pattern.ptx");
+pub const SPIN: &str = include_str!("spin.ptx");
+pub const POKE: &str = include_str!("poke.ptx");
+pub const HEAP: &str = include_str!("heap.ptx");
+
+const THREADS: u32 = 256;
+
+/// Eight bytes of the pattern.
+fn word(seed: u64, index: u64) -> u64 {
+    let v = seed.wrapping_add(index).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    v ^ (v >> 29)
+}
+
+/// Writes the pattern of a seed.
+pub fn fill(bytes: &mut [u8], seed: u64) {
+    let mut words = bytes.chunks_exact_mut(8);
+    let mut index = 0;
+    for chunk in &mut words {
+        chunk.copy_from_slice(&word(seed, index).to_le_bytes());
+        index += 1;
+    }
+    let rest = words.into_remainder();
+    rest.copy_from_slice(&word(seed, index).to_le_bytes()[..rest.len()]);
+}
+
+/// How many bytes are not those of the pattern.
+pub fn wrong(bytes: &[u8], seed: u64) -> usize {
+    let of = |bytes: &[u8], index| -> usize {
+        let expected = word(seed, index).to_le_bytes();
+        if *bytes == expected[..bytes.len()] {
+            return 0;
+        }
+        bytes.iter().zip(expected).filter(|(a, b)| **a != *b).count()
+    };
+    bytes.chunks(8).enumerate().map(|(index, chunk)| of(chunk, index as u64)).sum()
+}
+
+/// What `check_pattern` adds up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    pub wrong: u64,
+    pub bytes: u64,
+    pub launches: u64,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.wrong += other.wrong;
+        self.bytes += other.bytes;
+        self.launches += other.launches;
+    }
+}
+
+/// A driver, called directly. Handles are numbers.
+pub struct Raw {
+    library: StandIn,
+}
+
+/// Makes a call whose arguments are words, and gives its code.
+macro_rules! code {
+    ($raw:expr, $name:literal $(, $argument:expr)*) => {{
+        // SAFETY: on the machines that pinpool supports integer and pointer arguments are passed alike, each in a
+        // register of its own; what is pointed at is valid for the call.
+        unsafe {
+            let function = $raw.library.get::<unsafe extern "C" fn($(code!(@ $argument)),*) -> u32>($name);
+            function($($argument as usize),*)
+        }
+    }};
+    (@ $argument:expr) => { usize };
+}
+
+/// The same for a call that must succeed.
+macro_rules! ask {
+    ($raw:expr, $name:literal $(, $argument:expr)*) => {{
+        let code = code!($raw, $name $(, $argument)*);
+        $raw.must($name, code);
+    }};
+}
+
+/// The same for one that writes a word to its first argument.
+macro_rules! make {
+    ($raw:expr, $name:literal $(, $argument:expr)*) => {{
+        let mut made = 0_usize;
+        ask!($raw, $name, &raw mut made $(, $argument)*);
+        made
+    }};
+}
+
+impl Raw {
+    /// The library at a path, which pinpool has loaded too or is about to.
+    pub fn new(path: &Path) -> Self {
+        let raw = Self { library: StandIn::any(path).expect("it was loaded before") };
+        ask!(raw, "cuInit", 0);
+        raw
+    }
+
+    /// The stand-in, where that is what it is.
+    pub fn stand_in(&self) -> &StandIn {
+        &self.library
+    }
+
+    /// The driver's word for a code.
+    pub fn name(&self, code: u32) -> String {
+        let mut text: *const c_char = std::ptr::null();
+        code!(self, "cuGetErrorName", code, &raw mut text);
+        // SAFETY: null, or a string that lives as long as the library.
+        let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
+        text.unwrap_or_else(|| "no name".into())
+    }
+
+    #[track_caller]
+    fn must(&self, call: &str, code: u32) {
+        assert!(code == 0, "{call} failed with {code} ({})", self.name(code));
+    }
+
+    pub fn devices(&self) -> usize {
+        // It writes an int.
+        make!(self, "cuDeviceGetCount") & 0xFFFF_FFFF
+    }
+
+    /// Retains a GPU's primary context and makes it current here.
+    pub fn enter(&self, device: usize) -> usize {
+        let context = make!(self, "cuDevicePrimaryCtxRetain", device);
+        self.set_current(context);
+        context
+    }
+
+    pub fn set_current(&self, context: usize) {
+        ask!(self, "cuCtxSetCurrent", context);
+    }
+
+    /// The context that is current here.
+    pub fn current(&self) -> usize {
+        make!(self, "cuCtxGetCurrent")
+    }
+
+    pub fn release(&self, device: usize) {
+        ask!(self, "cuDevicePrimaryCtxRelease_v2", device);
+    }
+
+    pub fn alloc(&self, len: usize) -> u64 {
+        make!(self, "cuMemAlloc_v2", len) as u64
+    }
+
+    pub fn free(&self, address: u64) {
+        ask!(self, "cuMemFree_v2", address);
+    }
+
+    /// A stream that is not ordered with the legacy default stream.
+    pub fn stream(&self) -> usize {
+        make!(self, "cuStreamCreate", 1)
+    }
+
+    pub fn destroy(&self, stream: usize) {
+        ask!(self, "cuStreamDestroy_v2", stream);
+    }
+
+    pub fn synchronize(&self, stream: usize) {
+        ask!(self, "cuStreamSynchronize", stream);
+    }
+
+    /// What waiting for a stream says.
+    pub fn synchronized(&self, stream: usize) -> u32 {
+        code!(self, "cuStreamSynchronize", stream)
+    }
+
+    /// Copies to the device on a stream.
+    ///
+    /// # Safety
+    /// The source stays as it is until the copy is done.
+    pub unsafe fn upload(&self, to: u64, from: *const u8, len: usize, stream: usize) {
+        ask!(self, "cuMemcpyHtoDAsync_v2", to, from, len, stream);
+    }
+
+    /// Copies to the host on a stream.
+    ///
+    /// # Safety
+    /// Nobody touches the target until the copy is done.
+    pub unsafe fn download(&self, to: *mut u8, from: u64, len: usize, stream: usize) {
+        ask!(self, "cuMemcpyDtoHAsync_v2", to, from, len, stream);
+    }
+
+    /// Makes memory of the host's known to the driver, for every context.
+    pub fn register(&self, at: *mut u8, len: usize) {
+        ask!(self, "cuMemHostRegister_v2", at, len, 1);
+    }
+
+    pub fn unregister(&self, at: *mut u8) {
+        ask!(self, "cuMemHostUnregister", at);
+    }
+
+    /// An event without timing.
+    pub fn event(&self) -> usize {
+        make!(self, "cuEventCreate", 2)
+    }
+
+    pub fn record(&self, event: usize, stream: usize) {
+        ask!(self, "cuEventRecord", event, stream);
+    }
+
+    /// What asking about an event says: 0 or 600, if nothing is wrong.
+    pub fn query(&self, event: usize) -> u32 {
+        code!(self, "cuEventQuery", event)
+    }
+
+    pub fn destroy_event(&self, event: usize) {
+        ask!(self, "cuEventDestroy_v2", event);
+    }
+
+    pub fn wait_event(&self, stream: usize, event: usize) {
+        ask!(self, "cuStreamWaitEvent", stream, event, 0);
+    }
+
+    /// Copies from the device and waits.
+    pub fn read(&self, from: u64, to: &mut [u8]) {
+        ask!(self, "cuMemcpyDtoH_v2", to.as_mut_ptr(), from, to.len());
+    }
+
+    pub fn set_bytes(&self, at: u64, byte: u8, len: usize, stream: usize) {
+        ask!(self, "cuMemsetD8Async", at, byte, len, stream);
+    }
+
+    /// Begins a capture in global mode.
+    pub fn begin_capture(&self, stream: usize) {
+        ask!(self, "cuStreamBeginCapture_v2", stream, 0);
+    }
+
+    /// The graph.
+    pub fn end_capture(&self, stream: usize) -> usize {
+        let mut graph = 0_usize;
+        ask!(self, "cuStreamEndCapture", stream, &raw mut graph);
+        graph
+    }
+
+    /// Makes a graph ready to be launched; the graph itself is not needed any more.
+    pub fn instantiate(&self, graph: usize) -> usize {
+        let executable = make!(self, "cuGraphInstantiateWithFlags", graph, 0);
+        ask!(self, "cuGraphDestroy", graph);
+        executable
+    }
+
+    pub fn launch_graph(&self, executable: usize, stream: usize) {
+        ask!(self, "cuGraphLaunch", executable, stream);
+    }
+
+    pub fn destroy_graph(&self, executable: usize) {
+        ask!(self, "cuGraphExecDestroy", executable);
+    }
+
+    /// Loads a module into the current context.
+    pub fn module(&self, source: &str) -> usize {
+        let source = CString::new(source).expect("text without zeros");
+        make!(self, "cuModuleLoadData", source.as_ptr())
+    }
+
+    pub fn kernel(&self, module: usize, name: &CStr) -> usize {
+        make!(self, "cuModuleGetFunction", module, name.as_ptr())
+    }
+
+    /// Launches a kernel whose parameters are all words.
+    pub fn launch(&self, kernel: usize, blocks: u32, threads: u32, stream: usize, words: &[u64]) {
+        type Launch = unsafe extern "C" fn(
+            *mut c_void,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            c_uint,
+            *mut c_void,
+            *mut *mut c_void,
+            *mut *mut c_void,
+        ) -> u32;
+        let mut parameters: Vec<*mut c_void> =
+            words.iter().map(|word| std::ptr::from_ref(word).cast_mut().cast()).collect();
+        // SAFETY: cuda.h has the signature; the parameters are read during the call.
+        let code = unsafe {
+            self.library.get::<Launch>("cuLaunchKernel")(
+                kernel as *mut c_void,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                stream as *mut c_void,
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        self.must("cuLaunchKernel", code);
+    }
+}
+
+/// The kernels of one context, which is current wherever they are used.
+pub struct Kernels<'a> {
+    raw: &'a Raw,
+    check: usize,
+    fill: usize,
+    spin: usize,
+}
+
+impl<'a> Kernels<'a> {
+    pub fn load(raw: &'a Raw) -> Self {
+        let pattern = raw.module(PATTERN);
+        Self {
+            raw,
+            check: raw.kernel(pattern, c"check_pattern"),
+            fill: raw.kernel(pattern, c"fill_pattern"),
+            spin: raw.kernel(raw.module(SPIN), c"spin"),
+        }
+    }
+
+    fn blocks(len: usize) -> u32 {
+        (len / (4 * THREADS as usize)).clamp(1, 128) as u32
+    }
+
+    /// Compares memory with the pattern and adds to the counts at `counts`.
+    pub fn check(&self, at: u64, len: usize, seed: u64, counts: u64, stream: usize) {
+        self.raw.launch(self.check, Self::blocks(len), THREADS, stream, &[at, len as u64, seed, counts]);
+    }
+
+    pub fn fill(&self, at: u64, len: usize, seed: u64, stream: usize) {
+        self.raw.launch(self.fill, Self::blocks(len), THREADS, stream, &[at, len as u64, seed]);
+    }
+
+    /// Keeps a stream busy.
+    pub fn spin(&self, nanoseconds: u64, stream: usize) {
+        self.raw.launch(self.spin, 1, 1, stream, &[nanoseconds]);
+    }
+
+    /// Room for counts, all zero.
+    pub fn counts(&self) -> u64 {
+        let at = self.raw.alloc(size_of::<[u64; 3]>());
+        // The legacy default stream, and waited for: zero before any kernel adds.
+        self.raw.set_bytes(at, 0, size_of::<[u64; 3]>(), 0);
+        self.raw.synchronize(0);
+        at
+    }
+
+    /// What is counted, when all that counts is done.
+    pub fn read(&self, counts: u64) -> Counts {
+        let mut bytes = [0; size_of::<[u64; 3]>()];
+        self.raw.read(counts, &mut bytes);
+        let word = |n: usize| u64::from_le_bytes(bytes[8 * n..8 * n + 8].try_into().expect("eight bytes"));
+        Counts { wrong: word(0), bytes: word(1), launches: word(2) }
+    }
+}

@@ -1,0 +1,106 @@
+//! What the tests of the pipeline, of checkpoints and of copy queues share: a host device of its own with a pool, bytes
+//! to move, and a task's end waited for.
+#![allow(dead_code, reason = "each of them uses a part of it")]
+
+pub mod queue;
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use pinpool::host::{HostConfig, HostNode};
+use pinpool::pipeline::{Pipeline, PipelineBuilder, Staging};
+use pinpool::{Device, Pool, Unpinned};
+
+/// A device of its own, with a pool.
+pub struct Rig {
+    pub node: HostNode,
+    pub device: Device,
+    pub pool: Pool,
+    pub staging: Staging,
+}
+
+impl Rig {
+    pub fn new(config: HostConfig, capacity: usize) -> Self {
+        let node = HostNode::new(config.memory(1 << 30)).unwrap();
+        let device = Device::on(&node, 0).unwrap();
+        let pool = Pool::builder(&device).capacity(capacity).unpinned(Unpinned::Allow).build().unwrap();
+        Self { node, device, pool, staging: Staging::Always }
+    }
+
+    /// With the host device's own way with memory, which stages nothing.
+    pub fn direct(mut self) -> Self {
+        self.staging = Staging::Auto;
+        self
+    }
+
+    pub fn plain() -> Self {
+        Self::new(HostConfig::new(), 16 << 20)
+    }
+
+    pub fn late() -> Self {
+        Self::new(HostConfig::new().late(Duration::from_micros(300), 11), 16 << 20)
+    }
+
+    /// Small chunks, so that there are many of them.
+    pub fn builder(&self) -> PipelineBuilder {
+        Pipeline::builder(&self.pool, &self.device)
+            .threads(3)
+            .chunk(64 << 10)
+            .share(1 << 20)
+            .staging(self.staging)
+    }
+
+    pub fn pipeline(&self) -> Pipeline {
+        self.builder().build().unwrap()
+    }
+
+    /// Everything is back, at once or a little later, and the books are right.
+    pub fn all_is_back(&self) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            self.device.reap();
+            let stats = self.pool.stats();
+            if stats.checked_out_bytes + stats.in_flight_bytes + stats.quarantined_bytes == 0 {
+                break;
+            }
+            assert!(Instant::now() < deadline, "not all came back: {stats:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.pool.check().unwrap();
+    }
+}
+
+/// Bytes in which no two neighbourhoods are alike.
+pub fn pattern(len: usize, seed: u64) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = vec![0; len];
+    for eight in bytes.chunks_mut(8) {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        let n = eight.len();
+        eight.copy_from_slice(&x.to_le_bytes()[..n]);
+    }
+    bytes
+}
+
+/// Runs a future on this thread.
+pub fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unparks(std::thread::Thread);
+    impl Wake for Unparks {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unparks(std::thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
