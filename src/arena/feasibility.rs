@@ -18,8 +18,8 @@ impl Arena {
         stuck: Option<&dyn Fn(&Descriptor) -> bool>,
     ) -> bool {
         let descriptors = |run: &Run| (0..run.count).map(|i| self.descriptor(run, i)).collect::<Vec<_>>();
-        // SAFETY: the descriptors of a run are alive as long as the run.
         let is_stuck = |descriptor: &NonNull<Descriptor>| {
+            // SAFETY: the descriptors of a run are alive as long as the run.
             stuck.is_some_and(|stuck| stuck(unsafe { descriptor.as_ref() }))
         };
         let (need, align) = placement.fresh_pages();

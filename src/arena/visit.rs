@@ -78,8 +78,8 @@ impl Arena {
         let mut found: Vec<RegionId> = Vec::new();
         for (_, run) in &self.runs {
             let region = self.extents[run.extent as usize].region;
-            // SAFETY: the descriptors of a run are alive as long as the run.
             if !found.contains(&region)
+                // SAFETY: the descriptors of a run are alive as long as the run.
                 && (0..run.count).any(|i| pred(unsafe { self.descriptor(run, i).as_ref() }))
             {
                 found.push(region);

@@ -401,7 +401,7 @@ impl CentralPool {
         // counted as returned.
         let central = unsafe { this.as_ref() };
         if let Some(mut inside) = lease::current().and_then(|cache| central.gate.enter_by_permit(cache)) {
-            // SAFETY: alive, out, in no list, and owned by the caller, who passes it on.
+            // SAFETY: alive, out, in no list, and owned by the caller, which passes it on.
             if let Put::Kept = unsafe { inside.put(descriptor, len, list) } {
                 return;
             }
