@@ -233,7 +233,7 @@ pub enum Error {
     /// This platform, this device or this thread cannot do it; the text says why, and what to do instead.
     #[error("unsupported: {}", shown(.0))]
     Unsupported(String),
-    /// The memlock limit of the process does not allow to lock the pages. Remedy: a higher limit (`ulimit -l`,
+    /// The memlock limit of the process does not allow the pages to be locked. Remedy: a higher limit (`ulimit -l`,
     /// `LimitMEMLOCK=infinity`, `--ulimit memlock=-1`, `CAP_IPC_LOCK`), or
     /// [`Unpinned::Allow`](crate::Unpinned::Allow).
     #[error(
@@ -265,7 +265,8 @@ pub enum Error {
     Exhausted {
         /// Bytes asked for.
         len: usize,
-        /// Bytes that the pool may hold without its reserves, or that the reserve holds, which the request named.
+        /// Bytes that the pool may hold on the NUMA node that was asked, without reserves; for a request that named a
+        /// reserve, that reserve's bytes.
         capacity: usize,
         /// Why the pool did not grow, where it tried last and failed.
         growth: Option<Box<Error>>,
@@ -290,9 +291,9 @@ pub enum Error {
     OverCapacity {
         /// Bytes to adopt.
         len: usize,
-        /// Bytes that the pool could still take, in whole pages, without its reserves.
+        /// Bytes that the pool could still take, in whole pages.
         room: usize,
-        /// Bytes that the pool may hold without its reserves.
+        /// Bytes that the pool may hold on the NUMA node of its first device, without reserves.
         capacity: usize,
     },
     /// The copy queue has `depth` copies of the calling thread that are not complete, and the call does not wait.
@@ -330,7 +331,8 @@ pub enum Error {
         len: usize,
         /// Bytes that are never used again.
         quarantined: usize,
-        /// Bytes that the pool may hold without its reserves, or that the reserve holds, which the request named.
+        /// Bytes that the pool may hold on the NUMA node that was asked, without reserves; for a request that named a
+        /// reserve, that reserve's bytes.
         capacity: usize,
     },
     /// The pool is shut down, by [`Pool::shutdown`](crate::Pool::shutdown) or since its last handle was dropped.

@@ -191,10 +191,10 @@ impl Pool {
     /// Bytes in flight, how many of these are claimed, and a number that changes when a copy is submitted or completes.
     /// No number: a submission or a completion is under way.
     fn flight(&self, store: &Store) -> (usize, usize, Option<u64>) {
-        let (mut joint, mut settled) = store.central.joint_bytes();
+        let (mut joint, mut at_rest) = store.central.joint_bytes();
         let mut left = STATS_READS;
         loop {
-            let mut sum = (joint, 0, settled.then_some(0));
+            let mut sum = (joint, 0, at_rest.then_some(0));
             for timeline in self.0.devices.iter().flat_map(|d| d.listing().known()) {
                 let (flight, moves) = timeline.flight(store.central.number());
                 let moves = sum.2.zip(moves).map(|(a, b): (u64, u64)| a + b);
@@ -203,7 +203,7 @@ impl Pool {
             // Bytes that a copy queue submits meanwhile would be counted twice, or not at all: so the sum is made anew
             // until they stand still.
             let before = joint;
-            (joint, settled) = store.central.joint_bytes();
+            (joint, at_rest) = store.central.joint_bytes();
             left -= 1;
             if joint == before || left == 0 {
                 return sum;

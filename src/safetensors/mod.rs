@@ -83,7 +83,8 @@
 // Invariants: memory in proportion to a header is asked for by `reserved`, which can be refused; an offset is used only
 // after `header` has checked it against the file's length.
 //
-// The program and the command (`cli`) call this module; it calls the pipeline's public face, and for checksums `Tap`.
+// The program and the command (`cli`) call this module. It calls the pipeline's public face, and of its insides `Tap`
+// (checksums), `may_wait`, `Transfer::settle` and `Progress::of`.
 
 mod header;
 mod index;

@@ -21,7 +21,7 @@
 //! | `pinpool::pool` | `adopt` | INFO | pool | [`Pool::adopt`](crate::Pool::adopt) |
 //! | `pinpool::pool` | `wait` | DEBUG | pool, bytes | a thread's wait for memory (a task's is in `pinpool.wait.seconds` only) |
 //! | `pinpool::pool` | `shutdown` | INFO | pool | [`Pool::shutdown`](crate::Pool::shutdown) |
-//! | `pinpool::region` | `grow` | INFO | device, bytes | pinning of one or several regions, until all of it is pinned or the system gives no more |
+//! | `pinpool::region` | `grow` | INFO | device, bytes | pinning of memory for a pool, until all of it is pinned or the system gives no more |
 //! | `pinpool::region` | `pin` | INFO | device, bytes | within `grow`: one extent touched and pinned, on the device's region thread |
 //! | `pinpool::region` | `allocate` | INFO | device, bytes | within `grow`: one extent allocated by the driver |
 //! | `pinpool::pipeline` | `transfer` | INFO | device, direction (upload or download), priority (bulk or foreground), bytes, what; at its end outcome (done, cancelled or failed), copied_bytes, seconds, and error if it failed | a transfer of a [pipeline](crate::pipeline), from its start until nothing of it is under way; it lies within the spans of the call that started it. Chunks have no spans, and a small blocking call in the foreground has none either |
