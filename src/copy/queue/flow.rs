@@ -298,7 +298,7 @@ impl Flow {
         self.hand_over(transfers, runs, Load::Many(pieces, booked));
     }
 
-    /// The right to submit a copy that is in no lane's queue, if nobody else submits, nothing else is to be submitted,
+    /// The right to submit a copy that is in no lane's queue, if no other thread submits, nothing else is to be submitted,
     /// and hardly anything is in flight. After this, what is filled must be looked at again.
     pub(super) fn direct(&self) -> Option<Held<'_>> {
         // Whether the thread sleeps is a hint here: the role decides.
@@ -384,8 +384,7 @@ impl Flow {
         crate::sync::landing(|| {
             load.for_each(|mut piece| {
                 if lives {
-                    // It may be what keeps the memory of one that was submitted before, and may be queued still: see
-                    // `lose`.
+                    // It may keep the memory of one that was submitted before, and may be queued still: see `lose`.
                     let memories = piece.rest.as_mut().map(|rest| std::mem::take(&mut rest.memories));
                     std::mem::forget((piece.memory.take(), memories));
                 }
