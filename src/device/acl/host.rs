@@ -32,7 +32,7 @@
 //! # Freeing
 //!
 //! `aclrtFreeHost` waits for no work, and has been seen to fail just after an event said that the last copy was
-//! complete. So every open device is drained first. The device's worker thread does that, and it can take as long as
+//! complete. So every open device is drained first. The device's region thread does that, and it can take as long as
 //! the work that is queued there.
 
 use std::collections::BTreeMap;
