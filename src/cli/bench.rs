@@ -94,7 +94,7 @@ fn prepare(args: &Bench, device: &Device) -> Result<Bed, Failure> {
     loop {
         match bed(device, threads, size) {
             Ok(bed) => return Ok(Bed { small: args.size.is_none() && size < SIZE, ..bed }),
-            // On a GPU that others use, or under a limit that nobody told us about.
+            // Other programs use the GPU, or a limit holds that the system does not show.
             Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST => {
                 size = whole(size / 2);
             }
@@ -153,14 +153,14 @@ fn bed(device: &Device, threads: usize, size: usize) -> Result<Bed, Error> {
     })
 }
 
-/// A page-locked buffer, and whether it is: of a pool of its own, since a buffer lies in one extent, and how many of
-/// them fit into the longest that a device can pin is the device's to say.
+/// A page-locked buffer, and whether it really is page-locked. Its pool has nothing else. A buffer lies in one extent,
+/// and the device decides how long an extent can be, so several buffers might not fit into one.
 fn pinned(device: &Device, len: usize) -> Result<(PinnedBuf, bool), Error> {
     let bytes = capacity(len)?;
     let pool = Pool::builder(device).capacity(bytes).initial(bytes).extent(bytes);
     let pool = pool.unpinned(Unpinned::Allow).build()?;
     let pinning = pool.wait_pinned(None)?;
-    // Nobody else has any of it: what is not there now never will be.
+    // The pool has no other buffer, so memory that is not there now never comes.
     let buf = pool.try_checkout(len).map_err(|error| match error {
         Error::Exhausted { .. } => pinning.error.unwrap_or(error),
         error => error,

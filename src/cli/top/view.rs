@@ -170,7 +170,8 @@ impl Watch {
         buckets.iter().find(|bucket| all > 0.0 && bucket.1 >= q * all).map(|bucket| bucket.0)
     }
 
-    /// How long nobody has looked at a pool, if that is too long: exporters keep the last values of what is gone.
+    /// The seconds since a sampler last looked at a pool, if that is too long. (Exporters keep the last values of a
+    /// pool that is gone.)
     fn idle(&self, pool: &str, now: Instant) -> Option<f64> {
         let seen = self.looked.get(pool)?;
         let idle = now.saturating_duration_since(seen.at).as_secs_f64();
