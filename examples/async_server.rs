@@ -14,7 +14,7 @@ use pinpool::{Device, DeviceBuffer, Error, Pool, Stream, Unpinned};
 const REQUESTS: usize = 200;
 const LEN: usize = 256 << 10;
 
-/// One request: its bytes go to the device and come back changed by nobody.
+/// One request: its bytes go to the device and come back unchanged.
 async fn serve(pool: &Pool, stream: &Stream, memory: &DeviceBuffer, request: usize) -> Result<(), Error> {
     // First come, first served. Dropping the future, say for a cancelled request, leaves no trace.
     let mut buf = pool.checkout_async(LEN).await?;

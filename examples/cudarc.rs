@@ -1,7 +1,7 @@
 //! A server that computes through cudarc, and the pool, share one context and one stream.
 //!
-//! `cargo run --release --features cudarc --example cudarc` needs an NVIDIA GPU. What the server does on its stream and what
-//! the pool copies there follow each other in order; nobody waits in between.
+//! `cargo run --release --features cudarc --example cudarc` needs an NVIDIA GPU. The server's kernels and the pool's
+//! copies are on one stream, so they run in the order of their submission. No thread waits in between.
 
 #![allow(unsafe_code, reason = "cudarc's unsafe calls")]
 

@@ -5,15 +5,15 @@
 //!
 //! Three things make it up, and a server of your own needs the first two only:
 //!
-//! - [`Telemetry`]: a recorder of the crate metrics-exporter-prometheus, with the pool's own buckets for its histograms, and a
-//!   [`Sampler`] that sends it what the pool has counted;
+//! - [`Telemetry`]: a recorder of the crate metrics-exporter-prometheus, with the pool's own buckets for its
+//!   histograms, and a [`Sampler`] that sends it what the pool has counted;
 //! - [`router`]: `/metrics` with the text that the recorder renders, and `/` with a page that reads nothing but
 //!   `/metrics`, so that it can be served by any program as it is;
 //! - `load`: threads that use the pool in the way of an inference server, so that there is something to see.
 //!
-//! Beside `dashboard/page.html` lie a dashboard for Grafana (`grafana.json`) and alert rules for Prometheus (`alerts.yml`)
-//! on the same metrics. The library has no idea how fast the link is; this program measures it before the load starts and
-//! exports it as [`PEAK`], which the page, the dashboards and `pinpool top` set the traffic beside.
+//! Beside `dashboard/page.html` lie a dashboard for Grafana (`grafana.json`) and alert rules for Prometheus
+//! (`alerts.yml`) on the same metrics. The library has no idea how fast the link is; this program measures it before
+//! the load starts and exports it as [`PEAK`], which the page, the dashboards and `pinpool top` set the traffic beside.
 
 #[path = "dashboard/load.rs"]
 mod load;

@@ -16,7 +16,7 @@ fn main() -> Result<(), pinpool::Error> {
     let mut buf = pool.checkout(bytes.len())?;
     buf.try_extend_from_slice(&bytes)?;
 
-    // The upload takes the buffer, so nobody can write under the copy. Waiting gives it back to be filled again.
+    // The upload takes the buffer, so no code can write under the copy. Waiting gives it back to be filled again.
     let sent = stream.upload(buf, &weights)?;
     let mut buf = sent.wait()?;
     buf[0] = 42;

@@ -1,7 +1,8 @@
 //! A checkpoint goes to the device, and its tensors are used as they arrive.
 //!
-//! `cargo run --release --features safetensors --example safetensors -- MODEL [PREFIX]`, where `MODEL` is a `.safetensors`
-//! file, an index, or a folder, and only names with the prefix are loaded. Without arguments it makes a small checkpoint.
+//! `cargo run --release --features safetensors --example safetensors -- MODEL [PREFIX]`, where `MODEL` is a
+//! `.safetensors` file, an index, or a folder, and only names with the prefix are loaded. Without arguments it makes a
+//! small checkpoint.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -16,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (path, _sample) = match args.next() {
         Some(path) => (PathBuf::from(path), None),
         None => {
-            // Of a name that nobody can guess; removed when it goes, however this ends.
+            // Its name cannot be guessed. It is removed when it is dropped, however the program ends.
             let mut file = tempfile::Builder::new().suffix(".safetensors").tempfile()?;
             file.write_all(&small())?;
             (file.path().to_owned(), Some(file))

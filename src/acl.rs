@@ -59,10 +59,10 @@
 //! - **Sharing a process.** The crate sets a device once when it opens it (`aclrtSetDevice`), and resets it once when
 //!   it closes it. A program that makes contexts there by `aclrtCreateContext` sets the device too, or closing it may
 //!   end these contexts.
-//! - **Ending.** Before host memory is freed the device's worker thread drains every open device: trimming a busy
+//! - **Ending.** Before host memory is freed the device's region thread drains every open device: trimming a busy
 //!   server's pool takes until its queued work is complete. A program that returns from `main` right after it dropped
-//!   everything ends before the worker has freed it, and the memory is freed with the process. [`Device::close`] waits
-//!   for the worker, and for `aclrtResetDevice`.
+//!   everything ends before that thread has freed it, and the memory is freed with the process. [`Device::close`] waits
+//!   for the thread, and for `aclrtResetDevice`.
 //! - **A lost device** is not called any more at all, and what it had is leaked: the library does not say that the
 //!   device touches it no more.
 
@@ -206,7 +206,7 @@ pub unsafe fn adopt_stream(device: &Device, stream: *mut c_void) -> Result<Strea
 }
 
 /// Like [`adopt_stream`], with an owner of the stream, such as an `Arc` around it. `keep_alive` is kept for as long as
-/// anything needs the stream: handles to it, and what is in flight on it. It is dropped on the device's worker thread,
+/// anything needs the stream: handles to it, and what is in flight on it. It is dropped on the device's region thread,
 /// where the context is current.
 ///
 /// # Errors

@@ -1,8 +1,11 @@
 //! How a pool is set up.
 //!
 //! `PoolBuilder` collects the settings as they are given. `plan` checks them all at once when the pool is built, fills
-//! in the defaults, and gives a `PoolPlan`, which nothing checks again. An option is a field, a setter with its
-//! documentation and default, and a line in `plan`. The pool's `build` calls this module, and nothing else does.
+//! in the defaults, and gives a `PoolPlan`, which nothing checks again. `pool::build` is the only caller of `plan`. It
+//! hands the plan on to the central pools and their regions.
+//!
+//! An option is a field of `PoolBuilder`, its default in `new`, a setter with documentation, a line in `plan`, and a
+//! field of `PoolPlan`.
 
 use crate::arena::MAX_EXTENT;
 use crate::device::HostAllocFlags;
@@ -48,13 +51,20 @@ pub struct PoolBuilder {
 /// The settings, checked and complete.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PoolPlan {
-    /// Of each NUMA node's store, without the reserves.
+    /// The bytes that each NUMA node's store may hold, without the reserves. A pool has a store (a central pool and its
+    /// regions) for each NUMA node of its devices.
     pub(crate) capacity: usize,
+    /// The bytes that each node's store pins at the start.
     pub(crate) initial: usize,
+    /// The bytes by which each node's store grows.
     pub(crate) region: usize,
+    /// The most bytes in one thread cache.
     pub(crate) thread_cache: usize,
+    /// The most bytes in all transfer caches of a store.
     pub(crate) shared_cache: usize,
+    /// Whether every checkout is recorded.
     pub(crate) track: bool,
+    /// What the regions are told: extents, threads, backing. `pool::build` sets the NUMA node for each store.
     pub(crate) options: RegionOptions,
 }
 
@@ -296,8 +306,8 @@ impl PoolBuilder {
         })
     }
 
-    /// The NUMA nodes of the devices, each with the numbers of its devices; the first device's node comes first. A
-    /// device that does not know its node counts to that one.
+    /// The NUMA nodes of the devices, each with the numbers of its devices. The first device's node comes first. A
+    /// device that does not know its node counts as on the first device's node.
     pub(crate) fn nodes(&self) -> Vec<(Option<u32>, Vec<usize>)> {
         let mut nodes: Vec<(Option<u32>, Vec<usize>)> = Vec::new();
         for (number, device) in self.devices.iter().enumerate() {

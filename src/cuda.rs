@@ -199,7 +199,7 @@ pub unsafe fn adopt_stream(device: &Device, stream: *mut c_void) -> Result<Strea
 }
 
 /// Like [`adopt_stream`], with an owner of the stream, such as an `Arc` around it. `keep_alive` is kept for as long as
-/// anything needs the stream: handles to it, and what is in flight on it. It is dropped on the device's worker thread,
+/// anything needs the stream: handles to it, and what is in flight on it. It is dropped on the device's region thread,
 /// where the context is current. If the stream was adopted before and still has a `keep_alive`, this one is dropped at
 /// once.
 ///

@@ -33,6 +33,24 @@
 //! A run of a class has as many pages of [`PAGE`] bytes as make two things small: the tail that no segment fits into
 //! (at most 1/64 of the run), and the share of the run's table entry. [`Shape`] has the numbers. Where no run of that
 //! length is free, a pool cuts a shorter one.
+//!
+//! # What follows from a change of the classes
+//!
+//! The constants below and `stride_at` define the classes. The tables, [`CLASSES`] and every array by class follow from
+//! them when the crate is compiled. The following does not:
+//!
+//! - `Class::of` computes the class of a length by a formula of its own. The tests of this file compare it with the
+//!   table.
+//! - There may be at most 255 classes. A state word and a [`Class`] have 8 bits for the class, and 255 stands for a
+//!   segment that has a run of its own (`freelist::descriptor`).
+//! - Loom's models use classes 18 and 19, by their numbers (`freelist::LISTED_CLASSES`). They rely on six and four
+//!   segments in two pages.
+//! - The number of classes and the loss by rounding are written out in `docs/architecture.md`, `docs/operations.md` and
+//!   `README.md`. Strides, most often 4160, are written out in tests.
+//! - A list of a thread cache takes 32 bytes in each thread for each class, and its counts take 24 more.
+//!
+//! `cargo test --all-features`, `.ci/loom models`, `.ci/instructions` and `.ci/fuzz 60 classes` cover such a change.
+//! `cargo bench --bench fragmentation` shows what it does to the bytes lost.
 
 use crate::error::{Error, Result};
 

@@ -5,11 +5,11 @@
 //! - *weights*: now and then a model is loaded, in uploads of 4 MiB, a few of them in flight at once;
 //! - *cache*: blocks of a key-value cache of 256 KiB to 1 MiB go to the host and back;
 //! - *requests* (two threads): small tensors of 1 to 64 KiB, there and back;
-//! - *bursts*: every few seconds somebody takes whatever is left and keeps it for a third of a second. Meanwhile the others
-//!   wait, and the burst's own last request gives up: waits and timeouts are there to be seen.
+//! - *bursts*: every few seconds somebody takes whatever is left and keeps it for a third of a second. Meanwhile the
+//!   others wait, and the burst's own last request gives up: waits and timeouts are there to be seen.
 //!
-//! A thread that meets an error other than a short pool says so and ends; the page then shows a device that is lost, or less
-//! going on.
+//! A thread that meets an error other than a short pool says so and ends; the page then shows a device that is lost, or
+//! less going on.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

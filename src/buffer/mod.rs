@@ -13,9 +13,10 @@
 //!
 //! # How a handle and its timeline share a segment
 //!
-//! Both have an alias of the segment. Its state word decides which one acts (`freelist::descriptor`). While the word
-//! says FLIGHT, neither may touch the memory. If the timeline completes first, the word says COMPLETED and the handle
-//! has the segment; if the handle is dropped first, the word says DETACHED and the timeline returns the segment.
+//! Each has a value for the same segment (`Segment::alias` makes the second one). The segment's state word decides
+//! which of the two acts (`freelist::descriptor`). While the word says FLIGHT, neither may touch the memory. If the
+//! timeline completes first, the word says COMPLETED and the handle has the segment; if the handle is dropped first,
+//! the word says DETACHED and the timeline returns the segment.
 //!
 //! # Invariants
 //!
@@ -118,7 +119,7 @@ impl From<Fresh> for PinnedBuf {
 }
 
 impl PinnedBuf {
-    /// Turns a token back into its buffer, once.
+    /// Turns a token back into its buffer. `None`: the token is wrong, or was redeemed already.
     pub(crate) fn redeem(central: &CentralPool, token: Token) -> Option<Self> {
         let (segment, len) = central.redeem(token)?;
         // SAFETY: the token was made of a buffer with so many bytes written, and gives its segment once.

@@ -2,7 +2,7 @@
 //! unregistered when nothing uses them any more.
 //!
 //! The value and its registration are one counted object. Its owners are the [`Registered`] and each entry on a
-//! timeline that a copy made. The last owner's drop sends a job to the worker thread, which unregisters the bytes and
+//! timeline that a copy made. The last owner's drop sends a job to the region thread, which unregisters the bytes and
 //! then drops the value. So no value is dropped while a device may read it, and no drop waits for a driver. What cannot
 //! be unregistered is leaked.
 //!
@@ -35,7 +35,7 @@ use crate::stream::timeline::{Quarantined, Resource, Retain};
 /// copies at once; [`download`](crate::Stream::download) writes into one whose value can be written to. Every device of
 /// the same family may use it, not only the one that registered it.
 ///
-/// After a drop the device's worker thread unregisters and drops the value, as soon as the last copy that uses it is
+/// After a drop the device's region thread unregisters and drops the value, as soon as the last copy that uses it is
 /// complete; the dropping thread does not wait. (The value's drop must not wait for a buffer of a pool: pools grow on
 /// that very thread.) [`into_inner`](Self::into_inner) gives the value back.
 ///
@@ -112,7 +112,7 @@ impl<T: Send + Sync + 'static> Drop for RegisteredInner<T> {
     }
 }
 
-/// Unregisters, on the worker thread. Nothing uses the bytes any more.
+/// Unregisters, on the region thread. Nothing uses the bytes any more.
 fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
     // SAFETY: registered once, unregistered once, and the last copy that used it was seen complete.
     let undone = unsafe { context.driver().unregister(range.base, range.len) };
@@ -131,7 +131,7 @@ fn unregister(context: &DeviceContext, range: RegisteredRange) -> Result<()> {
 
 impl Device {
     /// Page-locks a value's bytes where they are, so that copies from them, and to them if the value can be written to,
-    /// need no staging. Waits for the device's worker thread, for as long as the system takes to lock the pages. All
+    /// need no staging. Waits for the device's region thread, for as long as the system takes to lock the pages. All
     /// bytes are locked by one call, since a copy may not cross from one registration into another. CUDA refuses a call
     /// for 512 GiB or more, and Linux 6.11 to 6.13 one for 2 GiB: register parts then.
     ///
@@ -253,7 +253,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
         context.noting(context.driver().device_address(self.0.range.base))
     }
 
-    /// Unregisters the bytes and gives the value back. Waits for the device's worker thread, and for no copy, since
+    /// Unregisters the bytes and gives the value back. Waits for the device's region thread, and for no copy, since
     /// none is in flight.
     ///
     /// # Errors

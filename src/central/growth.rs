@@ -129,7 +129,7 @@ impl CentralPool {
     /// Adds an extent and serves waiters from it.
     ///
     /// # Safety
-    /// As for [`Arena::add_extent`]. The memory stays until the central pool is freed or [`CentralPool::retire`] has
+    /// As for `Arena::add_extent`. The memory stays until the central pool is freed or [`CentralPool::retire`] has
     /// removed it.
     pub(crate) unsafe fn add_extent(&self, region: RegionId, base: NonNull<u8>, len: usize, pinned: bool) {
         let mut wakes = Vec::new();

@@ -1,17 +1,18 @@
 //! `pinpool bench`: what the link to a device gives, and what the pipeline makes of it, in one run.
 //!
-//! All figures move the same number of bytes, each five times, by turns, of which the best counts: the question is what
-//! this machine can do, and whatever else runs on it only takes away from that. A figure is the wall time of the whole
-//! call, from before the first byte is touched until the last is there. Each time the target is overwritten before, and
-//! compared with what was sent afterwards, outside of the time; so a figure of bytes that did not arrive is never
-//! printed.
+//! All figures move the same number of bytes. Each is measured five times, by turns, and the best counts: the question
+//! is what this machine can do, and other programs can only slow it down. A figure is taken from the wall time of the
+//! whole call, from before the first byte is touched until the last has arrived. Before each measurement the target is
+//! overwritten. Afterwards, outside of the time, it is compared with what was sent. So no figure is printed for bytes
+//! that did not arrive.
 //!
 //! The pinned peak is measured without the pipeline: eight page-locked buffers that hold all of it, on one stream or on
-//! one for each thread, whichever is faster (the host device's streams are threads). Then everything is a ratio: to the
-//! peak, and to copies in memory by as many threads of our own, which is the limit of whatever the CPU has to touch.
+//! one for each thread, whichever is faster (the host device's streams are threads). Beside each other figure stand its
+//! ratio to the peak, and its ratio to copies in memory by as many threads of the command's own. Those copies bound
+//! what the CPU has to touch.
 //!
-//! The pageable path is what the driver does with ordinary memory by itself; the pipeline is given the same memory. The
-//! gathered pieces lie all over it, and go through the copy queue by one call, which has as many threads pack them.
+//! The pageable figure is the driver's own copy of ordinary memory. The pipeline is given the same memory. The gathered
+//! pieces are scattered over it, and go through the copy queue by one call, which packs them by as many threads.
 
 use std::convert::Infallible;
 use std::io;
@@ -29,22 +30,22 @@ use super::args::Bench;
 use super::spread::spread;
 use super::{Failure, doctor, sample};
 
-/// Each figure is the best of so many.
+/// Each figure is the best of this many.
 const ROUNDS: usize = 5;
-/// Bytes of a copy, where memory has room for them.
+/// Bytes of each copy, where memory has room for them.
 const SIZE: usize = 1 << 30;
-/// Less says nothing about a link.
+/// The fewest bytes of a copy: fewer say nothing about a link.
 const LEAST: usize = 16 << 20;
-/// Page-locked buffers that hold all of it together.
+/// The number of page-locked buffers. Together they hold all bytes of a copy.
 const BUFFERS: usize = 8;
-/// What is gathered: pieces of so many bytes.
+/// Bytes of each gathered piece.
 const PIECE: usize = 16 << 10;
-/// The largest page of a system: pools count in whole ones.
+/// The largest page that a system has. Pools count in whole pages.
 const PAGE: usize = 64 << 10;
-/// Page-locked memory of the pipeline's at most.
+/// The most page-locked bytes of the pipeline.
 const SHARE: usize = 256 << 20;
-/// All memory that is taken, in sizes of a copy: source, target, page-locked buffers, the pipeline's, and on the host
-/// device its memory too.
+/// All memory that the command takes is this many times the bytes of a copy: the source, the target, the page-locked
+/// buffers, the pipeline's, and on the host device the device memory.
 const TIMES: usize = 5;
 
 /// Runs the command.
@@ -56,7 +57,7 @@ pub fn run(args: &Bench) -> Result<(), Failure> {
         Ok(bed.table(&speeds) + &json)
     });
     let closed = super::close(device);
-    // Where the device does not close, what was measured before is as good as ever.
+    // The figures are printed also where the device does not close: they were measured before.
     super::print(&mut io::stdout(), &measured?).and(closed)
 }
 
@@ -65,7 +66,7 @@ struct Bed {
     device: Device,
     threads: usize,
     size: usize,
-    /// Whether it would have been larger with more memory.
+    /// Whether `size` is smaller than [`SIZE`] for lack of memory.
     small: bool,
     source: Arc<Vec<u8>>,
     target: Vec<u8>,
@@ -94,7 +95,7 @@ fn prepare(args: &Bench, device: &Device) -> Result<Bed, Failure> {
     loop {
         match bed(device, threads, size) {
             Ok(bed) => return Ok(Bed { small: args.size.is_none() && size < SIZE, ..bed }),
-            // On a GPU that others use, or under a limit that nobody told us about.
+            // Other programs use the GPU, or a limit holds that the system does not show.
             Err(error) if error.is_retryable() && args.size.is_none() && size / 2 >= LEAST => {
                 size = whole(size / 2);
             }
@@ -153,14 +154,14 @@ fn bed(device: &Device, threads: usize, size: usize) -> Result<Bed, Error> {
     })
 }
 
-/// A page-locked buffer, and whether it is: of a pool of its own, since a buffer lies in one extent, and how many of
-/// them fit into the longest that a device can pin is the device's to say.
+/// A page-locked buffer, and whether it really is page-locked. Its pool has nothing else. A buffer lies in one extent,
+/// and the device decides how long an extent can be, so several buffers might not fit into one.
 fn pinned(device: &Device, len: usize) -> Result<(PinnedBuf, bool), Error> {
     let bytes = capacity(len)?;
     let pool = Pool::builder(device).capacity(bytes).initial(bytes).extent(bytes);
     let pool = pool.unpinned(Unpinned::Allow).build()?;
     let pinning = pool.wait_pinned(None)?;
-    // Nobody else has any of it: what is not there now never will be.
+    // The pool has no other buffer, so memory that is not there now never comes.
     let buf = pool.try_checkout(len).map_err(|error| match error {
         Error::Exhausted { .. } => pinning.error.unwrap_or(error),
         error => error,

@@ -1,9 +1,11 @@
 //! `pinpool load`: files go to device memory through the copy pipeline, and back if asked.
 //!
-//! A file is one transfer of the pipeline; a `.safetensors` file, an index of several, or a folder of such is loaded as
-//! tensors, by the library's own loader. Back: what was moved is brought back through the pipeline, and its checksums
-//! are taken, of each chunk of a file, of each tensor of a checkpoint. Then the file is read a second time, past the
-//! pool and the device, and the checksums are compared.
+//! A file is one transfer of the pipeline. A `.safetensors` file, an index of several, or a folder of such is loaded as
+//! tensors, by the library's own loader.
+//!
+//! With `--verify` the bytes come back through the pipeline. The command takes their checksums: of each chunk of a
+//! file, of each tensor of a checkpoint. Then it reads the file a second time, without the pool and the device, and
+//! compares the checksums.
 
 use std::fs::File;
 use std::io::{self, IsTerminal};
@@ -25,18 +27,18 @@ use super::escape::{NAME, clean, text};
 use super::spread::spread;
 use super::{Failure, sample, say};
 
-/// Extents are about so long: short enough for the first to be ready soon, long enough for pinning at full speed.
+/// The length of extents, about: short enough for the first to be ready soon, long enough for pinning at full speed.
 const EXTENT: usize = 64 << 20;
-/// Chunks larger than this get the library's own extents, where there are enough of them in one.
+/// Segments larger than this get extents of 1 GiB or more, since too few of them fit into [`EXTENT`].
 const LARGE_SEGMENT: usize = EXTENT / 8;
-/// What the pipeline's chunks are counted in.
+/// The pipeline's chunks are whole pages of this many bytes.
 const PAGE: usize = 4096;
-/// How often the progress is looked at.
+/// The time between two looks at the progress.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long the pool gets to come to rest in the end, where all streams are synchronised already.
+/// How long the command waits at its end until the pool has everything back. All streams are synchronised by then.
 const REST: Duration = Duration::from_secs(10);
 
-/// Runs the command: what it found out goes to stdout, also where something went wrong.
+/// Runs the command. The report goes to stdout, after a failure too.
 pub fn run(args: &Load) -> Result<(), Failure> {
     let job = prepare(args)?;
     let mut report = Report::default();
@@ -44,7 +46,7 @@ pub fn run(args: &Load) -> Result<(), Failure> {
     let stats = job.note();
     let device = job.device.clone();
     drop(job);
-    // The first failure is the one that is told.
+    // Of several failures the first is reported.
     let result = result.and(super::close(device));
     let text = if args.json { super::json_line(&report.json(&stats)) } else { report.text(&stats) };
     result.and(super::print(&mut io::stdout(), &format!("{text}\n")))
@@ -94,14 +96,14 @@ impl Moved {
         self.time += since.elapsed();
     }
 
-    /// GB/s of 10^9 bytes since that was all, if anything was moved.
+    /// GB/s of 10^9 bytes since `before`, an earlier value of this. `None` if nothing was moved since.
     fn gb_per_s(self, before: Self) -> Option<f64> {
         let bytes = self.bytes - before.bytes;
         super::rate(bytes, self.time - before.time).filter(|_| bytes > 0)
     }
 }
 
-/// Opens everything, so that what the command line asks for in vain is known before anything is moved.
+/// Opens everything, so that a mistake in the command line is found before anything is moved.
 fn prepare(args: &Load) -> Result<Job, Failure> {
     let sources = args.files.iter().map(|path| open(path)).collect::<Result<Vec<_>, _>>()?;
     let device = super::open_device(&args.device)?;
@@ -124,7 +126,7 @@ fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job,
     if args.capacity < segment {
         return Err(too_small());
     }
-    // Whole segments of the pipeline's fit into an extent, so that their edges waste nothing.
+    // An extent holds a whole number of the pipeline's segments, so that nothing is lost at its end.
     let staged =
         Request::new(args.chunk.saturating_add(3 * PAGE)).align(PAGE).segment_bytes().unwrap_or(segment);
     let extent = if staged <= LARGE_SEGMENT {
@@ -156,7 +158,7 @@ fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job,
     };
     if sources.is_empty() {
         let len = args.sample;
-        // Asked before so much is written.
+        // Asked before the sample is written.
         device.alloc(len).map_err(|e| {
             Failure::Failed(format!("{} has no room for a sample of {len} bytes: {e}", device.name()))
         })?;
@@ -170,8 +172,9 @@ fn furnish(args: &Load, mut sources: Vec<Source>, device: Device) -> Result<Job,
     Ok(Job { sources, device, pool, pipeline, bar: ProgressBar::hidden() })
 }
 
-/// A pipeline that may use all of the pool, with chunks as asked for, or a little smaller where the capacity was
-/// measured for them to the byte: in a segment a chunk has a page before it and behind it. `None`: no chunk fits.
+/// A pipeline that may use all of the pool, with chunks of the length that was asked for. Where the capacity has just
+/// that many bytes, the chunks are a little shorter, since a segment has a page before its chunk and one behind it.
+/// `None`: no chunk fits.
 fn pipeline(pool: &Pool, device: &Device, args: &Load) -> Result<Option<Pipeline>, Error> {
     let mut chunk = args.chunk.next_multiple_of(PAGE);
     while chunk > 0 {
@@ -184,7 +187,7 @@ fn pipeline(pool: &Pool, device: &Device, args: &Load) -> Result<Option<Pipeline
     Ok(None)
 }
 
-/// Whether a file cannot be opened for what the command line says, and not for what the system can do.
+/// Whether a file cannot be opened because the command line names the wrong file, and not because the system fails.
 fn is_named_wrongly(kind: io::ErrorKind) -> bool {
     use io::ErrorKind::{IsADirectory, NotADirectory, NotFound, PermissionDenied};
     matches!(kind, NotFound | PermissionDenied | NotADirectory | IsADirectory)
@@ -195,7 +198,7 @@ fn open(path: &Path) -> Result<Source, Failure> {
     let name = path.display().to_string();
     let wrong = |text: &str| Failure::Usage(format!("{name}: {text}"));
     let unread = |e: io::Error| {
-        // (These two have no kind in older Rust.)
+        // (Rust 1.85 has no `ErrorKind` for these two.)
         let by_name = matches!(e.raw_os_error(), Some(libc::ENAMETOOLONG | libc::ELOOP));
         let text = format!("{name}: {e}");
         if by_name || is_named_wrongly(e.kind()) { Failure::Usage(text) } else { Failure::Failed(text) }
@@ -205,7 +208,7 @@ fn open(path: &Path) -> Result<Source, Failure> {
     if !metadata.is_file() && !metadata.is_dir() {
         return Err(wrong("is not a regular file"));
     }
-    // (What a folder was searched for in vain is in the error.)
+    // (The error says what was looked for in a folder and is not there.)
     if metadata.is_dir() || name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json") {
         let checkpoint = Checkpoint::open(path).map_err(|error| match &error {
             Error::Read { kind, .. } if !is_named_wrongly(*kind) => Failure::Failed(error.to_string()),
@@ -216,7 +219,8 @@ fn open(path: &Path) -> Result<Source, Failure> {
     }
     let file = File::open(path).map_err(unread)?;
     let len = file.metadata().map_err(unread)?.len();
-    // Files that the system makes up as they are read have no length; those that are empty have nothing to read.
+    // A file whose bytes the system makes up when they are read (in `/proc`, for example) has length 0 and gives a
+    // byte. An empty file gives none.
     if len == 0 && matches!(file.read_at(&mut [0], 0), Ok(1)) {
         return Err(wrong("has bytes but no length: copy it to a real file first"));
     }

@@ -1,9 +1,21 @@
-//! The parts of the `pinpool` command that are not its `main`.
+//! The `pinpool` command: what its commands share, and a file or folder for each of them.
+//!
+//! | module | what is in it |
+//! | --- | --- |
+//! | `args` | the command line |
+//! | `load`, `bench` | the commands of these names |
+//! | `sample` | bytes to move, and the file of them that `load` makes where none is named |
+//! | `spread` | work spread over several threads |
+//! | `doctor` | `pinpool doctor` |
+//! | `top` | `pinpool top` |
+//! | here | the way from a result to an exit status, lines on stdout and stderr, threads and rates |
+//!
+//! `main.rs` calls [`run`]. The command uses the library's public face alone.
 
 pub mod args;
 pub mod bench;
 mod doctor;
-// The library's own, which is none of its public face.
+// A file of the library that is no part of the library's public face, so it is compiled here once more.
 #[path = "../escape.rs"]
 mod escape;
 pub mod load;
@@ -44,7 +56,7 @@ impl Failure {
     }
 }
 
-/// In one line, whatever the cause had to say. ([`say`] escapes it.)
+/// The cause in one line, with its line breaks made spaces. ([`say`] escapes it.)
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Usage(text) | Self::Failed(text) | Self::Mismatch(text)) = self;
@@ -68,11 +80,11 @@ pub fn run(args: &args::Args) -> ExitCode {
     }
 }
 
-/// Help and version go where they belong; what is wrong with the command line is said in one line.
+/// Prints help and version as clap does. A fault of the command line is reported in one line on stderr.
 pub fn refuse(error: &clap::Error) -> ExitCode {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // A closed pipe has seen enough of the help.
+            // A pipe that its reader has closed is no failure.
             let _ = error.print();
             return ExitCode::SUCCESS;
         }
@@ -89,8 +101,8 @@ pub fn refuse(error: &clap::Error) -> ExitCode {
     ExitCode::from(EXIT_USAGE)
 }
 
-/// Opens the device that the command line names. One that is not there is the command line's fault, one that fails is
-/// not.
+/// Opens the device that the command line names. For a device that is not there the command line is wrong (exit status
+/// 2). A device that is there and fails is a failure (exit status 1).
 fn open_device(spec: &str) -> Result<Device, Failure> {
     Device::open(spec).map_err(|error| {
         let text = format!("--device: {error}");
@@ -114,7 +126,7 @@ fn exit(result: Result<(), Failure>) -> ExitCode {
     }
 }
 
-/// Prints a result. A closed pipe is no failure: nothing reads there, and the exit status tells the rest.
+/// Prints a result. A closed pipe is no failure: its reader wants no more, and the exit status still tells.
 fn print(out: &mut impl Write, text: &str) -> Result<(), Failure> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
@@ -124,13 +136,13 @@ fn print(out: &mut impl Write, text: &str) -> Result<(), Failure> {
     }
 }
 
-/// As many threads as the command line says, or as there are cores, at most eight.
+/// The number of threads that the command line names. Without one: the number of cores, at most eight.
 fn threads(named: Option<u16>) -> usize {
     let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8);
     named.map_or_else(cores, usize::from)
 }
 
-/// GB/s of 10^9 bytes, if any time was taken.
+/// GB/s of 10^9 bytes. `None` if no time has passed.
 fn rate(bytes: u64, time: Duration) -> Option<f64> {
     (!time.is_zero()).then(|| bytes as f64 / time.as_secs_f64() / 1e9)
 }
@@ -144,7 +156,7 @@ fn room(len: usize) -> Result<Vec<u8>, Error> {
     Ok(bytes)
 }
 
-/// How long a device gets to give everything back, at a time when nothing of ours is in flight any more.
+/// How long [`close`] waits for a device. Nothing of the command is in flight any more by then.
 const CLOSING: Duration = Duration::from_secs(10);
 
 /// Ends with a device: after this the library makes no call for it, and its driver may end as it likes.
@@ -152,7 +164,7 @@ fn close(device: Device) -> Result<(), Failure> {
     device.close(CLOSING).map_err(|error| Failure::Failed(error.to_string()))
 }
 
-/// A line on stderr, if anybody still listens: files and servers may have had a part in it.
+/// Prints a line on stderr, escaped, since text of files and servers may be in it. A closed stderr is no failure.
 fn say(line: &str) {
     let _ = writeln!(io::stderr(), "{}", escape::text(line));
 }

@@ -1,14 +1,14 @@
 //! Spreading work over threads.
 //!
-//! The numbers are handed out in order, one at a time, so threads that are faster do more of them. The first failure
-//! stops the handing out; what is under way is finished, so of several failures the one with the lowest number is
-//! reported.
+//! Each piece of work has a number. The numbers are handed out in order, one at a time, so faster threads do more of
+//! them. After the first failure no more numbers are handed out, and work that is under way is finished. Of several
+//! failures the one with the lowest number is reported.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Calls `work` once for each number below `count`, on as many threads, the caller's among them. A thread that cannot
-/// be started is done without.
+/// Calls `work` once for each number below `count`, on as many threads, the caller's among them. Where a thread
+/// cannot be started, the others do its share.
 pub fn spread<E: Send>(
     threads: usize,
     count: usize,

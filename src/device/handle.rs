@@ -217,7 +217,7 @@ impl Device {
     /// [`DeviceSlice`], which has been checked and keeps the memory.
     ///
     /// `owner` is the value that keeps the memory allocated, by value or as an `Arc`; `()` where something else sees to
-    /// that. It is dropped after the last handle is dropped and the last copy is complete, on the device's worker
+    /// that. It is dropped after the last handle is dropped and the last copy is complete, on the device's region
     /// thread, where its drop may block. On a GPU the device's context is current there, and what the drop frees
     /// disturbs no capture. The drop must not wait for a buffer of a pool, since the pool grows on that very thread.
     /// Where a stream was lost and its device lives on, and in the child of a fork, the owner is leaked: the memory may

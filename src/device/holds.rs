@@ -50,7 +50,7 @@ pub struct HeldPool {
 
 /// Something above this layer that keeps devices open.
 pub(crate) trait Tenant: Send + Sync {
-    /// What of it keeps the device with this context open, if anything does.
+    /// The entry for a report: what of this keeps the device with this context open. `None`: nothing does.
     fn holds(&self, context: u64) -> Option<HeldPool>;
 
     /// Whether it has ended for good.

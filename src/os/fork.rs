@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
 /// Whether this is the child of a process that had begun to open a device. Relaxed: written by a child's only thread.
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-/// Empties in the child what a checkout uses without asking [`forked`].
+/// The function that the child calls to empty the thread-locals by which a checkout finds its thread cache. A hit does
+/// not ask [`forked`], so in the child it must find no cache.
 static EMPTIES: OnceLock<fn()> = OnceLock::new();
 
 /// Whether this is a child that must not use the crate.

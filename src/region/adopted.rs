@@ -61,7 +61,7 @@ where
     }
 }
 
-/// A range for a job on the worker thread.
+/// A range for a job on the region thread.
 #[derive(Clone, Copy)]
 struct AdoptedPiece {
     start: NonNull<u8>,
@@ -73,7 +73,7 @@ unsafe impl Send for AdoptedPiece {}
 
 impl Regions {
     /// Pins memory and makes it a region, of which nothing is handed out yet: a call of [`Regions::served`] is to
-    /// follow. Waits for the worker thread. After an error nothing of it is pinned, or the memory is leaked.
+    /// follow. Waits for the region thread. After an error nothing of it is pinned, or the memory is leaked.
     pub(crate) fn adopt<T>(&self, adoptee: Adoptee<T>) -> Result<AdoptedRegion, RegisterError<T>>
     where
         T: DerefMut<Target = [u8]> + StableDeref + Send + 'static,

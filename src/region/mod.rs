@@ -23,7 +23,7 @@
 //!
 //! # Invariants
 //!
-//! - Pinning, unpinning, allocating and freeing happen on the device's worker thread only. What is pinned or allocated
+//! - Pinning, unpinning, allocating and freeing happen on the device's region thread only. What is pinned or allocated
 //!   is one job for each extent.
 //! - A region is given back only when no buffer and no thread can reach it any more. If its driver cannot unpin it, its
 //!   mapping stays for good, since the device may still reach it.
@@ -339,7 +339,7 @@ impl Regions {
         true
     }
 
-    /// Maps and pins `len` bytes on the device's worker thread. Hands each extent to `serve` as soon as it is usable,
+    /// Maps and pins `len` bytes on the device's region thread. Hands each extent to `serve` as soon as it is usable,
     /// until `serve` returns `false`. `done` gets the number of bytes that came, and if it is less than `len`, why.
     ///
     /// Each extent is a job of its own, so that another job waits for one extent at most.
@@ -412,7 +412,7 @@ impl Regions {
         Ok((id, base))
     }
 
-    /// Pins the next extent, and leaves the rest to another job; without a worker thread, pins all.
+    /// Pins the next extent, and leaves the rest to another job; without a region thread, pins all.
     fn go_on(self: &Arc<Self>, mut making: Making) {
         loop {
             let verdict = self.pin_next(&mut making);

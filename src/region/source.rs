@@ -5,7 +5,7 @@
 //! promise no alignment, and hand out small allocations from shared pages. So an allocation that does not start on a
 //! page is made again with one page more, and its whole pages are used.
 //!
-//! Freeing happens on the worker thread, like everything that can synchronise a device. Memory that cannot be freed is
+//! Freeing happens on the region thread, like everything that can synchronise a device. Memory that cannot be freed is
 //! leaked and logged, since the device may still reach it.
 
 use std::ptr::NonNull;
@@ -120,7 +120,7 @@ impl Regions {
         if self.options.backing.kind().is_some() { page() } else { REGION_ALIGN }
     }
 
-    /// Has the driver allocate the next extent, and leaves the rest to another job; without a worker thread, all.
+    /// Has the driver allocate the next extent, and leaves the rest to another job; without a region thread, all.
     pub(super) fn supply(self: &Arc<Self>, mut supply: Supply) {
         loop {
             let verdict = self.supply_next(&mut supply);
@@ -242,7 +242,7 @@ impl Regions {
 }
 
 impl Region {
-    /// Gives the region back to where it came from, on the worker thread. Nothing can reach it any more.
+    /// Gives the region back to where it came from, on the region thread. Nothing can reach it any more.
     pub(super) fn go(self, context: &Context) {
         if let RegionSource::Driver { base, len, kind } = self.source {
             return free(context, base, len, kind);

@@ -5,7 +5,7 @@
 //! only wait for each other inside the driver, and make all other calls wait with them. (One H200, 24 GiB: eight
 //! threads that touch and one that registers, 42 to 44 GB/s, the longest call 1.4 ms for 64 MiB; eight that do both, 38
 //! GB/s at best and 9 at worst, the longest call 12 to 300 ms.) So threads of its own touch a region in units, in order
-//! of the addresses, and the device's worker thread registers each extent as soon as all of its units have been
+//! of the addresses, and the device's region thread registers each extent as soon as all of its units have been
 //! touched.
 //!
 //! # Huge pages

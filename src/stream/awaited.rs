@@ -1,8 +1,9 @@
 //! What a handle waits for while its copy has no sequence number on a timeline.
 //!
-//! A queue submits a copy some time after the caller has handed it over, and only then the copy gets a sequence number.
-//! From the start it has a number in the queue's *line*, and lines complete from the front. Handles
-//! ([`crate::buffer::InFlight`]) know lines by this trait alone, since the queues are in a layer above.
+//! A copy queue submits a copy some time after the caller has handed it over, and only then the copy gets a sequence
+//! number. From the start the copy has a number in one of the queue's *lines*. A line has copies in the order in which
+//! they were handed over, and completes from the front. Handles ([`crate::buffer::InFlight`]) know lines by the trait
+//! [`Awaited`] alone, since the queues are in a layer above.
 
 use std::fmt;
 use std::sync::Arc;

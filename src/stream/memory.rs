@@ -25,7 +25,7 @@ impl Stream {
     /// the allocation is known to have happened. (For kernels of the program on other streams the program does the same
     /// with [`wait_for`](Self::wait_for). A copy that becomes a part of a graph is refused until then.)
     ///
-    /// The device's worker thread frees the memory after the last handle was dropped and the last copy that uses it is
+    /// The device's region thread frees the memory after the last handle was dropped and the last copy that uses it is
     /// complete. It frees in this stream's order; if the program can reach the stream too, by `cuMemFree`, which
     /// becomes part of no capture and does not need the stream. A stream of the crate's lives until then. Neither
     /// allocating nor freeing synchronises the device (for `cuMemFree` of such memory the CUDA programming guide says

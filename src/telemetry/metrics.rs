@@ -5,8 +5,9 @@
 //! `monotonic_counter.`, `gauge.`, `histogram.`); what the `metrics` facade is given; and [`METRICS`], for authors of
 //! dashboards. The table is a macro, since a field's name has to be known when the crate is compiled.
 //!
-//! To add a metric: a row here, its line in the sampler that sends it, and the same row on the module page of
-//! `telemetry` (a test compares the two).
+//! A new metric is a row here, a line in the sampler that sends it, and the same row on the module page of `telemetry`
+//! (a test compares the two). A new label is also a field of `Labels`, a line in `Labels::named`, and a line in
+//! `event!`. CONTRIBUTING.md has all steps.
 
 use super::counters::Histogram;
 

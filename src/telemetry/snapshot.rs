@@ -181,9 +181,9 @@ impl Pool {
     /// classes sum to those of the pool. A single part may be off by what was moved during the call, some microseconds:
     /// a segment for each checkout or return, or, where one refilled or emptied a thread's list, up to 64.
     ///
-    /// The call takes some microseconds and does not slow down checkouts: it reads 113 counters of each thread that
-    /// uses the pool, and visits each run of segments under the pool's lock. In the child of a fork it has only what is
-    /// counted without a lock, as [`stats`](Self::stats) has.
+    /// The call takes some microseconds and does not slow down checkouts: it reads a counter for each size class from
+    /// each thread that uses the pool, and visits each run of segments under the pool's lock. In the child of a fork it
+    /// has only what is counted without a lock, as [`stats`](Self::stats) has.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         let (mut waiting, mut holding) = (Histogram::default(), Histogram::default());

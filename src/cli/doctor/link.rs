@@ -1,13 +1,13 @@
 //! The PCIe link of a device, and what it should carry.
 //!
 //! `/sys` has the speed and the width of each link on the way, from the device up to the root; the slowest of them
-//! counts. A GPU that has nothing to do slows its link down to save power, so it is to be looked at right after copies.
+//! counts. An idle GPU slows its link down to save power, so the doctor reads the speed right after copies.
 
 use super::system::System;
 use super::{Case, Verdict, parse};
 
-/// Of what a link carries, what arrives in large copies: the rest is headers of packets and their acknowledgement. 55.5
-/// of 63.0 GB/s on an H200 with PCIe 5.0 x16.
+/// The share of a link's bytes that are payload in large copies. The rest is headers of packets and acknowledgements.
+/// (Measured: 55.5 of 63.0 GB/s on an H200 with PCIe 5.0 x16.)
 const PAYLOAD: f64 = 0.88;
 
 /// Thousands of millions of transfers a second on one lane, the generation that has them, and which share of its bits

@@ -5,13 +5,25 @@
 //! little memory is pinned and copied both ways through a real pool, every byte is compared, and the speed is set
 //! beside what this machine should give ([`probe`]).
 //!
-//! *Fail* means that a pool of the given capacity cannot be had, or gives wrong bytes; *warn* that it can be slow,
-//! small or fragile; and that something could not be looked at. What was proved by trying is never refuted by a file:
-//! where the device opens, a driver's file that is missing is no failure.
+//! - *Fail*: a pool of the given capacity cannot be had, or gives wrong bytes.
+//! - *Warn*: the pool can be slow, small or fragile, or the check could not read what it needs.
+//!
+//! A trial counts for more than a file. Where the device opens, a missing file of its driver is no failure.
 //!
 //! All checks are always listed, under names that stay, so that scripts can rely on them. A check is a function from
-//! the [`Case`] to a [`Verdict`]; files are by topic. What is asked about a vendor's driver is in that vendor's row of
+//! the [`Case`] to a [`Verdict`]. The questions about a vendor's driver are data, in that vendor's row of
 //! [`pinpool::family`].
+//!
+//! # Files
+//!
+//! | file | what is in it |
+//! | --- | --- |
+//! | this one | the list of checks, and what they work on |
+//! | `system`, `parse` | files below the root, and what the kernel writes in them |
+//! | `place` | where the process runs (machine, container, WSL), and which remedies apply there |
+//! | `limits`, `cgroup`, `memory`, `pages`, `numa`, `kernel`, `iommu`, `driver` | checks that only read, by topic |
+//! | `probe`, `link` | the trial, and the speed of the PCIe link |
+//! | `report` | the output: text, or JSON |
 
 /// Remedies: where each is applied ([`By`]), and a format string.
 macro_rules! fixes {
@@ -57,7 +69,7 @@ pub enum Status {
     Fail,
 }
 
-/// Remedies for all places.
+/// Remedies, each with the place where it is applied.
 type Fixes = Vec<(By, String)>;
 
 /// A vendor's remedies.
@@ -86,14 +98,14 @@ impl Verdict {
         Self { status: Status::Fail, found: found.into(), fix }
     }
 
-    /// Something that the system does not show.
+    /// The verdict of a check whose files cannot be read.
     fn unseen(files: &str) -> Self {
         let fix = fixes![Here: "mount /proc and /sys, and let this user read {files}"];
         Self::warn(format!("unknown: {files} cannot be read"), fix)
     }
 }
 
-/// A verdict as it is told.
+/// A verdict as it is printed.
 #[derive(Debug)]
 struct Check {
     name: &'static str,
@@ -104,8 +116,8 @@ struct Check {
 }
 
 impl Check {
-    /// The verdict with those of its remedies that can be applied here. What the system's files and the driver had to
-    /// say is escaped, and has an end.
+    /// The verdict with those of its remedies that can be applied here. Text of the system's files and of the driver is
+    /// escaped, and cut to a bounded length.
     fn new(place: &Place, name: &'static str, verdict: Verdict) -> Self {
         let fix = place.remedies(&verdict.fix).iter().map(|line| text(line).to_string()).collect();
         Self { name, status: verdict.status, found: text(&verdict.found).to_string(), fix }
@@ -123,9 +135,9 @@ struct Case<'a> {
     capacity: u64,
     /// Bytes to pin and copy for a trial.
     trial: u64,
-    /// Longer than any step of it takes on a device that works.
+    /// How long a step may take. A device that works takes less for any of them.
     patience: Duration,
-    /// The accelerator's family, where one was asked for, was opened, or shows.
+    /// The family of the accelerator that was named, that was opened, or of which there are signs.
     family: Option<&'static Family>,
 }
 
@@ -171,9 +183,9 @@ const CHECKS: [(&str, Look); 16] = [
     ("library", driver::library),
 ];
 
-/// Bytes to pin and copy, where nothing else is asked for: few, and enough to reach full speed.
+/// Bytes to pin and copy, unless `--pin` says otherwise: few, and enough to reach full speed.
 const TRIAL: u64 = 64 << 20;
-/// Less says nothing.
+/// The fewest bytes of a trial: with fewer a speed means nothing.
 const LEAST_TRIAL: u64 = 1 << 20;
 
 /// GB/s of 10^9 bytes; what was not measured is missing.
@@ -186,7 +198,7 @@ struct Measured {
     expected: Option<f64>,
 }
 
-/// All that was found out.
+/// Everything that the doctor found.
 struct Findings {
     device: String,
     capacity: u64,
@@ -233,7 +245,7 @@ fn examine(system: &System, args: &Doctor) -> Findings {
     let measured = probe::probe(&case, &mut checks);
     let Case { device, place, .. } = case;
     let name = device.as_ref().map_or(spec, Device::name).to_owned();
-    // One that did not answer before is not waited for as long again.
+    // A device that did not answer before gets less time now.
     if let Some(Err(error)) = device.ok().map(|device| device.close(patience / 4)) {
         let verdict = Verdict::warn(error.to_string(), fixes![Here: "see the checks that failed above"]);
         checks.push(Check::new(&place, "close", verdict));

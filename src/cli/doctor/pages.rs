@@ -1,4 +1,4 @@
-//! Huge pages: whether regions get them, who else holds them, and whether there are any in one piece.
+//! Huge pages: whether regions get them, whether a hugetlb pool holds them, and whether free memory is in one piece.
 //!
 //! Regions ask for transparent huge pages, which make pinning several times faster (on one H200 machine 7.3 instead of
 //! 2.5 GB/s with one thread). They are never taken from a hugetlb pool, so such a pool is memory that regions cannot

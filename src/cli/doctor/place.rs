@@ -1,5 +1,5 @@
-//! What kind of place this is: a machine, a container, a guest of Windows. That decides who can put something right,
-//! and how: so every remedy is written down for each place, and only those that fit are shown.
+//! Where the process runs: on a machine, in a container, or in Windows' subsystem for Linux. A remedy depends on it. So
+//! each remedy is written for each place, and the doctor shows those that fit.
 
 use pinpool::family::By;
 
@@ -17,7 +17,7 @@ pub struct Place {
     pub wsl: bool,
     /// The systemd unit that the process belongs to, if it is a service.
     pub unit: Option<String>,
-    /// What gave it away.
+    /// The files and variables that show the kind, strongest first.
     signs: Vec<&'static str>,
 }
 
@@ -38,7 +38,7 @@ impl Place {
         let release = system.word("/proc/sys/kernel/osrelease").unwrap_or_default().to_ascii_lowercase();
         let manager = system.word("/run/systemd/container").filter(|name| !name.is_empty() && name != "wsl");
         let named = |name: &str| groups.contains(name);
-        // Stronger signs first; kubelets run their containers by other tools, which leave theirs as well.
+        // Stronger signs first. Kubernetes runs its containers by other tools, which leave their signs as well.
         let signs = [
             (
                 Kind::Kubernetes,
@@ -55,7 +55,7 @@ impl Place {
             (Kind::Podman, named("libpod"), "libpod in /proc/self/cgroup"),
             (Kind::Docker, system.exists("/.dockerenv"), "/.dockerenv"),
             (Kind::Docker, named("docker"), "docker in /proc/self/cgroup"),
-            // systemd's own way of saying it, which nspawn, LXC and others follow.
+            // The file by which systemd's interface for containers names the manager: nspawn, LXC and others write it.
             (Kind::Container, manager.is_some(), "/run/systemd/container"),
             (Kind::Container, named("lxc"), "lxc in /proc/self/cgroup"),
         ];
@@ -63,7 +63,7 @@ impl Place {
         let kind = signs.first().map_or(Kind::Machine, |(kind, ..)| *kind);
         let signs = signs.into_iter().map(|(_, _, sign)| sign).collect();
         let unit = groups.lines().filter_map(|line| line.rsplit('/').next()).find_map(|name| {
-            // A user's whole session is a service too, which is not the server's.
+            // `user@N.service` is a user's whole session, and not the server's unit.
             (name.ends_with(".service") && !name.starts_with("user@")).then(|| name.to_owned())
         });
         Self { kind, wsl: release.contains("microsoft"), unit, signs }

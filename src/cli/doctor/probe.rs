@@ -1,13 +1,14 @@
 //! The proof: a device is opened, a little memory is pinned through a real pool, copied both ways and compared, and the
 //! speed is set beside what this machine should give.
 //!
-//! What copies should give is known by the PCIe link for a device on one; for the host device, whose copies are the
-//! processor's, by copying as much between ordinary buffers right after. What pinning should give is told by touching
-//! as much ordinary memory, which is most of the work.
+//! The expected speed of copies is that of the PCIe link, for a device that has one. The host device's copies are made
+//! by the processor, so there it is the speed of copying as many bytes between ordinary buffers right after. The
+//! expected speed of pinning is that of touching as much ordinary memory, since touching is most of the work of
+//! pinning.
 //!
-//! Several copies are in flight at once and the best of a few rounds counts, since a busy machine makes single ones
-//! slow; speeds only ever warn. A device that does not answer is given up on after a while; its buffers are the pool's
-//! to keep then, and the findings are told all the same.
+//! Several copies are in flight at once, and the best of a few rounds counts, since a busy machine makes single rounds
+//! slow. A low speed is a warning and never a failure. A device that does not answer is given up after
+//! `Case::patience`. Its buffers then stay with the pool, and the findings are reported all the same.
 
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -20,16 +21,17 @@ use crate::cli::{rate, room, sample, threads};
 /// Bytes of one copy at most: large enough for full speed, and far below what one extent holds.
 const PART: usize = 16 << 20;
 const ROUNDS: usize = 5;
-/// Bytes from which on the speed of pinning says something; below, it is that of starting threads.
+/// The fewest bytes for which the speed of pinning is judged. For fewer, starting threads takes most of the time.
 const TELLING: usize = 32 << 20;
-/// Below this share of the speed of touching, pinning is held up by something.
+/// Pinning at less than this share of the speed of touching is a warning.
 const POOR_PIN: f64 = 0.25;
-/// Below this share of what was expected, something is in the way.
+/// Copies at less than this share of the link's speed are a warning.
 const POOR: f64 = 0.7;
-/// The host's own copies are measured beside those of a thread that has the processor's caches to share.
+/// The same share for the host device, whose copies are compared with copies in memory. It is lower, since those that
+/// they are compared with profit more from the processor's caches.
 const POOR_HOST: f64 = 0.4;
 
-/// Adds what came of opening, pinning and copying, and of the link that was copied over.
+/// Adds the checks of opening, pinning and copying, and of the link between the device and the host.
 pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
     let mut measured = Measured::default();
     let mut add = |name, verdict| checks.push(Check::new(&case.place, name, verdict));
@@ -50,7 +52,7 @@ pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
         }
     };
     let result = pool.as_ref().map(|(device, pool)| copy(device, pool, case.patience, &mut measured));
-    // Now, while the link is still awake.
+    // The link is looked at right after the copies: an idle link goes to a lower speed.
     let links = case.addresses().first().map_or_else(Vec::new, |address| link::path(case.system, address));
     if let Some(result) = result {
         measured.expected = measured.expected.or_else(|| link::expected(&links));
@@ -63,7 +65,7 @@ pub fn probe(case: &Case, checks: &mut Vec<Check>) -> Measured {
     measured
 }
 
-/// The reason is in a check of its own, with its remedy.
+/// The verdict on a trial that was not made. Another check has the reason and its remedy.
 fn skipped(why: &str) -> Verdict {
     Verdict::warn(format!("not tried: {why}"), fixes![Here: "see the checks that failed above"])
 }
@@ -133,7 +135,7 @@ fn huge_bytes() -> Option<u64> {
     parse::kib(&std::fs::read_to_string("/proc/self/smaps_rollup").ok()?, "AnonHugePages")
 }
 
-/// The speed of pinning beside that of touching as much ordinary memory, which the system has to provide just so.
+/// The speed of pinning, beside that of touching as much ordinary memory, whose pages the system has to provide too.
 fn pinned_at(case: &Case, found: String, bytes: usize, measured: &mut Measured) -> Verdict {
     if bytes < TELLING {
         return Verdict::ok(found);
@@ -171,12 +173,12 @@ fn touch(bytes: usize) -> Option<f64> {
         })
     });
     std::hint::black_box(fresh);
-    // Where a thread cannot be had, a part was left out.
+    // Where a thread could not be started, a part was not touched.
     if touched { rate(bytes as u64, start.elapsed()) } else { None }
 }
 
-/// Copies up, down and up again, looks at every byte that came back, and takes the times. The first byte, counted
-/// through all buffers, that is not what was sent, if there is one.
+/// Copies up and down for some rounds, compares every byte that came back, and takes the times. Returns the place of
+/// the first byte, counted through all buffers, that is not what was sent, if there is one.
 fn copy(
     device: &Device,
     pool: &Pool,
@@ -185,9 +187,9 @@ fn copy(
 ) -> Result<Option<usize>, Error> {
     let stats = pool.stats();
     let part = ((stats.pinned_bytes + stats.unpinned_bytes) / 8).min(PART) & !4095;
-    // Other bytes in each run: device memory may still have those of an earlier one.
+    // Each run of the doctor sends other bytes, since device memory may still have those of an earlier run.
     let run = UNIX_EPOCH.elapsed().map_or(0, |since| u64::from(since.subsec_nanos())) << 32;
-    // As many as there is room for.
+    // As many buffers as the pool has room for.
     let (mut bufs, mut sent) = (Vec::new(), Vec::new());
     loop {
         match pool.try_checkout(part) {
@@ -211,7 +213,7 @@ fn copy(
         (bufs, up) = (back, up.min(took));
     }
     for _ in 0..ROUNDS {
-        // What was there must not pass for what is to come.
+        // Cleared, so that bytes from before the copy do not count as copied.
         bufs.iter_mut().for_each(|buf| buf.fill(0));
         let (back, took) = round(bufs, patience, |index, buf| Ok(stream.download(slice(index), buf)?))?;
         (bufs, down) = (back, down.min(took));

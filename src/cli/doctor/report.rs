@@ -1,4 +1,4 @@
-//! What the doctor says: a line a check for people, or one JSON object for programs.
+//! The doctor's output: a line for each check as text, or one JSON object.
 //!
 //! Both are made of the same checks. The text is aligned, each remedy has a line of its own so that it can be copied,
 //! and colours come only where a terminal shows them (`anstream` finds that out and honours `NO_COLOR`).
@@ -61,7 +61,7 @@ fn text(findings: &Findings) -> String {
     for check in &findings.checks {
         let (word, style) = check.status.look();
         text += &format!("{style}{word:<4}{style:#}  {:<width$}  ", check.name);
-        // Remedies are not broken up: they are to be copied.
+        // Remedies are not wrapped, so that they can be copied.
         text += &wrapped(&check.found, width + 8);
         for fix in &check.fix {
             text += &format!("{:>indent$}  fix: {fix}\n", "", indent = width + 6);

@@ -1,8 +1,8 @@
 //! `pinpool top`: the pools of a process that serves `/metrics`, live in a terminal, or once as text.
 //!
-//! The way of the numbers: [`scrape`] fetches and reads them, [`view`] works out rates, quantiles and alarms, [`text`]
-//! makes lines, and [`screen`] draws these. Nothing of the pool's code is used: what is shown is what the other process
-//! exports, so any Prometheus would see the same.
+//! Files, in the order in which the numbers pass them: [`scrape`] fetches and reads them, [`view`] works out rates,
+//! quantiles and alarms, [`text`] makes lines, and [`screen`] draws these. This code uses no code of the pool. It shows
+//! what the other process exports, so a Prometheus sees the same numbers.
 
 mod scrape;
 mod screen;
@@ -33,7 +33,7 @@ pub fn run(args: &Top) -> Result<(), Failure> {
     screen::run(source, interval).map_err(|error| Failure::Failed(format!("the terminal: {error}")))
 }
 
-/// Looks twice, an interval apart, since one look has no rates.
+/// Prints one view as text. Fetches twice, an interval apart, since rates need two answers.
 fn once(source: &Source, interval: Duration) -> Result<(), Failure> {
     let mut watch = Watch::default();
     for pause in [Duration::ZERO, interval] {

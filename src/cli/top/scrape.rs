@@ -1,35 +1,37 @@
 //! Fetching `/metrics` and reading Prometheus's text format.
 //!
-//! Of the format we need samples only: a name, two labels, a number. Comments, types and timestamps are skipped, and so
-//! are other programs' metrics and any line that is not as expected. Nothing here panics on any input. A server may
-//! also say too much: how many bytes are read, how many samples are kept, and how long all of it may take, are bounded,
-//! and the work grows with the answer and no faster. What labels say is escaped here, so that nothing that is printed
-//! can steer a terminal.
+//! Only samples are read: a name, two labels, a number. Comments, types, timestamps, other programs' metrics and any
+//! line that is not as expected are skipped. Nothing here panics on any input. A server may also answer too much. So
+//! the bytes that are read, the samples that are kept and the time that all of it takes are bounded, and the work grows
+//! no faster than the answer. The values of labels are escaped here, so that nothing that is printed can steer a
+//! terminal.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use crate::cli::escape::clean;
 
-/// How long a look may take: connecting, the answer, and reading it.
+/// The longest time for one fetch: connecting, the answer, and reading it.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Bytes of an answer.
+/// The most bytes of an answer.
 const LONGEST: u64 = 10 << 20;
-/// Samples of an answer that are ours. (A pool has some four hundred, a stream two.)
+/// The most samples of pinpool's metrics in an answer. (A pool has some four hundred, a stream two.)
 const SAMPLES: usize = 100_000;
-/// Characters of a label's value, and of an error. A pool's name has no more: 103, and 21 where it got a number.
+/// The most characters of a label's value, and of an error. A pool's name has at most 103, and 21 more where it has a
+/// number.
 const LABEL: usize = 124;
 const WORDS: usize = 300;
-/// Lines from one look at the clock to the next.
+/// Lines that are read between two looks at the clock.
 const LINES: usize = 4096;
 
-/// The labels that tell a metric's samples apart, beside the pool or the device. Ours have one of them at most.
+/// The labels that tell a metric's samples apart, beside the pool or the device. A metric of pinpool has at most one of
+/// them.
 const PARTS: [&str; 6] = ["state", "stride", "class", "direction", "stream", "le"];
 
 /// A pool's or a device's samples of a metric, by the value of the other label, which is empty where there is none.
 type Parts = BTreeMap<Box<str>, f64>;
 
-/// What a server said, by metric, and then by pool or device.
+/// A server's answer, by metric, and then by pool or device.
 #[derive(Clone, Debug, Default)]
 pub struct Scrape {
     metrics: HashMap<Box<str>, BTreeMap<Box<str>, Parts>>,
@@ -51,14 +53,14 @@ impl Scrape {
                 ));
             }
             all.samples += 1;
-            // Those that differ in other labels count together.
+            // Samples that differ in other labels only are summed.
             let parts = all.metrics.entry(name.into()).or_default().entry(owner).or_default();
             *parts.entry(part).or_insert(0.0) += value;
         }
         Ok(all)
     }
 
-    /// How many samples it keeps.
+    /// The number of samples that this keeps.
     pub fn len(&self) -> usize {
         self.samples
     }
@@ -71,7 +73,7 @@ impl Scrape {
             .collect()
     }
 
-    /// Those of a pool or device.
+    /// The samples of a metric for one pool or device, each with its part.
     pub fn of<'a>(&'a self, name: &str, owner: &str) -> impl Iterator<Item = (&'a str, f64)> + use<'a> {
         let parts = self.metrics.get(name).and_then(|owners| owners.get(owner));
         parts.into_iter().flatten().map(|(part, value)| (&**part, *value))

@@ -1,7 +1,7 @@
-//! The terminal: draws what a [`Watch`] shows until somebody has seen enough.
+//! The terminal: draws what a [`Watch`] shows, until `q` is pressed.
 //!
-//! A thread of its own fetches, since a server may take seconds to answer; this one draws, and listens for keys. The
-//! terminal is put back in order however it ends, a panic included (ratatui's hook sees to that).
+//! One thread fetches the numbers, since a server may take seconds to answer. The main thread draws, and reads the
+//! keys. The terminal is restored however the program ends, by a panic too (ratatui's panic hook does that).
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
@@ -18,9 +18,9 @@ use super::scrape::{Scrape, Source};
 use super::text;
 use super::view::{Item, Watch};
 
-/// How soon a key or an answer is seen to.
+/// The longest time until a key or an answer is handled.
 const BEAT: Duration = Duration::from_millis(100);
-/// How often it is worked out anew what is shown, where there is no answer: some of it has an age.
+/// How often the screen is worked out anew where no answer comes: it shows how old the numbers are.
 const AGE: Duration = Duration::from_secs(1);
 
 /// Shows what the server says until `q`.
@@ -34,7 +34,7 @@ pub fn run(source: Source, interval: Duration) -> io::Result<()> {
 
 type Answer = (Instant, Result<Scrape, String>);
 
-/// Fetches on a thread of its own, which ends when nobody listens any more, and with the process at the latest.
+/// Fetches on a thread of its own. The thread ends when the receiver is dropped, and with the process at the latest.
 fn fetch_always(source: Source, interval: Duration) -> io::Result<Receiver<Answer>> {
     let (sender, answers) = sync_channel(1);
     let fetch = move || {

@@ -1,12 +1,12 @@
-//! Items as lines of text: for `--once` as they are, for the screen with the styles that each part has.
+//! Items as lines of text. The screen shows them with the styles of their parts, and `--once` without.
 
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 
 use super::view::{Item, Level, STATES};
 
-/// How the states of memory are drawn in a bar: the characters differ, so that it reads without colours too. The
-/// colours are among the terminal's own sixteen, so that its theme has the say.
+/// How each state of memory is drawn in a bar, in the order of [`STATES`]. The characters differ, so that the bar can
+/// be read without colours. The colours are among the terminal's sixteen, so that its theme applies.
 const LOOKS: [(char, Style); 5] = [
     ('#', Style::new().fg(Color::Blue)),
     ('>', Style::new().fg(Color::Magenta)),
@@ -16,7 +16,7 @@ const LOOKS: [(char, Style); 5] = [
 ];
 const DIM: Style = Style::new().add_modifier(Modifier::DIM);
 
-/// All items, in lines of at most about `width` columns.
+/// All items as lines. A bar is `width` columns wide; a table or a note may be wider.
 pub fn lines(items: &[Item], width: usize) -> Vec<Line<'static>> {
     let mut lines = Vec::new();
     for item in items {
@@ -38,7 +38,8 @@ pub fn plain(items: &[Item], width: usize) -> String {
     lines(items, width).iter().map(|line| format!("{}\n", line.to_string().trim_end())).collect()
 }
 
-/// Never dim, also where all else is. The words say the same as the colours.
+/// A note's line. It is not dim even where the screen dims all else, since it says why the rest is dim. The words say
+/// the same as the colours.
 fn note(level: Level, text: &str) -> Line<'static> {
     let (word, style) = match level {
         Level::Fine => ("", Style::new().fg(Color::Green)),
@@ -55,7 +56,7 @@ fn bar(parts: &[(&'static str, f64)], whole: f64, width: usize) -> Line<'static>
     for (name, part) in parts {
         let (fill, style) = LOOKS[STATES.iter().position(|state| state == name).unwrap_or(0)];
         sum += part;
-        // Up to where the sum reaches, so that roundings do not add up.
+        // Each part is drawn up to the sum of all parts so far, so that roundings do not add up.
         let end = if whole > 0.0 { ((sum / whole).min(1.0) * width as f64).round() as usize } else { 0 };
         line.push_span(Span::styled(fill.to_string().repeat(end.saturating_sub(drawn)), style));
         drawn = end.max(drawn);
@@ -77,7 +78,8 @@ fn table(heads: &[&str], rows: &[Vec<String>], lines: &mut Vec<Line>) {
         };
         cells.zip(&widths).enumerate().map(cell).collect::<String>()
     };
-    // The memory's states have the bar's signs before their names, and other lines of that table are indented as far.
+    // In the table of memory states the bar's character stands before each state's name. Its other lines are indented
+    // as far.
     let state = |cells: &[String]| {
         STATES.iter().position(|state| cells.first().is_some_and(|name| name.replace(' ', "_") == **state))
     };

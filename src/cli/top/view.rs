@@ -1,32 +1,34 @@
-//! What is shown of a process's pools: rates, quantiles and alarms worked out from what it said over the last minutes.
+//! The contents of `top`: rates, quantiles and alarms of a process's pools, worked out from its metrics of the last
+//! minute.
 //!
-//! The same as on the page of `examples/dashboard`, and from the same metrics. The outcome is a list of [`Item`]s
-//! without colours or positions, which `--once` prints as text and the screen draws.
+//! The page of `examples/dashboard` shows the same, from the same metrics. The outcome is a list of [`Item`]s without
+//! colours or positions. `--once` prints them as text, and the screen draws them.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use super::scrape::Scrape;
 
-/// Rates are of so long.
+/// The time over which rates are taken.
 const RATE: Duration = Duration::from_secs(5);
-/// Alarms about what happened, and quantiles, are of so long.
+/// The time over which quantiles are taken, and for which an alarm about an event stays.
 const RECENT: Duration = Duration::from_secs(60);
-/// How long is kept, a little more than that.
+/// The time for which answers are kept, a little more than [`RECENT`].
 const KEEP: Duration = Duration::from_secs(70);
-/// Samples that are kept in all, a few megabytes of each ten thousand: with more in each answer, it is for less long.
+/// The most samples that are kept in all; ten thousand take a few megabytes. Where answers have many samples, fewer
+/// answers are kept.
 const KEPT: usize = 500_000;
-/// What is shown at most of pools, devices, a pool's size classes, and streams: a server that has more has gone wrong,
-/// or means harm.
+/// The most pools, and the most devices, that are shown. Size classes and streams have limits of their own below. A
+/// server with more than that is broken or hostile.
 const SHOWN: usize = 50;
-/// Of so many pools alarms are raised, and so many alarms are shown.
+/// The most pools that are looked at for alarms, and the most alarms that are shown.
 const ALARMING: usize = 1000;
 const ALARMS: usize = 100;
 const SHOWN_CLASSES: usize = 100;
 const SHOWN_STREAMS: usize = 100;
-/// When a pool was looked at last.
+/// The metric that says when the sampler last looked at a pool.
 const SAMPLED: &str = "pinpool_sampled_timestamp_seconds";
-/// How often a pool is thought to be looked at until it was seen.
+/// The seconds between two looks of the sampler at a pool, as assumed until two looks were seen.
 const ASSUMED_GAP: f64 = 10.0;
 
 /// How bad something is.
@@ -51,7 +53,7 @@ pub enum Item {
 /// States of memory, in the order of the bar.
 pub const STATES: [&str; 5] = ["checked_out", "in_flight", "quarantined", "cut", "free"];
 
-/// When a pool was looked at.
+/// When a pool's sampler last looked at it.
 #[derive(Clone, Copy, Debug)]
 struct Looked {
     stamp: f64,
@@ -59,7 +61,7 @@ struct Looked {
     gap: f64,
 }
 
-/// What a process said lately.
+/// The answers of a process in the last minute.
 #[derive(Debug, Default)]
 pub struct Watch {
     history: VecDeque<(Instant, Scrape)>,
@@ -69,7 +71,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Takes in what a look brought.
+    /// Adds an answer, or why there was none.
     pub fn add(&mut self, at: Instant, result: Result<Scrape, String>) {
         let scrape = match result {
             Ok(scrape) => scrape,
@@ -79,14 +81,14 @@ impl Watch {
         for (pool, _, stamp) in scrape.all(SAMPLED) {
             let fresh = Looked { stamp, at, gap: ASSUMED_GAP };
             let seen = self.looked.entry(pool.into()).or_insert(fresh);
-            // (Also where it is not a number, which is never the same.)
+            // Compared by bits, since NaN is unequal to itself.
             if seen.stamp.to_bits() != stamp.to_bits() {
                 *seen = Looked { gap: (stamp - seen.stamp).max(1.0), ..fresh };
             }
         }
         self.looked.retain(|pool, _| scrape.of(SAMPLED, pool).next().is_some());
         self.history.push_back((at, scrape));
-        // Two at least, however long an interval is.
+        // At least two answers are kept, however far apart they are: a rate needs two.
         let too_old = |old: &(Instant, Scrape)| at.saturating_duration_since(old.0) > KEEP;
         let mut kept: usize = self.history.iter().map(|(_, scrape)| scrape.len()).sum();
         while self.history.len() > 2 && (kept > KEPT || self.history.front().is_some_and(too_old)) {
@@ -99,7 +101,7 @@ impl Watch {
         self.trouble.as_deref()
     }
 
-    /// All that is to be shown. Without any news so far: only what is wrong.
+    /// Everything to show. Before the first answer this is one note: waiting, or why there is no answer.
     pub fn items(&self, now: Instant) -> Vec<Item> {
         let mut items = Vec::new();
         let Some((at, scrape)) = self.history.back() else {
@@ -130,7 +132,8 @@ impl Watch {
         items
     }
 
-    /// The youngest scrape that is as old as this before the last, else the oldest. `None`: there is only one.
+    /// The seconds from an earlier scrape to the last one, and that scrape: the youngest that is at least `age` older
+    /// than the last, else the oldest. `None`: there is only one.
     fn before(&self, age: Duration) -> Option<(f64, &Scrape)> {
         let (now, _) = self.history.back()?;
         let old_enough = |old: &&(Instant, Scrape)| now.saturating_duration_since(old.0) >= age;
@@ -170,7 +173,8 @@ impl Watch {
         buckets.iter().find(|bucket| all > 0.0 && bucket.1 >= q * all).map(|bucket| bucket.0)
     }
 
-    /// How long nobody has looked at a pool, if that is too long: exporters keep the last values of what is gone.
+    /// The seconds since a sampler last looked at a pool, if that is too long. (Exporters keep the last values of a
+    /// pool that is gone.)
     fn idle(&self, pool: &str, now: Instant) -> Option<f64> {
         let seen = self.looked.get(pool)?;
         let idle = now.saturating_duration_since(seen.at).as_secs_f64();

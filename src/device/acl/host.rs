@@ -32,7 +32,7 @@
 //! # Freeing
 //!
 //! `aclrtFreeHost` waits for no work, and has been seen to fail just after an event said that the last copy was
-//! complete. So every open device is drained first. The device's worker thread does that, and it can take as long as
+//! complete. So every open device is drained first. The device's region thread does that, and it can take as long as
 //! the work that is queued there.
 
 use std::collections::BTreeMap;
@@ -52,7 +52,7 @@ use crate::os;
 
 /// `aclrtHostRegister` takes pages of this size, with system pages of any size.
 const REGISTER_PAGE: usize = 4096;
-/// How often a wait for a device that fails is tried again before memory is freed: for half a second in all.
+/// How often a wait that failed is repeated before memory is freed. The pauses double, and sum to half a second.
 const OPEN_TRIES: u32 = 9;
 /// acl_rt.h: aclrtHostRegisterType's ACL_HOST_REGISTER_MAPPED; the others are reserved.
 const REGISTER_MAPPED: c_int = 0;
@@ -83,9 +83,9 @@ static OPEN_DEVICES: Mutex<Vec<Weak<Acl>>> = Mutex::new(Vec::new());
 /// What earlier allocations of a device have shown.
 #[derive(Debug)]
 pub(super) struct Host {
-    /// Allocations do not start on pages.
+    /// Whether an allocation did not start on a page. All later ones are then made a page longer.
     pads: AtomicBool,
-    /// The driver cannot give one address for host and device.
+    /// Whether the driver cannot give one address for host and device (VA_FLAG).
     plain: AtomicBool,
 }
 

@@ -17,7 +17,8 @@
 //! | `adopt.rs` | contexts and streams that the program made |
 //! | `gate.rs` | the end of the process |
 //!
-//! The crate calls this through [`Driver`]. The public module `acl` also calls what only Ascend has ([`Driver::acl`]).
+//! The crate calls this through [`Driver`]. The public module `acl` also calls what only Ascend has
+//! ([`Driver::as_any`]).
 //!
 //! # Contexts
 //!

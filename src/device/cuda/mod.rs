@@ -13,7 +13,7 @@
 //! | `adopt.rs`, `graph.rs` | contexts and streams that the program made; buffers tied to a captured graph |
 //!
 //! The crate calls this through [`Driver`]. The public modules `cuda` and `cudarc` also call what only CUDA has
-//! ([`Driver::cuda`]).
+//! ([`Driver::as_any`]).
 //!
 //! # Contexts
 //!

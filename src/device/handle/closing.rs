@@ -2,7 +2,7 @@
 //! way.
 //!
 //! Nothing is closed by force. A device is open for as long as anything needs it, and each thing gives back its own
-//! when it is dropped, on the device's worker thread. So `close` drops one handle and waits for the end of the driver
+//! when it is dropped, on the device's region thread. So `close` drops one handle and waits for the end of the driver
 //! itself ([`crate::device::holds`]), which comes after all others. The rest is looked at only for the report, and to
 //! find out whether waiting can help at all.
 
@@ -51,7 +51,7 @@ pub struct HeldBy {
     /// Bytes of values that are registered ([`Device::register`](crate::Device::register)), or that could not be
     /// unregistered.
     pub registered_bytes: usize,
-    /// The number of jobs that the device's worker thread has still to do: it frees, unpins and destroys, one after the
+    /// The number of jobs that the device's region thread has still to do: it frees, unpins and destroys, one after the
     /// other.
     pub jobs: usize,
     /// The number of things that the driver did not take back, or that may not be given back since the device may still

@@ -1,6 +1,6 @@
 //! Stream-ready reuse: a segment in flight is claimed for later work on the same stream, which comes after the earlier
-//! work by the stream's order. The pool asks its central pool before it claims, so nothing is claimed while a request
-//! waits for memory.
+//! work by the stream's order. The result is a stream-ready buffer (`checkout_on`). Before it claims, the pool asks the
+//! central pool whether a request waits for memory, and claims nothing while one does.
 //!
 //! The completing thread and the claimer decide by one compare-and-swap on the segment's state word, from DETACHED. A
 //! claim is resolved (its segment became host-ready), submitted again ([`Timeline::begin`]) or given up.
