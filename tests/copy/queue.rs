@@ -211,7 +211,7 @@ fn a_full_queue_lets_everyone_through() {
 
 impl Setup {
     /// Makes recording an event fail for good, while the device works.
-    fn fail_marks(&self) {
+    fn fail_events(&self) {
         self.node.start_trace();
         for _ in 0..FOR_GOOD {
             self.node.fail(Fault { device: 0, call: Call::Record, nth: 0, failure: Failure::Argument });
@@ -227,7 +227,7 @@ impl Setup {
 /// How many events in a row must fail until a stream is given up.
 fn tries() -> usize {
     let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
-    s.fail_marks();
+    s.fail_events();
     let sent = s.push(1).remove(0);
     while sent.is_done().is_ok() {
         assert!(s.tried() < FOR_GOOD as usize, "the stream is never given up");
@@ -241,7 +241,7 @@ fn tries() -> usize {
 fn a_segment_outlives_the_batch_that_is_refused() {
     let tries = tries();
     let s = setup(HostConfig::new().stepped(5), QueueOptions::new());
-    s.fail_marks();
+    s.fail_events();
     let before = s.push(1);
     while s.tried() < tries - 1 {
         s.device.reap();
@@ -499,7 +499,7 @@ fn a_waker_of_a_lost_queue_may_ask_to_be_preceded_by_what_nobody_will_submit() {
             memory: s.range(900),
             told,
         }));
-        s.fail_marks();
+        s.fail_events();
         let mut before = s.push(1);
         let polled = std::pin::Pin::new(&mut before[0]).poll(&mut std::task::Context::from_waker(&waker));
         assert!(polled.is_pending());

@@ -74,7 +74,7 @@ fn is(bytes: &[u8], stamp: u64) -> bool {
 }
 
 /// All users have ended: nothing may be in use.
-fn settled(pool: &Pool, streams: &[Stream]) {
+fn all_idle(pool: &Pool, streams: &[Stream]) {
     streams.iter().for_each(|s| s.synchronize().unwrap());
     let stats = pool.stats();
     let used = (stats.checked_out_bytes, stats.in_flight_bytes, stats.claimed_bytes, stats.quarantined_bytes);
@@ -134,7 +134,7 @@ fn every_byte_arrives_whatever_the_threads_do() {
             std::thread::sleep(Duration::from_micros(200));
         }
     });
-    settled(&pool, &streams);
+    all_idle(&pool, &streams);
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn buffers_travel_between_threads() {
         }
         stop.store(true, Ordering::SeqCst);
     });
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -193,7 +193,7 @@ fn a_thread_leaves_what_it_cached_to_the_pool() {
             pool.check().unwrap();
         }
     }
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -216,7 +216,7 @@ fn one_thread_uses_more_pools_by_turns_than_it_has_at_hand() {
     held.clear();
     // All of it returns to where it was taken from, and what this thread caches can be had.
     for pool in &pools {
-        settled(pool, &[]);
+        all_idle(pool, &[]);
         assert_eq!(pool.stats().checkouts, pool.stats().returns);
         drop(pool.try_checkout(700 << 10).unwrap());
     }
@@ -265,7 +265,7 @@ fn flow_one_way(together: usize, lens: &[usize]) {
     assert_eq!(stats.checkouts, (lens.len() * total * together) as u64);
     // Batches circulate between the two threads: few checkouts find their cache empty.
     assert!(stats.misses <= stats.checkouts / 4, "{stats:?}");
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -295,7 +295,7 @@ fn a_buffer_dropped_by_a_thread_local_comes_back() {
         })
         .join()
         .unwrap();
-        settled(&pool, &[]);
+        all_idle(&pool, &[]);
     }
 }
 
@@ -323,7 +323,7 @@ fn idle_threads_give_up_what_they_cache() {
         });
     }
     assert!(pool.stats().reclaims > 0);
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 /// Runs `main` beside a thread that makes a call each time that it is told to.
@@ -377,7 +377,7 @@ fn a_growing_pool_leaves_threads_at_work_alone_and_a_full_one_does_not() {
         drop((large, other));
         pair();
     });
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -403,7 +403,7 @@ fn a_thread_at_work_shares_what_it_has_of_a_class() {
         assert_eq!(pool.stats().cached_bytes * 2, both, "and serves its owner");
         drop(mine);
     });
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -449,7 +449,7 @@ fn taking_back_while_the_owners_are_busy() {
         }
         stop.store(true, Ordering::Relaxed);
     });
-    settled(&pool, &[]);
+    all_idle(&pool, &[]);
 }
 
 #[test]
@@ -487,7 +487,7 @@ fn waiters_are_all_served() {
         }
     });
     assert!(pool.stats().waits > 0);
-    settled(&pool, &[stream]);
+    all_idle(&pool, &[stream]);
 }
 
 /// Wakes a thread that polls.
@@ -541,7 +541,7 @@ fn futures_are_woken_and_may_be_dropped_at_any_time() {
     });
     println!("{} served, {} cancelled", served.load(Ordering::Relaxed), cancelled.load(Ordering::Relaxed));
     assert!(served.load(Ordering::Relaxed) > 0 && cancelled.load(Ordering::Relaxed) > 0);
-    settled(&pool, &[stream]);
+    all_idle(&pool, &[stream]);
 }
 
 #[test]

@@ -347,7 +347,7 @@ impl Server {
         Some(buf)
     }
 
-    fn settle<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
+    fn finish<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
         match flight.wait_timeout(HANG) {
             Ok(buf) => Some(buf),
             Err(SubmitError { buffer: Some(_), .. }) => {
@@ -420,7 +420,7 @@ impl Server {
             };
             match flight {
                 Ok(flight) => {
-                    let buf = self.settle(flight)?;
+                    let buf = self.finish(flight)?;
                     if *buf != *bytes(seed, LEN) {
                         self.wrong("wrong bytes, reported as done");
                     }
@@ -459,7 +459,7 @@ impl Server {
             match one.copy_host(from, to) {
                 Ok((from, to)) => {
                     drop(from);
-                    if self.settle(to).is_some_and(|buf| *buf != *bytes(8, LEN)) {
+                    if self.finish(to).is_some_and(|buf| *buf != *bytes(8, LEN)) {
                         self.wrong("wrong bytes on the host, reported as done");
                     }
                     break;
@@ -495,7 +495,7 @@ impl Server {
         self.again("wait_for", || two.wait_for(&one))?;
         self.download(&pool, &two, &far, 1)?;
         let flight = self.upload(&pool, &two, &far, 2)?;
-        let buf = self.settle(flight)?;
+        let buf = self.finish(flight)?;
         if *buf != *bytes(2, LEN) {
             self.wrong("a buffer came back from an upload with other bytes");
         }
@@ -509,7 +509,7 @@ impl Server {
         }
         let buf = self.buffer(&pool, 4, LEN)?;
         match Stream::hold_on_all(&[&one, &two], buf) {
-            Ok(held) => drop(self.settle(held)),
+            Ok(held) => drop(self.finish(held)),
             Err(e) => self.dead |= e.error.is_device_lost(),
         }
         // The pool grows to its capacity and is trimmed.

@@ -502,7 +502,7 @@ impl User {
         for round in 0..2 {
             let content = bytes(round, LEN);
             let value = self.again_with("register", content.clone(), |v| device.register(v))?;
-            let value = self.settled(stream.upload(value, memory))?;
+            let value = self.outcome(stream.upload(value, memory))?;
             let sent = value.is_some();
             let mut target = self.again_with("register", vec![0_u8; LEN], |v| device.register(v))?;
             if round == 1 {
@@ -513,7 +513,7 @@ impl User {
                 }
             }
             target[0] = 1;
-            if let Some(back) = self.settled(stream.download(memory, target))? {
+            if let Some(back) = self.outcome(stream.download(memory, target))? {
                 if sent && *back != *content {
                     self.wrong("wrong bytes, reported as done");
                 }
@@ -521,12 +521,12 @@ impl User {
             }
         }
         let read = self.again_with("register_read_only", bytes(9, LEN), |v| device.register_read_only(v))?;
-        self.settled(stream.hold(read))?;
+        self.outcome(stream.hold(read))?;
         Some(())
     }
 
     /// The result of a submission: the value, or nothing where it failed.
-    fn settled<B: pinpool::Lend, L>(
+    fn outcome<B: pinpool::Lend, L>(
         &mut self,
         submitted: Result<pinpool::InFlight<B>, SubmitError<L>>,
     ) -> Option<Option<B>> {
@@ -566,7 +566,7 @@ impl User {
                 self.again("device_address", || buf.device_address(&device))?;
             }
             for buf in bufs {
-                self.settled(stream.upload(buf, &memory))?;
+                self.outcome(stream.upload(buf, &memory))?;
             }
             pool.trim(0);
             let mut map = MmapMut::map_anon(4 * PAGE).ok()?;

@@ -67,9 +67,9 @@ fn in_batches(test: &'static str, library: Option<&str>, batch: Option<&str>) {
             assert!(*flight.wait().unwrap() == *bytes(i, LEN));
         }
         arrived(&device, &memory, COUNT);
-        if let (Some(d), Some((copies, marks))) = (&gpu.stand_in, before) {
-            let (copies, marks) =
-                (calls(d, "cuMemcpyHtoDAsync_v2") - copies, calls(d, "cuEventRecord") - marks);
+        if let (Some(d), Some((copies, events))) = (&gpu.stand_in, before) {
+            let (copies, events) =
+                (calls(d, "cuMemcpyHtoDAsync_v2") - copies, calls(d, "cuEventRecord") - events);
             let batches = batch.map_or(0, |name| calls(d, name));
             match batch {
                 // Their number depends on which thread was faster. Copies do not go one by one, and events neither.
@@ -78,7 +78,7 @@ fn in_batches(test: &'static str, library: Option<&str>, batch: Option<&str>) {
                 }
                 None => assert_eq!((calls(d, "cuMemcpyBatchAsync"), copies), (0, COUNT as u64)),
             }
-            assert!(marks < COUNT as u64 / 2, "{marks} marks");
+            assert!(events < COUNT as u64 / 2, "{events} events");
         }
         drop(queue);
         all_back(&pool);

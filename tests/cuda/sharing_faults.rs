@@ -75,7 +75,7 @@ impl Server {
         None
     }
 
-    fn settle<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
+    fn finish<B: Lend>(&mut self, flight: InFlight<B>) -> Option<B> {
         match flight.wait_timeout(HANG) {
             Ok(buf) => Some(buf),
             Err(SubmitError { error, buffer }) => {
@@ -119,14 +119,14 @@ impl Server {
             drop(self.submit(pool, 1, |buf| stream.upload(buf, &memory))?);
         }
         let held = self.submit(pool, 2, |buf| stream.hold(buf))?;
-        drop(self.settle(held)?);
+        drop(self.finish(held)?);
         self.again("wait_for", || other.wait_for(stream))?;
         let flight = self.submit(pool, 3, |buf| other.download(&memory, buf))?;
-        if *self.settle(flight)? != *bytes(1, LEN) {
+        if *self.finish(flight)? != *bytes(1, LEN) {
             self.wrong("wrong bytes, reported as done");
         }
         let joint = self.submit(pool, 4, |buf| Stream::hold_on_all(&[stream, other], buf))?;
-        drop(self.settle(joint)?);
+        drop(self.finish(joint)?);
         self.again("synchronize", || stream.synchronize())
     }
 
